@@ -1,0 +1,128 @@
+"""The heads: reading committed rows (`prime`) and drafting the next tokens (`draft`).
+
+x_t is the token at position t, h_t the target's hidden state after reading it. Slot p of depth j reads x_{p+1+j}
+and, at depth 0, h_p, at depth j > 0 depth j-1's output at slot p; its logits guess x_{p+2+j}. The rule for the
+caches is exact: a slot that was computed from drafted tokens is computed again from the committed ones, so drafts
+and hidden states equal a recomputation from scratch (DeepSeek-V3, arXiv 2412.19437; transformers'
+`MTPCandidateGenerator` does the same).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .prompt_cache import PromptCache
+
+
+@dataclass
+class Run:
+    """Rows that the target has verified: what one cycle hands to the next.
+
+    hidden:   [1, R, H] the target's hidden rows; row r is position base + r.
+    tokens:   [R] int32, the target's own token after each row.
+    accepted: int32 scalar on the device; rows 0..accepted are right, tokens[accepted] is the newest token.
+    drafts:   [R-1] int32, what was verified.
+    packed:   tokens and accepted in one array, for the host.
+    """
+
+    hidden: mx.array
+    tokens: mx.array
+    accepted: mx.array
+    drafts: mx.array
+    packed: mx.array
+    logprobs: mx.array | None
+
+    @classmethod
+    def of(cls, hidden, tokens, accepted, drafts, logprobs) -> "Run":
+        packed = mx.concatenate([tokens, accepted.reshape(1)])
+        return cls(hidden, tokens, accepted, drafts, packed, logprobs)
+
+    def newest(self) -> mx.array:
+        """The token that the target has not read yet, int32 [1]."""
+        return mx.take(self.tokens, self.accepted.reshape(1))
+
+    def read(self) -> tuple[list[int], int]:
+        """Wait for the run: its right tokens and how many of them are drafts. The only host read of a cycle."""
+        *tokens, accepted = self.packed.tolist()
+        return tokens[: accepted + 1], accepted
+
+
+def draft(model: Any, cache: PromptCache, run: Run, k: int) -> mx.array:
+    """Feed every head the run's rows and return k drafted tokens, int32 [k].
+
+    All R rows are fed, right or not, so that shapes do not depend on what was accepted; a head's answer is its
+    row `accepted` + depth. Depths from k on read the rows but draft nothing. Leaves the heads' offset at the
+    target's: rejected and drafted rows are overwritten by the next call.
+    """
+    rows = run.tokens.size
+    tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
+    for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
+        fed = rows + depth if depth < k else rows
+        output = head(model.embed(tokens[None, :fed]), hidden[:, :fed], kv)
+        feedback = head.feedback(output)
+        if depth < k:
+            answer = run.accepted + depth
+            logits = model.draft_logits(depth, mx.take(output, answer.reshape(1), axis=1))
+            tokens = _put(tokens, answer + 1, mx.argmax(logits).astype(mx.int32))
+        if depth + 1 < len(cache.heads):
+            hidden = mx.concatenate([cache.kept[depth], feedback], axis=1)
+            kept.append(mx.take(feedback, run.accepted.reshape(1), axis=1))
+    cache.kept = kept
+    cache.heads_follow()
+    return mx.take(tokens, run.accepted + 1 + mx.arange(k))
+
+
+def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
+    """tokens [n] -> [n + 1] with `token` at a device-side index <= n."""
+    longer = mx.concatenate([tokens, token.reshape(1)])
+    return mx.where(mx.arange(longer.size) == index, token, longer)
+
+
+def prime(model: Any, cache: PromptCache, first: int, end: int, *, step: int) -> None:
+    """Let every head read positions first..end-1, the rows at the head of the backlog, `step` at a time.
+
+    Positions are host integers here, and token `end` is known. Where rows were skipped because no head's window
+    reaches them, the heads start anew at `first`, and depth j where depth j-1's outputs are exact.
+    """
+    if not cache.heads or first >= end:
+        return
+    rows = mx.concatenate(cache.backlog, axis=1)
+    if first != cache.primed:
+        _start_at(cache, first)
+    hidden = model.capture(rows)
+    for lo in range(first, end, step):
+        hi = min(lo + step, end)
+        _read(model, cache, hidden[:, lo - first : hi - first], lo)
+        cache.primed = hi
+        mx.eval(cache.arrays)
+    cache.backlog = [rows[:, end - first :]] if rows.shape[1] > end - first else []
+
+
+def _start_at(cache: PromptCache, first: int) -> None:
+    """Empty the heads; depth j's first exact row is one window past depth j-1's."""
+    for kv in cache.heads:
+        kv.start = first
+        first += kv.window
+
+
+def _read(model: Any, cache: PromptCache, hidden: mx.array, lo: int) -> None:
+    """One pass of all depths over hidden rows [1, n, H] of positions lo..lo+n-1."""
+    hi = lo + hidden.shape[1]
+    tokens = mx.array(cache.tokens[lo + 1 : hi + 1])[None]
+    kept, base = [], lo
+    for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
+        begin = min(max(base, kv.start), hi)
+        kv.seek(begin, begin)
+        if begin < hi:
+            rows = hidden[:, begin - base : hi - base]
+            output = head(model.embed(tokens[:, begin - lo :]), rows, kv)
+            feedback = head.feedback(output)
+        else:
+            feedback = hidden[:, :0]
+        kv.seek(hi, hi)
+        if depth + 1 < len(cache.heads):
+            # Position i of the next depth reads this depth's output at i - 1.
+            hidden, base = mx.concatenate([cache.kept[depth], feedback], axis=1), begin
+            kept.append(hidden[:, -1:])
+    cache.kept = kept

@@ -1,0 +1,224 @@
+"""The public functions: tokens (`generate_step`), text pieces (`stream_generate`), text (`generate`)."""
+
+import contextlib
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationResponse as MLXResponse
+from mlx_lm.generate import wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .decode import Yielded, decode
+from .prompt_cache import PromptCache, make_prompt_cache
+from .sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
+from .stats import Stats
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate_step`."""
+
+    max_tokens: int
+    num_draft_tokens: int | None
+    sampler: Sampler | None
+    logits_processors: Sequence[LogitsProcessor] | None
+    prompt_cache: PromptCache | None
+    prefill_step_size: int
+    kv_bits: int | None
+    mtp_kv_bits: int | None
+    kv_group_size: int
+    max_kv_size: int | None
+    temp: float
+    top_p: float
+    top_k: int
+    min_p: float
+    min_tokens_to_keep: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: Sequence[int]
+    seed: int | None
+    logprobs: bool
+    stop_tokens: Collection[int]
+    prompt_progress_callback: Callable[[int, int], None] | None
+    stats: Stats | None
+
+
+@dataclass
+class GenerationResponse(MLXResponse):
+    """mlx-lm's response and, as `stats`, the counters of the generation so far."""
+
+    stats: Stats | None = None
+
+
+def generate_step(
+    prompt: mx.array | Sequence[int],
+    model: Any,
+    *,
+    max_tokens: int = 256,
+    num_draft_tokens: int | None = None,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    prompt_cache: PromptCache | None = None,
+    prefill_step_size: int = 2048,
+    kv_bits: int | None = None,
+    mtp_kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    max_kv_size: int | None = None,
+    temp: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] = (),
+    seed: int | None = None,
+    logprobs: bool = False,
+    stop_tokens: Collection[int] = (),
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    stats: Stats | None = None,
+) -> Generator[Yielded, None, None]:
+    """Yield (token, logprobs [V] or None, from_draft) for a prompt of token ids [T].
+
+    num_draft_tokens: tokens drafted per cycle; 0 is plain decoding, None all the model's heads. It changes the
+        speed, never the text.
+    max_tokens: -1 means no limit, 0 only reads the prompt into `prompt_cache`.
+    sampler, logits_processors: mlx-lm's callables; a sampler stands in for temp .. xtc_threshold.
+    prompt_cache: from `make_prompt_cache`; continued where it stands and left holding every token but the last
+        one yielded, wherever the generator is stopped.
+    stop_tokens: yielded, then the generation ends.
+    seed: makes draws reproducible, for every num_draft_tokens alike (not with an own `sampler` that draws).
+    stats: filled while generating.
+    Raises ValueError (at the call) for an argument out of range.
+    """
+    sampling = Sampling(
+        temp, top_p, top_k, min_p, min_tokens_to_keep, xtc_probability, xtc_threshold, tuple(xtc_special_tokens)
+    )
+    sampling.validate(model.args.vocab_size)
+    if sampler is not None and sampling != Sampling():
+        raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
+    for name, value, least in (("max_tokens", max_tokens, -1), ("prefill_step_size", prefill_step_size, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value}: allowed is {least} or more")
+    tokens = _token_ids(prompt, model.args.vocab_size)
+    k = _draft_count(num_draft_tokens, model, prompt_cache)
+    if prompt_cache is None:
+        prompt_cache = make_prompt_cache(
+            model,
+            num_draft_tokens=k,
+            kv_bits=kv_bits,
+            mtp_kv_bits=mtp_kv_bits,
+            kv_group_size=kv_group_size,
+            max_kv_size=max_kv_size,
+        )
+    elif (kv_bits, mtp_kv_bits, max_kv_size) != (None, None, None):
+        raise ValueError("kv_bits, mtp_kv_bits and max_kv_size are fixed when prompt_cache is made")
+    prompt_cache.reserve(prompt_cache.offset + len(tokens) + min(max(max_tokens, 0), RESERVED_TOKENS))
+    if seed is not None and sampler is not None:
+        mx.random.seed(seed)
+    stats = stats or Stats()
+    stats.num_draft_tokens, stats.prompt_tokens = k, len(tokens)
+    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed))
+    return decode(
+        model,
+        prompt_cache,
+        tokens,
+        picker,
+        stats,
+        k=k,
+        max_tokens=max_tokens,
+        stop_tokens=frozenset(stop_tokens),
+        prefill_step_size=prefill_step_size,
+        progress=prompt_progress_callback,
+    )
+
+
+RESERVED_TOKENS = 1024  # room for new tokens that a cache takes at once; more is added as it is needed
+
+
+def _token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
+    tokens = prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
+    if not tokens:
+        raise ValueError("prompt: empty; at least one token is needed")
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ValueError(f"prompt: {token!r} is not a token id between 0 and {vocab_size - 1}")
+    return tokens
+
+
+def _draft_count(requested: int | None, model: Any, cache: PromptCache | None) -> int:
+    """The number of drafts per cycle, at most one per head that the model and the cache have."""
+    heads = len(model.mtp) if cache is None else len(cache.heads)
+    if requested is None:
+        return heads
+    if not 0 <= requested <= heads:
+        where = "the model" if cache is None else "prompt_cache"
+        raise ValueError(f"num_draft_tokens={requested}: allowed is 0 to {heads}, the MTP heads of {where}")
+    return requested
+
+
+def stream_generate(
+    model: Any, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]
+) -> Iterator[GenerationResponse]:
+    """Yield GenerationResponses (text segment, token, speeds, stats) for a prompt of text or token ids.
+
+    Options are those of `generate_step`; the tokenizer's end-of-text tokens always stop. Raises ValueError (at
+    the call) for an argument out of range.
+    """
+    if options.get("max_tokens", 256) == 0:
+        raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    if isinstance(prompt, str):
+        bos = tokenizer.bos_token
+        prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+    stats = options.setdefault("stats", None) or Stats()
+    stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
+    steps = generate_step(prompt, model, **{**options, "stats": stats, "stop_tokens": stops})
+    return _responses(model, tokenizer.detokenizer, steps, stats, stops, options.get("max_tokens", 256))
+
+
+def _responses(
+    model: Any,
+    detokenizer: Any,
+    steps: Generator[Yielded, None, None],
+    stats: Stats,
+    stops: Collection[int],
+    max_tokens: int,
+) -> Iterator[GenerationResponse]:
+    """Detokenize; as in mlx-lm a stop token has no text, and the last response has the reason."""
+    with wired_limit(model), contextlib.closing(steps):
+        for step in steps:
+            reason = "length" if stats.generation_tokens == max_tokens else None
+            if step[0] in stops:
+                reason = "stop"
+            else:
+                detokenizer.add_token(step[0])
+            if reason:
+                detokenizer.finalize()
+            yield _response(detokenizer, step, stats, reason)
+
+
+def _response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | None) -> GenerationResponse:
+    token, logprobs, from_draft = step
+    return GenerationResponse(
+        text=detokenizer.last_segment,
+        token=token,
+        logprobs=logprobs,
+        from_draft=from_draft,
+        prompt_tokens=stats.prompt_tokens,
+        prompt_tps=stats.prompt_tps,
+        generation_tokens=stats.generation_tokens,
+        generation_tps=stats.generation_tps,
+        peak_memory=mx.get_peak_memory() / 1e9,
+        finish_reason=reason,
+        stats=stats,
+    )
+
+
+def generate(
+    model: Any, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]
+) -> str:
+    """The whole text of `stream_generate`."""
+    return "".join(response.text for response in stream_generate(model, tokenizer, prompt, **options))

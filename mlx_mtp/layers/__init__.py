@@ -1,0 +1,1 @@
+"""Modules that several ports share."""

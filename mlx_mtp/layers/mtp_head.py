@@ -1,0 +1,40 @@
+"""One MTP module ("nextn layer"): fuse embedding and hidden state, run one block, norm, LM head.
+
+Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 2.2; tensor names as in its checkpoints.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
+
+from ..spec import MTPSpec
+
+
+class MTPHead(nn.Module):
+    """A draft head around `block`, a decoder layer of the family.
+
+    `norm` makes a norm module for H features; `vocab_size` is needed where the head has its own LM head.
+    """
+
+    def __init__(self, spec: MTPSpec, block: nn.Module, norm, hidden_size: int, vocab_size: int):
+        super().__init__()
+        self._spec = spec
+        self.enorm, self.hnorm = norm(hidden_size), norm(hidden_size)
+        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.block = block
+        self.norm = norm(hidden_size)
+        if spec.own_head:
+            self.head = nn.Linear(hidden_size, vocab_size, bias=False)
+
+    def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
+        """Embeddings of the next tokens and hidden states [B, L, H] -> block output [B, L, H], before the norm."""
+        e, h = self.enorm(embeddings), self.hnorm(hidden)
+        pair = [e, h] if self._spec.fuse == "eh" else [h, e]
+        x = self.eh_proj(mx.concatenate(pair, axis=-1))
+        return self.block(x, create_attention_mask(x, cache), cache)
+
+    def feedback(self, output: mx.array) -> mx.array:
+        """What the next depth reads of this one's output."""
+        return output if self._spec.feedback == "pre" else self.norm(output)

@@ -1,0 +1,108 @@
+"""From the target's logits to its tokens: processors on each row's own history, then the user's sampler.
+
+Draws are keyed by position: with a seed the token at position t depends on the text before it and on nothing
+else, so the same seed gives the same text whatever was drafted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """mlx-lm's sampling options, with its names, order of filters and defaults."""
+
+    temp: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens_to_keep: int = 1
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: tuple[int, ...] = ()
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise a ValueError that names the first option out of range."""
+        ranges = {
+            "temp": (self.temp >= 0, "0 or more"),
+            "top_p": (0 <= self.top_p <= 1, "between 0 and 1"),
+            "top_k": (0 <= self.top_k < vocab_size, f"0 (off) to {vocab_size - 1}, below the vocabulary's size"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "min_tokens_to_keep": (self.min_tokens_to_keep >= 1, "1 or more"),
+            "xtc_probability": (0 <= self.xtc_probability <= 1, "between 0 and 1"),
+            "xtc_threshold": (0 <= self.xtc_threshold <= 0.5, "between 0 and 0.5"),
+        }
+        for name, (good, allowed) in ranges.items():
+            if not good:
+                raise ValueError(f"{name}={getattr(self, name)}: allowed is {allowed}")
+
+    def draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
+        """One token [1] from logprobs [1, V]."""
+        if self.temp == 0:
+            return mx.argmax(logprobs, axis=-1)
+        coin, dice = mx.random.split(key)
+        if 0 < self.top_p < 1:
+            logprobs = apply_top_p(logprobs, self.top_p)
+        if self.min_p > 0:
+            logprobs = apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
+        if self.xtc_probability > 0:
+            # mlx-lm's filter always applied (probability 1); the coin is ours because ours is keyed.
+            cut = apply_xtc(logprobs, 1.0, self.xtc_threshold, list(self.xtc_special_tokens))
+            logprobs = mx.where(mx.random.uniform(key=coin) < self.xtc_probability, cut, logprobs)
+        if self.top_k > 0:
+            logprobs = apply_top_k(logprobs, self.top_k)
+        return mx.random.categorical(logprobs * (1.0 / self.temp), key=dice)
+
+
+@dataclass
+class Picker:
+    """Chooses the target's token in every row of a verify.
+
+    sampler:    the user's own, logprobs [1, V] -> token [1]; None means `options`.
+    processors: mlx-lm's logits processors, (tokens [T], logits [1, V]) -> logits [1, V].
+    key:        uint32 [2]; the draw at position t uses key + t.
+    """
+
+    options: Sampling = Sampling()
+    sampler: Sampler | None = None
+    processors: Sequence[LogitsProcessor] = ()
+    logprobs: bool = False
+    key: mx.array = field(default_factory=lambda: mx.zeros(2, mx.uint32))
+
+    def __call__(self, logits: mx.array, position, history: list[int], drafts: mx.array):
+        """logits [M, V] for positions position.. -> tokens [M] int32 and logprobs [M, V] or None.
+
+        Row i is conditioned on `history` (read only by processors) and the first i drafts.
+        """
+        if self.sampler is None and self.options.temp == 0 and not self.processors and not self.logprobs:
+            return mx.argmax(logits, axis=-1).astype(mx.int32), None
+        past = mx.array(history) if self.processors else None
+        tokens, logprobs = [], []
+        for i in range(logits.shape[0]):
+            row = logits[i : i + 1]
+            for process in self.processors:
+                row = process(mx.concatenate([past, drafts[:i]]), row)
+            row = row - mx.logsumexp(row, axis=-1, keepdims=True)
+            tokens.append(self._draw(row, position + i).reshape(1))
+            logprobs.append(row)
+        return mx.concatenate(tokens).astype(mx.int32), mx.concatenate(logprobs) if self.logprobs else None
+
+    def _draw(self, logprobs: mx.array, position) -> mx.array:
+        if self.sampler is not None:
+            return self.sampler(logprobs)
+        step = mx.stack([mx.array(0, mx.uint32), mx.array(position).astype(mx.uint32)])
+        return self.options.draw(logprobs, self.key + step)
+
+
+def random_key(seed: int | None) -> mx.array:
+    """A base key, uint32 [2]; drawn from MLX's global random state where there is no seed."""
+    if seed is None:
+        return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
+    # Hashed, so that neighbouring seeds do not share keys at neighbouring positions.
+    return mx.random.split(mx.random.key(seed))[0]
