@@ -119,12 +119,21 @@ class LinearKVCache:
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def meta(self) -> dict:
-        """What, beside `parts`, rebuilds this cache: constructor arguments and position."""
-        return {"kind": type(self).__name__, "offset": int(self.offset), "init": self._init()}
+    def config(self) -> dict:
+        """Arguments of `make_kv_cache` that make this cache, empty."""
+        return {"window": None, "start": self.start}
 
-    def _init(self) -> dict:
-        return {"start": self.start}
+    def used(self) -> Parts:
+        """The buffers without rows that were never reached (whole STEPs); for saving."""
+        return tuple(part[..., : _round_up(self.limit), :] for part in self.parts)
+
+    def to_quantized(self, bits: int, group_size: int) -> "LinearKVCache":
+        """This cache's contents, quantized; positions stay."""
+        quantized = make_kv_cache(**{**self.config, "bits": bits, "group_size": group_size})
+        quantized.seek(self.offset, self.limit)
+        if self.parts:
+            quantized.parts = quantized._encode(*self.parts)
+        return quantized
 
 
 class SlidingKVCache(LinearKVCache):
@@ -140,7 +149,8 @@ class SlidingKVCache(LinearKVCache):
         self.window = window
         self.slots = window + 2 * MAX_ROWS
 
-    def _init(self) -> dict:
+    @property
+    def config(self) -> dict:
         return {"window": self.window, "start": self.start}
 
     def _grow(self, rows: int, like: Parts) -> None:
@@ -200,8 +210,10 @@ class _Quantized:
     def _decode(self, parts):
         return parts[:3], parts[3:]
 
-    def _init(self) -> dict:
-        return {"group_size": self.group_size, "bits": self.bits, **super()._init()}  # type: ignore[misc]
+    @property
+    def config(self) -> dict:
+        own = {"group_size": self.group_size, "bits": self.bits}
+        return {**super().config, **own}  # type: ignore[misc]
 
 
 class QuantizedLinearKVCache(_Quantized, LinearKVCache):

@@ -42,12 +42,14 @@ def prefill(
 ) -> Run:
     """Read the prompt in chunks of `step`, let the heads catch up, and choose the first new token."""
     hidden = model.no_hidden()
-    for done in range(0, len(prompt), step):
-        chunk = prompt[done : done + step]
-        last = done + len(chunk) == len(prompt)
+    done = 0
+    while done < len(prompt):
         if progress:
             progress(done, len(prompt))
-        hidden = _read_chunk(model, cache, chunk, last)
+        cache.quantize_at(cache.offset)
+        chunk = prompt[done : done + int(min(step, cache.room(cache.offset)))]
+        done += len(chunk)
+        hidden = _read_chunk(model, cache, chunk, done == len(prompt))
         if k and cache.reach is None:
             prime(model, cache, cache.primed, cache.offset - 1, step=step)
         mx.eval(hidden, cache.arrays)
@@ -82,16 +84,17 @@ def cycle(model: Any, cache: PromptCache, run: Run, base: int, k: int, picker: P
     `history`: the tokens up to the newest one, read only where the sampling needs it on the host.
     """
     cache.bound(base, run.tokens.size)
-    if k == 0:
-        cache.push(run.hidden)
-        drafts = run.drafts
-    else:
+    if cache.drafting:
         drafts = draft(model, cache, run, k)
+    else:
+        drafts = run.drafts
+        cache.push(run.hidden)
     position = cache.layers[0].offset + 1
     hidden = model.hidden(mx.concatenate([run.newest(), drafts])[None], cache.layers)
     tokens, logprobs = picker(model.logits(hidden)[0], position, history, drafts)
-    accepted = accept(drafts, tokens) if k else run.accepted
+    accepted = mx.array(0)
     if k:
+        accepted = accept(drafts, tokens)
         cache.rollback(k - accepted)
     return Run.of(hidden, tokens, accepted, drafts, logprobs)
 
@@ -125,19 +128,21 @@ def decode(
     run = prefill(model, cache, prompt, picker, k=k, step=prefill_step_size, progress=progress)
     known, base, left = list(cache.tokens), cache.offset - 1, max_tokens
     if k:
-        cache.to_device()
+        cache.start_drafting()
     submit(cache, run, stats)
     mark = cache.mark()
     rest = Rest(run, base, 0, mark)
     try:
         while left != 0:
-            ahead = None if picker.processors else cycle(model, cache, run, base, k, picker, known)
+            ahead = None
+            if not picker.processors and cache.room(base + run.tokens.size) > k:
+                ahead = cycle(model, cache, run, base, k, picker, known)
             tokens, accepted = run.read()
-            stats.arrived(accepted)
+            stats.arrived(accepted, run.drafts.size)
             tokens, last = _cut(tokens, left, stop_tokens)
             known += tokens
             if not last:
-                following = ahead or cycle(model, cache, run, base, k, picker, known)
+                following = ahead or _cycle_on_host(model, cache, run, base, accepted, k, picker, known)
                 mark.release()
                 submit(cache, following, stats)
             for i, token in enumerate(tokens):
@@ -148,10 +153,16 @@ def decode(
                 return
             stats.resumed()
             run, base, left = following, base + accepted + 1, left - len(tokens)
-            cache.primed = base if k else cache.primed
+            cache.advance(base)
             mark = cache.mark()
     finally:
         _settle(cache, known, rest, mark)
+
+
+def _cycle_on_host(model: Any, cache: PromptCache, run: Run, base: int, accepted: int, k: int, *sampling: Any) -> Run:
+    """A cycle that had to wait for the last one's tokens: processors read them, or quantizing starts nearby."""
+    cache.quantize_at(base + accepted + 1)
+    return cycle(model, cache, run, base, int(min(k, cache.room(base + accepted + 1) - 1)), *sampling)
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:

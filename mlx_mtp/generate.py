@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     kv_bits: int | None
     mtp_kv_bits: int | None
     kv_group_size: int
+    quantized_kv_start: int
     max_kv_size: int | None
     temp: float
     top_p: float
@@ -64,6 +65,7 @@ def generate_step(
     kv_bits: int | None = None,
     mtp_kv_bits: int | None = None,
     kv_group_size: int = 64,
+    quantized_kv_start: int = 0,
     max_kv_size: int | None = None,
     temp: float = 0.0,
     top_p: float = 1.0,
@@ -110,6 +112,7 @@ def generate_step(
             kv_bits=kv_bits,
             mtp_kv_bits=mtp_kv_bits,
             kv_group_size=kv_group_size,
+            quantized_kv_start=quantized_kv_start,
             max_kv_size=max_kv_size,
         )
     elif (kv_bits, mtp_kv_bits, max_kv_size) != (None, None, None):

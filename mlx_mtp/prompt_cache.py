@@ -4,8 +4,10 @@ Depth j's slot p (see `draft.py`) lives at position p + j of its cache, so every
 position i of depth j reads token x_{i+1}, and all heads stand at the same offset, `primed`.
 """
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,12 +24,20 @@ class Mark:
     primed: int
     kept: list[mx.array]
     backlog: list[mx.array]
-    offsets: list[Any]
-    parts: list[Parts] | None
+    caches: list[tuple] | None
 
     def release(self) -> None:
         """Let go of the buffers, so that the next write to them is in place."""
-        self.parts = None
+        self.caches = None
+
+
+@dataclass(frozen=True)
+class Quantizing:
+    """Quantize the target's caches before position `start` is read."""
+
+    start: int
+    bits: int
+    group_size: int
 
 
 class PromptCache:
@@ -37,6 +47,7 @@ class PromptCache:
     tokens had been decoded one by one. To go on, pass that token and what follows it as the next prompt.
 
     primed:  positions that the heads have read.
+    drafting: the heads are live and positions are on the device; otherwise hidden rows wait in the backlog.
     backlog: the target's hidden rows [1, r, H] that they have not read yet, ending at the last position held.
     kept:    for depths 1.., the previous depth's output [1, 1, H] at position primed - 1.
     reach:   how many last rows the heads' windows can see at all; None where a head attends to everything.
@@ -48,6 +59,8 @@ class PromptCache:
         self.primed = 0
         self.backlog: list[mx.array] = []
         self.kept = kept
+        self.quantizing: Quantizing | None = None
+        self.drafting = False
 
     @property
     def offset(self) -> int:
@@ -82,8 +95,9 @@ class PromptCache:
         if excess >= SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
 
-    def to_device(self) -> None:
-        """Hand the position to the device: one shared array offset for the target, one for the heads."""
+    def start_drafting(self) -> None:
+        """Hand positions to the device: one shared array offset for the target, one for the heads."""
+        self.drafting = True
         for caches, offset in ((self.layers, self.layers[0].offset), (self.heads, self.primed)):
             shared = mx.array(offset)
             for c in caches:
@@ -94,6 +108,11 @@ class PromptCache:
         offset = self.layers[0].offset - n
         for c in self.layers:
             c.seek(offset, c.limit)
+
+    def advance(self, base: int) -> None:
+        """Note that the run now under way began at position `base`; live heads have read all before it."""
+        if self.drafting:
+            self.primed = base
 
     def heads_follow(self) -> None:
         """Move the heads to where the target stands."""
@@ -109,21 +128,34 @@ class PromptCache:
 
     def mark(self) -> Mark:
         """The state now, to go back to with `restore`."""
-        offsets = [(c.offset, c.limit) for c in self._all()]
-        return Mark(self.primed, self.kept, list(self.backlog), offsets, [c.parts for c in self._all()])
+        caches = [(c, c.offset, c.limit, c.parts) for c in self._all()]
+        return Mark(self.primed, self.kept, list(self.backlog), caches)
 
     def restore(self, mark: Mark) -> None:
         """Go back to a mark; where its buffers were released, later rows stay in them and are overwritten."""
         self.primed, self.kept, self.backlog = mark.primed, mark.kept, list(mark.backlog)
-        for c, (offset, limit) in zip(self._all(), mark.offsets, strict=True):
-            c.seek(offset, limit)
-        if mark.parts is not None:
-            for c, parts in zip(self._all(), mark.parts, strict=True):
+        if mark.caches is not None:
+            for c, offset, limit, parts in mark.caches:
+                c.seek(offset, limit)
                 c.parts = parts
+            self.layers = [c for c, *_ in mark.caches[: len(self.layers)]]
+
+    def room(self, position: int) -> float:
+        """Rows that one call may read from `position` on: none is read across the start of quantizing."""
+        if self.quantizing is None or position >= self.quantizing.start:
+            return math.inf
+        return self.quantizing.start - position
+
+    def quantize_at(self, position: int) -> None:
+        """Quantize the target's caches if that is due before `position` is read."""
+        due = self.quantizing
+        if due is not None and position >= due.start:
+            self.layers = [c.to_quantized(due.bits, due.group_size) for c in self.layers]
+            self.quantizing = None
 
     def settle(self, tokens: list[int]) -> None:
         """Come to rest holding `tokens`: every position is a host integer again."""
-        self.tokens = tokens
+        self.tokens, self.drafting = tokens, False
         for c in self.layers:
             c.seek(len(tokens), len(tokens))
         for c in self.heads:
@@ -137,11 +169,14 @@ def make_prompt_cache(
     kv_bits: int | None = None,
     mtp_kv_bits: int | None = None,
     kv_group_size: int = 64,
+    quantized_kv_start: int = 0,
     max_kv_size: int | None = None,
 ) -> PromptCache:
     """An empty cache for `model`, with room for `num_draft_tokens` heads (None: all it has).
 
     kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values (None: not quantized).
+    quantized_kv_start: with kv_bits, positions before this one are read unquantized, as in mlx-lm; the switch
+        comes exactly there, so that it does not depend on drafting.
     max_kv_size: full-attention layers keep only this many last positions. Raises ValueError on a bad value.
     """
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
@@ -152,11 +187,54 @@ def make_prompt_cache(
     heads = model.head_windows()
     if num_draft_tokens is not None:
         heads = heads[:num_draft_tokens]
-    target = {"bits": kv_bits, "group_size": kv_group_size}
+    later = kv_bits is not None and quantized_kv_start > 0
+    target = {"bits": None if later else kv_bits, "group_size": kv_group_size}
     draft = {"bits": mtp_kv_bits, "group_size": kv_group_size}
-    return PromptCache(
+    cache = PromptCache(
         [make_kv_cache(window or max_kv_size, **target) for window in model.windows()],
         [make_kv_cache(window, start=depth, **draft) for depth, window in enumerate(heads)],
         None if None in heads else sum(window for window in heads if window),
         [model.no_hidden() for _ in heads[1:]],
     )
+    if later:
+        cache.quantizing = Quantizing(quantized_kv_start, kv_bits, kv_group_size)
+    return cache
+
+
+def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
+    """Write a cache that is at rest to a .safetensors file, heads and their pending rows included."""
+    arrays = {f"cache.{i}.{j}": part for i, c in enumerate(cache._all()) for j, part in enumerate(c.used())}
+    arrays |= {f"kept.{i}": row for i, row in enumerate(cache.kept)}
+    if cache.backlog:
+        arrays["backlog"] = mx.concatenate(cache.backlog, axis=1)
+    state = {
+        "tokens": cache.tokens,
+        "primed": cache.primed,
+        "reach": cache.reach,
+        "layers": [c.config for c in cache.layers],
+        "heads": [c.config for c in cache.heads],
+        "quantizing": cache.quantizing and asdict(cache.quantizing),
+    }
+    mx.save_safetensors(str(file), arrays, {"mlx_mtp": json.dumps(state)})
+
+
+def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
+    """Read a cache that `save_prompt_cache` wrote; ValueError where it is not one, or not this model's."""
+    try:
+        arrays, metadata = mx.load(str(file), return_metadata=True)
+        state = json.loads(metadata["mlx_mtp"])
+    except (RuntimeError, KeyError, ValueError) as e:
+        raise ValueError(f"{file}: not a prompt cache of mlx_mtp ({type(e).__name__})") from e
+    shape = (len(state["layers"]), len(state["heads"]))
+    if shape[0] != len(model.layers) or shape[1] > len(model.mtp):
+        raise ValueError(f"{file}: has {shape} (layers, heads), the model {(len(model.layers), len(model.mtp))}")
+    caches = [make_kv_cache(**config) for config in (*state["layers"], *state["heads"])]
+    for i, c in enumerate(caches):
+        c.parts = tuple(arrays[f"cache.{i}.{j}"] for j in range(6) if f"cache.{i}.{j}" in arrays)
+    kept = [arrays[f"kept.{i}"] for i in range(max(0, shape[1] - 1))]
+    cache = PromptCache(caches[: shape[0]], caches[shape[0] :], state["reach"], kept)
+    cache.primed = state["primed"]
+    cache.backlog = [arrays["backlog"]] if "backlog" in arrays else []
+    cache.quantizing = state["quantizing"] and Quantizing(**state["quantizing"])
+    cache.settle(state["tokens"])
+    return cache

@@ -76,7 +76,7 @@ class Stats:
             mx.eval(array)
             self._halves[half] += time.perf_counter() - tic
 
-    def arrived(self, accepted: int) -> None:
+    def arrived(self, accepted: int, drafted: int) -> None:
         """Note that the tokens of the prompt's run (first call) or of a cycle have been read."""
         now = time.perf_counter()
         if not self._prompt_read:
@@ -85,7 +85,7 @@ class Stats:
         else:
             self.cycles += 1
             self.decode_time += now - self._tic
-            for depth in range(self.num_draft_tokens):
+            for depth in range(drafted):
                 self.drafted[depth] += 1
                 self.accepted[depth] += depth < accepted
         self._tic = now

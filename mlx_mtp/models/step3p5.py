@@ -30,8 +30,8 @@ SPEC = MTPSpec(
     ),
 )
 IGNORED: tuple[str, ...] = ()
-RAW_NAMES = (".moe.", ".share_expert.")
-CONVERTED_NAMES = (".switch_mlp.", ".mlp.share_expert.", ".mlp.gate.gate.", ".scales")
+RAW_NAME = r"\.moe\.|(?<!\.mlp)\.share_expert\."
+CONVERTED_NAME = r"\.switch_mlp\.|\.mlp\.share_expert\.|\.mlp\.gate\.gate\.|\.scales$"
 
 
 @dataclass
@@ -94,3 +94,36 @@ class Model(step3p5.Model):
 
     def head_windows(self) -> list[int | None]:
         return [self.args.sliding_window if head.block.is_sliding else None for head in self.mtp]
+
+    def renamed(self, name: str) -> list[str]:
+        """The parameter paths that checkpoint tensor `name` becomes; empty where it is dropped."""
+        head = SPEC.locate(name, self.args.num_hidden_layers)
+        if head is not None:
+            return [f"mtp.{head[0]}.{head[1]}"]
+        return list(step3p5.Model.sanitize(self, {name: mx.zeros(())}))
+
+
+def sanitize(
+    model: Model,
+    weights: dict[str, mx.array],
+    *,
+    heads: dict[str, mx.array],
+    shift_trunk: bool,
+    shift_heads: bool,
+) -> dict[str, mx.array]:
+    """Checkpoint tensors -> parameters: names, and the +1 of zero-centred norms where a container lacks it.
+
+    `weights` are the trunk's, `heads` the heads'.
+    """
+    parameters = step3p5.Model.sanitize(model, weights)
+    # mlx-lm shifts a trunk that it can tell by its names to be raw; a dense one it cannot.
+    if shift_trunk and parameters.get("model.norm.weight") is weights.get("model.norm.weight"):
+        parameters = {path: _shifted(path, w) for path, w in parameters.items()}
+    for name, w in heads.items():
+        (path,) = model.renamed(name)
+        parameters[path] = _shifted(path, w) if shift_heads else w
+    return parameters
+
+
+def _shifted(path: str, weight: mx.array) -> mx.array:
+    return weight + 1 if path.endswith("norm.weight") else weight

@@ -1,0 +1,5 @@
+"""`python -m mlx_mtp`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,106 @@
+"""What a checkpoint directory holds, from file headers alone: tensors, their files, where the heads are."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub import snapshot_download
+from mlx_lm.utils import load_config
+from safetensors import SafetensorError, safe_open
+
+TRUNK_FILES = "model*.safetensors"
+SIDECAR_FILES = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
+DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken", TRUNK_FILES, *SIDECAR_FILES)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One entry of a safetensors header; `format` is the file's metadata entry ("pt", "mlx") or None."""
+
+    file: Path
+    shape: tuple[int, ...]
+    format: str | None
+
+
+Header = dict[str, Tensor]
+
+
+def resolve(path_or_repo: str | Path, revision: str | None = None) -> Path:
+    """The local directory of a checkpoint, downloaded from the Hugging Face hub where it is not a path."""
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{path}: not a directory; a checkpoint is a directory with config.json")
+    try:
+        return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(DOWNLOADED)))
+    except Exception as e:
+        reason = str(e).strip().partition("\n")[0] or type(e).__name__
+        raise ValueError(f"{path_or_repo}: no such directory, and not on the hub: {reason}") from e
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json (with generation_config.json's stop tokens), as mlx-lm reads it."""
+    try:
+        config = load_config(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}/config.json: not found; not a checkpoint directory") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{path}/config.json: expected an object with a model_type")
+    return config
+
+
+def read_header(files: Iterable[Path]) -> Header:
+    """The tensors of safetensors files; a truncated or damaged file is a ValueError that names it."""
+    header: Header = {}
+    for file in files:
+        try:
+            with safe_open(file, "numpy") as f:
+                format = (f.metadata() or {}).get("format")
+                for name in f.keys():  # noqa: SIM118 - safe_open is not iterable
+                    header[name] = Tensor(file, tuple(f.get_slice(name).get_shape()), format)
+        except (SafetensorError, OSError) as e:
+            raise ValueError(f"{file}: truncated or damaged ({e})") from None
+    return header
+
+
+def trunk_header(path: Path) -> Header:
+    """The tensors of `model*.safetensors`, checked against the shard index where there is one."""
+    files = sorted(path.glob(TRUNK_FILES))
+    if not files:
+        raise ValueError(f"{path}: no {TRUNK_FILES} in it")
+    header = read_header(files)
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            listed = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError, TypeError) as e:
+            raise ValueError(f"{index}: damaged ({e})") from None
+        for name, file in listed.items():
+            if not (path / file).exists():
+                raise ValueError(f"{path / file}: missing; {index.name} expects tensor {name} in it")
+            if name not in header and (path / file) in files:
+                raise ValueError(f"{path / file}: tensor {name} is missing; {index.name} expects it there")
+    return header
+
+
+def sidecar_files(path: Path, mtp_path: str | Path | None) -> list[Path]:
+    """Files beside the trunk's that hold heads: `mtp_path` (a file or a directory), else those found by name."""
+    if mtp_path is None:
+        return sorted({file for pattern in SIDECAR_FILES for file in path.glob(pattern)})
+    given = Path(mtp_path).expanduser()
+    files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
+    if not files or not files[0].exists():
+        raise ValueError(f"mtp_path={given}: no such file, or a directory without .safetensors")
+    return files
+
+
+def read_tensors(header: Header) -> dict[str, mx.array]:
+    """The header's tensors as lazy arrays."""
+    loaded = {file: mx.load(str(file)) for file in {tensor.file for tensor in header.values()}}
+    return {name: loaded[tensor.file][name] for name, tensor in header.items()}  # type: ignore[index]

@@ -1,0 +1,300 @@
+"""Directory or hub name -> config.json -> port -> checked weights -> (model, tokenizer).
+
+mlx-lm's `load_model` does the trunk and all quantization formats; here: finding the heads by their tensors,
+deciding once per container whether norms are stored zero-centred, and errors that name what is wrong.
+"""
+
+import importlib
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .checkpoint import (
+    Header,
+    read_config,
+    read_header,
+    read_tensors,
+    resolve,
+    sidecar_files,
+    trunk_header,
+)
+from .report import Report
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint's tensors, sorted: the trunk's, the heads', and what text decoding does not use."""
+
+    trunk: Header
+    heads: Header
+    depths: int
+    source: str
+    ignored: tuple[str, ...]
+
+
+def load(
+    path_or_hf_repo: str | Path,
+    *,
+    mtp: bool = True,
+    mtp_path: str | Path | None = None,
+    revision: str | None = None,
+    lazy: bool = False,
+    tokenizer_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+) -> tuple[Any, TokenizerWrapper]:
+    """Load a checkpoint with its MTP heads; returns (model, tokenizer).
+
+    mtp: False neither loads nor allocates the heads.
+    mtp_path: file or directory to take the heads from, instead of the checkpoint's own.
+    revision: branch, tag or commit on the hub.
+    lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros.
+    tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
+    Raises ValueError, in one line, for a checkpoint that is damaged or of an unknown kind.
+    """
+    path = resolve(path_or_hf_repo, revision)
+    model = _load(path, mtp=mtp, mtp_path=mtp_path, lazy=lazy)
+    if adapter_path is not None:
+        if not (Path(adapter_path) / "adapter_config.json").exists():
+            raise ValueError(f"adapter_path={adapter_path}: no adapter_config.json in it")
+        model = mlx_lm_utils.load_adapters(model, adapter_path)
+        model.eval()
+    try:
+        eos = read_config(path).get("eos_token_id")
+        tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
+    except Exception as e:
+        raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
+    return model, tokenizer
+
+
+def load_model(path: str | Path, *, mtp: bool = True, mtp_path: str | Path | None = None) -> Any:
+    """`load` for the model alone, from a local directory."""
+    return _load(resolve(path), mtp=mtp, mtp_path=mtp_path, lazy=False)
+
+
+def _load(path: Path, *, mtp: bool, mtp_path: str | Path | None, lazy: bool) -> Any:
+    config = read_config(path)
+    port = _port(path, config["model_type"])
+    args = _args(port, path, config)
+    contents = _contents(port, path, args.num_hidden_layers, mtp, mtp_path)
+    raw = _is_raw(port, contents.trunk)
+    raw_heads = raw or (contents.depths > 0 and _is_raw(port, contents.heads))
+
+    def build(args: Any) -> nn.Module:
+        try:
+            model = port.Model(args, contents.depths)
+        except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError) as e:
+            raise ValueError(f"{path}/config.json: the model cannot be built from it ({_line(e)})") from e
+        _check_names(model, contents)
+        shift = {"shift_trunk": raw, "shift_heads": raw_heads}
+        model.sanitize = partial(_sanitize, port, model, contents, shift)
+        model.load_weights = partial(_load_checked, model, contents, path)
+        return model
+
+    overrides = {}
+    if "quantization" not in config and any(name.endswith(".scales") for name in contents.heads):
+        overrides["quantization"] = {"group_size": 64, "bits": 4}  # each module's own are read off its shapes
+    classes = (build, port.ModelArgs)
+    try:
+        model, _ = mlx_lm_utils.load_model(
+            path, lazy=True, strict=False, model_config=overrides, get_model_classes=lambda config: classes
+        )
+    except Exception as e:
+        if isinstance(e, ValueError) and "\n" not in str(e):
+            raise
+        raise ValueError(f"{path}: cannot be loaded ({_line(e)})") from e
+    if not lazy:
+        mx.eval(model.parameters())
+        _check_heads(model, contents)
+    facts = _report(config, model, contents, raw_heads if contents.depths else raw)
+    model.report = lambda: facts
+    if mtp and not contents.depths:
+        warnings.warn(f"{path}: no MTP heads found ({contents.source}); decoding plainly", stacklevel=3)
+    return model
+
+
+def _port(path: Path, model_type: str) -> ModuleType:
+    known = sorted(p.stem for p in (Path(__file__).parent / "models").glob("*.py") if p.stem != "__init__")
+    if model_type not in known:
+        raise ValueError(f"{path}/config.json: model_type {model_type!r} is unknown; known are {', '.join(known)}")
+    return importlib.import_module(f".models.{model_type}", __package__)
+
+
+def _args(port: ModuleType, path: Path, config: dict) -> Any:
+    try:
+        args = port.ModelArgs.from_dict(config)
+        if not isinstance(args.num_hidden_layers, int):
+            raise TypeError(f"num_hidden_layers is {args.num_hidden_layers!r}, expected an integer")
+    except (TypeError, KeyError, AttributeError, ValueError) as e:
+        raise ValueError(f"{path}/config.json: {_line(e)}") from e
+    return args
+
+
+def _contents(port: ModuleType, path: Path, layers: int, mtp: bool, mtp_path: str | Path | None) -> Contents:
+    """Sort every tensor of the checkpoint; one that belongs nowhere is an error."""
+    sidecars = sidecar_files(path, mtp_path) if mtp else []
+    beside = read_header(sidecars)
+    trunk, heads, ignored = {}, {}, set()
+    for name, tensor in trunk_header(path).items():
+        prefix = next((p for p in port.IGNORED if name.startswith(p)), None)
+        if prefix is not None:
+            ignored.add(f"{prefix}*")
+        elif name in beside or port.SPEC.locate(name, layers):
+            heads[name] = tensor
+        else:
+            trunk[name] = tensor
+    source = "in the model's shards"
+    if beside:
+        heads, source = beside, ", ".join(_relative(file, path) for file in sidecars)
+    for name, tensor in heads.items():
+        if port.SPEC.locate(name, layers) is None:
+            raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
+    if not mtp:
+        return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)))
+    depths = {port.SPEC.locate(name, layers)[0] for name in heads}
+    if missing := set(range(len(depths))) - depths:
+        raise ValueError(f"{path}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}")
+    return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)))
+
+
+def _relative(file: Path, path: Path) -> str:
+    return str(file.relative_to(path)) if file.is_relative_to(path) else str(file)
+
+
+def _is_raw(port: ModuleType, header: Header) -> bool:
+    """Whether a container stores norms as on the hub (weight - 1); decided once, for all its norms.
+
+    By names that only one of the two layouts has; else by the writer ("pt" is the hub's); else by the mean of
+    the per-layer norms, which is near 0 or near 1 (single norms may lie anywhere).
+    """
+    if any(re.search(port.RAW_NAME, name) for name in header):
+        return True
+    if any(re.search(port.CONVERTED_NAME, name) for name in header):
+        return False
+    if any(tensor.format == "pt" for tensor in header.values()):
+        return True
+    norms = {n: t for n, t in header.items() if n.endswith("layernorm.weight") or n.endswith("_norm.weight")}
+    means = [w.astype(mx.float32).mean().item() for w in read_tensors(norms).values()]
+    return bool(means) and sum(means) / len(means) < 0.5
+
+
+def _check_names(model: Any, contents: Contents) -> None:
+    """Raise for a trunk tensor that mlx-lm would drop in silence, such as a layer that config.json denies."""
+    for name, tensor in contents.trunk.items():
+        if not model.renamed(name):
+            layers = model.args.num_hidden_layers
+            raise ValueError(
+                f"{tensor.file}: tensor {name} is not part of the model; "
+                f"config.json expects {layers} layers, and MTP heads from layer {layers} on"
+            )
+
+
+def _sanitize(port: ModuleType, model: Any, contents: Contents, shift: dict, weights: dict) -> dict:
+    """What mlx-lm calls with all that it read: hand the port the trunk's and the heads' tensors."""
+    trunk = {name: weights[name] for name in contents.trunk}
+    heads = read_tensors(contents.heads) if contents.depths else {}
+    return port.sanitize(model, trunk, heads=heads, **shift)
+
+
+def _load_checked(
+    model: nn.Module, contents: Contents, path: Path, weights: list[tuple[str, mx.array]], strict: bool
+) -> None:
+    """`nn.Module.load_weights` with errors that name file, tensor, expected and found."""
+    expected = dict(tree_flatten(model.parameters()))
+    found = dict(weights)
+    for name, array in expected.items():
+        if name not in found:
+            file, raw = _expected(model, contents, path, name)
+            raise ValueError(f"{file}: tensor {raw} is missing; config.json expects it with shape {array.shape}")
+        if found[name].shape != array.shape:
+            file, raw = _origin(model, contents, name)
+            raise ValueError(
+                f"{file}: tensor {raw} has shape {found[name].shape}; config.json expects {array.shape}"
+            )
+    for name in found:
+        if name not in expected:
+            file, raw = _origin(model, contents, name)
+            raise ValueError(f"{file}: tensor {raw} is not part of the model that config.json describes")
+    nn.Module.load_weights(model, weights, strict=False)
+
+
+def _origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
+    """The file and the name in it of the tensor that became parameter `name`."""
+    for raw, tensor in (contents.trunk | contents.heads).items():
+        if name in model.renamed(raw):
+            return str(tensor.file), raw
+    return "checkpoint", name
+
+
+def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
+    """Where parameter `name` should have been, and its name there, judging by the same tensor of other layers."""
+    number = re.compile(r"\.(\d+)\.")
+    pattern = number.sub(".#.", name, count=1)
+    for part in (contents.heads, contents.trunk):
+        for raw in part:
+            for known in model.renamed(raw):
+                if number.sub(".#.", known, count=1) == pattern:
+                    files = {str(tensor.file) for tensor in part.values()}
+                    numbers = (int(number.search(n)[1]) for n in (raw, known, name))  # type: ignore[index]
+                    layer = next(numbers) - next(numbers) + next(numbers)
+                    return files.pop() if len(files) == 1 else str(path), number.sub(f".{layer}.", raw, count=1)
+    return str(path), name
+
+
+def _check_heads(model: Any, contents: Contents) -> None:
+    """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right."""
+    for name, array in tree_flatten([head.parameters() for head in model.mtp]):
+        if not mx.issubdtype(array.dtype, mx.floating):
+            continue
+        state = "NaN" if mx.isnan(array).any().item() else "only zeros" if not array.any().item() else None
+        if state and not name.endswith(".biases"):
+            file, raw = _origin(model, contents, f"mtp.{name}")
+            raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
+
+
+def _report(config: dict, model: Any, contents: Contents, shifted: bool) -> Report:
+    modules = dict(model.named_modules())
+    heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
+    target = {path: m for path, m in modules.items() if path not in heads}
+    head_bytes = sum(a.nbytes for _, a in tree_flatten(model.get("mtp", [])))
+    own = [hasattr(head, "head") for head in model.mtp]
+    return Report(
+        family=config["model_type"],
+        layers=model.args.num_hidden_layers,
+        target_bytes=sum(a.nbytes for _, a in tree_flatten(model.parameters())) - head_bytes,
+        target_quantization=_quantization(target),
+        heads=contents.depths,
+        declared=(config | config.get("text_config", {})).get("num_nextn_predict_layers"),
+        head_bytes=head_bytes,
+        head_quantization=_quantization(heads),
+        source=contents.source,
+        norms="shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)",
+        lm_head="own, one per depth" if all(own) else "shared with the target",
+        ignored=contents.ignored,
+    )
+
+
+def _quantization(modules: Mapping[str, nn.Module]) -> str:
+    kinds: dict[str, int] = {}
+    for module in modules.values():
+        if hasattr(module, "bits"):
+            kind = f"{module.bits}-bit {getattr(module, 'mode', 'affine')} g{module.group_size}"
+            kinds[kind] = kinds.get(kind, 0) + 1
+    if kinds:
+        return ", ".join(f"{kind} ({count} modules)" for kind, count in sorted(kinds.items()))
+    weights = [a for m in modules.values() for a in m.values() if isinstance(a, mx.array) and a.ndim > 1]
+    return f"not quantized ({str(weights[0].dtype).rpartition('.')[2]})" if weights else "not quantized"
+
+
+def _line(e: BaseException) -> str:
+    return str(e).strip().partition("\n")[0] or type(e).__name__

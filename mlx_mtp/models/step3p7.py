@@ -1,0 +1,24 @@
+"""Step-3.7-Flash: Step-3.5's text model inside a vision wrapper, of which only the text is decoded here.
+
+The wrapper keeps the text model's tensor names and its config under `text_config`.
+Source: transformers `conversion_mapping.py` ("step3p7") and `modeling_step3p7.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import step3p5
+from .step3p5 import CONVERTED_NAME, RAW_NAME, SPEC, Model, sanitize
+
+__all__ = ["CONVERTED_NAME", "IGNORED", "RAW_NAME", "SPEC", "Model", "ModelArgs", "sanitize"]
+
+IGNORED = ("vision_model.", "vit_large_projector.")
+
+
+@dataclass
+class ModelArgs(step3p5.ModelArgs):
+    """config.json of `step3p7`: the fields of its `text_config`."""
+
+    @classmethod
+    def from_dict(cls, params: dict[str, Any]) -> "ModelArgs":
+        return super().from_dict({**params, **params.get("text_config", {}), "model_type": "step3p5"})
