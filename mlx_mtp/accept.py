@@ -4,7 +4,7 @@ import mlx.core as mx
 
 
 def accept(drafts: mx.array, tokens: mx.array) -> mx.array:
-    """Length of the longest prefix of drafts [k] that equals tokens [k+1]; an int32 scalar.
+    """Length of the longest prefix of drafts [k] that equals tokens [k+1]; int32 [1].
 
     `tokens[i]` is drawn from the target with the user's own sampler, after the drafts before it. Keeping
     drafts while they equal the draw and ending with the draw that differs (or the bonus token) outputs exactly
@@ -12,4 +12,4 @@ def accept(drafts: mx.array, tokens: mx.array) -> mx.array:
     p(draft), that of rejection sampling (Leviathan et al., arXiv 2211.17192, with q a point mass).
     """
     matches = tokens[: drafts.size] == drafts
-    return mx.cumprod(matches.astype(mx.int32)).sum().astype(mx.int32)
+    return mx.cumprod(matches.astype(mx.int32)).sum(keepdims=True)

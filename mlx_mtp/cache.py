@@ -1,8 +1,8 @@
 """KV caches whose offset may be a device array, so that a rollback needs no host read.
 
 Two modes, told apart by the type of `offset`. An `int` (prefill, plain decoding): slices are exact and masks
-are `None` or "causal". An `mx.array` (verifying): rows are written at a device position, the mask is built from
-positions, and only `limit`, a host-side upper bound of the offset, decides how much of the buffer is read.
+are `None` or "causal". An `mx.array` [1] (verifying): rows are written at a device position, the mask is built
+from positions, and only `limit`, a host-side upper bound of the offset, decides how much of the buffer is read.
 """
 
 import copy
@@ -63,18 +63,16 @@ class LinearKVCache:
 
     def _write(self, new: Parts) -> None:
         if isinstance(self.offset, int):
-            self._assign(slice(self.offset, self.offset + new[0].shape[2]), new)
+            self._assign(self.offset, new)
         else:
-            at = self.offset.reshape(1)
-            self.parts = tuple(
-                mx.slice_update(part, rows, at, axes=[2]) for part, rows in zip(self.parts, new, strict=True)
-            )
+            pairs = zip(self.parts, new, strict=True)
+            self.parts = tuple(mx.slice_update(part, rows, self.offset, axes=[2]) for part, rows in pairs)
 
-    def _assign(self, slots: slice | mx.array, new: Parts) -> None:
+    def _assign(self, slot: int, new: Parts) -> None:
         """Store rows; through new handles, so that a handle somebody kept still means the old contents."""
         self.parts = tuple(copy.copy(part) for part in self.parts)
         for part, rows in zip(self.parts, new, strict=True):
-            part[..., slots, :] = rows
+            part[:, :, slot : slot + rows.shape[2]] = rows
 
     def _visible(self, rows: int) -> slice:
         """The slots attention reads once `rows` more are in."""
@@ -129,25 +127,56 @@ class LinearKVCache:
 
     def to_quantized(self, bits: int, group_size: int) -> "LinearKVCache":
         """This cache's contents, quantized; positions stay."""
-        quantized = make_kv_cache(**{**self.config, "bits": bits, "group_size": group_size})
+        window = getattr(self, "ring", None)
+        quantized = make_kv_cache(window, start=self.start, bits=bits, group_size=group_size)
         quantized.seek(self.offset, self.limit)
         if self.parts:
             quantized.parts = quantized._encode(*self.parts)
         return quantized
 
 
-class SlidingKVCache(LinearKVCache):
-    """A ring of the last `window` positions, with room to take back two cycles of rows.
+class Ring:
+    """Geometry of a ring of `window` positions with room to take back two calls of MAX_ROWS rows.
 
-    Position p lives in slot p mod capacity and masks come from positions, so a row's arithmetic depends neither
-    on when the ring wrapped nor on rows that were rejected: those are overwritten before any query can reach
-    them. That holds while one call writes at most MAX_ROWS rows and at most two calls are taken back.
+    Position p lives in slot p mod `slots`. One object serves all layers of a model, so that what depends on the
+    position alone is computed once per forward pass.
     """
 
-    def __init__(self, window: int, start: int = 0):
-        super().__init__(start)
+    def __init__(self, window: int):
         self.window = window
         self.slots = window + 2 * MAX_ROWS
+        self._last: tuple = (None, 0, None)
+
+    def index(self, offset: mx.array, rows: int) -> mx.array:
+        """Slots [1, 1, rows, 1] of the rows at a device-side offset."""
+        if self._last[0] is not offset or self._last[1] != rows:
+            index = ((offset + mx.arange(rows)) % self.slots).reshape(1, 1, rows, 1)
+            self._last = (offset, rows, index)
+        return self._last[2]
+
+    def mask(self, offset: int | mx.array, rows: int, visible: int, start: int) -> mx.array:
+        """Boolean [rows, visible]: which slots each of the rows, once written, may attend to."""
+        xp = np if isinstance(offset, int) else mx
+        queries = offset + xp.arange(rows)[:, None]
+        last = offset + (rows - 1)
+        # The newest position that maps to each slot; negative where none was written yet.
+        positions = last - (last - xp.arange(visible)[None]) % self.slots
+        mask = (positions <= queries) & (positions > queries - self.window)
+        return mx.array(mask & (positions >= xp.minimum(start, queries)))
+
+
+class SlidingKVCache(LinearKVCache):
+    """A ring of the last positions. Masks come from positions, so a row's arithmetic depends neither on when the
+    ring wrapped nor on rejected rows: those are overwritten before any query's window can reach their slots.
+    """
+
+    def __init__(self, ring: Ring, start: int = 0):
+        super().__init__(start)
+        self.ring = ring
+
+    @property
+    def window(self) -> int:
+        return self.ring.window
 
     @property
     def config(self) -> dict:
@@ -155,46 +184,50 @@ class SlidingKVCache(LinearKVCache):
 
     def _grow(self, rows: int, like: Parts) -> None:
         if not self.parts:
-            self.parts = tuple(mx.zeros((*p.shape[:2], self.slots, p.shape[3]), p.dtype) for p in like)
+            self.parts = tuple(mx.zeros((*p.shape[:2], self.ring.slots, p.shape[3]), p.dtype) for p in like)
 
     def _write(self, new: Parts) -> None:
-        rows = new[0].shape[2]
-        kept = min(rows, self.slots)
-        slots = (self.offset + (rows - kept) + mx.arange(kept)) % self.slots
-        self._assign(slots, tuple(block[..., rows - kept :, :] for block in new))
+        slots, rows = self.ring.slots, new[0].shape[2]
+        if not isinstance(self.offset, int):
+            index = self.ring.index(self.offset, rows)
+            pairs = zip(self.parts, new, strict=True)
+            self.parts = tuple(
+                mx.put_along_axis(part, mx.broadcast_to(index, r.shape), r, axis=2) for part, r in pairs
+            )
+            return
+        done = max(0, rows - slots)
+        while done < rows:
+            slot = (self.offset + done) % slots
+            block = slice(done, done + min(rows - done, slots - slot))
+            self._assign(slot, tuple(r[:, :, block] for r in new))
+            done = block.stop
 
     def _visible(self, rows: int) -> slice:
-        return slice(0, min(self.slots, _round_up(self.limit + rows)))
+        return slice(0, min(self.ring.slots, _round_up(self.limit + rows)))
 
-    def _tail(self) -> mx.array:
-        """Slots of the positions that the next row's window reaches back to, oldest first."""
-        first = max(self.offset - self.window + 1, min(self.start, self.offset))
-        return mx.arange(first, self.offset) % self.slots
+    def _past(self) -> range:
+        """The positions that the next row's window reaches back to."""
+        return range(max(self.offset - self.window + 1, min(self.start, self.offset)), self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         rows = keys.shape[2]
-        if rows <= MAX_ROWS:
+        if not isinstance(self.offset, int) or rows == 1:
+            assert rows <= MAX_ROWS, "more rows than a ring can take back"
             return super().update_and_fetch(keys, values)
-        assert isinstance(self.offset, int), "more rows than a ring can take back"
-        new, tail = self._encode(keys, values), self._tail()
+        # Prefill: attend to the past in order, then the chunk, of which the ring may keep only the end.
+        new = self._encode(keys, values)
         self._grow(rows, new)
-        past = [mx.take(part, tail, axis=2) for part in self.parts]
+        slots = mx.array([p % self.ring.slots for p in self._past()], mx.int32)
+        past = [mx.take(part, slots, axis=2) for part in self.parts]
         self._write(new)
         self.offset += rows
         self.limit += rows
         return self._decode(tuple(mx.concatenate(pair, axis=2) for pair in zip(past, new, strict=True)))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        if N > MAX_ROWS:
-            return create_causal_mask(N, self._tail().size, window_size=self.window)
-        xp = np if isinstance(self.offset, int) else mx
-        queries = self.offset + xp.arange(N)[:, None]
-        last = self.offset + (N - 1)
-        # The newest position that maps to each slot; negative where none was written yet.
-        positions = (last - (last - xp.arange(self._visible(N).stop)) % self.slots)[None]
-        mask = (positions <= queries) & (positions > queries - self.window)
-        mask = mask & (positions >= xp.minimum(self.start, queries))
-        return mx.array(mask)
+        if isinstance(self.offset, int) and N > 1:
+            return create_causal_mask(N, len(self._past()), window_size=self.window)
+        return self.ring.mask(self.offset, N, self._visible(N).stop, self.start)
 
 
 class _Quantized:
@@ -227,15 +260,23 @@ class QuantizedLinearKVCache(_Quantized, LinearKVCache):
 class QuantizedSlidingKVCache(_Quantized, SlidingKVCache):
     """SlidingKVCache with `bits`-bit keys and values."""
 
-    def __init__(self, group_size: int, bits: int, window: int, start: int = 0):
-        super().__init__(window, start)
+    def __init__(self, group_size: int, bits: int, ring: Ring, start: int = 0):
+        super().__init__(ring, start)
         self.group_size, self.bits = group_size, bits
 
 
-def make_kv_cache(window: int | None, *, start: int = 0, bits: int | None = None, group_size: int = 64):
+def make_kv_cache(window: int | Ring | None, *, start: int = 0, bits: int | None = None, group_size: int = 64):
     """The cache for one attention layer: a ring where there is a window, quantized where `bits` is given."""
     if window is None:
         return LinearKVCache(start) if bits is None else QuantizedLinearKVCache(group_size, bits, start)
+    ring = window if isinstance(window, Ring) else Ring(window)
     if bits is None:
-        return SlidingKVCache(window, start)
-    return QuantizedSlidingKVCache(group_size, bits, window, start)
+        return SlidingKVCache(ring, start)
+    return QuantizedSlidingKVCache(group_size, bits, ring, start)
+
+
+def make_kv_caches(windows: list[int | None], *, starts: list[int], **quantization) -> list:
+    """One cache per layer; layers of the same window share one Ring."""
+    rings = {window: Ring(window) for window in windows if window is not None}
+    pairs = zip(windows, starts, strict=True)
+    return [make_kv_cache(rings.get(window), start=start, **quantization) for window, start in pairs]

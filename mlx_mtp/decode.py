@@ -18,6 +18,7 @@ from .sampling import Picker
 from .stats import Stats
 
 Yielded = tuple[int, mx.array | None, bool]
+NONE_ACCEPTED = mx.zeros(1, mx.int32)
 
 
 @dataclass
@@ -62,7 +63,7 @@ def prefill(
     row = hidden[:, -1:]
     none = mx.zeros(0, mx.int32)
     tokens, logprobs = picker(model.logits(row)[0], cache.offset, cache.tokens, none)
-    return Run.of(row, tokens, mx.array(0), none, logprobs)
+    return Run.of(row, tokens, NONE_ACCEPTED, none, logprobs)
 
 
 def _read_chunk(model: Any, cache: PromptCache, chunk: list[int], last: bool) -> mx.array:
@@ -90,9 +91,9 @@ def cycle(model: Any, cache: PromptCache, run: Run, base: int, k: int, picker: P
         drafts = run.drafts
         cache.push(run.hidden)
     position = cache.layers[0].offset + 1
-    hidden = model.hidden(mx.concatenate([run.newest(), drafts])[None], cache.layers)
+    hidden = model.hidden(mx.concatenate([run.newest(), drafts])[None] if k else run.newest()[None], cache.layers)
     tokens, logprobs = picker(model.logits(hidden)[0], position, history, drafts)
-    accepted = mx.array(0)
+    accepted = NONE_ACCEPTED
     if k:
         accepted = accept(drafts, tokens)
         cache.rollback(k - accepted)

@@ -21,7 +21,7 @@ class Run:
 
     hidden:   [1, R, H] the target's hidden rows; row r is position base + r.
     tokens:   [R] int32, the target's own token after each row.
-    accepted: int32 scalar on the device; rows 0..accepted are right, tokens[accepted] is the newest token.
+    accepted: int32 [1] on the device; rows 0..accepted are right, tokens[accepted] is the newest token.
     drafts:   [R-1] int32, what was verified.
     packed:   tokens and accepted in one array, for the host.
     """
@@ -35,12 +35,12 @@ class Run:
 
     @classmethod
     def of(cls, hidden, tokens, accepted, drafts, logprobs) -> "Run":
-        packed = mx.concatenate([tokens, accepted.reshape(1)])
+        packed = mx.concatenate([tokens, accepted])
         return cls(hidden, tokens, accepted, drafts, packed, logprobs)
 
     def newest(self) -> mx.array:
         """The token that the target has not read yet, int32 [1]."""
-        return mx.take(self.tokens, self.accepted.reshape(1))
+        return mx.take(self.tokens, self.accepted) if self.drafts.size else self.tokens
 
     def read(self) -> tuple[list[int], int]:
         """Wait for the run: its right tokens and how many of them are drafts. The only host read of a cycle."""
@@ -63,11 +63,11 @@ def draft(model: Any, cache: PromptCache, run: Run, k: int) -> mx.array:
         feedback = head.feedback(output)
         if depth < k:
             answer = run.accepted + depth
-            logits = model.draft_logits(depth, mx.take(output, answer.reshape(1), axis=1))
+            logits = model.draft_logits(depth, mx.take(output, answer, axis=1))
             tokens = _put(tokens, answer + 1, mx.argmax(logits).astype(mx.int32))
         if depth + 1 < len(cache.heads):
             hidden = mx.concatenate([cache.kept[depth], feedback], axis=1)
-            kept.append(mx.take(feedback, run.accepted.reshape(1), axis=1))
+            kept.append(mx.take(feedback, run.accepted, axis=1))
     cache.kept = kept
     cache.heads_follow()
     return mx.take(tokens, run.accepted + 1 + mx.arange(k))

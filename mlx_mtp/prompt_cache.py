@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .cache import Parts, make_kv_cache
+from .cache import Ring, make_kv_cache, make_kv_caches
 
 SPILL = 64  # the backlog is joined and cut at about this many rows, not at each one
 
@@ -99,7 +99,7 @@ class PromptCache:
         """Hand positions to the device: one shared array offset for the target, one for the heads."""
         self.drafting = True
         for caches, offset in ((self.layers, self.layers[0].offset), (self.heads, self.primed)):
-            shared = mx.array(offset)
+            shared = mx.array([offset])
             for c in caches:
                 c.seek(shared, offset)
 
@@ -184,15 +184,15 @@ def make_prompt_cache(
             raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
     if max_kv_size is not None and max_kv_size < 1:
         raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
-    heads = model.head_windows()
+    windows, heads = [window or max_kv_size for window in model.windows()], model.head_windows()
     if num_draft_tokens is not None:
         heads = heads[:num_draft_tokens]
     later = kv_bits is not None and quantized_kv_start > 0
     target = {"bits": None if later else kv_bits, "group_size": kv_group_size}
     draft = {"bits": mtp_kv_bits, "group_size": kv_group_size}
     cache = PromptCache(
-        [make_kv_cache(window or max_kv_size, **target) for window in model.windows()],
-        [make_kv_cache(window, start=depth, **draft) for depth, window in enumerate(heads)],
+        make_kv_caches(windows, starts=[0] * len(windows), **target),
+        make_kv_caches(heads, starts=list(range(len(heads))), **draft),
         None if None in heads else sum(window for window in heads if window),
         [model.no_hidden() for _ in heads[1:]],
     )
@@ -228,7 +228,12 @@ def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
     shape = (len(state["layers"]), len(state["heads"]))
     if shape[0] != len(model.layers) or shape[1] > len(model.mtp):
         raise ValueError(f"{file}: has {shape} (layers, heads), the model {(len(model.layers), len(model.mtp))}")
-    caches = [make_kv_cache(**config) for config in (*state["layers"], *state["heads"])]
+    rings: dict[int, Ring] = {}
+    caches = []
+    for config in (*state["layers"], *state["heads"]):
+        if config["window"] is not None:
+            config["window"] = rings.setdefault(config["window"], Ring(config["window"]))
+        caches.append(make_kv_cache(**config))
     for i, c in enumerate(caches):
         c.parts = tuple(arrays[f"cache.{i}.{j}"] for j in range(6) if f"cache.{i}.{j}" in arrays)
     kept = [arrays[f"kept.{i}"] for i in range(max(0, shape[1] - 1))]

@@ -96,8 +96,8 @@ class Picker:
     def _draw(self, logprobs: mx.array, position) -> mx.array:
         if self.sampler is not None:
             return self.sampler(logprobs)
-        step = mx.stack([mx.array(0, mx.uint32), mx.array(position).astype(mx.uint32)])
-        return self.options.draw(logprobs, self.key + step)
+        step = mx.array(position).reshape(1).astype(mx.uint32)
+        return self.options.draw(logprobs, self.key + mx.pad(step, (1, 0)))
 
 
 def random_key(seed: int | None) -> mx.array:
