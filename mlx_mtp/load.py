@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint import (
@@ -113,10 +114,11 @@ def _load(path: Path, *, mtp: bool, mtp_path: str | Path | None, lazy: bool) -> 
         if isinstance(e, ValueError) and "\n" not in str(e):
             raise
         raise ValueError(f"{path}: cannot be loaded ({_line(e)})") from e
+    expanded = _expand_experts(model)
     if not lazy:
         mx.eval(model.parameters())
         _check_heads(model, contents)
-    facts = _report(config, model, contents, raw_heads if contents.depths else raw)
+    facts = _report(config, model, contents, raw_heads if contents.depths else raw, expanded)
     model.report = lambda: facts
     if mtp and not contents.depths:
         warnings.warn(f"{path}: no MTP heads found ({contents.source}); decoding plainly", stacklevel=3)
@@ -251,6 +253,15 @@ def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[st
     return str(path), name
 
 
+def _expand_experts(model: nn.Module) -> bool:
+    """Make a half-precision model with unquantized experts float32 on a CPU, where MLX multiplies no others."""
+    experts = [m for m in model.modules() if type(m) is SwitchLinear and m.weight.dtype != mx.float32]
+    if not experts or mx.default_device() != mx.Device(mx.cpu):
+        return False
+    model.set_dtype(mx.float32)
+    return True
+
+
 def _check_heads(model: Any, contents: Contents) -> None:
     """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right."""
     for name, array in tree_flatten([head.parameters() for head in model.mtp]):
@@ -262,7 +273,7 @@ def _check_heads(model: Any, contents: Contents) -> None:
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
 
 
-def _report(config: dict, model: Any, contents: Contents, shifted: bool) -> Report:
+def _report(config: dict, model: Any, contents: Contents, shifted: bool, expanded: bool) -> Report:
     modules = dict(model.named_modules())
     heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
     target = {path: m for path, m in modules.items() if path not in heads}
@@ -281,6 +292,7 @@ def _report(config: dict, model: Any, contents: Contents, shifted: bool) -> Repo
         norms="shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)",
         lm_head="own, one per depth" if all(own) else "shared with the target",
         ignored=contents.ignored,
+        expanded=expanded,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .cache import Ring, make_kv_cache, make_kv_caches
+from .cache import Ring, SlidingKVCache, make_kv_cache, make_kv_caches
 
 SPILL = 64  # the backlog is joined and cut at about this many rows, not at each one
 
@@ -29,6 +29,20 @@ class Mark:
     def release(self) -> None:
         """Let go of the buffers, so that the next write to them is in place."""
         self.caches = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A moment at rest that `rewind` can go back to: holds what a shorter offset does not bring back.
+
+    Wrapped windows are held by reference; the first write after the snapshot copies them, and nothing else.
+    """
+
+    length: int
+    primed: int
+    kept: list[mx.array]
+    backlog: list[mx.array]
+    rings: list[tuple]
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,20 @@ class PromptCache:
                 c.seek(offset, limit)
                 c.parts = parts
             self.layers = [c for c, *_ in mark.caches[: len(self.layers)]]
+
+    def snapshot(self) -> Snapshot:
+        """Remember this moment (the caches must be at rest)."""
+        assert not self.drafting, "a snapshot in the middle of a generation"
+        rings = [(c, c.parts, c.start) for c in self._all() if isinstance(c, SlidingKVCache)]
+        return Snapshot(self.offset, self.primed, self.kept, list(self.backlog), rings)
+
+    def rewind(self, to: Snapshot) -> None:
+        """Forget the tokens since a snapshot; those before it must be the same, so must be the caches' kind."""
+        assert to.length <= self.offset, "a snapshot of another conversation"
+        self.primed, self.kept, self.backlog = to.primed, to.kept, list(to.backlog)
+        for c, parts, start in to.rings:
+            c.parts, c.start = parts, start
+        self.settle(self.tokens[: to.length])
 
     def room(self, position: int) -> float:
         """Rows that one call may read from `position` on: none is read across the start of quantizing."""

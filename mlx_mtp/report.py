@@ -22,13 +22,14 @@ class Report:
     norms: str
     lm_head: str
     ignored: tuple[str, ...] = ()
+    expanded: bool = False
 
     def __str__(self) -> str:
-        found = f"{self.heads}" if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
+        found = str(self.heads) if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
         rows = [
             ("family", f"{self.family}, {self.layers} layers"),
             ("target", f"{_size(self.target_bytes)}, {self.target_quantization}"),
-            ("MTP heads", f"{found}{f' from {self.source}' if self.heads else f' ({self.source})'}"),
+            ("MTP heads", f"{found}, {self.source}"),
         ]
         if self.heads:
             rows += [
@@ -36,6 +37,8 @@ class Report:
                 ("LM heads", self.lm_head),
             ]
         rows.append(("norms", self.norms))
+        if self.expanded:
+            rows.append(("precision", "expanded to float32: MLX multiplies experts on a CPU in nothing else"))
         if self.ignored:
             rows.append(("not used", ", ".join(self.ignored)))
         return "\n".join(f"{name:<10} {text}" for name, text in rows)

@@ -109,7 +109,10 @@ def save(path: Path, config: dict, weights: dict[str, mx.array], *, file: str = 
 def plain_model(config: dict, weights: dict[str, mx.array]) -> reference.Model:
     """mlx-lm's own model of the trunk: the target, without any of our code."""
     model = reference.Model(reference.ModelArgs.from_dict(config))
-    model.load_weights(list(model.sanitize(dict(weights)).items()))
+    parameters = model.sanitize(dict(weights))
+    if not any(".moe." in name for name in weights):  # mlx-lm knows raw checkpoints by their experts only
+        parameters = {n: w + 1 if n.endswith("norm.weight") else w for n, w in parameters.items()}
+    model.load_weights(list(parameters.items()))
     return model
 
 

@@ -1,0 +1,354 @@
+"""Loading: layouts that work, and one-line errors for those that do not."""
+
+import json
+import struct
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import tiny
+from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model, save_model
+
+import mlx_mtp
+from mlx_mtp.checkpoint import read_header
+from mlx_mtp.load import _load
+
+PROMPT = [1, 2, 3, 0, 4, 2, 1, 3, 0, 1, 2, 2]
+CONFIG = {**tiny.CONFIG, "vocab_size": 5}
+
+
+def head_names(weights):
+    return {n for n in weights if n.startswith("model.layers.") and int(n.split(".")[2]) >= 4}
+
+
+def text(model, k=None, n=24):
+    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k)]
+
+
+def drafts_right(model):
+    stats = mlx_mtp.Stats()
+    list(mlx_mtp.generate_step(PROMPT, model, max_tokens=60, stats=stats))
+    return stats.accepted
+
+
+@pytest.fixture(scope="module")
+def raw():
+    weights = tiny.random_weights(CONFIG, seed=2)
+    return weights, tiny.greedy(tiny.plain_model(CONFIG, weights), PROMPT, 24)
+
+
+@pytest.fixture
+def whole(tmp_path, raw):
+    """The raw checkpoint in one file."""
+    return tiny.save(tmp_path / "whole", CONFIG, raw[0])
+
+
+def converted(path, config, weights, *, bits=None, heads=True):
+    """What mlx-lm writes: renamed and shifted trunk, and heads under their own names, shifted alike."""
+    model = tiny.plain_model(config, weights)
+    if bits:
+        model, config = quantize_model(model, dict(config), 32, bits)
+    save_model(path, model)
+    (path / "config.json").write_text(json.dumps(config))
+    kept = {n: w + 1 if n.endswith("norm.weight") else w for n, w in weights.items() if n in head_names(weights)}
+    if heads:
+        mx.save_safetensors(str(path / "model-mtp.safetensors"), kept, {"format": "mlx"})
+    return path
+
+
+def test_sharded_equals_whole(tmp_path, raw, whole):
+    weights, expected = raw
+    path, names = tmp_path / "sharded", sorted(weights)
+    tiny.save(path, CONFIG, {}, file="unused.safetensors")
+    files = {n: f"model-0000{i % 3}.safetensors" for i, n in enumerate(names)}
+    for file in set(files.values()):
+        mx.save_safetensors(str(path / file), {n: weights[n] for n in names if files[n] == file})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    model = mlx_mtp.load_model(path)
+    assert text(model) == expected
+    assert drafts_right(model) == drafts_right(mlx_mtp.load_model(whole))
+    assert sum(drafts_right(model)) > 0
+
+    (path / "model-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-00001\.safetensors: missing; model\.safetensors\.index\.json"):
+        mlx_mtp.load_model(path)
+
+
+@pytest.mark.parametrize("where", ["mtp.safetensors", "mtp/a.safetensors", "model-mtp-head.safetensors", "elsewhere"])
+def test_sidecars(tmp_path, raw, whole, where):
+    weights, expected = raw
+    heads = {n: weights[n] for n in head_names(weights)}
+    path = tiny.save(tmp_path / "split", CONFIG, {n: w for n, w in weights.items() if n not in heads})
+    file = (tmp_path if where == "elsewhere" else path) / where
+    file.parent.mkdir(exist_ok=True)
+    options = {}
+    if where == "elsewhere":
+        file = tmp_path / "heads.safetensors"
+        options = {"mtp_path": file}
+    mx.save_safetensors(str(file), heads)
+    model = mlx_mtp.load_model(path, **options)
+    assert file.name in model.report().source
+    assert text(model) == expected
+    assert drafts_right(model) == drafts_right(mlx_mtp.load_model(whole))
+
+
+def test_mtp_path_replaces_the_checkpoints_own_heads(tmp_path, raw, whole):
+    other = tiny.random_weights(CONFIG, seed=9)
+    mx.save_safetensors(str(tmp_path / "other.safetensors"), {n: other[n] for n in head_names(other)})
+    model = mlx_mtp.load_model(whole, mtp_path=tmp_path / "other.safetensors")
+    assert mx.array_equal(model.mtp[1].eh_proj.weight, other["model.layers.5.eh_proj.weight"])
+    assert text(model) == raw[1]
+    with pytest.raises(ValueError, match="mtp_path=.*nothing: no such file"):
+        mlx_mtp.load_model(whole, mtp_path=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("sidecar", ["shifted", "raw"])
+def test_converted_by_mlx_lm(tmp_path, raw, whole, sidecar):
+    """Norms are shifted once per container: a raw sidecar beside a converted trunk is recognised."""
+    weights, expected = raw
+    path = converted(tmp_path / "converted", CONFIG, weights, heads=sidecar == "shifted")
+    if sidecar == "raw":
+        mx.save_safetensors(str(path / "mtp.safetensors"), {n: weights[n] for n in head_names(weights)})
+    model = mlx_mtp.load_model(path)
+    reference = mlx_mtp.load_model(whole)
+    for (name, a), (_, b) in zip(tree_flatten(model.parameters()), tree_flatten(reference.parameters()), strict=True):
+        assert mx.allclose(a, b, atol=1e-6), name
+    assert text(model) == expected
+
+
+def test_a_dense_raw_trunk_is_shifted(tmp_path):
+    config = {**CONFIG, "moe_layers_enum": "99"}
+    weights = tiny.random_weights(config, seed=1)
+    model = mlx_mtp.load_model(tiny.save(tmp_path, config, weights))
+    assert mx.allclose(model.model.norm.weight, weights["model.norm.weight"] + 1)
+    assert mx.allclose(model.mtp[2].enorm.weight, weights["model.layers.6.enorm.weight"] + 1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_trunk_with_full_precision_heads(tmp_path, bits):
+    """mlx-lm quantizes the routers to 8 bits whatever the rest has: config.json names them one by one."""
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "share_expert_dim")
+    config = {**CONFIG, **dict.fromkeys(sizes, 64)}
+    path = converted(tmp_path, config, tiny.random_weights(config), bits=bits)
+    assert "model.layers.1.mlp.gate.gate" in json.loads((path / "config.json").read_text())["quantization"]
+    model = mlx_mtp.load_model(path)
+    assert f"{bits}-bit affine g32" in model.report().target_quantization
+    assert "8-bit affine g64 (3 modules)" in model.report().target_quantization
+    assert model.report().head_quantization == "not quantized (float32)"
+    assert text(model, 3) == text(model, 0)
+
+
+def test_per_module_quantization_and_quantized_heads(tmp_path, raw):
+    """8-bit LM heads, 4-bit blocks, eh_proj as it is: each module's own bits, also with nothing in config.json."""
+    weights, expected = raw
+    heads = {}
+    for name in head_names(weights):
+        w = weights[name]
+        quantized = w.ndim == 2 and "eh_proj" not in name and w.shape[1] % 32 == 0
+        if not quantized:
+            heads[name] = w + 1 if name.endswith("norm.weight") else w
+            continue
+        bits = 8 if "shared_head" in name else 4
+        base = name.removesuffix("weight")
+        heads[name], heads[f"{base}scales"], heads[f"{base}biases"] = mx.quantize(w, group_size=32, bits=bits)
+    path = converted(tmp_path, CONFIG, weights, heads=False)
+    mx.save_safetensors(str(path / "mtp.safetensors"), heads)
+    model = mlx_mtp.load_model(path)
+    kinds = {type(m).__name__ for m in (model.mtp[0].head, model.mtp[0].block.self_attn.q_proj)}
+    assert kinds == {"QuantizedLinear"}
+    assert (model.mtp[0].head.bits, model.mtp[0].block.self_attn.q_proj.bits) == (8, 4)
+    assert type(model.mtp[0].eh_proj) is nn.Linear
+    assert text(model, 3) == expected
+
+
+def test_mtp_false_allocates_no_heads(whole, raw):
+    model = mlx_mtp.load_model(whole, mtp=False)
+    assert not any(name.startswith("mtp") for name, _ in tree_flatten(model.parameters()))
+    assert model.report().heads == model.report().head_bytes == 0
+    assert text(model) == raw[1]
+
+
+def test_no_heads_is_said_once_and_decodes(tmp_path, raw):
+    weights, expected = raw
+    trunk = {n: w for n, w in weights.items() if n not in head_names(weights)}
+    path = tiny.save(tmp_path, CONFIG, trunk)
+    with pytest.warns(UserWarning, match="no MTP heads found") as said:
+        model = mlx_mtp.load_model(path)
+    assert len(said) == 1
+    assert text(model) == expected
+    assert "0 of 3 declared" in str(model.report())
+
+
+def test_config_cut_to_its_layers(tmp_path, raw, whole):
+    """Per-layer lists without the heads' entries mean sliding, theta 1e4, full rotary (the released values)."""
+    weights, expected = raw
+    cut = {**CONFIG, **{n: CONFIG[n][:4] for n in ("layer_types", "rope_theta", "partial_rotary_factors")}}
+    cut.pop("num_nextn_predict_layers")
+    model = mlx_mtp.load_model(tiny.save(tmp_path / "cut", cut, weights))
+    assert text(model) == expected
+    assert drafts_right(model) == drafts_right(mlx_mtp.load_model(whole))
+
+
+def test_step3p7_is_a_wrapper(tmp_path, raw):
+    weights, expected = raw
+    inner = {n: v for n, v in CONFIG.items() if n != "model_type"}
+    config = {"model_type": "step3p7", "text_config": inner}
+    vision = {"vision_model.conv1.weight": mx.ones((2, 2)), "vit_large_projector.weight": mx.ones((2, 2))}
+    model = mlx_mtp.load_model(tiny.save(tmp_path, config, weights | vision))
+    assert text(model) == expected
+    assert model.report().ignored == ("vision_model.*", "vit_large_projector.*")
+
+
+def test_every_tensor_is_used(whole, raw):
+    """Each tensor of the checkpoint becomes exactly one parameter, and each parameter comes from one."""
+    weights, _ = raw
+    model = mlx_mtp.load_model(whole)
+    paths = [path for name in weights for path in model.renamed(name)]
+    assert sorted(paths) == sorted(name for name, _ in tree_flatten(model.parameters()))
+    assert set(read_header([whole / "model.safetensors"])) == set(weights)
+
+
+def test_half_precision_experts_on_a_cpu(tmp_path, raw):
+    weights = {n: w.astype(mx.bfloat16) for n, w in raw[0].items()}
+    model = mlx_mtp.load_model(tiny.save(tmp_path, CONFIG, weights))
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    assert model.report().expanded == on_cpu
+    assert len(text(model)) == 24
+
+
+def test_lazy(whole, raw):
+    assert text(_load(whole, mtp=True, mtp_path=None, lazy=True)) == raw[1]
+
+
+DAMAGE = {
+    "a head tensor is missing": (
+        lambda w: w.pop("model.layers.5.eh_proj.weight"),
+        r"model\.safetensors: tensor model\.layers\.5\.eh_proj\.weight is missing; .*\(32, 64\)",
+    ),
+    "a trunk tensor is missing": (
+        lambda w: w.pop("model.layers.2.moe.up_proj.weight"),
+        r"model\.safetensors: tensor model\.layers\.2\.moe\.up_proj\.weight is missing; .*\(4, 24, 32\)",
+    ),
+    "a whole depth is missing": (
+        lambda w: [w.pop(n) for n in list(w) if n.startswith("model.layers.5.")],
+        "no tensors of MTP depth 1, but of depth 2",
+    ),
+    "a head tensor is misshapen": (
+        lambda w: w.update({"model.layers.6.transformer.shared_head.output.weight": mx.ones((7, 32))}),
+        r"tensor model\.layers\.6\.transformer\.shared_head\.output\.weight has shape \(7, 32\); .*\(5, 32\)",
+    ),
+    "a trunk tensor is misshapen": (
+        lambda w: w.update({"model.layers.1.moe.gate.weight": mx.ones((3, 32))}),
+        r"tensor model\.layers\.1\.moe\.gate\.weight has shape \(3, 32\); .*\(4, 32\)",
+    ),
+    "NaN in a head": (
+        lambda w: w.update({"model.layers.4.self_attn.q_proj.weight": mx.full((96, 32), float("nan"))}),
+        r"tensor model\.layers\.4\.self_attn\.q_proj\.weight holds NaN",
+    ),
+    "a head of zeros": (
+        lambda w: w.update({"model.layers.4.transformer.shared_head.output.weight": mx.zeros((5, 32))}),
+        r"tensor model\.layers\.4\.transformer\.shared_head\.output\.weight holds only zeros",
+    ),
+    "an unknown trunk tensor": (
+        lambda w: w.update({"model.layers.0.surprise.weight": mx.ones(3)}),
+        r"tensor model\.layers\.0\.surprise\.weight is not part of the model",
+    ),
+    "a layer that config.json denies": (
+        lambda w: w.update({"model.layers.9.surprise.weight": mx.ones(3)}),
+        r"tensor model\.layers\.9\.surprise\.weight is not part of the model; config\.json expects 4 layers",
+    ),
+}
+
+
+def one_line(error) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_weights(tmp_path, raw, case):
+    weights, (damage, message) = dict(raw[0]), DAMAGE[case]
+    damage(weights)
+    path = tiny.save(tmp_path, CONFIG, weights)
+    with pytest.raises(ValueError, match=message) as error:
+        mlx_mtp.load_model(path)
+    assert str(path) in one_line(error)
+
+
+CONTRADICTIONS = {
+    "fewer layers": ({"num_hidden_layers": 3}, "config.json expects 3 layers"),
+    "more layers": ({"num_hidden_layers": 5}, "is not part of the model|is missing"),
+    "another width": ({"hidden_size": 64}, r"model\.embed_tokens\.weight has shape \(5, 32\); .*\(5, 64\)"),
+    "another vocabulary": ({"vocab_size": 6}, r"has shape \(5, 32\); config\.json expects \(6, 32\)"),
+    "another head count": ({"num_attention_heads": 2}, r"layers\.0\.self_attn\..* has shape"),
+    "not a number": ({"hidden_size": "wide"}, r"config\.json: the model cannot be built"),
+    "layers not a number": ({"num_hidden_layers": None}, r"config\.json: num_hidden_layers is None"),
+    "a field is missing": ({"vocab_size": ...}, r"config\.json: .*'vocab_size'"),
+    "an unknown model": ({"model_type": "gpt9"}, r"model_type 'gpt9' is unknown; known are .*step3p5"),
+    "no model_type": ({"model_type": ...}, "expected an object with a model_type"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_config_that_contradicts_the_tensors(tmp_path, raw, case):
+    change, message = CONTRADICTIONS[case]
+    config = {n: v for n, v in {**CONFIG, **change}.items() if v is not ...}
+    path = tiny.save(tmp_path, config, raw[0])
+    with pytest.raises(ValueError, match=message) as error:
+        mlx_mtp.load_model(path)
+    assert str(path) in one_line(error)
+
+
+def truncate(file, keep):
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * keep)])
+
+
+BROKEN_FILES = {
+    "cut in the data": lambda path: truncate(path / "model.safetensors", 0.9),
+    "cut in the header": lambda path: truncate(path / "model.safetensors", 0.001),
+    "empty": lambda path: (path / "model.safetensors").write_bytes(b""),
+    "header too long": lambda path: (path / "model.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}"),
+    "a cut sidecar": lambda path: (path / "mtp.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_FILES)
+def test_truncated_files(whole, case):
+    BROKEN_FILES[case](whole)
+    file = "mtp" if "sidecar" in case else "model"
+    with pytest.raises(ValueError, match=rf"{file}\.safetensors: truncated or damaged") as error:
+        mlx_mtp.load_model(whole)
+    one_line(error)
+
+
+def test_not_a_checkpoint(tmp_path, whole):
+    cases = {
+        tmp_path / "none": "no such directory",
+        tmp_path: r"config\.json: not found",
+        whole / "config.json": "not a directory",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ValueError, match=message) as error:
+            mlx_mtp.load_model(path)
+        one_line(error)
+    (whole / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
+        mlx_mtp.load_model(whole)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match=r"no model\*\.safetensors in it"):
+        mlx_mtp.load_model(tmp_path)
+
+
+def test_tokenizer_is_missing(whole):
+    with pytest.raises(ValueError, match="no usable tokenizer") as error:
+        mlx_mtp.load(whole)
+    one_line(error)
+
+
+def test_random_weights_are_what_the_tests_think(raw):
+    assert len(head_names(raw[0])) == 3 * 17
+    assert np.isclose(float(raw[0]["model.norm.weight"].mean()), 0, atol=0.1)

@@ -1,0 +1,172 @@
+"""Greedy text is that of a cacheless forward, whatever is drafted, wherever windows wrap."""
+
+import mlx.core as mx
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlx_mtp
+from mlx_mtp import decode
+
+
+def ours(model, prompt, n, k, **options):
+    stats = mlx_mtp.Stats()
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+    return [token for token, _, _ in steps], stats
+
+
+def a_prompt(seed, length, vocab):
+    mx.random.seed(seed)
+    return mx.random.randint(0, vocab, (length,)).tolist()
+
+
+# The window is 8: prompts below, at and far above it; 40 new tokens wrap it many times.
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 30])
+@pytest.mark.parametrize(("seed", "vocab"), [(0, 5), (1, 4), (2, 5)])
+def test_greedy_equals_cacheless_forward(tiny_models, seed, vocab, length):
+    model, plain = tiny_models(seed, vocab_size=vocab)
+    prompt = a_prompt(length, length, vocab)
+    expected = tiny.greedy(plain, prompt, 40)
+    for k in range(4):
+        assert ours(model, prompt, 40, k)[0] == expected, f"k={k}"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 8, 20, 64])
+def test_prefill_chunks_of_any_size(tiny_models, step):
+    model, plain = tiny_models(3)
+    prompt = a_prompt(7, 41, 5)
+    expected = tiny.greedy(plain, prompt, 20)
+    for k in (0, 3):
+        assert ours(model, prompt, 20, k, prefill_step_size=step)[0] == expected
+
+
+class Oracle:
+    """Drafts the true continuation, but wrong at the positions in `wrong`."""
+
+    def __init__(self, truth: list[int], wrong: set[int], vocab: int):
+        drafts = [(t + 1) % vocab if i in wrong else t for i, t in enumerate(truth)]
+        self.drafts = mx.array(drafts + [0] * 64, mx.int32)
+
+    def __call__(self, model, cache, run, k):
+        real(model, cache, run, k)  # the heads' caches move as they always do
+        return mx.take(self.drafts, cache.layers[0].offset + 1 + mx.arange(k))
+
+
+real = decode.draft
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), k=st.integers(1, 3), length=st.integers(1, 20))
+def test_every_accept_length(tiny_models_for_hypothesis, data, k, length):
+    model, plain, truths = tiny_models_for_hypothesis
+    prompt = a_prompt(length, length, 5)
+    n = 36
+    if length not in truths:
+        truths[length] = tiny.greedy(plain, prompt, n)
+    truth = prompt + truths[length]
+    wrong = data.draw(st.sets(st.integers(length, length + n)))
+    decode.draft = Oracle(truth, wrong, 5)
+    try:
+        tokens, stats = ours(model, prompt, n, k)
+    finally:
+        decode.draft = real
+    assert tokens == truths[length]
+    if not wrong:
+        assert stats.acceptance == [1.0] * k
+
+
+@pytest.fixture(scope="module")
+def tiny_models_for_hypothesis(tiny_models):
+    return (*tiny_models(0), {})
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
+def test_constant_accept_length(tiny_models, monkeypatch, accepted):
+    model, plain = tiny_models(0)
+    prompt = a_prompt(1, 6, 5)
+    truth = prompt + tiny.greedy(plain, prompt, 50)
+    # A cycle that keeps `accepted` drafts yields accepted + 1 tokens; every one of those last ones was wrong.
+    wrong = set(range(len(prompt) + 1 + accepted, len(truth), accepted + 1)) if accepted < 3 else set()
+    monkeypatch.setattr(decode, "draft", Oracle(truth, wrong, 5))
+    tokens, stats = ours(model, prompt, 40, 3)
+    assert tokens == truth[len(prompt) :][:40]
+    assert stats.acceptance == [1.0] * accepted + [0.0] * (3 - accepted)
+
+
+def test_random_heads_reach_every_accept_length(tiny_models):
+    """The tests above would prove little if random heads were never right."""
+    seen = set()
+    for seed in range(4):
+        model, _ = tiny_models(seed, vocab_size=4)
+        _, stats = ours(model, a_prompt(seed, 9, 4), 200, 3)
+        kept = [*stats.accepted, 0]
+        seen |= {depth for depth in range(4) if (kept[depth - 1] if depth else stats.cycles) > kept[depth]}
+    assert seen == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_fewer_heads_than_declared(tmp_path, heads):
+    weights = tiny.random_weights(tiny.CONFIG, heads=heads)
+    model = mlx_mtp.load_model(tiny.save(tmp_path, tiny.CONFIG, weights))
+    prompt = [1, 2, 3]
+    assert ours(model, prompt, 30, None)[0] == tiny.greedy(tiny.plain_model(tiny.CONFIG, weights), prompt, 30)
+    with pytest.raises(ValueError, match=f"num_draft_tokens={heads + 1}: allowed is 0 to {heads}"):
+        ours(model, prompt, 30, heads + 1)
+
+
+def test_heads_with_full_attention(tiny_models):
+    kinds = ["full_attention", *["sliding_attention"] * 3, "full_attention", "sliding_attention", "full_attention"]
+    other = {"attention_other_setting": None, "layer_types": kinds}
+    model, plain = tiny_models(0, **other)
+    prompt = a_prompt(5, 25, 5)
+    expected = tiny.greedy(plain, prompt, 40)
+    for k in range(4):
+        assert ours(model, prompt, 40, k, prefill_step_size=7)[0] == expected
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("start", [0, 13, 27])
+def test_quantized_kv_does_not_depend_on_drafting(tiny_models, bits, start):
+    """Quantizing changes the text; drafting must not, wherever the switch falls (a prompt of 19, then 40)."""
+    model, _ = tiny_models(0, head_dim=32, vocab_size=5)
+    prompt = a_prompt(3, 19, 5)
+    quantized = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
+    expected, _ = ours(model, prompt, 40, 0, **quantized)
+    for k in (1, 2, 3):
+        for step in (2048, 5):
+            options = {**quantized, "mtp_kv_bits": 8, "prefill_step_size": step}
+            assert ours(model, prompt, 40, k, **options)[0] == expected, (k, step)
+
+
+def test_quantized_kv_is_used(tiny_models):
+    model, _ = tiny_models(0, head_dim=32, vocab_size=5)
+    for bits in (None, 8):
+        cache = mlx_mtp.make_prompt_cache(model, kv_bits=bits, mtp_kv_bits=bits, kv_group_size=32)
+        list(mlx_mtp.generate_step([1, 2, 3], model, prompt_cache=cache, max_tokens=4))
+        assert all(hasattr(c, "bits") == (bits is not None) for c in (*cache.layers, *cache.heads))
+
+
+def test_max_kv_size_is_a_window_on_full_attention(tiny_models):
+    model, _ = tiny_models(0)
+    prompt = a_prompt(4, 30, 5)
+    texts = [ours(model, prompt, 40, k, max_kv_size=12)[0] for k in range(4)]
+    assert texts[1:] == texts[:1] * 3
+    assert ours(model, prompt, 40, 3, max_kv_size=10**6)[0] == ours(model, prompt, 40, 0)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_low_precision_differs_at_near_ties_only(tmp_path, dtype):
+    """Each drafted token is the argmax of the plain logits up to the rounding of the dtype."""
+    # No experts: MLX's CPU backend multiplies them in float32 only.
+    config = {**tiny.CONFIG, "vocab_size": 64, "moe_layers_enum": "99"}
+    weights = {name: w.astype(dtype) for name, w in tiny.random_weights(config).items()}
+    model = mlx_mtp.load_model(tiny.save(tmp_path, config, weights))
+    plain = tiny.plain_model(config, weights)
+    prompt = a_prompt(0, 20, 64)
+    tokens, _ = ours(model, prompt, 60, 3)
+    logits = plain(mx.array(prompt + tokens)[None])[0, len(prompt) - 1 : -1].astype(mx.float32)
+    chosen = mx.take_along_axis(logits, mx.array(tokens)[:, None], axis=-1)[:, 0]
+    gap = (logits.max(axis=-1) - chosen) / mx.abs(logits).max(axis=-1)
+    assert gap.max().item() < (0.05 if dtype == mx.bfloat16 else 0.01)

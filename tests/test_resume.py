@@ -1,0 +1,145 @@
+"""A stop anywhere leaves the caches as if every token had been decoded on its own."""
+
+import mlx.core as mx
+import pytest
+
+import mlx_mtp
+from mlx_mtp.prompt_cache import load_prompt_cache, save_prompt_cache
+
+PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
+
+
+def texts(model, prompt, n, k, cache=None, **options):
+    steps = mlx_mtp.generate_step(
+        prompt, model, max_tokens=n, num_draft_tokens=k, prompt_cache=cache, **options
+    )
+    return [token for token, _, _ in steps]
+
+
+@pytest.fixture(scope="module")
+def model_and_truth(tiny_models):
+    # Of these seeds' heads many drafts are right, so that stops fall inside accepted runs.
+    model, _ = tiny_models(2, vocab_size=5)
+    return model, texts(model, PROMPT, 60, 0)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("how", ["max_tokens", "close", "stop_tokens"])
+def test_stop_anywhere_then_continue(model_and_truth, k, how):
+    model, truth = model_and_truth
+    for n in range(1, 34, 1 if (k, how) == (3, "close") else 4):
+        cache = mlx_mtp.make_prompt_cache(model)
+        if how == "max_tokens":
+            first = texts(model, PROMPT, n, k, cache)
+        elif how == "stop_tokens":
+            first = texts(model, PROMPT, 60, k, cache, stop_tokens={truth[n - 1]})
+        else:
+            steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=60, num_draft_tokens=k, prompt_cache=cache)
+            first = [next(steps)[0] for _ in range(n)]
+            steps.close()
+        assert first == truth[: len(first)]
+        assert cache.tokens == PROMPT + first[:-1]
+        assert all(c.offset == cache.offset for c in cache.layers)
+        assert texts(model, first[-1:], 60 - len(first), 3, cache) == truth[len(first) :]
+
+
+def test_stopped_caches_hold_the_same_rows(model_and_truth):
+    """Not only the same text: the same keys and values as decoding one by one."""
+    model, _ = model_and_truth
+    for n in range(1, 24):
+        caches = [mlx_mtp.make_prompt_cache(model) for _ in range(2)]
+        for k, cache in zip((0, 3), caches, strict=True):
+            texts(model, PROMPT, n, k, cache)
+        for one, run in zip(caches[0].layers, caches[1].layers, strict=True):
+            last = range(max(0, one.offset - 8), one.offset)
+            slots = mx.array([p % one.ring.slots if hasattr(one, "ring") else p for p in last])
+            for a, b in zip(one.parts, run.parts, strict=True):
+                assert mx.allclose(mx.take(a, slots, axis=2), mx.take(b, slots, axis=2), atol=1e-5)
+
+
+def test_accepted_runs_were_cut(model_and_truth):
+    """The tests above are about runs of several tokens; there must be some."""
+    model, _ = model_and_truth
+    stats = mlx_mtp.Stats()
+    texts(model, PROMPT, 60, 3, stats=stats)
+    assert stats.accepted[1] > 0
+
+
+def test_a_new_turn_on_a_live_cache(tiny_models):
+    model, _ = tiny_models(0)
+    for first, second in ((0, 3), (3, 0), (3, 3), (1, 2)):
+        cache = mlx_mtp.make_prompt_cache(model)
+        answer = texts(model, PROMPT, 17, first, cache)
+        turn = [*answer[-1:], 4, 4, 0, 1]
+        expected = texts(model, PROMPT + answer[:-1] + turn, 30, 0)
+        assert texts(model, turn, 30, second, cache) == expected, (first, second)
+
+
+def test_continuing_with_another_token_than_the_one_yielded(tiny_models):
+    """The last token yielded is not in the cache: an editor may replace it."""
+    model, _ = tiny_models(0)
+    cache = mlx_mtp.make_prompt_cache(model)
+    answer = texts(model, PROMPT, 12, 3, cache)
+    other = (answer[-1] + 1) % 5
+    expected = texts(model, [*PROMPT, *answer[:-1], other], 20, 0)
+    assert texts(model, [other], 20, 3, cache) == expected
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_saved_and_loaded(tiny_models, tmp_path, bits):
+    model, _ = tiny_models(0, head_dim=32, vocab_size=5)
+    cache = mlx_mtp.make_prompt_cache(model, kv_bits=bits, mtp_kv_bits=bits, kv_group_size=32)
+    answer = texts(model, PROMPT, 21, 3, cache)
+    save_prompt_cache(tmp_path / "cache.safetensors", cache)
+    again = load_prompt_cache(tmp_path / "cache.safetensors", model)
+    assert again.tokens == cache.tokens
+    assert again.nbytes <= cache.nbytes
+    stats, other = mlx_mtp.Stats(), mlx_mtp.Stats()
+    rest = texts(model, answer[-1:], 40, 3, cache, stats=stats)
+    assert texts(model, answer[-1:], 40, 3, again, stats=other) == rest
+    assert stats.accepted == other.accepted
+
+
+def test_not_a_cache_file(tiny_models, tmp_path):
+    model, _ = tiny_models(0)
+    file = tmp_path / "x.safetensors"
+    mx.save_safetensors(str(file), {"a": mx.zeros(3)})
+    with pytest.raises(ValueError, match=r"x\.safetensors: not a prompt cache"):
+        load_prompt_cache(file, model)
+
+
+def test_interrupted_prefill_keeps_whole_chunks(tiny_models):
+    model, _ = tiny_models(0)
+    cache = mlx_mtp.make_prompt_cache(model)
+    prompt = [i % 5 for i in range(40)]
+
+    def interrupt(done, total):
+        if done >= 16:
+            raise KeyboardInterrupt
+
+    steps = mlx_mtp.generate_step(
+        prompt, model, prompt_cache=cache, prefill_step_size=8, prompt_progress_callback=interrupt
+    )
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    assert cache.tokens == prompt[:16]
+    assert texts(model, prompt[16:], 20, 3, cache) == texts(model, prompt, 20, 0)
+
+
+def test_a_sampler_that_fails_leaves_the_last_state(tiny_models):
+    model, _ = tiny_models(0)
+    cache = mlx_mtp.make_prompt_cache(model)
+    calls = []
+
+    def sampler(logprobs):
+        calls.append(1)
+        if len(calls) > 30:
+            raise RuntimeError("no")
+        return mx.argmax(logprobs, axis=-1)
+
+    got = []
+    with pytest.raises(RuntimeError, match="no"):
+        for token, _, _ in mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, sampler=sampler):
+            got.append(token)
+    assert cache.tokens == PROMPT + got[:-1]
+    assert texts(model, got[-1:], 20, 3, cache) == texts(model, PROMPT + got, 20, 0)
