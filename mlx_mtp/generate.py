@@ -105,19 +105,9 @@ def generate_step(
             raise ValueError(f"{name}={value}: allowed is {least} or more")
     tokens = _token_ids(prompt, model.args.vocab_size)
     k = _draft_count(num_draft_tokens, model, prompt_cache)
-    if prompt_cache is None:
-        prompt_cache = make_prompt_cache(
-            model,
-            num_draft_tokens=k,
-            kv_bits=kv_bits,
-            mtp_kv_bits=mtp_kv_bits,
-            kv_group_size=kv_group_size,
-            quantized_kv_start=quantized_kv_start,
-            max_kv_size=max_kv_size,
-        )
-    elif (kv_bits, mtp_kv_bits, max_kv_size) != (None, None, None):
-        raise ValueError("kv_bits, mtp_kv_bits and max_kv_size are fixed when prompt_cache is made")
-    prompt_cache.reserve(prompt_cache.offset + len(tokens) + min(max(max_tokens, 0), RESERVED_TOKENS))
+    layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
+    cache = _cache_for(model, prompt_cache, k, kv_group_size, quantized_kv_start, layout)
+    cache.reserve(cache.offset + len(tokens) + min(max_tokens % 2**31, RESERVED_TOKENS))
     if seed is not None and sampler is not None:
         mx.random.seed(seed)
     stats = stats or Stats()
@@ -125,7 +115,7 @@ def generate_step(
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed))
     return decode(
         model,
-        prompt_cache,
+        cache,
         tokens,
         picker,
         stats,
@@ -137,7 +127,7 @@ def generate_step(
     )
 
 
-RESERVED_TOKENS = 1024  # room for new tokens that a cache takes at once; more is added as it is needed
+RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; more is added as it is needed
 
 
 def _token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
@@ -148,6 +138,21 @@ def _token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
         if not isinstance(token, int) or not 0 <= token < vocab_size:
             raise ValueError(f"prompt: {token!r} is not a token id between 0 and {vocab_size - 1}")
     return tokens
+
+
+def _cache_for(
+    model: Any, given: PromptCache | None, k: int, group_size: int, start: int, layout: dict[str, int | None]
+) -> PromptCache:
+    """A new cache with the layout asked for, or the caller's own, whose layout is what it is."""
+    if given is None:
+        return make_prompt_cache(
+            model, num_draft_tokens=k, kv_group_size=group_size, quantized_kv_start=start, **layout
+        )
+    if asked := [f"{name}={value}" for name, value in layout.items() if value is not None]:
+        raise ValueError(f"{asked[0]}: fixed when a prompt_cache is made; give it to make_prompt_cache")
+    if len(given.layers) != len(model.layers) or len(given.heads) > len(model.mtp):
+        raise ValueError("prompt_cache: made for another model (its layers or heads do not match)")
+    return given
 
 
 def _draft_count(requested: int | None, model: Any, cache: PromptCache | None) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from .. import __version__
+from .chat import chat
 from .generate import generate
 
 
@@ -39,3 +40,4 @@ def main() -> None:
 
 
 main.add_command(generate)
+main.add_command(chat)

@@ -34,7 +34,7 @@ def generate(**flags: Any) -> None:
     if flags["report"]:
         click.echo(str(model.report()))
     prompt = _tokens(tokenizer, text, flags)
-    responses = stream_generate(model, tokenizer, prompt, **generation_options(tokenizer, model, flags))
+    responses = stream_generate(model, tokenizer, prompt, **generation_options(model, tokenizer, flags))
     if flags["verbose"]:
         click.echo("=" * 10)
     last = None

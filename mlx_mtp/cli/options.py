@@ -65,6 +65,7 @@ cache_options = options(
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
+    """(model, tokenizer) from the command line's flags; the demo where no model is named."""
     extra = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
     if flags.get("use_default_chat_template"):
         extra["use_default_chat_template"] = True
@@ -84,7 +85,7 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def generation_options(tokenizer: Any, model: Any, flags: dict[str, Any]) -> dict[str, Any]:
+def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `stream_generate` from the command line's flags."""
     names = ("max_tokens", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     kept = {name: flags[name] for name in (*names, "min_tokens_to_keep", "seed", "prefill_step_size")}

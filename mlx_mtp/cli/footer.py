@@ -1,0 +1,74 @@
+"""The lines of figures in a chat: one under each answer, and the totals."""
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from ..generate import GenerationResponse
+from ..session import ChatSession, Turn
+from ..stats import Stats
+
+
+def footer(turn: Turn, last: GenerationResponse) -> str:
+    """What one answer cost, in one line."""
+    speed = [] if last.generation_tokens < 2 else [f"{last.generation_tps:.1f} tok/s"]
+    reading = f"prompt {turn.prompt_tps:.1f} tok/s ({turn.reused:,} of {turn.prompt_tokens:,} tokens reused)"
+    parts = [_count(last.generation_tokens, "token"), *speed, reading, *_drafting(turn.stats), _peak()]
+    return " · ".join(parts)
+
+
+@dataclass
+class Totals:
+    """Sums over the turns of a conversation; `drafting` counts only turns that drafted."""
+
+    turns: int = 0
+    tokens: int = 0
+    decode_time: float = 0.0
+    prompt_tokens: int = 0
+    reused: int = 0
+    drafting: Stats = field(default_factory=Stats)
+
+    def add(self, turn: Turn) -> None:
+        self.turns += 1
+        self.tokens += turn.stats.generation_tokens
+        self.decode_time += turn.stats.decode_time
+        self.prompt_tokens += turn.prompt_tokens
+        self.reused += turn.reused
+        if turn.stats.drafted:
+            self.drafting.cycles += turn.stats.cycles
+            self.drafting.drafted = _sums(self.drafting.drafted, turn.stats.drafted)
+            self.drafting.accepted = _sums(self.drafting.accepted, turn.stats.accepted)
+
+    def lines(self, session: ChatSession) -> list[str]:
+        """The text of /stats."""
+        speed = [f"{self.tokens / self.decode_time:.1f} tok/s"] if self.decode_time else []
+        reading = f"prompts {self.prompt_tokens:,} tokens, {self.reused:,} of them reused"
+        k = session.num_draft_tokens
+        drafting = [f"MTP on, {_count(k, 'draft')} per cycle" if k else "MTP off", *_drafting(self.drafting)]
+        caches = f"caches {session.cache.offset:,} tokens, {session.cache.nbytes / 1e6:.1f} MB"
+        return [
+            " · ".join([_count(self.turns, "turn"), _count(self.tokens, "token"), *speed, reading]),
+            " · ".join(drafting),
+            " · ".join([caches, _peak()]),
+        ]
+
+
+def _sums(a: list[int], b: list[int]) -> list[int]:
+    """Per depth; the lists may differ in length."""
+    depths = max(len(a), len(b))
+    return [sum(counts[i] for counts in (a, b) if i < len(counts)) for i in range(depths)]
+
+
+def _drafting(stats: Stats) -> list[str]:
+    if not stats.cycles or not stats.drafted:
+        return []
+    rates = " / ".join(f"{rate:.0%}" for rate in stats.acceptance)
+    return [f"{stats.tokens_per_cycle:.2f} tok/cycle", f"accepted {rates}"]
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def _peak() -> str:
+    return f"peak {mx.get_peak_memory() / 1e9:.2f} GB"

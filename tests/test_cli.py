@@ -1,0 +1,119 @@
+"""The command line as a user meets it: in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+
+def run(*args, stdin="", **env):
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_mtp", *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
+    )
+
+
+def one_line_error(result):
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert result.stderr.splitlines()[-1] == lines[0]
+    return lines[0]
+
+
+def test_generate_prints_mlx_lms_layout():
+    result = run("generate", "-p", "What does os.path.join do?", "-m", 12)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [lines[0], lines[-5]] == ["=" * 10] * 2
+    assert lines[-4].startswith("Prompt: ")
+    assert lines[-4].endswith(" tokens-per-sec")
+    assert lines[-3].startswith("Generation: 12 tokens, ")
+    assert lines[-2].startswith("Peak memory: ")
+    assert lines[-1].startswith("MTP: 3 drafts per cycle, ")
+    assert result.stderr.count("\n") == 1
+    assert "demo" in result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_the_text_does_not_depend_on_drafting():
+    texts = set()
+    for flags in (["--num-draft-tokens", 0], ["--num-draft-tokens", 2], ["--no-mtp"], []):
+        result = run("generate", "--verbose", "False", "-p", "-", "-m", 40, *flags, stdin="def read_lines(path):\n")
+        assert result.returncode == 0, result.stderr
+        texts.add(result.stdout)
+    assert len(texts) == 1
+
+
+def test_sampled_text_is_fixed_by_the_seed():
+    flags = ["--temp", 1, "--top-p", 0.9, "--seed", 3, "--verbose", "False", "-m", 30, "--ignore-chat-template"]
+    texts = {run("generate", *flags, "--num-draft-tokens", k, "-p", "def ").stdout for k in (0, 1, 3)}
+    assert len(texts) == 1
+
+
+def test_report():
+    result = run("generate", "--report", "-m", 1)
+    for word in ("family", "target", "MTP heads", "LM heads", "own, one per depth", "norms", "shifted"):
+        assert word in result.stdout
+
+
+def test_quantized_and_limited_caches():
+    flags = ["--kv-bits", 8, "--mtp-kv-bits", 8, "--kv-group-size", 32, "--max-kv-size", 64, "--verbose", "False"]
+    texts = {run("generate", *flags, "-m", 60, "--num-draft-tokens", k).stdout for k in (0, 3)}
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--num-draft-tokens", 9], "num_draft_tokens=9: allowed is 0 to 3"),
+        (["--num-draft-tokens", -1], "'--num-draft-tokens': -1"),
+        (["--num-draft-tokens", 2, "--no-mtp"], "--no-mtp"),
+        (["--temp", "warm"], "'--temp'"),
+        (["--top-k", 100000], "top_k=100000: allowed is 0"),
+        (["--top-p", 1.5], "'--top-p'"),
+        (["--max-tokens", 0], "0: allowed is 1 or more"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--model", "/no/such/directory"], "/no/such/directory"),
+        (["--model", "some-org/some-model"], "some-org/some-model"),
+        (["--mtp-path", "/no/such/file"], "/no/such/file: no such file"),
+        (["--prompt-cache-file", "/no/such/file"], "/no/such/file"),
+        (["--prompt-cache-file", __file__], "not a prompt cache"),
+        (["--adapter-path", "/no/such/adapter"], "no adapter_config.json"),
+        (["--chat-template-config", "{"], "not JSON"),
+        (["--kv-bits", 7], "'--kv-bits'"),
+        (["-p", "-", "--ignore-chat-template"], "prompt is empty"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(args, message):
+    assert message in one_line_error(run("generate", *args))
+
+
+def test_unknown_command_and_help():
+    assert "nothing" in one_line_error(run("nothing"))
+    assert run("--help").returncode == 0
+    assert "--mtp-kv-bits" in run("generate", "--help").stdout
+    assert run("--version").stdout.startswith("mlx-mtp, version ")
+
+
+def test_a_checkpoint_without_heads_is_said_in_one_line(tmp_path):
+    """Its tokenizer is missing too, which is the error; the warning comes first, once."""
+    path = tiny.save(tmp_path, tiny.CONFIG, tiny.random_weights(tiny.CONFIG, heads=0))
+    result = run("generate", "--model", path)
+    assert result.stderr.splitlines()[0].startswith("warning: ")
+    assert "no MTP heads found" in result.stderr.splitlines()[0]
+    assert "no usable tokenizer" in one_line_error(result)
+
+
+def test_a_closed_pipe_is_not_an_error():
+    command = f"{sys.executable} -m mlx_mtp generate -m 200 | head -c 5"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in result.stderr
+    assert "Exception" not in result.stderr

@@ -1,0 +1,94 @@
+"""Imports point one way, and the checklist's hard limits hold."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mlx_mtp"
+
+# What each module or subpackage may import of the project; nothing else.
+ALLOWED = {
+    "spec": set(),
+    "cache": set(),
+    "report": set(),
+    "stats": set(),
+    "accept": set(),
+    "sampling": set(),
+    "checkpoint": set(),
+    "layers": {"spec"},
+    "models": {"layers", "spec"},
+    "prompt_cache": {"cache"},
+    "draft": {"prompt_cache"},
+    "decode": {"accept", "draft", "prompt_cache", "sampling", "stats"},
+    "load": {"checkpoint", "report", "models"},
+    "generate": {"decode", "prompt_cache", "sampling", "stats"},
+    "session": {"generate", "prompt_cache", "stats"},
+    "demo": {"load", "generate", "models", "layers", "spec", "stats"},
+    "cli": {"__init__", "demo", "generate", "load", "prompt_cache", "session", "stats"},
+    "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
+    "__main__": {"cli"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(file: Path) -> str:
+    relative = file.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def project_imports(file: Path) -> set[str]:
+    """Modules and subpackages of mlx_mtp that a file imports, at any depth of its code."""
+    found = set()
+    package = ["mlx_mtp", *file.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = [*base, *(node.module.split(".") if node.module else [])]
+            names = [".".join([*base, alias.name]) for alias in node.names]
+        else:
+            continue
+        for name in names:
+            head, *rest = name.split(".")
+            if head == "mlx_mtp" and rest:
+                inner = (PACKAGE / rest[0]).is_dir() or (PACKAGE / f"{rest[0]}.py").exists()
+                found.add(rest[0] if inner else "__init__")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_point_one_way(file):
+    part = part_of(file)
+    assert part in ALLOWED, f"{part} is not in the import table"
+    assert project_imports(file) - {part} <= ALLOWED[part]
+
+
+def test_the_table_has_no_cycle():
+    seen: set[str] = set()
+    while len(seen) < len(ALLOWED):
+        free = {p for p, needs in ALLOWED.items() if p not in seen and needs - {"__init__"} <= seen}
+        assert free, f"cycle among {set(ALLOWED) - seen}"
+        seen |= free
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_hard_limits(file):
+    text = file.read_text()
+    assert text.count("\n") <= (600 if part_of(file) == "models" else 400)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 80, node.name
+    if part_of(file) not in ("cli", "demo"):
+        calls = [n.func for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
+        assert not any(isinstance(f, ast.Name) and f.id == "print" for f in calls)
+
+
+def test_nothing_outside_models_knows_a_family():
+    families = [p.stem for p in (PACKAGE / "models").glob("*.py") if p.stem != "__init__"]
+    for file in FILES:
+        if part_of(file) in ("models", "demo"):
+            continue
+        assert not [f for f in families if f in file.read_text()], file
