@@ -6,6 +6,7 @@ from positions, and only `limit`, a host-side upper bound of the offset, decides
 """
 
 import copy
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -58,7 +59,7 @@ class LinearKVCache:
         capacity = _round_up(max(need, self._reserved, self.capacity * 9 // 8))
         blank = [mx.zeros((*p.shape[:2], capacity - self.capacity, p.shape[3]), p.dtype) for p in like]
         if self.parts:
-            blank = [mx.concatenate(pair, axis=2) for pair in zip(self.parts, blank, strict=True)]
+            blank = [mx.concatenate([a, b], axis=2) for a, b in zip(self.parts, blank, strict=True)]
         self.parts = tuple(blank)
 
     def _write(self, new: Parts) -> None:
@@ -156,7 +157,7 @@ class Ring:
 
     def mask(self, offset: int | mx.array, rows: int, visible: int, start: int) -> mx.array:
         """Boolean [rows, visible]: which slots each of the rows, once written, may attend to."""
-        xp = np if isinstance(offset, int) else mx
+        xp: Any = np if isinstance(offset, int) else mx
         queries = offset + xp.arange(rows)[:, None]
         last = offset + (rows - 1)
         # The newest position that maps to each slot; negative where none was written yet.
@@ -222,7 +223,7 @@ class SlidingKVCache(LinearKVCache):
         self._write(new)
         self.offset += rows
         self.limit += rows
-        return self._decode(tuple(mx.concatenate(pair, axis=2) for pair in zip(past, new, strict=True)))
+        return self._decode(tuple(mx.concatenate([a, b], axis=2) for a, b in zip(past, new, strict=True)))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         if isinstance(self.offset, int) and N > 1:
@@ -237,8 +238,8 @@ class _Quantized:
     group_size: int
 
     def _encode(self, keys, values):
-        quantize = {"group_size": self.group_size, "bits": self.bits}
-        return (*mx.quantize(keys, **quantize), *mx.quantize(values, **quantize))
+        parts = [mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values)]
+        return (*parts[0], *parts[1])
 
     def _decode(self, parts):
         return parts[:3], parts[3:]
@@ -279,4 +280,4 @@ def make_kv_caches(windows: list[int | None], *, starts: list[int], **quantizati
     """One cache per layer; layers of the same window share one Ring."""
     rings = {window: Ring(window) for window in windows if window is not None}
     pairs = zip(windows, starts, strict=True)
-    return [make_kv_cache(rings.get(window), start=start, **quantization) for window, start in pairs]
+    return [make_kv_cache(rings[window] if window else None, start=start, **quantization) for window, start in pairs]

@@ -44,8 +44,8 @@ class Run:
 
     def read(self) -> tuple[list[int], int]:
         """Wait for the run: its right tokens and how many of them are drafts. The only host read of a cycle."""
-        *tokens, accepted = self.packed.tolist()
-        return tokens[: accepted + 1], accepted
+        values: Any = self.packed.tolist()
+        return values[: values[-1] + 1], values[-1]
 
 
 def draft(model: Any, cache: PromptCache, run: Run, k: int) -> mx.array:

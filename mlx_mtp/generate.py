@@ -95,7 +95,14 @@ def generate_step(
     Raises ValueError (at the call) for an argument out of range.
     """
     sampling = Sampling(
-        temp, top_p, top_k, min_p, min_tokens_to_keep, xtc_probability, xtc_threshold, tuple(xtc_special_tokens)
+        temp,
+        top_p,
+        top_k,
+        min_p,
+        min_tokens_to_keep,
+        xtc_probability,
+        xtc_threshold,
+        tuple(xtc_special_tokens),
     )
     sampling.validate(model.args.vocab_size)
     if sampler is not None and sampling != Sampling():
@@ -131,7 +138,7 @@ RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; m
 
 
 def _token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
-    tokens = prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
+    tokens: Any = prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
     if not tokens:
         raise ValueError("prompt: empty; at least one token is needed")
     for token in tokens:
@@ -180,10 +187,12 @@ def stream_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
-        prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+        ids = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+    else:
+        ids = prompt
     stats = options.setdefault("stats", None) or Stats()
     stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
-    steps = generate_step(prompt, model, **{**options, "stats": stats, "stop_tokens": stops})
+    steps = generate_step(ids, model, **{**options, "stats": stats, "stop_tokens": stops})
     return _responses(model, tokenizer.detokenizer, steps, stats, stops, options.get("max_tokens", 256))
 
 
@@ -213,7 +222,7 @@ def _response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | None)
     return GenerationResponse(
         text=detokenizer.last_segment,
         token=token,
-        logprobs=logprobs,
+        logprobs=logprobs,  # type: ignore[arg-type] - None unless asked for
         from_draft=from_draft,
         prompt_tokens=stats.prompt_tokens,
         prompt_tps=stats.prompt_tps,
@@ -225,8 +234,6 @@ def _response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | None)
     )
 
 
-def generate(
-    model: Any, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]
-) -> str:
+def generate(model: Any, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]) -> str:
     """The whole text of `stream_generate`."""
     return "".join(response.text for response in stream_generate(model, tokenizer, prompt, **options))

@@ -105,7 +105,7 @@ def _load(path: Path, *, mtp: bool, mtp_path: str | Path | None, lazy: bool) -> 
     overrides = {}
     if "quantization" not in config and any(name.endswith(".scales") for name in contents.heads):
         overrides["quantization"] = {"group_size": 64, "bits": 4}  # each module's own are read off its shapes
-    classes = (build, port.ModelArgs)
+    classes: Any = (build, port.ModelArgs)
     try:
         model, _ = mlx_lm_utils.load_model(
             path, lazy=True, strict=False, model_config=overrides, get_model_classes=lambda config: classes
@@ -186,7 +186,7 @@ def _is_raw(port: ModuleType, header: Header) -> bool:
     if any(tensor.format == "pt" for tensor in header.values()):
         return True
     norms = {n: t for n, t in header.items() if n.endswith("layernorm.weight") or n.endswith("_norm.weight")}
-    means = [w.astype(mx.float32).mean().item() for w in read_tensors(norms).values()]
+    means: list[Any] = [w.astype(mx.float32).mean().item() for w in read_tensors(norms).values()]
     return bool(means) and sum(means) / len(means) < 0.5
 
 
@@ -212,7 +212,7 @@ def _load_checked(
     model: nn.Module, contents: Contents, path: Path, weights: list[tuple[str, mx.array]], strict: bool
 ) -> None:
     """`nn.Module.load_weights` with errors that name file, tensor, expected and found."""
-    expected = dict(tree_flatten(model.parameters()))
+    expected = _arrays(model.parameters())
     found = dict(weights)
     for name, array in expected.items():
         if name not in found:
@@ -220,9 +220,7 @@ def _load_checked(
             raise ValueError(f"{file}: tensor {raw} is missing; config.json expects it with shape {array.shape}")
         if found[name].shape != array.shape:
             file, raw = _origin(model, contents, name)
-            raise ValueError(
-                f"{file}: tensor {raw} has shape {found[name].shape}; config.json expects {array.shape}"
-            )
+            raise ValueError(f"{file}: tensor {raw} has shape {found[name].shape}; config.json expects {array.shape}")
     for name in found:
         if name not in expected:
             file, raw = _origin(model, contents, name)
@@ -264,7 +262,7 @@ def _expand_experts(model: nn.Module) -> bool:
 
 def _check_heads(model: Any, contents: Contents) -> None:
     """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right."""
-    for name, array in tree_flatten([head.parameters() for head in model.mtp]):
+    for name, array in _arrays([head.parameters() for head in model.mtp]).items():
         if not mx.issubdtype(array.dtype, mx.floating):
             continue
         state = "NaN" if mx.isnan(array).any().item() else "only zeros" if not array.any().item() else None
@@ -277,12 +275,12 @@ def _report(config: dict, model: Any, contents: Contents, shifted: bool, expande
     modules = dict(model.named_modules())
     heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
     target = {path: m for path, m in modules.items() if path not in heads}
-    head_bytes = sum(a.nbytes for _, a in tree_flatten(model.get("mtp", [])))
+    head_bytes = sum(a.nbytes for a in _arrays(model.get("mtp", [])).values())
     own = [hasattr(head, "head") for head in model.mtp]
     return Report(
         family=config["model_type"],
         layers=model.args.num_hidden_layers,
-        target_bytes=sum(a.nbytes for _, a in tree_flatten(model.parameters())) - head_bytes,
+        target_bytes=sum(a.nbytes for a in _arrays(model.parameters()).values()) - head_bytes,
         target_quantization=_quantization(target),
         heads=contents.depths,
         declared=(config | config.get("text_config", {})).get("num_nextn_predict_layers"),
@@ -306,6 +304,10 @@ def _quantization(modules: Mapping[str, nn.Module]) -> str:
         return ", ".join(f"{kind} ({count} modules)" for kind, count in sorted(kinds.items()))
     weights = [a for m in modules.values() for a in m.values() if isinstance(a, mx.array) and a.ndim > 1]
     return f"not quantized ({str(weights[0].dtype).rpartition('.')[2]})" if weights else "not quantized"
+
+
+def _arrays(tree: Any) -> dict[str, Any]:
+    return dict(tree_flatten(tree))  # type: ignore[arg-type]
 
 
 def _line(e: BaseException) -> str:

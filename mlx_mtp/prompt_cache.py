@@ -224,7 +224,7 @@ def make_prompt_cache(
         None if None in heads else sum(window for window in heads if window),
         [model.no_hidden() for _ in heads[1:]],
     )
-    if later:
+    if later and kv_bits:
         cache.quantizing = Quantizing(quantized_kv_start, kv_bits, kv_group_size)
     return cache
 
@@ -249,7 +249,8 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
 def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
     """Read a cache that `save_prompt_cache` wrote; ValueError where it is not one, or not this model's."""
     try:
-        arrays, metadata = mx.load(str(file), return_metadata=True)
+        loaded: Any = mx.load(str(file), return_metadata=True)
+        arrays, metadata = loaded
         state = json.loads(metadata["mlx_mtp"])
     except (RuntimeError, KeyError, ValueError) as e:
         raise ValueError(f"{file}: not a prompt cache of mlx_mtp ({type(e).__name__})") from e

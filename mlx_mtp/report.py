@@ -25,7 +25,9 @@ class Report:
     expanded: bool = False
 
     def __str__(self) -> str:
-        found = str(self.heads) if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
+        found = (
+            str(self.heads) if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
+        )
         rows = [
             ("family", f"{self.family}, {self.layers} layers"),
             ("target", f"{_size(self.target_bytes)}, {self.target_quantization}"),

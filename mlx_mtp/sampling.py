@@ -32,7 +32,10 @@ class Sampling:
         ranges = {
             "temp": (self.temp >= 0, "0 or more"),
             "top_p": (0 <= self.top_p <= 1, "between 0 and 1"),
-            "top_k": (0 <= self.top_k < vocab_size, f"0 (off) to {vocab_size - 1}, below the vocabulary's size"),
+            "top_k": (
+                0 <= self.top_k < vocab_size,
+                f"0 (off) to {vocab_size - 1}, below the vocabulary's size",
+            ),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "min_tokens_to_keep": (self.min_tokens_to_keep >= 1, "1 or more"),
             "xtc_probability": (0 <= self.xtc_probability <= 1, "between 0 and 1"),
@@ -82,7 +85,7 @@ class Picker:
         """
         if self.sampler is None and self.options.temp == 0 and not self.processors and not self.logprobs:
             return mx.argmax(logits, axis=-1).astype(mx.int32), None
-        past = mx.array(history) if self.processors else None
+        past = mx.array(history if self.processors else [], mx.int32)
         tokens, logprobs = [], []
         for i in range(logits.shape[0]):
             row = logits[i : i + 1]

@@ -61,6 +61,17 @@ class Stats:
         """The rest of `decode_time`: the target's pass, sampling and acceptance."""
         return self.decode_time - self.draft_time
 
+    def add(self, other: "Stats") -> None:
+        """Count another generation in; both drafted alike, or one not at all."""
+        for name in ("prompt_tokens", "generation_tokens", "cycles", "prefill_time", "decode_time"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
+        for mine, theirs in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for depth, count in enumerate(theirs):
+                mine[depth] += count
+        self._halves = [a + b for a, b in zip(self._halves, other._halves, strict=True)]
+
     def start(self) -> None:
         self.drafted, self.accepted = [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
         self._tic = time.perf_counter()

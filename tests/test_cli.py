@@ -53,7 +53,19 @@ def test_the_text_does_not_depend_on_drafting():
 
 
 def test_sampled_text_is_fixed_by_the_seed():
-    flags = ["--temp", 1, "--top-p", 0.9, "--seed", 3, "--verbose", "False", "-m", 30, "--ignore-chat-template"]
+    flags = [
+        "--temp",
+        1,
+        "--top-p",
+        0.9,
+        "--seed",
+        3,
+        "--verbose",
+        "False",
+        "-m",
+        30,
+        "--ignore-chat-template",
+    ]
     texts = {run("generate", *flags, "--num-draft-tokens", k, "-p", "def ").stdout for k in (0, 1, 3)}
     assert len(texts) == 1
 
@@ -65,7 +77,18 @@ def test_report():
 
 
 def test_quantized_and_limited_caches():
-    flags = ["--kv-bits", 8, "--mtp-kv-bits", 8, "--kv-group-size", 32, "--max-kv-size", 64, "--verbose", "False"]
+    flags = [
+        "--kv-bits",
+        8,
+        "--mtp-kv-bits",
+        8,
+        "--kv-group-size",
+        32,
+        "--max-kv-size",
+        64,
+        "--verbose",
+        "False",
+    ]
     texts = {run("generate", *flags, "-m", 60, "--num-draft-tokens", k).stdout for k in (0, 3)}
     assert len(texts) == 1
 

@@ -83,7 +83,9 @@ def test_parked_heads_catch_up(tiny_models):
     model, _ = tiny_models(2)
     prompt = [1, 2, 3, 4, 0, 1]
     cache = mlx_mtp.make_prompt_cache(model)
-    parked = [t for t, _, _ in mlx_mtp.generate_step(prompt, model, prompt_cache=cache, max_tokens=90, num_draft_tokens=0)]
+    parked = [
+        t for t, _, _ in mlx_mtp.generate_step(prompt, model, prompt_cache=cache, max_tokens=90, num_draft_tokens=0)
+    ]
     assert cache.primed == 0
     on, off = mlx_mtp.Stats(), mlx_mtp.Stats()
     go_on = mlx_mtp.generate_step(parked[-1:], model, prompt_cache=cache, max_tokens=40, stats=on)

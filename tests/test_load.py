@@ -100,7 +100,7 @@ def test_mtp_path_replaces_the_checkpoints_own_heads(tmp_path, raw, whole):
     model = mlx_mtp.load_model(whole, mtp_path=tmp_path / "other.safetensors")
     assert mx.array_equal(model.mtp[1].eh_proj.weight, other["model.layers.5.eh_proj.weight"])
     assert text(model) == raw[1]
-    with pytest.raises(ValueError, match="mtp_path=.*nothing: no such file"):
+    with pytest.raises(ValueError, match=r"mtp_path=.*nothing: no such file"):
         mlx_mtp.load_model(whole, mtp_path=tmp_path / "nothing")
 
 

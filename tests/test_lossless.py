@@ -116,7 +116,13 @@ def test_fewer_heads_than_declared(tmp_path, heads):
 
 
 def test_heads_with_full_attention(tiny_models):
-    kinds = ["full_attention", *["sliding_attention"] * 3, "full_attention", "sliding_attention", "full_attention"]
+    kinds = [
+        "full_attention",
+        *["sliding_attention"] * 3,
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+    ]
     other = {"attention_other_setting": None, "layer_types": kinds}
     model, plain = tiny_models(0, **other)
     prompt = a_prompt(5, 25, 5)

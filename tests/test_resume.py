@@ -10,9 +10,7 @@ PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 
 
 def texts(model, prompt, n, k, cache=None, **options):
-    steps = mlx_mtp.generate_step(
-        prompt, model, max_tokens=n, num_draft_tokens=k, prompt_cache=cache, **options
-    )
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, prompt_cache=cache, **options)
     return [token for token, _, _ in steps]
 
 
@@ -137,9 +135,9 @@ def test_a_sampler_that_fails_leaves_the_last_state(tiny_models):
             raise RuntimeError("no")
         return mx.argmax(logprobs, axis=-1)
 
+    steps = mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, sampler=sampler)
     got = []
     with pytest.raises(RuntimeError, match="no"):
-        for token, _, _ in mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, sampler=sampler):
-            got.append(token)
+        got.extend(token for token, _, _ in steps)
     assert cache.tokens == PROMPT + got[:-1]
     assert texts(model, got[-1:], 20, 3, cache) == texts(model, PROMPT + got, 20, 0)

@@ -168,7 +168,12 @@ def test_a_users_own_sampler(tiny_models):
 
     def run():
         steps = mlx_mtp.generate_step(
-            PROMPT, model, max_tokens=2, num_draft_tokens=2, sampler=sampler, logits_processors=[lambda t, x: x]
+            PROMPT,
+            model,
+            max_tokens=2,
+            num_draft_tokens=2,
+            sampler=sampler,
+            logits_processors=[lambda t, x: x],
         )
         return tuple(token for token, _, _ in steps)
 
@@ -217,9 +222,7 @@ def test_greedy_with_processors_equals_cacheless_forward(tiny_models, name):
             logits = process(mx.array(tokens), logits)
         tokens.append(mx.argmax(logits).item())
     for k in range(4):
-        steps = mlx_mtp.generate_step(
-            PROMPT, model, max_tokens=40, num_draft_tokens=k, logits_processors=processors
-        )
+        steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=40, num_draft_tokens=k, logits_processors=processors)
         assert [t for t, _, _ in steps] == tokens[len(PROMPT) :], k
 
 
@@ -280,7 +283,7 @@ def test_options_out_of_range(tiny_models, name, value):
 @pytest.mark.parametrize("prompt", [[], [5], [-1], [1.5], ["a"], mx.array([9])])
 def test_bad_prompts(tiny_models, prompt):
     model, _ = tiny_models(0)
-    with pytest.raises(ValueError, match="^prompt: "):
+    with pytest.raises(ValueError, match=r"^prompt: "):
         mlx_mtp.generate_step(prompt, model)
 
 

@@ -83,12 +83,12 @@ def random_weights(config: dict, *, heads: int = 3, seed: int = 0, scale: float 
             add(f"{p}moe.gate_proj.weight", E, M, H)
             add(f"{p}moe.up_proj.weight", E, M, H)
             add(f"{p}moe.down_proj.weight", E, H, M)
-            mlp, I = "share_expert", S
+            mlp, inner = "share_expert", S
         else:
-            mlp, I = "mlp", config["intermediate_size"]
-        add(f"{p}{mlp}.gate_proj.weight", I, H)
-        add(f"{p}{mlp}.up_proj.weight", I, H)
-        add(f"{p}{mlp}.down_proj.weight", H, I)
+            mlp, inner = "mlp", config["intermediate_size"]
+        add(f"{p}{mlp}.gate_proj.weight", inner, H)
+        add(f"{p}{mlp}.up_proj.weight", inner, H)
+        add(f"{p}{mlp}.down_proj.weight", H, inner)
         if i >= config["num_hidden_layers"]:
             add(f"{p}enorm.weight", H, norm=True)
             add(f"{p}hnorm.weight", H, norm=True)

@@ -1,7 +1,10 @@
 """`mlx-mtp chat`: a conversation in the terminal, or line by line through a pipe."""
 
 import contextlib
+import logging
+import shutil
 import sys
+import textwrap
 from typing import Any
 
 import click
@@ -10,7 +13,7 @@ from ..demo import demo_path
 from ..session import ChatSession
 from .footer import Totals, footer
 from .options import cache_options, generation_options, load_model, model_options, parse_json, sampling_options
-from .terminal import LineEditor, PromptProgress, StopOnInterrupt, loading, plain_line, printable
+from .terminal import Lines, PromptProgress, StopOnInterrupt, loading, printable
 
 HELP = """\
 /help        this list (also: h)
@@ -36,6 +39,7 @@ def chat(**flags: Any) -> None:
         raise click.BadParameter("0: allowed is 1 or more, or -1 for no limit", param_hint="--max-tokens")
     if flags["quiet"] and flags["model"] is None:
         flags["model"] = str(demo_path())  # by name, so that nothing needs to be said
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
     progress = sys.stderr.isatty() and not flags["quiet"]
     with loading(shown=progress):
         model, tokenizer = load_model(flags)
@@ -56,8 +60,7 @@ class Chat:
     def __init__(self, session: ChatSession, *, name: str, progress: bool, quiet: bool):
         self.session, self.name, self.progress, self.quiet = session, name, progress, quiet
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-        self.read = LineEditor() if self.interactive else plain_line
+        self.read = Lines(editing=self.interactive, warn=self._note)
         self.drafts = session.num_draft_tokens or len(session.model.mtp)
         self.totals = Totals()
 
@@ -67,29 +70,19 @@ class Chat:
             click.secho(f"{self.name} · {self._mtp_state()} · /help lists the commands\n", dim=True)
         if not self.session.tokenizer.has_chat_template:
             self._note("The tokenizer has no chat template: texts and answers are read on as one running text.")
-        while (line := self._line()) is not None:
+        while (line := self.read()) is not None:
             text = line.rstrip()
             text = SHORT.get(text, text)
             if text == "/exit":
                 return
-            if text.startswith("/") and "\n" not in text:
-                self._command(*text.split(maxsplit=1))
-            elif text:
-                self._answer(text)
+            with contextlib.suppress(KeyboardInterrupt):
+                self._handle(text)
 
-    def _line(self) -> str | None:
-        """The next line; None to leave."""
-        warned = False
-        while True:
-            try:
-                return self.read()
-            except EOFError:
-                return None
-            except KeyboardInterrupt:
-                if warned:
-                    return None
-                warned = True
-                self._note("/exit, Ctrl-D or another Ctrl-C leaves the chat.")
+    def _handle(self, text: str) -> None:
+        if text.startswith("/") and "\n" not in text:
+            self._command(*text.split(maxsplit=1))
+        elif text:
+            self._answer(text)
 
     def _command(self, name: str, argument: str = "") -> None:
         if name == "/help":
@@ -120,7 +113,8 @@ class Chat:
         return f"MTP on, {k} drafts per cycle" if k else "MTP off"
 
     def _answer(self, text: str) -> None:
-        last, end = None, ""
+        """One turn: the answer as it comes, and its footer."""
+        last, end, trouble = None, "", ""
         progress = PromptProgress(shown=self.progress, chunk=self.session.options["prefill_step_size"])
         try:
             with StopOnInterrupt(self.session), progress:
@@ -129,17 +123,19 @@ class Chat:
                         end = last.text or end
                         click.echo(printable(last.text), nl=False)
         except KeyboardInterrupt:
-            pass
+            trouble = "(stopped)"
         except (ValueError, RuntimeError, MemoryError) as e:
-            self._note("error: " + (str(e).splitlines() or [type(e).__name__])[0])
+            trouble = "error: " + (str(e).splitlines() or [type(e).__name__])[0]
         if last is None:
-            return self._note("(nothing was answered; the message is left out of the conversation)")
+            return self._note(f"{trouble or '(stopped)'} The message is left out of the conversation.")
         click.echo("" if end.endswith("\n") else "\n", nl=False)
         if last.finish_reason is None:
-            self._note("(stopped)")
+            self._note(trouble or "(stopped)")
         self.totals.add(self.session.turn)
         if not self.quiet:
-            click.secho(footer(self.session.turn, last) + "\n" * self.interactive, dim=True)
+            line = footer(self.session.turn, last)
+            width = shutil.get_terminal_size().columns
+            click.secho(textwrap.fill(line, width) + "\n" if self.interactive else line, dim=True)
 
     def _note(self, text: str) -> None:
         """Something to know, on stderr."""

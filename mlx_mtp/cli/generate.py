@@ -7,7 +7,14 @@ import click
 import mlx.core as mx
 
 from ..generate import GenerationResponse, stream_generate
-from .options import cache_options, generation_options, load_model, model_options, parse_json, sampling_options
+from .options import (
+    cache_options,
+    generation_options,
+    load_model,
+    model_options,
+    parse_json,
+    sampling_options,
+)
 
 
 @click.command()

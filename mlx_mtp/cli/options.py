@@ -59,7 +59,10 @@ cache_options = options(
     click.option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches."),
     click.option("--kv-group-size", type=click.Choice(["32", "64", "128"]), default="64", help="Group size."),
     click.option(
-        "--quantized-kv-start", type=click.IntRange(0), default=5000, help="With --kv-bits: from this position on."
+        "--quantized-kv-start",
+        type=click.IntRange(0),
+        default=5000,
+        help="With --kv-bits: from this position on.",
     ),
 )
 
@@ -95,4 +98,9 @@ def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dic
     if file is not None:
         return {**kept, "prompt_cache": load_prompt_cache(file, model)}
     bits = {name: flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits", "kv_group_size")}
-    return {**kept, **bits, "max_kv_size": flags["max_kv_size"], "quantized_kv_start": flags["quantized_kv_start"]}
+    return {
+        **kept,
+        **bits,
+        "max_kv_size": flags["max_kv_size"],
+        "quantized_kv_start": flags["quantized_kv_start"],
+    }

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from prompt_toolkit import PromptSession
@@ -24,38 +25,54 @@ def printable(text: str) -> str:
     return text.translate(CONTROLS)
 
 
-def plain_line() -> str:
-    """The next line of standard input; EOFError at its end."""
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line
+class Lines:
+    """What the user sends: from an editor with history, pasted pages and Alt-Enter for a new line, or from a pipe.
 
+    Called for the next message; None means to leave: at the end of input or at two Ctrl-C in a row on an empty
+    line, of which the first only calls `warn`.
+    """
 
-class LineEditor:
-    """The prompt of a terminal: history, pasted pages, Alt-Enter for a new line."""
+    def __init__(self, *, editing: bool, warn: Callable[[str], None]):
+        self._warn, self._warned = warn, False
+        self._editor: PromptSession[str] | None = None
+        if editing:
+            keys = KeyBindings()
+            keys.add("escape", "enter")(_new_line)
+            keys.add("c-c")(self._clear)
+            keys.add("<sigint>")(self._clear)
+            self._editor = PromptSession(key_bindings=keys)
+        else:
+            sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
 
-    def __init__(self):
-        keys = KeyBindings()
-        keys.add("escape", "enter")(_new_line)
-        keys.add("c-c")(_clear)
-        keys.add("<sigint>")(_clear)
-        self._session: PromptSession[str] = PromptSession(key_bindings=keys)
+    def __call__(self) -> str | None:
+        self._warned = False
+        while True:
+            try:
+                return self._next()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                if self._warned:
+                    return None
+                self._warned = True
+                self._warn("/exit, Ctrl-D or another Ctrl-C leaves the chat.")
 
-    def __call__(self) -> str:
-        """The next message; KeyboardInterrupt on Ctrl-C in an empty one, EOFError on Ctrl-D."""
-        text = self._session.prompt(HTML("<b>&gt;</b> "), prompt_continuation="  ")
+    def _next(self) -> str | None:
+        if self._editor is None:
+            return sys.stdin.readline() or None
+        text = self._editor.prompt(HTML("<b>&gt;</b> "), prompt_continuation="  ")
         return text.encode("utf-8", "replace").decode()  # bytes that were no UTF-8 arrive as lone surrogates
+
+    def _clear(self, event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            self._warned = False
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
 
 
 def _new_line(event: KeyPressEvent) -> None:
     event.current_buffer.insert_text("\n")
-
-
-def _clear(event: KeyPressEvent) -> None:
-    if not event.current_buffer.text:
-        event.app.exit(exception=KeyboardInterrupt)
-    event.current_buffer.reset()
 
 
 class StopOnInterrupt:

@@ -64,7 +64,8 @@ class Model(step3p5.Model):
 
     def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         model, x = self.model, self.model.embed_tokens(tokens)
-        full = swa = None
+        full: Any = None
+        swa: Any = None
         if model._full_idx is not None:
             full = create_attention_mask(x, cache[model._full_idx])
         if model._swa_idx is not None:

@@ -1,0 +1,197 @@
+"""Decoding speed: mlx-lm's own loop, our plain loop, and MTP at k = 1.., on one checkpoint and the same prompts.
+
+    python bench/decode.py [--model DIR] [--runs 5] [--max-tokens 100] [--out FILE]
+
+Every run takes all contenders in turn, prompt by prompt, so that a machine that slows down slows them all. A speed is
+tokens after the first over the time since the first, summed over prompts; ratios are within a run. The texts must be equal.
+The last line printed is one JSON object with every raw time.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.generate import generate_step as mlx_lm_generate_step
+from rich.console import Console
+from rich.table import Table
+
+import mlx_mtp
+from mlx_mtp.demo import demo_path
+
+HERE = Path(__file__).parent
+
+
+def read_prompts(tokenizer, file: Path) -> list[tuple[str, list[int]]]:
+    """(category, token ids) of every prompt; a chat goes through the template."""
+    prompts = []
+    for category, entries in json.loads(file.read_text()).items():
+        for entry in entries:
+            if isinstance(entry, str):
+                prompts.append((category, tokenizer.encode(entry)))
+                continue
+            roles = ("user", "assistant")
+            turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(entry["chat"])]
+            prompts.append((category, tokenizer.apply_chat_template(turns, add_generation_prompt=True)))
+    return prompts
+
+
+def plain_mlx_lm(path: Path, expand: bool):
+    """The trunk as mlx-lm itself loads it, in our model's precision."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, _ = mlx_lm.load(str(path))
+    if expand:
+        model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    return model
+
+
+def tokens_of_mlx_lm(model, prompt: list[int], n: int, stops: set[int]) -> Iterator[int]:
+    for token, _ in mlx_lm_generate_step(mx.array(prompt), model, max_tokens=n):
+        yield token
+        if token in stops:
+            return
+
+
+def tokens_of_ours(model, prompt: list[int], n: int, stops: set[int], k: int, stats) -> Iterator[int]:
+    own = mlx_mtp.Stats()
+    for token, _, _ in mlx_mtp.generate_step(
+        prompt, model, max_tokens=n, num_draft_tokens=k, stop_tokens=stops, stats=own
+    ):
+        yield token
+    stats.add(own)
+
+
+def timed(tokens: Iterator[int]) -> tuple[list[int], float]:
+    """All tokens and the seconds from the first to the last."""
+    out = [next(tokens)]
+    tic = time.perf_counter()
+    out.extend(tokens)
+    return out, time.perf_counter() - tic
+
+
+def distinct_8grams(text: list[int]) -> float:
+    """Distinct 8-grams per 100 tokens; below 40 the text repeats itself."""
+    grams = {tuple(text[i : i + 8]) for i in range(len(text) - 7)}
+    return 100 * len(grams) / max(1, len(text) - 7)
+
+
+def measure(contenders: dict, prompts: list, runs: int) -> tuple[dict, list]:
+    """seconds[contender][run][prompt] and the texts, which every contender must agree on."""
+    seconds = {name: [[0.0] * len(prompts) for _ in range(runs)] for name in contenders}
+    texts: list = [None] * len(prompts)
+    for run in range(-1, runs):  # the first is a warm-up
+        for i, (_, prompt) in enumerate(prompts):
+            for name, generate in contenders.items():
+                text, elapsed = timed(generate(prompt))
+                texts[i] = texts[i] or text
+                if text != texts[i]:
+                    raise SystemExit(f"{name} wrote another text for prompt {i}: {text} instead of {texts[i]}")
+                if run >= 0:
+                    seconds[name][run][i] = elapsed
+    return seconds, texts
+
+
+def speeds(seconds: dict, texts: list, chosen: list[int]) -> dict[str, list[float]]:
+    """Tokens per second of each contender and run over the chosen prompts."""
+    tokens = sum(len(texts[i]) - 1 for i in chosen)
+    return {name: [tokens / sum(run[i] for i in chosen) for run in runs] for name, runs in seconds.items()}
+
+
+def print_tables(seconds: dict, texts: list, prompts: list, stats: dict) -> None:
+    console = Console(width=110)
+    everything = list(range(len(prompts)))
+    total = speeds(seconds, texts, everything)
+    table = Table("loop", "tok/s best", "median", "vs mlx-lm", "vs k=0", "tok/cycle", "accepted per depth")
+    for name, values in total.items():
+        ratios = [
+            statistics.median(a / b for a, b in zip(values, total[base], strict=True)) for base in ("mlx-lm", "k=0")
+        ]
+        counts = stats.get(name)
+        drafting = counts is not None and counts.num_draft_tokens > 0
+        table.add_row(
+            name,
+            f"{max(values):.0f}",
+            f"{statistics.median(values):.0f}",
+            *(f"{ratio:.2f}x" for ratio in ratios),
+            f"{counts.tokens_per_cycle:.2f}" if drafting else "",
+            " / ".join(f"{rate:.0%}" for rate in counts.acceptance) if drafting else "",
+        )
+    console.print(table)
+    table = Table("category", "tokens", "8-grams", *(f"{name} vs k=0" for name in total if name != "k=0"))
+    for category in dict.fromkeys(category for category, _ in prompts):
+        chosen = [i for i in everything if prompts[i][0] == category]
+        part = speeds(seconds, texts, chosen)
+        row = [category, str(sum(len(texts[i]) for i in chosen))]
+        row.append(f"{statistics.mean(distinct_8grams(texts[i]) for i in chosen):.0f}")
+        for name, values in part.items():
+            if name != "k=0":
+                row.append(f"{statistics.median(a / b for a, b in zip(values, part['k=0'], strict=True)):.2f}x")
+        table.add_row(*row)
+    console.print(table)
+
+
+def environment() -> dict:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cores": os.cpu_count(),
+        "device": str(mx.default_device()),
+        "blas": Path(os.environ.get("LD_PRELOAD", "mlx's own")).name,
+        "threads": os.environ.get("OPENBLAS_NUM_THREADS"),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("mlx", "mlx-lm")},
+        "commit": commit.stdout.strip(),
+    }
+
+
+@click.command()
+@click.option("--model", default=str(demo_path()), help="Local checkpoint directory.  [default: the demo]")
+@click.option("--prompts", type=click.Path(exists=True, path_type=Path), default=HERE / "prompts.json")
+@click.option("--runs", default=5, show_default=True)
+@click.option("--max-tokens", default=100, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the JSON there too.")
+def main(model: str, prompts: Path, runs: int, max_tokens: int, out: Path | None) -> None:
+    """Compare mlx-lm's loop, our plain loop and MTP on one checkpoint."""
+    ours, tokenizer = mlx_mtp.load(model)
+    theirs = plain_mlx_lm(Path(model), ours.report().expanded)
+    stops = set(tokenizer.eos_token_ids)
+    stats = {f"k={k}": mlx_mtp.Stats() for k in range(len(ours.mtp) + 1)}
+    contenders = {"mlx-lm": lambda prompt: tokens_of_mlx_lm(theirs, prompt, max_tokens, stops)}
+    for k, (name, counts) in enumerate(stats.items()):
+        contenders[name] = lambda prompt, k=k, counts=counts: tokens_of_ours(
+            ours, prompt, max_tokens, stops, k, counts
+        )
+    encoded = read_prompts(tokenizer, prompts)
+    seconds, texts = measure(contenders, encoded, runs)
+    print_tables(seconds, texts, encoded, stats)
+    result = {
+        "environment": environment(),
+        "model": Path(model).name,
+        "max_tokens": max_tokens,
+        "categories": [category for category, _ in encoded],
+        "tokens": [len(text) for text in texts],
+        "distinct_8grams_per_100": [round(distinct_8grams(text)) for text in texts],
+        "tokens_per_cycle": {name: counts.tokens_per_cycle for name, counts in stats.items()},
+        "acceptance": {name: counts.acceptance for name, counts in stats.items()},
+        "seconds": seconds,
+    }
+    line = json.dumps(result)
+    print(line)
+    if out:
+        out.write_text(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

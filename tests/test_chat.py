@@ -1,0 +1,324 @@
+"""A conversation: every turn's text is that of a full prefill, whatever was cached, stopped or switched."""
+
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import mlx_mtp
+from mlx_mtp.session import KEPT_SNAPSHOTS, ChatSession
+
+LETTERS = "abcdefghij[]"
+SPECIAL = ["<e>", "<u>", "<a>", "<s>"]
+VOCAB = {token: i for i, token in enumerate([*SPECIAL, *LETTERS])}
+TURNS = (
+    "{% for m in messages %}{{ '<' + m.role[0] + '>' + CONTENT + '<e>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'OPEN' }}{% endif %}"
+)
+PLAIN = TURNS.replace("CONTENT", "m.content").replace("OPEN", "<a>")
+# Earlier answers lose everything up to their last "]"; the generation prompt opens a "[" that they never show.
+REWRITING = TURNS.replace("CONTENT", "m.content.split(']')[-1]").replace("OPEN", "<a>[")
+MESSAGES = ["abc", "d", "efghabcdefghijabcdefghij", "a", "jj", "abcabcab", "hgf", "b"]
+
+
+def make_tokenizer(template=PLAIN):
+    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="a"))
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", clean_up_tokenization_spaces=False)
+    fast.chat_template = template
+    return TokenizerWrapper(fast)
+
+
+@pytest.fixture
+def model(tiny_models):
+    return tiny_models(2, vocab_size=len(VOCAB))[0]
+
+
+def make_session(model, template=PLAIN, **options):
+    return ChatSession(model, make_tokenizer(template), **{"max_tokens": 30, **options})
+
+
+def full_prefill(session, text):
+    """The answer's tokens, by plain decoding from the whole conversation and an empty cache."""
+    messages = [*session.messages, {"role": "user", "content": text}]
+    tokenizer = session.tokenizer
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.encode(rendered, add_special_tokens=False)
+    steps = mlx_mtp.generate_step(
+        prompt, session.model, max_tokens=30, num_draft_tokens=0, stop_tokens=tokenizer.eos_token_ids
+    )
+    return [token for token, _, _ in steps]
+
+
+def answer(session, text):
+    return [response.token for response in session.ask(text)]
+
+
+@pytest.mark.parametrize("template", [PLAIN, REWRITING], ids=["plain", "rewriting"])
+@pytest.mark.parametrize("seed", [0, 2, 5])
+def test_turns_equal_full_prefills(tiny_models, template, seed):
+    model, _ = tiny_models(seed, vocab_size=len(VOCAB))
+    session = make_session(model, template, system_prompt="ijij")
+    reused = []
+    for text in MESSAGES:
+        expected = full_prefill(session, text)
+        assert answer(session, text) == expected
+        assert session.messages[-1]["role"] == "assistant"
+        reused.append((session.turn.reused, session.turn.prompt_tokens))
+    assert reused[0][0] == 0
+    assert all(old > 0 for old, _ in reused[1:])
+    assert session.cache.offset > 40  # the window of 8 has wrapped
+
+
+def test_only_what_is_new_is_read(model):
+    session = make_session(model)
+    answer(session, "abc")
+    held = session.cache.offset
+    answer(session, "de")
+    assert session.turn.reused == held
+    # The first answer's last token, the template's "<e>" where that was not it, and "<u>de<e><a>".
+    assert session.turn.prompt_tokens - held in (6, 7)
+
+
+def test_a_rewritten_answer_costs_one_turn(model):
+    session = make_session(model, REWRITING)
+    for i, text in enumerate(MESSAGES):
+        boundary = session.turn.prompt_tokens - 2  # the last one's, before its generation prompt "<a>["
+        answer(session, text)
+        assert i == 0 or session.turn.reused >= boundary
+
+
+@pytest.mark.parametrize("template", [PLAIN, REWRITING], ids=["plain", "rewriting"])
+@pytest.mark.parametrize("how", ["close", "stopping"])
+def test_stopped_at_every_token(model, template, how):
+    for n in range(1, 20, 1 if template == PLAIN else 3):
+        session = make_session(model, template)
+        answer(session, "abcdefgh")
+        responses = session.ask("cab")
+        shown = list(itertools.islice(responses, n))
+        if how == "close":
+            responses.close()
+        else:
+            session.stopping = True
+            assert list(responses) == []
+            assert not session.stopping
+        assert session.messages[-1]["content"] == "".join(response.text for response in shown)
+        assert session.cache.offset == session.turn.prompt_tokens + len(shown) - 1
+        expected = full_prefill(session, "d")
+        assert answer(session, "d") == expected
+
+
+def test_stopped_in_prefill(model):
+    session = make_session(model, prefill_step_size=8)
+    answer(session, "abc")
+    messages, page = list(session.messages), "abcdefghij" * 5
+
+    def stop(done, total):
+        session.stopping = done >= 24
+
+    assert list(session.ask(page, stop)) == []
+    assert session.messages == messages
+    assert not session.stopping
+    assert session.cache.offset >= 24
+    held = session.cache.offset
+    expected = full_prefill(session, page)
+    assert answer(session, page) == expected
+    assert session.turn.reused == held
+
+
+def test_another_question_after_a_stop_in_prefill(model):
+    session = make_session(model, prefill_step_size=8)
+    answer(session, "abc")
+    held = session.cache.offset
+
+    def stop(done, total):
+        session.stopping = done >= 24
+
+    assert list(session.ask("abcdefghij" * 5, stop)) == []
+    expected = full_prefill(session, "j")
+    assert answer(session, "j") == expected
+    assert session.turn.reused == held
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th line that is executed in the package."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def __call__(self, frame, event, _):
+        if "/mlx_mtp/" not in frame.f_code.co_filename:
+            return None
+        self.left -= event == "line"
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self
+
+
+def test_interrupted_at_any_line(model):
+    rng = random.Random(0)
+    interrupted = 0
+    for _ in range(60):
+        session = make_session(model, prefill_step_size=16)
+        answer(session, "abcdefghij")
+        messages = session.messages
+        tracer = InterruptAt(rng.randrange(1, 3000))
+        try:
+            sys.settrace(tracer)
+            for _ in session.ask("abcdefghijabcdefghijabcdefghij"):
+                pass
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        assert session.messages[: len(messages)] == messages
+        assert len(session.messages) in (len(messages), len(messages) + 2)
+        expected = full_prefill(session, "cd")
+        assert answer(session, "cd") == expected
+    assert interrupted > 20
+
+
+def test_drafting_switched_between_turns(model):
+    session = make_session(model)
+    for k, text in zip((3, 0, 2, 0, 0, 3, 1, 3), MESSAGES, strict=True):
+        session.num_draft_tokens = k
+        held, expected = session.cache.offset, full_prefill(session, text)
+        assert answer(session, text) == expected
+        assert session.turn.reused == held
+        assert len(session.turn.stats.drafted) == k
+
+
+def test_reset_and_seeds(model):
+    answers = []
+    for _ in range(2):
+        session = make_session(model, temp=1.0, seed=7)
+        answers.append([answer(session, text) for text in ("abc", "abc", "d")])
+        session.reset()
+        assert (session.messages, session.cache.offset) == ([], 0)
+        answers[-1].append(answer(session, "abc"))
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][3]  # a reset does not repeat the draws
+
+
+@pytest.mark.parametrize("start", [0, 20, 60])
+def test_rewinding_with_quantized_caches(tiny_models, start):
+    model, _ = tiny_models(2, vocab_size=len(VOCAB), head_dim=32)
+    options = {"kv_bits": 8, "mtp_kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
+    session = make_session(model, REWRITING, **options)
+    for text in MESSAGES[:6]:
+        fresh = make_session(model, REWRITING, **options, num_draft_tokens=0)
+        fresh.messages = list(session.messages)
+        assert answer(session, text) == answer(fresh, text)
+
+
+def test_memory_is_flat_beyond_the_caches(model):
+    session = make_session(model, REWRITING, max_tokens=300)
+    beyond = []
+    while session.cache.offset < 10_000 and len(beyond) < 60:
+        answer(session, "abcdefghij" * 8)
+        assert len(session._snapshots) <= KEPT_SNAPSHOTS
+        mx.clear_cache()
+        beyond.append(mx.get_active_memory() - session.cache.nbytes)
+    assert max(beyond[5:]) - min(beyond[5:]) < 500_000, beyond
+
+
+def test_without_a_template(model):
+    session = make_session(model, None, system_prompt="s")
+    first = "".join(response.text for response in session.ask("abc"))
+    encoded = session.tokenizer.encode
+    assert session.cache.tokens[: len(encoded("s\nabc"))] == encoded("s\nabc")
+    held = session.cache.offset
+    answer(session, "de")
+    assert session.turn.reused == held
+    assert session.turn.prompt_tokens == len(encoded(f"s\nabc{first}\nde"))
+
+
+def test_refusing_template(model):
+    session = make_session(model, "{{ raise_exception('no system role') }}")
+    with pytest.raises(ValueError, match="refuses this conversation .no system role"):
+        list(session.ask("a"))
+    assert session.messages == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_draft_tokens", 4), ("temp", -1), ("top_k", 999), ("kv_bits", 7)])
+def test_options_out_of_range(model, name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        make_session(model, **{name: value})
+
+
+COMMAND = [sys.executable, "-m", "mlx_mtp", "chat"]
+
+
+def chat(*flags, stdin):
+    return subprocess.run([*COMMAND, *map(str, flags)], input=stdin, capture_output=True, text=True, timeout=120)
+
+
+QUESTIONS = ["What does os.path.join do?", "What does len do?"]
+
+
+def test_piped_conversation():
+    lines = [QUESTIONS[0], "", "/stats", "/mtp off", QUESTIONS[1], "/mtp", "/wat", "h", "x" * 9000, "r", "/stats"]
+    result = chat("-m", 20, stdin="\n".join(lines))
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+    footers = [line for line in result.stdout.splitlines() if " tokens reused)" in line]
+    assert len(footers) == 3
+    assert " tok/cycle · accepted " in footers[0]
+    assert "tok/cycle" not in footers[1]
+    assert "(0 of " in footers[0]
+    assert "(0 of " not in footers[1]
+    assert "1 turn · 20 tokens" in result.stdout
+    assert "0 turns · 0 tokens" in result.stdout
+    assert result.stdout.count("MTP off\n") == 2
+    assert "/reset" in result.stdout
+    assert "unknown command /wat" in result.stderr
+
+
+def test_the_text_does_not_depend_on_drafting():
+    switched = "\n".join([QUESTIONS[0], "/mtp off", QUESTIONS[1], "/mtp on", QUESTIONS[0], "/exit", "never read"])
+    plain = "\n".join([QUESTIONS[0], QUESTIONS[1], QUESTIONS[0]])
+    texts = [chat("-m", 40, "--quiet", "--no-mtp", stdin=plain)]
+    texts.append(chat("-m", 40, "--quiet", stdin=switched))
+    assert texts[0].stderr == texts[1].stderr == ""
+    said = [line for line in texts[1].stdout.splitlines() if not line.startswith("MTP o")]
+    assert said == texts[0].stdout.splitlines()
+
+
+def test_seeded_turns():
+    stdin = "\n".join([QUESTIONS[0], QUESTIONS[0]])
+    runs = {chat("--quiet", "--temp", 1, "-m", 20, *flags, stdin=stdin).stdout for flags in ([], ["--seed", 0])}
+    assert len(runs) == 1
+    assert runs != {chat("--quiet", "--temp", 1, "-m", 20, "--seed", 1, stdin=stdin).stdout}
+
+
+@pytest.mark.parametrize("flags", [["--nope"], ["--temp", "-1"], ["-m", "0"], ["--num-draft-tokens", "9"]])
+def test_bad_flags(flags):
+    result = chat(*flags, stdin="")
+    assert result.returncode == 2
+    assert [line for line in result.stderr.splitlines() if "demo" not in line][0].startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_interrupted_process():
+    process = subprocess.Popen(
+        [*COMMAND, "-m", "-1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdin.write("def \n")
+    process.stdin.flush()
+    process.stdout.read(5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    out, err = process.communicate("/stats\n", timeout=60)
+    assert process.returncode == 0, err
+    assert "1 turn " in out
+    assert "Traceback" not in err

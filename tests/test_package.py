@@ -1,0 +1,64 @@
+"""What ships: the wheel's contents, and rules that a careless file would break."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import mlx_mtp
+from mlx_mtp.demo import demo_path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_kernels_is_not_a_python_package():
+    """It would shadow Hugging Face's `kernels` from a checkout."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_every_kernel_has_its_row():
+    readme = (ROOT / "kernels" / "README.md").read_text()
+    ops = {p.stem for p in (ROOT / "kernels").glob("*.metal")}
+    assert {op for op in ops if f"`{op}`" in readme} == ops
+
+
+def test_version_is_stated_once():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == mlx_mtp.__version__
+
+
+def test_the_demo_is_a_raw_checkpoint_of_at_most_16_mb():
+    files = list(demo_path().iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {f.name for f in files}
+    assert sum(f.stat().st_size for f in files) <= 16_000_000
+    assert json.loads((demo_path() / "config.json").read_text())["model_type"] == "step3p5"
+
+
+def test_importing_prints_and_downloads_nothing():
+    code = "import mlx_mtp, sys; assert 'torch' not in sys.modules; assert 'mlx_mtp.cli' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_readme_names_files_that_exist():
+    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    for path in re.findall(r"`((?:mlx_mtp|kernels|tests|bench)/[\w./]*)`", text):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.slow
+def test_wheel_from_sdist(tmp_path):
+    if shutil.which("pyproject-build") is None:
+        pytest.skip("needs the package `build` (the dev extra)")
+    subprocess.run(["pyproject-build", "--outdir", tmp_path, ROOT], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "mlx_mtp/kernels/metal/README.md" in names
+    assert "mlx_mtp/demo/checkpoint/model.safetensors" in names
+    assert not [n for n in names if n.startswith(("tests/", "bench/", "kernels/"))]
