@@ -3,8 +3,8 @@
     python bench/decode.py [--model DIR] [--runs 5] [--max-tokens 100] [--out FILE]
 
 Every run takes all contenders in turn, prompt by prompt, so that a machine that slows down slows them all. A speed is
-tokens after the first over the time since the first, summed over prompts; ratios are within a run. The texts must be equal.
-The last line printed is one JSON object with every raw time.
+tokens after the first over the time since the first, summed over prompts; ratios are within a run, their median is
+shown. The texts must be equal. The last line printed is one JSON object with every raw time.
 """
 
 import json

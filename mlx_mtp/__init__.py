@@ -2,7 +2,7 @@
 
 from .generate import GenerationResponse, generate, generate_step, stream_generate
 from .load import load, load_model
-from .prompt_cache import PromptCache, make_prompt_cache
+from .prompt_cache import PromptCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from .report import Report
 from .stats import Stats
 
@@ -17,6 +17,8 @@ __all__ = [
     "generate_step",
     "load",
     "load_model",
+    "load_prompt_cache",
     "make_prompt_cache",
+    "save_prompt_cache",
     "stream_generate",
 ]

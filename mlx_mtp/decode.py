@@ -2,7 +2,8 @@
 
 One cycle is one graph. While it runs the next one is built on top of its arrays; when its tokens have arrived
 (the cycle's one device-to-host read) the next is submitted, so that every cache write finds its buffer free and
-happens in place. What a cycle accepted stays on the device: the next cycle's shapes do not depend on it.
+happens in place. Where the next one needs those tokens (processors do) it is built when they are out. What a cycle
+accepted stays on the device: the next cycle's shapes do not depend on it.
 """
 
 from collections.abc import Callable, Collection, Generator
@@ -41,7 +42,10 @@ def prefill(
     step: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> Run:
-    """Read the prompt in chunks of `step`, let the heads catch up, and choose the first new token."""
+    """Read the prompt in chunks of `step` and choose the first new token.
+
+    Heads with a window wait until that token is out: what they can see of a prompt is bounded (`PromptCache.reach`).
+    """
     hidden = model.no_hidden()
     done = 0
     while done < len(prompt):
@@ -55,9 +59,6 @@ def prefill(
             prime(model, cache, cache.primed, cache.offset - 1, step=step)
         mx.eval(hidden, cache.arrays)
         mx.clear_cache()
-    end = cache.offset - 1
-    if k:
-        prime(model, cache, end - sum(rows.shape[1] for rows in cache.backlog), end, step=step)
     if progress:
         progress(len(prompt), len(prompt))
     row = hidden[:, -1:]
@@ -128,22 +129,19 @@ def decode(
     stats.start()
     run = prefill(model, cache, prompt, picker, k=k, step=prefill_step_size, progress=progress)
     known, base, left = list(cache.tokens), cache.offset - 1, max_tokens
-    if k:
-        cache.start_drafting()
     submit(cache, run, stats)
     mark = cache.mark()
     rest = Rest(run, base, 0, mark)
     try:
         while left != 0:
-            ahead = None
-            if not picker.processors and cache.room(base + run.tokens.size) > k:
-                ahead = cycle(model, cache, run, base, k, picker, known)
+            following = None
+            if not picker.processors and cache.room(base + run.tokens.size) > k and cache.drafting == (k > 0):
+                following = cycle(model, cache, run, base, k, picker, known)
             tokens, accepted = run.read()
             stats.arrived(accepted, run.drafts.size)
             tokens, last = _cut(tokens, left, stop_tokens)
             known += tokens
-            if not last:
-                following = ahead or _cycle_on_host(model, cache, run, base, accepted, k, picker, known)
+            if following and not last:
                 mark.release()
                 submit(cache, following, stats)
             for i, token in enumerate(tokens):
@@ -153,6 +151,12 @@ def decode(
             if last:
                 return
             stats.resumed()
+            if following is None:
+                _catch_up(model, cache, base, accepted, k, prefill_step_size)
+                fitting = int(min(k, cache.room(base + accepted + 1) - 1))
+                following = cycle(model, cache, run, base, fitting, picker, known)
+                mark.release()
+                submit(cache, following, stats)
             run, base, left = following, base + accepted + 1, left - len(tokens)
             cache.advance(base)
             mark = cache.mark()
@@ -160,10 +164,12 @@ def decode(
         _settle(cache, known, rest, mark)
 
 
-def _cycle_on_host(model: Any, cache: PromptCache, run: Run, base: int, accepted: int, k: int, *sampling: Any) -> Run:
-    """A cycle that had to wait for the last one's tokens: processors read them, or quantizing starts nearby."""
+def _catch_up(model: Any, cache: PromptCache, base: int, accepted: int, k: int, step: int) -> None:
+    """What a cycle needs that was not built ahead: heads that have read the prompt, caches quantized when due."""
+    if k and not cache.drafting:
+        prime(model, cache, base - sum(rows.shape[1] for rows in cache.backlog), base, step=step)
+        cache.start_drafting()
     cache.quantize_at(base + accepted + 1)
-    return cycle(model, cache, run, base, int(min(k, cache.room(base + accepted + 1) - 1)), *sampling)
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:

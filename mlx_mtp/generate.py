@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -138,13 +139,15 @@ RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; m
 
 
 def _token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
-    tokens: Any = prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
-    if not tokens:
-        raise ValueError("prompt: empty; at least one token is needed")
-    for token in tokens:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise ValueError(f"prompt: {token!r} is not a token id between 0 and {vocab_size - 1}")
-    return tokens
+    tokens = np.array(prompt)
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise ValueError(f"prompt: shape {tokens.shape}; expected at least one token id, in one dimension")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"prompt: {tokens[0].item()!r} is not a token id (an integer)")
+    for token in (tokens.min(), tokens.max()):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"prompt: {token} is not a token id between 0 and {vocab_size - 1}")
+    return tokens.tolist()
 
 
 def _cache_for(
@@ -164,6 +167,8 @@ def _cache_for(
 
 def _draft_count(requested: int | None, model: Any, cache: PromptCache | None) -> int:
     """The number of drafts per cycle, at most one per head that the model and the cache have."""
+    if cache is not None and not isinstance(cache, PromptCache):
+        raise ValueError(f"prompt_cache: a {type(cache).__name__}; expected one from mlx_mtp.make_prompt_cache")
     heads = len(model.mtp) if cache is None else len(cache.heads)
     if requested is None:
         return heads

@@ -210,6 +210,10 @@ def make_prompt_cache(
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
         if bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
+        if bits is not None and model.args.head_dim % kv_group_size:
+            raise ValueError(
+                f"kv_group_size={kv_group_size}: allowed are divisors of the head size {model.args.head_dim}"
+            )
     if max_kv_size is not None and max_kv_size < 1:
         raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
     windows, heads = [window or max_kv_size for window in model.windows()], model.head_windows()

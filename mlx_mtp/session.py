@@ -5,9 +5,9 @@ cached. The caches continue where their tokens are a prefix of it; where a chat 
 answer (or a retokenized one differs) they go back to a snapshot taken before the difference.
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
@@ -20,6 +20,7 @@ from .prompt_cache import PromptCache, Quantizing, Snapshot, make_prompt_cache
 from .stats import Stats
 
 Progress = Callable[[int, int], None]
+Responses = Generator[GenerationResponse, None, None]
 KEPT_SNAPSHOTS = 3  # each costs one copy of the wrapped windows
 CACHE_OPTIONS = ("kv_bits", "mtp_kv_bits", "kv_group_size", "quantized_kv_start", "max_kv_size")
 
@@ -33,18 +34,19 @@ class Turn:
     """What one turn cost.
 
     prompt_tokens: the whole conversation up to the answer; reused: how many of them the caches already held.
-    prefill_time:  seconds until the first token had arrived.
+    read_time:     seconds spent on the prompt before its last few tokens, which `stats` knows about.
     """
 
     prompt_tokens: int
     reused: int = 0
-    prefill_time: float = 0.0
+    read_time: float = 0.0
     stats: Stats = field(default_factory=Stats)
 
     @property
     def prompt_tps(self) -> float:
-        """New prompt tokens per second."""
-        return (self.prompt_tokens - self.reused) / self.prefill_time if self.prefill_time else 0.0
+        """New prompt tokens per second, until the first token of the answer had arrived."""
+        new, seconds = self.prompt_tokens - self.reused, self.read_time + self.stats.prefill_time
+        return new / seconds if seconds else 0.0
 
 
 class ChatSession:
@@ -52,7 +54,7 @@ class ChatSession:
 
     cache:    the tokens it holds are in `cache.tokens`, whatever stopped a turn.
     stopping: set it (from a signal handler, another thread) to end the turn under way; it is cleared at the end.
-    answers:  how many were given, in this conversation and those before a reset.
+    num_draft_tokens: may be changed between turns.
     """
 
     def __init__(
@@ -64,27 +66,22 @@ class ChatSession:
         template_config: dict[str, Any] | None = None,
         **options: Unpack[Options],
     ):
-        """options: those of `stream_generate`; num_draft_tokens may be changed between turns.
-
-        Raises ValueError for an option out of range.
-        """
-        self.model, self.tokenizer = model, tokenizer
-        self.system_prompt, self.template_config = system_prompt, template_config or {}
+        """options: those of `stream_generate`. Raises ValueError for one out of range."""
+        self.model, self.tokenizer, self.template_config = model, tokenizer, template_config or {}
+        self._opening = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         generate_step([0], model, **options).close()  # checks the options, computes nothing
-        self._cache_options = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
         k = options.pop("num_draft_tokens", None)
         self.num_draft_tokens = len(model.mtp) if k is None else k
         self.seed = options.pop("seed", None)
+        self._cache_options: dict[str, Any] = {n: options.pop(n) for n in CACHE_OPTIONS if n in options}
         self.options = options
         self.stopping = False
         self.answers = 0
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new conversation. Answers are counted on, so that a seed does not repeat itself."""
-        system = self.system_prompt
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.turn = Turn(0)
+        """Begin a new conversation. Answers are counted on, so that a seed's draws do not repeat."""
+        self.messages, self.turn = self._opening, Turn(0)
         self._start_over()
         self._at_rest = True
 
@@ -93,57 +90,54 @@ class ChatSession:
         self._snapshots: list[tuple[Snapshot, Quantizing | None]] = []
         self.cache: PromptCache = make_prompt_cache(self.model, **self._cache_options)
 
-    def ask(self, text: str, progress: Progress | None = None) -> Iterator[GenerationResponse]:
+    def ask(self, text: str, progress: Progress | None = None) -> Responses:
         """Send a message and yield the answer's responses; `turn` has the counts of the whole prompt.
 
         Closing the iterator or setting `stopping` ends the answer, which stays in the conversation as far as it
-        was yielded; where nothing was, the message is left out. progress: called with (tokens read, to read).
-        Raises ValueError where the template cannot render the conversation.
+        was yielded; where nothing was, the message is left out. Raises ValueError where the template does.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt, end = self._tokens(messages)
-        if not self._at_rest:  # something other than a stop ended the last turn, perhaps halfway through a write
+        if not self._at_rest:  # an exception ended the last turn, perhaps halfway through a write
             self._start_over()
         self._at_rest = False
         answer: list[str] = []
         try:
-            with contextlib.closing(self._responses(prompt, end, progress)) as responses:
+            with suppress(Stopped), closing(self._responses(prompt, end, progress)) as responses:
                 for response in responses:
                     answer.append(response.text)
                     yield response
                     if self.stopping:
                         break
             self._at_rest = True
-        except (Stopped, GeneratorExit) as e:
+        except GeneratorExit:
             self._at_rest = True
-            if isinstance(e, GeneratorExit):
-                raise
+            raise
         finally:
             self.stopping = False
             if answer:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
                 self.answers += 1
 
-    def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Iterator[GenerationResponse]:
+    def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Responses:
         """Read what is new of the prompt, with a snapshot at `end`, and answer."""
         turn = self.turn = Turn(len(prompt), reused=self._reuse(prompt))
         self._remember()
-        tic = time.perf_counter()
         options: Options = {**self.options, "prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
         first, rest = prompt[turn.reused : end], prompt[max(end, turn.reused) :]
+        total = len(first) + len(rest)
         if first:
-            options["prompt_progress_callback"] = partial(self._read, progress, 0, len(first) + len(rest))
+            tic = time.perf_counter()
+            options["prompt_progress_callback"] = partial(self._read, progress, 0, total)
             with wired_limit(self.model):
                 next(generate_step(first, self.model, **{**options, "max_tokens": 0}), None)
             self._remember()
-        options["prompt_progress_callback"] = partial(self._read, progress, len(first), len(first) + len(rest))
+            turn.read_time = time.perf_counter() - tic
+        options["prompt_progress_callback"] = partial(self._read, progress, len(first), total)
         options["stats"] = turn.stats
         if self.seed is not None:
             options["seed"] = self.seed + self.answers
-        with contextlib.closing(stream_generate(self.model, self.tokenizer, rest, **options)) as responses:
-            for response in responses:
-                turn.prefill_time = turn.prefill_time or time.perf_counter() - tic
-                yield response
+        yield from stream_generate(self.model, self.tokenizer, rest, **options)
 
     def _read(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
         """The callback between two chunks, where caches are whole (they are not yet after a part's last one)."""
@@ -176,25 +170,21 @@ class ChatSession:
     def _tokens(self, messages: list[dict]) -> tuple[list[int], int]:
         """The prompt's tokens and where its generation prompt begins, which is before its last token."""
         prompt = self._encode(messages, answering=True)
-        if not prompt:
-            raise ValueError("the message has no tokens")
         return prompt, _common(self._encode(messages, answering=False), prompt[:-1])
 
     def _encode(self, messages: list[dict], *, answering: bool) -> list[int]:
         if not self.tokenizer.has_chat_template:
             return self.tokenizer.encode(_running_text(messages))
+        options = {**self.template_config, "tokenize": False, "add_generation_prompt": answering}
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=answering, **self.template_config
-            )
+            text = self.tokenizer.apply_chat_template(messages, **options)
         except TemplateError as e:
             raise ValueError(f"the chat template refuses this conversation ({e})") from e
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _running_text(messages: list[dict]) -> str:
-    """The conversation for a model without a template: the texts as they are; what follows an answer or the
-    system prompt starts on a line of its own."""
+    """The conversation without a template: the texts as they are, each message on a line of its own."""
     text = ""
     for message in messages:
         if message["role"] == "user" and text and not text.endswith("\n"):
@@ -205,7 +195,4 @@ def _running_text(messages: list[dict]) -> str:
 
 def _common(a: list[int], b: list[int]) -> int:
     """Length of the common prefix."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,7 +1,10 @@
 """A conversation: every turn's text is that of a full prefill, whatever was cached, stopped or switched."""
 
 import itertools
+import os
+import pty
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -50,12 +53,13 @@ def make_session(model, template=PLAIN, **options):
 
 def full_prefill(session, text):
     """The answer's tokens, by plain decoding from the whole conversation and an empty cache."""
+    max_tokens = session.options["max_tokens"]
     messages = [*session.messages, {"role": "user", "content": text}]
     tokenizer = session.tokenizer
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer.encode(rendered, add_special_tokens=False)
     steps = mlx_mtp.generate_step(
-        prompt, session.model, max_tokens=30, num_draft_tokens=0, stop_tokens=tokenizer.eos_token_ids
+        prompt, session.model, max_tokens=max_tokens, num_draft_tokens=0, stop_tokens=tokenizer.eos_token_ids
     )
     return [token for token, _, _ in steps]
 
@@ -101,7 +105,7 @@ def test_a_rewritten_answer_costs_one_turn(model):
 @pytest.mark.parametrize("template", [PLAIN, REWRITING], ids=["plain", "rewriting"])
 @pytest.mark.parametrize("how", ["close", "stopping"])
 def test_stopped_at_every_token(model, template, how):
-    for n in range(1, 20, 1 if template == PLAIN else 3):
+    for n in range(1, 13, 1 if template == PLAIN else 3):
         session = make_session(model, template)
         answer(session, "abcdefgh")
         responses = session.ask("cab")
@@ -109,7 +113,7 @@ def test_stopped_at_every_token(model, template, how):
         if how == "close":
             responses.close()
         else:
-            session.stopping = True
+            session.stopping = len(shown) == n  # fewer: the answer had already ended
             assert list(responses) == []
             assert not session.stopping
         assert session.messages[-1]["content"] == "".join(response.text for response in shown)
@@ -168,11 +172,11 @@ class InterruptAt:
 def test_interrupted_at_any_line(model):
     rng = random.Random(0)
     interrupted = 0
-    for _ in range(60):
-        session = make_session(model, prefill_step_size=16)
+    for _ in range(24):
+        session = make_session(model, prefill_step_size=16, max_tokens=12)
         answer(session, "abcdefghij")
         messages = session.messages
-        tracer = InterruptAt(rng.randrange(1, 3000))
+        tracer = InterruptAt(rng.randrange(1, 1600))
         try:
             sys.settrace(tracer)
             for _ in session.ask("abcdefghijabcdefghijabcdefghij"):
@@ -185,7 +189,7 @@ def test_interrupted_at_any_line(model):
         assert len(session.messages) in (len(messages), len(messages) + 2)
         expected = full_prefill(session, "cd")
         assert answer(session, "cd") == expected
-    assert interrupted > 20
+    assert interrupted > 12
 
 
 def test_drafting_switched_between_turns(model):
@@ -222,10 +226,10 @@ def test_rewinding_with_quantized_caches(tiny_models, start):
 
 
 def test_memory_is_flat_beyond_the_caches(model):
-    session = make_session(model, REWRITING, max_tokens=300)
+    session = make_session(model, REWRITING)
     beyond = []
-    while session.cache.offset < 10_000 and len(beyond) < 60:
-        answer(session, "abcdefghij" * 8)
+    while session.cache.offset < 10_000:
+        answer(session, "abcdefghij" * 40)
         assert len(session._snapshots) <= KEPT_SNAPSHOTS
         mx.clear_cache()
         beyond.append(mx.get_active_memory() - session.cache.nbytes)
@@ -245,7 +249,7 @@ def test_without_a_template(model):
 
 def test_refusing_template(model):
     session = make_session(model, "{{ raise_exception('no system role') }}")
-    with pytest.raises(ValueError, match="refuses this conversation .no system role"):
+    with pytest.raises(ValueError, match="refuses this conversation"):
         list(session.ask("a"))
     assert session.messages == []
 
@@ -267,7 +271,7 @@ QUESTIONS = ["What does os.path.join do?", "What does len do?"]
 
 
 def test_piped_conversation():
-    lines = [QUESTIONS[0], "", "/stats", "/mtp off", QUESTIONS[1], "/mtp", "/wat", "h", "x" * 9000, "r", "/stats"]
+    lines = [QUESTIONS[0], "", "/stats", "/mtp off", QUESTIONS[1], "/mtp", "/wat", "h", "x" * 900, "r", "/stats"]
     result = chat("-m", 20, stdin="\n".join(lines))
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout + result.stderr
@@ -279,7 +283,7 @@ def test_piped_conversation():
     assert "(0 of " not in footers[1]
     assert "1 turn · 20 tokens" in result.stdout
     assert "0 turns · 0 tokens" in result.stdout
-    assert result.stdout.count("MTP off\n") == 2
+    assert result.stdout.count("MTP off\n") == 3
     assert "/reset" in result.stdout
     assert "unknown command /wat" in result.stderr
 
@@ -305,7 +309,7 @@ def test_seeded_turns():
 def test_bad_flags(flags):
     result = chat(*flags, stdin="")
     assert result.returncode == 2
-    assert [line for line in result.stderr.splitlines() if "demo" not in line][0].startswith("error: ")
+    assert next(line for line in result.stderr.splitlines() if "demo" not in line).startswith("error: ")
     assert "Traceback" not in result.stderr
 
 
@@ -322,3 +326,62 @@ def test_interrupted_process():
     assert process.returncode == 0, err
     assert "1 turn " in out
     assert "Traceback" not in err
+
+
+READY, BUSY = "\x1b[?2004h", "\x1b[?2004l"  # the line editor asks for marked pastes while it is open
+
+
+class Terminal:
+    """A chat in a terminal of its own."""
+
+    def __init__(self, *flags):
+        self.screen, end = pty.openpty()
+        env = {**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
+        self.process = subprocess.Popen([*COMMAND, *flags], stdin=end, stdout=end, stderr=end, env=env)
+        os.close(end)
+        self.text = ""
+
+    def wait_for(self, text, after=0):
+        """Read until `text` appears, past the first `after` characters; the position behind it."""
+        while text not in self.text[after:]:
+            assert select.select([self.screen], [], [], 30)[0], f"no {text!r} in {self.text[after:]!r}"
+            self.text += os.read(self.screen, 4096).decode(errors="replace")
+        return self.text.index(text, after) + len(text)
+
+    def wait_for_more(self, characters, after):
+        """Read until that many characters follow the first `after`."""
+        while len(self.text) < after + characters:
+            assert select.select([self.screen], [], [], 30)[0]
+            self.text += os.read(self.screen, 4096).decode(errors="replace")
+
+    def type(self, keys):
+        """Send keys, and return where the text stood."""
+        os.write(self.screen, keys.encode())
+        return len(self.text)
+
+
+@pytest.fixture
+def terminal():
+    terminal = Terminal("-m", "-1", "--temp", "3", "--prefill-step-size", "64")
+    yield terminal
+    terminal.process.kill()
+    terminal.process.wait()
+    os.close(terminal.screen)
+
+
+def test_in_a_terminal(terminal):
+    terminal.wait_for(READY)
+    terminal.type(f"\x1b[200~{QUESTIONS[0]}\n{QUESTIONS[1] * 200}\x1b[201~")  # a pasted page of two lines
+    since = terminal.type("\r")
+    terminal.wait_for("Reading", since)
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for(READY, terminal.wait_for("stopped; the message is left out", since))
+    since = terminal.type("go on\r")
+    terminal.wait_for_more(60, terminal.wait_for(BUSY, since))
+    terminal.process.send_signal(signal.SIGINT)
+    since = terminal.wait_for(READY, terminal.wait_for("reused)", terminal.wait_for("(stopped)", since)))
+    terminal.type("half a line\x03\x03")
+    terminal.wait_for(READY, terminal.wait_for("/exit, Ctrl-D or another Ctrl-C leaves", since))
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=20) == 0
+    assert "Traceback" not in terminal.text

@@ -21,7 +21,7 @@ SHAPE = {
 }
 
 
-PROMPT = [i * 7 % 64 for i in range(3000)]
+PROMPT = [i * 7 % 64 for i in range(1500)]
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ PROCESSORS = {
     "bias": {"logit_bias": {1: 1.5, 2: -0.5}},
     "three": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
 }
-DEEP = {("temperature", "none"), ("temperature", "three")}  # 3^7 paths
+DEEP = {("temperature", "three")}  # 3^7 paths
 CASES = [(s, "none") for s in SAMPLERS] + [("temperature", p) for p in PROCESSORS if p != "none"]
 
 

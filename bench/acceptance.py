@@ -1,0 +1,91 @@
+"""What the exact cache rule is worth: acceptance per depth with it, and with the usual approximation.
+
+    python bench/acceptance.py [--model DIR] [--max-tokens 200]
+
+Exact: a slot that a head filled from drafted tokens is filled again when the true ones are known. The approximation
+never goes back: what a draft wrote stays, right or wrong. Same prompts, same texts, k = all heads. These are counts,
+not times: they do not depend on the machine's speed. The last line is one JSON object.
+"""
+
+import json
+from pathlib import Path
+
+import click
+import mlx.core as mx
+from decode import HERE, environment, read_prompts
+from rich.console import Console
+from rich.table import Table
+
+import mlx_mtp
+from mlx_mtp import decode as decode_module
+from mlx_mtp.demo import demo_path
+from mlx_mtp.draft import _put, draft
+
+
+def draft_without_revisiting(model, cache, run, k: int) -> mx.array:
+    """`draft`, but depth j starts behind the j slots that it filled from drafts in the last cycle."""
+    rows, base = run.tokens.size, cache.heads[0].offset
+    tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
+    for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=True)):
+        kv.seek(base + depth, kv.limit + depth)
+        output = head(model.embed(tokens[None, depth : rows + depth]), hidden[:, depth : rows + depth], kv)
+        answer = mx.take(output, run.accepted, axis=1)  # row `accepted` + depth of the exact rule
+        token = mx.argmax(model.draft_logits(depth, answer)).astype(mx.int32)
+        tokens = _put(tokens, run.accepted + depth + 1, token)
+        if depth + 1 < len(cache.heads):
+            # Rows of the next depth count from the same position, one slot later.
+            skipped = mx.zeros_like(hidden[:, : depth + 1])
+            hidden = mx.concatenate([skipped, head.feedback(output)], axis=1)
+            kept.append(mx.take(output, run.accepted, axis=1))
+    cache.kept = kept
+    cache.heads_follow()
+    return mx.take(tokens, run.accepted + 1 + mx.arange(k))
+
+
+def measure(model, prompts: list, stops: set[int], n: int, rule) -> tuple[dict, list]:
+    """Stats per category with a drafting rule, and the texts."""
+    counts: dict[str, mlx_mtp.Stats] = {}
+    texts = []
+    decode_module.draft = rule
+    for category, prompt in prompts:
+        stats = mlx_mtp.Stats()
+        steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, stop_tokens=stops, stats=stats)
+        texts.append([token for token, _, _ in steps])
+        for name in (category, "all"):
+            counts.setdefault(name, mlx_mtp.Stats()).add(stats)
+    decode_module.draft = draft
+    return counts, texts
+
+
+@click.command()
+@click.option("--model", default=str(demo_path()), help="Local checkpoint directory.  [default: the demo]")
+@click.option("--prompts", type=click.Path(exists=True, path_type=Path), default=HERE / "prompts.json")
+@click.option("--max-tokens", default=200, show_default=True)
+def main(model: str, prompts: Path, max_tokens: int) -> None:
+    """Acceptance per depth by the exact rule and by the approximation."""
+    loaded, tokenizer = mlx_mtp.load(model)
+    encoded = read_prompts(tokenizer, prompts)
+    rules = {"exact": draft, "never revisits": draft_without_revisiting}
+    stops = set(tokenizer.eos_token_ids)
+    results, texts = {}, []
+    for name, rule in rules.items():
+        results[name], text = measure(loaded, encoded, stops, max_tokens, rule)
+        texts.append(text)
+    if texts[0] != texts[1]:
+        raise SystemExit("the two rules wrote different texts")
+    table = Table("prompts", "rule", "cycles", "accepted per depth", "tok/cycle")
+    for category in results["exact"]:
+        for name, counts in results.items():
+            stats = counts[category]
+            rates = " / ".join(f"{rate:.1%}" for rate in stats.acceptance)
+            table.add_row(category, name, str(stats.cycles), rates, f"{stats.tokens_per_cycle:.3f}")
+    Console(width=110).print(table)
+    figures = {
+        name: {category: [stats.cycles, stats.accepted] for category, stats in counts.items()}
+        for name, counts in results.items()
+    }
+    print(json.dumps({"environment": environment(), "cycles_and_accepted": figures}))
+
+
+if __name__ == "__main__":
+    main()

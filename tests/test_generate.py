@@ -1,0 +1,155 @@
+"""The public functions on the demo model, as a user calls them."""
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.generate import GenerationResponse as MLXResponse
+from mlx_lm.generate import generate_step as mlx_lm_generate_step
+
+import mlx_mtp
+from mlx_mtp.demo import demo_path
+
+PROMPT = "def read_lines(path):\n"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return mlx_mtp.load(demo_path())
+
+
+def test_text_is_the_same_for_every_k_and_form_of_prompt(demo):
+    model, tokenizer = demo
+    ids = tokenizer.encode(PROMPT)
+    texts = {
+        mlx_mtp.generate(model, tokenizer, prompt, max_tokens=80, num_draft_tokens=k)
+        for prompt in (PROMPT, ids, np.array(ids), mx.array(ids))
+        for k in (0, 1, 2, 3, None)
+    }
+    assert len(texts) == 1
+    assert len(texts.pop()) > 40
+
+
+def test_text_is_mlx_lms(demo):
+    model, tokenizer = demo
+    plain, _ = mlx_lm.load(str(demo_path()))
+    plain.set_dtype(mx.float32)
+    prompt = mx.array(tokenizer.encode("class Reader:\n    def __init__(self, stream):\n"))
+    theirs = [token for token, _ in mlx_lm_generate_step(prompt, plain, max_tokens=200)]
+    ours = [token for token, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=200)]
+    assert ours == theirs
+
+
+def test_responses(demo):
+    model, tokenizer = demo
+    ids = tokenizer.encode(PROMPT)
+    responses = list(mlx_mtp.stream_generate(model, tokenizer, ids, max_tokens=50))
+    assert all(isinstance(response, MLXResponse) for response in responses)
+    assert [r.generation_tokens for r in responses] == list(range(1, len(responses) + 1))
+    assert [r.finish_reason for r in responses[:-1]] == [None] * (len(responses) - 1)
+    last, stats = responses[-1], responses[-1].stats
+    assert last.finish_reason in ("length", "stop")
+    assert last.prompt_tokens == stats.prompt_tokens == len(ids)
+    assert last.prompt_tps > 0
+    assert last.generation_tps > 0
+    assert last.peak_memory > 0
+    assert any(r.from_draft for r in responses)
+    assert not responses[0].from_draft
+    tokens = [r.token for r in responses]
+    expected = tokenizer.decode(tokens if last.finish_reason == "length" else tokens[:-1])
+    assert "".join(r.text for r in responses) == expected
+
+
+def test_stats_add_up(demo):
+    model, tokenizer = demo
+    *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=120)
+    stats = last.stats
+    assert stats.drafted == [stats.cycles] * 3
+    assert stats.accepted == sorted(stats.accepted, reverse=True)
+    # All tokens but the first come from cycles; the last cycle may have been cut.
+    assert 0 <= stats.cycles + sum(stats.accepted) - (stats.generation_tokens - 1) <= 3
+    assert stats.tokens_per_cycle == pytest.approx(1 + sum(stats.acceptance))
+    assert stats.prefill_time > 0
+    assert 0 < stats.draft_time < stats.decode_time
+    assert stats.draft_time + stats.verify_time == pytest.approx(stats.decode_time)
+    total = mlx_mtp.Stats()
+    for _ in range(2):
+        total.add(stats)
+    assert (total.cycles, total.accepted[0]) == (2 * stats.cycles, 2 * stats.accepted[0])
+    assert total.acceptance == stats.acceptance
+
+
+def test_a_stop_token_ends_the_text(demo):
+    model, tokenizer = demo
+    question = [{"role": "user", "content": "What does os.path.join do?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    *_, last = mlx_mtp.stream_generate(model, tokenizer, prompt, max_tokens=-1)
+    assert last.finish_reason == "stop"
+    assert last.token in tokenizer.eos_token_ids
+    assert last.generation_tokens < 200
+
+
+def test_the_demo_answers_and_continues(demo):
+    """It is a demo, but what it was trained on it knows."""
+    model, tokenizer = demo
+    question = [{"role": "user", "content": "What does os.path.join do?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    answer = mlx_mtp.generate(model, tokenizer, prompt, max_tokens=100)
+    assert "join" in answer.lower()
+    assert "path" in answer.lower()
+    code = mlx_mtp.generate(model, tokenizer, PROMPT, max_tokens=60)
+    assert "    " in code
+    assert any(word in code for word in ("return", "for ", "if ", "with ", "try:"))
+
+
+def test_heads_of_the_demo_are_right_often(demo):
+    model, tokenizer = demo
+    total = mlx_mtp.Stats()
+    for prompt in (PROMPT, "class Reader:\n", "import sys\n\ndef main():\n", "    try:\n        "):
+        *_, last = mlx_mtp.stream_generate(model, tokenizer, prompt, max_tokens=100)
+        total.add(last.stats)
+    first, second, third = total.acceptance
+    assert first > second > third > 0
+    assert first > 0.4
+
+
+def test_closing_a_stream_leaves_the_cache_usable(demo):
+    model, tokenizer = demo
+    cache = mlx_mtp.make_prompt_cache(model)
+    stream = mlx_mtp.stream_generate(model, tokenizer, PROMPT, prompt_cache=cache, max_tokens=100)
+    shown = [next(stream).token for _ in range(9)]
+    stream.close()
+    assert cache.tokens == tokenizer.encode(PROMPT) + shown[:-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, r"^max_tokens=0: allowed is 1 or more"),
+        ({"prompt_cache": [1]}, r"^prompt_cache: a list; expected one from"),
+        ({"sampler": lambda x: x, "temp": 1.0}, r"^sampler: give either"),
+        ({"kv_bits": 8}, r"^kv_group_size=64: allowed are divisors of the head size 32"),
+    ],
+)
+def test_mistakes(demo, options, message):
+    model, tokenizer = demo
+    with pytest.raises(ValueError, match=message):
+        mlx_mtp.stream_generate(model, tokenizer, PROMPT, **options)
+
+
+def test_a_misspelt_option_is_an_error(demo):
+    model, tokenizer = demo
+    with pytest.raises(TypeError, match="num_drafts"):
+        mlx_mtp.stream_generate(model, tokenizer, PROMPT, num_drafts=2)
+
+
+def test_a_cache_of_another_layout_is_refused(demo, tiny_models):
+    model, _ = demo
+    other, _ = tiny_models(0)
+    with pytest.raises(ValueError, match=r"^prompt_cache: made for another model"):
+        mlx_mtp.generate_step([1], model, prompt_cache=mlx_mtp.make_prompt_cache(other))
+    cache = mlx_mtp.make_prompt_cache(model, num_draft_tokens=1)
+    with pytest.raises(ValueError, match=r"^num_draft_tokens=2: allowed is 0 to 1, the MTP heads of prompt_cache"):
+        mlx_mtp.generate_step([1], model, prompt_cache=cache, num_draft_tokens=2)
+    with pytest.raises(ValueError, match=r"^kv_bits=8: fixed when a prompt_cache is made"):
+        mlx_mtp.generate_step([1], model, prompt_cache=cache, kv_bits=8)
