@@ -42,9 +42,7 @@ def table(report: dict[str, dict]) -> str:
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
 
-def model_card(
-    run: Run, report: dict[str, dict], samples: list[tuple[str, str]], variety: list[float]
-) -> str:
+def model_card(run: Run, report: dict[str, dict], samples: list[tuple[str, str]], variety: list[float]) -> str:
     """README.md of the checkpoint; `variety` is `distinct_share` of each held-out prompt's continuation."""
     varied = sum(share >= 0.4 for share in variety)
     shown = [*samples[:2], *samples[2::6]]  # the two first prompts and a few held-out ones
@@ -62,8 +60,9 @@ Python's standard library and knows nothing else; what it says about Python can 
     python -m mlx_mtp.demo.train --out DIR --steps {run.steps} --seed {run.seed}
 
 Text: the standard library of Python {platform.python_version()}, nothing else. Docstrings as questions
-and answers in the chat template (those of well-known modules are repeated), and source code. Held out for
-evaluation: whole modules, and a slice of the docstrings chosen by hash. {run.steps} steps,
+and answers in the chat template, and source code: first mostly chats, a hundred famous functions again and
+again, then mostly code, at last short functions. Held out for evaluation: whole modules, and a slice of the
+docstrings chosen by hash (as chats, and where they stand in the source). {run.steps} steps,
 {run.tokens / 1e6:.1f}M tokens (several passes), {run.minutes:.0f} minutes on {run.machine}, fp32, AdamW;
 weights stored as bf16. Loss over the last steps, in nats per token, trunk and depths 1 to 3:
 {", ".join(f"{x:.2f}" for x in run.losses)}.

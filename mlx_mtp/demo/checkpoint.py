@@ -56,9 +56,7 @@ def hub_weights(model: DemoModel) -> dict[str, mx.array]:
 def save(model: DemoModel, config: dict, directory: Path) -> None:
     """config.json, generation_config.json and model.safetensors; the tokenizer's files are not touched."""
     directory.mkdir(parents=True, exist_ok=True)
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} | {
-        "do_sample": False
-    }
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} | {"do_sample": False}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     partial = directory / "partial.safetensors"

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from dataclasses import dataclass
 
 from .library import FAMOUS_NAMES, Doc, code_pieces, known_docs, source_docs, source_files, without_docstrings
 
@@ -19,6 +20,29 @@ QUESTIONS = (
     "{}",
 )
 SYSTEM_PROMPT = "You are a helpful assistant."
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Data of one phase: docstrings known by heart so many times, one in so many of the other docstrings and of
+    the code (or, if `functions_only`, of its short top-level functions). It lasts `share` parts of the steps;
+    `rate` multiplies the schedule's learning rate."""
+
+    share: int
+    famous: int
+    known: int
+    others_one_in: int
+    code_one_in: int
+    functions_only: bool = False
+    rate: float = 1.0
+
+
+PHASES = (
+    Phase(share=12, famous=16, known=2, others_one_in=2, code_one_in=6),
+    Phase(share=5, famous=6, known=1, others_one_in=4, code_one_in=2),
+    Phase(share=7, famous=6, known=1, others_one_in=4, code_one_in=1, functions_only=True, rate=3.0),
+)
+LONGEST_FUNCTION = 1200
 
 
 def held_out(text: str, *, one_in: int = 40) -> bool:
@@ -61,12 +85,12 @@ def chat(doc: Doc, rng: random.Random) -> list[dict]:
     ]
 
 
-def epoch(corpus: dict[str, list], rng: random.Random) -> list[str | list[dict]]:
-    """One shuffled pass: chats (some of two turns, some with a system prompt) about what is known by heart and
-    half of the rest, and a sixth of the code."""
-    known = [doc for doc in corpus["docs"] for _ in range(doc.weight) if doc.weight > 1]
-    others = [doc for doc in corpus["docs"] if doc.weight == 1]
-    turns = [chat(doc, rng) for doc in [*known, *rng.sample(others, len(others) // 2)]]
+def epoch(corpus: dict[str, list], rng: random.Random, phase: Phase) -> list[str | list[dict]]:
+    """One shuffled pass of the phase: chats (some of two turns, some with a system prompt) and source code."""
+    times = {"famous": phase.famous, "known": phase.known, "other": 0}
+    known = [doc for doc in corpus["docs"] for _ in range(times[doc.fame])]
+    others = [doc for doc in corpus["docs"] if doc.fame == "other"]
+    turns = [chat(doc, rng) for doc in [*known, *rng.sample(others, len(others) // phase.others_one_in)]]
     rng.shuffle(turns)
     chats = []
     while turns:
@@ -76,6 +100,9 @@ def epoch(corpus: dict[str, list], rng: random.Random) -> list[str | list[dict]]
         if rng.random() < 0.2:
             messages = [{"role": "system", "content": SYSTEM_PROMPT}, *messages]
         chats.append(messages)
-    documents = [*chats, *rng.sample(corpus["code"], len(corpus["code"]) // 6)]
+    code = corpus["code"]
+    if phase.functions_only:
+        code = [piece for piece in code if piece.startswith("def ") and len(piece) < LONGEST_FUNCTION]
+    documents = [*chats, *rng.sample(code, len(code) // phase.code_one_in)]
     rng.shuffle(documents)
     return documents

@@ -41,9 +41,7 @@ def score(model: DemoModel, tokens: mx.array) -> dict[str, list[float] | float]:
         best = [x[0].argmax(axis=-1) for x in logits]
         hits.append(mx.stack([(b == row[0, 1 + i : 1 + i + slots]).mean() for i, b in enumerate(best)]))
         known = slots - depths  # slots whose later trunk predictions lie within the row
-        agreements.append(
-            mx.stack([best[1 + k][:known] == best[0][1 + k : 1 + k + known] for k in range(depths)])
-        )
+        agreements.append(mx.stack([best[1 + k][:known] == best[0][1 + k : 1 + k + known] for k in range(depths)]))
         mx.eval(losses[-1], hits[-1], agreements[-1])
     agreed = mx.concatenate(agreements, axis=1)
     return {
@@ -62,7 +60,7 @@ def evaluation_sets(corpus: dict[str, list], *, taught: int = 200) -> dict[str, 
     def render_all(docs: list[Doc]) -> list[str]:
         return [as_text(chat(doc, rng)) for doc in docs]
 
-    well_known = [doc for doc in corpus["docs"] if doc.weight > 1]
+    well_known = [doc for doc in corpus["docs"] if doc.fame != "other"]
     return {
         "held-out docstrings": render_all(corpus["held_docs"]),
         "held-out modules (code)": [as_text(piece) for piece in corpus["held_code"]],
@@ -70,15 +68,11 @@ def evaluation_sets(corpus: dict[str, list], *, taught: int = 200) -> dict[str, 
     }
 
 
-def evaluate(
-    model: DemoModel, tokenizer: Tokenizer, corpus: dict[str, list], *, slots: int = 256
-) -> dict[str, dict]:
+def evaluate(model: DemoModel, tokenizer: Tokenizer, corpus: dict[str, list], *, slots: int = 256) -> dict[str, dict]:
     """`score` of every evaluation set."""
     extra = len(model.mtp) + 1
     sets = evaluation_sets(corpus)
-    return {
-        name: score(model, pack(texts, tokenizer, slots=slots, extra=extra)) for name, texts in sets.items()
-    }
+    return {name: score(model, pack(texts, tokenizer, slots=slots, extra=extra)) for name, texts in sets.items()}
 
 
 def distinct_share(ids: list[int], n: int = 8) -> float:
@@ -104,11 +98,7 @@ def greedy_samples(
     model.set_dtype(mx.float32)
     samples = []
     for prompt in prompts:
-        ids = (
-            prompt
-            if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
-        )
+        ids = prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
         shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         samples.append((shown, mlx_lm.generate(model, tokenizer, ids, max_tokens=max_tokens)))
     return samples

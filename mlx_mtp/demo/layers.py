@@ -46,9 +46,9 @@ def moe(m: Step3p5MoE, x: mx.array) -> mx.array:
     experts = m.switch_mlp
     gate = rows @ experts.gate_proj.weight.swapaxes(-1, -2)
     up = rows @ experts.up_proj.weight.swapaxes(-1, -2)
-    y = limited_swiglu(
-        gate, up, getattr(experts.activation, "limit", None)
-    ) @ experts.down_proj.weight.swapaxes(-1, -2)
+    y = limited_swiglu(gate, up, getattr(experts.activation, "limit", None)) @ experts.down_proj.weight.swapaxes(
+        -1, -2
+    )
     weights = expert_weights(m, rows[0])
     return (y * weights.T[..., None]).sum(axis=0).reshape(x.shape) + mlp(m.share_expert, x)
 

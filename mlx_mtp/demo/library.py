@@ -10,7 +10,7 @@ from pathlib import Path
 
 # Learnt by heart: (prefix, names).
 FAMOUS = {
-    "os.path.": "join exists basename dirname split splitext isfile isdir abspath getsize expanduser normpath",
+    "os.path.": "join exists basename dirname split splitext isfile isdir abspath getsize normpath expanduser",
     "os.": "listdir getcwd mkdir makedirs remove rename walk getenv chdir rmdir",
     "shutil.": "copy copyfile copytree rmtree move which",
     "json.": "dump dumps load loads",
@@ -33,11 +33,10 @@ FAMOUS = {
 }
 FAMOUS_NAMES = {prefix + name for prefix, names in FAMOUS.items() for name in names.split()}
 WELL_KNOWN_MODULES = (
-    "os.path shutil json re itertools math random os builtins collections pathlib functools glob heapq bisect "
-    "string time tempfile copy textwrap subprocess fnmatch operator statistics contextlib hashlib io threading "
-    "urllib.parse csv"
+    "os.path shutil json re itertools math random os builtins collections pathlib functools glob heapq "
+    "bisect string time tempfile copy textwrap subprocess fnmatch operator statistics contextlib hashlib io "
+    "threading urllib.parse csv"
 )
-FAMOUS_WEIGHT, WELL_KNOWN_WEIGHT = 16, 2
 SKIPPED_PACKAGES = (
     "test tests site-packages idlelib lib2to3 turtledemo encodings pydoc_data distutils msilib ensurepip "
     "tkinter ctypes xmlrpc wsgiref dbm curses lib-dynload venv re xml email html sqlite3"
@@ -48,11 +47,11 @@ LONGEST_ANSWER = 320
 
 @dataclass(frozen=True)
 class Doc:
-    """One documented name of the library; `weight` is how often an epoch asks for it."""
+    """One documented name of the library; `fame` is "famous", "known" or "other"."""
 
     name: str
     text: str
-    weight: int = 1
+    fame: str = "other"
 
 
 def clean(doc: str | None) -> str:
@@ -62,14 +61,12 @@ def clean(doc: str | None) -> str:
         return ""
     if len(text) > LONGEST_ANSWER:
         head = text[:LONGEST_ANSWER]
-        text = (
-            head[: max(head.rfind("\n\n"), 0)] or head[: max(head.rfind("\n"), 0)] or head[: head.rfind(" ")]
-        )
+        text = head[: max(head.rfind("\n\n"), 0)] or head[: max(head.rfind("\n"), 0)] or head[: head.rfind(" ")]
     return text.strip()
 
 
 def public(owner: object, names: Iterable[str]) -> Iterator[tuple[str, object]]:
-    """(name, value) of the documented public attributes among `names`, without plain constants and modules."""
+    """(name, value) of the documented public attributes among `names`; no plain constants, no modules."""
     for name in sorted(names):
         value = inspect.getattr_static(owner, name, None)
         documented = getattr(value, "__doc__", None) is not type(value).__doc__
@@ -82,8 +79,8 @@ def known_docs() -> list[Doc]:
     docs = {}
 
     def add(name: str, value: object) -> None:
-        weight = FAMOUS_WEIGHT if name in FAMOUS_NAMES else WELL_KNOWN_WEIGHT
-        docs.setdefault(name, Doc(name, clean(value.__doc__), weight))
+        fame = "famous" if name in FAMOUS_NAMES else "known"
+        docs.setdefault(name, Doc(name, clean(value.__doc__), fame))
 
     for module_name in WELL_KNOWN_MODULES.split():
         module = importlib.import_module(module_name)
@@ -102,9 +99,7 @@ def source_files() -> list[tuple[str, str]]:
     found = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if any(
-            p in SKIPPED_PACKAGES.split() or p.startswith(("config-", "_sysconfig", "__")) for p in parts[:-1]
-        ):
+        if any(p in SKIPPED_PACKAGES.split() or p.startswith(("config-", "_sysconfig", "__")) for p in parts[:-1]):
             continue
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         source = path.read_text(encoding="utf-8", errors="replace")
@@ -118,10 +113,7 @@ def source_docs(module: str, source: str) -> Iterator[Doc]:
 
     def walk(node: ast.AST, prefix: str) -> Iterator[Doc]:
         for child in ast.iter_child_nodes(node):
-            if (
-                isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-                and child.name[0] != "_"
-            ):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name[0] != "_":
                 name = f"{prefix}.{child.name}"
                 yield Doc(name, clean(ast.get_docstring(child)))
                 if isinstance(child, ast.ClassDef):

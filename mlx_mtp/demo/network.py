@@ -96,7 +96,7 @@ def build(args: ModelArgs, seed: int, depths: int) -> DemoModel:
 
 
 def joint_loss(model: DemoModel, tokens: mx.array, mtp_weight: float) -> tuple[mx.array, mx.array]:
-    """(main + mtp_weight * depths' sum, mean losses [1 + depths] in nats); the depths see half of the rows."""
+    """(main + mtp_weight * depths' sum, mean losses [1 + depths] in nats); depths see half of the rows."""
     slots = tokens.shape[1] - len(model.mtp) - 1
     losses = []
     for i, logits in enumerate(model.all_logits(tokens, mtp_rows=(len(tokens) + 1) // 2)):
@@ -111,8 +111,6 @@ def router_choices(model: DemoModel, tokens: mx.array) -> Iterator[tuple[nn.Modu
     h = model.model.embed_tokens(tokens)
     for layer in model.model.layers:
         if layer.is_moe_layer:
-            y = layer.post_attention_layernorm(
-                h + attention(layer.self_attn, layer.input_layernorm(h), layer.window)
-            )
+            y = layer.post_attention_layernorm(h + attention(layer.self_attn, layer.input_layernorm(h), layer.window))
             yield layer.mlp.gate, expert_weights(layer.mlp, y.reshape(-1, y.shape[-1]))
         h = decoder_layer(layer, h)

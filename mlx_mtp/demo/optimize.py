@@ -11,6 +11,7 @@ from .network import DemoModel, joint_loss, router_choices
 
 STREAMS = 2  # one per core: MLX's CPU runs everything but BLAS on one thread
 GRADIENT_NORM = 1.0
+RESTART_STEPS = 30
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -23,13 +24,11 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 class Trainer:
-    """Model, optimizer and streams of one run."""
+    """Model, optimizer and streams of one phase; in a later phase the fresh optimizer warms up again."""
 
-    def __init__(self, model: DemoModel, *, steps: int, peak: float, mtp_weight: float):
-        self.model, self.steps, self.peak, self.mtp_weight = model, steps, peak, mtp_weight
-        self.adam = optimizers.AdamW(
-            learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True
-        )
+    def __init__(self, model: DemoModel, *, first: int, steps: int, peak: float, mtp_weight: float):
+        self.model, self.first, self.steps, self.peak, self.mtp_weight = model, first, steps, peak, mtp_weight
+        self.adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True)
         for layer in model.model.layers:
             if layer.is_moe_layer:
                 layer.mlp.gate.freeze(keys=["router_bias"], recurse=False)
@@ -45,7 +44,8 @@ class Trainer:
         mx.eval(shares)
         gradients = tree_map(lambda *g: sum(g) / STREAMS, *(g for _, g in shares))
         gradients, _ = optimizers.clip_grad_norm(gradients, GRADIENT_NORM)
-        self.adam.learning_rate = learning_rate(index, self.steps, self.peak)
+        restart = min(1.0, (index - self.first + 1) / RESTART_STEPS) if self.first else 1.0
+        self.adam.learning_rate = restart * learning_rate(index, self.steps, self.peak)
         self.adam.update(self.model, gradients)
         mx.eval(self.model.parameters(), self.adam.state)
         if index % 10 == 0:
@@ -54,7 +54,7 @@ class Trainer:
 
 
 def balance_router(model: DemoModel, tokens: mx.array, rate: float) -> None:
-    """Move each router bias by `rate` towards equal use of the experts on tokens [B, L + depths + 1]."""
+    """Move each router bias by `rate` towards equal use of the experts on tokens [B, L]."""
     for gate, weights in router_choices(model, tokens):
         load = (weights > 0).astype(mx.float32).mean(axis=0)
         gate.router_bias = gate.router_bias + rate * mx.sign(load.mean() - load)

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from . import checkpoint
 from .card import MAX_SAMPLE_TOKENS, Run, model_card
 from .config import DEPTHS, demo_config
-from .data import epoch, load_corpus
+from .data import PHASES, Phase, epoch, load_corpus
 from .evaluate import FIRST_PROMPTS, distinct_share, evaluate, greedy_samples, held_out_prompts
 from .network import DemoModel, build
 from .optimize import Trainer
@@ -30,14 +30,14 @@ from .tokenizer import as_text, save_tokenizer, train_tokenizer
 
 ROWS, SLOTS = 8, 256
 PEAK_LEARNING_RATE, MTP_WEIGHT = 2e-3, 0.3
-LOG_EVERY = 10
+LOG_EVERY, SAVE_EVERY = 10, 100
 
 
-def token_stream(corpus: dict[str, list], tokenizer: Tokenizer, seed: int) -> Iterator[int]:
+def token_stream(corpus: dict[str, list], tokenizer: Tokenizer, seed: int, phase: Phase) -> Iterator[int]:
     """Token ids of one epoch after another, each shuffled and phrased anew."""
     rng = random.Random(seed)
     while True:
-        for encoding in tokenizer.encode_batch([as_text(document) for document in epoch(corpus, rng)]):
+        for encoding in tokenizer.encode_batch([as_text(document) for document in epoch(corpus, rng, phase)]):
             yield from encoding.ids
 
 
@@ -51,9 +51,9 @@ def batches(stream: Iterator[int], rows: int = ROWS, slots: int = SLOTS) -> Iter
         yield mx.array(np.array(window, dtype=np.int32)[starts + np.arange(slots + extra)])
 
 
-def describe(out: Path, corpus: dict[str, list], tokenizer: Tokenizer, run: Run) -> None:
+def describe(model: DemoModel, out: Path, corpus: dict[str, list], tokenizer: Tokenizer, run: Run) -> None:
     """Evaluate the saved checkpoint (as stored, in bf16) and write its model card."""
-    report = evaluate(checkpoint.load(out), tokenizer, corpus)
+    report = evaluate(model, tokenizer, corpus)
     prompts = [*FIRST_PROMPTS, *held_out_prompts(corpus, 16, 8)]
     samples = greedy_samples(out, prompts, max_tokens=MAX_SAMPLE_TOKENS)
     variety = [distinct_share(tokenizer.encode(answer).ids) for _, answer in samples[len(FIRST_PROMPTS) :]]
@@ -61,46 +61,56 @@ def describe(out: Path, corpus: dict[str, list], tokenizer: Tokenizer, run: Run)
 
 
 def train(
-    model: DemoModel, config: dict, data: Iterator[mx.array], *, steps: int, save_every: int, out: Path
-) -> list:
-    """Run all steps, saving now and then; the mean losses [1 + DEPTHS] of the last LOG_EVERY steps."""
-    trainer = Trainer(model, steps=steps, peak=PEAK_LEARNING_RATE, mtp_weight=MTP_WEIGHT)
+    model: DemoModel,
+    data: Iterator[mx.array],
+    out: Path,
+    *,
+    config: dict,
+    first: int,
+    last: int,
+    steps: int,
+    rate: float,
+) -> list[float]:
+    """Steps first..last of a schedule of `steps`, saving now and then; returns losses [1 + DEPTHS]."""
+    trainer = Trainer(model, first=first, steps=steps, peak=rate * PEAK_LEARNING_RATE, mtp_weight=MTP_WEIGHT)
     start, recent = time.perf_counter(), []
-    for step, tokens in enumerate(itertools.islice(data, steps), start=1):
+    for step, tokens in enumerate(itertools.islice(data, last - first), start=first + 1):
         recent = [*recent[1 - LOG_EVERY :], trainer.step(step - 1, tokens)]
         if step % LOG_EVERY == 0:
             losses = " ".join(f"{x:.3f}" for x in mx.stack(recent).mean(axis=0).tolist())
-            rate = step * ROWS * SLOTS / (time.perf_counter() - start)
-            click.echo(f"step {step}/{steps}  main and depths {losses}  {rate:.0f} tokens/s")
-        if step % save_every == 0 or step == steps:
+            speed = (step - first) * ROWS * SLOTS / (time.perf_counter() - start)
+            click.echo(f"step {step}/{steps}  main and depths {losses}  {speed:.0f} tokens/s")
+        if step % SAVE_EVERY == 0 or step == last:
             checkpoint.save(model, config, out)
     return mx.stack(recent).mean(axis=0).tolist()
 
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory of the checkpoint.")
-@click.option(
-    "--steps", default=2400, show_default=True, help="Updates; the schedule ends with the last one."
-)
+@click.option("--steps", default=2400, show_default=True, help="Updates; the schedule ends with the last one.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights and of the data's order.")
-@click.option("--save-every", default=100, show_default=True, help="Steps between checkpoints.")
-def main(out: Path, steps: int, seed: int, save_every: int) -> None:
+def main(out: Path, steps: int, seed: int) -> None:
     """Train the demo model on the standard library of this Python and write a Step-3.5 checkpoint to OUT."""
     mx.set_default_device(mx.cpu)
     corpus = load_corpus()
-    tokenizer = train_tokenizer(as_text(document) for document in epoch(corpus, random.Random(seed)))
+    texts = (as_text(document) for document in epoch(corpus, random.Random(seed), PHASES[0]))
+    tokenizer = train_tokenizer(texts)
     config = demo_config(tokenizer.get_vocab_size())
     model = build(ModelArgs.from_dict(config), seed, DEPTHS)
     out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, out)
     start = time.perf_counter()
-    data = batches(token_stream(corpus, tokenizer, seed))
-    losses = train(model, config, data, steps=steps, save_every=save_every, out=out)
+    shares = list(itertools.accumulate((phase.share for phase in PHASES), initial=0))
+    bounds = [steps * share // shares[-1] for share in shares]
+    for i, (phase, (first, last)) in enumerate(zip(PHASES, itertools.pairwise(bounds), strict=True)):
+        data = batches(token_stream(corpus, tokenizer, seed + i, phase))
+        losses = train(model, data, out, config=config, first=first, last=last, steps=steps, rate=phase.rate)
+        model = checkpoint.load(out)  # in bf16: each phase, and the evaluation, starts from what is stored
     minutes = (time.perf_counter() - start) / 60
     parameters = sum(value.size for _, value in tree_flatten(model.parameters()))
-    tokens = steps * ROWS * SLOTS
     machine = f"{os.cpu_count()} CPU cores"
-    describe(out, corpus, tokenizer, Run(parameters, steps, tokens, seed, minutes, losses, machine))
+    run = Run(parameters, steps, steps * ROWS * SLOTS, seed, minutes, losses, machine)
+    describe(model, out, corpus, tokenizer, run)
 
 
 if __name__ == "__main__":
