@@ -54,7 +54,7 @@ def prefill(
         cache.quantize_at(cache.offset)
         chunk = prompt[done : done + int(min(step, cache.room(cache.offset)))]
         done += len(chunk)
-        hidden = _read_chunk(model, cache, chunk, done == len(prompt))
+        hidden = _read_chunk(model, cache, chunk)
         if k and cache.reach is None:
             prime(model, cache, cache.primed, cache.offset - 1, step=step)
         mx.eval(hidden, cache.arrays)
@@ -67,7 +67,7 @@ def prefill(
     return Run.of(row, tokens, NONE_ACCEPTED, none, logprobs)
 
 
-def _read_chunk(model: Any, cache: PromptCache, chunk: list[int], last: bool) -> mx.array:
+def _read_chunk(model: Any, cache: PromptCache, chunk: list[int]) -> mx.array:
     """Put one chunk of the prompt into the target's caches; an interruption leaves all of it or nothing."""
     mark = cache.mark()
     try:
@@ -76,7 +76,7 @@ def _read_chunk(model: Any, cache: PromptCache, chunk: list[int], last: bool) ->
         cache.restore(mark)
         raise
     cache.tokens = cache.tokens + chunk
-    cache.push(hidden[:, :-1] if last else hidden)
+    cache.push(hidden)
     return hidden
 
 
@@ -129,6 +129,7 @@ def decode(
     stats.start()
     run = prefill(model, cache, prompt, picker, k=k, step=prefill_step_size, progress=progress)
     known, base, left = list(cache.tokens), cache.offset - 1, max_tokens
+    cache.pop_row()
     submit(cache, run, stats)
     mark = cache.mark()
     rest = Rest(run, base, 0, mark)

@@ -109,6 +109,11 @@ class PromptCache:
         if excess >= SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
 
+    def pop_row(self) -> None:
+        """Take the newest row out of the backlog: it is under way in a run, and comes back with `push`."""
+        if self.heads:
+            self.backlog[-1] = self.backlog[-1][:, :-1]
+
     def start_drafting(self) -> None:
         """Hand positions to the device: one shared array offset for the target, one for the heads."""
         self.drafting = True

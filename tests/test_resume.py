@@ -124,6 +124,32 @@ def test_interrupted_prefill_keeps_whole_chunks(tiny_models):
     assert texts(model, prompt[16:], 20, 3, cache) == texts(model, prompt, 20, 0)
 
 
+@pytest.mark.parametrize("where", ["progress", "sampler"])
+def test_interrupted_after_the_last_chunk(tiny_models, where):
+    """The prompt is read then; the heads must not have lost its last row."""
+    model, _ = tiny_models(2, vocab_size=5)
+    prompt = [i % 5 for i in range(20)]
+
+    def interrupt(*counts):
+        if where == "sampler" or counts[0] == counts[1]:
+            raise KeyboardInterrupt
+
+    counts = {}
+    for interrupted in (True, False):
+        cache = mlx_mtp.make_prompt_cache(model)
+        options = {"prompt_progress_callback": interrupt} if where == "progress" else {"sampler": interrupt}
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                next(mlx_mtp.generate_step(prompt, model, prompt_cache=cache, **options))
+        else:
+            texts(model, prompt, 0, 0, cache)
+        assert cache.tokens == prompt
+        counts[interrupted] = mlx_mtp.Stats()
+        texts(model, [1, 2], 60, 3, cache, stats=counts[interrupted])
+    assert counts[True].accepted == counts[False].accepted
+    assert sum(counts[True].accepted) > 0
+
+
 def test_a_sampler_that_fails_leaves_the_last_state(tiny_models):
     model, _ = tiny_models(0)
     cache = mlx_mtp.make_prompt_cache(model)

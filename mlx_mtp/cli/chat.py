@@ -10,10 +10,12 @@ from typing import Any
 import click
 
 from ..demo import demo_path
+from ..generate import GenerationResponse
+from ..load import resolve
 from ..session import ChatSession
-from .footer import Totals, footer
+from .footer import Totals, footer, mtp_state
 from .options import cache_options, generation_options, load_model, model_options, parse_json, sampling_options
-from .terminal import Lines, PromptProgress, StopOnInterrupt, loading, printable
+from .terminal import Lines, PromptProgress, StopOnInterrupt, hidden_typing, loading, printable
 
 HELP = """\
 /help        this list (also: h)
@@ -21,7 +23,7 @@ HELP = """\
 /stats       totals of the conversation
 /mtp on|off  draft with the MTP heads, or decode plainly: other speed, same text
 /exit        leave (q)"""
-KEYS = "Alt-Enter starts a new line, Ctrl-C stops an answer, Ctrl-D leaves, the arrows bring back what you sent."
+KEYS = "Alt-Enter starts a new line, Ctrl-C stops an answer, Ctrl-D leaves."
 SHORT = {"h": "/help", "r": "/reset", "q": "/exit"}
 
 
@@ -37,8 +39,11 @@ def chat(**flags: Any) -> None:
     """Chat with a model. /help lists the commands; q, r and h work as in mlx_lm.chat."""
     if flags["max_tokens"] == 0:
         raise click.BadParameter("0: allowed is 1 or more, or -1 for no limit", param_hint="--max-tokens")
+    name = flags["model"] or "the demo"
     if flags["quiet"] and flags["model"] is None:
         flags["model"] = str(demo_path())  # by name, so that nothing needs to be said
+    elif flags["model"] is not None:
+        flags["model"] = str(resolve(flags["model"]))  # a download shows progress of its own
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
     progress = sys.stderr.isatty() and not flags["quiet"]
     with loading(shown=progress):
@@ -51,7 +56,7 @@ def chat(**flags: Any) -> None:
         template_config=flags["chat_template_config"],
         **options,
     )
-    Chat(session, name=flags["model"] or "the demo", progress=progress, quiet=flags["quiet"]).run()
+    Chat(session, name=name, progress=progress, quiet=flags["quiet"]).run()
 
 
 class Chat:
@@ -60,14 +65,16 @@ class Chat:
     def __init__(self, session: ChatSession, *, name: str, progress: bool, quiet: bool):
         self.session, self.name, self.progress, self.quiet = session, name, progress, quiet
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.read = Lines(editing=self.interactive, warn=self._note)
+        self.read = Lines(editing=self.interactive, warn=self._complain)
         self.drafts = session.num_draft_tokens or len(session.model.mtp)
         self.totals = Totals()
+        self._last: GenerationResponse | None = None
+        self._line_ended = False
 
     def run(self) -> None:
         """Until /exit, the end of input, or Ctrl-C twice at the prompt."""
         if self.interactive and not self.quiet:
-            click.secho(f"{self.name} · {self._mtp_state()} · /help lists the commands\n", dim=True)
+            click.secho(f"{self.name} · {mtp_state(self.session)} · /help lists the commands\n", dim=True)
         if not self.session.tokenizer.has_chat_template:
             self._note("The tokenizer has no chat template: texts and answers are read on as one running text.")
         while (line := self.read()) is not None:
@@ -94,50 +101,64 @@ class Chat:
         elif name == "/stats":
             click.echo("\n".join(self.totals.lines(self.session)))
         elif name == "/mtp":
-            click.echo(self._switch(argument))
+            self._switch(argument)
         else:
-            self._note(f"unknown command {printable(name)[:30]}: /help lists them; a space before the / sends it")
+            self._complain(f"unknown command {printable(name)[:30]}: /help lists them; a space before the / sends it")
 
-    def _switch(self, argument: str) -> str:
-        """Turn drafting on or off; the reply."""
+    def _switch(self, argument: str) -> None:
+        """/mtp on, /mtp off, and /mtp to ask."""
         if argument not in ("on", "off", ""):
-            return f"/mtp {printable(argument)[:30]}: allowed are on and off"
+            return self._complain(f"/mtp {printable(argument)[:30]}: allowed are on and off")
         if argument == "on" and not self.drafts:
-            return "MTP stays off: no heads are loaded"
+            return self._complain("MTP stays off: no heads are loaded")
         if argument:
             self.session.num_draft_tokens = self.drafts if argument == "on" else 0
-        return self._mtp_state()
-
-    def _mtp_state(self) -> str:
-        k = self.session.num_draft_tokens
-        return f"MTP on, {k} drafts per cycle" if k else "MTP off"
+        click.echo(mtp_state(self.session))
 
     def _answer(self, text: str) -> None:
         """One turn: the answer as it comes, and its footer."""
-        last, end, trouble = None, "", ""
-        progress = PromptProgress(shown=self.progress, chunk=self.session.options["prefill_step_size"])
+        self._last, trouble = None, ""
         try:
-            with StopOnInterrupt(self.session), progress:
-                with contextlib.closing(self.session.ask(text, progress)) as responses:
-                    for last in responses:
-                        end = last.text or end
-                        click.echo(printable(last.text), nl=False)
+            self._stream(text)
         except KeyboardInterrupt:
-            trouble = "(stopped)"
+            pass
         except (ValueError, RuntimeError, MemoryError) as e:
             trouble = "error: " + (str(e).splitlines() or [type(e).__name__])[0]
-        if last is None:
-            return self._note(f"{trouble or '(stopped)'} The message is left out of the conversation.")
-        click.echo("" if end.endswith("\n") else "\n", nl=False)
-        if last.finish_reason is None:
-            self._note(trouble or "(stopped)")
-        self.totals.add(self.session.turn)
+        last = self._last
+        if last:
+            click.echo("" if self._line_ended else "\n", nl=False)
+        if trouble:
+            self._complain(trouble)
+        elif last is None or last.finish_reason is None:
+            self._note("(stopped)" if last else "(stopped; the message is left out of the conversation)")
+        if last:
+            self._close_turn(last)
+
+    def _stream(self, text: str) -> None:
+        session = self.session
+        progress = PromptProgress(shown=self.progress, chunk=session.options.get("prefill_step_size", 2048))
+        responses = contextlib.closing(session.ask(text, progress))
+        with StopOnInterrupt(session), hidden_typing(active=self.interactive), progress, responses as answer:
+            for self._last in answer:
+                piece = printable(self._last.text)
+                self._line_ended = piece.endswith("\n") if piece else self._line_ended
+                click.echo(piece, nl=False)
+
+    def _close_turn(self, last: GenerationResponse) -> None:
+        turn, held = self.session.turn, self.session.cache.offset
+        self.totals.add(turn)
         if not self.quiet:
-            line = footer(self.session.turn, last)
+            line = footer(turn, last)
             width = shutil.get_terminal_size().columns
             click.secho(textwrap.fill(line, width) + "\n" if self.interactive else line, dim=True)
+        limit = getattr(self.session.model.args, "max_position_embeddings", None)
+        if limit and held > limit >= turn.reused:
+            self._note(f"The conversation is past the {limit:,} tokens the model was made for; /reset begins anew.")
 
     def _note(self, text: str) -> None:
         """Something to know, on stderr."""
         if not self.quiet:
             click.secho(text, dim=True, err=True)
+
+    def _complain(self, text: str) -> None:
+        click.echo(text, err=True)

@@ -17,6 +17,12 @@ def footer(turn: Turn, last: GenerationResponse) -> str:
     return " · ".join(parts)
 
 
+def mtp_state(session: ChatSession) -> str:
+    """Whether the next answer will be drafted."""
+    k = session.num_draft_tokens
+    return f"MTP on, {_count(k, 'draft')} per cycle" if k else "MTP off"
+
+
 @dataclass
 class Totals:
     """Sums over the turns of a conversation; `drafting` counts only turns that drafted."""
@@ -43,8 +49,7 @@ class Totals:
         """The text of /stats."""
         speed = [f"{self.tokens / self.decode_time:.1f} tok/s"] if self.decode_time else []
         reading = f"prompts {self.prompt_tokens:,} tokens, {self.reused:,} of them reused"
-        k = session.num_draft_tokens
-        drafting = [f"MTP on, {_count(k, 'draft')} per cycle" if k else "MTP off", *_drafting(self.drafting)]
+        drafting = [mtp_state(session), *_drafting(self.drafting)]
         caches = f"caches {session.cache.offset:,} tokens, {session.cache.nbytes / 1e6:.1f} MB"
         return [
             " · ".join([_count(self.turns, "turn"), _count(self.tokens, "token"), *speed, reading]),

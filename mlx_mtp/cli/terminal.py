@@ -3,15 +3,16 @@
 import contextlib
 import signal
 import sys
+import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ..session import ChatSession
 
@@ -75,6 +76,22 @@ def _new_line(event: KeyPressEvent) -> None:
     event.current_buffer.insert_text("\n")
 
 
+@contextlib.contextmanager
+def hidden_typing(*, active: bool) -> Iterator[None]:
+    """Keys pressed meanwhile wait for the next prompt instead of showing up in the middle of an answer."""
+    if not active:
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
 class StopOnInterrupt:
     """While entered, the first Ctrl-C lets the session stop where its caches are whole; a second raises."""
 
@@ -136,7 +153,8 @@ class PromptProgress:
             done, total = self._count
             if self._bar or not self._shown:
                 return
-            columns = TextColumn("Reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            # Short, so that a terminal made narrower does not break it into lines that stay behind.
+            columns = TextColumn("Reading"), BarColumn(bar_width=12), MofNCompleteColumn()
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.add_task("", completed=done, total=total)
             self._bar.start()

@@ -1,6 +1,6 @@
 """Model ports, one file per `model_type`. A port `mlx_mtp/models/<model_type>.py` defines
 
-- `ModelArgs`: mlx-lm's dataclass of config.json;
+- `ModelArgs`: mlx-lm's dataclass of config.json, with `head_dim` and `vocab_size`;
 - `SPEC`: the family's MTPSpec;
 - `IGNORED`: prefixes of tensors that text decoding does not use (a vision tower), named in the load report;
 - `Model(args, heads=0)`: mlx-lm's model with `heads` MTPHead modules in `mtp`, and
