@@ -94,9 +94,8 @@ def prime(model: Any, cache: PromptCache, first: int, end: int, *, step: int) ->
     for lo in range(first, end, step):
         hi = min(lo + step, end)
         _read(model, cache, hidden[:, lo - first : hi - first], lo)
-        cache.primed = hi
+        cache.primed, cache.backlog = hi, [rows[:, hi - first :]]
         mx.eval(cache.arrays)
-    cache.backlog = [rows[:, end - first :]] if rows.shape[1] > end - first else []
 
 
 def _start_at(cache: PromptCache, first: int) -> None:

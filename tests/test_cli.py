@@ -119,6 +119,19 @@ def test_mistakes_are_one_line_and_exit_code_2(args, message):
     assert message in one_line_error(run("generate", *args))
 
 
+def test_input_that_is_no_text():
+    command = [sys.executable, "-m", "mlx_mtp", "generate", "-p", "-"]
+    result = subprocess.run(command, input=b"\xff\xfe\x80", capture_output=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr.decode().splitlines()[-1] == "error: the prompt is not valid UTF-8 text"
+
+
+def test_a_prompt_longer_than_the_model_was_made_for():
+    result = run("generate", "-p", "-", "-m", 4, "--ignore-chat-template", stdin="def f(x):\n    return x\n" * 300)
+    assert result.returncode == 0
+    assert result.stderr.count("\n") == 1
+
+
 def test_unknown_command_and_help():
     assert "nothing" in one_line_error(run("nothing"))
     assert run("--help").returncode == 0

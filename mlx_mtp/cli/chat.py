@@ -1,7 +1,6 @@
 """`mlx-mtp chat`: a conversation in the terminal, or line by line through a pipe."""
 
 import contextlib
-import logging
 import shutil
 import sys
 import textwrap
@@ -44,7 +43,6 @@ def chat(**flags: Any) -> None:
         flags["model"] = str(demo_path())  # by name, so that nothing needs to be said
     elif flags["model"] is not None:
         flags["model"] = str(resolve(flags["model"]))  # a download shows progress of its own
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
     progress = sys.stderr.isatty() and not flags["quiet"]
     with loading(shown=progress):
         model, tokenizer = load_model(flags)

@@ -54,6 +54,8 @@ def generate(**flags: Any) -> None:
 
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
     """The prompt's token ids, through the chat template where there is one."""
+    if any("\ud800" <= c <= "\udfff" for c in text):  # what Python makes of bytes that are no text
+        raise click.UsageError("the prompt is not valid UTF-8 text")
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
     if template:
         messages = [{"role": "user", "content": text}]

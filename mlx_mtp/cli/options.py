@@ -1,6 +1,7 @@
 """Options that the commands share: mlx_lm's names and defaults, and the drafting's own."""
 
 import json
+import logging
 from typing import Any
 
 import click
@@ -69,6 +70,7 @@ cache_options = options(
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     """(model, tokenizer) from the command line's flags; the demo where no model is named."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
     extra = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
     if flags.get("use_default_chat_template"):
         extra["use_default_chat_template"] = True
