@@ -6,7 +6,6 @@ from positions, and only `limit`, a host-side upper bound of the offset, decides
 """
 
 import copy
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -155,15 +154,24 @@ class Ring:
             self._last = (offset, rows, index)
         return self._last[2]
 
-    def mask(self, offset: int | mx.array, rows: int, visible: int, start: int) -> mx.array:
+    def mask(self, offset: mx.array, rows: int, visible: int, start: int) -> mx.array:
         """Boolean [rows, visible]: which slots each of the rows, once written, may attend to."""
-        xp: Any = np if isinstance(offset, int) else mx
-        queries = offset + xp.arange(rows)[:, None]
+        queries = offset + mx.arange(rows)[:, None]
         last = offset + (rows - 1)
         # The newest position that maps to each slot; negative where none was written yet.
-        positions = last - (last - xp.arange(visible)[None]) % self.slots
+        positions = last - (last - mx.arange(visible)[None]) % self.slots
         mask = (positions <= queries) & (positions > queries - self.window)
-        return mx.array(mask & (positions >= xp.minimum(start, queries)))
+        return mask & (positions >= mx.minimum(start, queries))
+
+    def mask_of_one(self, positions: range, visible: int) -> mx.array:
+        """`mask` [1, visible] for one row that may attend to `positions`, made on the host."""
+        mask = np.zeros((1, visible), bool)
+        first, last = positions[0] % self.slots, positions[-1] % self.slots
+        if first <= last:
+            mask[:, first : last + 1] = True
+        else:
+            mask[:, first:] = mask[:, : last + 1] = True
+        return mx.array(mask)
 
 
 class SlidingKVCache(LinearKVCache):
@@ -204,10 +212,12 @@ class SlidingKVCache(LinearKVCache):
             done = block.stop
 
     def _visible(self, rows: int) -> slice:
+        if isinstance(self.offset, int) and self.offset < self.window:
+            return slice(min(self.start, self.offset), self.offset + rows)
         return slice(0, min(self.ring.slots, _round_up(self.limit + rows)))
 
     def _past(self) -> range:
-        """The positions that the next row's window reaches back to."""
+        """The positions, before its own, that the next row's window reaches back to."""
         return range(max(self.offset - self.window + 1, min(self.start, self.offset)), self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
@@ -226,9 +236,13 @@ class SlidingKVCache(LinearKVCache):
         return self._decode(tuple(mx.concatenate([a, b], axis=2) for a, b in zip(past, new, strict=True)))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        if isinstance(self.offset, int) and N > 1:
+        if not isinstance(self.offset, int):
+            return self.ring.mask(self.offset, N, self._visible(N).stop, self.start)
+        if N > 1:
             return create_causal_mask(N, len(self._past()), window_size=self.window)
-        return self.ring.mask(self.offset, N, self._visible(N).stop, self.start)
+        if self.offset < self.window:
+            return None  # the view holds exactly the row's window
+        return self.ring.mask_of_one(range(self._past().start, self.offset + 1), self._visible(1).stop)
 
 
 class _Quantized:
