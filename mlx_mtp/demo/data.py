@@ -1,9 +1,7 @@
 """The training data: docstrings as chats and source code, and what of them is held out."""
 
-import ast
 import hashlib
 import random
-import re
 from dataclasses import dataclass
 
 from .library import FAMOUS_NAMES, Doc, code_pieces, known_docs, source_docs, source_files, without_docstrings
@@ -27,9 +25,8 @@ SYSTEM_PROMPT = "You are a helpful assistant."
 @dataclass(frozen=True)
 class Phase:
     """Data of one phase: docstrings known by heart so many times, one in so many of the other docstrings and of
-    the code (or, if `functions_only`, of its `short_functions`). It lasts `share` parts of the steps, each of
-    `rows` rows; `rate` multiplies the schedule's learning rate. If `aligned`, every row begins with a document,
-    as a prompt does, and the document at its end is cut."""
+    the code (or, if `functions_only`, of its short top-level functions). It lasts `share` parts of the steps;
+    `rate` multiplies the schedule's learning rate."""
 
     share: int
     famous: int
@@ -38,28 +35,14 @@ class Phase:
     code_one_in: int
     functions_only: bool = False
     rate: float = 1.0
-    rows: int = 8
-    aligned: bool = False
 
 
 PHASES = (
     Phase(share=12, famous=16, known=2, others_one_in=2, code_one_in=6),
     Phase(share=5, famous=6, known=1, others_one_in=4, code_one_in=2),
-    Phase(share=4, famous=4, known=1, others_one_in=8, code_one_in=1, functions_only=True, rate=3.0, rows=6),
-    Phase(
-        share=3,
-        famous=4,
-        known=1,
-        others_one_in=8,
-        code_one_in=1,
-        functions_only=True,
-        rate=4.0,
-        rows=6,
-        aligned=True,
-    ),
+    Phase(share=7, famous=6, known=1, others_one_in=4, code_one_in=1, functions_only=True, rate=3.0),
 )
-FUNCTION_SIZES = range(120, 900)
-HANDY = ("open(", "path", "line", "for ")
+LONGEST_FUNCTION = 1200
 
 
 def held_out(text: str, *, one_in: int = 40) -> bool:
@@ -83,7 +66,6 @@ def load_corpus() -> dict[str, list]:
         "docs": [docs[name] for name in sorted(docs) if docs[name].text not in held_texts],
         "held_docs": [docs[name] for name in sorted(held_names)],
         "code": [],
-        "functions": [],
         "held_code": [],
     }
     for module, source in files:
@@ -91,22 +73,7 @@ def load_corpus() -> dict[str, list]:
             corpus["held_code"] += code_pieces(source)
         else:
             corpus["code"] += code_pieces(without_docstrings(source, held_texts))
-    corpus["functions"] = short_functions(corpus["code"])
     return corpus
-
-
-def short_functions(code: list[str]) -> list[str]:
-    """The top-level functions of ordinary size, bare of docstrings and blank lines, so that a body follows the
-    head at once; those that deal with files, paths, lines or loops come several times."""
-    functions = []
-    for piece in code:
-        if piece.startswith("def "):
-            lines = piece.splitlines(keepends=True)
-            function = "".join(lines[: ast.parse(piece).body[0].end_lineno])
-            bare = re.sub(r"\n\s*\n", "\n", without_docstrings(function)).rstrip() + "\n"
-            copies = 1 + sum(word in bare for word in HANDY)
-            functions += [bare] * (copies if len(bare) in FUNCTION_SIZES else 0)
-    return functions
 
 
 def chat(doc: Doc, rng: random.Random) -> list[dict]:
@@ -133,7 +100,9 @@ def epoch(corpus: dict[str, list], rng: random.Random, phase: Phase) -> list[str
         if rng.random() < 0.2:
             messages = [{"role": "system", "content": SYSTEM_PROMPT}, *messages]
         chats.append(messages)
-    code = corpus["functions" if phase.functions_only else "code"]
+    code = corpus["code"]
+    if phase.functions_only:
+        code = [piece for piece in code if piece.startswith("def ") and len(piece) < LONGEST_FUNCTION]
     documents = [*chats, *rng.sample(code, len(code) // phase.code_one_in)]
     rng.shuffle(documents)
     return documents

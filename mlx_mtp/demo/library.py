@@ -135,14 +135,13 @@ def code_pieces(source: str) -> list[str]:
     return [p + "\n" for p in pieces if len(p) > 60]
 
 
-def without_docstrings(source: str, texts: set[str] | None = None) -> str:
-    """The source minus all docstrings, or those with these texts: code must not teach what chats withhold."""
+def without_docstrings(source: str, texts: set[str]) -> str:
+    """The source minus the docstrings with these texts, so that code does not teach what chats withhold."""
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             continue
-        doc = ast.get_docstring(node)
-        if doc is not None and (texts is None or clean(doc) in texts):
+        if clean(ast.get_docstring(node)) in texts:
             first, last = node.body[0].lineno - 1, node.body[0].end_lineno
             stub = [] if len(node.body) > 1 else [" " * node.body[0].col_offset + "pass\n"]
             lines[first:last] = (stub + [""] * (last - first))[: last - first]

@@ -28,22 +28,20 @@ from .network import DemoModel, build
 from .optimize import Trainer
 from .tokenizer import as_text, save_tokenizer, train_tokenizer
 
-SLOTS = 256
+ROWS, SLOTS = 8, 256
 PEAK_LEARNING_RATE, MTP_WEIGHT = 2e-3, 0.3
 LOG_EVERY, SAVE_EVERY = 10, 100
 
 
 def token_stream(corpus: dict[str, list], tokenizer: Tokenizer, seed: int, phase: Phase) -> Iterator[int]:
     """Token ids of one epoch after another, each shuffled and phrased anew."""
-    rng, room = random.Random(seed), SLOTS
+    rng = random.Random(seed)
     while True:
         for encoding in tokenizer.encode_batch([as_text(document) for document in epoch(corpus, rng, phase)]):
-            ids = encoding.ids[:room] if phase.aligned else encoding.ids
-            yield from ids
-            room = room - len(ids) or SLOTS
+            yield from encoding.ids
 
 
-def batches(stream: Iterator[int], rows: int, slots: int = SLOTS) -> Iterator[mx.array]:
+def batches(stream: Iterator[int], rows: int = ROWS, slots: int = SLOTS) -> Iterator[mx.array]:
     """Token arrays [rows, slots + DEPTHS + 1]; consecutive rows overlap by their last DEPTHS + 1 tokens."""
     extra = DEPTHS + 1
     window = list(itertools.islice(stream, extra))
@@ -80,7 +78,7 @@ def train(
         recent = [*recent[1 - LOG_EVERY :], trainer.step(step - 1, tokens)]
         if step % LOG_EVERY == 0:
             losses = " ".join(f"{x:.3f}" for x in mx.stack(recent).mean(axis=0).tolist())
-            speed = (step - first) * tokens.shape[0] * SLOTS / (time.perf_counter() - start)
+            speed = (step - first) * ROWS * SLOTS / (time.perf_counter() - start)
             click.echo(f"step {step}/{steps}  main and depths {losses}  {speed:.0f} tokens/s")
         if step % SAVE_EVERY == 0 or step == last:
             checkpoint.save(model, config, out)
@@ -101,18 +99,17 @@ def main(out: Path, steps: int, seed: int) -> None:
     model = build(ModelArgs.from_dict(config), seed, DEPTHS)
     out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, out)
-    start, tokens = time.perf_counter(), 0
+    start = time.perf_counter()
     shares = list(itertools.accumulate((phase.share for phase in PHASES), initial=0))
     bounds = [steps * share // shares[-1] for share in shares]
     for i, (phase, (first, last)) in enumerate(zip(PHASES, itertools.pairwise(bounds), strict=True)):
-        data = batches(token_stream(corpus, tokenizer, seed + i, phase), phase.rows)
+        data = batches(token_stream(corpus, tokenizer, seed + i, phase))
         losses = train(model, data, out, config=config, first=first, last=last, steps=steps, rate=phase.rate)
-        tokens += (last - first) * phase.rows * SLOTS
         model = checkpoint.load(out)  # in bf16: each phase, and the evaluation, starts from what is stored
     minutes = (time.perf_counter() - start) / 60
     parameters = sum(value.size for _, value in tree_flatten(model.parameters()))
     machine = f"{os.cpu_count()} CPU cores"
-    run = Run(parameters, steps, tokens, seed, minutes, losses, machine)
+    run = Run(parameters, steps, steps * ROWS * SLOTS, seed, minutes, losses, machine)
     describe(model, out, corpus, tokenizer, run)
 
 
