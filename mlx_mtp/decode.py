@@ -127,7 +127,7 @@ def decode(
     However it ends, the cache then holds all tokens but the last one yielded.
     """
     stats.start()
-    run = prefill(model, cache, prompt, picker, k=k, step=prefill_step_size, progress=progress)
+    run = first = prefill(model, cache, prompt, picker, k=k, step=prefill_step_size, progress=progress)
     known, base, left = list(cache.tokens), cache.offset - 1, max_tokens
     cache.pop_row()
     submit(cache, run, stats)
@@ -136,7 +136,8 @@ def decode(
     try:
         while left != 0:
             following = None
-            if not picker.processors and cache.room(base + run.tokens.size) > k and cache.drafting == (k > 0):
+            # The first token goes out before anything else is done, the heads' reading of the prompt included.
+            if run is not first and not picker.processors and cache.room(base + run.tokens.size) > k:
                 following = cycle(model, cache, run, base, k, picker, known)
             tokens, accepted = run.read()
             stats.arrived(accepted, run.drafts.size)
