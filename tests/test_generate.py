@@ -15,7 +15,10 @@ PROMPT = "def read_lines(path):\n"
 
 @pytest.fixture(scope="module")
 def demo():
-    return mlx_mtp.load(demo_path())
+    """In float32 everywhere: on a GPU it would be loaded as it is, in bfloat16, where near-ties may differ."""
+    model, tokenizer = mlx_mtp.load(demo_path())
+    model.set_dtype(mx.float32)
+    return model, tokenizer
 
 
 def test_text_is_the_same_for_every_k_and_form_of_prompt(demo):
