@@ -65,9 +65,10 @@ again, then mostly code (with the first line of each docstring), then short func
 trunk itself writes when asked about invented names, where the depths learn to foresee the trunk. Held out for
 evaluation: whole modules, and a slice of the docstrings chosen by hash (as chats, and in the source).
 
-{run.steps} steps, {run.tokens / 1e6:.1f}M tokens (several passes), {run.minutes:.0f} minutes on {run.machine}, fp32, AdamW;
-weights stored as bf16. Loss over the last steps, in nats per token, of the trunk against the text and of depths 1 to 3
-against the trunk's own choices: {", ".join(f"{x:.2f}" for x in run.losses)}.
+{run.steps} steps, {run.tokens / 1e6:.1f}M tokens (several passes), {run.minutes:.0f} minutes on {run.machine}
+with the settings in `mlx_mtp/demo/train.py`, fp32, AdamW; weights stored as bf16. Loss over the last steps, in nats per
+token, of the trunk against the text and of depths 1 to 3 against the trunk's own choices:
+{", ".join(f"{x:.2f}" for x in run.losses)}.
 
 ## Figures
 
