@@ -50,6 +50,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}/config.json: not found; not a checkpoint directory") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
+    except (TypeError, AttributeError):  # mlx-lm merges generation_config.json into what may be a list
+        raise ValueError(f"{path}: config.json and generation_config.json must be JSON objects") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path}/config.json: expected an object with a model_type")
     return config

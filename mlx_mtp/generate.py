@@ -108,9 +108,7 @@ def generate_step(
     sampling.validate(model.args.vocab_size)
     if sampler is not None and sampling != Sampling():
         raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
-    for name, value, least in (("max_tokens", max_tokens, -1), ("prefill_step_size", prefill_step_size, 1)):
-        if value < least:
-            raise ValueError(f"{name}={value}: allowed is {least} or more")
+    _check_numbers(max_tokens, prefill_step_size, seed)
     tokens = _token_ids(prompt, model.args.vocab_size)
     k = _draft_count(num_draft_tokens, model, prompt_cache)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
@@ -138,12 +136,20 @@ def generate_step(
 RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; more is added as it is needed
 
 
+def _check_numbers(max_tokens: int, prefill_step_size: int, seed: int | None) -> None:
+    for name, value, least in (("max_tokens", max_tokens, -1), ("prefill_step_size", prefill_step_size, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value}: allowed is {least} or more")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: allowed is 0 to 2**63 - 1")
+
+
 def _token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
     tokens = np.array(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(f"prompt: shape {tokens.shape}; expected at least one token id, in one dimension")
     if not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"prompt: {tokens[0].item()!r} is not a token id (an integer)")
+        raise ValueError(f"prompt: {tokens.tolist()[0]!r} is not a token id (an integer)")
     for token in (tokens.min(), tokens.max()):
         if not 0 <= token < vocab_size:
             raise ValueError(f"prompt: {token} is not a token id between 0 and {vocab_size - 1}")

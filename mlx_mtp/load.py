@@ -68,7 +68,10 @@ def load(
     if adapter_path is not None:
         if not (Path(adapter_path) / "adapter_config.json").exists():
             raise ValueError(f"adapter_path={adapter_path}: no adapter_config.json in it")
-        model = mlx_lm_utils.load_adapters(model, adapter_path)
+        try:
+            model = mlx_lm_utils.load_adapters(model, adapter_path)
+        except Exception as e:
+            raise ValueError(f"adapter_path={adapter_path}: cannot be loaded ({_line(e)})") from e
         model.eval()
     try:
         eos = read_config(path).get("eos_token_id")

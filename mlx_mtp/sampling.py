@@ -37,7 +37,10 @@ class Sampling:
                 f"0 (off) to {vocab_size - 1}, below the vocabulary's size",
             ),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "min_tokens_to_keep": (self.min_tokens_to_keep >= 1, "1 or more"),
+            "min_tokens_to_keep": (
+                1 <= self.min_tokens_to_keep <= vocab_size,
+                f"1 to {vocab_size}, the vocabulary's size",
+            ),
             "xtc_probability": (0 <= self.xtc_probability <= 1, "between 0 and 1"),
             "xtc_threshold": (0 <= self.xtc_threshold <= 0.5, "between 0 and 0.5"),
         }
@@ -45,9 +48,14 @@ class Sampling:
             if not good:
                 raise ValueError(f"{name}={getattr(self, name)}: allowed is {allowed}")
 
+    @property
+    def greedy(self) -> bool:
+        """No draw: at temperature 0, and where 1 / temp would overflow in 16 bits."""
+        return self.temp < 1 / 65504
+
     def draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
         """One token [1] from logprobs [1, V]."""
-        if self.temp == 0:
+        if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         coin, dice = mx.random.split(key)
         if 0 < self.top_p < 1:
@@ -83,7 +91,7 @@ class Picker:
 
         Row i is conditioned on `history` (read only by processors) and the first i drafts.
         """
-        if self.sampler is None and self.options.temp == 0 and not self.processors and not self.logprobs:
+        if self.sampler is None and self.options.greedy and not self.processors and not self.logprobs:
             return mx.argmax(logits, axis=-1).astype(mx.int32), None
         past = mx.array(history if self.processors else [], mx.int32)
         tokens, logprobs = [], []

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
-from jinja2 import TemplateError
 from mlx_lm.generate import wired_limit
 
 from .generate import GenerationResponse, Options, generate_step, stream_generate
@@ -136,7 +135,7 @@ class ChatSession:
         options["prompt_progress_callback"] = partial(self._read, progress, len(first), total)
         options["stats"] = turn.stats
         if self.seed is not None:
-            options["seed"] = self.seed + self.answers
+            options["seed"] = (self.seed + self.answers) % 2**63
         yield from stream_generate(self.model, self.tokenizer, rest, **options)
 
     def _read(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
@@ -170,17 +169,27 @@ class ChatSession:
     def _tokens(self, messages: list[dict]) -> tuple[list[int], int]:
         """The prompt's tokens and where its generation prompt begins, which is before its last token."""
         prompt = self._encode(messages, answering=True)
+        if not prompt:
+            raise ValueError("the prompt is empty: the chat template makes nothing of this conversation")
         return prompt, _common(self._encode(messages, answering=False), prompt[:-1])
 
     def _encode(self, messages: list[dict], *, answering: bool) -> list[int]:
         if not self.tokenizer.has_chat_template:
             return self.tokenizer.encode(_running_text(messages))
-        options = {**self.template_config, "tokenize": False, "add_generation_prompt": answering}
-        try:
-            text = self.tokenizer.apply_chat_template(messages, **options)
-        except TemplateError as e:
-            raise ValueError(f"the chat template refuses this conversation ({e})") from e
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        options = {**self.template_config, "add_generation_prompt": answering}
+        return self.tokenizer.encode(render(self.tokenizer, messages, options), add_special_tokens=False)
+
+
+def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
+    """The chat template's text; raises ValueError, in one line, where the template fails."""
+    try:
+        text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
+    except Exception as e:  # a template is a program of the checkpoint's: anything can go wrong in it
+        reason = str(e).strip().partition("\n")[0] or type(e).__name__
+        raise ValueError(f"the chat template refuses this conversation ({reason})") from e
+    if any("\ud800" <= c <= "\udfff" for c in text):  # what Python makes of bytes that are no text
+        raise ValueError("the prompt is not valid UTF-8 text")
+    return text
 
 
 def _running_text(messages: list[dict]) -> str:

@@ -4,19 +4,28 @@ import itertools
 import os
 import pty
 import random
+import re
 import select
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from prompt_toolkit.data_structures import Point, Size
+from prompt_toolkit.layout.screen import Char
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import mlx_mtp
+from mlx_mtp.cli.editor import _reflowed
+from mlx_mtp.cli.progress import PromptProgress
+from mlx_mtp.cli.terminal import StopOnInterrupt
 from mlx_mtp.session import KEPT_SNAPSHOTS, ChatSession
 
 LETTERS = "abcdefghij[]"
@@ -247,9 +256,17 @@ def test_without_a_template(model):
     assert session.turn.prompt_tokens == len(encoded(f"s\nabc{first}\nde"))
 
 
-def test_refusing_template(model):
-    session = make_session(model, "{{ raise_exception('no system role') }}")
-    with pytest.raises(ValueError, match="refuses this conversation"):
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no system role') }}", "refuses this conversation"),
+        ("{{ 1 + 'a' }}", "refuses this conversation"),
+        ("{# nothing #}", "makes nothing of this conversation"),
+    ],
+)
+def test_refusing_template(model, template, message):
+    session = make_session(model, template)
+    with pytest.raises(ValueError, match=message):
         list(session.ask("a"))
     assert session.messages == []
 
@@ -271,21 +288,38 @@ QUESTIONS = ["What does os.path.join do?", "What does len do?"]
 
 
 def test_piped_conversation():
-    lines = [QUESTIONS[0], "", "/stats", "/mtp off", QUESTIONS[1], "/mtp", "/wat", "h", "x" * 900, "r", "/stats"]
-    result = chat("-m", 20, stdin="\n".join(lines))
+    lines = [
+        QUESTIONS[0],
+        "",
+        "/stats",
+        "/mtp off",
+        QUESTIONS[1],
+        "/mtp",
+        "/wat",
+        "h",
+        "x" * 900,
+        "/reset now",
+        "r",
+        "/stats",
+        "/exit now",
+        "no",
+    ]
+    result = chat("-m", 20, "--pipeline", stdin="\n".join(lines))
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout + result.stderr
-    footers = [line for line in result.stdout.splitlines() if " tokens reused)" in line]
+    footers = [line for line in result.stdout.splitlines() if " reused · " in line]
     assert len(footers) == 3
-    assert " tok/cycle · accepted " in footers[0]
-    assert "tok/cycle" not in footers[1]
-    assert "(0 of " in footers[0]
-    assert "(0 of " not in footers[1]
+    assert re.fullmatch(
+        r"20 tok, [\d.]+/s · prompt [\d.]+/s, 0/15 reused · [\d.]+/cycle \d+/\d+/\d+% · [\d.]+ GB", footers[0]
+    )
+    assert "/cycle" not in footers[1]
+    assert ", 0/" not in footers[1]
     assert "1 turn · 20 tokens" in result.stdout
     assert "0 turns · 0 tokens" in result.stdout
     assert result.stdout.count("MTP off\n") == 3
     assert "/reset" in result.stdout
     assert "unknown command /wat" in result.stderr
+    assert "/reset takes no argument" in result.stderr
 
 
 def test_the_text_does_not_depend_on_drafting():
@@ -335,9 +369,10 @@ READY, BUSY = "\x1b[?2004h", "\x1b[?2004l"  # the line editor asks for marked pa
 class Terminal:
     """A chat in a terminal of its own."""
 
-    def __init__(self, *flags):
+    def __init__(self, *flags, **changes):
         self.screen, end = pty.openpty()
-        env = {**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
+        self.settings = termios.tcgetattr(self.screen)
+        env = {**os.environ, "TERM": "xterm", **changes}
         self.process = subprocess.Popen([*COMMAND, *flags], stdin=end, stdout=end, stderr=end, env=env)
         os.close(end)
         self.text = ""
@@ -360,14 +395,17 @@ class Terminal:
         os.write(self.screen, keys.encode())
         return len(self.text)
 
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.screen)
+
 
 @pytest.fixture
 def terminal():
     terminal = Terminal("-m", "-1", "--temp", "3", "--prefill-step-size", "64")
     yield terminal
-    terminal.process.kill()
-    terminal.process.wait()
-    os.close(terminal.screen)
+    terminal.close()
 
 
 def test_in_a_terminal(terminal):
@@ -381,7 +419,7 @@ def test_in_a_terminal(terminal):
         began = terminal.type("go on\r")
         terminal.wait_for_more(60, terminal.wait_for(BUSY, began))
         terminal.process.send_signal(signal.SIGINT)
-        since = terminal.wait_for(READY, terminal.wait_for("reused)", began))
+        since = terminal.wait_for(READY, terminal.wait_for(" reused", began))
         if "(stopped)" in terminal.text[began:]:
             break
     else:
@@ -391,3 +429,84 @@ def test_in_a_terminal(terminal):
     terminal.type("\x04")
     assert terminal.process.wait(timeout=20) == 0
     assert "Traceback" not in terminal.text
+    assert "\x1b[6n" not in terminal.text  # a terminal that does not answer this would get a warning
+
+
+def test_keys_of_the_editor(terminal):
+    terminal.wait_for(READY)
+    began = terminal.type("\x1b[200~\tif\x1b[201~")
+    terminal.wait_for("if", began)
+    assert "^I" not in terminal.text
+    began = terminal.type("\x03\x12len")  # Ctrl-C while searching ends the search, not the prompt
+    terminal.wait_for("reverse-i-search", began)
+    began = terminal.type("\x03")
+    terminal.wait_for(">", began)
+    terminal.type("/stats\r")
+    terminal.wait_for("0 turns", began)
+    assert "another Ctrl-C" not in terminal.text
+
+
+def test_a_paste_during_an_answer_is_one_message(terminal):
+    terminal.wait_for(READY)
+    began = terminal.wait_for(BUSY, terminal.type("def \r"))
+    marked = terminal.wait_for(READY, began)
+    paste = "\x1b[200~/one\n" + "two " * 1500 + "\n/end\x1b[201~"
+    threading.Thread(target=terminal.type, args=[paste], daemon=True).start()  # it may have to wait for a reader
+    ended = terminal.wait_for(" reused", began)
+    assert marked < ended
+    terminal.wait_for("/end", ended)
+    assert "unknown command" not in terminal.text
+
+
+def test_terminated_processes_leave_the_terminal_as_it_was(terminal):
+    for keys in ("", "def \r"):
+        terminal.wait_for(READY)
+        began = terminal.type(keys)
+        if keys:
+            terminal.wait_for_more(60, terminal.wait_for(BUSY, began))
+        terminal.process.terminate()
+        assert terminal.process.wait(timeout=20) == 143
+        assert termios.tcgetattr(terminal.screen) == terminal.settings
+        terminal.close()
+        terminal.__init__("-m", "-1", "--temp", "3")
+
+
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
+def test_plain_terminals(env):
+    terminal = Terminal("-m", "5", **env)
+    terminal.wait_for(">", terminal.wait_for("/help"))
+    terminal.wait_for(">", terminal.wait_for("GB", terminal.type(QUESTIONS[0] + "\r")))
+    terminal.type("\x04")
+    if "TERM" in env:
+        assert "\x1b" not in terminal.text
+    assert not re.search(r"\x1b\[(0;)?[12]m", terminal.text)
+    assert terminal.process.wait(timeout=20) == 0
+    terminal.close()
+
+
+def test_typed_lines_are_found_after_a_resize():
+    """Two rows of 50 and 30 characters, the cursor at the end of the second, in 20 columns: 3 rows and 2."""
+    rows = {0: {i: Char("x") for i in range(50)}, 1: {i: Char("x") for i in range(30)}}
+    size = SimpleNamespace(get_size=lambda: Size(rows=24, columns=20))
+    screen = SimpleNamespace(data_buffer=rows)
+    renderer = SimpleNamespace(_last_screen=screen, _cursor_pos=Point(x=30, y=1), output=size)
+    assert _reflowed(renderer) == Point(x=10, y=4)
+
+
+@pytest.mark.parametrize(("columns", "parts"), [("80", 3), ("30", 2)])
+def test_progress_fits_the_terminal_and_says_stopping(monkeypatch, columns, parts):
+    monkeypatch.setenv("COLUMNS", columns)
+    with PromptProgress(shown=True, chunk=8) as progress:
+        progress(0, 100)
+        progress.stopping()
+        assert len(progress._bar.columns) == parts
+        assert progress._bar.tasks[0].description == "(stopping)"
+        progress(100, 100)
+        assert progress._bar is None
+
+
+def test_a_stop_is_seen_at_once():
+    seen = threading.Event()
+    with StopOnInterrupt(SimpleNamespace(stopping=False), seen.set):
+        signal.raise_signal(signal.SIGINT)
+        assert seen.wait(10)

@@ -1,11 +1,17 @@
 """The command line as a user meets it: in a process of its own."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import tiny
+
+import mlx_mtp
+from mlx_mtp.checkpoint import read_config
+from mlx_mtp.demo import demo_path
 
 
 def run(*args, stdin="", **env):
@@ -113,10 +119,83 @@ def test_quantized_and_limited_caches():
         (["--chat-template-config", "{"], "not JSON"),
         (["--kv-bits", 7], "'--kv-bits'"),
         (["-p", "-", "--ignore-chat-template"], "prompt is empty"),
+        (["--num-draft-tokens", 9], "'--num-draft-tokens': num_draft_tokens=9"),
+        (["--seed", -1], "'--seed': -1"),
+        (["--seed", 2**63], "'--seed': 9223372036854775808"),
+        (["--max-kv-size", 2**31], "'--max-kv-size'"),
+        (["--min-tokens-to-keep", 99999], "min_tokens_to_keep=99999: allowed is 1 to"),
+        (["--kv-bits", 8, "--kv-group-size", 128], "'--kv-group-size': kv_group_size=128"),
+        (["--chat-template-config", '{"tokenize": true}'], "tokenize: not a variable of the template"),
+        (["--system-prompt", "\udcff"], "'--system-prompt': not valid UTF-8 text"),
+        (["--prefill-response", "\udcff"], "'--prefill-response': not valid UTF-8 text"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(args, message):
     assert message in one_line_error(run("generate", *args))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no such role') }}", "refuses this conversation (no such role)"),
+        ("{{ 1 / 0 }}", "refuses this conversation (division by zero)"),
+        ("{% for", "refuses this conversation"),
+        ("{# nothing #}", "the prompt is empty: the chat template makes nothing"),
+    ],
+)
+def test_broken_templates(tmp_path, template, message):
+    path = shutil.copytree(demo_path(), tmp_path / "copy")
+    (path / "chat_template.jinja").write_text(template)
+    assert message in one_line_error(run("generate", "--model", path, "-m", 1))
+
+
+@pytest.mark.parametrize("config", ["{}", '{"num_layers": 1, "lora_parameters": {"rank": 4, "scale": 1}}'])
+def test_broken_adapters(tmp_path, config):
+    (tmp_path / "adapter_config.json").write_text(config)
+    assert f"adapter_path={tmp_path}: cannot be loaded (" in one_line_error(
+        run("generate", "--adapter-path", tmp_path)
+    )
+
+
+def test_configs_that_are_no_objects(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    with pytest.raises(ValueError, match="must be JSON objects"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seeds_of_library_callers(tiny_models, seed):
+    with pytest.raises(ValueError, match=rf"seed={seed}: allowed is 0 to 2\*\*63 - 1"):
+        mlx_mtp.generate_step([0], tiny_models()[0], seed=seed)
+
+
+def test_an_error_of_mlx_is_one_line():
+    code = """if True:
+        from mlx_mtp.cli import main
+
+        @main.command("f")
+        def f():
+            raise RuntimeError("[x] y\\nz")
+
+        main()
+    """
+    result = subprocess.run([sys.executable, "-c", code, "f"], capture_output=True, text=True)
+    assert one_line_error(result) == "error: [x] y"
+
+
+def test_group_size_of_quantized_caches_fits_the_demo():
+    result = run("generate", "--kv-bits", 8, "--quantized-kv-start", 0, "-m", 3)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_temperature_next_to_zero_is_greedy():
+    assert run("generate", "--quiet", "--temp", "1e-40").stdout == run("generate", "--quiet").stdout
+
+
+def test_quiet():
+    result = run("generate", "--quiet", "-p", "What does len do?")
+    assert (result.stdout, result.stderr) == ("Return the number of items in a container.\n", "")
 
 
 def test_input_that_is_no_text():
@@ -135,6 +214,9 @@ def test_a_prompt_longer_than_the_model_was_made_for():
 def test_unknown_command_and_help():
     assert "nothing" in one_line_error(run("nothing"))
     assert run("--help").returncode == 0
+    bare = run()
+    assert (bare.returncode, bare.stdout) == (2, "")
+    assert bare.stderr.startswith("Usage: ")
     assert "--mtp-kv-bits" in run("generate", "--help").stdout
     assert run("--version").stdout.startswith("mlx-mtp, version ")
 
@@ -149,7 +231,37 @@ def test_a_checkpoint_without_heads_is_said_in_one_line(tmp_path):
 
 
 def test_a_closed_pipe_is_not_an_error():
-    command = f"{sys.executable} -m mlx_mtp generate -m 200 | head -c 5"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    result = in_shell("generate -m 200 | head -c 5 >/dev/null; exit ${PIPESTATUS[0]}")
+    assert result.returncode == 141
     assert "Traceback" not in result.stderr
     assert "Exception" not in result.stderr
+
+
+def in_shell(command):
+    line = f"{sys.executable} -m mlx_mtp {command}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+
+
+def test_closed_and_full_streams():
+    assert in_shell("generate -m 2 >&-").returncode == 0
+    assert in_shell("generate -m 2 2>&-").returncode == 0
+    assert in_shell("chat <&-").returncode == 0
+    if os.path.exists("/dev/full"):
+        assert "No space left" in one_line_error(in_shell("generate -m 2 >/dev/full"))
+
+
+def test_help_imports_no_mlx():
+    code = "import sys, mlx_mtp.cli; assert not {'mlx', 'rich', 'prompt_toolkit'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_names_of_the_package_are_found_late():
+    code = """if True:
+        import mlx_mtp.session, mlx_mtp
+        assert callable(mlx_mtp.generate) and callable(mlx_mtp.load)
+        from mlx_mtp import *
+        from mlx_mtp.load import load as same
+        assert load is same and set(mlx_mtp.__all__) <= set(dir(mlx_mtp))
+        assert not hasattr(mlx_mtp, "nothing")
+    """
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

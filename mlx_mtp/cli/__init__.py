@@ -1,8 +1,11 @@
 """Command line. With `bench/` the only code that prints."""
 
+import os
+import re
+import signal
 import sys
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -15,28 +18,76 @@ class OneLine(click.Group):
     """A group whose errors are one line on stderr and exit code 2, with no usage text and no traceback."""
 
     def main(self, *args: Any, **options: Any) -> Any:
+        _open_streams()
         warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {message}", err=True)
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally`s that restore a terminal
         try:
             super().main(*args, **{**options, "standalone_mode": False})
+            sys.stdout.flush()
         except click.ClickException as e:
-            click.echo(f"error: {e.format_message()}", err=True)
-            sys.exit(2)
-        except ValueError as e:
-            click.echo(f"error: {e}", err=True)
-            sys.exit(2)
+            _fail(e.format_message())
         except (click.Abort, KeyboardInterrupt):
-            click.echo(err=True)
             sys.exit(130)
         except BrokenPipeError:
-            sys.stderr.close()
-            sys.exit(141)
+            _reader_left()
+        except (ValueError, OSError, RuntimeError, MemoryError) as e:
+            _fail(_with_flag(str(e).strip().partition("\n")[0] or type(e).__name__))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            _reader_left()  # before click, whose exit code is 1
 
 
-@click.group(cls=OneLine, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+def _open_streams() -> None:
+    """A standard stream that the caller closed is the null device."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the process ends
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+
+def _fail(message: str) -> NoReturn:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+    click.echo(f"error: {message}", err=True)
+    sys.exit(2)
+
+
+def _reader_left() -> NoReturn:
+    _discard_output()
+    sys.exit(141)
+
+
+def _discard_output() -> None:
+    """What could not be written is not tried again at exit, where it would be a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _with_flag(message: str) -> str:
+    """The library names an argument, "top_k=9: ..."; say which flag it came from."""
+    name = re.match(r"(\w+)=", message)
+    flags = {param.name for command in main.commands.values() for param in command.params}
+    if name and name[1] in flags:
+        return f"Invalid value for '--{name[1].replace('_', '-')}': {message}"
+    return message
+
+
+@click.group(
+    cls=OneLine,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
 @click.version_option(__version__, prog_name="mlx-mtp")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Exact multi-token-prediction decoding on MLX: the same text, sooner."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        sys.exit(2)
 
 
 main.add_command(generate)

@@ -1,162 +1,52 @@
-"""`mlx-mtp chat`: a conversation in the terminal, or line by line through a pipe."""
+"""`mlx-mtp chat`: its flags. The conversation itself is in `conversation.py`."""
 
-import contextlib
-import shutil
-import sys
-import textwrap
+from pathlib import Path
 from typing import Any
 
 import click
 
-from ..demo import demo_path
-from ..generate import GenerationResponse
-from ..load import resolve
-from ..session import ChatSession
-from .footer import Totals, footer, mtp_state
-from .options import cache_options, generation_options, load_model, model_options, parse_json, sampling_options
-from .terminal import Lines, PromptProgress, StopOnInterrupt, hidden_typing, loading, printable
-
-HELP = """\
-/help        this list (also: h)
-/reset       forget the conversation (r)
-/stats       totals of the conversation
-/mtp on|off  draft with the MTP heads, or decode plainly: other speed, same text
-/exit        leave (q)"""
-KEYS = "Alt-Enter starts a new line, Ctrl-C stops an answer, Ctrl-D leaves."
-SHORT = {"h": "/help", "r": "/reset", "q": "/exit"}
+from .options import (
+    cache_options,
+    check_max_tokens,
+    check_text,
+    generation_options,
+    load_model,
+    model_options,
+    parse_template_config,
+    sampling_options,
+)
 
 
 @click.command(context_settings={"default_map": {"seed": 0}})
 @model_options
-@click.option("--system-prompt", help="System message of the chat template.")
-@click.option("--max-tokens", "-m", type=click.IntRange(-1), default=256, help="Most tokens; -1 is no limit.")
+@click.option("--system-prompt", callback=check_text, help="System message of the chat template.")
+@click.option(
+    "--max-tokens",
+    "-m",
+    type=click.IntRange(-1),
+    callback=check_max_tokens,
+    default=256,
+    help="Most tokens; -1 is no limit.",
+)
 @sampling_options
-@click.option("--chat-template-config", callback=parse_json, help="JSON object of template variables.")
+@click.option("--chat-template-config", callback=parse_template_config, help="JSON object of template variables.")
 @cache_options
+@click.option("--pipeline", is_flag=True, help="Ignored, as by mlx_lm.chat in a single process.")
 @click.option("--quiet", is_flag=True, help="Print the answers only: no notices, footers or progress.")
 def chat(**flags: Any) -> None:
     """Chat with a model. /help lists the commands; q, r and h work as in mlx_lm.chat."""
-    if flags["max_tokens"] == 0:
-        raise click.BadParameter("0: allowed is 1 or more, or -1 for no limit", param_hint="--max-tokens")
-    name = flags["model"] or "the demo"
-    if flags["quiet"] and flags["model"] is None:
-        flags["model"] = str(demo_path())  # by name, so that nothing needs to be said
-    elif flags["model"] is not None:
-        flags["model"] = str(resolve(flags["model"]))  # a download shows progress of its own
-    progress = sys.stderr.isatty() and not flags["quiet"]
-    with loading(shown=progress):
-        model, tokenizer = load_model(flags)
-    options = generation_options(model=model, tokenizer=tokenizer, flags=flags)
+    model, tokenizer = load_model(flags)
+    from ..session import ChatSession
+    from .conversation import Chat
+
     session = ChatSession(
         model,
         tokenizer,
         system_prompt=flags["system_prompt"],
         template_config=flags["chat_template_config"],
-        **options,
+        **generation_options(model, tokenizer, flags),
     )
-    Chat(session, name=name, progress=progress, quiet=flags["quiet"]).run()
-
-
-class Chat:
-    """The loop of reading a line and answering it."""
-
-    def __init__(self, session: ChatSession, *, name: str, progress: bool, quiet: bool):
-        self.session, self.name, self.progress, self.quiet = session, name, progress, quiet
-        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.read = Lines(editing=self.interactive, warn=self._complain)
-        self.drafts = session.num_draft_tokens or len(session.model.mtp)
-        self.totals = Totals()
-        self._last: GenerationResponse | None = None
-        self._line_ended = False
-
-    def run(self) -> None:
-        """Until /exit, the end of input, or Ctrl-C twice at the prompt."""
-        if self.interactive and not self.quiet:
-            click.secho(f"{self.name} · {mtp_state(self.session)} · /help lists the commands\n", dim=True)
-        if not self.session.tokenizer.has_chat_template:
-            self._note("The tokenizer has no chat template: texts and answers are read on as one running text.")
-        while (line := self.read()) is not None:
-            text = line.rstrip()
-            text = SHORT.get(text, text)
-            if text == "/exit":
-                return
-            with contextlib.suppress(KeyboardInterrupt):
-                self._handle(text)
-
-    def _handle(self, text: str) -> None:
-        if text.startswith("/") and "\n" not in text:
-            self._command(*text.split(maxsplit=1))
-        elif text:
-            self._answer(text)
-
-    def _command(self, name: str, argument: str = "") -> None:
-        if name == "/help":
-            click.echo(HELP + "\n" + KEYS if self.interactive else HELP)
-        elif name == "/reset":
-            self.session.reset()
-            self.totals = Totals()
-            click.echo("The conversation begins anew.")
-        elif name == "/stats":
-            click.echo("\n".join(self.totals.lines(self.session)))
-        elif name == "/mtp":
-            self._switch(argument)
-        else:
-            self._complain(f"unknown command {printable(name)[:30]}: /help lists them; a space before the / sends it")
-
-    def _switch(self, argument: str) -> None:
-        """/mtp on, /mtp off, and /mtp to ask."""
-        if argument not in ("on", "off", ""):
-            return self._complain(f"/mtp {printable(argument)[:30]}: allowed are on and off")
-        if argument == "on" and not self.drafts:
-            return self._complain("MTP stays off: no heads are loaded")
-        if argument:
-            self.session.num_draft_tokens = self.drafts if argument == "on" else 0
-        click.echo(mtp_state(self.session))
-
-    def _answer(self, text: str) -> None:
-        """One turn: the answer as it comes, and its footer."""
-        self._last, trouble = None, ""
-        try:
-            self._stream(text)
-        except KeyboardInterrupt:
-            pass
-        except (ValueError, RuntimeError, MemoryError) as e:
-            trouble = "error: " + (str(e).splitlines() or [type(e).__name__])[0]
-        last = self._last
-        if last:
-            click.echo("" if self._line_ended else "\n", nl=False)
-        if trouble:
-            self._complain(trouble)
-        elif last is None or last.finish_reason is None:
-            self._note("(stopped)" if last else "(stopped; the message is left out of the conversation)")
-        if last:
-            self._close_turn(last)
-
-    def _stream(self, text: str) -> None:
-        session = self.session
-        progress = PromptProgress(shown=self.progress, chunk=session.options.get("prefill_step_size", 2048))
-        responses = contextlib.closing(session.ask(text, progress))
-        with StopOnInterrupt(session), hidden_typing(active=self.interactive), progress, responses as answer:
-            for self._last in answer:
-                piece = printable(self._last.text)
-                self._line_ended = piece.endswith("\n") if piece else self._line_ended
-                click.echo(piece, nl=False)
-
-    def _close_turn(self, last: GenerationResponse) -> None:
-        turn, held = self.session.turn, self.session.cache.offset
-        self.totals.add(turn)
-        if not self.quiet:
-            line = footer(turn, last)
-            width = shutil.get_terminal_size().columns
-            click.secho(textwrap.fill(line, width) + "\n" if self.interactive else line, dim=True)
-        limit = getattr(self.session.model.args, "max_position_embeddings", None)
-        if limit and held > limit >= turn.reused:
-            self._note(f"The conversation is past the {limit:,} tokens the model was made for; /reset begins anew.")
-
-    def _note(self, text: str) -> None:
-        """Something to know, on stderr."""
-        if not self.quiet:
-            click.secho(text, dim=True, err=True)
-
-    def _complain(self, text: str) -> None:
-        click.echo(text, err=True)
+    name = flags["model"] or "the demo"
+    if Path(name).expanduser().is_dir():
+        name = Path(name).expanduser().resolve().name
+    Chat(session, name=name, quiet=flags["quiet"]).run()

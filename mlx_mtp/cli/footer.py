@@ -10,10 +10,16 @@ from ..stats import Stats
 
 
 def footer(turn: Turn, last: GenerationResponse) -> str:
-    """What one answer cost, in one line."""
-    speed = [] if last.generation_tokens < 2 else [f"{last.generation_tps:.1f} tok/s"]
-    reading = f"prompt {turn.prompt_tps:.1f} tok/s ({turn.reused:,} of {turn.prompt_tokens:,} tokens reused)"
-    parts = [_count(last.generation_tokens, "token"), *speed, reading, *_drafting(turn.stats), _peak()]
+    """What one answer cost, in one line of 80 columns as long as its figures are not extreme."""
+    stats, speed = turn.stats, "" if last.generation_tokens < 2 else f", {_short(last.generation_tps)}/s"
+    parts = [
+        f"{last.generation_tokens} tok{speed}",
+        f"prompt {_short(turn.prompt_tps)}/s, {turn.reused}/{turn.prompt_tokens} reused",
+        f"{_short(mx.get_peak_memory() / 1e9)} GB",
+    ]
+    if stats.cycles and stats.drafted:
+        rates = "/".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
+        parts.insert(2, f"{stats.tokens_per_cycle:.2f}/cycle {rates}%")
     return " · ".join(parts)
 
 
@@ -68,7 +74,12 @@ def _drafting(stats: Stats) -> list[str]:
     if not stats.cycles or not stats.drafted:
         return []
     rates = " / ".join(f"{rate:.0%}" for rate in stats.acceptance)
-    return [f"{stats.tokens_per_cycle:.2f} tok/cycle", f"accepted {rates}"]
+    return [f"{stats.tokens_per_cycle:.2f} tokens per cycle", f"accepted {rates}"]
+
+
+def _short(number: float) -> str:
+    """Three digits, or all that are before the point."""
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
 
 def _count(n: int, noun: str) -> str:

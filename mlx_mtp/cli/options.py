@@ -7,19 +7,40 @@ from typing import Any
 import click
 
 from ..demo import demo_path
-from ..load import load
-from ..prompt_cache import load_prompt_cache
+
+# The commands set these, or need the text that comes without them.
+RESERVED_KEYS = {
+    *("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+}
 
 
-def parse_json(_ctx: click.Context, param: click.Parameter, value: str | None) -> dict:
-    """Callback of options whose value is a JSON object."""
+def parse_template_config(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict:
+    """Callback: a JSON object of the chat template's variables."""
     try:
         parsed = json.loads(value or "{}")
     except json.JSONDecodeError as e:
         raise click.BadParameter(f"not JSON: {e}") from None
     if not isinstance(parsed, dict):
         raise click.BadParameter(f"{value!r} is not a JSON object")
+    if reserved := sorted(RESERVED_KEYS & parsed.keys()):
+        raise click.BadParameter(f"{reserved[0]}: not a variable of the template, the command sets it")
     return parsed
+
+
+def check_text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Callback: Python makes lone surrogates of bytes that are no text."""
+    if any("\ud800" <= c <= "\udfff" for c in value or ""):
+        raise click.BadParameter("not valid UTF-8 text")
+    return value
+
+
+def check_max_tokens(_ctx: click.Context, _param: click.Parameter, value: int) -> int:
+    """Callback: a text has at least one token."""
+    if value == 0:
+        raise click.BadParameter("0: allowed is 1 or more, or -1 for no limit")
+    return value
 
 
 def options(*decorators: Any) -> Any:
@@ -51,14 +72,28 @@ sampling_options = options(
     click.option("--xtc-probability", type=click.FloatRange(0, 1), default=0.0, help="How often XTC applies."),
     click.option("--xtc-threshold", type=click.FloatRange(0, 0.5), default=0.1, help="Threshold of XTC."),
     click.option("--min-tokens-to-keep", type=click.IntRange(1), default=1, help="Least candidates of min-p."),
-    click.option("--seed", type=int, help="Seed of the draws."),
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the draws."),
 )
 cache_options = options(
-    click.option("--max-kv-size", type=click.IntRange(1), help="Full attention keeps this many last positions."),
-    click.option("--prefill-step-size", type=click.IntRange(1), default=2048, help="Prompt tokens per chunk."),
-    click.option("--kv-bits", type=BITS, help="Quantize the target's KV cache."),
+    click.option(
+        "--max-kv-size", type=click.IntRange(1, 2**30), help="Full attention keeps this many last positions."
+    ),
+    click.option(
+        "--prefill-step-size",
+        type=click.IntRange(1),
+        help="Prompt tokens per chunk.  [default: 2048, on a CPU 256]",
+    ),
+    click.option(
+        "--kv-bits",
+        type=BITS,
+        help="Quantize the target's KV cache; near-ties may then depend on the drafts.",
+    ),
     click.option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches."),
-    click.option("--kv-group-size", type=click.Choice(["32", "64", "128"]), default="64", help="Group size."),
+    click.option(
+        "--kv-group-size",
+        type=click.Choice(["32", "64", "128"]),
+        help="Group size of quantized caches.  [default: 64, or 32 where the head size needs it]",
+    ),
     click.option(
         "--quantized-kv-start",
         type=click.IntRange(0),
@@ -70,16 +105,27 @@ cache_options = options(
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     """(model, tokenizer) from the command line's flags; the demo where no model is named."""
+    if not flags["mtp"] and flags["num_draft_tokens"]:
+        raise click.UsageError(f"--num-draft-tokens {flags['num_draft_tokens']} needs heads, --no-mtp loads none")
+    if flags["model"] is None and not flags["quiet"]:
+        click.echo("No --model given: using the demo, a tiny Step-3.5 trained on Python's docs.", err=True)
+    from .progress import loading, shows_progress
+
+    shown = shows_progress(quiet=flags["quiet"])
+    with loading(shown=shown):
+        from ..load import load, resolve
+    path = resolve(flags["model"] or demo_path())  # a download shows progress of its own
+    with loading(shown=shown):
+        return _load(load, path, flags)
+
+
+def _load(load: Any, path: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
     extra = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
     if flags.get("use_default_chat_template"):
         extra["use_default_chat_template"] = True
-    if not flags["mtp"] and flags["num_draft_tokens"]:
-        raise click.UsageError(f"--num-draft-tokens {flags['num_draft_tokens']} needs heads, --no-mtp loads none")
-    if flags["model"] is None:
-        click.echo("No --model given: using the built-in demo, a tiny Step-3.5 trained on Python's docs.", err=True)
     model, tokenizer = load(
-        flags["model"] or demo_path(),
+        path,
         mtp=flags["mtp"],
         mtp_path=flags["mtp_path"],
         tokenizer_config=extra,
@@ -93,16 +139,31 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
 def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `stream_generate` from the command line's flags."""
     names = ("max_tokens", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
-    kept = {name: flags[name] for name in (*names, "min_tokens_to_keep", "seed", "prefill_step_size")}
+    kept = {name: flags[name] for name in (*names, "min_tokens_to_keep", "seed", "num_draft_tokens")}
+    kept["prefill_step_size"] = flags["prefill_step_size"] or _default_step()
     kept["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-    kept["num_draft_tokens"] = flags["num_draft_tokens"]
     file = flags.get("prompt_cache_file")
     if file is not None:
+        from ..prompt_cache import load_prompt_cache
+
         return {**kept, "prompt_cache": load_prompt_cache(file, model)}
-    bits = {name: flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits", "kv_group_size")}
+    bits = {name: flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits")}
     return {
         **kept,
         **bits,
+        "kv_group_size": int(flags["kv_group_size"] or _default_group(model.args.head_dim)),
         "max_kv_size": flags["max_kv_size"],
         "quantized_kv_start": flags["quantized_kv_start"],
     }
+
+
+def _default_step() -> int:
+    """Long chunks are for GPUs; on a CPU short ones are faster, and Ctrl-C need not wait for a long one."""
+    import mlx.core as mx
+
+    return 256 if mx.default_device() == mx.cpu else 2048
+
+
+def _default_group(head_dim: int) -> int:
+    """The largest usual size that fits, else 64 for the library to refuse."""
+    return next((size for size in (64, 32) if head_dim % size == 0), 64)

@@ -1,22 +1,20 @@
-"""Keyboard, interrupts and progress of `mlx-mtp chat`; plain lines where there is no terminal."""
+"""Keyboard and interrupts of `mlx-mtp chat`; plain lines where there is no terminal."""
 
 import contextlib
+import os
 import signal
+import socket
 import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prompt_toolkit import PromptSession
-from prompt_toolkit.formatted_text import HTML
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+import click
 
-from ..session import ChatSession
+if TYPE_CHECKING:
+    from ..session import ChatSession
 
-PATIENCE = 2.0  # seconds before a prompt of one chunk shows its progress
 # Control characters but tab and newline: a model may not move the cursor or change the terminal.
 CONTROLS = {**dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd"), 13: None}
 
@@ -26,6 +24,21 @@ def printable(text: str) -> str:
     return text.translate(CONTROLS)
 
 
+def dumb() -> bool:
+    """The terminal says that it knows no escape codes."""
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+
+
+def unstyled() -> bool:
+    """Neither dim nor bold: the user (https://no-color.org) or the terminal does without."""
+    return dumb() or bool(os.environ.get("NO_COLOR"))
+
+
+def faint(text: str, *, err: bool = False) -> None:
+    """Print a line in the background."""
+    click.echo(text if unstyled() else click.style(text, dim=True), err=err)
+
+
 class Lines:
     """What the user sends: from an editor with history, pasted pages and Alt-Enter for a new line, or from a pipe.
 
@@ -33,15 +46,14 @@ class Lines:
     line, of which the first only calls `warn`.
     """
 
-    def __init__(self, *, editing: bool, warn: Callable[[str], None]):
+    def __init__(self, *, interactive: bool, warn: Callable[[str], None]):
         self._warn, self._warned = warn, False
-        self._editor: PromptSession[str] | None = None
-        if editing:
-            keys = KeyBindings()
-            keys.add("escape", "enter")(_new_line)
-            keys.add("c-c")(self._clear)
-            keys.add("<sigint>")(self._clear)
-            self._editor = PromptSession(key_bindings=keys)
+        self._editor: Any = None
+        self._prompt = "> " if interactive else ""
+        if interactive and not dumb():
+            from .editor import make_editor
+
+            self._editor = make_editor(bold=not unstyled(), typed_on=self._forgive)
         else:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
 
@@ -60,111 +72,71 @@ class Lines:
 
     def _next(self) -> str | None:
         if self._editor is None:
-            return sys.stdin.readline() or None
-        text = self._editor.prompt(HTML("<b>&gt;</b> "), prompt_continuation="  ")
+            click.echo(self._prompt, nl=False)
+            try:
+                return sys.stdin.readline() or None
+            except KeyboardInterrupt:
+                click.echo("\n" if self._prompt else "", nl=False)
+                raise
+        text = self._editor.prompt()
         return text.encode("utf-8", "replace").decode()  # bytes that were no UTF-8 arrive as lone surrogates
 
-    def _clear(self, event: KeyPressEvent) -> None:
-        if event.current_buffer.text:
-            self._warned = False
-            event.current_buffer.reset()
-        else:
-            event.app.exit(exception=KeyboardInterrupt)
-
-
-def _new_line(event: KeyPressEvent) -> None:
-    event.current_buffer.insert_text("\n")
+    def _forgive(self) -> None:
+        self._warned = False
 
 
 @contextlib.contextmanager
-def hidden_typing(*, active: bool) -> Iterator[None]:
-    """Keys pressed meanwhile wait for the next prompt instead of showing up in the middle of an answer."""
+def hidden_typing(*, active: bool, marked: bool = True) -> Iterator[None]:
+    """Keys pressed meanwhile wait for the next prompt instead of showing up in the middle of an answer.
+
+    marked: have the terminal mark pastes, so that the next prompt takes one for one message.
+    """
     if not active:
         yield
         return
     before = termios.tcgetattr(sys.stdin)
     silent = [*before]
-    silent[3] &= ~termios.ECHO
+    # A terminal that waits for whole lines drops what is past 4 kB of one, and with it the mark of a paste's end.
+    silent[3] &= ~(termios.ECHO | (termios.ICANON if marked else 0))
     termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
     try:
+        click.echo("\x1b[?2004h" if marked else "", nl=False)
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+        click.echo("\x1b[?2004l" if marked else "", nl=False)
 
 
 class StopOnInterrupt:
-    """While entered, the first Ctrl-C lets the session stop where its caches are whole; a second raises."""
+    """While entered, the first Ctrl-C lets the session stop where its caches are whole; a second raises.
 
-    def __init__(self, session: ChatSession):
-        self._session = session
+    notice: called, on another thread, as soon as Ctrl-C is pressed. Python's own handler has to wait until MLX
+    returns from the chunk of a prompt that it computes.
+    """
+
+    def __init__(self, session: "ChatSession", notice: Callable[[], None]):
+        self._session, self._notice = session, notice
 
     def __enter__(self) -> None:
         self._session.stopping = False
+        received, self._sent = socket.socketpair()
+        self._sent.setblocking(False)
+        threading.Thread(target=self._watch, args=(received,), daemon=True).start()
         self._previous = signal.signal(signal.SIGINT, self._interrupt)
+        self._wakeup = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
 
     def __exit__(self, *_: Any) -> None:
+        signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGINT, self._previous)
+        self._sent.close()  # which ends the thread
+
+    def _watch(self, received: socket.socket) -> None:
+        with received:
+            while number := received.recv(1):
+                if number[0] == signal.SIGINT:
+                    self._notice()
 
     def _interrupt(self, *_: Any) -> None:
         if self._session.stopping:
             raise KeyboardInterrupt
         self._session.stopping = True
-
-
-def loading(*, shown: bool) -> contextlib.AbstractContextManager:
-    """A spinner on stderr."""
-    return Console(stderr=True).status("Loading the model") if shown else contextlib.nullcontext()
-
-
-class PromptProgress:
-    """A bar on stderr while a prompt is read: at once where it takes several chunks, else after PATIENCE."""
-
-    def __init__(self, *, shown: bool, chunk: int):
-        self._shown, self._chunk = shown, chunk
-        self._lock = threading.Lock()
-        self._bar: Progress | None = None
-        self._timer: threading.Timer | None = None
-        self._count = (0, 0)
-
-    def __enter__(self) -> "PromptProgress":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._end()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Report tokens read so far, and how many there are to read."""
-        self._count = (done, total)
-        if done == total:
-            self._end()
-        elif not self._shown:
-            return
-        elif self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=done)
-        elif total > self._chunk:
-            self._start()
-        elif not self._timer:
-            self._timer = threading.Timer(PATIENCE, self._start)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _start(self) -> None:
-        with self._lock:
-            done, total = self._count
-            if self._bar or not self._shown:
-                return
-            # Short, so that a terminal made narrower does not break it into lines that stay behind.
-            columns = TextColumn("Reading"), BarColumn(bar_width=12), MofNCompleteColumn()
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.add_task("", completed=done, total=total)
-            self._bar.start()
-
-    def _end(self) -> None:
-        """Remove the bar, for good."""
-        with self._lock:
-            self._shown = False
-            if self._timer:
-                self._timer.cancel()
-            if self._bar:
-                self._bar.stop()
-                self._bar = None

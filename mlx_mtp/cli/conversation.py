@@ -1,0 +1,131 @@
+"""The loop of `mlx-mtp chat`: read a message, answer it or obey it."""
+
+import contextlib
+import shutil
+import sys
+import textwrap
+
+import click
+
+from ..generate import GenerationResponse
+from ..session import ChatSession
+from .footer import Totals, footer, mtp_state
+from .progress import PromptProgress, shows_progress
+from .terminal import Lines, StopOnInterrupt, dumb, faint, hidden_typing, printable
+
+HELP = """\
+/help        this list (also: h)
+/reset       forget the conversation (r)
+/stats       totals of the conversation
+/mtp on|off  draft with the MTP heads, or decode plainly: other speed, same text
+             (with --kv-bits, near-ties may differ)
+/exit        leave (q)"""
+KEYS = "Alt-Enter starts a new line, Ctrl-C stops an answer, Ctrl-D leaves."
+SHORT = {"h": "/help", "r": "/reset", "q": "/exit"}
+
+
+class Chat:
+    """The loop of reading a line and answering it."""
+
+    def __init__(self, session: ChatSession, *, name: str, quiet: bool):
+        self.session, self.name, self.quiet = session, name, quiet
+        self.progress = shows_progress(quiet=quiet)
+        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self.read = Lines(interactive=self.interactive, warn=self._complain)
+        self.drafts = session.num_draft_tokens or len(session.model.mtp)
+        self.totals = Totals()
+        self._last: GenerationResponse | None = None
+        self._line_ended = False
+
+    def run(self) -> None:
+        """Until /exit, the end of input, or Ctrl-C twice at the prompt."""
+        if self.interactive and not self.quiet:
+            faint(f"{self.name} · {mtp_state(self.session)} · /help\n")
+        if not self.session.tokenizer.has_chat_template:
+            self._note("The tokenizer has no chat template: texts and answers are read on as one running text.")
+        while (line := self.read()) is not None:
+            text = line.rstrip()
+            text = SHORT.get(text, text)
+            command = text.split() if text.startswith("/") and "\n" not in text else []
+            if command[:1] == ["/exit"]:
+                return
+            with contextlib.suppress(KeyboardInterrupt):
+                if command:
+                    self._command(command[0], " ".join(command[1:]))
+                elif text:
+                    self._answer(text)
+
+    def _command(self, name: str, argument: str) -> None:
+        if argument and name in ("/help", "/reset", "/stats"):
+            self._complain(f"{name} {printable(argument)[:30]}: {name} takes no argument")
+        elif name == "/help":
+            click.echo(HELP + "\n" + KEYS if self.interactive else HELP)
+        elif name == "/reset":
+            self.session.reset()
+            self.totals = Totals()
+            click.echo("The conversation begins anew.")
+        elif name == "/stats":
+            click.echo("\n".join(self.totals.lines(self.session)))
+        elif name == "/mtp":
+            self._switch(argument)
+        else:
+            self._complain(f"unknown command {printable(name)[:30]}: /help lists them; a space before the / sends it")
+
+    def _switch(self, argument: str) -> None:
+        """/mtp on, /mtp off, and /mtp to ask."""
+        if argument not in ("on", "off", ""):
+            return self._complain(f"/mtp {printable(argument)[:30]}: allowed are on and off")
+        if argument == "on" and not self.drafts:
+            return self._complain("MTP stays off: no heads are loaded")
+        if argument:
+            self.session.num_draft_tokens = self.drafts if argument == "on" else 0
+        click.echo(mtp_state(self.session))
+
+    def _answer(self, text: str) -> None:
+        """One turn: the answer as it comes, and its footer."""
+        self._last, trouble = None, ""
+        try:
+            self._stream(text)
+        except KeyboardInterrupt:
+            pass
+        except (ValueError, RuntimeError, MemoryError) as e:
+            trouble = "error: " + (str(e).splitlines() or [type(e).__name__])[0]
+        last = self._last
+        if last:
+            click.echo("" if self._line_ended else "\n", nl=False)
+        if trouble:
+            self._complain(trouble)
+        elif last is None or last.finish_reason is None:
+            self._note("(stopped)" if last else "(stopped; the message is left out of the conversation)")
+        if last:
+            self._close_turn(last)
+
+    def _stream(self, text: str) -> None:
+        session = self.session
+        progress = PromptProgress(shown=self.progress, chunk=session.options.get("prefill_step_size", 2048))
+        typing = hidden_typing(active=self.interactive, marked=not dumb())
+        responses = contextlib.closing(session.ask(text, progress))
+        with StopOnInterrupt(session, progress.stopping), typing, progress, responses as answer:
+            for self._last in answer:
+                piece = printable(self._last.text)
+                self._line_ended = piece.endswith("\n") if piece else self._line_ended
+                click.echo(piece, nl=False)
+
+    def _close_turn(self, last: GenerationResponse) -> None:
+        turn, held = self.session.turn, self.session.cache.offset
+        self.totals.add(turn)
+        if not self.quiet:
+            line = footer(turn, last)
+            width = shutil.get_terminal_size().columns
+            faint(textwrap.fill(line, width) + "\n" if self.interactive else line)
+        limit = getattr(self.session.model.args, "max_position_embeddings", None)
+        if limit and held > limit >= turn.reused:
+            self._note(f"The conversation is past the {limit:,} tokens the model was made for; /reset begins anew.")
+
+    def _note(self, text: str) -> None:
+        """Something to know, on stderr."""
+        if not self.quiet:
+            faint(text, err=True)
+
+    def _complain(self, text: str) -> None:
+        click.echo(text, err=True)

@@ -1,0 +1,88 @@
+"""What stderr shows while a model is loaded and a prompt is read."""
+
+import contextlib
+import sys
+import threading
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from .terminal import dumb
+
+PATIENCE = 2.0  # seconds before a prompt of one chunk shows its progress
+NARROW = 40  # columns; a line broken in two would stay behind
+
+
+def shows_progress(*, quiet: bool) -> bool:
+    """Whether anybody would see it."""
+    return sys.stderr.isatty() and not quiet and not dumb()
+
+
+def loading(*, shown: bool) -> contextlib.AbstractContextManager:
+    """A spinner on stderr."""
+    return Console(stderr=True).status("Loading the model") if shown else contextlib.nullcontext()
+
+
+class PromptProgress:
+    """A bar on stderr while a prompt is read: at once where it takes several chunks, else after PATIENCE."""
+
+    def __init__(self, *, shown: bool, chunk: int):
+        self._shown, self._chunk = shown, chunk
+        self._lock = threading.Lock()
+        self._bar: Progress | None = None
+        self._timer: threading.Timer | None = None
+        self._count = (0, 0)
+        self._label = "Reading"
+
+    def __enter__(self) -> "PromptProgress":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._end()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Report tokens read so far, and how many there are to read."""
+        self._count = (done, total)
+        if done == total:
+            self._end()
+        elif not self._shown:
+            return
+        elif self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=done)
+        elif total > self._chunk:
+            self._start()
+        elif not self._timer:
+            self._timer = threading.Timer(PATIENCE, self._start)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stopping(self) -> None:
+        """Say that Ctrl-C was seen: the chunk under way is still read to its end."""
+        self._label = "(stopping)"
+        self._start()
+        with self._lock:
+            if self._bar:
+                self._bar.update(self._bar.task_ids[0], description=self._label)
+
+    def _start(self) -> None:
+        with self._lock:
+            done, total = self._count
+            if self._bar or not self._shown:
+                return
+            console = Console(stderr=True)
+            middle = [BarColumn(bar_width=12)] if console.width >= NARROW else []
+            columns = TextColumn("{task.description}"), *middle, MofNCompleteColumn()
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._bar.add_task(self._label, completed=done, total=total)
+            self._bar.start()
+
+    def _end(self) -> None:
+        """Remove the bar, for good."""
+        with self._lock:
+            self._shown = False
+            if self._timer:
+                self._timer.cancel()
+            if self._bar:
+                self._bar.stop()
+                self._bar = None
