@@ -28,6 +28,8 @@ class LinearKVCache:
     Implements mlx-lm's cache protocol; B = 1.
     """
 
+    window: int | None = None
+
     def __init__(self, start: int = 0):
         self.start = start
         self.offset: int | mx.array = 0

@@ -31,6 +31,7 @@ from .checkpoint import (
     trunk_header,
 )
 from .report import Report
+from .spec import MTPSpec
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Contents:
     depths: int
     source: str
     ignored: tuple[str, ...]
+    spec: MTPSpec
 
 
 def load(
@@ -49,6 +51,7 @@ def load(
     *,
     mtp: bool = True,
     mtp_path: str | Path | None = None,
+    mtp_overrides: dict[str, str] | None = None,
     revision: str | None = None,
     lazy: bool = False,
     tokenizer_config: dict[str, Any] | None = None,
@@ -58,13 +61,15 @@ def load(
 
     mtp: False neither loads nor allocates the heads.
     mtp_path: file or directory to take the heads from, instead of the checkpoint's own.
+    mtp_overrides: values of MTPSpec's topology, capture, feedback, fuse and head to use in place of the family's,
+        for an A/B of what only trained weights can settle.
     revision: branch, tag or commit on the hub.
     lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros.
     tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
     Raises ValueError, in one line, for a checkpoint that is damaged or of an unknown kind.
     """
     path = resolve(path_or_hf_repo, revision)
-    model = _load(path, mtp=mtp, mtp_path=mtp_path, lazy=lazy)
+    model = _load(path, mtp=mtp, mtp_path=mtp_path, mtp_overrides=mtp_overrides, lazy=lazy)
     if adapter_path is not None:
         if not (Path(adapter_path) / "adapter_config.json").exists():
             raise ValueError(f"adapter_path={adapter_path}: no adapter_config.json in it")
@@ -78,27 +83,36 @@ def load(
     return model, tokenizer
 
 
-def load_model(path: str | Path, *, mtp: bool = True, mtp_path: str | Path | None = None) -> Any:
+def load_model(
+    path: str | Path,
+    *,
+    mtp: bool = True,
+    mtp_path: str | Path | None = None,
+    mtp_overrides: dict[str, str] | None = None,
+) -> Any:
     """`load` for the model alone, from a local directory."""
-    return _load(resolve(path), mtp=mtp, mtp_path=mtp_path, lazy=False)
+    return _load(resolve(path), mtp=mtp, mtp_path=mtp_path, mtp_overrides=mtp_overrides, lazy=False)
 
 
-def _load(path: Path, *, mtp: bool, mtp_path: str | Path | None, lazy: bool) -> Any:
+def _load(
+    path: Path, *, mtp: bool, mtp_path: str | Path | None, mtp_overrides: dict[str, str] | None, lazy: bool
+) -> Any:
     config = read_config(path)
     port = _port(path, config["model_type"])
     args = _args(port, path, config)
     contents = _contents(port, path, args.num_hidden_layers, mtp, mtp_path)
+    spec = contents.spec.override(mtp_overrides or {})
     raw = _is_raw(port, contents.trunk)
     raw_heads = raw or (contents.depths > 0 and _is_raw(port, contents.heads))
 
     def build(args: Any) -> nn.Module:
         try:
-            model = port.Model(args, contents.depths)
+            model = port.Model(args, contents.depths, spec)
         except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError) as e:
             raise ValueError(f"{path}/config.json: the model cannot be built from it ({_line(e)})") from e
         _check_names(model, contents)
         shift = {"shift_trunk": raw, "shift_heads": raw_heads}
-        model.sanitize = partial(_sanitize, port, model, contents, shift)
+        model.sanitize = partial(_sanitize, model, contents, shift)
         model.load_weights = partial(_load_checked, model, contents, path)
         return model
 
@@ -118,6 +132,7 @@ def _load(path: Path, *, mtp: bool, mtp_path: str | Path | None, lazy: bool) -> 
     if not lazy:
         mx.eval(model.parameters())
         _check_heads(model, contents)
+        _tie(model)
     facts = _report(config, model, contents, raw_heads if contents.depths else raw, expanded)
     model.report = lambda: facts
     if mtp and not contents.depths:
@@ -146,12 +161,13 @@ def _contents(port: ModuleType, path: Path, layers: int, mtp: bool, mtp_path: st
     """Sort every tensor of the checkpoint; one that belongs nowhere is an error."""
     sidecars = sidecar_files(path, mtp_path) if mtp else []
     beside = read_header(sidecars)
+    spec = port.Model.SPEC
     trunk, heads, ignored = {}, {}, set()
     for name, tensor in trunk_header(path).items():
-        prefix = next((p for p in port.IGNORED if name.startswith(p)), None)
-        if prefix is not None:
-            ignored.add(f"{prefix}*")
-        elif name in beside or port.SPEC.locate(name, layers):
+        affix = next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
+        if affix is not None:
+            ignored.add(f"{affix}*" if name.startswith(affix) else f"*{affix}")
+        elif name in beside or spec.locate(name, layers):
             heads[name] = tensor
         else:
             trunk[name] = tensor
@@ -159,14 +175,16 @@ def _contents(port: ModuleType, path: Path, layers: int, mtp: bool, mtp_path: st
     if beside:
         heads, source = beside, ", ".join(_relative(file, path) for file in sidecars)
     for name, tensor in heads.items():
-        if port.SPEC.locate(name, layers) is None:
+        if spec.locate(name, layers) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
     if not mtp:
-        return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)))
-    depths = {port.SPEC.locate(name, layers)[0] for name in heads}
+        return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)), spec.resolve([]))
+    places: list[Any] = [spec.locate(name, layers) for name in heads]
+    depths = {depth for depth, _ in places}
     if missing := set(range(len(depths))) - depths:
         raise ValueError(f"{path}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}")
-    return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)))
+    spec = spec.resolve([path for _, path in places])
+    return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
 
 
 def _relative(file: Path, path: Path) -> str:
@@ -174,15 +192,16 @@ def _relative(file: Path, path: Path) -> str:
 
 
 def _is_raw(port: ModuleType, header: Header) -> bool:
-    """Whether a container stores norms as on the hub (weight - 1); decided once, for all its norms.
+    """Whether a container stores norms as the hub's zero-centred families do (weight - 1); decided once, for all.
 
     By names that only one of the two layouts has; else by the writer ("pt" is the hub's); else by the mean of
     the per-layer norms, which is near 0 or near 1 (single norms may lie anywhere).
     """
-    if any(re.search(port.RAW_NAME, name) for name in header):
-        return True
-    if any(re.search(port.CONVERTED_NAME, name) for name in header):
+    if port.Model.ZERO_CENTRED is None:
         return False
+    for pattern, raw in zip(port.Model.ZERO_CENTRED, (True, False), strict=True):
+        if any(re.search(pattern, name) for name in header):
+            return raw
     if any(tensor.format == "pt" for tensor in header.values()):
         return True
     norms = {n: t for n, t in header.items() if n.endswith("layernorm.weight") or n.endswith("_norm.weight")}
@@ -192,8 +211,9 @@ def _is_raw(port: ModuleType, header: Header) -> bool:
 
 def _check_names(model: Any, contents: Contents) -> None:
     """Raise for a trunk tensor that mlx-lm would drop in silence, such as a layer that config.json denies."""
+    modules = {path.rpartition(".")[0] for path in _arrays(model.parameters())}
     for name, tensor in contents.trunk.items():
-        if not model.renamed(name):
+        if not any(path.rpartition(".")[0] in modules for path in model.renamed(name)):
             layers = model.args.num_hidden_layers
             raise ValueError(
                 f"{tensor.file}: tensor {name} is not part of the model; "
@@ -201,11 +221,11 @@ def _check_names(model: Any, contents: Contents) -> None:
             )
 
 
-def _sanitize(port: ModuleType, model: Any, contents: Contents, shift: dict, weights: dict) -> dict:
+def _sanitize(model: Any, contents: Contents, shift: dict, weights: dict) -> dict:
     """What mlx-lm calls with all that it read: hand the port the trunk's and the heads' tensors."""
     trunk = {name: weights[name] for name in contents.trunk}
     heads = read_tensors(contents.heads) if contents.depths else {}
-    return port.sanitize(model, trunk, heads=heads, **shift)
+    return model.sanitized(trunk, heads, **shift)
 
 
 def _load_checked(
@@ -271,12 +291,24 @@ def _check_heads(model: Any, contents: Contents) -> None:
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
 
 
+def _tie(model: Any) -> None:
+    """Drop a head's own embedding or LM head where it only repeats the target's."""
+    for head in model.mtp:
+        for name, shared in (("head", model.language.get("lm_head")), ("embed_tokens", model.model.embed_tokens)):
+            if name in head and shared is not None and _equal(_arrays(head[name]), _arrays(shared)):
+                head.pop(name)
+
+
+def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[n].shape == b[n].shape and mx.array_equal(a[n], b[n]) for n in a)
+
+
 def _report(config: dict, model: Any, contents: Contents, shifted: bool, expanded: bool) -> Report:
     modules = dict(model.named_modules())
     heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
     target = {path: m for path, m in modules.items() if path not in heads}
     head_bytes = sum(a.nbytes for a in _arrays(model.get("mtp", [])).values())
-    own = [hasattr(head, "head") for head in model.mtp]
+    own = ["head" in head for head in model.mtp]
     return Report(
         family=config["model_type"],
         layers=model.args.num_hidden_layers,

@@ -215,6 +215,8 @@ def make_prompt_cache(
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
         if bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
+        if bits is not None and model.NO_KV_BITS:
+            raise ValueError(f"{name}={bits}: not with {model.NO_KV_BITS}; allowed is None")
         if bits is not None and model.args.head_dim % kv_group_size:
             raise ValueError(
                 f"kv_group_size={kv_group_size}: allowed are divisors of the head size {model.args.head_dim}"

@@ -22,7 +22,7 @@ ALLOWED = {
     "prompt_cache": {"cache"},
     "draft": {"prompt_cache"},
     "decode": {"accept", "draft", "prompt_cache", "sampling", "stats"},
-    "load": {"checkpoint", "report", "models"},
+    "load": {"checkpoint", "report", "models", "spec"},
     "generate": {"decode", "prompt_cache", "sampling", "stats"},
     "session": {"generate", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ..demo import demo_path
-from ..generate import GenerationResponse
+from ..generate import GenerationResponse, default_draft_tokens
 from ..load import resolve
 from ..session import ChatSession
 from .footer import Totals, footer, mtp_state
@@ -64,7 +64,7 @@ class Chat:
         self.session, self.name, self.progress, self.quiet = session, name, progress, quiet
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.read = Lines(editing=self.interactive, warn=self._complain)
-        self.drafts = session.num_draft_tokens or len(session.model.mtp)
+        self.drafts = session.num_draft_tokens or default_draft_tokens(session.model)
         self.totals = Totals()
         self._last: GenerationResponse | None = None
         self._line_ended = False
