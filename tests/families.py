@@ -20,6 +20,7 @@ class Family:
     config: dict
     trunk: Callable[[dict], Shapes]
     heads: Callable[[dict], Shapes]
+    zero_centred: bool = False
 
 
 def mlp(prefix: str, inner: int) -> Shapes:
@@ -252,7 +253,94 @@ def mimo_v2_heads(config: dict) -> Shapes:
     return shapes
 
 
+QWEN_TEXT = {
+    "hidden_size": H,
+    "vocab_size": V,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "mtp_num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "max_position_embeddings": 4096,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+QWEN = {"model_type": "qwen3_5", "text_config": {**QWEN_TEXT, "model_type": "qwen3_5_text"}}
+QWEN_MOE = {
+    "model_type": "qwen3_5_moe",
+    "text_config": {**QWEN_TEXT, **QWEN_EXPERTS, "model_type": "qwen3_5_moe_text"},
+}
+
+
+def qwen_ffn(prefix: str, config: dict) -> Shapes:
+    E, inner = config.get("num_experts", 0), config.get("moe_intermediate_size", 0)
+    if not E:
+        return mlp(prefix, config["intermediate_size"])
+    shapes: Shapes = {f"{prefix}.gate.weight": (E, H), f"{prefix}.shared_expert_gate.weight": (1, H)}
+    shapes |= {f"{prefix}.experts.gate_up_proj": (E, 2 * inner, H), f"{prefix}.experts.down_proj": (E, H, inner)}
+    return shapes | mlp(f"{prefix}.shared_expert", config["shared_expert_intermediate_size"])
+
+
+def qwen_attention(prefix: str, config: dict) -> Shapes:
+    shapes = gqa(prefix, 4, 2, 16, bias=False, qk_norm=True)
+    return shapes | {f"{prefix}.q_proj.weight": (2 * 4 * 16, H)}  # queries and gates
+
+
+def qwen_recurrent(prefix: str, config: dict) -> Shapes:
+    heads, D = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + heads * D
+    return {
+        f"{prefix}.in_proj_qkv.weight": (channels, H),
+        f"{prefix}.in_proj_z.weight": (heads * D, H),
+        f"{prefix}.in_proj_b.weight": (heads, H),
+        f"{prefix}.in_proj_a.weight": (heads, H),
+        f"{prefix}.conv1d.weight": (channels, 1, config["linear_conv_kernel_dim"]),
+        f"{prefix}.A_log": (heads,),
+        f"{prefix}.dt_bias": (heads,),
+        f"{prefix}.norm.weight": (D,),
+        f"{prefix}.out_proj.weight": (H, heads * D),
+    }
+
+
+def qwen_trunk(config: dict) -> Shapes:
+    text = config["text_config"]
+    shapes: Shapes = {}
+    for i in range(text["num_hidden_layers"]):
+        prefix = f"model.language_model.layers.{i}"
+        full = (i + 1) % text["full_attention_interval"] == 0
+        mixer = qwen_attention(f"{prefix}.self_attn", text) if full else qwen_recurrent(f"{prefix}.linear_attn", text)
+        shapes |= mixer | qwen_ffn(f"{prefix}.mlp", text) | layer_norms(prefix)
+    return shapes | {name.replace("model.", "model.language_model."): shape for name, shape in ends().items()}
+
+
+def qwen_heads(config: dict) -> Shapes:
+    prefix, text = "mtp.layers.0", config["text_config"]
+    shapes = qwen_attention(f"{prefix}.self_attn", text) | qwen_ffn(f"{prefix}.mlp", text) | layer_norms(prefix)
+    shapes |= {f"mtp.{n}.weight": (H,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    return shapes | {"mtp.fc.weight": (H, 2 * H)}
+
+
 FAMILIES = {
+    "qwen3_5": Family(QWEN, qwen_trunk, qwen_heads, zero_centred=True),
+    "qwen3_5_moe": Family(QWEN_MOE, qwen_trunk, qwen_heads, zero_centred=True),
     "glm4_moe": nextn_family(GLM, glm_layer, own=True),
     "glm4_moe_untied": nextn_family({**GLM, "use_qk_norm": False, "num_hidden_layers": 2}, glm_layer),
     "deepseek_v3": nextn_family(DEEPSEEK, mla_layer, own=True),
@@ -262,13 +350,21 @@ FAMILIES = {
 }
 
 
-def random_weights(shapes: Shapes, seed: int, scale: float = 0.25) -> dict[str, mx.array]:
-    """Norms near one, correction biases positive as in the released checkpoints, everything else normal."""
+def random_weights(
+    shapes: Shapes, seed: int, *, zero_centred: bool = False, scale: float = 0.25
+) -> dict[str, mx.array]:
+    """Norms near one (stored near zero if `zero_centred`, but for the recurrent layers' own), all else normal.
+
+    Correction biases are positive, as in the released checkpoints.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> mx.array:
         values = rng.standard_normal(shape)
-        values = 1 + 0.1 * values if name.endswith("norm.weight") else scale * values
+        if "norm" in name:
+            values = 0.1 * values + (not zero_centred or name.endswith("linear_attn.norm.weight"))
+        else:
+            values = scale * values
         values = np.abs(values) if name.endswith("correction_bias") else values
         return mx.array(values.astype(np.float32))
 
@@ -279,8 +375,8 @@ def build(name: str, path: Path, seed: int = 0, **changes):
     """(checkpoint directory, its tensors, mlx-lm's plain model of the trunk)."""
     family = FAMILIES[name]
     config = {**family.config, **changes}
-    trunk = random_weights(family.trunk(config), seed)
-    weights = trunk | random_weights(family.heads(config), seed + 1000)
+    trunk = random_weights(family.trunk(config), seed, zero_centred=family.zero_centred)
+    weights = trunk | random_weights(family.heads(config), seed + 1000, zero_centred=family.zero_centred)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     plain = module.Model(module.ModelArgs.from_dict(config))
     plain.load_weights(list(plain.sanitize(dict(trunk)).items()))

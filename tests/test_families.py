@@ -90,3 +90,25 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
             assert drafts.tolist() == drafts_from_scratch(model, plain, text[: offset.item() + 1], k)
             checked += 1
     assert checked > 5
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_stop_anywhere_save_and_continue(family, tmp_path, stop, k):
+    """A cache left in the middle of an accepted run, and its copy from a file, go on as if decoded one by one."""
+    model, plain = family
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    expected = tiny.greedy(plain, prompt, 30)
+    cache = mlx_mtp.make_prompt_cache(model)
+    steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=30)
+    text = [token for _, (token, _, _) in zip(range(stop), steps, strict=False)]
+    steps.close()
+    assert text == expected[:stop]
+    assert cache.tokens == prompt + text[:-1]
+    mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
+    copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
+    snapshot = cache.snapshot()
+    for kept in (cache, copy):
+        assert ours(model, text[-1:], 30 - stop, 2, prompt_cache=kept)[0] == expected[stop:]
+    cache.rewind(snapshot)
+    assert ours(model, text[-1:], 30 - stop, 3, prompt_cache=cache)[0] == expected[stop:]

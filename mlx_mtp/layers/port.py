@@ -96,7 +96,8 @@ class Port:
     def no_hidden(self) -> mx.array:
         return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)
 
-    def windows(self) -> list[int | None]:
+    def windows(self) -> list[int | str | None]:
+        """Per layer an attention window, None for full attention, or "recurrent"."""
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[int | None]:
@@ -106,6 +107,8 @@ class Port:
         """The parameter paths that checkpoint tensor `name` becomes; empty where it is dropped."""
         head = self.spec.locate(name, self.args.num_hidden_layers)
         names = [name if head is None else f"mtp.{head[0]}.{head[1]}"]
+        if head is None and name.endswith("lm_head.weight") and getattr(self.args, "tie_word_embeddings", False):
+            names = [name.replace("lm_head", "model.embed_tokens")]
         for pattern, replacements in self.RENAMED:
             names = list(dict.fromkeys(re.sub(pattern, new, n) for n in names for new in replacements))
         return names
@@ -117,6 +120,10 @@ class Port:
         assert not (shift_trunk | shift_heads)
         return self.BASE.sanitize(self, trunk) | self.sanitized_heads(heads)
 
+    def one_layer(self) -> Any:
+        """What BASE.sanitize sees as `self` when it is given a single layer."""
+        return SimpleNamespace(args=replace(self.args, num_hidden_layers=1))
+
     def sanitized_heads(self, heads: dict[str, mx.array]) -> dict[str, mx.array]:
         """mlx-lm's sanitizing (experts, fp8, MLA) of a one-layer model, applied to each depth."""
         depths: dict[int, dict[str, mx.array]] = {}
@@ -124,10 +131,11 @@ class Port:
             depth, path = self.spec.locate(name, self.args.num_hidden_layers)  # type: ignore[misc]
             inside = path.removeprefix("block.")
             depths.setdefault(depth, {})[(OUTSIDE if inside == path else INSIDE) + inside] = w
-        one_layer: Any = SimpleNamespace(args=replace(self.args, num_hidden_layers=1))
+        one_layer = self.one_layer()
         parameters = {}
         for depth, tensors in depths.items():
             for name, w in self.BASE.sanitize(one_layer, tensors).items():
+                name = name[name.index(INSIDE) :]  # a wrapper's sanitizing puts its own prefix in front
                 path = name[len(OUTSIDE) :] if name.startswith(OUTSIDE) else "block." + name[len(INSIDE) :]
                 parameters[f"mtp.{depth}.{path}"] = w
         return parameters

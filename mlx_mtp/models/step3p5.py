@@ -63,7 +63,7 @@ class Model(Port, step3p5.Model):
         norm = partial(step3p5.ZeroCenteredRMSNorm, eps=args.rms_norm_eps)
         self.add_heads(spec, layers, norm, args.hidden_size)
 
-    def windows(self) -> list[int | None]:
+    def windows(self) -> list[int | str | None]:
         return [self.args.sliding_window if layer.is_sliding else None for layer in self.layers]
 
     def head_windows(self) -> list[int | None]:
