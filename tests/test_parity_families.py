@@ -147,3 +147,27 @@ def test_mimo_v2_flash(tmp_path, cuts):
         output = head(model.embed(mx.array(tokens[1 + depth :])[None], depth), model.capture(rows)[:, :slots], kv)
         _, logits = theirs.head(expected[:, :slots], tokens[1 + depth :], depth)
         assert_close(model.draft_logits(depth, output)[0], logits)
+
+
+@pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17]])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_qwen(tmp_path, name, cuts):
+    """transformers reads the text model's own layout: no `language_model`, its head a layer after the last."""
+    path, weights, _ = families.build(name, tmp_path / "ours")
+    text = families.FAMILIES[name].config["text_config"]
+    names = {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head.norm",
+    }
+    renamed = {}
+    for tensor, w in weights.items():
+        own = tensor.removeprefix("mtp.").removeprefix("layers.0.")
+        module, _, rest = own.partition(".")
+        own = own if tensor.startswith("mtp.layers") else f"{names.get(module)}.{rest}"
+        head = f"model.layers.{text['num_hidden_layers']}.{own}"
+        renamed[head if tensor.startswith("mtp.") else tensor.replace("language_model.", "")] = w
+    tiny.save(tmp_path / "torch", text, renamed)
+    theirs = TorchFamily(tmp_path / "torch", mlp="sparse" if "num_experts" in text else "dense")
+    assert_recycled_drafts(mlx_mtp.load_model(path), theirs, cuts)
