@@ -29,6 +29,7 @@ import mlx_mtp
 from mlx_mtp.demo import demo_path
 
 HERE = Path(__file__).parent
+REPETITIVE = 40  # distinct 8-grams per 100 tokens, below which a text repeats itself
 
 
 def read_prompts(tokenizer, file: Path) -> list[tuple[str, list[int]]]:
@@ -81,7 +82,7 @@ def timed(tokens: Iterator[int]) -> tuple[list[int], float]:
 
 
 def distinct_8grams(text: list[int]) -> float:
-    """Distinct 8-grams per 100 tokens; below 40 the text repeats itself."""
+    """Distinct 8-grams per 100 tokens."""
     grams = {tuple(text[i : i + 8]) for i in range(len(text) - 7)}
     return 100 * len(grams) / max(1, len(text) - 7)
 
@@ -129,8 +130,9 @@ def print_tables(seconds: dict, texts: list, prompts: list, stats: dict) -> None
         )
     console.print(table)
     table = Table("category", "tokens", "8-grams", *(f"{name} vs k=0" for name in total if name != "k=0"))
-    for category in dict.fromkeys(category for category, _ in prompts):
-        chosen = [i for i in everything if prompts[i][0] == category]
+    groups = {category: [i for i in everything if prompts[i][0] == category] for category, _ in prompts}
+    groups["all but repetitive"] = [i for i in everything if distinct_8grams(texts[i]) >= REPETITIVE]
+    for category, chosen in groups.items():
         part = speeds(seconds, texts, chosen)
         row = [category, str(sum(len(texts[i]) for i in chosen))]
         row.append(f"{statistics.mean(distinct_8grams(texts[i]) for i in chosen):.0f}")

@@ -4,7 +4,7 @@ import hashlib
 import random
 from dataclasses import dataclass
 
-from .library import FAMOUS_NAMES, Doc, code_pieces, known_docs, source_docs, source_files, without_docstrings
+from .library import FAMOUS_NAMES, Doc, code_pieces, known_docs, source_docs, source_files, with_summaries
 
 HELD_OUT_MODULES = {"calendar", "shlex", "sched", "graphlib", "fractions", "zipapp", "cmd", "colorsys"}
 QUESTIONS = (
@@ -25,8 +25,8 @@ SYSTEM_PROMPT = "You are a helpful assistant."
 @dataclass(frozen=True)
 class Phase:
     """Data of one phase: docstrings known by heart so many times, one in so many of the other docstrings and of
-    the code (or, if `functions_only`, of its short top-level functions). It lasts `share` parts of the steps;
-    `rate` multiplies the schedule's learning rate."""
+    the code (or, if `functions_only`, of its short top-level functions); if `self_written`, also what the trunk
+    itself writes. It lasts `share` parts of the steps; `rate` multiplies the schedule's learning rate."""
 
     share: int
     famous: int
@@ -34,13 +34,17 @@ class Phase:
     others_one_in: int
     code_one_in: int
     functions_only: bool = False
+    self_written: bool = False
     rate: float = 1.0
 
 
 PHASES = (
     Phase(share=12, famous=16, known=2, others_one_in=2, code_one_in=6),
     Phase(share=5, famous=6, known=1, others_one_in=4, code_one_in=2),
-    Phase(share=7, famous=6, known=1, others_one_in=4, code_one_in=1, functions_only=True, rate=3.0),
+    Phase(share=7, famous=6, known=1, others_one_in=4, code_one_in=1, functions_only=True, rate=1.5),
+    Phase(
+        share=6, famous=6, known=1, others_one_in=4, code_one_in=1, functions_only=True, self_written=True, rate=4.0
+    ),
 )
 LONGEST_FUNCTION = 1200
 
@@ -70,9 +74,9 @@ def load_corpus() -> dict[str, list]:
     }
     for module, source in files:
         if module in HELD_OUT_MODULES:
-            corpus["held_code"] += code_pieces(source)
+            corpus["held_code"] += code_pieces(with_summaries(source, set()))
         else:
-            corpus["code"] += code_pieces(without_docstrings(source, held_texts))
+            corpus["code"] += code_pieces(with_summaries(source, held_texts))
     return corpus
 
 

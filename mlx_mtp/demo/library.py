@@ -135,14 +135,23 @@ def code_pieces(source: str) -> list[str]:
     return [p + "\n" for p in pieces if len(p) > 60]
 
 
-def without_docstrings(source: str, texts: set[str]) -> str:
-    """The source minus the docstrings with these texts, so that code does not teach what chats withhold."""
+def with_summaries(source: str, withheld: set[str]) -> str:
+    """The source with every docstring cut to its first line, so that a body soon follows its head.
+
+    Those whose first line is no sentence go altogether, and those whose text is withheld: code does not teach what
+    chats withhold.
+    """
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+        documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
+        doc = ast.get_docstring(node) if documented else None
+        if not doc or node.body[0].lineno == getattr(node, "lineno", 0):  # none, or on the line of the head
             continue
-        if clean(ast.get_docstring(node)) in texts:
-            first, last = node.body[0].lineno - 1, node.body[0].end_lineno
-            stub = [] if len(node.body) > 1 else [" " * node.body[0].col_offset + "pass\n"]
-            lines[first:last] = (stub + [""] * (last - first))[: last - first]
+        statement = node.body[0]
+        indent, summary = " " * statement.col_offset, doc.strip().partition("\n")[0]
+        short = f'{indent}"""{summary}"""\n'
+        if clean(doc) in withheld or "\\" in summary or not summary.endswith("."):
+            short = "" if len(node.body) > 1 else f"{indent}pass\n"
+        first, last = statement.lineno - 1, statement.end_lineno
+        lines[first:last] = [short] + [""] * (last - first - 1)  # the other nodes' line numbers stay valid
     return "".join(lines)

@@ -1,4 +1,4 @@
-"""The demo network: mlx-lm's Step-3.5 trunk, chained MTP depths with own heads, and the joint loss."""
+"""The demo network: mlx-lm's Step-3.5 trunk, chained MTP depths with own heads, and the losses of both."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,8 @@ from mlx_lm.models.step3p5 import ModelArgs, Step3p5DecoderLayer, Step3p5Model
 from .fast_math import cross_entropy
 from .layers import attention, decoder_layer, expert_weights
 
-RESIDUAL_SCALE, HEAD_SCALE = (
-    0.2,
-    0.1,
-)  # of the initial weights that write to the residual stream and to the logits
+RESIDUAL_SCALE, HEAD_SCALE = 0.2, 0.1  # of the initial weights that write to the residual stream, to the logits
+MTP_WEIGHT = 0.3  # of the depths' losses while the trunk learns the language
 
 
 class MTPDepth(nn.Module):
@@ -95,15 +93,28 @@ def build(args: ModelArgs, seed: int, depths: int) -> DemoModel:
     return model
 
 
-def joint_loss(model: DemoModel, tokens: mx.array, mtp_weight: float) -> tuple[mx.array, mx.array]:
-    """(main + mtp_weight * depths' sum, mean losses [1 + depths] in nats); depths see half of the rows."""
+def joint_loss(model: DemoModel, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    """(main + MTP_WEIGHT * depths' sum, mean losses [1 + depths] in nats); depths see half of the rows."""
     slots = tokens.shape[1] - len(model.mtp) - 1
     losses = []
     for i, logits in enumerate(model.all_logits(tokens, mtp_rows=(len(tokens) + 1) // 2)):
         targets = tokens[: len(logits), 1 + i : 1 + i + slots].reshape(-1)
         losses.append(cross_entropy(logits.reshape(-1, logits.shape[-1]), targets).mean())
     losses = mx.stack(losses)
-    return losses[0] + mtp_weight * losses[1:].sum(), losses
+    return losses[0] + MTP_WEIGHT * losses[1:].sum(), losses
+
+
+def foresight_loss(model: DemoModel, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    """(main + depths' sum, mean losses [1 + depths] in nats); the depths' targets are the trunk's own choices."""
+    slots = tokens.shape[1] - len(model.mtp) - 1
+    trunk, *depths = model.all_logits(tokens)
+    choice = mx.stop_gradient(trunk.argmax(axis=-1))
+    losses = [cross_entropy(trunk.reshape(-1, trunk.shape[-1]), tokens[:, 1 : 1 + slots].reshape(-1)).mean()]
+    for k, logits in enumerate(depths):
+        logits = logits[:, : slots - 1 - k]  # the slots whose choice for p+2+k lies within the row
+        losses.append(cross_entropy(logits.reshape(-1, logits.shape[-1]), choice[:, 1 + k :].reshape(-1)).mean())
+    losses = mx.stack(losses)
+    return losses.sum(), losses
 
 
 def router_choices(model: DemoModel, tokens: mx.array) -> Iterator[tuple[nn.Module, mx.array]]:

@@ -1,13 +1,14 @@
 """The training step: data parallel over CPU streams, clipped AdamW, a balanced router."""
 
 import math
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
-from .network import DemoModel, joint_loss, router_choices
+from .network import DemoModel, router_choices
 
 STREAMS = 2  # one per core: MLX's CPU runs everything but BLAS on one thread
 GRADIENT_NORM = 1.0
@@ -24,23 +25,23 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 class Trainer:
-    """Model, optimizer and streams of one phase; in a later phase the fresh optimizer warms up again."""
+    """Model, loss, optimizer and streams of one phase; in a later phase the fresh optimizer warms up again."""
 
-    def __init__(self, model: DemoModel, *, first: int, steps: int, peak: float, mtp_weight: float):
-        self.model, self.first, self.steps, self.peak, self.mtp_weight = model, first, steps, peak, mtp_weight
+    def __init__(self, model: DemoModel, loss: Callable, *, first: int, steps: int, peak: float):
+        self.model, self.first, self.steps, self.peak = model, first, steps, peak
         self.adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True)
         for layer in model.model.layers:
             if layer.is_moe_layer:
                 layer.mlp.gate.freeze(keys=["router_bias"], recurse=False)
         self.streams = [mx.new_stream(mx.cpu) for _ in range(STREAMS)]
-        self.gradient = nn.value_and_grad(model, joint_loss)
+        self.gradient = nn.value_and_grad(model, loss)
 
     def step(self, index: int, tokens: mx.array) -> mx.array:
         """One update on tokens [B, L + depths + 1]; returns the mean losses [1 + depths] before it."""
         shares = []
         for stream, rows in zip(self.streams, mx.split(tokens, STREAMS), strict=True):
             with mx.stream(stream):
-                shares.append(self.gradient(self.model, rows, self.mtp_weight))
+                shares.append(self.gradient(self.model, rows))
         mx.eval(shares)
         gradients = tree_map(lambda *g: sum(g) / STREAMS, *(g for _, g in shares))
         gradients, _ = optimizers.clip_grad_norm(gradients, GRADIENT_NORM)

@@ -1,4 +1,4 @@
-"""Train the demo model: python -m mlx_mtp.demo.train --out DIR.
+"""Train the demo model: python -m mlx_mtp.demo.train [--out DIR].
 
 Several times faster on Linux with OpenBLAS preloaded, OPENBLAS_NUM_THREADS=1 and MLX_BFS_MAX_WIDTH=100000
 (the two halves of a batch then run side by side), and MALLOC_ARENA_MAX=1, MALLOC_MMAP_MAX_=0 and
@@ -19,26 +19,31 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.step3p5 import ModelArgs
 from tokenizers import Tokenizer
 
-from . import checkpoint
+from . import checkpoint, self_written
 from .card import MAX_SAMPLE_TOKENS, Run, model_card
 from .config import DEPTHS, demo_config
 from .data import PHASES, Phase, epoch, load_corpus
 from .evaluate import FIRST_PROMPTS, distinct_share, evaluate, greedy_samples, held_out_prompts
-from .network import DemoModel, build
+from .network import DemoModel, build, foresight_loss, joint_loss
 from .optimize import Trainer
 from .tokenizer import as_text, save_tokenizer, train_tokenizer
 
 ROWS, SLOTS = 8, 256
-PEAK_LEARNING_RATE, MTP_WEIGHT = 2e-3, 0.3
+PEAK_LEARNING_RATE = 2e-3
+PROMPTS_PER_STEP = 2  # of the whole run; each makes some 90 tokens of self-written text
 LOG_EVERY, SAVE_EVERY = 10, 100
 
 
-def token_stream(corpus: dict[str, list], tokenizer: Tokenizer, seed: int, phase: Phase) -> Iterator[int]:
-    """Token ids of one epoch after another, each shuffled and phrased anew."""
+def token_stream(
+    corpus: dict[str, list], tokenizer: Tokenizer, seed: int, phase: Phase, written: list[list[int]]
+) -> Iterator[int]:
+    """Token ids of one epoch after another, each shuffled and phrased anew, with the documents in `written`."""
     rng = random.Random(seed)
     while True:
-        for encoding in tokenizer.encode_batch([as_text(document) for document in epoch(corpus, rng, phase)]):
-            yield from encoding.ids
+        texts = [as_text(document) for document in epoch(corpus, rng, phase)]
+        documents = [*(encoding.ids for encoding in tokenizer.encode_batch(texts)), *written]
+        rng.shuffle(documents)
+        yield from itertools.chain.from_iterable(documents)
 
 
 def batches(stream: Iterator[int], rows: int = ROWS, slots: int = SLOTS) -> Iterator[mx.array]:
@@ -69,10 +74,11 @@ def train(
     first: int,
     last: int,
     steps: int,
-    rate: float,
+    phase: Phase,
 ) -> list[float]:
     """Steps first..last of a schedule of `steps`, saving now and then; returns losses [1 + DEPTHS]."""
-    trainer = Trainer(model, first=first, steps=steps, peak=rate * PEAK_LEARNING_RATE, mtp_weight=MTP_WEIGHT)
+    loss = foresight_loss if phase.self_written else joint_loss
+    trainer = Trainer(model, loss, first=first, steps=steps, peak=phase.rate * PEAK_LEARNING_RATE)
     start, recent = time.perf_counter(), []
     for step, tokens in enumerate(itertools.islice(data, last - first), start=first + 1):
         recent = [*recent[1 - LOG_EVERY :], trainer.step(step - 1, tokens)]
@@ -86,8 +92,8 @@ def train(
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory of the checkpoint.")
-@click.option("--steps", default=2400, show_default=True, help="Updates; the schedule ends with the last one.")
+@click.option("--out", type=click.Path(path_type=Path), default="mlx-mtp-demo", show_default=True)
+@click.option("--steps", default=3000, show_default=True, help="Updates; the schedule ends with the last one.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights and of the data's order.")
 def main(out: Path, steps: int, seed: int) -> None:
     """Train the demo model on the standard library of this Python and write a Step-3.5 checkpoint to OUT."""
@@ -103,8 +109,11 @@ def main(out: Path, steps: int, seed: int) -> None:
     shares = list(itertools.accumulate((phase.share for phase in PHASES), initial=0))
     bounds = [steps * share // shares[-1] for share in shares]
     for i, (phase, (first, last)) in enumerate(zip(PHASES, itertools.pairwise(bounds), strict=True)):
-        data = batches(token_stream(corpus, tokenizer, seed + i, phase))
-        losses = train(model, data, out, config=config, first=first, last=last, steps=steps, rate=phase.rate)
+        written = []
+        if phase.self_written:
+            written = self_written.write(out, tokenizer, corpus, seed=seed, count=steps * PROMPTS_PER_STEP)
+        data = batches(token_stream(corpus, tokenizer, seed + i, phase, written))
+        losses = train(model, data, out, config=config, first=first, last=last, steps=steps, phase=phase)
         model = checkpoint.load(out)  # in bf16: each phase, and the evaluation, starts from what is stored
     minutes = (time.perf_counter() - start) / 60
     parameters = sum(value.size for _, value in tree_flatten(model.parameters()))
