@@ -33,6 +33,8 @@ from .checkpoint import (
 from .report import Report
 from .spec import MTPSpec
 
+DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config.json's number of heads
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -304,7 +306,7 @@ def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _report(config: dict, model: Any, contents: Contents, shifted: bool, expanded: bool) -> Report:
-    modules = dict(model.named_modules())
+    modules, text = dict(model.named_modules()), config | config.get("text_config", {})
     heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
     target = {path: m for path, m in modules.items() if path not in heads}
     head_bytes = sum(a.nbytes for a in _arrays(model.get("mtp", [])).values())
@@ -315,7 +317,7 @@ def _report(config: dict, model: Any, contents: Contents, shifted: bool, expande
         target_bytes=sum(a.nbytes for a in _arrays(model.parameters()).values()) - head_bytes,
         target_quantization=_quantization(target),
         heads=contents.depths,
-        declared=(config | config.get("text_config", {})).get("num_nextn_predict_layers"),
+        declared=next((text[name] for name in DECLARED if name in text), None),
         head_bytes=head_bytes,
         head_quantization=_quantization(heads),
         source=contents.source,

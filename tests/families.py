@@ -338,7 +338,45 @@ def qwen_heads(config: dict) -> Shapes:
     return shapes | {"mtp.fc.weight": (H, 2 * H)}
 
 
+def next_ffn(prefix: str, config: dict) -> Shapes:
+    shapes: Shapes = {f"{prefix}.gate.weight": (4, H), f"{prefix}.shared_expert_gate.weight": (1, H)}
+    for e in range(4):
+        shapes |= mlp(f"{prefix}.experts.{e}", config["moe_intermediate_size"])
+    return shapes | mlp(f"{prefix}.shared_expert", config["shared_expert_intermediate_size"])
+
+
+def next_trunk(config: dict) -> Shapes:
+    shapes = ends()
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}"
+        mixer = qwen_attention(f"{prefix}.self_attn", config)
+        if (i + 1) % config["full_attention_interval"]:
+            mixer = qwen_recurrent(f"{prefix}.linear_attn", config)
+            rows = {n: mixer.pop(f"{prefix}.linear_attn.in_proj_{n}.weight")[0] for n in ("qkv", "z", "b", "a")}
+            mixer[f"{prefix}.linear_attn.in_proj_qkvz.weight"] = (rows["qkv"] + rows["z"], H)
+            mixer[f"{prefix}.linear_attn.in_proj_ba.weight"] = (rows["b"] + rows["a"], H)
+        shapes |= mixer | next_ffn(f"{prefix}.mlp", config) | layer_norms(prefix)
+    return shapes
+
+
+def next_heads(config: dict) -> Shapes:
+    prefix = "mtp.layers.0"
+    shapes = qwen_attention(f"{prefix}.self_attn", config) | next_ffn(f"{prefix}.mlp", config) | layer_norms(prefix)
+    shapes |= {f"mtp.{n}.weight": (H,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    return shapes | {"mtp.fc.weight": (H, 2 * H)}
+
+
+NEXT = {
+    **QWEN_TEXT,
+    **QWEN_EXPERTS,
+    "model_type": "qwen3_next",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+}
 FAMILIES = {
+    "qwen3_next": Family(NEXT, next_trunk, next_heads, zero_centred=True),
     "qwen3_5": Family(QWEN, qwen_trunk, qwen_heads, zero_centred=True),
     "qwen3_5_moe": Family(QWEN_MOE, qwen_trunk, qwen_heads, zero_centred=True),
     "glm4_moe": nextn_family(GLM, glm_layer, own=True),

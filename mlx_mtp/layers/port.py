@@ -116,9 +116,15 @@ class Port:
     def sanitized(
         self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
     ) -> dict[str, mx.array]:
-        """Checkpoint tensors -> parameters. The shifts are for families whose norms are stored zero-centred."""
-        assert not (shift_trunk | shift_heads)
-        return self.BASE.sanitize(self, trunk) | self.sanitized_heads(heads)
+        """Checkpoint tensors -> parameters. Where norms are stored zero-centred, mlx-lm shifts the trunk's by +1 and
+        perhaps some of the heads'; the others of a head are shifted here.
+        """
+        parameters = self.sanitized_heads(heads)
+        if shift_heads:
+            stored = {id(w) for w in heads.values()}
+            for path, w in parameters.items():
+                parameters[path] = w + 1 if path.endswith("norm.weight") and id(w) in stored else w
+        return self.BASE.sanitize(self, trunk) | parameters
 
     def one_layer(self) -> Any:
         """What BASE.sanitize sees as `self` when it is given a single layer."""

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
@@ -100,12 +99,3 @@ class Model(Port, qwen3_5.Model):
         inner = SimpleNamespace(args=text)
         inner.sanitize = partial(qwen3_5.TextModel.sanitize, inner)
         return SimpleNamespace(language_model=inner)
-
-    def sanitized(
-        self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
-    ) -> dict[str, mx.array]:
-        """mlx-lm shifts the trunk's norms by what it sees of the convolutions; the head's are shifted here."""
-        own = self.sanitized_heads(heads)
-        if shift_heads:
-            own = {path: w + 1 if path.endswith("norm.weight") else w for path, w in own.items()}
-        return self.BASE.sanitize(self, trunk) | own
