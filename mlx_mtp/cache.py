@@ -6,6 +6,7 @@ from positions, and only `limit`, a host-side upper bound of the offset, decides
 """
 
 import copy
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -284,7 +285,9 @@ class QuantizedSlidingKVCache(_Quantized, SlidingKVCache):
         self.group_size, self.bits = group_size, bits
 
 
-def make_cache(window: int | str | Ring | None, *, start: int = 0, bits: int | None = None, group_size: int = 64):
+def make_cache(
+    window: int | str | Ring | None, *, start: int = 0, bits: int | None = None, group_size: int = 64
+) -> Any:
     """The cache for one layer: a state, or keys and values: a ring where there is a window, quantized with `bits`."""
     if window == RecurrentCache.window:
         return RecurrentCache()
@@ -298,6 +301,6 @@ def make_cache(window: int | str | Ring | None, *, start: int = 0, bits: int | N
 
 def make_caches(windows: list[int | str | None], *, starts: list[int], **quantization) -> list:
     """One cache per layer; layers of the same window share one Ring."""
-    rings = {window: Ring(window) for window in windows if isinstance(window, int)}
+    rings: dict[Any, Ring] = {window: Ring(window) for window in windows if isinstance(window, int)}
     pairs = zip(windows, starts, strict=True)
     return [make_cache(rings.get(window, window), start=start, **quantization) for window, start in pairs]

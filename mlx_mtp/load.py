@@ -173,6 +173,7 @@ def _contents(port: ModuleType, path: Path, layers: int, mtp: bool, mtp_path: st
             heads[name] = tensor
         else:
             trunk[name] = tensor
+    _check_experts(path, trunk | heads)
     source = "in the model's shards"
     if beside:
         heads, source = beside, ", ".join(_relative(file, path) for file in sidecars)
@@ -187,6 +188,18 @@ def _contents(port: ModuleType, path: Path, layers: int, mtp: bool, mtp_path: st
         raise ValueError(f"{path}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}")
     spec = spec.resolve([path for _, path in places])
     return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
+
+
+def _check_experts(path: Path, header: Header) -> None:
+    """Raise where numbered experts have gaps, which stacking them would report under another name."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for name in header:
+        if match := re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name):
+            numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    count = max((max(found) + 1 for found in numbers.values()), default=0)
+    for (before, after), found in numbers.items():
+        if missing := set(range(count)) - found:
+            raise ValueError(f"{path}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
 
 
 def _relative(file: Path, path: Path) -> str:
@@ -270,7 +283,21 @@ def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[st
                     numbers = (int(number.search(n)[1]) for n in (raw, known, name))  # type: ignore[index]
                     layer = next(numbers) - next(numbers) + next(numbers)
                     return files.pop() if len(files) == 1 else str(path), number.sub(f".{layer}.", raw, count=1)
+    if name.startswith("mtp."):
+        return _expected_in_head(model, contents, path, name)
     return str(path), name
+
+
+def _expected_in_head(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
+    """The same for a head's parameter that no other layer has: by the family's own names."""
+    inside = name.split(".", 2)[2]
+    for new, old in ((".switch_mlp.", ".experts.*."), (".embed_q.", ".kv_b_proj."), (".unembed_out.", ".kv_b_proj.")):
+        inside = inside.replace(new, old)
+    prefix = re.match(model.spec.prefix, next(iter(contents.heads)))
+    files = {str(tensor.file) for tensor in contents.heads.values()}
+    return (
+        files.pop() if len(files) == 1 else str(path)
+    ), f"{prefix[0] if prefix else ''}{model.spec.stored(inside)}"
 
 
 def _expand_experts(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ and the number of accepted rows stays on the device.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
@@ -26,7 +27,7 @@ class RecurrentCache:
     def __init__(self):
         self.offset: int | mx.array = 0
         self.limit = 0
-        self.parts: tuple[mx.array, ...] = ()
+        self.parts: tuple[Any, ...] = ()
 
     def convolved(self, rows: mx.array, taps: int) -> mx.array:
         """The input of a causal convolution of `taps` taps over new rows [1, S, C]: [1, taps-1+S, C]."""
@@ -40,9 +41,11 @@ class RecurrentCache:
 
     def state(self, replay: Replay) -> mx.array | None:
         """The state at `offset`, None at the start; `replay(state, mask [1, T], *tape)` applies the masked rows."""
-        if len(self.parts) <= 3:
-            return self.parts[1] if self.parts else None
+        if not self.parts:
+            return None
         _, state, _, *tape = self.parts
+        if not tape:
+            return state
         return replay(state, mx.arange(tape[0].shape[1])[None] < self._accepted(), *tape)
 
     def _accepted(self) -> mx.array:

@@ -20,7 +20,7 @@ class MTPSpec:
     embedding: each depth's embedding, likewise.
     prefix:   regex of what comes before a head tensor's own name; its group, if any, is the depth's number,
     numbered: counted from the target's number of layers ("trunk") or from "zero".
-    tensors:  regex over a tensor's own name -> module path inside the head; first match wins.
+    tensors:  (module's name in the checkpoint, its path inside the head).
     """
 
     topology: Literal["chain", "target_each", "recycle"]
@@ -42,10 +42,17 @@ class MTPSpec:
         depth -= num_hidden_layers if self.numbered == "trunk" else 0
         if depth < 0:
             return None
-        for pattern, replacement in self.tensors:
-            path, hits = re.subn(rf"^{pattern}", replacement, name[match.end() :])
-            if hits:
-                return depth, path
+        own = name[match.end() :]
+        for stored, path in self.tensors:
+            if own.startswith(f"{stored}."):
+                return depth, path + own[len(stored) :]
+        return None
+
+    def stored(self, path: str) -> str | None:
+        """A checkpoint's own name, without prefix, of the tensor at `path` inside a head."""
+        for stored, inside in self.tensors:
+            if path.startswith(f"{inside}."):
+                return stored + path[len(inside) :]
         return None
 
     def resolve(self, paths: Collection[str]) -> "MTPSpec":

@@ -13,15 +13,18 @@ from ..spec import MTPSpec
 from .mtp_head import MTPHead
 
 # A head's tensors as DeepSeek and its followers name them.
+BLOCK_TENSORS = tuple((n, f"block.{n}") for n in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
 NEXTN_TENSORS = (
-    (r"(enorm|hnorm|eh_proj|embed_tokens)\.", r"\1."),
-    (r"shared_head\.(norm|head)\.", r"\1."),
-    (r"(self_attn|mlp|input_layernorm|post_attention_layernorm)\.", r"block.\1."),
+    *((n, n) for n in ("enorm", "hnorm", "eh_proj", "embed_tokens")),
+    ("shared_head.norm", "norm"),
+    ("shared_head.head", "head"),
+    *BLOCK_TENSORS,
 )
-# Regex in a tensor's name -> the names of what mlx-lm's sanitizing makes of it.
-NUMBERED_EXPERTS = (r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",))
-MLA_KV_B = (r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."))
-SCALED_FP8 = (r"\.weight_scale_inv$", (".weight",))
+# (regex in a tensor's name, what mlx-lm's sanitizing makes of it): mlx-lm stacks, splits and dequantizes.
+Renaming = tuple[str, tuple[str, ...]]
+NUMBERED_EXPERTS: Renaming = (r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",))
+MLA_KV_B: Renaming = (r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."))
+SCALED_FP8: Renaming = (r"\.weight_scale_inv$", (".weight",))
 MAX_RECYCLED = 15  # drafts that one recycled head may make: a cycle's rows fit into a ring's slack
 INSIDE, OUTSIDE = "model.layers.0.", "model.layers.0.outside."  # of the block; norms, eh_proj and heads
 
@@ -36,7 +39,7 @@ class Port:
     BASE: Any  # mlx-lm's Model
     IGNORED: tuple[str, ...] = ()  # prefixes and suffixes of tensors that text decoding does not use
     ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names that only hub / only converted checkpoints have
-    RENAMED: tuple[tuple[str, tuple[str, ...]], ...] = ()  # of the rules above
+    RENAMED: tuple[Renaming, ...] = ()  # of the rules above
     NO_KV_BITS: str | None = None  # what forbids quantized keys and values
     MASK_ARRAY = False  # the layers want a mask as an array, never "causal"
 
@@ -140,7 +143,12 @@ class Port:
         one_layer = self.one_layer()
         parameters = {}
         for depth, tensors in depths.items():
-            for name, w in self.BASE.sanitize(one_layer, tensors).items():
+            try:
+                block = self.BASE.sanitize(one_layer, tensors)
+            except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
+                inside = "block." + str(e.args[0]).partition(INSIDE)[2]
+                raise ValueError(f"tensor {self.spec.stored(inside)} of MTP depth {depth} is missing") from None
+            for name, w in block.items():
                 name = name[name.index(INSIDE) :]  # a wrapper's sanitizing puts its own prefix in front
                 path = name[len(OUTSIDE) :] if name.startswith(OUTSIDE) else "block." + name[len(INSIDE) :]
                 parameters[f"mtp.{depth}.{path}"] = w

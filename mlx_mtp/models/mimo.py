@@ -11,7 +11,7 @@ from functools import partial
 import mlx.nn as nn
 from mlx_lm.models import mimo
 
-from ..layers.port import Port
+from ..layers.port import BLOCK_TENSORS, Port
 from ..spec import MTPSpec
 
 
@@ -36,11 +36,11 @@ class Model(Port, mimo.Model):
         prefix=r"model\.mtp_layers\.(\d+)\.",
         numbered="zero",
         tensors=(
-            (r"token_layernorm\.", "enorm."),
-            (r"hidden_layernorm\.", "hnorm."),
-            (r"input_proj\.", "eh_proj."),
-            (r"final_layernorm\.", "norm."),
-            (r"(self_attn|mlp|input_layernorm|post_attention_layernorm)\.", r"block.\1."),
+            ("token_layernorm", "enorm"),
+            ("hidden_layernorm", "hnorm"),
+            ("input_proj", "eh_proj"),
+            ("final_layernorm", "norm"),
+            *BLOCK_TENSORS,
         ),
     )
     BASE = mimo.Model

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import mimo_v2_flash
 from mlx_lm.models.mimo_v2_flash import ModelArgs
 
-from ..layers.port import NUMBERED_EXPERTS, SCALED_FP8, Port
+from ..layers.port import BLOCK_TENSORS, NUMBERED_EXPERTS, SCALED_FP8, Port
 from ..spec import MTPSpec
 
 __all__ = ["Model", "ModelArgs"]
@@ -29,10 +29,10 @@ class Model(Port, mimo_v2_flash.Model):
         prefix=r"model\.mtp\.layers\.(\d+)\.",
         numbered="zero",
         tensors=(
-            (r"(enorm|hnorm|eh_proj)\.", r"\1."),
-            (r"final_layernorm\.", "norm."),
-            (r"pre_mlp_layernorm\.", "block.post_attention_layernorm."),
-            (r"(self_attn|mlp|input_layernorm|post_attention_layernorm)\.", r"block.\1."),
+            *((n, n) for n in ("enorm", "hnorm", "eh_proj")),
+            ("final_layernorm", "norm"),
+            ("pre_mlp_layernorm", "block.post_attention_layernorm"),
+            *BLOCK_TENSORS,
         ),
     )
     BASE = mimo_v2_flash.Model

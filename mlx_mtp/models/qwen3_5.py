@@ -26,11 +26,11 @@ QWEN_MTP = MTPSpec(
     prefix=r"(?:model\.|language_model\.)*mtp\.",
     numbered="zero",
     tensors=(
-        (r"fc\.", "eh_proj."),
-        (r"pre_fc_norm_embedding\.", "enorm."),
-        (r"pre_fc_norm_hidden\.", "hnorm."),
-        (r"norm\.", "norm."),
-        (r"layers\.0\.", "block."),
+        ("fc", "eh_proj"),
+        ("pre_fc_norm_embedding", "enorm"),
+        ("pre_fc_norm_hidden", "hnorm"),
+        ("norm", "norm"),
+        ("layers.0", "block"),
     ),
 )
 
@@ -95,7 +95,6 @@ class Model(Port, qwen3_5.Model):
         return ["recurrent" if layer.is_linear else None for layer in self.layers]
 
     def one_layer(self) -> Any:
-        text = replace(self.args.text, num_hidden_layers=1)
-        inner = SimpleNamespace(args=text)
+        inner: Any = SimpleNamespace(args=replace(self.args.text, num_hidden_layers=1))
         inner.sanitize = partial(qwen3_5.TextModel.sanitize, inner)
         return SimpleNamespace(language_model=inner)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import step3p5
 
-from ..layers.port import Port
+from ..layers.port import BLOCK_TENSORS, Port
 from ..spec import MTPSpec
 
 
@@ -44,10 +44,10 @@ class Model(Port, step3p5.Model):
         fuse="eh",
         head="own",
         tensors=(
-            (r"(enorm|hnorm|eh_proj)\.", r"\1."),
-            (r"transformer\.shared_head\.norm\.", "norm."),
-            (r"transformer\.shared_head\.output\.", "head."),
-            (r"(self_attn|mlp|input_layernorm|post_attention_layernorm)\.", r"block.\1."),
+            *((n, n) for n in ("enorm", "hnorm", "eh_proj")),
+            ("transformer.shared_head.norm", "norm"),
+            ("transformer.shared_head.output", "head"),
+            *BLOCK_TENSORS,
         ),
     )
     BASE = step3p5.Model
