@@ -1,5 +1,7 @@
 """Every family: greedy text is that of a cacheless forward, drafts are those of a recomputation from scratch."""
 
+import functools
+
 import families
 import mlx.core as mx
 import pytest
@@ -17,6 +19,12 @@ def family(request, tmp_path_factory):
     return mlx_mtp.load_model(path), plain
 
 
+@pytest.fixture(scope="module")
+def truth(family):
+    """Greedy text of a prompt by a cacheless forward, computed once."""
+    return functools.cache(lambda prompt: tiny.greedy(family[1], list(prompt), 40))
+
+
 def ours(model, prompt, n, k, **options):
     stats = mlx_mtp.Stats()
     steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
@@ -24,13 +32,12 @@ def ours(model, prompt, n, k, **options):
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 30])
-def test_greedy_equals_cacheless_forward(family, length):
-    model, plain = family
+def test_greedy_equals_cacheless_forward(family, truth, length):
+    model, _ = family
     mx.random.seed(length)
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
-    expected = tiny.greedy(plain, prompt, 40)
     for k in range(min(model.max_draft_tokens, 5) + 1):
-        assert ours(model, prompt, 40, k, prefill_step_size=11)[0] == expected, f"k={k}"
+        assert ours(model, prompt, 40, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 
 def target_rows(plain, tokens: list[int]) -> tuple[mx.array, mx.array]:
@@ -92,13 +99,13 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
     assert checked > 5
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 13])
-@pytest.mark.parametrize("k", [0, 1, 3])
-def test_stop_anywhere_save_and_continue(family, tmp_path, stop, k):
+@pytest.mark.parametrize("stop", [1, 2, 4, 9])
+@pytest.mark.parametrize("k", [0, 3])
+def test_stop_anywhere_save_and_continue(family, truth, tmp_path, stop, k):
     """A cache left in the middle of an accepted run, and its copy from a file, go on as if decoded one by one."""
-    model, plain = family
+    model, _ = family
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    expected = tiny.greedy(plain, prompt, 30)
+    expected = truth(tuple(prompt))[:30]
     cache = mlx_mtp.make_prompt_cache(model)
     steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=30)
     text = [token for _, (token, _, _) in zip(range(stop), steps, strict=False)]
