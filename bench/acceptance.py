@@ -28,14 +28,14 @@ def draft_without_revisiting(model, cache, run, k: int) -> mx.array:
     tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
     for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=True)):
         kv.seek(base + depth, kv.limit + depth)
-        output = head(model.embed(tokens[None, depth : rows + depth]), hidden[:, depth : rows + depth], kv)
+        output = head(model.embed(tokens[None, depth : rows + depth], depth), hidden[:, depth : rows + depth], kv)
         answer = mx.take(output, run.accepted, axis=1)  # row `accepted` + depth of the exact rule
         token = mx.argmax(model.draft_logits(depth, answer)).astype(mx.int32)
         tokens = _put(tokens, run.accepted + depth + 1, token)
         if depth + 1 < len(cache.heads):
             # Rows of the next depth count from the same position, one slot later.
             skipped = mx.zeros_like(hidden[:, : depth + 1])
-            hidden = mx.concatenate([skipped, head.feedback(output)], axis=1)
+            hidden = mx.concatenate([skipped, head.feedback(output, hidden)], axis=1)
             kept.append(mx.take(output, run.accepted, axis=1))
     cache.kept = kept
     cache.heads_follow()

@@ -169,7 +169,7 @@ def main(model: str, prompts: Path, runs: int, max_tokens: int, out: Path | None
     ours, tokenizer = mlx_mtp.load(model)
     theirs = plain_mlx_lm(Path(model), ours.report().expanded)
     stops = set(tokenizer.eos_token_ids)
-    stats = {f"k={k}": mlx_mtp.Stats() for k in range(len(ours.mtp) + 1)}
+    stats = {f"k={k}": mlx_mtp.Stats() for k in range(min(ours.max_draft_tokens, 3) + 1)}
     contenders = {"mlx-lm": lambda prompt: tokens_of_mlx_lm(theirs, prompt, max_tokens, stops)}
     for k, (name, counts) in enumerate(stats.items()):
         contenders[name] = lambda prompt, k=k, counts=counts: tokens_of_ours(

@@ -6,10 +6,13 @@ from positions, and only `limit`, a host-side upper bound of the offset, decides
 """
 
 import copy
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
+
+from .recurrent_cache import RecurrentCache
 
 Parts = tuple[mx.array, ...]
 
@@ -27,6 +30,8 @@ class LinearKVCache:
     `start`: positions below it hold nothing (a draft head of depth j has no slot before position j).
     Implements mlx-lm's cache protocol; B = 1.
     """
+
+    window: int | None = None
 
     def __init__(self, start: int = 0):
         self.start = start
@@ -118,7 +123,7 @@ class LinearKVCache:
 
     @property
     def config(self) -> dict:
-        """Arguments of `make_kv_cache` that make this cache, empty."""
+        """Arguments of `make_cache` that make this cache, empty."""
         return {"window": None, "start": self.start}
 
     def used(self) -> Parts:
@@ -128,7 +133,7 @@ class LinearKVCache:
     def to_quantized(self, bits: int, group_size: int) -> "LinearKVCache":
         """This cache's contents, quantized; positions stay."""
         window = getattr(self, "ring", None)
-        quantized = make_kv_cache(window, start=self.start, bits=bits, group_size=group_size)
+        quantized = make_cache(window, start=self.start, bits=bits, group_size=group_size)
         quantized.seek(self.offset, self.limit)
         if self.parts:
             quantized.parts = quantized._encode(*self.parts)
@@ -280,18 +285,22 @@ class QuantizedSlidingKVCache(_Quantized, SlidingKVCache):
         self.group_size, self.bits = group_size, bits
 
 
-def make_kv_cache(window: int | Ring | None, *, start: int = 0, bits: int | None = None, group_size: int = 64):
-    """The cache for one attention layer: a ring where there is a window, quantized where `bits` is given."""
+def make_cache(
+    window: int | str | Ring | None, *, start: int = 0, bits: int | None = None, group_size: int = 64
+) -> Any:
+    """The cache for one layer: a state, or keys and values: a ring where there is a window, quantized with `bits`."""
+    if window == RecurrentCache.window:
+        return RecurrentCache()
     if window is None:
         return LinearKVCache(start) if bits is None else QuantizedLinearKVCache(group_size, bits, start)
-    ring = window if isinstance(window, Ring) else Ring(window)
+    ring = window if isinstance(window, Ring) else Ring(int(window))
     if bits is None:
         return SlidingKVCache(ring, start)
     return QuantizedSlidingKVCache(group_size, bits, ring, start)
 
 
-def make_kv_caches(windows: list[int | None], *, starts: list[int], **quantization) -> list:
+def make_caches(windows: list[int | str | None], *, starts: list[int], **quantization) -> list:
     """One cache per layer; layers of the same window share one Ring."""
-    rings = {window: Ring(window) for window in windows if window is not None}
+    rings: dict[Any, Ring] = {window: Ring(window) for window in windows if isinstance(window, int)}
     pairs = zip(windows, starts, strict=True)
-    return [make_kv_cache(rings[window] if window else None, start=start, **quantization) for window, start in pairs]
+    return [make_cache(rings.get(window, window), start=start, **quantization) for window, start in pairs]

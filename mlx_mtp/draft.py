@@ -52,25 +52,44 @@ def draft(model: Any, cache: PromptCache, run: Run, k: int) -> mx.array:
     """Feed every head the run's rows and return k drafted tokens, int32 [k].
 
     All R rows are fed, right or not, so that shapes do not depend on what was accepted; a head's answer is its
-    row `accepted` + depth. Depths from k on read the rows but draft nothing. Leaves the heads' offset at the
-    target's: rejected and drafted rows are overwritten by the next call.
+    row `accepted` + depth. Depths from k on read the rows but draft nothing. A recycled head drafts the rest from its
+    own output. Leaves the heads' offset at the target's: the next call overwrites rejected and drafted rows.
     """
     rows = run.tokens.size
     tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
     for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
         fed = rows + depth if depth < k else rows
-        output = head(model.embed(tokens[None, :fed]), hidden[:, :fed], kv)
-        feedback = head.feedback(output)
+        output = head(model.embed(tokens[None, :fed], depth), hidden[:, :fed], kv)
+        feedback = head.feedback(output, hidden[:, :fed])
         if depth < k:
             answer = run.accepted + depth
-            logits = model.draft_logits(depth, mx.take(output, answer, axis=1))
-            tokens = _put(tokens, answer + 1, mx.argmax(logits).astype(mx.int32))
+            row = mx.take(output, answer, axis=1)
+            tokens = _put(tokens, answer + 1, _guess(model, depth, row))
         if depth + 1 < len(cache.heads):
             hidden = mx.concatenate([cache.kept[depth], feedback], axis=1)
             kept.append(mx.take(feedback, run.accepted, axis=1))
     cache.kept = kept
+    drafts = mx.take(tokens, run.accepted + 1 + mx.arange(min(k, len(cache.heads))))
+    if k > drafts.size:
+        drafts = _recycle(model, cache, row, drafts, k)
     cache.heads_follow()
-    return mx.take(tokens, run.accepted + 1 + mx.arange(k))
+    return drafts
+
+
+def _guess(model: Any, depth: int, row: mx.array) -> mx.array:
+    """The token that a head's output row [1, 1, H] stands for, int32 []."""
+    return mx.argmax(model.draft_logits(depth, row)).astype(mx.int32)
+
+
+def _recycle(model: Any, cache: PromptCache, row: mx.array, drafts: mx.array, k: int) -> mx.array:
+    """Draft on with the one head: its last output [1, 1, H] and draft are its next input; int32 [k] in all."""
+    (head,), (kv,) = model.mtp, cache.heads
+    kv.seek(cache.layers[0].offset, kv.limit)  # right behind the accepted rows
+    while drafts.size < k:
+        hidden = head.feedback(row, row)
+        row = head(model.embed(drafts[None, -1:], 0), hidden, kv)
+        drafts = mx.concatenate([drafts, _guess(model, 0, row)[None]])
+    return drafts
 
 
 def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
@@ -115,8 +134,8 @@ def _read(model: Any, cache: PromptCache, hidden: mx.array, lo: int) -> None:
         kv.seek(begin, begin)
         if begin < hi:
             rows = hidden[:, begin - base : hi - base]
-            output = head(model.embed(tokens[:, begin - lo :]), rows, kv)
-            feedback = head.feedback(output)
+            output = head(model.embed(tokens[:, begin - lo :], depth), rows, kv)
+            feedback = head.feedback(output, rows)
         else:
             feedback = hidden[:, :0]
         kv.seek(hi, hi)

@@ -84,8 +84,8 @@ def generate_step(
 ) -> Generator[Yielded, None, None]:
     """Yield (token, logprobs [V] or None, from_draft) for a prompt of token ids [T].
 
-    num_draft_tokens: tokens drafted per cycle; 0 is plain decoding, None all the model's heads. It changes the
-        speed, never the text.
+    num_draft_tokens: tokens drafted per cycle; 0 is plain decoding, None one per head, or two with a head that is
+        recycled. It changes the speed, never the text.
     max_tokens: -1 means no limit, 0 only reads the prompt into `prompt_cache`.
     sampler, logits_processors: mlx-lm's callables; a sampler stands in for temp .. xtc_threshold.
     prompt_cache: from `make_prompt_cache`; continued where it stands and left holding every token but the last
@@ -133,6 +133,7 @@ def generate_step(
     )
 
 
+DEFAULT_DRAFTS = 2  # of a recycled head, which is right less and less often
 RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; more is added as it is needed
 
 
@@ -142,6 +143,11 @@ def _check_numbers(max_tokens: int, prefill_step_size: int, seed: int | None) ->
             raise ValueError(f"{name}={value}: allowed is {least} or more")
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: allowed is 0 to 2**63 - 1")
+
+
+def default_draft_tokens(model: Any) -> int:
+    """Drafts per cycle where nothing is said: one per head, or DEFAULT_DRAFTS with a recycled one."""
+    return min(model.max_draft_tokens, max(DEFAULT_DRAFTS, len(model.mtp)))
 
 
 def _token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
@@ -172,15 +178,17 @@ def _cache_for(
 
 
 def _draft_count(requested: int | None, model: Any, cache: PromptCache | None) -> int:
-    """The number of drafts per cycle, at most one per head that the model and the cache have."""
+    """The number of drafts per cycle: at most one per head that the model and the cache have, or as many as a
+    recycled head may make."""
     if cache is not None and not isinstance(cache, PromptCache):
         raise ValueError(f"prompt_cache: a {type(cache).__name__}; expected one from mlx_mtp.make_prompt_cache")
-    heads = len(model.mtp) if cache is None else len(cache.heads)
+    most, where = model.max_draft_tokens, "the model"
+    if cache is not None and len(cache.heads) < len(model.mtp):
+        most, where = len(cache.heads), "prompt_cache"
     if requested is None:
-        return heads
-    if not 0 <= requested <= heads:
-        where = "the model" if cache is None else "prompt_cache"
-        raise ValueError(f"num_draft_tokens={requested}: allowed is 0 to {heads}, the MTP heads of {where}")
+        return min(most, default_draft_tokens(model))
+    if not 0 <= requested <= most:
+        raise ValueError(f"num_draft_tokens={requested}: allowed is 0 to {most} with the MTP heads of {where}")
     return requested
 
 

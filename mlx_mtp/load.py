@@ -31,6 +31,9 @@ from .checkpoint import (
     trunk_header,
 )
 from .report import Report
+from .spec import MTPSpec
+
+DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config.json's number of heads
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Contents:
     depths: int
     source: str
     ignored: tuple[str, ...]
+    spec: MTPSpec
 
 
 def load(
@@ -49,6 +53,7 @@ def load(
     *,
     mtp: bool = True,
     mtp_path: str | Path | None = None,
+    mtp_overrides: dict[str, str] | None = None,
     revision: str | None = None,
     lazy: bool = False,
     tokenizer_config: dict[str, Any] | None = None,
@@ -58,13 +63,15 @@ def load(
 
     mtp: False neither loads nor allocates the heads.
     mtp_path: file or directory to take the heads from, instead of the checkpoint's own.
+    mtp_overrides: values of MTPSpec's topology, capture, feedback, fuse and head to use in place of the family's,
+        for an A/B of what only trained weights can settle.
     revision: branch, tag or commit on the hub.
     lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros.
     tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
     Raises ValueError, in one line, for a checkpoint that is damaged or of an unknown kind.
     """
     path = resolve(path_or_hf_repo, revision)
-    model = _load(path, mtp=mtp, mtp_path=mtp_path, lazy=lazy)
+    model = _load(path, mtp=mtp, mtp_path=mtp_path, mtp_overrides=mtp_overrides, lazy=lazy)
     if adapter_path is not None:
         if not (Path(adapter_path) / "adapter_config.json").exists():
             raise ValueError(f"adapter_path={adapter_path}: no adapter_config.json in it")
@@ -81,27 +88,36 @@ def load(
     return model, tokenizer
 
 
-def load_model(path: str | Path, *, mtp: bool = True, mtp_path: str | Path | None = None) -> Any:
+def load_model(
+    path: str | Path,
+    *,
+    mtp: bool = True,
+    mtp_path: str | Path | None = None,
+    mtp_overrides: dict[str, str] | None = None,
+) -> Any:
     """`load` for the model alone, from a local directory."""
-    return _load(resolve(path), mtp=mtp, mtp_path=mtp_path, lazy=False)
+    return _load(resolve(path), mtp=mtp, mtp_path=mtp_path, mtp_overrides=mtp_overrides, lazy=False)
 
 
-def _load(path: Path, *, mtp: bool, mtp_path: str | Path | None, lazy: bool) -> Any:
+def _load(
+    path: Path, *, mtp: bool, mtp_path: str | Path | None, mtp_overrides: dict[str, str] | None, lazy: bool
+) -> Any:
     config = read_config(path)
     port = _port(path, config["model_type"])
     args = _args(port, path, config)
     contents = _contents(port, path, args.num_hidden_layers, mtp, mtp_path)
+    spec = contents.spec.override(mtp_overrides or {})
     raw = _is_raw(port, contents.trunk)
     raw_heads = raw or (contents.depths > 0 and _is_raw(port, contents.heads))
 
     def build(args: Any) -> nn.Module:
         try:
-            model = port.Model(args, contents.depths)
+            model = port.Model(args, contents.depths, spec)
         except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError) as e:
             raise ValueError(f"{path}/config.json: the model cannot be built from it ({_line(e)})") from e
         _check_names(model, contents)
         shift = {"shift_trunk": raw, "shift_heads": raw_heads}
-        model.sanitize = partial(_sanitize, port, model, contents, shift)
+        model.sanitize = partial(_sanitize, model, contents, shift)
         model.load_weights = partial(_load_checked, model, contents, path)
         return model
 
@@ -121,6 +137,7 @@ def _load(path: Path, *, mtp: bool, mtp_path: str | Path | None, lazy: bool) -> 
     if not lazy:
         mx.eval(model.parameters())
         _check_heads(model, contents)
+        _tie(model)
     facts = _report(config, model, contents, raw_heads if contents.depths else raw, expanded)
     model.report = lambda: facts
     if mtp and not contents.depths:
@@ -149,27 +166,43 @@ def _contents(port: ModuleType, path: Path, layers: int, mtp: bool, mtp_path: st
     """Sort every tensor of the checkpoint; one that belongs nowhere is an error."""
     sidecars = sidecar_files(path, mtp_path) if mtp else []
     beside = read_header(sidecars)
+    spec = port.Model.SPEC
     trunk, heads, ignored = {}, {}, set()
     for name, tensor in trunk_header(path).items():
-        prefix = next((p for p in port.IGNORED if name.startswith(p)), None)
-        if prefix is not None:
-            ignored.add(f"{prefix}*")
-        elif name in beside or port.SPEC.locate(name, layers):
+        affix = next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
+        if affix is not None:
+            ignored.add(f"{affix}*" if name.startswith(affix) else f"*{affix}")
+        elif name in beside or spec.locate(name, layers):
             heads[name] = tensor
         else:
             trunk[name] = tensor
+    _check_experts(path, trunk | heads)
     source = "in the model's shards"
     if beside:
         heads, source = beside, ", ".join(_relative(file, path) for file in sidecars)
     for name, tensor in heads.items():
-        if port.SPEC.locate(name, layers) is None:
+        if spec.locate(name, layers) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
     if not mtp:
-        return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)))
-    depths = {port.SPEC.locate(name, layers)[0] for name in heads}
+        return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)), spec.resolve([]))
+    places: list[Any] = [spec.locate(name, layers) for name in heads]
+    depths = {depth for depth, _ in places}
     if missing := set(range(len(depths))) - depths:
         raise ValueError(f"{path}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}")
-    return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)))
+    spec = spec.resolve([path for _, path in places])
+    return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
+
+
+def _check_experts(path: Path, header: Header) -> None:
+    """Raise where numbered experts have gaps, which stacking them would report under another name."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for name in header:
+        if match := re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name):
+            numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    count = max((max(found) + 1 for found in numbers.values()), default=0)
+    for (before, after), found in numbers.items():
+        if missing := set(range(count)) - found:
+            raise ValueError(f"{path}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
 
 
 def _relative(file: Path, path: Path) -> str:
@@ -177,15 +210,16 @@ def _relative(file: Path, path: Path) -> str:
 
 
 def _is_raw(port: ModuleType, header: Header) -> bool:
-    """Whether a container stores norms as on the hub (weight - 1); decided once, for all its norms.
+    """Whether a container stores norms as the hub's zero-centred families do (weight - 1); decided once, for all.
 
     By names that only one of the two layouts has; else by the writer ("pt" is the hub's); else by the mean of
     the per-layer norms, which is near 0 or near 1 (single norms may lie anywhere).
     """
-    if any(re.search(port.RAW_NAME, name) for name in header):
-        return True
-    if any(re.search(port.CONVERTED_NAME, name) for name in header):
+    if port.Model.ZERO_CENTRED is None:
         return False
+    for pattern, raw in zip(port.Model.ZERO_CENTRED, (True, False), strict=True):
+        if any(re.search(pattern, name) for name in header):
+            return raw
     if any(tensor.format == "pt" for tensor in header.values()):
         return True
     norms = {n: t for n, t in header.items() if n.endswith("layernorm.weight") or n.endswith("_norm.weight")}
@@ -195,8 +229,9 @@ def _is_raw(port: ModuleType, header: Header) -> bool:
 
 def _check_names(model: Any, contents: Contents) -> None:
     """Raise for a trunk tensor that mlx-lm would drop in silence, such as a layer that config.json denies."""
+    modules = {path.rpartition(".")[0] for path in _arrays(model.parameters())}
     for name, tensor in contents.trunk.items():
-        if not model.renamed(name):
+        if not any(path.rpartition(".")[0] in modules for path in model.renamed(name)):
             layers = model.args.num_hidden_layers
             raise ValueError(
                 f"{tensor.file}: tensor {name} is not part of the model; "
@@ -204,11 +239,11 @@ def _check_names(model: Any, contents: Contents) -> None:
             )
 
 
-def _sanitize(port: ModuleType, model: Any, contents: Contents, shift: dict, weights: dict) -> dict:
+def _sanitize(model: Any, contents: Contents, shift: dict, weights: dict) -> dict:
     """What mlx-lm calls with all that it read: hand the port the trunk's and the heads' tensors."""
     trunk = {name: weights[name] for name in contents.trunk}
     heads = read_tensors(contents.heads) if contents.depths else {}
-    return port.sanitize(model, trunk, heads=heads, **shift)
+    return model.sanitized(trunk, heads, **shift)
 
 
 def _load_checked(
@@ -251,7 +286,21 @@ def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[st
                     numbers = (int(number.search(n)[1]) for n in (raw, known, name))  # type: ignore[index]
                     layer = next(numbers) - next(numbers) + next(numbers)
                     return files.pop() if len(files) == 1 else str(path), number.sub(f".{layer}.", raw, count=1)
+    if name.startswith("mtp."):
+        return _expected_in_head(model, contents, path, name)
     return str(path), name
+
+
+def _expected_in_head(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
+    """The same for a head's parameter that no other layer has: by the family's own names."""
+    inside = name.split(".", 2)[2]
+    for new, old in ((".switch_mlp.", ".experts.*."), (".embed_q.", ".kv_b_proj."), (".unembed_out.", ".kv_b_proj.")):
+        inside = inside.replace(new, old)
+    prefix = re.match(model.spec.prefix, next(iter(contents.heads)))
+    files = {str(tensor.file) for tensor in contents.heads.values()}
+    return (
+        files.pop() if len(files) == 1 else str(path)
+    ), f"{prefix[0] if prefix else ''}{model.spec.stored(inside)}"
 
 
 def _expand_experts(model: nn.Module) -> bool:
@@ -274,19 +323,31 @@ def _check_heads(model: Any, contents: Contents) -> None:
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
 
 
+def _tie(model: Any) -> None:
+    """Drop a head's own embedding or LM head where it only repeats the target's."""
+    for head in model.mtp:
+        for name, shared in (("head", model.language.get("lm_head")), ("embed_tokens", model.model.embed_tokens)):
+            if name in head and shared is not None and _equal(_arrays(head[name]), _arrays(shared)):
+                head.pop(name)
+
+
+def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[n].shape == b[n].shape and mx.array_equal(a[n], b[n]) for n in a)
+
+
 def _report(config: dict, model: Any, contents: Contents, shifted: bool, expanded: bool) -> Report:
-    modules = dict(model.named_modules())
+    modules, text = dict(model.named_modules()), config | config.get("text_config", {})
     heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
     target = {path: m for path, m in modules.items() if path not in heads}
     head_bytes = sum(a.nbytes for a in _arrays(model.get("mtp", [])).values())
-    own = [hasattr(head, "head") for head in model.mtp]
+    own = ["head" in head for head in model.mtp]
     return Report(
         family=config["model_type"],
         layers=model.args.num_hidden_layers,
         target_bytes=sum(a.nbytes for a in _arrays(model.parameters()).values()) - head_bytes,
         target_quantization=_quantization(target),
         heads=contents.depths,
-        declared=(config | config.get("text_config", {})).get("num_nextn_predict_layers"),
+        declared=next((text[name] for name in DECLARED if name in text), None),
         head_bytes=head_bytes,
         head_quantization=_quantization(heads),
         source=contents.source,

@@ -4,6 +4,7 @@ Depth j's slot p (see `draft.py`) lives at position p + j of its cache, so every
 position i of depth j reads token x_{i+1}, and all heads stand at the same offset, `primed`.
 """
 
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -12,7 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .cache import Ring, SlidingKVCache, make_kv_cache, make_kv_caches
+from .cache import Ring, SlidingKVCache, make_cache, make_caches
+from .recurrent_cache import RecurrentCache
 
 SPILL = 64  # the backlog is joined and cut at about this many rows, not at each one
 
@@ -24,10 +26,11 @@ class Mark:
     primed: int
     kept: list[mx.array]
     backlog: list[mx.array]
+    states: list[tuple]
     caches: list[tuple] | None
 
     def release(self) -> None:
-        """Let go of the buffers, so that the next write to them is in place."""
+        """Let go of keys and values, so that the next write to them is in place; states are replaced, not written."""
         self.caches = None
 
 
@@ -35,14 +38,15 @@ class Mark:
 class Snapshot:
     """A moment at rest that `rewind` can go back to: holds what a shorter offset does not bring back.
 
-    Wrapped windows are held by reference; the first write after the snapshot copies them, and nothing else.
+    Wrapped windows are held by reference, and the first write after the snapshot copies them, but nothing else;
+    recurrent states are held by reference too.
     """
 
     length: int
     primed: int
     kept: list[mx.array]
     backlog: list[mx.array]
-    rings: list[tuple]
+    held: list[tuple]
 
 
 @dataclass(frozen=True)
@@ -148,11 +152,14 @@ class PromptCache:
     def mark(self) -> Mark:
         """The state now, to go back to with `restore`."""
         caches = [(c, c.offset, c.limit, c.parts) for c in self._all()]
-        return Mark(self.primed, self.kept, list(self.backlog), caches)
+        states = [(c, c.parts) for c in self.layers if isinstance(c, RecurrentCache)]
+        return Mark(self.primed, self.kept, list(self.backlog), states, caches)
 
     def restore(self, mark: Mark) -> None:
         """Go back to a mark; where its buffers were released, later rows stay in them and are overwritten."""
         self.primed, self.kept, self.backlog = mark.primed, mark.kept, list(mark.backlog)
+        for c, parts in mark.states:
+            c.parts = parts
         if mark.caches is not None:
             for c, offset, limit, parts in mark.caches:
                 c.seek(offset, limit)
@@ -162,14 +169,14 @@ class PromptCache:
     def snapshot(self) -> Snapshot:
         """Remember this moment (the caches must be at rest)."""
         assert not self.drafting, "a snapshot in the middle of a generation"
-        rings = [(c, c.parts, c.start) for c in self._all() if isinstance(c, SlidingKVCache)]
-        return Snapshot(self.offset, self.primed, self.kept, list(self.backlog), rings)
+        held = [(c, c.parts, c.start) for c in self._all() if isinstance(c, SlidingKVCache | RecurrentCache)]
+        return Snapshot(self.offset, self.primed, self.kept, list(self.backlog), held)
 
     def rewind(self, to: Snapshot) -> None:
         """Forget the tokens since a snapshot; those before it must be the same, so must be the caches' kind."""
         assert to.length <= self.offset, "a snapshot of another conversation"
         self.primed, self.kept, self.backlog = to.primed, to.kept, list(to.backlog)
-        for c, parts, start in to.rings:
+        for c, parts, start in to.held:
             c.parts, c.start = parts, start
         self.settle(self.tokens[: to.length])
 
@@ -215,6 +222,8 @@ def make_prompt_cache(
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
         if bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
+        if bits is not None and model.NO_KV_BITS:
+            raise ValueError(f"{name}={bits}: not with {model.NO_KV_BITS}; allowed is None")
         if bits is not None and model.args.head_dim % kv_group_size:
             raise ValueError(
                 f"kv_group_size={kv_group_size}: allowed are divisors of the head size {model.args.head_dim}"
@@ -228,8 +237,8 @@ def make_prompt_cache(
     target = {"bits": None if later else kv_bits, "group_size": kv_group_size}
     draft = {"bits": mtp_kv_bits, "group_size": kv_group_size}
     cache = PromptCache(
-        make_kv_caches(windows, starts=[0] * len(windows), **target),
-        make_kv_caches(heads, starts=list(range(len(heads))), **draft),
+        make_caches(windows, starts=[0] * len(windows), **target),
+        make_caches(heads, starts=list(range(len(heads))), **draft),
         None if None in heads else sum(window for window in heads if window),
         [model.no_hidden() for _ in heads[1:]],
     )
@@ -269,11 +278,12 @@ def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
     rings: dict[int, Ring] = {}
     caches = []
     for config in (*state["layers"], *state["heads"]):
-        if config["window"] is not None:
+        if isinstance(config["window"], int):
             config["window"] = rings.setdefault(config["window"], Ring(config["window"]))
-        caches.append(make_kv_cache(**config))
+        caches.append(make_cache(**config))
     for i, c in enumerate(caches):
-        c.parts = tuple(arrays[f"cache.{i}.{j}"] for j in range(6) if f"cache.{i}.{j}" in arrays)
+        names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
+        c.parts = tuple(arrays[name] for name in names)
     kept = [arrays[f"kept.{i}"] for i in range(max(0, shape[1] - 1))]
     cache = PromptCache(caches[: shape[0]], caches[shape[0] :], state["reach"], kept)
     cache.primed = state["primed"]

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from mlx_lm.generate import wired_limit
 
-from .generate import GenerationResponse, Options, generate_step, stream_generate
+from .generate import GenerationResponse, Options, default_draft_tokens, generate_step, stream_generate
 from .prompt_cache import PromptCache, Quantizing, Snapshot, make_prompt_cache
 from .stats import Stats
 
@@ -70,7 +70,7 @@ class ChatSession:
         self._opening = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         generate_step([0], model, **options).close()  # checks the options, computes nothing
         k = options.pop("num_draft_tokens", None)
-        self.num_draft_tokens = len(model.mtp) if k is None else k
+        self.num_draft_tokens = default_draft_tokens(model) if k is None else k
         self.seed = options.pop("seed", None)
         self._cache_options: dict[str, Any] = {n: options.pop(n) for n in CACHE_OPTIONS if n in options}
         self.options = options

@@ -1,36 +1,79 @@
 """MTPSpec: everything about a family's draft heads that is not a module."""
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args, get_type_hints
 
 
 @dataclass(frozen=True)
 class MTPSpec:
     """How a family's heads are fed, chained and named.
 
-    topology: "chain" = one module per depth, depth k reads the output of depth k-1.
-    capture:  the target's hidden state that depth 0 reads, before ("pre") or after ("post") the final norm.
-    feedback: the head's output that the next depth reads, before or after the head's own norm.
+    topology: "chain" = a module per depth, each reads the output of the one before; "target_each" = a module per
+              depth, all read the target's hidden states; "recycle" = one module that is fed its own output.
+    capture:  the target's hidden state that a head reads, before ("pre") or after ("post") the final norm.
+    feedback: the output that the next draft reads, before or after the head's own norm (not for "target_each").
     fuse:     order of the concatenation in front of `eh_proj`: embedding-hidden or hidden-embedding.
-    own_head: each depth has its own LM head; otherwise the target's is used.
-    tensors:  regex over a tensor's name (after its layer number) -> module path inside the head; first match wins.
+    head:     each depth's LM head: its "own", the target's ("shared"), or its own where the checkpoint has one that
+              differs from the target's ("shared_or_own").
+    embedding: each depth's embedding, likewise.
+    prefix:   regex of what comes before a head tensor's own name; its group, if any, is the depth's number,
+    numbered: counted from the target's number of layers ("trunk") or from "zero".
+    tensors:  (module's name in the checkpoint, its path inside the head).
     """
 
-    topology: Literal["chain"]
+    topology: Literal["chain", "target_each", "recycle"]
     capture: Literal["pre", "post"]
     feedback: Literal["pre", "post"]
     fuse: Literal["eh", "he"]
-    own_head: bool
+    head: Literal["own", "shared", "shared_or_own"]
     tensors: tuple[tuple[str, str], ...]
+    embedding: Literal["own", "shared", "shared_or_own"] = "shared"
+    prefix: str = r"model\.layers\.(\d+)\."
+    numbered: Literal["trunk", "zero"] = "trunk"
 
     def locate(self, name: str, num_hidden_layers: int) -> tuple[int, str] | None:
         """(depth, path inside the head) of a checkpoint tensor; None where it is not a head's."""
-        match = re.match(r"model\.layers\.(\d+)\.(.+)", name)
-        if match is None or int(match[1]) < num_hidden_layers:
+        match = re.match(self.prefix, name)
+        if match is None:
             return None
-        for pattern, replacement in self.tensors:
-            path, hits = re.subn(rf"^{pattern}", replacement, match[2])
-            if hits:
-                return int(match[1]) - num_hidden_layers, path
+        depth = int(match[1]) if match.lastindex else 0
+        depth -= num_hidden_layers if self.numbered == "trunk" else 0
+        if depth < 0:
+            return None
+        own = name[match.end() :]
+        for stored, path in self.tensors:
+            if own.startswith(f"{stored}."):
+                return depth, path + own[len(stored) :]
         return None
+
+    def stored(self, path: str) -> str | None:
+        """A checkpoint's own name, without prefix, of the tensor at `path` inside a head."""
+        for stored, inside in self.tensors:
+            if path.startswith(f"{inside}."):
+                return stored + path[len(inside) :]
+        return None
+
+    def resolve(self, paths: Collection[str]) -> "MTPSpec":
+        """What "shared_or_own" means for a checkpoint whose head tensors have these paths."""
+        found = {
+            field: "own" if any(path.startswith(f"{module}.") for path in paths) else "shared"
+            for field, module in (("head", "head"), ("embedding", "embed_tokens"))
+            if getattr(self, field) == "shared_or_own"
+        }
+        return replace(self, **found)  # type: ignore[arg-type]
+
+    def override(self, changes: dict[str, Any]) -> "MTPSpec":
+        """A copy with other values, for an A/B; ValueError names what is allowed."""
+        hints = get_type_hints(MTPSpec)
+        allowed = {f.name: get_args(hints[f.name]) for f in fields(self) if f.name in OVERRIDABLE}
+        for name, value in changes.items():
+            if name not in allowed:
+                raise ValueError(f"mtp_overrides: {name!r} is unknown; allowed are {', '.join(allowed)}")
+            if value not in allowed[name]:
+                raise ValueError(f"mtp_overrides: {name}={value!r}; allowed are {', '.join(allowed[name])}")
+        return replace(self, **changes)
+
+
+OVERRIDABLE = ("topology", "capture", "feedback", "fuse", "head")

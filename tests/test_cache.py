@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.cache import MAX_ROWS, STEP, LinearKVCache, Ring, make_kv_cache, make_kv_caches
+from mlx_mtp.cache import MAX_ROWS, STEP, LinearKVCache, Ring, make_cache, make_caches
 
 B, H, D = 1, 2, 32
 
@@ -53,7 +53,7 @@ steps = st.lists(
 @given(steps=steps, window=st.sampled_from([None, 1, 4, 8, 33]), start=st.integers(0, 2))
 def test_rows_see_exactly_their_window(steps, window, start):
     """Any order of prefill chunks (host positions) and verifies with rollbacks (device positions)."""
-    cache, text, salt = make_kv_cache(window, start=start), [], 0.0
+    cache, text, salt = make_cache(window, start=start), [], 0.0
     for kind, n, back in steps:
         first, salt = len(text), salt + 0.001
         if kind == "prefill" and first < start:
@@ -77,7 +77,7 @@ def test_rows_see_exactly_their_window(steps, window, start):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("window", [None, 8])
 def test_quantized_rows_are_the_quantized_input(bits, window):
-    cache = make_kv_cache(window, bits=bits, group_size=32)
+    cache = make_cache(window, bits=bits, group_size=32)
     mx.random.seed(1)
     for n in (5, 20, 1, 1):
         keys, values = mx.random.normal((2, 1, H, n, D))
@@ -93,7 +93,7 @@ def test_quantized_rows_are_the_quantized_input(bits, window):
 
 
 def make_like(cache, window):
-    plain = make_kv_cache(window)
+    plain = make_cache(window)
     plain.update_and_fetch(*mx.zeros((2, 1, H, cache.offset, D)))
     return plain
 
@@ -116,7 +116,7 @@ def test_growth_is_geometric_and_in_whole_steps():
 @pytest.mark.parametrize("device_side", [False, True])
 def test_writes_are_in_place(window, device_side):
     """One row into a large buffer: no second buffer, ever."""
-    cache = make_kv_cache(window)
+    cache = make_cache(window)
     cache.update_and_fetch(*mx.zeros((2, 1, 8, 4000, 128)))
     mx.eval(cache.parts)
     mx.reset_peak_memory()
@@ -132,7 +132,7 @@ def test_writes_are_in_place(window, device_side):
 
 def test_a_kept_handle_still_means_the_old_contents():
     for device_side in (False, True):
-        cache = make_kv_cache(8)
+        cache = make_cache(8)
         cache.update_and_fetch(*mx.zeros((2, 1, H, 5, D)))
         kept = cache.parts
         if device_side:
@@ -143,7 +143,7 @@ def test_a_kept_handle_still_means_the_old_contents():
 
 
 def test_layers_of_one_window_share_their_ring():
-    caches = make_kv_caches([8, None, 8, 16], starts=[0] * 4)
+    caches = make_caches([8, None, 8, 16], starts=[0] * 4)
     assert caches[0].ring is caches[2].ring
     assert caches[0].ring is not caches[3].ring
     ring = Ring(8)
@@ -153,7 +153,7 @@ def test_layers_of_one_window_share_their_ring():
 
 
 def test_a_call_larger_than_a_ring_can_take_back_is_refused():
-    cache = make_kv_cache(8)
+    cache = make_cache(8)
     cache.seek(mx.array([0]), 0)
     with pytest.raises(AssertionError, match="more rows than a ring can take back"):
         cache.update_and_fetch(*mx.zeros((2, 1, H, MAX_ROWS + 1, D)))

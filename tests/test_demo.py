@@ -76,7 +76,7 @@ def test_the_network_is_the_engines():
     decoded, rows = [engine.logits(hidden)], engine.capture(hidden)
     for depth, (head, kv) in enumerate(zip(engine.mtp, cache.heads, strict=True)):
         kv.seek(depth, depth)
-        rows = head(engine.embed(tokens[:, 1 + depth : 129 + depth]), rows, kv)
+        rows = head(engine.embed(tokens[:, 1 + depth : 129 + depth], depth), rows, kv)
         decoded.append(engine.draft_logits(depth, rows))
     for ours, theirs in zip(decoded, trained, strict=True):
         assert mx.abs(ours - theirs).max().item() < 2e-2  # training's exp is good to 2e-5

@@ -17,7 +17,7 @@ def head_outputs(model, tokens, hidden, drafts):
     outputs, rows = [], hidden
     for depth, head in enumerate(model.mtp):
         following = (tokens + drafts)[1 + depth : 1 + depth + rows.shape[1]]
-        e, h = head.enorm(model.embed(mx.array(following)[None])), head.hnorm(rows)
+        e, h = head.enorm(model.embed(mx.array(following)[None], depth)), head.hnorm(rows)
         x = head.eh_proj(mx.concatenate([e, h], axis=-1))
         mask = create_causal_mask(x.shape[1], window_size=model.args.sliding_window)
         rows = head.block(x, mask, None)
@@ -27,7 +27,7 @@ def head_outputs(model, tokens, hidden, drafts):
 
 def plain_hidden(model, tokens):
     """The target's rows before the final norm, with no cache."""
-    x = model.embed(mx.array(tokens)[None])
+    x = model.model.embed_tokens(mx.array(tokens)[None])
     n = len(tokens)
     masks = {True: create_causal_mask(n, window_size=model.args.sliding_window), False: create_causal_mask(n)}
     for layer in model.layers:

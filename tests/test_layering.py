@@ -11,7 +11,8 @@ PACKAGE = ROOT / "mlx_mtp"
 # What each module or subpackage may import of the project; nothing else.
 ALLOWED = {
     "spec": set(),
-    "cache": set(),
+    "recurrent_cache": set(),
+    "cache": {"recurrent_cache"},
     "report": set(),
     "stats": set(),
     "accept": set(),
@@ -19,10 +20,10 @@ ALLOWED = {
     "checkpoint": set(),
     "layers": {"spec"},
     "models": {"layers", "spec"},
-    "prompt_cache": {"cache"},
+    "prompt_cache": {"cache", "recurrent_cache"},
     "draft": {"prompt_cache"},
     "decode": {"accept", "draft", "prompt_cache", "sampling", "stats"},
-    "load": {"checkpoint", "report", "models"},
+    "load": {"checkpoint", "report", "models", "spec"},
     "generate": {"decode", "prompt_cache", "sampling", "stats"},
     "session": {"generate", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},

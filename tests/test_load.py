@@ -219,7 +219,7 @@ def test_half_precision_experts_on_a_cpu(tmp_path, raw):
 
 
 def test_lazy(whole, raw):
-    assert text(_load(whole, mtp=True, mtp_path=None, lazy=True)) == raw[1]
+    assert text(_load(whole, mtp=True, mtp_path=None, mtp_overrides=None, lazy=True)) == raw[1]
 
 
 DAMAGE = {

@@ -7,7 +7,7 @@ import textwrap
 
 import click
 
-from ..generate import GenerationResponse
+from ..generate import GenerationResponse, default_draft_tokens
 from ..session import ChatSession
 from .footer import Totals, footer, mtp_state
 from .progress import PromptProgress, shows_progress
@@ -32,7 +32,7 @@ class Chat:
         self.progress = shows_progress(quiet=quiet)
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.read = Lines(interactive=self.interactive, warn=self._complain)
-        self.drafts = session.num_draft_tokens or len(session.model.mtp)
+        self.drafts = session.num_draft_tokens or default_draft_tokens(session.model)
         self.totals = Totals()
         self._last: GenerationResponse | None = None
         self._line_ended = False

@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import create_attention_mask
 
 from ..spec import MTPSpec
 
@@ -15,17 +14,19 @@ from ..spec import MTPSpec
 class MTPHead(nn.Module):
     """A draft head around `block`, a decoder layer of the family.
 
-    `norm` makes a norm module for H features; `vocab_size` is needed where the head has its own LM head.
+    `norm` makes a norm module for H features; `mask_array`: the block wants its mask as an array.
     """
 
-    def __init__(self, spec: MTPSpec, block: nn.Module, norm, hidden_size: int, vocab_size: int):
+    def __init__(self, spec: MTPSpec, block: nn.Module, norm, hidden_size: int, vocab_size: int, mask_array: bool):
         super().__init__()
-        self._spec = spec
+        self._spec, self._mask_array = spec, mask_array
         self.enorm, self.hnorm = norm(hidden_size), norm(hidden_size)
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.block = block
         self.norm = norm(hidden_size)
-        if spec.own_head:
+        if spec.embedding == "own":
+            self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
+        if spec.head == "own":
             self.head = nn.Linear(hidden_size, vocab_size, bias=False)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
@@ -33,8 +34,10 @@ class MTPHead(nn.Module):
         e, h = self.enorm(embeddings), self.hnorm(hidden)
         pair = [e, h] if self._spec.fuse == "eh" else [h, e]
         x = self.eh_proj(mx.concatenate(pair, axis=-1))
-        return self.block(x, create_attention_mask(x, cache), cache)
+        return self.block(x, cache.make_mask(x.shape[1], return_array=self._mask_array), cache)
 
-    def feedback(self, output: mx.array) -> mx.array:
-        """What the next depth reads of this one's output."""
+    def feedback(self, output: mx.array, hidden: mx.array) -> mx.array:
+        """What the next draft reads after this head read `hidden` and gave `output`, all [B, L, H]."""
+        if self._spec.topology == "target_each":
+            return hidden
         return output if self._spec.feedback == "pre" else self.norm(output)

@@ -1,16 +1,16 @@
 """Model ports, one file per `model_type`. A port `mlx_mtp/models/<model_type>.py` defines
 
-- `ModelArgs`: mlx-lm's dataclass of config.json, with `head_dim` and `vocab_size`;
-- `SPEC`: the family's MTPSpec;
-- `IGNORED`: prefixes of tensors that text decoding does not use (a vision tower), named in the load report;
-- `Model(args, heads=0)`: mlx-lm's model with `heads` MTPHead modules in `mtp`, and
-    `hidden(tokens [1, L], cache) -> [1, L, H]`   residual stream before the final norm,
-    `logits(hidden) -> [1, L, V]`                 final norm and LM head,
-    `capture(hidden) -> [1, L, H]`                what depth 0 reads of it,
-    `draft_logits(depth, output) -> [1, L, V]`    logits of a head's block output,
-    `no_hidden() -> [1, 1, H]`                    zeros, in the dtype of hidden states,
-    `windows() / head_windows()`                  attention window (or None) per layer and per head,
-    `sanitize(weights, *, shift_trunk, shift_heads)`  checkpoint names and values -> this module's.
+- `ModelArgs`: mlx-lm's dataclass of config.json, with `num_hidden_layers`, `head_dim` and `vocab_size`;
+- `Model(args, heads=0, spec=SPEC)`: `layers.port.Port` in front of mlx-lm's model, which makes `heads` MTPHeads with
+  `add_heads`, and what of the class attributes differs from Port's:
+    `SPEC`          the family's MTPSpec,
+    `BASE`          mlx-lm's Model, whose `sanitize` is used for the trunk and, layer by layer, for the heads,
+    `RENAMED`       what that sanitizing does to names, for messages that name a checkpoint's own tensors,
+    `IGNORED`       tensors that text decoding does not use, named in the load report,
+    `ZERO_CENTRED`  names that tell the hub's norms (stored minus one) from converted ones,
+    `MASK_ARRAY`, `NO_KV_BITS`, and `windows() / head_windows()` where layers have windows or states.
 
+What the loop calls is Port's: `hidden(tokens, cache)` (the residual stream before the final norm), `logits(hidden)`,
+`capture(hidden)` (what a head reads of it), `embed(tokens, depth)`, `draft_logits(depth, output)`, `no_hidden()`.
 Nothing outside this package knows a family by name.
 """

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import step3p5
-from .step3p5 import CONVERTED_NAME, RAW_NAME, SPEC, Model, sanitize
 
-__all__ = ["CONVERTED_NAME", "IGNORED", "RAW_NAME", "SPEC", "Model", "ModelArgs", "sanitize"]
-
-IGNORED = ("vision_model.", "vit_large_projector.")
+__all__ = ["Model", "ModelArgs"]
 
 
 @dataclass
@@ -22,3 +19,9 @@ class ModelArgs(step3p5.ModelArgs):
     @classmethod
     def from_dict(cls, params: dict[str, Any]) -> "ModelArgs":
         return super().from_dict({**params, **params.get("text_config", {}), "model_type": "step3p5"})
+
+
+class Model(step3p5.Model):
+    """Step-3.5's port; the vision tower's tensors are left out."""
+
+    IGNORED = ("vision_model.", "vit_large_projector.")

@@ -1,0 +1,155 @@
+"""What the ports share: a mixin in front of mlx-lm's Model that adds heads and the decode loop's contract."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..spec import MTPSpec
+from .mtp_head import MTPHead
+
+# A head's tensors as DeepSeek and its followers name them.
+BLOCK_TENSORS = tuple((n, f"block.{n}") for n in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
+NEXTN_TENSORS = (
+    *((n, n) for n in ("enorm", "hnorm", "eh_proj", "embed_tokens")),
+    ("shared_head.norm", "norm"),
+    ("shared_head.head", "head"),
+    *BLOCK_TENSORS,
+)
+# (regex in a tensor's name, what mlx-lm's sanitizing makes of it): mlx-lm stacks, splits and dequantizes.
+Renaming = tuple[str, tuple[str, ...]]
+NUMBERED_EXPERTS: Renaming = (r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",))
+MLA_KV_B: Renaming = (r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."))
+SCALED_FP8: Renaming = (r"\.weight_scale_inv$", (".weight",))
+MAX_RECYCLED = 15  # drafts that one recycled head may make: a cycle's rows fit into a ring's slack
+INSIDE, OUTSIDE = "model.layers.0.", "model.layers.0.outside."  # of the block; norms, eh_proj and heads
+
+
+class Port:
+    """The contract of `mlx_mtp.models`, for a Model with `model.embed_tokens`, `model.layers` and `model.norm`.
+
+    A port sets SPEC and, where they differ from these, the class attributes below.
+    """
+
+    SPEC: MTPSpec
+    BASE: Any  # mlx-lm's Model
+    IGNORED: tuple[str, ...] = ()  # prefixes and suffixes of tensors that text decoding does not use
+    ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names that only hub / only converted checkpoints have
+    RENAMED: tuple[Renaming, ...] = ()  # of the rules above
+    NO_KV_BITS: str | None = None  # what forbids quantized keys and values
+    MASK_ARRAY = False  # the layers want a mask as an array, never "causal"
+
+    args: Any
+    model: Any
+    layers: Any
+    mtp: list[MTPHead]
+
+    def add_heads(self, spec: MTPSpec, blocks: Iterable[nn.Module], norm: Callable, hidden_size: int) -> None:
+        """Make one MTPHead around each of the blocks."""
+        self.spec = spec
+        vocab_size = self.args.vocab_size
+        self.mtp = [MTPHead(spec, block, norm, hidden_size, vocab_size, self.MASK_ARRAY) for block in blocks]
+
+    @property
+    def language(self) -> Any:
+        """The module that holds the LM head."""
+        return self
+
+    @property
+    def max_draft_tokens(self) -> int:
+        if self.spec.topology == "recycle":
+            return MAX_RECYCLED * len(self.mtp)
+        return len(self.mtp)
+
+    def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """Residual stream before the final norm [1, L, H] of tokens [1, L]."""
+        x, masks = self.model.embed_tokens(tokens), {}
+        for layer, c in zip(self.layers, cache, strict=True):
+            if c.window not in masks:
+                masks[c.window] = c.make_mask(x.shape[1], return_array=self.MASK_ARRAY)
+            x = layer(x, mask=masks[c.window], cache=c)
+        return x
+
+    def embed(self, tokens: mx.array, depth: int) -> mx.array:
+        """Embeddings [..., H] of tokens [...] as the head of `depth` reads them."""
+        head: Any = self.mtp[depth]
+        return (head if "embed_tokens" in head else self.model).embed_tokens(tokens)
+
+    def unembed(self, normed: mx.array) -> mx.array:
+        """LM head, or the embedding where the two are tied."""
+        if "lm_head" in self.language:
+            return self.language.lm_head(normed)
+        return self.model.embed_tokens.as_linear(normed)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return self.unembed(self.model.norm(hidden))
+
+    def capture(self, hidden: mx.array) -> mx.array:
+        return hidden if self.spec.capture == "pre" else self.model.norm(hidden)
+
+    def draft_logits(self, depth: int, output: mx.array) -> mx.array:
+        head: Any = self.mtp[depth]
+        normed = head.norm(output)
+        return head.head(normed) if "head" in head else self.unembed(normed)
+
+    def no_hidden(self) -> mx.array:
+        return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)
+
+    def windows(self) -> list[int | str | None]:
+        """Per layer an attention window, None for full attention, or "recurrent"."""
+        return [None] * len(self.layers)
+
+    def head_windows(self) -> list[int | None]:
+        return [None] * len(self.mtp)
+
+    def renamed(self, name: str) -> list[str]:
+        """The parameter paths that checkpoint tensor `name` becomes; empty where it is dropped."""
+        head = self.spec.locate(name, self.args.num_hidden_layers)
+        names = [name if head is None else f"mtp.{head[0]}.{head[1]}"]
+        if head is None and name.endswith("lm_head.weight") and getattr(self.args, "tie_word_embeddings", False):
+            names = [name.replace("lm_head", "model.embed_tokens")]
+        for pattern, replacements in self.RENAMED:
+            names = list(dict.fromkeys(re.sub(pattern, new, n) for n in names for new in replacements))
+        return names
+
+    def sanitized(
+        self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
+    ) -> dict[str, mx.array]:
+        """Checkpoint tensors -> parameters. Where norms are stored zero-centred, mlx-lm shifts the trunk's by +1 and
+        perhaps some of the heads'; the others of a head are shifted here.
+        """
+        parameters = self.sanitized_heads(heads)
+        if shift_heads:
+            stored = {id(w) for w in heads.values()}
+            for path, w in parameters.items():
+                parameters[path] = w + 1 if path.endswith("norm.weight") and id(w) in stored else w
+        return self.BASE.sanitize(self, trunk) | parameters
+
+    def one_layer(self) -> Any:
+        """What BASE.sanitize sees as `self` when it is given a single layer."""
+        return SimpleNamespace(args=replace(self.args, num_hidden_layers=1))
+
+    def sanitized_heads(self, heads: dict[str, mx.array]) -> dict[str, mx.array]:
+        """mlx-lm's sanitizing (experts, fp8, MLA) of a one-layer model, applied to each depth."""
+        depths: dict[int, dict[str, mx.array]] = {}
+        for name, w in heads.items():
+            depth, path = self.spec.locate(name, self.args.num_hidden_layers)  # type: ignore[misc]
+            inside = path.removeprefix("block.")
+            depths.setdefault(depth, {})[(OUTSIDE if inside == path else INSIDE) + inside] = w
+        one_layer = self.one_layer()
+        parameters = {}
+        for depth, tensors in depths.items():
+            try:
+                block = self.BASE.sanitize(one_layer, tensors)
+            except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
+                inside = "block." + str(e.args[0]).partition(INSIDE)[2]
+                raise ValueError(f"tensor {self.spec.stored(inside)} of MTP depth {depth} is missing") from None
+            for name, w in block.items():
+                name = name[name.index(INSIDE) :]  # a wrapper's sanitizing puts its own prefix in front
+                path = name[len(OUTSIDE) :] if name.startswith(OUTSIDE) else "block." + name[len(INSIDE) :]
+                parameters[f"mtp.{depth}.{path}"] = w
+        return parameters

@@ -1,0 +1,38 @@
+"""GLM-4.5, 4.5-Air, 4.6, 4.7: mlx-lm's backbone with one recycled MTP layer.
+
+The head is checkpoint layer num_hidden_layers, in the shards or (4.6) in `mtp.safetensors`; 4.5 repeats the target's
+embedding and LM head in it, 4.6 does not. Sources: SGLang `glm4_moe_nextn.py`, vLLM `glm4_moe_mtp.py`, llama.cpp
+PR 26534 (recycles after the norm).
+"""
+
+from functools import partial
+
+import mlx.nn as nn
+from mlx_lm.models import glm4_moe
+from mlx_lm.models.glm4_moe import ModelArgs
+
+from ..layers.port import NEXTN_TENSORS, NUMBERED_EXPERTS, Port
+from ..spec import MTPSpec
+
+__all__ = ["Model", "ModelArgs"]
+
+
+class Model(Port, glm4_moe.Model):
+    """The port; see the contract in `mlx_mtp.models`."""
+
+    SPEC = MTPSpec(
+        topology="recycle",
+        capture="post",
+        feedback="post",
+        fuse="eh",
+        head="shared_or_own",
+        embedding="shared_or_own",
+        tensors=NEXTN_TENSORS,
+    )
+    BASE = glm4_moe.Model
+    RENAMED = (NUMBERED_EXPERTS,)
+
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
+        super().__init__(args)
+        layers = [glm4_moe.DecoderLayer(args, args.num_hidden_layers + k) for k in range(heads)]
+        self.add_heads(spec, layers, partial(nn.RMSNorm, eps=args.rms_norm_eps), args.hidden_size)

@@ -1,0 +1,52 @@
+"""MiMo-7B: mlx-lm's backbone with one recycled MTP layer that reads [hidden, embedding].
+
+Whether the head reads the target's hidden state before or after the final norm is disputed: vLLM's `mimo.py` returns
+it before the norm, which is the default here; SGLang's default is after it. `mtp_overrides` switches.
+Sources: vLLM `mimo_mtp.py`, the checkpoint's own `modeling_mimo.py` (MiMoMTPLayers).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.nn as nn
+from mlx_lm.models import mimo
+
+from ..layers.port import BLOCK_TENSORS, Port
+from ..spec import MTPSpec
+
+
+@dataclass
+class ModelArgs(mimo.ModelArgs):
+    """config.json of `mimo`."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class Model(Port, mimo.Model):
+    """The port; see the contract in `mlx_mtp.models`."""
+
+    SPEC = MTPSpec(
+        topology="recycle",
+        capture="pre",
+        feedback="post",
+        fuse="he",
+        head="shared",
+        prefix=r"model\.mtp_layers\.(\d+)\.",
+        numbered="zero",
+        tensors=(
+            ("token_layernorm", "enorm"),
+            ("hidden_layernorm", "hnorm"),
+            ("input_proj", "eh_proj"),
+            ("final_layernorm", "norm"),
+            *BLOCK_TENSORS,
+        ),
+    )
+    BASE = mimo.Model
+    IGNORED = ("rotary_emb.inv_freq",)
+
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
+        super().__init__(args)
+        layers = [mimo.TransformerBlock(args) for _ in range(heads)]
+        self.add_heads(spec, layers, partial(nn.RMSNorm, eps=args.rms_norm_eps), args.hidden_size)

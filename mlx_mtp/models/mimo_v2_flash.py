@@ -1,0 +1,51 @@
+"""MiMo-V2-Flash: mlx-lm's backbone with three sliding-window depths that all read the target's hidden state.
+
+The checkpoint's config.json has no number of heads; they are counted by their tensors. Sources: SGLang
+`mimo_v2_nextn.py` (post-norm hidden states for every depth), llama.cpp `mimo2.cpp` (before the norm), sglang-jax
+PR 1256 (chaining the depths instead loses a third of the acceptance).
+"""
+
+from functools import partial
+
+import mlx.nn as nn
+from mlx_lm.models import mimo_v2_flash
+from mlx_lm.models.mimo_v2_flash import ModelArgs
+
+from ..layers.port import BLOCK_TENSORS, NUMBERED_EXPERTS, SCALED_FP8, Port
+from ..spec import MTPSpec
+
+__all__ = ["Model", "ModelArgs"]
+
+
+class Model(Port, mimo_v2_flash.Model):
+    """The port; see the contract in `mlx_mtp.models`."""
+
+    SPEC = MTPSpec(
+        topology="target_each",
+        capture="post",
+        feedback="post",
+        fuse="eh",
+        head="shared",
+        prefix=r"model\.mtp\.layers\.(\d+)\.",
+        numbered="zero",
+        tensors=(
+            *((n, n) for n in ("enorm", "hnorm", "eh_proj")),
+            ("final_layernorm", "norm"),
+            ("pre_mlp_layernorm", "block.post_attention_layernorm"),
+            *BLOCK_TENSORS,
+        ),
+    )
+    BASE = mimo_v2_flash.Model
+    RENAMED = (NUMBERED_EXPERTS, SCALED_FP8)
+    NO_KV_BITS = "attention sinks"
+
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
+        super().__init__(args)
+        layers = [mimo_v2_flash.DecoderLayer(args, is_moe=False, is_sliding_window=True) for _ in range(heads)]
+        self.add_heads(spec, layers, partial(nn.RMSNorm, eps=args.layernorm_epsilon), args.hidden_size)
+
+    def windows(self) -> list[int | str | None]:
+        return [self.args.sliding_window_size if layer.is_sliding_window else None for layer in self.layers]
+
+    def head_windows(self) -> list[int | None]:
+        return [self.args.sliding_window_size] * len(self.mtp)

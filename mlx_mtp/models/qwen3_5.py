@@ -1,0 +1,100 @@
+"""Qwen3.5, 3.6, 3.8: mlx-lm's hybrid of gated-delta and full-attention layers, with one recycled MTP layer.
+
+The head is a full-attention layer under `mtp.`, with the target's embedding and LM head. That it reads rows after the
+final norm was settled by measurement: accepted 80% against 75% before it (vllm-mlx issue 660, LightLLM PR 1402).
+Sources: vLLM `qwen3_5_mtp.py`, SGLang `qwen3_5_mtp.py`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models import qwen3_5
+
+from ..layers.gated_delta import GatedDelta
+from ..layers.port import Port
+from ..spec import MTPSpec
+
+QWEN_MTP = MTPSpec(
+    topology="recycle",
+    capture="post",
+    feedback="post",
+    fuse="eh",
+    head="shared",
+    prefix=r"(?:model\.|language_model\.)*mtp\.",
+    numbered="zero",
+    tensors=(
+        ("fc", "eh_proj"),
+        ("pre_fc_norm_embedding", "enorm"),
+        ("pre_fc_norm_hidden", "hnorm"),
+        ("norm", "norm"),
+        ("layers.0", "block"),
+    ),
+)
+
+
+@dataclass
+class ModelArgs(qwen3_5.ModelArgs):
+    """config.json of `qwen3_5`: the fields of its `text_config`."""
+
+    @cached_property
+    def text(self) -> qwen3_5.TextModelArgs:
+        return qwen3_5.TextModelArgs.from_dict(self.text_config)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.text.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text.vocab_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.text.head_dim or self.text.hidden_size // self.text.num_attention_heads
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return self.text.tie_word_embeddings
+
+
+class GatedDeltaNet(GatedDelta, qwen3_5.GatedDeltaNet):
+    """mlx-lm's layer over a cache that rolls back."""
+
+
+class Model(Port, qwen3_5.Model):
+    """The port; see the contract in `mlx_mtp.models`."""
+
+    SPEC = QWEN_MTP
+    BASE: Any = qwen3_5.Model
+    IGNORED = ("model.visual.", "visual.", "vision_tower.")
+    ZERO_CENTRED = (r"^model\.language_model\.|\.experts\.gate_up_proj$", r"^language_model\.model\.|\.switch_mlp\.")
+    RENAMED = (
+        (r"\.experts\.gate_up_proj$", (".switch_mlp.gate_proj.weight", ".switch_mlp.up_proj.weight")),
+        (r"\.experts\.down_proj$", (".switch_mlp.down_proj.weight",)),
+        (r"^model\.language_model\.", ("language_model.model.",)),
+        (r"^(?!language_model\.|mtp\.\d)", ("language_model.",)),
+    )
+
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
+        super().__init__(args)
+        for layer in self.layers:
+            if layer.is_linear:
+                layer.linear_attn = GatedDeltaNet(args.text)
+        full = args.text.full_attention_interval - 1
+        blocks = [qwen3_5.DecoderLayer(args.text, full) for _ in range(heads)]
+        self.add_heads(spec, blocks, partial(nn.RMSNorm, eps=args.text.rms_norm_eps), args.text.hidden_size)
+
+    @property
+    def language(self) -> Any:
+        return self.language_model
+
+    def windows(self) -> list[int | str | None]:
+        return ["recurrent" if layer.is_linear else None for layer in self.layers]
+
+    def one_layer(self) -> Any:
+        inner: Any = SimpleNamespace(args=replace(self.args.text, num_hidden_layers=1))
+        inner.sanitize = partial(qwen3_5.TextModel.sanitize, inner)
+        return SimpleNamespace(language_model=inner)

@@ -1,0 +1,46 @@
+"""Qwen3-Next: mlx-lm's hybrid of gated-delta and full-attention layers, with experts and one recycled MTP layer.
+
+Sources: vLLM `qwen3_next_mtp.py`, SGLang `qwen3_next_mtp.py`.
+"""
+
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import qwen3_next
+from mlx_lm.models.qwen3_next import ModelArgs
+
+from ..layers.gated_delta import GatedDelta
+from ..layers.port import NUMBERED_EXPERTS, Port
+from ..spec import MTPSpec
+from .qwen3_5 import QWEN_MTP
+
+__all__ = ["Model", "ModelArgs"]
+
+
+class GatedDeltaNet(GatedDelta, qwen3_next.Qwen3NextGatedDeltaNet):
+    """mlx-lm's layer, whose projections are fused by key head, over a cache that rolls back."""
+
+    def inputs(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
+        return mx.concatenate([t.reshape(*x.shape[:2], -1) for t in (q, k, v)], axis=-1), z, b, a
+
+
+class Model(Port, qwen3_next.Model):
+    """The port; see the contract in `mlx_mtp.models`."""
+
+    SPEC = QWEN_MTP
+    BASE = qwen3_next.Model
+    ZERO_CENTRED = (r"\.mlp\.experts\.\d+\.", r"\.switch_mlp\.")
+    RENAMED = (NUMBERED_EXPERTS,)
+
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
+        super().__init__(args)
+        for layer in self.layers:
+            if layer.is_linear:
+                layer.linear_attn = GatedDeltaNet(args)
+        blocks = [qwen3_next.Qwen3NextDecoderLayer(args, args.full_attention_interval - 1) for _ in range(heads)]
+        self.add_heads(spec, blocks, partial(nn.RMSNorm, eps=args.rms_norm_eps), args.hidden_size)
+
+    def windows(self) -> list[int | str | None]:
+        return ["recurrent" if layer.is_linear else None for layer in self.layers]

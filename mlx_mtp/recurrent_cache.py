@@ -1,0 +1,91 @@
+"""The state of a recurrent layer (gated delta rule), which rolls back without a copy per position.
+
+A verify leaves the state where it was before its rows and keeps what these rows would do to it: the tape. The next
+call replays the rows that were accepted, however many, and then adds its own. Nothing goes through the weights twice,
+and the number of accepted rows stays on the device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+Replay = Callable[..., mx.array]
+
+
+class RecurrentCache:
+    """Committed state and tape of one layer, with the positions of `cache.LinearKVCache`; B = 1.
+
+    parts: (position of the state [1] int32, state, rows before and on the tape that the convolution reads
+           [1, K-1+T, C]), and after a verify of T rows what the recurrence reads of each ([1, T, ..] arrays).
+    """
+
+    window = "recurrent"
+    start = 0
+    capacity = 0
+
+    def __init__(self):
+        self.offset: int | mx.array = 0
+        self.limit = 0
+        self.parts: tuple[Any, ...] = ()
+
+    def convolved(self, rows: mx.array, taps: int) -> mx.array:
+        """The input of a causal convolution of `taps` taps over new rows [1, S, C]: [1, taps-1+S, C]."""
+        if not self.parts:
+            before = mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
+        else:
+            before = self.parts[2]
+            if before.shape[1] >= taps:  # with a tape behind it
+                before = mx.take(before, self._accepted() + mx.arange(taps - 1), axis=1)
+        return mx.concatenate([before, rows], axis=1)
+
+    def state(self, replay: Replay) -> mx.array | None:
+        """The state at `offset`, None at the start; `replay(state, mask [1, T], *tape)` applies the masked rows."""
+        if not self.parts:
+            return None
+        _, state, _, *tape = self.parts
+        if not tape:
+            return state
+        return replay(state, mx.arange(tape[0].shape[1])[None] < self._accepted(), *tape)
+
+    def _accepted(self) -> mx.array:
+        return self.offset - self.parts[0]
+
+    def advance(self, before: mx.array, after: mx.array, convolved: mx.array, tape: tuple[mx.array, ...]) -> None:
+        """Note rows read: the state before and after them, the convolution's input, and their tape."""
+        rows = tape[0].shape[1]
+        if isinstance(self.offset, int):
+            self.offset += rows
+            self.parts = (mx.array([self.offset]), after, convolved[:, rows:])
+        else:
+            self.parts = (self.offset, before, convolved, *tape)
+            self.offset = self.offset + rows
+        self.limit += rows
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """There is nothing to hide: rows are read in order."""
+        return None
+
+    def reserve(self, rows: int) -> None:
+        """A state does not grow."""
+
+    def seek(self, offset: int | mx.array, limit: int) -> None:
+        """Set the position, which must lie within the tape."""
+        self.offset, self.limit = offset, limit
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def config(self) -> dict:
+        """Arguments of `make_cache` that make this cache, empty."""
+        return {"window": self.window}
+
+    def used(self) -> tuple[mx.array, ...]:
+        """What has to be saved."""
+        return self.parts
+
+    def to_quantized(self, bits: int, group_size: int) -> "RecurrentCache":
+        """A state stays in full precision."""
+        return self

@@ -1,0 +1,421 @@
+"""Tiny random checkpoints of every family, with the tensor names of the hub's, and mlx-lm's plain model of each."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import tiny
+
+Shapes = dict[str, tuple[int, ...]]
+H, V = 32, 13
+
+
+@dataclass(frozen=True)
+class Family:
+    """config.json, and the shapes of the trunk's and of the heads' tensors by their hub names."""
+
+    config: dict
+    trunk: Callable[[dict], Shapes]
+    heads: Callable[[dict], Shapes]
+    zero_centred: bool = False
+
+
+def mlp(prefix: str, inner: int) -> Shapes:
+    return {
+        f"{prefix}.gate_proj.weight": (inner, H),
+        f"{prefix}.up_proj.weight": (inner, H),
+        f"{prefix}.down_proj.weight": (H, inner),
+    }
+
+
+def moe(prefix: str, config: dict) -> Shapes:
+    """Numbered experts, a gate with a correction bias, shared experts: DeepSeek's naming."""
+    E, inner = config["n_routed_experts"], config["moe_intermediate_size"]
+    shapes: Shapes = {f"{prefix}.gate.weight": (E, H), f"{prefix}.gate.e_score_correction_bias": (E,)}
+    for e in range(E):
+        shapes |= mlp(f"{prefix}.experts.{e}", inner)
+    if config.get("n_shared_experts"):
+        shapes |= mlp(f"{prefix}.shared_experts", inner * config["n_shared_experts"])
+    return shapes
+
+
+def layer_norms(prefix: str) -> Shapes:
+    return {f"{prefix}.input_layernorm.weight": (H,), f"{prefix}.post_attention_layernorm.weight": (H,)}
+
+
+def gqa(prefix: str, q: int, kv: int, D: int, *, bias: bool, qk_norm: bool = False, v: int | None = None) -> Shapes:
+    v = v or D
+    shapes: Shapes = {f"{prefix}.o_proj.weight": (H, q * v)}
+    for name, rows in (("q", q * D), ("k", kv * D), ("v", kv * v)):
+        shapes[f"{prefix}.{name}_proj.weight"] = (rows, H)
+        if bias:
+            shapes[f"{prefix}.{name}_proj.bias"] = (rows,)
+    if qk_norm:
+        shapes |= {f"{prefix}.q_norm.weight": (D,), f"{prefix}.k_norm.weight": (D,)}
+    return shapes
+
+
+def mla(prefix: str, config: dict) -> Shapes:
+    heads, rank, rope = (config[n] for n in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"))
+    nope, v, q_rank = (config[n] for n in ("qk_nope_head_dim", "v_head_dim", "q_lora_rank"))
+    return {
+        f"{prefix}.q_a_proj.weight": (q_rank, H),
+        f"{prefix}.q_a_layernorm.weight": (q_rank,),
+        f"{prefix}.q_b_proj.weight": (heads * (nope + rope), q_rank),
+        f"{prefix}.kv_a_proj_with_mqa.weight": (rank + rope, H),
+        f"{prefix}.kv_a_layernorm.weight": (rank,),
+        f"{prefix}.kv_b_proj.weight": (heads * (nope + v), rank),
+        f"{prefix}.o_proj.weight": (H, heads * v),
+    }
+
+
+def ends() -> Shapes:
+    return {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,), "lm_head.weight": (V, H)}
+
+
+def nextn(prefix: str, *, own: bool) -> Shapes:
+    shapes: Shapes = {f"{prefix}.{n}.weight": (H,) for n in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{prefix}.eh_proj.weight"] = (H, 2 * H)
+    if own:
+        shapes |= {f"{prefix}.embed_tokens.weight": (V, H), f"{prefix}.shared_head.head.weight": (V, H)}
+    return shapes
+
+
+def glm_layer(prefix: str, config: dict, dense: bool) -> Shapes:
+    attention = gqa(f"{prefix}.self_attn", 4, 2, 16, bias=True, qk_norm=config["use_qk_norm"])
+    inner = mlp(f"{prefix}.mlp", config["intermediate_size"]) if dense else moe(f"{prefix}.mlp", config)
+    return attention | inner | layer_norms(prefix)
+
+
+def mla_layer(prefix: str, config: dict, dense: bool) -> Shapes:
+    inner = mlp(f"{prefix}.mlp", config["intermediate_size"]) if dense else moe(f"{prefix}.mlp", config)
+    return mla(f"{prefix}.self_attn", config) | inner | layer_norms(prefix)
+
+
+def nextn_family(config: dict, layer: Callable, *, own: bool = False) -> Family:
+    """A family whose head is one more layer of the trunk's kind, numbered after it."""
+    N, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+
+    def trunk(config: dict) -> Shapes:
+        shapes = ends()
+        for i in range(N):
+            shapes |= layer(f"model.layers.{i}", config, i < dense)
+        return shapes
+
+    def heads(config: dict) -> Shapes:
+        return layer(f"model.layers.{N}", config, dense > N) | nextn(f"model.layers.{N}", own=own)
+
+    return Family(config, trunk, heads)
+
+
+SIZES = {"hidden_size": H, "vocab_size": V, "intermediate_size": 48, "moe_intermediate_size": 24}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+GLM = {
+    **SIZES,
+    **EXPERTS,
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 1e6,
+    "rope_scaling": None,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK = {
+    **SIZES,
+    **EXPERTS,
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+MIMO = {
+    "model_type": "mimo",
+    "hidden_size": H,
+    "vocab_size": V,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 640000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+MIMO_V2 = {
+    **SIZES,
+    **EXPERTS,
+    "model_type": "mimo_v2_flash",
+    "n_shared_experts": None,
+    "routed_scaling_factor": None,
+    "num_hidden_layers": 4,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+    "moe_layer_freq": [0, 1, 1, 1],
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "sliding_window_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "swa_head_dim": 24,
+    "swa_v_head_dim": 16,
+    "partial_rotary_factor": 0.334,
+    "attention_value_scale": 0.707,
+    "rope_theta": 5e6,
+    "swa_rope_theta": 1e4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "max_position_embeddings": 4096,
+    "layernorm_epsilon": 1e-5,
+}
+
+
+def mimo_block(prefix: str, config: dict) -> Shapes:
+    attention = gqa(f"{prefix}.self_attn", 4, 2, H // 4, bias=True)
+    return attention | mlp(f"{prefix}.mlp", config["intermediate_size"]) | layer_norms(prefix)
+
+
+def mimo_trunk(config: dict) -> Shapes:
+    shapes = ends()
+    for i in range(config["num_hidden_layers"]):
+        shapes |= mimo_block(f"model.layers.{i}", config)
+    return shapes
+
+
+def mimo_heads(config: dict) -> Shapes:
+    prefix = "model.mtp_layers.0"
+    shapes = mimo_block(prefix, config) | {f"{prefix}.input_proj.weight": (H, 2 * H)}
+    return shapes | {f"{prefix}.{n}_layernorm.weight": (H,) for n in ("token", "hidden", "final")}
+
+
+def mimo_v2_layer(prefix: str, config: dict, sliding: bool) -> Shapes:
+    kv = config["swa_num_key_value_heads" if sliding else "num_key_value_heads"]
+    shapes = gqa(f"{prefix}.self_attn", 4, kv, 24, bias=False, v=16) | layer_norms(prefix)
+    return shapes | ({f"{prefix}.self_attn.attention_sink_bias": (4,)} if sliding else {})
+
+
+def mimo_v2_trunk(config: dict) -> Shapes:
+    shapes = ends()
+    for i, (sliding, sparse) in enumerate(zip(config["hybrid_layer_pattern"], config["moe_layer_freq"], strict=True)):
+        shapes |= mimo_v2_layer(f"model.layers.{i}", config, bool(sliding))
+        shapes |= moe(f"model.layers.{i}.mlp", config) if sparse else mlp(f"model.layers.{i}.mlp", 48)
+    return shapes
+
+
+def mimo_v2_heads(config: dict) -> Shapes:
+    shapes: Shapes = {}
+    for k in range(3):
+        prefix = f"model.mtp.layers.{k}"
+        block = mimo_v2_layer(prefix, config, True) | mlp(f"{prefix}.mlp", config["intermediate_size"])
+        block[f"{prefix}.pre_mlp_layernorm.weight"] = block.pop(f"{prefix}.post_attention_layernorm.weight")
+        shapes |= block | {f"{prefix}.{n}.weight": (H,) for n in ("enorm", "hnorm", "final_layernorm")}
+        shapes[f"{prefix}.eh_proj.weight"] = (H, 2 * H)
+    return shapes
+
+
+QWEN_TEXT = {
+    "hidden_size": H,
+    "vocab_size": V,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "mtp_num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "max_position_embeddings": 4096,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+QWEN = {"model_type": "qwen3_5", "text_config": {**QWEN_TEXT, "model_type": "qwen3_5_text"}}
+QWEN_MOE = {
+    "model_type": "qwen3_5_moe",
+    "text_config": {**QWEN_TEXT, **QWEN_EXPERTS, "model_type": "qwen3_5_moe_text"},
+}
+
+
+def qwen_ffn(prefix: str, config: dict) -> Shapes:
+    E, inner = config.get("num_experts", 0), config.get("moe_intermediate_size", 0)
+    if not E:
+        return mlp(prefix, config["intermediate_size"])
+    shapes: Shapes = {f"{prefix}.gate.weight": (E, H), f"{prefix}.shared_expert_gate.weight": (1, H)}
+    shapes |= {f"{prefix}.experts.gate_up_proj": (E, 2 * inner, H), f"{prefix}.experts.down_proj": (E, H, inner)}
+    return shapes | mlp(f"{prefix}.shared_expert", config["shared_expert_intermediate_size"])
+
+
+def qwen_attention(prefix: str, config: dict) -> Shapes:
+    shapes = gqa(prefix, 4, 2, 16, bias=False, qk_norm=True)
+    return shapes | {f"{prefix}.q_proj.weight": (2 * 4 * 16, H)}  # queries and gates
+
+
+def qwen_recurrent(prefix: str, config: dict) -> Shapes:
+    heads, D = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + heads * D
+    return {
+        f"{prefix}.in_proj_qkv.weight": (channels, H),
+        f"{prefix}.in_proj_z.weight": (heads * D, H),
+        f"{prefix}.in_proj_b.weight": (heads, H),
+        f"{prefix}.in_proj_a.weight": (heads, H),
+        f"{prefix}.conv1d.weight": (channels, 1, config["linear_conv_kernel_dim"]),
+        f"{prefix}.A_log": (heads,),
+        f"{prefix}.dt_bias": (heads,),
+        f"{prefix}.norm.weight": (D,),
+        f"{prefix}.out_proj.weight": (H, heads * D),
+    }
+
+
+def qwen_trunk(config: dict) -> Shapes:
+    text = config["text_config"]
+    shapes: Shapes = {}
+    for i in range(text["num_hidden_layers"]):
+        prefix = f"model.language_model.layers.{i}"
+        full = (i + 1) % text["full_attention_interval"] == 0
+        mixer = qwen_attention(f"{prefix}.self_attn", text) if full else qwen_recurrent(f"{prefix}.linear_attn", text)
+        shapes |= mixer | qwen_ffn(f"{prefix}.mlp", text) | layer_norms(prefix)
+    return shapes | {name.replace("model.", "model.language_model."): shape for name, shape in ends().items()}
+
+
+def qwen_heads(config: dict) -> Shapes:
+    prefix, text = "mtp.layers.0", config["text_config"]
+    shapes = qwen_attention(f"{prefix}.self_attn", text) | qwen_ffn(f"{prefix}.mlp", text) | layer_norms(prefix)
+    shapes |= {f"mtp.{n}.weight": (H,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    return shapes | {"mtp.fc.weight": (H, 2 * H)}
+
+
+def next_ffn(prefix: str, config: dict) -> Shapes:
+    shapes: Shapes = {f"{prefix}.gate.weight": (4, H), f"{prefix}.shared_expert_gate.weight": (1, H)}
+    for e in range(4):
+        shapes |= mlp(f"{prefix}.experts.{e}", config["moe_intermediate_size"])
+    return shapes | mlp(f"{prefix}.shared_expert", config["shared_expert_intermediate_size"])
+
+
+def next_trunk(config: dict) -> Shapes:
+    shapes = ends()
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}"
+        mixer = qwen_attention(f"{prefix}.self_attn", config)
+        if (i + 1) % config["full_attention_interval"]:
+            mixer = qwen_recurrent(f"{prefix}.linear_attn", config)
+            rows = {n: mixer.pop(f"{prefix}.linear_attn.in_proj_{n}.weight")[0] for n in ("qkv", "z", "b", "a")}
+            mixer[f"{prefix}.linear_attn.in_proj_qkvz.weight"] = (rows["qkv"] + rows["z"], H)
+            mixer[f"{prefix}.linear_attn.in_proj_ba.weight"] = (rows["b"] + rows["a"], H)
+        shapes |= mixer | next_ffn(f"{prefix}.mlp", config) | layer_norms(prefix)
+    return shapes
+
+
+def next_heads(config: dict) -> Shapes:
+    prefix = "mtp.layers.0"
+    shapes = qwen_attention(f"{prefix}.self_attn", config) | next_ffn(f"{prefix}.mlp", config) | layer_norms(prefix)
+    shapes |= {f"mtp.{n}.weight": (H,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    return shapes | {"mtp.fc.weight": (H, 2 * H)}
+
+
+NEXT = {
+    **QWEN_TEXT,
+    **QWEN_EXPERTS,
+    "model_type": "qwen3_next",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+}
+FAMILIES = {
+    "qwen3_next": Family(NEXT, next_trunk, next_heads, zero_centred=True),
+    "qwen3_5": Family(QWEN, qwen_trunk, qwen_heads, zero_centred=True),
+    "qwen3_5_moe": Family(QWEN_MOE, qwen_trunk, qwen_heads, zero_centred=True),
+    "glm4_moe": nextn_family(GLM, glm_layer, own=True),
+    "glm4_moe_untied": nextn_family({**GLM, "use_qk_norm": False, "num_hidden_layers": 2}, glm_layer),
+    "deepseek_v3": nextn_family(DEEPSEEK, mla_layer, own=True),
+    "glm4_moe_lite": nextn_family({**DEEPSEEK, "model_type": "glm4_moe_lite", "n_group": 1}, mla_layer, own=True),
+    "mimo": Family(MIMO, mimo_trunk, mimo_heads),
+    "mimo_v2_flash": Family(MIMO_V2, mimo_v2_trunk, mimo_v2_heads),
+}
+
+
+def random_weights(
+    shapes: Shapes, seed: int, *, zero_centred: bool = False, scale: float = 0.25
+) -> dict[str, mx.array]:
+    """Norms near one (stored near zero if `zero_centred`, but for the recurrent layers' own), all else normal.
+
+    Correction biases are positive, as in the released checkpoints.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(name: str, shape: tuple[int, ...]) -> mx.array:
+        values = rng.standard_normal(shape)
+        if "norm" in name:
+            values = 0.1 * values + (not zero_centred or name.endswith("linear_attn.norm.weight"))
+        else:
+            values = scale * values
+        values = np.abs(values) if name.endswith("correction_bias") else values
+        return mx.array(values.astype(np.float32))
+
+    return {name: draw(name, shape) for name, shape in shapes.items()}
+
+
+def build(name: str, path: Path, seed: int = 0, **changes):
+    """(checkpoint directory, its tensors, mlx-lm's plain model of the trunk)."""
+    family = FAMILIES[name]
+    config = {**family.config, **changes}
+    trunk = random_weights(family.trunk(config), seed, zero_centred=family.zero_centred)
+    weights = trunk | random_weights(family.heads(config), seed + 1000, zero_centred=family.zero_centred)
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    plain = module.Model(module.ModelArgs.from_dict(config))
+    plain.load_weights(list(plain.sanitize(dict(trunk)).items()))
+    return tiny.save(path, config, weights), weights, plain

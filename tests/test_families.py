@@ -1,0 +1,142 @@
+"""Every family: greedy text is that of a cacheless forward, drafts are those of a recomputation from scratch."""
+
+import functools
+
+import families
+import mlx.core as mx
+import pytest
+import tiny
+from mlx_lm.models.base import create_causal_mask
+
+import mlx_mtp
+from mlx_mtp import decode
+
+
+@pytest.fixture(scope="module", params=sorted(families.FAMILIES))
+def family(request, tmp_path_factory):
+    """(our model, mlx-lm's plain model) of one random checkpoint."""
+    path, _, plain = families.build(request.param, tmp_path_factory.mktemp("family"))
+    return mlx_mtp.load_model(path), plain
+
+
+@pytest.fixture(scope="module")
+def truth(family):
+    """Greedy text of a prompt by a cacheless forward, computed once."""
+    return functools.cache(lambda prompt: tiny.greedy(family[1], list(prompt), 40))
+
+
+def ours(model, prompt, n, k, **options):
+    stats = mlx_mtp.Stats()
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+    return [token for token, _, _ in steps], stats
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 30])
+def test_greedy_equals_cacheless_forward(family, truth, length):
+    model, _ = family
+    mx.random.seed(length)
+    prompt = mx.random.randint(0, families.V, (length,)).tolist()
+    for k in range(min(model.max_draft_tokens, 5) + 1):
+        assert ours(model, prompt, 40, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
+
+
+def target_rows(plain, tokens: list[int]) -> tuple[mx.array, mx.array]:
+    """The target's rows before and after the final norm [1, T, H], with no cache."""
+    rows, norm = [], plain.model.norm
+    plain.model.norm = lambda x: rows.append(x) or norm(x)
+    after = plain.model(mx.array(tokens)[None])
+    plain.model.norm = norm
+    return rows[0], after
+
+
+def head_rows(model, depth: int, tokens: list[int], hidden: mx.array) -> mx.array:
+    """Output rows [1, n, H] of one head over all its slots, with no cache; one token per row of `hidden`."""
+    head, window = model.mtp[depth], model.head_windows()[depth]
+    e, h = head.enorm(model.embed(mx.array(tokens)[None], depth)), head.hnorm(hidden)
+    x = head.eh_proj(mx.concatenate([e, h] if model.spec.fuse == "eh" else [h, e], axis=-1))
+    return head.block(x, create_causal_mask(x.shape[1], window_size=window), None)
+
+
+def drafts_from_scratch(model, plain, tokens: list[int], k: int) -> list[int]:
+    """k drafts after tokens x_0..x_{T-1}, of which the target has read all but the last."""
+    before, after = target_rows(plain, tokens[:-1])
+    hidden = target = before if model.spec.capture == "pre" else after
+    drafts: list[int] = []
+    for j in range(k):
+        recycled = model.spec.topology == "recycle"
+        depth, first = (0, 1) if recycled else (j, 1 + j)
+        rows = head_rows(model, depth, (tokens + drafts)[first : first + hidden.shape[1]], hidden)
+        drafts.append(mx.argmax(model.draft_logits(depth, rows[:, -1:])).item())
+        feedback = rows if model.spec.feedback == "pre" else model.mtp[depth].norm(rows)
+        if recycled:
+            hidden = mx.concatenate([hidden, feedback[:, -1:]], axis=1)
+        else:
+            hidden = target if model.spec.topology == "target_each" else feedback
+    return drafts
+
+
+@pytest.mark.parametrize("length", [1, 3, 20])
+def test_drafts_equal_recomputation(family, monkeypatch, length):
+    model, plain = family
+    mx.random.seed(length)
+    prompt = mx.random.randint(0, families.V, (length,)).tolist()
+    calls, real = [], decode.draft
+
+    def spy(model, cache, run, k):
+        drafts = real(model, cache, run, k)
+        calls.append((cache.layers[0].offset, drafts))
+        return drafts
+
+    monkeypatch.setattr(decode, "draft", spy)
+    k = 3
+    text = prompt + ours(model, prompt, 24, k, prefill_step_size=7)[0]
+    assert len(calls) > 5
+    checked = 0
+    for offset, drafts in calls:
+        if offset.item() < len(text):  # otherwise built ahead of the last cycle and never used
+            assert drafts.tolist() == drafts_from_scratch(model, plain, text[: offset.item() + 1], k)
+            checked += 1
+    assert checked > 5
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4, 9])
+@pytest.mark.parametrize("k", [0, 3])
+def test_stop_anywhere_save_and_continue(family, truth, tmp_path, stop, k):
+    """A cache left in the middle of an accepted run, and its copy from a file, go on as if decoded one by one."""
+    model, _ = family
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    expected = truth(tuple(prompt))[:30]
+    cache = mlx_mtp.make_prompt_cache(model)
+    steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=30)
+    text = [token for _, (token, _, _) in zip(range(stop), steps, strict=False)]
+    steps.close()
+    assert text == expected[:stop]
+    assert cache.tokens == prompt + text[:-1]
+    mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
+    copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
+    snapshot = cache.snapshot()
+    for kept in (cache, copy):
+        assert ours(model, text[-1:], 30 - stop, 2, prompt_cache=kept)[0] == expected[stop:]
+    cache.rewind(snapshot)
+    assert ours(model, text[-1:], 30 - stop, 3, prompt_cache=cache)[0] == expected[stop:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_states_do_not_drift(tmp_path, name):
+    """After 512 tokens of verifies and rollbacks a recurrent state is that of reading the text in one go.
+
+    Measured on a CPU: equal bit for bit, since MLX's fallback takes the rows one by one either way.
+    """
+    path, _, _ = families.build(name, tmp_path, seed=1)
+    model = mlx_mtp.load_model(path)
+    caches = [mlx_mtp.make_prompt_cache(model) for _ in range(2)]
+    text, stats = ours(model, [1, 2, 3], 512, 3, prompt_cache=caches[0])
+    assert stats.cycles < 512
+    ours(model, [1, 2, 3, *text[:-1]], 0, 0, prompt_cache=caches[1])
+    drift = 0.0
+    for layer, rolled, read in zip(model.layers, *(c.layers for c in caches), strict=True):
+        if layer.is_linear:
+            states = [c.state(layer.linear_attn._replay) for c in (rolled, read)]
+            drift = max(drift, (mx.abs(states[0] - states[1]).max() / mx.abs(states[1]).max()).item())
+    assert drift < 1e-5

@@ -1,0 +1,149 @@
+"""Loading every family: where heads may lie, what may repeat the target's, and what is wrong with damaged ones."""
+
+import json
+import re
+
+import families
+import mlx.core as mx
+import pytest
+import tiny
+
+import mlx_mtp
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7]
+NAMES = sorted(families.FAMILIES)
+
+
+def text(model, k=2, n=16):
+    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k)]
+
+
+def drafted(model):
+    stats = mlx_mtp.Stats()
+    list(mlx_mtp.generate_step(PROMPT, model, max_tokens=40, num_draft_tokens=2, stats=stats))
+    return stats.accepted
+
+
+def head_tensors(name: str) -> list[str]:
+    return list(families.FAMILIES[name].heads(families.FAMILIES[name].config))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sidecar_is_as_good(tmp_path, name):
+    path, weights, _ = families.build(name, tmp_path / "whole")
+    whole = mlx_mtp.load_model(path)
+    apart = {n: weights.pop(n) for n in head_tensors(name)}
+    config = json.loads((path / "config.json").read_text())
+    path = tiny.save(tmp_path / "apart", config, weights)
+    mx.save_safetensors(str(path / "mtp.safetensors"), apart, {"format": "pt"})
+    model = mlx_mtp.load_model(path)
+    assert "mtp.safetensors" in str(model.report())
+    assert text(model) == text(whole)
+    assert drafted(model) == drafted(whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_heads_it_decodes_and_says_so(tmp_path, name):
+    path, weights, plain = families.build(name, tmp_path)
+    trunk = {n: w for n, w in weights.items() if n not in head_tensors(name)}
+    tiny.save(path, json.loads((path / "config.json").read_text()), trunk)
+    with pytest.warns(UserWarning, match="no MTP heads found"):
+        model = mlx_mtp.load_model(path)
+    assert text(model, k=0) == tiny.greedy(plain, PROMPT, 16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_head_tensor_is_needed(tmp_path, name):
+    """Each one missing is an error that names it, but for embeddings and LM heads that may be the target's."""
+    path, weights, _ = families.build(name, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    for missing in head_tensors(name):
+        if re.search(r"embed_tokens|shared_head\.head", missing):
+            continue
+        tiny.save(path, config, {n: w for n, w in weights.items() if n != missing})
+        with pytest.raises(ValueError, match=r"missing|no tensors of MTP depth") as error:
+            mlx_mtp.load_model(path)
+        assert "\n" not in str(error.value)
+        assert missing.rpartition(".")[0].rpartition(".")[2] in str(error.value), (missing, str(error.value))
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm4_moe_lite"])
+def test_own_heads_are_kept_where_they_differ(tmp_path, name):
+    path, weights, _ = families.build(name, tmp_path)
+    layers = families.FAMILIES[name].config["num_hidden_layers"]
+    pairs = {
+        f"model.layers.{layers}.embed_tokens.weight": "model.embed_tokens.weight",
+        f"model.layers.{layers}.shared_head.head.weight": "lm_head.weight",
+    }
+    (head,) = mlx_mtp.load_model(path).mtp
+    assert {"head", "embed_tokens"} <= set(head)
+    config = json.loads((path / "config.json").read_text())
+    tiny.save(path, config, weights | {copy: weights[original] for copy, original in pairs.items()})
+    (head,) = mlx_mtp.load_model(path).mtp
+    assert not {"head", "embed_tokens"} & set(head)
+    tiny.save(path, config, {n: w for n, w in weights.items() if n not in pairs})
+    (head,) = mlx_mtp.load_model(path).mtp
+    assert not {"head", "embed_tokens"} & set(head)
+
+
+@pytest.mark.parametrize("prefix", ["mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp."])
+def test_prefixes_of_qwen_heads(tmp_path, prefix):
+    path, weights, _ = families.build("qwen3_5", tmp_path / "a")
+    moved = {(prefix + n[4:] if n.startswith("mtp.") else n): w for n, w in weights.items()}
+    other = tiny.save(tmp_path / "b", json.loads((path / "config.json").read_text()), moved)
+    assert drafted(mlx_mtp.load_model(other)) == drafted(mlx_mtp.load_model(path))
+
+
+@pytest.mark.parametrize("field", ["capture", "feedback", "fuse"])
+def test_overrides_change_drafts_only(tmp_path, field):
+    path, _, _ = families.build("qwen3_5", tmp_path)
+    usual = mlx_mtp.load_model(path)
+    value = {"capture": "pre", "feedback": "pre", "fuse": "he"}[field]
+    changed = mlx_mtp.load_model(path, mtp_overrides={field: value})
+    assert getattr(changed.spec, field) == value
+    assert text(changed) == text(usual)
+    hidden = mx.random.normal((1, 3, families.H))
+    cache = mlx_mtp.make_prompt_cache(usual).heads[0], mlx_mtp.make_prompt_cache(changed).heads[0]
+    rows = [
+        m.mtp[0](m.embed(mx.array([[1, 2, 3]]), 0), m.capture(hidden), c)
+        for m, c in zip((usual, changed), cache, strict=True)
+    ]
+    fed = [m.mtp[0].feedback(r, hidden) for m, r in zip((usual, changed), rows, strict=True)]
+    assert not mx.allclose(*fed)
+
+
+def test_unknown_overrides_are_refused(tmp_path):
+    path, _, _ = families.build("mimo", tmp_path)
+    with pytest.raises(ValueError, match=r"^mtp_overrides: 'captur' is unknown; allowed are topology, capture"):
+        mlx_mtp.load_model(path, mtp_overrides={"captur": "pre"})
+    with pytest.raises(ValueError, match=r"^mtp_overrides: capture='middle'; allowed are pre, post"):
+        mlx_mtp.load_model(path, mtp_overrides={"capture": "middle"})
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "mimo_v2_flash"])
+@pytest.mark.parametrize("option", ["kv_bits", "mtp_kv_bits"])
+def test_attention_that_cannot_be_quantized_says_why(tmp_path, name, option):
+    path, _, _ = families.build(name, tmp_path)
+    with pytest.raises(ValueError, match=f"^{option}=8: not with (multi-head latent attention|attention sinks)"):
+        mlx_mtp.make_prompt_cache(mlx_mtp.load_model(path), **{option: 8})
+
+
+def blocks_of_fp8(weight: mx.array) -> tuple[mx.array, mx.array]:
+    """A weight as 8-bit floats with one scale per block of 128 x 128 (of which these sizes need one)."""
+    scale = mx.abs(weight).max() / 448
+    return mx.to_fp8(weight / scale), scale.reshape(1, 1)
+
+
+def test_fp8_heads_are_dequantized(tmp_path):
+    path, weights, _ = families.build("deepseek_v3", tmp_path / "a")
+    config = json.loads((path / "config.json").read_text())
+    rounded, stored = dict(weights), dict(weights)
+    for name, w in weights.items():
+        if name.endswith("_proj.weight") and "eh_proj" not in name and not name.startswith("model.embed"):
+            packed, scale = blocks_of_fp8(w)
+            stored[name], stored[name + "_scale_inv"] = packed, scale
+            rounded[name] = (mx.from_fp8(packed, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
+    expected = mlx_mtp.load_model(tiny.save(tmp_path / "b", config, rounded))
+    model = mlx_mtp.load_model(tiny.save(tmp_path / "c", config, stored))
+    assert text(model) == text(expected)
+    assert drafted(model) == drafted(expected)

@@ -1,0 +1,177 @@
+"""Ports against Hugging Face transformers: the same checkpoint directory in PyTorch, fp32, trunk and every draft.
+
+transformers' generic MTP (`MtpModel`) shares the target's LM head and embedding, so the checkpoints here have none of
+their own; it has no MiMo-7B, for which Qwen2 stands in with its tensors renamed.
+"""
+
+import json
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+
+import mlx_mtp
+
+torch = pytest.importorskip("torch", reason="parity with PyTorch needs mlx-mtp[parity]")
+transformers = pytest.importorskip("transformers", "5.23", reason="parity needs mlx-mtp[parity]")
+modeling_layers = pytest.importorskip("transformers.modeling_layers")
+
+TOLERANCE = 1e-4
+
+
+def nextn_checkpoint(name: str, path) -> None:
+    """The family's checkpoint without the head's copies of embedding and LM head."""
+    _, weights, _ = families.build(name, path)
+    shared = {
+        n: w for n, w in weights.items() if not n.endswith(("shared_head.head.weight", "0.embed_tokens.weight"))
+    }
+    layers = families.FAMILIES[name].config["num_hidden_layers"]
+    shared.pop(f"model.layers.{layers}.embed_tokens.weight", None)
+    tiny.save(path, json.loads((path / "config.json").read_text()), shared)
+
+
+class TorchFamily:
+    """transformers' model of a checkpoint and its generic MTP."""
+
+    def __init__(self, path, *, depths: int = 1, kind: str = "full_attention", mlp: str = "sparse"):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        config = self.model.config
+        config.num_mtp_layers = depths
+        config.mtp_layer_types, config.mtp_mlp_layer_types = [kind] * depths, [mlp] * depths
+        # It knows heads by the number of layers of the released checkpoints only.
+        heads = range(config.num_hidden_layers, config.num_hidden_layers + depths)
+        self.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{i}\." for i in heads]
+        self.mtp = modeling_layers.MtpModel.from_pretrained(self.model)
+
+    @torch.no_grad()
+    def trunk(self, tokens: list[int]):
+        """(rows after the final norm [1, T, H], logits [T, V])"""
+        out = self.model(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
+        return out.hidden_states[-1], out.logits[0]
+
+    @torch.no_grad()
+    def head(self, hidden, following: list[int], depth: int = 0):
+        """(fed back rows [1, n, H], logits [n, V]) for rows [1, n, H] and the token after each."""
+        positions = torch.arange(1, len(following) + 1)[None]
+        rows = self.mtp.forward_layer(depth, hidden, positions, None, input_ids=torch.tensor([following]))
+        return rows, self.model.lm_head(rows)[0]
+
+
+def assert_close(ours: mx.array, theirs):
+    ours, theirs = np.array(ours), theirs.numpy()
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() < TOLERANCE
+
+
+def assert_recycled_drafts(model, theirs, cuts: list[int]) -> None:
+    """The trunk read in chunks, the head on committed rows, and three times on its own output."""
+    tokens = np.random.default_rng(0).integers(0, families.V, 24).tolist()
+    cache = mlx_mtp.make_prompt_cache(model)
+    bounds = zip([0, *cuts], [*cuts, len(tokens)], strict=True)
+    rows = mx.concatenate([model.hidden(mx.array(tokens[a:b])[None], cache.layers) for a, b in bounds], axis=1)
+    expected, logits = theirs.trunk(tokens)
+    assert_close(model.capture(rows), expected)
+    assert_close(model.logits(rows)[0], logits)
+    (head,), (kv,) = model.mtp, cache.heads
+    hidden, following = model.capture(rows), [*tokens[1:], 3]
+    torch_hidden, torch_following = expected, list(following)
+    for _ in range(4):
+        output = head(model.embed(mx.array(following)[None], 0), hidden, kv)
+        fed_back, logits = theirs.head(torch_hidden, torch_following)
+        assert_close(model.draft_logits(0, output)[0, -1], logits[-1])
+        hidden, following = head.feedback(output, hidden)[:, -1:], [int(logits[-1].argmax())]
+        assert_close(hidden[0, 0], fed_back[0, -1])
+        torch_hidden = torch.cat([torch_hidden, fed_back[:, -1:]], dim=1)
+        torch_following += following
+
+
+@pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17]])
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_untied", "deepseek_v3", "glm4_moe_lite"])
+def test_nextn_families(tmp_path, name, cuts):
+    """Chunks of one, of a few and of many rows: latent attention is absorbed up to eight."""
+    nextn_checkpoint(name, tmp_path)
+    model, theirs = mlx_mtp.load_model(tmp_path), TorchFamily(tmp_path)
+    assert_recycled_drafts(model, theirs, cuts)
+
+
+def with_nextn_names(weights: dict[str, mx.array], prefix: str, names: dict[str, str], layers: int) -> dict:
+    """The checkpoint with its heads `prefix`0, 1, .. as layers after the last, and their tensors renamed."""
+    renamed = {}
+    for name, w in weights.items():
+        if name.startswith(prefix):
+            depth, _, own = name[len(prefix) :].partition(".")
+            module, _, rest = own.partition(".")
+            name = f"model.layers.{layers + int(depth)}.{names.get(module, module)}.{rest}"
+        renamed[name] = w
+    return renamed
+
+
+def test_mimo(tmp_path):
+    """transformers feeds rows after the final norm, so ours must be told to; [hidden, embedding] is MiMo's order."""
+    path, weights, _ = families.build("mimo", tmp_path / "mimo")
+    names = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj"}
+    names["final_layernorm"] = "shared_head.norm"
+    stand_in = {**families.MIMO, "model_type": "qwen2", "mtp_hidden_states_first": True}
+    tiny.save(tmp_path / "qwen2", stand_in, with_nextn_names(weights, "model.mtp_layers.", names, 3))
+    model = mlx_mtp.load_model(path, mtp_overrides={"capture": "post"})
+    assert_recycled_drafts(model, TorchFamily(tmp_path / "qwen2"), cuts=[5])
+
+
+@pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17]])
+def test_mimo_v2_flash(tmp_path, cuts):
+    """Its window counts the query's own position here and in mlx-lm, but not in transformers.
+
+    Every depth reads the target's rows; transformers would chain them, so each is called singly.
+    """
+    path, weights, _ = families.build("mimo_v2_flash", tmp_path / "ours")
+    kinds = [
+        "sliding_attention" if sliding else "full_attention" for sliding in families.MIMO_V2["hybrid_layer_pattern"]
+    ]
+    config = {**families.MIMO_V2, "sliding_window_size": 7, "layer_types": kinds}
+    names = {"final_layernorm": "shared_head.norm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    tiny.save(tmp_path / "torch", config, with_nextn_names(weights, "model.mtp.layers.", names, 4))
+    model = mlx_mtp.load_model(path)
+    theirs = TorchFamily(tmp_path / "torch", depths=3, kind="sliding_attention", mlp="dense")
+    tokens = np.random.default_rng(0).integers(0, families.V, 30).tolist()
+    cache = mlx_mtp.make_prompt_cache(model)
+    bounds = zip([0, *cuts], [*cuts, len(tokens)], strict=True)
+    rows = mx.concatenate([model.hidden(mx.array(tokens[a:b])[None], cache.layers) for a, b in bounds], axis=1)
+    expected, logits = theirs.trunk(tokens)
+    assert_close(model.capture(rows), expected)
+    assert_close(model.logits(rows)[0], logits)
+    for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=True)):
+        slots = len(tokens) - 1 - depth
+        kv.seek(depth, depth)
+        output = head(model.embed(mx.array(tokens[1 + depth :])[None], depth), model.capture(rows)[:, :slots], kv)
+        _, logits = theirs.head(expected[:, :slots], tokens[1 + depth :], depth)
+        assert_close(model.draft_logits(depth, output)[0], logits)
+
+
+@pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17]])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_qwen(tmp_path, name, cuts):
+    """transformers reads the text model's own layout: no `language_model`, its head a layer after the last.
+
+    With seed 0 a recurrent row is so near zero that its norm magnifies rounding, in mlx-lm's own model as in ours.
+    """
+    path, weights, _ = families.build(name, tmp_path / "ours", seed=1)
+    config = families.FAMILIES[name].config
+    text = config.get("text_config", config)
+    names = {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head.norm",
+    }
+    renamed = {}
+    for tensor, w in weights.items():
+        own = tensor.removeprefix("mtp.").removeprefix("layers.0.")
+        module, _, rest = own.partition(".")
+        own = own if tensor.startswith("mtp.layers") else f"{names.get(module)}.{rest}"
+        head = f"model.layers.{text['num_hidden_layers']}.{own}"
+        renamed[head if tensor.startswith("mtp.") else tensor.replace("language_model.", "")] = w
+    tiny.save(tmp_path / "torch", text, renamed)
+    theirs = TorchFamily(tmp_path / "torch", mlp="sparse" if "num_experts" in text else "dense")
+    assert_recycled_drafts(mlx_mtp.load_model(path), theirs, cuts)
