@@ -123,7 +123,7 @@ def test_every_depth(pair, cut):
         following = mx.array(tokens[1 + depth : 1 + depth + n])[None]
         kv.seek(depth, depth)
         spans = [slice(lo, hi) for lo, hi in ((0, cut), (cut, n)) if hi > lo]
-        outputs = [head(model.embed(following[:, s]), ours[:, s], kv) for s in spans]
+        outputs = [head(model.embed(following[:, s], depth), ours[:, s], kv) for s in spans]
         output, expected = mx.concatenate(outputs, axis=1), theirs.block(depth, expected[:, :n], tokens)
         assert_close(output, expected)
         assert_close(model.draft_logits(depth, output), theirs.draft_logits(depth, expected))

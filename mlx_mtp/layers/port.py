@@ -74,7 +74,7 @@ class Port:
             x = layer(x, mask=masks[c.window], cache=c)
         return x
 
-    def embed(self, tokens: mx.array, depth: int) -> mx.array:
+    def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
         """Embeddings [..., H] of tokens [...] as the head of `depth` reads them."""
         head: Any = self.mtp[depth]
         return (head if "embed_tokens" in head else self.model).embed_tokens(tokens)
