@@ -127,7 +127,7 @@ def test_every_depth(pair, cut):
         output, expected = mx.concatenate(outputs, axis=1), theirs.block(depth, expected[:, :n], tokens)
         assert_close(output, expected)
         assert_close(model.draft_logits(depth, output), theirs.draft_logits(depth, expected))
-        ours = head.feedback(output)
+        ours = head.feedback(output, ours[:, :n])
     assert depth + 1 == DEPTHS
 
 
