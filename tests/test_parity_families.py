@@ -65,12 +65,17 @@ def assert_close(ours: mx.array, theirs):
     assert np.abs(ours - theirs).max() < TOLERANCE
 
 
+def rows_in_chunks(model, cache, tokens: list[int], cuts: list[int]) -> mx.array:
+    """The target's rows [1, T, H], read in chunks that end at the cuts."""
+    bounds = zip([0, *cuts], [*cuts, len(tokens)], strict=True)
+    return mx.concatenate([model.hidden(mx.array(tokens[a:b])[None], cache.layers) for a, b in bounds], axis=1)
+
+
 def assert_recycled_drafts(model, theirs, cuts: list[int]) -> None:
     """The trunk read in chunks, the head on committed rows, and three times on its own output."""
     tokens = np.random.default_rng(0).integers(0, families.V, 24).tolist()
     cache = mlx_mtp.make_prompt_cache(model)
-    bounds = zip([0, *cuts], [*cuts, len(tokens)], strict=True)
-    rows = mx.concatenate([model.hidden(mx.array(tokens[a:b])[None], cache.layers) for a, b in bounds], axis=1)
+    rows = rows_in_chunks(model, cache, tokens, cuts)
     expected, logits = theirs.trunk(tokens)
     assert_close(model.capture(rows), expected)
     assert_close(model.logits(rows)[0], logits)
@@ -136,8 +141,7 @@ def test_mimo_v2_flash(tmp_path, cuts):
     theirs = TorchFamily(tmp_path / "torch", depths=3, kind="sliding_attention", mlp="dense")
     tokens = np.random.default_rng(0).integers(0, families.V, 30).tolist()
     cache = mlx_mtp.make_prompt_cache(model)
-    bounds = zip([0, *cuts], [*cuts, len(tokens)], strict=True)
-    rows = mx.concatenate([model.hidden(mx.array(tokens[a:b])[None], cache.layers) for a, b in bounds], axis=1)
+    rows = rows_in_chunks(model, cache, tokens, cuts)
     expected, logits = theirs.trunk(tokens)
     assert_close(model.capture(rows), expected)
     assert_close(model.logits(rows)[0], logits)

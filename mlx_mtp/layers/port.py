@@ -20,6 +20,16 @@ NEXTN_TENSORS = (
     ("shared_head.head", "head"),
     *BLOCK_TENSORS,
 )
+# One layer of the trunk's kind behind the trunk, fed its own output again: DeepSeek's and GLM's heads.
+NEXTN = MTPSpec(
+    topology="recycle",
+    capture="post",
+    feedback="post",
+    fuse="eh",
+    head="shared_or_own",
+    embedding="shared_or_own",
+    tensors=NEXTN_TENSORS,
+)
 # (regex in a tensor's name, what mlx-lm's sanitizing makes of it): mlx-lm stacks, splits and dequantizes.
 Renaming = tuple[str, tuple[str, ...]]
 NUMBERED_EXPERTS: Renaming = (r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",))

@@ -11,7 +11,7 @@ from mlx_lm.models import deepseek_v3
 from mlx_lm.models.deepseek_v3 import ModelArgs
 
 from ..layers.mla import AbsorbedMLA
-from ..layers.port import MLA_KV_B, NEXTN_TENSORS, NUMBERED_EXPERTS, SCALED_FP8, Port
+from ..layers.port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
 from ..spec import MTPSpec
 
 __all__ = ["Model", "ModelArgs"]
@@ -24,15 +24,7 @@ class Attention(AbsorbedMLA, deepseek_v3.DeepseekV3Attention):
 class Model(Port, deepseek_v3.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
-    SPEC = MTPSpec(
-        topology="recycle",
-        capture="post",
-        feedback="post",
-        fuse="eh",
-        head="shared_or_own",
-        embedding="shared_or_own",
-        tensors=NEXTN_TENSORS,
-    )
+    SPEC = NEXTN
     BASE = deepseek_v3.Model
     IGNORED = ("rotary_emb.inv_freq",)
     RENAMED = (NUMBERED_EXPERTS, MLA_KV_B, SCALED_FP8)

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import glm4_moe
 from mlx_lm.models.glm4_moe import ModelArgs
 
-from ..layers.port import NEXTN_TENSORS, NUMBERED_EXPERTS, Port
+from ..layers.port import NEXTN, NUMBERED_EXPERTS, Port
 from ..spec import MTPSpec
 
 __all__ = ["Model", "ModelArgs"]
@@ -20,15 +20,7 @@ __all__ = ["Model", "ModelArgs"]
 class Model(Port, glm4_moe.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
-    SPEC = MTPSpec(
-        topology="recycle",
-        capture="post",
-        feedback="post",
-        fuse="eh",
-        head="shared_or_own",
-        embedding="shared_or_own",
-        tensors=NEXTN_TENSORS,
-    )
+    SPEC = NEXTN
     BASE = glm4_moe.Model
     RENAMED = (NUMBERED_EXPERTS,)
 

@@ -11,7 +11,7 @@ from mlx_lm.models import glm4_moe_lite
 from mlx_lm.models.glm4_moe_lite import ModelArgs
 
 from ..layers.mla import AbsorbedMLA
-from ..layers.port import MLA_KV_B, NEXTN_TENSORS, NUMBERED_EXPERTS, SCALED_FP8, Port
+from ..layers.port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
 from ..spec import MTPSpec
 
 __all__ = ["Model", "ModelArgs"]
@@ -24,15 +24,7 @@ class Attention(AbsorbedMLA, glm4_moe_lite.Glm4MoeLiteAttention):
 class Model(Port, glm4_moe_lite.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
-    SPEC = MTPSpec(
-        topology="recycle",
-        capture="post",
-        feedback="post",
-        fuse="eh",
-        head="shared_or_own",
-        embedding="shared_or_own",
-        tensors=NEXTN_TENSORS,
-    )
+    SPEC = NEXTN
     BASE = glm4_moe_lite.Model
     IGNORED = ("rotary_emb.inv_freq",)
     RENAMED = (NUMBERED_EXPERTS, MLA_KV_B, SCALED_FP8)
