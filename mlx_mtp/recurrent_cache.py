@@ -22,7 +22,6 @@ class RecurrentCache:
 
     window = "recurrent"
     start = 0
-    capacity = 0
 
     def __init__(self):
         self.offset: int | mx.array = 0
@@ -56,7 +55,8 @@ class RecurrentCache:
         rows = tape[0].shape[1]
         if isinstance(self.offset, int):
             self.offset += rows
-            self.parts = (mx.array([self.offset]), after, convolved[:, rows:])
+            # A copy: a slice would keep the rows of the whole prompt alive.
+            self.parts = (mx.array([self.offset]), after, mx.contiguous(convolved[:, rows:]))
         else:
             self.parts = (self.offset, before, convolved, *tape)
             self.offset = self.offset + rows

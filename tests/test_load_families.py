@@ -9,6 +9,9 @@ import pytest
 import tiny
 
 import mlx_mtp
+from mlx_mtp.cli.chat import chat
+from mlx_mtp.cli.options import generation_options
+from mlx_mtp.demo import demo_path
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 NAMES = sorted(families.FAMILIES)
@@ -147,3 +150,30 @@ def test_fp8_heads_are_dequantized(tmp_path):
     model = mlx_mtp.load_model(tiny.save(tmp_path / "c", config, stored))
     assert text(model) == text(expected)
     assert drafted(model) == drafted(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_lines_defaults_suit_every_family(tmp_path, name):
+    path, _, _ = families.build(name, tmp_path)
+    model, (_, tokenizer) = mlx_mtp.load_model(path), mlx_mtp.load(demo_path())
+    options = generation_options(model, tokenizer, chat.make_context("chat", []).params)
+    kept = {option: options[option] for option in ("num_draft_tokens", "kv_group_size", "prefill_step_size")}
+    assert len(list(mlx_mtp.generate_step(PROMPT, model, max_tokens=4, **kept))) == 4
+
+
+def test_a_prompt_leaves_only_its_last_rows_to_a_convolution(tmp_path):
+    path, _, _ = families.build("qwen3_5", tmp_path)
+    model = mlx_mtp.load_model(path)
+    cache = mlx_mtp.make_prompt_cache(model)
+    tokens = mx.zeros((1, 4096), mx.int32)
+    x = mx.zeros((1, tokens.size, families.H))
+    layer = model.layers[0].linear_attn
+    mx.eval(layer.in_proj_qkv.weight)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    rows = cache.layers[0].convolved(layer.in_proj_qkv(x), layer.conv_kernel_size)
+    state = mx.zeros((1, 4, 12, 8))
+    cache.layers[0].advance(state, state, rows, (tokens[..., None],))
+    mx.eval(cache.layers[0].parts, x)
+    del rows
+    assert mx.get_active_memory() - before < x.nbytes + 2**18

@@ -151,7 +151,7 @@ def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dic
     return {
         **kept,
         **bits,
-        "kv_group_size": int(flags["kv_group_size"] or _default_group(model.args.head_dim)),
+        "kv_group_size": int(flags["kv_group_size"] or _default_group(model)),
         "max_kv_size": flags["max_kv_size"],
         "quantized_kv_start": flags["quantized_kv_start"],
     }
@@ -164,6 +164,7 @@ def _default_step() -> int:
     return 256 if mx.default_device() == mx.cpu else 2048
 
 
-def _default_group(head_dim: int) -> int:
+def _default_group(model: Any) -> int:
     """The largest usual size that fits, else 64 for the library to refuse."""
+    head_dim = getattr(model.args, "head_dim", 64)  # latent attention has none, and nothing to quantize
     return next((size for size in (64, 32) if head_dim % size == 0), 64)

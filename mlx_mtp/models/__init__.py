@@ -1,6 +1,7 @@
 """Model ports, one file per `model_type`. A port `mlx_mtp/models/<model_type>.py` defines
 
-- `ModelArgs`: mlx-lm's dataclass of config.json, with `num_hidden_layers`, `head_dim` and `vocab_size`;
+- `ModelArgs`: mlx-lm's dataclass of config.json, with `num_hidden_layers`, `vocab_size` and, unless
+  NO_KV_BITS, `head_dim`;
 - `Model(args, heads=0, spec=SPEC)`: `layers.port.Port` in front of mlx-lm's model, which makes `heads` MTPHeads with
   `add_heads`, and what of the class attributes differs from Port's:
     `SPEC`          the family's MTPSpec,

@@ -1,0 +1,255 @@
+"""`mlx-mtp chat` as a process: pipes, signals, and a real terminal."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from prompt_toolkit.data_structures import Point, Size
+from prompt_toolkit.layout.screen import Char
+
+from mlx_mtp.cli.editor import _reflowed
+from mlx_mtp.cli.progress import PromptProgress
+from mlx_mtp.cli.terminal import StopOnInterrupt
+
+COMMAND = [sys.executable, "-m", "mlx_mtp", "chat"]
+
+
+def chat(*flags, stdin):
+    return subprocess.run([*COMMAND, *map(str, flags)], input=stdin, capture_output=True, text=True, timeout=120)
+
+
+QUESTIONS = ["What does os.path.join do?", "What does len do?"]
+
+
+def test_piped_conversation():
+    lines = [
+        QUESTIONS[0],
+        "",
+        "/stats",
+        "/mtp off",
+        QUESTIONS[1],
+        "/mtp",
+        "/wat",
+        "h",
+        "x" * 900,
+        "/reset now",
+        "r",
+        "/stats",
+        "/exit now",
+        "no",
+    ]
+    result = chat("-m", 20, "--pipeline", stdin="\n".join(lines))
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+    footers = [line for line in result.stdout.splitlines() if " reused · " in line]
+    assert len(footers) == 3
+    assert re.fullmatch(
+        r"20 tok, [\d.]+/s · prompt [\d.]+/s, 0/15 reused · [\d.]+/cycle \d+/\d+/\d+% · [\d.]+ GB", footers[0]
+    )
+    assert "/cycle" not in footers[1]
+    assert ", 0/" not in footers[1]
+    assert "1 turn · 20 tokens" in result.stdout
+    assert "0 turns · 0 tokens" in result.stdout
+    assert result.stdout.count("MTP off\n") == 3
+    assert "/reset" in result.stdout
+    assert "unknown command /wat" in result.stderr
+    assert "/reset takes no argument" in result.stderr
+
+
+def test_the_text_does_not_depend_on_drafting():
+    switched = "\n".join([QUESTIONS[0], "/mtp off", QUESTIONS[1], "/mtp on", QUESTIONS[0], "/exit", "never read"])
+    plain = "\n".join([QUESTIONS[0], QUESTIONS[1], QUESTIONS[0]])
+    texts = [chat("-m", 40, "--quiet", "--no-mtp", stdin=plain)]
+    texts.append(chat("-m", 40, "--quiet", stdin=switched))
+    assert texts[0].stderr == texts[1].stderr == ""
+    said = [line for line in texts[1].stdout.splitlines() if not line.startswith("MTP o")]
+    assert said == texts[0].stdout.splitlines()
+
+
+def test_seeded_turns():
+    stdin = "\n".join([QUESTIONS[0], QUESTIONS[0]])
+    runs = {chat("--quiet", "--temp", 1, "-m", 20, *flags, stdin=stdin).stdout for flags in ([], ["--seed", 0])}
+    assert len(runs) == 1
+    assert runs != {chat("--quiet", "--temp", 1, "-m", 20, "--seed", 1, stdin=stdin).stdout}
+
+
+@pytest.mark.parametrize("flags", [["--nope"], ["--temp", "-1"], ["-m", "0"], ["--num-draft-tokens", "9"]])
+def test_bad_flags(flags):
+    result = chat(*flags, stdin="")
+    assert result.returncode == 2
+    assert next(line for line in result.stderr.splitlines() if "demo" not in line).startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_interrupted_process():
+    endless = [*COMMAND, "-m", "-1", "--temp", "3", "--seed", "4"]  # some 1,400 tokens, so that the signal is in time
+    process = subprocess.Popen(
+        endless, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdin.write("def \n")
+    process.stdin.flush()
+    process.stdout.read(5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    out, err = process.communicate("/stats\n", timeout=60)
+    assert process.returncode == 0, err
+    assert "1 turn " in out
+    assert "Traceback" not in err
+
+
+READY, BUSY = "\x1b[?2004h", "\x1b[?2004l"  # the line editor asks for marked pastes while it is open
+
+
+class Terminal:
+    """A chat in a terminal of its own."""
+
+    def __init__(self, *flags, **changes):
+        self.screen, end = pty.openpty()
+        self.settings = termios.tcgetattr(self.screen)
+        env = {**os.environ, "TERM": "xterm", **changes}
+        self.process = subprocess.Popen([*COMMAND, *flags], stdin=end, stdout=end, stderr=end, env=env)
+        os.close(end)
+        self.text = ""
+
+    def wait_for(self, text, after=0):
+        """Read until `text` appears, past the first `after` characters; the position behind it."""
+        while text not in self.text[after:]:
+            assert select.select([self.screen], [], [], 30)[0], f"no {text!r} in {self.text[after:]!r}"
+            self.text += os.read(self.screen, 4096).decode(errors="replace")
+        return self.text.index(text, after) + len(text)
+
+    def wait_for_more(self, characters, after):
+        """Read until that many characters follow the first `after`."""
+        while len(self.text) < after + characters:
+            assert select.select([self.screen], [], [], 30)[0]
+            self.text += os.read(self.screen, 4096).decode(errors="replace")
+
+    def type(self, keys):
+        """Send keys, and return where the text stood."""
+        os.write(self.screen, keys.encode())
+        return len(self.text)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.screen)
+
+
+@pytest.fixture
+def terminal():
+    terminal = Terminal("-m", "-1", "--temp", "3", "--prefill-step-size", "64")
+    yield terminal
+    terminal.close()
+
+
+def test_in_a_terminal(terminal):
+    terminal.wait_for(READY)
+    terminal.type(f"\x1b[200~{QUESTIONS[0]}\n{QUESTIONS[1] * 200}\x1b[201~")  # a pasted page of two lines
+    since = terminal.type("\r")
+    terminal.wait_for("Reading", since)
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for(READY, terminal.wait_for("stopped; the message is left out", since))
+    for _ in range(8):  # on a slow machine an answer may end by itself before the signal arrives
+        began = terminal.type("go on\r")
+        terminal.wait_for_more(60, terminal.wait_for(BUSY, began))
+        terminal.process.send_signal(signal.SIGINT)
+        since = terminal.wait_for(READY, terminal.wait_for(" reused", began))
+        if "(stopped)" in terminal.text[began:]:
+            break
+    else:
+        pytest.fail("no answer could be stopped")
+    terminal.type("half a line\x03\x03")
+    terminal.wait_for(READY, terminal.wait_for("/exit, Ctrl-D or another Ctrl-C leaves", since))
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=20) == 0
+    assert "Traceback" not in terminal.text
+    assert "\x1b[6n" not in terminal.text  # a terminal that does not answer this would get a warning
+
+
+def test_keys_of_the_editor(terminal):
+    terminal.wait_for(READY)
+    began = terminal.type("\x1b[200~\tif\x1b[201~")
+    terminal.wait_for("if", began)
+    assert "^I" not in terminal.text
+    began = terminal.type("\x03\x12len")  # Ctrl-C while searching ends the search, not the prompt
+    terminal.wait_for("reverse-i-search", began)
+    began = terminal.type("\x03")
+    terminal.wait_for(">", began)
+    terminal.type("/stats\r")
+    terminal.wait_for("0 turns", began)
+    assert "another Ctrl-C" not in terminal.text
+
+
+def test_a_paste_during_an_answer_is_one_message(terminal):
+    terminal.wait_for(READY)
+    began = terminal.wait_for(BUSY, terminal.type("def \r"))
+    marked = terminal.wait_for(READY, began)
+    paste = "\x1b[200~/one\n" + "two " * 1500 + "\n/end\x1b[201~"
+    threading.Thread(target=terminal.type, args=[paste], daemon=True).start()  # it may have to wait for a reader
+    ended = terminal.wait_for(" reused", began)
+    assert marked < ended
+    terminal.wait_for("/end", ended)
+    assert "unknown command" not in terminal.text
+
+
+def test_terminated_processes_leave_the_terminal_as_it_was(terminal):
+    for keys in ("", "def \r"):
+        terminal.wait_for(READY)
+        began = terminal.type(keys)
+        if keys:
+            terminal.wait_for_more(60, terminal.wait_for(BUSY, began))
+        terminal.process.terminate()
+        assert terminal.process.wait(timeout=20) == 143
+        assert termios.tcgetattr(terminal.screen) == terminal.settings
+        terminal.close()
+        terminal.__init__("-m", "-1", "--temp", "3")
+
+
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
+def test_plain_terminals(env):
+    terminal = Terminal("-m", "5", **env)
+    terminal.wait_for(">", terminal.wait_for("/help"))
+    terminal.wait_for(">", terminal.wait_for("GB", terminal.type(QUESTIONS[0] + "\r")))
+    terminal.type("\x04")
+    if "TERM" in env:
+        assert "\x1b" not in terminal.text
+    assert not re.search(r"\x1b\[(0;)?[12]m", terminal.text)
+    assert terminal.process.wait(timeout=20) == 0
+    terminal.close()
+
+
+def test_typed_lines_are_found_after_a_resize():
+    """Two rows of 50 and 30 characters, the cursor at the end of the second, in 20 columns: 3 rows and 2."""
+    rows = {0: {i: Char("x") for i in range(50)}, 1: {i: Char("x") for i in range(30)}}
+    size = SimpleNamespace(get_size=lambda: Size(rows=24, columns=20))
+    screen = SimpleNamespace(data_buffer=rows)
+    renderer = SimpleNamespace(_last_screen=screen, _cursor_pos=Point(x=30, y=1), output=size)
+    assert _reflowed(renderer) == Point(x=10, y=4)
+
+
+@pytest.mark.parametrize(("columns", "parts"), [("80", 3), ("30", 2)])
+def test_progress_fits_the_terminal_and_says_stopping(monkeypatch, columns, parts):
+    monkeypatch.setenv("COLUMNS", columns)
+    with PromptProgress(shown=True, chunk=8) as progress:
+        progress(0, 100)
+        progress.stopping()
+        assert len(progress._bar.columns) == parts
+        assert progress._bar.tasks[0].description == "(stopping)"
+        progress(100, 100)
+        assert progress._bar is None
+
+
+def test_a_stop_is_seen_at_once():
+    seen = threading.Event()
+    with StopOnInterrupt(SimpleNamespace(stopping=False), seen.set):
+        signal.raise_signal(signal.SIGINT)
+        assert seen.wait(10)
