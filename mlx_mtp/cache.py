@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
+from .plain_cache import PlainCache
 from .recurrent_cache import RecurrentCache
 
 Parts = tuple[mx.array, ...]
@@ -286,11 +287,16 @@ class QuantizedSlidingKVCache(_Quantized, SlidingKVCache):
 
 
 def make_cache(
-    window: int | str | Ring | None, *, start: int = 0, bits: int | None = None, group_size: int = 64
+    window: int | str | Ring | None, *, start: int = 0, bits: int | None = None, group_size: int = 64, **saved: Any
 ) -> Any:
-    """The cache for one layer: a state, or keys and values: a ring where there is a window, quantized with `bits`."""
+    """The cache for one layer: a state, or keys and values: a ring where there is a window, quantized with `bits`.
+
+    `saved`: what else a cache's `config` holds.
+    """
     if window == RecurrentCache.window:
         return RecurrentCache()
+    if window == PlainCache.window:
+        return PlainCache(**saved)
     if window is None:
         return LinearKVCache(start) if bits is None else QuantizedLinearKVCache(group_size, bits, start)
     ring = window if isinstance(window, Ring) else Ring(int(window))

@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import tiny
+from mlx.utils import tree_flatten
 from shapes import H, Shapes, V, ends, gqa, layer_norms, mla, mlp, moe, nextn
 
 
@@ -356,3 +357,13 @@ def build(name: str, path: Path, seed: int = 0, **changes):
     plain = module.Model(module.ModelArgs.from_dict(config))
     plain.load_weights(list(plain.sanitize(dict(trunk)).items()))
     return tiny.save(path, config, weights), weights, plain
+
+
+def headless(path: Path, config: dict, seed: int = 0):
+    """(checkpoint directory, mlx-lm's model) for a config of any family of mlx-lm's, in mlx-lm's own names."""
+    module = importlib.import_module(f"mlx_lm.models.{config.get('mlx_lm', config['model_type'])}")
+    plain = module.Model(module.ModelArgs.from_dict(config))
+    shapes = {name: array.shape for name, array in tree_flatten(plain.parameters())}
+    weights = random_weights(shapes, seed)
+    plain.load_weights(list(weights.items()))
+    return tiny.save(path, config, weights), plain
