@@ -12,6 +12,7 @@ import mlx_mtp
 from mlx_mtp import decode
 from mlx_mtp.cache import LinearKVCache
 from mlx_mtp.layers import sparse_mla
+from mlx_mtp.models import deepseek_v32
 
 TOPK = families.DSA["index_topk"]
 NAMES = ["deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_shared"]
@@ -108,6 +109,22 @@ def test_indexers_without_an_opinion_leave_a_window(layer):
     finally:
         for a, weight in zip(layer, kept, strict=True):
             a.indexer.weights_proj.weight = weight
+
+
+def test_a_long_prompt_is_scored_a_few_rows_at_a_time():
+    """The indexer's heads score every pair of rows; what is held at once does not grow with the rows (0.18 here)."""
+    L, heads = 2048, 16
+    sizes = {"hidden_size": 32, "q_lora_rank": 16, "qk_rope_head_dim": 16, "num_attention_heads": 4}
+    indexer = {"index_n_heads": heads, "index_head_dim": 16, "index_topk": 64}
+    attention = deepseek_v32.Attention(deepseek_v32.ModelArgs(**sizes, **indexer))
+    x, compressed, keys = (mx.random.normal(s) for s in ((1, L, 32), (1, L, 16), (1, 1, L, 16)))
+    mask = create_causal_mask(L)
+    mx.eval(attention.parameters(), x, compressed, keys, mask)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(attention.choose(x, compressed, keys, mask, 0))
+    assert mx.get_peak_memory() - before < L * L * heads * 4 / 4
 
 
 @pytest.mark.parametrize("wrong", ["none", "all", "some"])

@@ -94,7 +94,9 @@ class SparseMLA(AbsorbedMLA):
         blocks = []
         for first in range(0, L, SCORED_ROWS):
             rows = slice(first, first + SCORED_ROWS)
-            scores = index_scores(q[rows], weights[rows], keys[0, 0])
+            # One after the other: MLX would begin several, and hold what all of them compute.
+            (queries,) = mx.depends([q[rows]], blocks[-1:])
+            scores = index_scores(queries, weights[rows], keys[0, 0])
             if mask is not None:
                 scores = mx.where(mask[rows], scores, -mx.inf)
             best = mx.argpartition(scores, kth=-indexer.index_topk, axis=-1)[:, -indexer.index_topk :]
