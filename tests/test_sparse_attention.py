@@ -12,7 +12,7 @@ import mlx_mtp
 from mlx_mtp import decode
 from mlx_mtp.cache import LinearKVCache
 from mlx_mtp.layers import sparse_mla
-from mlx_mtp.models import deepseek_v32
+from mlx_mtp.models import deepseek_v32, glm_moe_dsa
 
 TOPK = families.DSA["index_topk"]
 NAMES = ["deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_shared"]
@@ -198,6 +198,13 @@ def test_which_layers_have_indexers(tmp_path, given, kinds):
     model = mlx_mtp.load_model(tiny.save(tmp_path / "b", {**families.GLM_DSA, **given}, weights))
     assert "".join("F" if "indexer" in layer.self_attn else "S" for layer in model.layers) == kinds
     assert "indexer" in model.mtp[0].block.self_attn
+
+
+def test_the_released_schedule():
+    """GLM-5.2 states its layers' kinds and, alike, every fourth from the third on."""
+    given = {**families.GLM_DSA, "num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+    kinds = glm_moe_dsa.ModelArgs.from_dict({**given, "index_topk_pattern": None}).indexers()
+    assert [i for i, kind in enumerate(kinds) if kind == "full"] == [0, 1, *range(2, 78, 4)]
 
 
 @pytest.mark.parametrize(
