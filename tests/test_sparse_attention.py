@@ -174,6 +174,16 @@ def test_across_the_end_of_a_buffer(family):
         assert ours(model, prompt, 20, k, prefill_step_size=100)[0] == expected
 
 
+@pytest.mark.parametrize("topk", [256, 258, 600])
+def test_where_choosing_begins(tmp_path, topk):
+    """Rows that see fewer positions than may be chosen, over a buffer that holds more, or no more."""
+    path, _, plain = families.build("glm_moe_dsa", tmp_path, index_topk=topk)
+    model, prompt = mlx_mtp.load_model(path), np.random.default_rng(3).integers(0, families.V, 250).tolist()
+    expected = tiny.greedy(plain, prompt, 20)
+    for k in (0, 3):
+        assert ours(model, prompt, 20, k)[0] == expected
+
+
 def test_max_kv_size_does_not_depend_on_drafting(family):
     model, _, prompt, truth = family
     texts = [ours(model, prompt * 3, 60, k, max_kv_size=14)[0] for k in range(4)]
