@@ -26,7 +26,7 @@ def _round_up(n: int) -> int:
 
 
 class LinearKVCache:
-    """Keys and values of every position, in one buffer that grows by an eighth.
+    """Keys and values of every position (and what else a layer keeps of each), in buffers that grow by an eighth.
 
     `start`: positions below it hold nothing (a draft head of depth j has no slot before position j).
     Implements mlx-lm's cache protocol; B = 1.
@@ -41,9 +41,9 @@ class LinearKVCache:
         self.parts: Parts = ()
         self._reserved = 0
 
-    # Storage: what one K/V pair becomes, and how attention gets it back.
-    def _encode(self, keys: mx.array, values: mx.array) -> Parts:
-        return keys, values
+    # Storage: what a row's keys, values and perhaps more become, and how attention gets them back.
+    def _encode(self, *rows: mx.array) -> Parts:
+        return rows
 
     def _decode(self, parts: Parts):
         return parts
@@ -86,10 +86,10 @@ class LinearKVCache:
             return slice(self.start, self.offset + rows)
         return slice(0, _round_up(self.limit + rows))
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        """Append keys, values [B, H, L, D] at `offset`; return what the L rows attend to."""
-        rows = keys.shape[2]
-        new = self._encode(keys, values)
+    def update_and_fetch(self, *arrays: mx.array):
+        """Append keys, values and what else a layer keeps, [B, H, L, D] each; return what the L rows attend to."""
+        rows = arrays[0].shape[2]
+        new = self._encode(*arrays)
         self._grow(rows, new)
         self._write(new)
         view = self._visible(rows)
@@ -226,13 +226,13 @@ class SlidingKVCache(LinearKVCache):
         """The positions, before its own, that the next row's window reaches back to."""
         return range(max(self.offset - self.window + 1, min(self.start, self.offset)), self.offset)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        rows = keys.shape[2]
+    def update_and_fetch(self, *arrays: mx.array):
+        rows = arrays[0].shape[2]
         if not isinstance(self.offset, int) or rows == 1:
             assert rows <= MAX_ROWS, "more rows than a ring can take back"
-            return super().update_and_fetch(keys, values)
+            return super().update_and_fetch(*arrays)
         # Prefill: attend to the past in order, then the chunk, of which the ring may keep only the end.
-        new = self._encode(keys, values)
+        new = self._encode(*arrays)
         self._grow(rows, new)
         slots = mx.array([p % self.ring.slots for p in self._past()], mx.int32)
         past = [mx.take(part, slots, axis=2) for part in self.parts]
@@ -257,9 +257,8 @@ class _Quantized:
     bits: int
     group_size: int
 
-    def _encode(self, keys, values):
-        parts = [mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values)]
-        return (*parts[0], *parts[1])
+    def _encode(self, *rows):
+        return tuple(q for x in rows for q in mx.quantize(x, group_size=self.group_size, bits=self.bits))
 
     def _decode(self, parts):
         return parts[:3], parts[3:]

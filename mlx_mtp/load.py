@@ -261,14 +261,10 @@ def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[st
 
 def _expected_in_head(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
     """The same for a head's parameter that no other layer has: by the family's own names."""
-    inside = name.split(".", 2)[2]
-    for new, old in ((".switch_mlp.", ".experts.*."), (".embed_q.", ".kv_b_proj."), (".unembed_out.", ".kv_b_proj.")):
-        inside = inside.replace(new, old)
     prefix = re.match(model.spec.prefix, next(iter(contents.heads)))
     files = {str(tensor.file) for tensor in contents.heads.values()}
-    return (
-        files.pop() if len(files) == 1 else str(path)
-    ), f"{prefix[0] if prefix else ''}{model.spec.stored(inside)}"
+    stored = model.stored(name.split(".", 2)[2])
+    return files.pop() if len(files) == 1 else str(path), f"{prefix[0] if prefix else ''}{stored}"
 
 
 def _expand_experts(model: nn.Module) -> bool:

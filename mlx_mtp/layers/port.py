@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,13 +32,21 @@ NEXTN = MTPSpec(
 )
 # No tensor of the checkpoint is a head's: what drafts is a drafter of its own, or nothing.
 NO_HEADS = MTPSpec(topology="recycle", capture="post", feedback="post", fuse="eh", head="shared", tensors=())
-# (regex in a tensor's name, what mlx-lm's sanitizing makes of it): mlx-lm stacks, splits and dequantizes.
-Renaming = tuple[str, tuple[str, ...]]
-NUMBERED_EXPERTS: Renaming = (r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",))
-MLA_KV_B: Renaming = (r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."))
-SCALED_FP8: Renaming = (r"\.weight_scale_inv$", (".weight",))
 MAX_RECYCLED = 15  # drafts that one recycled head may make: a cycle's rows fit into a ring's slack
 INSIDE, OUTSIDE = "model.layers.0.", "model.layers.0.outside."  # of the block; norms, eh_proj and heads
+
+
+class Renaming(NamedTuple):
+    """What mlx-lm's sanitizing, which stacks, splits and dequantizes, does to tensors' names."""
+
+    stored: str  # regex in a checkpoint's name
+    becomes: tuple[str, ...]
+    shown: str = ""  # `stored` as messages write it, where one of `becomes` is missing
+
+
+NUMBERED_EXPERTS = Renaming(r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",), ".mlp.experts.*.")
+MLA_KV_B = Renaming(r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."), ".kv_b_proj.")
+SCALED_FP8 = Renaming(r"\.weight_scale_inv$", (".weight",))
 
 
 class Port:
@@ -51,7 +59,7 @@ class Port:
     BASE: Any  # mlx-lm's Model
     IGNORED: tuple[str, ...] = ()  # prefixes and suffixes of tensors that text decoding does not use
     ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names that only hub / only converted checkpoints have
-    RENAMED: tuple[Renaming, ...] = ()  # of the rules above
+    RENAMED: tuple[Renaming, ...] = ()
     NO_KV_BITS: str | None = None  # what forbids quantized keys and values
     MASK_ARRAY = False  # the layers want a mask as an array, never "causal"
 
@@ -150,9 +158,16 @@ class Port:
         names = [name if head is None else f"mtp.{head[0]}.{head[1]}"]
         if head is None and name.endswith("lm_head.weight") and getattr(self.args, "tie_word_embeddings", False):
             names = [name.replace("lm_head", "model.embed_tokens")]
-        for pattern, replacements in self.RENAMED:
-            names = list(dict.fromkeys(re.sub(pattern, new, n) for n in names for new in replacements))
+        for rule in self.RENAMED:
+            names = list(dict.fromkeys(re.sub(rule.stored, new, n) for n in names for new in rule.becomes))
         return names
+
+    def stored(self, path: str) -> str | None:
+        """A checkpoint's own name, without prefix, of the tensors that became `path` inside a head."""
+        for rule in self.RENAMED:
+            for new in rule.becomes if rule.shown else ():
+                path = path.replace(new, rule.shown)
+        return self.spec.stored(path)
 
     def sanitized(
         self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
