@@ -172,7 +172,7 @@ def _cache_for(
         )
     if asked := [f"{name}={value}" for name, value in layout.items() if value is not None]:
         raise ValueError(f"{asked[0]}: fixed when a prompt_cache is made; give it to make_prompt_cache")
-    if len(given.layers) != len(model.layers) or len(given.heads) > len(model.mtp):
+    if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.mtp):
         raise ValueError("prompt_cache: made for another model (its layers or heads do not match)")
     return given
 

@@ -33,6 +33,14 @@ from .checkpoint import (
 from .report import Report
 from .spec import MTPSpec
 
+# What mlx-lm's sanitizing makes of names, and what it made them from.
+STACKED_OR_SPLIT = (
+    (".switch_mlp.fc1.", ".experts.*.up_proj."),
+    (".switch_mlp.fc2.", ".experts.*.down_proj."),
+    (".switch_mlp.", ".experts.*."),
+    (".embed_q.", ".kv_b_proj."),
+    (".unembed_out.", ".kv_b_proj."),
+)
 DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config.json's number of heads
 
 
@@ -176,7 +184,8 @@ def _contents(port: ModuleType, path: Path, layers: int, mtp: bool, mtp_path: st
             heads[name] = tensor
         else:
             trunk[name] = tensor
-    _check_experts(path, trunk | heads)
+    for part in (trunk, heads):  # a head's experts may be more or fewer than the target's
+        _check_experts(path, part)
     source = "in the model's shards"
     if beside:
         heads, source = beside, ", ".join(_relative(file, path) for file in sidecars)
@@ -294,7 +303,7 @@ def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[st
 def _expected_in_head(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
     """The same for a head's parameter that no other layer has: by the family's own names."""
     inside = name.split(".", 2)[2]
-    for new, old in ((".switch_mlp.", ".experts.*."), (".embed_q.", ".kv_b_proj."), (".unembed_out.", ".kv_b_proj.")):
+    for new, old in STACKED_OR_SPLIT:
         inside = inside.replace(new, old)
     prefix = re.match(model.spec.prefix, next(iter(contents.heads)))
     files = {str(tensor.file) for tensor in contents.heads.values()}

@@ -273,8 +273,9 @@ def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
     except (RuntimeError, KeyError, ValueError) as e:
         raise ValueError(f"{file}: not a prompt cache of mlx_mtp ({type(e).__name__})") from e
     shape = (len(state["layers"]), len(state["heads"]))
-    if shape[0] != len(model.layers) or shape[1] > len(model.mtp):
-        raise ValueError(f"{file}: has {shape} (layers, heads), the model {(len(model.layers), len(model.mtp))}")
+    expected = (len(model.windows()), len(model.mtp))
+    if shape[0] != expected[0] or shape[1] > expected[1]:
+        raise ValueError(f"{file}: has caches for {shape} (layers, heads), the model {expected}")
     rings: dict[int, Ring] = {}
     caches = []
     for config in (*state["layers"], *state["heads"]):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import nemotron
 import numpy as np
 import tiny
 from shapes import H, Shapes, V, ends, gqa, layer_norms, mla, mlp, moe, nextn
@@ -322,6 +323,8 @@ FAMILIES = {
     "glm4_moe_lite": nextn_family({**DEEPSEEK, "model_type": "glm4_moe_lite", "n_group": 1}, mla_layer, own=True),
     "mimo": Family(MIMO, mimo_trunk, mimo_heads),
     "mimo_v2_flash": Family(MIMO_V2, mimo_v2_trunk, mimo_v2_heads),
+    "nemotron_h": Family(nemotron.CONFIG, nemotron.trunk, nemotron.heads),
+    "nemotron_h_latent": Family(nemotron.LATENT, nemotron.trunk, nemotron.heads),
 }
 
 

@@ -42,10 +42,11 @@ def test_greedy_equals_cacheless_forward(family, truth, length):
 
 def target_rows(plain, tokens: list[int]) -> tuple[mx.array, mx.array]:
     """The target's rows before and after the final norm [1, T, H], with no cache."""
-    rows, norm = [], plain.model.norm
-    plain.model.norm = lambda x: rows.append(x) or norm(x)
-    after = plain.model(mx.array(tokens)[None])
-    plain.model.norm = norm
+    inner, name = (plain.backbone, "norm_f") if "backbone" in plain else (plain.model, "norm")
+    rows, norm = [], getattr(inner, name)
+    setattr(inner, name, lambda x: rows.append(x) or norm(x))
+    after = inner(mx.array(tokens)[None])
+    setattr(inner, name, norm)
     return rows[0], after
 
 
