@@ -181,10 +181,8 @@ class PromptCache:
         self.settle(self.tokens[: to.length])
 
     def room(self, position: int) -> float:
-        """Rows that one call may read from `position` on: none is read across the start of quantizing."""
-        if self.quantizing is None or position >= self.quantizing.start:
-            return math.inf
-        return self.quantizing.start - position
+        """Rows that one call may read from `position` on: none is read past the start of quantizing before it is done."""
+        return math.inf if self.quantizing is None else self.quantizing.start - position
 
     def quantize_at(self, position: int) -> None:
         """Quantize the target's caches if that is due before `position` is read."""
