@@ -4,6 +4,8 @@ transformers' generic MTP (`MtpModel`) shares the target's LM head and embedding
 their own; it has no MiMo-7B, for which Qwen2 stands in with its tensors renamed.
 """
 
+import copy
+import importlib
 import json
 
 import families
@@ -179,3 +181,73 @@ def test_qwen(tmp_path, name, cuts):
     tiny.save(tmp_path / "torch", text, renamed)
     theirs = TorchFamily(tmp_path / "torch", mlp="sparse" if "num_experts" in text else "dense")
     assert_recycled_drafts(mlx_mtp.load_model(path), theirs, cuts)
+
+
+class TorchNemotron:
+    """transformers' trunk, and a head put together from its blocks: its generic MTP makes one layer of the trunk's
+    kind per depth, where this head is two, so blocks, norms and the projection are joined here as vLLM's port joins them.
+    """
+
+    def __init__(self, path, weights: dict[str, mx.array]):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        nemotron_h = importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h")
+        config = copy.deepcopy(self.model.config)
+        config._attn_implementation, config.layers_block_type = "eager", ["full_attention", "moe"]
+        config.n_routed_experts = getattr(config, "mtp_n_routed_experts", None) or config.n_routed_experts
+        stored = {name: torch.from_numpy(np.array(w)) for name, w in weights.items() if name.startswith("mtp.")}
+        self.blocks = [nemotron_h.NemotronHBlock(config, i) for i in range(2)]
+        for i, block in enumerate(self.blocks):
+            own = {n.removeprefix(f"mtp.layers.{i}."): w for n, w in stored.items() if n.startswith(f"mtp.layers.{i}.")}
+            for proj in ("up_proj", "down_proj"):
+                numbered = [own.pop(f"mixer.experts.{e}.{proj}.weight") for e in range(config.n_routed_experts * i)]
+                if numbered:
+                    own[f"mixer.experts.{proj}"] = torch.stack(numbered)
+            around = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
+            block.load_state_dict({n: w for n, w in own.items() if n not in around})
+        self.enorm, self.hnorm, self.norm = (
+            self.norm_of(nemotron_h, stored[f"mtp.layers.{n}.weight"]) for n in ("0.enorm", "0.hnorm", "1.final_layernorm")
+        )
+        self.eh_proj = stored["mtp.layers.0.eh_proj.weight"]
+
+    def norm_of(self, module, weight):
+        norm = module.NemotronHRMSNorm(weight.numel(), eps=self.model.config.layer_norm_epsilon)
+        norm.load_state_dict({"weight": weight})
+        return norm
+
+    @torch.no_grad()
+    def trunk(self, tokens: list[int]):
+        rows = self.model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state
+        return rows, self.model.lm_head(rows)[0]
+
+    @torch.no_grad()
+    def blockwise(self, hidden, following: list[int]):
+        """Rows [1, n, H] after the projection, after each block, and after the norm."""
+        embedded = self.model.model.embeddings(torch.tensor([following]))
+        x = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1) @ self.eh_proj.T
+        mask = torch.full((len(following), len(following)), -torch.inf).triu(1)[None, None]
+        attended = self.blocks[0](x, attention_mask=mask)
+        mixed = self.blocks[1](attended)
+        return x, attended, mixed, self.norm(mixed)
+
+    def head(self, hidden, following: list[int]):
+        rows = self.blockwise(hidden, following)[-1]
+        return rows, self.model.lm_head(rows)[0].detach()
+
+
+@pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17], [18]])
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_latent"])
+def test_nemotron_h(tmp_path, name, cuts):
+    """Chunks of up to 16 rows are stepped, longer ones read at once."""
+    path, weights, _ = families.build(name, tmp_path)
+    model, theirs = mlx_mtp.load_model(path), TorchNemotron(path, weights)
+    assert_recycled_drafts(model, theirs, cuts)
+    tokens = np.random.default_rng(1).integers(0, families.V, 20).tolist()
+    hidden, _ = theirs.trunk(tokens)
+    (head,), following = model.mtp, [*tokens[1:], 3]
+    e, h = head.enorm(model.embed(mx.array(following)[None])), head.hnorm(mx.array(hidden.numpy()))
+    ours = [head.eh_proj(mx.concatenate([e, h], axis=-1))]
+    for layer in head.block.layers:
+        ours.append(layer(ours[-1], "causal"))
+    ours.append(head.norm(ours[-1]))
+    for mine, other in zip(ours, theirs.blockwise(hidden, following), strict=True):
+        assert_close(mine, other)
