@@ -181,7 +181,7 @@ class PromptCache:
         self.settle(self.tokens[: to.length])
 
     def room(self, position: int) -> float:
-        """Rows that one call may read from `position` on: none is read past the start of quantizing before it is done."""
+        """Rows that one call may read from `position` on: none past the start of quantizing while that is due."""
         return math.inf if self.quantizing is None else self.quantizing.start - position
 
     def quantize_at(self, position: int) -> None:

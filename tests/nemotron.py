@@ -39,7 +39,7 @@ CONFIG = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-# Super's and Ultra's experts read a projection of the row; Ultra spells its layers out. The head may have more experts.
+# Super's experts read a projection of the row, Ultra spells its layers out; a head's experts have their own number.
 LATENT = {
     **{name: value for name, value in CONFIG.items() if not name.endswith("hybrid_override_pattern")},
     "layers_block_type": ["attention", "mamba", "moe", "mlp", "mamba", "attention", "moe"],

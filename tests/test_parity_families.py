@@ -184,33 +184,36 @@ def test_qwen(tmp_path, name, cuts):
 
 
 class TorchNemotron:
-    """transformers' trunk, and a head put together from its blocks: its generic MTP makes one layer of the trunk's
-    kind per depth, where this head is two, so blocks, norms and the projection are joined here as vLLM's port joins them.
+    """transformers' trunk, and a head put together from its blocks.
+
+    Its generic MTP makes one layer of the trunk's kind per depth, where this head is two; projection, blocks and norm
+    are joined here as vLLM's port joins them.
     """
 
     def __init__(self, path, weights: dict[str, mx.array]):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        nemotron_h = importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h")
+        self.port = importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h")
         config = copy.deepcopy(self.model.config)
         config._attn_implementation, config.layers_block_type = "eager", ["full_attention", "moe"]
         config.n_routed_experts = getattr(config, "mtp_n_routed_experts", None) or config.n_routed_experts
-        stored = {name: torch.from_numpy(np.array(w)) for name, w in weights.items() if name.startswith("mtp.")}
-        self.blocks = [nemotron_h.NemotronHBlock(config, i) for i in range(2)]
-        for i, block in enumerate(self.blocks):
-            own = {n.removeprefix(f"mtp.layers.{i}."): w for n, w in stored.items() if n.startswith(f"mtp.layers.{i}.")}
-            for proj in ("up_proj", "down_proj"):
-                numbered = [own.pop(f"mixer.experts.{e}.{proj}.weight") for e in range(config.n_routed_experts * i)]
-                if numbered:
-                    own[f"mixer.experts.{proj}"] = torch.stack(numbered)
-            around = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
-            block.load_state_dict({n: w for n, w in own.items() if n not in around})
-        self.enorm, self.hnorm, self.norm = (
-            self.norm_of(nemotron_h, stored[f"mtp.layers.{n}.weight"]) for n in ("0.enorm", "0.hnorm", "1.final_layernorm")
+        layers: list[dict] = [{}, {}]
+        for name, w in weights.items():
+            if name.startswith("mtp.layers."):
+                layers[int(name[11])][name[13:]] = torch.from_numpy(np.array(w))
+        self.enorm, self.hnorm = (self.norm_of(layers[0].pop(f"{n}.weight")) for n in ("enorm", "hnorm"))
+        self.norm, self.eh_proj = (
+            self.norm_of(layers[1].pop("final_layernorm.weight")),
+            layers[0].pop("eh_proj.weight"),
         )
-        self.eh_proj = stored["mtp.layers.0.eh_proj.weight"]
+        for proj in ("up_proj", "down_proj"):
+            numbered = [layers[1].pop(f"mixer.experts.{e}.{proj}.weight") for e in range(config.n_routed_experts)]
+            layers[1][f"mixer.experts.{proj}"] = torch.stack(numbered)
+        self.blocks = [self.port.NemotronHBlock(config, i) for i in range(2)]
+        for block, own in zip(self.blocks, layers, strict=True):
+            block.load_state_dict(own)
 
-    def norm_of(self, module, weight):
-        norm = module.NemotronHRMSNorm(weight.numel(), eps=self.model.config.layer_norm_epsilon)
+    def norm_of(self, weight):
+        norm = self.port.NemotronHRMSNorm(weight.numel(), eps=self.model.config.layer_norm_epsilon)
         norm.load_state_dict({"weight": weight})
         return norm
 

@@ -1,4 +1,4 @@
-"""Recurrent layers: states that are rolled back, replayed and folded are those of reading the accepted rows in turn."""
+"""Recurrent layers: states that are rolled back and replayed are those of reading the accepted rows in turn."""
 
 import families
 import mlx.core as mx
@@ -86,13 +86,14 @@ def test_a_prompt_in_chunks_is_single_rows_up_to_rounding(mixer, cuts):
 def states(model, cache) -> list[mx.array]:
     """Each recurrent layer's state at the position where a cache is at rest."""
     mixers = [m for layer in model.layers for _, m in layer.named_modules() if hasattr(m, "_replay")]
-    return [c.state(m._replay) for c, m in zip([c for c in cache.layers if c.window == "recurrent"], mixers, strict=True)]
+    caches = [c for c in cache.layers if c.window == "recurrent"]
+    return [c.state(m._replay) for c, m in zip(caches, mixers, strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_states_do_not_drift(tmp_path, record_property, name):
-    """After 512 tokens of verifies and rollbacks a state is that of decoding them singly, or of reading them in one go.
+    """After 512 tokens of verifies and rollbacks a state is that of decoding them singly, or reading them in one go.
 
     Memories are made long, so that errors would add up. Measured on a CPU, relative to the largest entry: 0 against
     single tokens; in one go 3e-6 for Mamba2, whose prompts take another form, and 0 for gated delta.

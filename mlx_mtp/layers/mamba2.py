@@ -1,9 +1,9 @@
 """Mamba2 over a cache that rolls back: mlx-lm's arithmetic, with `recurrent_cache` between the calls.
 
-A few rows (every verify, every replay, plain decoding) are stepped one by one through mlx-lm's update of a single row,
-so that from the convolution on a state does not depend on how rows were grouped: after any verifies and rollbacks it is
-bit for bit that of decoding the accepted rows one at a time. More rows, a prompt's, take mlx-lm's chunked form, which
-reads the state once and sums in another order: equal up to rounding, which decays with the state.
+A few rows (every verify, every replay, plain decoding) are stepped one by one through mlx-lm's update of a single
+row, so that a state does not depend on how its rows were grouped: after any verifies and rollbacks it is, bit for
+bit, that of the accepted rows one at a time. (The projections before it may round a row differently among others.)
+More rows, a prompt's, take mlx-lm's chunked form: fewer passes over the state, equal up to rounding.
 Sources: Mamba-2 (arXiv 2405.21060); mlx-lm's `ssm.py`.
 """
 
@@ -33,14 +33,13 @@ class Mamba2:
         )
         x = x.reshape(1, S, self.num_heads, self.head_dim)
         B, C = (t.reshape(1, S, self.n_groups, self.ssm_state_size) for t in (B, C))
-        before = cache.state(self._replay)
-        if before is None:
-            before = mx.zeros((1, self.num_heads, self.head_dim, self.ssm_state_size))
-        y, after = (self._stepped if S <= STEPPED_ROWS else self._update)(before, x, B, C, dt)
+        state = cache.state(self._replay)
+        before = mx.zeros((1, self.num_heads, self.head_dim, self.ssm_state_size)) if state is None else state
+        y, after = self._stepped(before, x, B, C, dt) if S <= STEPPED_ROWS else self._update(state, x, B, C, dt)
         cache.advance(before, after, rows, (x, B, dt))
         return self.out_proj(self.norm(y.reshape(1, S, -1), gate))
 
-    def _update(self: Any, state: mx.array, x: mx.array, B: mx.array, C: mx.array, dt: mx.array):
+    def _update(self: Any, state: mx.array | None, x: mx.array, B: mx.array, C: mx.array, dt: mx.array):
         """Outputs [1, S, H, D] of rows and the state after them [1, H, D, N]."""
         D = self.D.astype(x.dtype)
         return ssm_update(x, self.A_log, B, C, D, dt, self.dt_bias, state, self.time_step_limit)

@@ -73,7 +73,7 @@ class Model(Port, nemotron_h.Model):
         feedback="post",
         fuse="eh",
         head="shared",
-        prefix=r"(?:language_model\.)?mtp\.",
+        prefix=r"(?:model\.|language_model\.)*mtp\.",
         numbered="zero",
         tensors=(
             *((f"layers.0.{n}", n) for n in ("enorm", "hnorm", "eh_proj")),
@@ -83,8 +83,9 @@ class Model(Port, nemotron_h.Model):
     )
     BASE = nemotron_h.Model
     INSIDE = "backbone."
-    RENAMED = tuple(
-        (rf"\.experts\.\d+\.{old}\.", (f".switch_mlp.{new}.",)) for old, new in (("up_proj", "fc1"), ("down_proj", "fc2"))
+    RENAMED = (
+        (r"\.experts\.\d+\.up_proj\.", (".switch_mlp.fc1.",)),
+        (r"\.experts\.\d+\.down_proj\.", (".switch_mlp.fc2.",)),
     )
 
     def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
