@@ -67,6 +67,7 @@ def test_a_rolled_back_state_is_that_of_single_rows(mixer, rows, start):
             assert mx.array_equal(y, mx.concatenate(expected[position - start :][:rows], axis=1)), kept
             position += kept
             rolled.seek(mx.array([position]), position + rows - kept)
+            assert [part.shape for part in rolled.parts].count(single.parts[1].shape) == 1  # no state per position
         assert position == end
         assert mx.array_equal(rolled.state(mixer._replay), single.state(mixer._replay))
 

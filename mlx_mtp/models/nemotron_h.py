@@ -40,8 +40,8 @@ class ModelArgs(nemotron_h.ModelArgs):
     @property
     def head(self) -> "ModelArgs":
         """What the head's layers are made from; ValueError where they are others than attention and experts."""
-        kinds = self.mtp_layers_block_type or ["attention", "moe"]
-        pattern = self.mtp_hybrid_override_pattern or "".join(self._block_type_to_char.get(k, k) for k in kinds)
+        kinds = [self._block_type_to_char.get(k, k) for k in self.mtp_layers_block_type or ("attention", "moe")]
+        pattern = "".join(self.mtp_hybrid_override_pattern or kinds)
         if pattern != HEAD_PATTERN:
             raise ValueError(f"mtp_hybrid_override_pattern: {pattern}; allowed is {HEAD_PATTERN}")
         experts = self.mtp_n_routed_experts or self.n_routed_experts
