@@ -58,7 +58,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             heads[name] = tensor
         else:
             trunk[name] = tensor
-    _check_experts(path, trunk | heads)
+    for part in (trunk, heads):  # a head's experts may be more or fewer than the target's
+        _check_experts(path, part)
     source = "in the model's shards"
     if beside:
         heads, source = beside, ", ".join(_relative(file, path) for file in sidecars)

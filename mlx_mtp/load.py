@@ -201,9 +201,11 @@ def _check_names(model: Any, contents: Contents) -> None:
     for name, tensor in contents.trunk.items():
         if not any(path.rpartition(".")[0] in modules for path in model.renamed(name)):
             layers = model.args.num_hidden_layers
+            own = ", ".join(stored for stored, _ in model.spec.tensors)
+            heads = f"from layer {layers} on" if model.spec.numbered == "trunk" else f"made of {own}"
             raise ValueError(
                 f"{tensor.file}: tensor {name} is not part of the model; "
-                f"config.json expects {layers} layers, and MTP heads from layer {layers} on"
+                f"config.json expects {layers} layers, and MTP heads {heads}"
             )
 
 
