@@ -13,7 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.ssm import ssm_update
 
-STEPPED_ROWS = 16  # the most rows of a verify
+from .port import MAX_RECYCLED
+
+STEPPED_ROWS = MAX_RECYCLED + 1  # the most rows of a verify
 
 
 class Mamba2:
