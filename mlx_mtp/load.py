@@ -1,7 +1,7 @@
 """Directory or hub name -> config.json -> port -> checked weights -> (model, tokenizer).
 
 mlx-lm's `load_model` does the trunk and all quantization formats; here: finding the heads by their tensors,
-deciding once per container whether norms are stored zero-centred, and errors that name what is wrong.
+and errors that name what is wrong.
 """
 
 import importlib
@@ -23,6 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint import (
     Header,
+    dequantized,
     read_config,
     read_header,
     read_tensors,
@@ -30,6 +31,7 @@ from .checkpoint import (
     sidecar_files,
     trunk_header,
 )
+from .norms import conventions, warn_of_unusual
 from .report import Report
 from .spec import MTPSpec
 
@@ -107,8 +109,7 @@ def _load(
     args = _args(port, path, config)
     contents = _contents(port, path, args.num_hidden_layers, mtp, mtp_path)
     spec = contents.spec.override(mtp_overrides or {})
-    raw = _is_raw(port, contents.trunk)
-    raw_heads = raw or (contents.depths > 0 and _is_raw(port, contents.heads))
+    raw, raw_heads = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads)
 
     def build(args: Any) -> nn.Module:
         try:
@@ -121,7 +122,9 @@ def _load(
         model.load_weights = partial(_load_checked, model, contents, path)
         return model
 
-    overrides = {}
+    overrides: dict[str, Any] = {}
+    if (config | config.get("text_config", {})).get("quantization_config", {}).get("format") == "float-quantized":
+        overrides["quantization_config"] = {}  # mlx-lm refuses what `dequantized` has already dealt with
     if "quantization" not in config and any(name.endswith(".scales") for name in contents.heads):
         overrides["quantization"] = {"group_size": 64, "bits": 4}  # each module's own are read off its shapes
     classes: Any = (build, port.ModelArgs)
@@ -138,10 +141,16 @@ def _load(
         mx.eval(model.parameters())
         _check_heads(model, contents)
         _tie(model)
+        if port.Model.ZERO_CENTRED is not None:
+            warn_of_unusual(model, raw, raw_heads, partial(_origin, model, contents))
     facts = _report(config, model, contents, raw_heads if contents.depths else raw, expanded)
     model.report = lambda: facts
     if mtp and not contents.depths:
         warnings.warn(f"{path}: no MTP heads found ({contents.source}); decoding plainly", stacklevel=3)
+    if 0 < contents.depths < (facts.declared or 0):
+        warnings.warn(
+            f"{path}: tensors of {contents.depths} MTP heads found, config.json declares {facts.declared}", stacklevel=3
+        )
     return model
 
 
@@ -209,24 +218,6 @@ def _relative(file: Path, path: Path) -> str:
     return str(file.relative_to(path)) if file.is_relative_to(path) else str(file)
 
 
-def _is_raw(port: ModuleType, header: Header) -> bool:
-    """Whether a container stores norms as the hub's zero-centred families do (weight - 1); decided once, for all.
-
-    By names that only one of the two layouts has; else by the writer ("pt" is the hub's); else by the mean of
-    the per-layer norms, which is near 0 or near 1 (single norms may lie anywhere).
-    """
-    if port.Model.ZERO_CENTRED is None:
-        return False
-    for pattern, raw in zip(port.Model.ZERO_CENTRED, (True, False), strict=True):
-        if any(re.search(pattern, name) for name in header):
-            return raw
-    if any(tensor.format == "pt" for tensor in header.values()):
-        return True
-    norms = {n: t for n, t in header.items() if n.endswith("layernorm.weight") or n.endswith("_norm.weight")}
-    means: list[Any] = [w.astype(mx.float32).mean().item() for w in read_tensors(norms).values()]
-    return bool(means) and sum(means) / len(means) < 0.5
-
-
 def _check_names(model: Any, contents: Contents) -> None:
     """Raise for a trunk tensor that mlx-lm would drop in silence, such as a layer that config.json denies."""
     modules = {path.rpartition(".")[0] for path in _arrays(model.parameters())}
@@ -241,8 +232,8 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 def _sanitize(model: Any, contents: Contents, shift: dict, weights: dict) -> dict:
     """What mlx-lm calls with all that it read: hand the port the trunk's and the heads' tensors."""
-    trunk = {name: weights[name] for name in contents.trunk}
-    heads = read_tensors(contents.heads) if contents.depths else {}
+    trunk = dequantized({name: weights[name] for name in contents.trunk}, contents.trunk)
+    heads = dequantized(read_tensors(contents.heads), contents.heads)
     return model.sanitized(trunk, heads, **shift)
 
 
