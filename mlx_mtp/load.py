@@ -118,7 +118,7 @@ def _load(
             raise ValueError(f"{path}/config.json: the model cannot be built from it ({_line(e)})") from e
         _check_names(model, contents)
         shift = {"shift_trunk": raw, "shift_heads": raw_heads}
-        model.sanitize = partial(_sanitize, model, contents, shift)
+        model.sanitize = partial(_sanitize, model, contents, path, shift)
         model.load_weights = partial(_load_checked, model, contents, path)
         return model
 
@@ -148,9 +148,8 @@ def _load(
     if mtp and not contents.depths:
         warnings.warn(f"{path}: no MTP heads found ({contents.source}); decoding plainly", stacklevel=3)
     if 0 < contents.depths < (facts.declared or 0):
-        warnings.warn(
-            f"{path}: tensors of {contents.depths} MTP heads found, config.json declares {facts.declared}", stacklevel=3
-        )
+        found = f"tensors of {contents.depths} MTP heads found, config.json declares {facts.declared}"
+        warnings.warn(f"{path}: {found}", stacklevel=3)
     return model
 
 
@@ -197,7 +196,10 @@ def _contents(port: ModuleType, path: Path, layers: int, mtp: bool, mtp_path: st
     places: list[Any] = [spec.locate(name, layers) for name in heads]
     depths = {depth for depth, _ in places}
     if missing := set(range(len(depths))) - depths:
-        raise ValueError(f"{path}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}")
+        name = next(n for n, (depth, _) in zip(heads, places, strict=True) if depth == max(depths))
+        raise ValueError(
+            f"{heads[name].file}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}, such as {name}"
+        )
     spec = spec.resolve([path for _, path in places])
     return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
 
@@ -211,7 +213,13 @@ def _check_experts(path: Path, header: Header) -> None:
     count = max((max(found) + 1 for found in numbers.values()), default=0)
     for (before, after), found in numbers.items():
         if missing := set(range(count)) - found:
-            raise ValueError(f"{path}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
+            file = _only({t.file for name, t in header.items() if name.startswith(before)}, path)
+            raise ValueError(f"{file}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
+
+
+def _only(files: set[Path], path: Path) -> str:
+    """The one file, or where there are several, their directory."""
+    return str(next(iter(files)) if len(files) == 1 else path)
 
 
 def _relative(file: Path, path: Path) -> str:
@@ -226,15 +234,19 @@ def _check_names(model: Any, contents: Contents) -> None:
             layers = model.args.num_hidden_layers
             raise ValueError(
                 f"{tensor.file}: tensor {name} is not part of the model; "
-                f"config.json expects {layers} layers, and MTP heads from layer {layers} on"
+                f"config.json expects {layers} layers, and MTP heads {model.spec.place(layers)}"
             )
 
 
-def _sanitize(model: Any, contents: Contents, shift: dict, weights: dict) -> dict:
+def _sanitize(model: Any, contents: Contents, path: Path, shift: dict, weights: dict) -> dict:
     """What mlx-lm calls with all that it read: hand the port the trunk's and the heads' tensors."""
     trunk = dequantized({name: weights[name] for name in contents.trunk}, contents.trunk)
     heads = dequantized(read_tensors(contents.heads), contents.heads)
-    return model.sanitized(trunk, heads, **shift)
+    try:
+        return model.sanitized(trunk, heads, **shift)
+    except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
+        file, raw = _expected(model, contents, path, str(e.args[0]))
+        raise ValueError(f"{file}: tensor {raw} is missing; the rest of its layer needs it") from None
 
 
 def _load_checked(
@@ -259,10 +271,11 @@ def _load_checked(
 
 def _origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
     """The file and the name in it of the tensor that became parameter `name`."""
-    for raw, tensor in (contents.trunk | contents.heads).items():
+    stored = contents.trunk | contents.heads
+    for raw, tensor in stored.items():
         if name in model.renamed(raw):
             return str(tensor.file), raw
-    return "checkpoint", name
+    return str(stored[name].file) if name in stored else "checkpoint", name
 
 
 def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
@@ -273,25 +286,23 @@ def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[st
         for raw in part:
             for known in model.renamed(raw):
                 if number.sub(".#.", known, count=1) == pattern:
-                    files = {str(tensor.file) for tensor in part.values()}
                     numbers = (int(number.search(n)[1]) for n in (raw, known, name))  # type: ignore[index]
                     layer = next(numbers) - next(numbers) + next(numbers)
-                    return files.pop() if len(files) == 1 else str(path), number.sub(f".{layer}.", raw, count=1)
-    if name.startswith("mtp."):
-        return _expected_in_head(model, contents, path, name)
-    return str(path), name
+                    return _only({t.file for t in part.values()}, path), number.sub(f".{layer}.", raw, count=1)
+    return _expected_by_name(model, contents, path, name)
 
 
-def _expected_in_head(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
-    """The same for a head's parameter that no other layer has: by the family's own names."""
-    inside = name.split(".", 2)[2]
+def _expected_by_name(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
+    """The same for a parameter that no other layer has: by the family's own names."""
     for new, old in ((".switch_mlp.", ".experts.*."), (".embed_q.", ".kv_b_proj."), (".unembed_out.", ".kv_b_proj.")):
-        inside = inside.replace(new, old)
+        name = name.replace(new, old)
+    if not name.startswith("mtp."):
+        prefix = next((n.partition("layers.")[0] for n in contents.trunk if "layers." in n), "")
+        tail = name.partition("layers.")[2]
+        return _only({t.file for t in contents.trunk.values()}, path), f"{prefix}layers.{tail}" if tail else name
     prefix = re.match(model.spec.prefix, next(iter(contents.heads)))
-    files = {str(tensor.file) for tensor in contents.heads.values()}
-    return (
-        files.pop() if len(files) == 1 else str(path)
-    ), f"{prefix[0] if prefix else ''}{model.spec.stored(inside)}"
+    stored = model.spec.stored(name.split(".", 2)[2])
+    return _only({t.file for t in contents.heads.values()}, path), f"{prefix[0] if prefix else ''}{stored}"
 
 
 def _expand_experts(model: nn.Module) -> bool:

@@ -22,8 +22,8 @@ USUAL = 0.5, 1.75  # means of a loaded part's layer norms; far outside lie norms
 def conventions(zero_centred: tuple[str, str] | None, trunk: Header, heads: Header) -> tuple[bool, bool]:
     """Whether the trunk's norms, and the heads', are stored zero-centred.
 
-    The trunk: by what only one of the layouts has, else by the writer ("pt" is the hub's), else by its layers' norms.
-    Heads: by their own names; as the trunk where they lie in the shards of a raw one; else by their layers' norms.
+    The trunk: by what only one layout has, else by the writer ("pt" is the hub's), else by its layers' norms.
+    Heads in a raw trunk's shards are raw unless their names deny it; others are what their layers' norms look like.
     """
     if zero_centred is None:
         return False, False
@@ -33,12 +33,12 @@ def conventions(zero_centred: tuple[str, str] | None, trunk: Header, heads: Head
     if not heads:
         return raw, raw
     by_name = _by_layout(zero_centred, heads)
-    if by_name is not None:
-        return raw, by_name
     if raw and {t.file for t in heads.values()} <= {t.file for t in trunk.values()}:
-        return True, True
+        return True, by_name is not False
     mean = _mean(heads)
-    return raw, mean < USUAL[0] or (mean <= SHIFTED and (raw or _from_the_hub(heads)))
+    if USUAL[0] <= mean <= SHIFTED:
+        return raw, by_name if by_name is not None else raw or _from_the_hub(heads)
+    return raw, mean < USUAL[0]
 
 
 def _by_layout(zero_centred: tuple[str, str], header: Header) -> bool | None:
@@ -66,7 +66,7 @@ def _mean_of(weights: dict[str, Any]) -> float:
 
 
 def warn_of_unusual(model: Any, raw: bool, raw_heads: bool, origin: Callable[[str], tuple[str, str]]) -> None:
-    """Warn of norms that look unshifted, shifted twice, or stored in two conventions; `origin` names a parameter's."""
+    """Warn of norms that look unshifted, shifted twice, or of two conventions; `origin` is a parameter's."""
     parameters: dict[str, Any] = dict(tree_flatten(model.parameters()))
     norms = {path: w for path, w in parameters.items() if LAYER_NORMS.search(path)}
     parts = {"the trunk": {path: w for path, w in norms.items() if not path.startswith("mtp.")}}

@@ -46,7 +46,8 @@ def check(model, checkpoint: published.Published) -> None:
 
 def depths(checkpoint: published.Published) -> int:
     """How many heads the names tell, by what each of them has exactly once."""
-    return sum(name.endswith(("eh_proj.weight", "mtp.fc.weight", ".input_proj.weight")) for name in checkpoint.heads())
+    once = ("eh_proj.weight", "mtp.fc.weight", ".input_proj.weight")
+    return sum(name.endswith(once) for name in checkpoint.heads())
 
 
 @pytest.mark.parametrize("file", published.FILES, ids=lambda f: f.stem)

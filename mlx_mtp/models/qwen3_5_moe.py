@@ -1,7 +1,7 @@
 """Qwen3.5, 3.6, 3.8 with experts: `qwen3_5`, whose experts come in two forms.
 
-Qwen3.5-35B-A3B has fused `gate_up_proj` in the trunk and numbered experts in the head, Qwen3.6's head is fused too, and
-pruned or 8-bit exports number all; mlx-lm splits the fused ones.
+Qwen3.5-35B-A3B has fused `gate_up_proj` in the trunk and numbered experts in the head, in Qwen3.6 both are fused, and
+pruned or 8-bit exports number all. mlx-lm splits the fused ones.
 """
 
 import re
