@@ -28,10 +28,22 @@ class AbsorbedMLA:
         k_pe = self.rope(k_pe[:, None], cache.offset)  # [B, 1, L, rope]
         q_pe = self.rope(q_pe, cache.offset)
         latent, k_pe = cache.update_and_fetch(self.kv_a_layernorm(latent)[:, None], k_pe)
-        scores = (q_pe * self.scale) @ k_pe.swapaxes(-1, -2)
+        out = self.attend(q_nope, q_pe, latent, k_pe, mask, cache)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, L, -1))
+
+    def attend(
+        self: Any, q_nope: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, mask: mx.array | None, cache: Any
+    ) -> mx.array:
+        """q [B, heads, L, ..] on the cached rows [B, 1, S, ..] -> [B, heads, L, v].
+
+        All heads share the cache, so they fold into the rows of one product, which reads it once and not per head.
+        """
+        B, heads, L, _ = q_nope.shape
+        folded = (B, 1, heads * L, -1)
+        scores = (q_pe * self.scale).reshape(folded) @ k_pe.swapaxes(-1, -2)
         if mask is not None:
-            scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
-        out = scaled_dot_product_attention(
-            self.embed_q(q_nope), latent, latent, cache=cache, scale=self.scale, mask=scores
-        )
-        return self.o_proj(self.unembed_out(out).transpose(0, 2, 1, 3).reshape(B, L, -1))
+            scores = scores.reshape(B, heads, L, -1)
+            scores = mx.where(mask, scores, mx.finfo(scores.dtype).min).reshape(folded)
+        q = self.embed_q(q_nope).reshape(folded)
+        out = scaled_dot_product_attention(q, latent, latent, cache=cache, scale=self.scale, mask=scores)
+        return self.unembed_out(out.reshape(B, heads, L, -1))
