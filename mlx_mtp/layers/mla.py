@@ -8,7 +8,6 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.base import scaled_dot_product_attention
 
 ABSORBED_ROWS = 8
 
@@ -28,11 +27,11 @@ class AbsorbedMLA:
         k_pe = self.rope(k_pe[:, None], cache.offset)  # [B, 1, L, rope]
         q_pe = self.rope(q_pe, cache.offset)
         latent, k_pe = cache.update_and_fetch(self.kv_a_layernorm(latent)[:, None], k_pe)
-        out = self.attend(q_nope, q_pe, latent, k_pe, mask, cache)
+        out = self.attend(q_nope, q_pe, latent, k_pe, mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, L, -1))
 
     def attend(
-        self: Any, q_nope: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, mask: mx.array | None, cache: Any
+        self: Any, q_nope: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, mask: mx.array | None
     ) -> mx.array:
         """q [B, heads, L, ..] on the cached rows [B, 1, S, ..] -> [B, heads, L, v].
 
@@ -45,5 +44,5 @@ class AbsorbedMLA:
             scores = scores.reshape(B, heads, L, -1)
             scores = mx.where(mask, scores, mx.finfo(scores.dtype).min).reshape(folded)
         q = self.embed_q(q_nope).reshape(folded)
-        out = scaled_dot_product_attention(q, latent, latent, cache=cache, scale=self.scale, mask=scores)
+        out = mx.fast.scaled_dot_product_attention(q, latent, latent, scale=self.scale, mask=scores)
         return self.unembed_out(out.reshape(B, heads, L, -1))
