@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 FILES = sorted((Path(__file__).parent / "fixtures").glob("*.txt"))
-BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+BYTES = {"BOOL": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4, "I64": 8}
 EXPERTS = ("n_routed_experts", "num_experts", "moe_num_experts")
 PER_EXPERT = re.compile(r"\.gate\.weight$|_bias$|\.experts\.(gate_up|down)_proj$|\.moe\.\w+_proj\.weight$")
 

@@ -14,6 +14,8 @@ PORTS = {p.stem for p in (Path(__file__).parents[1] / "mlx_mtp" / "models").glob
 
 def checkpoint(file: Path) -> published.Published:
     found = published.read(file)
+    if "LlamaForCausalLMEagle3" in found.config.get("architectures", []):
+        pytest.skip("a head of another model's, which has no port of its own")
     if found.config["model_type"] not in PORTS:
         pytest.skip(f"no port for {found.config['model_type']} yet")
     return found
