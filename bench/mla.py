@@ -63,7 +63,7 @@ def attention(layer: Attention, m: int, latent: mx.array, k_pe: mx.array) -> Cal
     q_pe = mx.random.normal((1, layer.num_heads, m, layer.qk_rope_head_dim))
     mask = create_causal_mask(m, latent.shape[2] - m)
     mx.eval(q_nope, q_pe, mask)
-    return lambda: layer.attend(q_nope, q_pe, latent, k_pe, mask)
+    return lambda: layer.unembed_out(layer.attend(layer.embed_q(q_nope), q_pe, latent, latent, k_pe, mask))
 
 
 def theirs(layer: DeepseekV3Attention, x: mx.array, latent: mx.array, k_pe: mx.array) -> Callable[[], mx.array]:

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
+from .plain_cache import PlainCache
 from .recurrent_cache import RecurrentCache
 
 Parts = tuple[mx.array, ...]
@@ -25,7 +26,7 @@ def _round_up(n: int) -> int:
 
 
 class LinearKVCache:
-    """Keys and values of every position, in one buffer that grows by an eighth.
+    """Keys and values of every position (and what else a layer keeps of each), in buffers that grow by an eighth.
 
     `start`: positions below it hold nothing (a draft head of depth j has no slot before position j).
     Implements mlx-lm's cache protocol; B = 1.
@@ -40,9 +41,9 @@ class LinearKVCache:
         self.parts: Parts = ()
         self._reserved = 0
 
-    # Storage: what one K/V pair becomes, and how attention gets it back.
-    def _encode(self, keys: mx.array, values: mx.array) -> Parts:
-        return keys, values
+    # Storage: what a row's keys, values and perhaps more become, and how attention gets them back.
+    def _encode(self, *rows: mx.array) -> Parts:
+        return rows
 
     def _decode(self, parts: Parts):
         return parts
@@ -85,10 +86,10 @@ class LinearKVCache:
             return slice(self.start, self.offset + rows)
         return slice(0, _round_up(self.limit + rows))
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        """Append keys, values [B, H, L, D] at `offset`; return what the L rows attend to."""
-        rows = keys.shape[2]
-        new = self._encode(keys, values)
+    def update_and_fetch(self, *arrays: mx.array):
+        """Append keys, values and what else a layer keeps, [B, H, L, D] each; return what the L rows attend to."""
+        rows = arrays[0].shape[2]
+        new = self._encode(*arrays)
         self._grow(rows, new)
         self._write(new)
         view = self._visible(rows)
@@ -225,13 +226,13 @@ class SlidingKVCache(LinearKVCache):
         """The positions, before its own, that the next row's window reaches back to."""
         return range(max(self.offset - self.window + 1, min(self.start, self.offset)), self.offset)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        rows = keys.shape[2]
+    def update_and_fetch(self, *arrays: mx.array):
+        rows = arrays[0].shape[2]
         if not isinstance(self.offset, int) or rows == 1:
             assert rows <= MAX_ROWS, "more rows than a ring can take back"
-            return super().update_and_fetch(keys, values)
+            return super().update_and_fetch(*arrays)
         # Prefill: attend to the past in order, then the chunk, of which the ring may keep only the end.
-        new = self._encode(keys, values)
+        new = self._encode(*arrays)
         self._grow(rows, new)
         slots = mx.array([p % self.ring.slots for p in self._past()], mx.int32)
         past = [mx.take(part, slots, axis=2) for part in self.parts]
@@ -256,9 +257,8 @@ class _Quantized:
     bits: int
     group_size: int
 
-    def _encode(self, keys, values):
-        parts = [mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values)]
-        return (*parts[0], *parts[1])
+    def _encode(self, *rows):
+        return tuple(q for x in rows for q in mx.quantize(x, group_size=self.group_size, bits=self.bits))
 
     def _decode(self, parts):
         return parts[:3], parts[3:]
@@ -286,11 +286,16 @@ class QuantizedSlidingKVCache(_Quantized, SlidingKVCache):
 
 
 def make_cache(
-    window: int | str | Ring | None, *, start: int = 0, bits: int | None = None, group_size: int = 64
+    window: int | str | Ring | None, *, start: int = 0, bits: int | None = None, group_size: int = 64, **saved: Any
 ) -> Any:
-    """The cache for one layer: a state, or keys and values: a ring where there is a window, quantized with `bits`."""
+    """The cache for one layer: a state, or keys and values: a ring where there is a window, quantized with `bits`.
+
+    `saved`: what else a cache's `config` holds.
+    """
     if window == RecurrentCache.window:
         return RecurrentCache()
+    if window == PlainCache.window:
+        return PlainCache(**saved)
     if window is None:
         return LinearKVCache(start) if bits is None else QuantizedLinearKVCache(group_size, bits, start)
     ring = window if isinstance(window, Ring) else Ring(int(window))

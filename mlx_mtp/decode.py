@@ -137,7 +137,7 @@ def decode(
         while left != 0:
             following = None
             # The first token goes out before anything else is done, the heads' reading of the prompt included.
-            if run is not first and not picker.processors and cache.room(base + run.tokens.size) > k:
+            if run is not first and not picker.processors and cache.builds_ahead(base + run.tokens.size, k + 1):
                 following = cycle(model, cache, run, base, k, picker, known)
             tokens, accepted = run.read()
             stats.arrived(accepted, run.drafts.size)

@@ -105,11 +105,11 @@ def generate_step(
         xtc_threshold,
         tuple(xtc_special_tokens),
     )
-    sampling.validate(model.args.vocab_size)
+    sampling.validate(model.vocab_size)
     if sampler is not None and sampling != Sampling():
         raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
     _check_numbers(max_tokens, prefill_step_size, seed)
-    tokens = _token_ids(prompt, model.args.vocab_size)
+    tokens = _token_ids(prompt, model.vocab_size)
     k = _draft_count(num_draft_tokens, model, prompt_cache)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
     cache = _cache_for(model, prompt_cache, k, kv_group_size, quantized_kv_start, layout)
@@ -172,7 +172,7 @@ def _cache_for(
         )
     if asked := [f"{name}={value}" for name, value in layout.items() if value is not None]:
         raise ValueError(f"{asked[0]}: fixed when a prompt_cache is made; give it to make_prompt_cache")
-    if len(given.layers) != len(model.layers) or len(given.heads) > len(model.mtp):
+    if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.mtp):
         raise ValueError("prompt_cache: made for another model (its layers or heads do not match)")
     return given
 

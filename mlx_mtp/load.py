@@ -7,8 +7,7 @@ and errors that name what is wrong.
 import importlib
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -21,33 +20,16 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .checkpoint import (
-    Header,
-    dequantized,
-    read_config,
-    read_header,
-    read_tensors,
-    resolve,
-    sidecar_files,
-    trunk_header,
-)
+from .agreement import LEAST, WORDS, agreement, random_tokens
+from .checkpoint import dequantized, read_config, read_tensors, resolve
+from .contents import Contents, Drafting, only, sort_tensors
+from .drafter import attach_drafter
+from .models import DRAFTERS
 from .norms import conventions, warn_of_unusual
-from .report import Report
-from .spec import MTPSpec
+from .plain import load_plain
+from .report import make_report
 
-DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config.json's number of heads
-
-
-@dataclass(frozen=True)
-class Contents:
-    """A checkpoint's tensors, sorted: the trunk's, the heads', and what text decoding does not use."""
-
-    trunk: Header
-    heads: Header
-    depths: int
-    source: str
-    ignored: tuple[str, ...]
-    spec: MTPSpec
+NO_PORTS = ("__init__", *DRAFTERS)
 
 
 def load(
@@ -55,7 +37,8 @@ def load(
     *,
     mtp: bool = True,
     mtp_path: str | Path | None = None,
-    mtp_overrides: dict[str, str] | None = None,
+    mtp_overrides: dict[str, Any] | None = None,
+    draft_model: str | Path | None = None,
     revision: str | None = None,
     lazy: bool = False,
     tokenizer_config: dict[str, Any] | None = None,
@@ -67,13 +50,14 @@ def load(
     mtp_path: file or directory to take the heads from, instead of the checkpoint's own.
     mtp_overrides: values of MTPSpec's topology, capture, feedback, fuse and head to use in place of the family's,
         for an A/B of what only trained weights can settle.
+    draft_model: directory or hub name of a drafter (EAGLE-3) to draft with, instead of heads of the checkpoint's.
     revision: branch, tag or commit on the hub.
     lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros.
     tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
     Raises ValueError, in one line, for a checkpoint that is damaged or of an unknown kind.
     """
     path = resolve(path_or_hf_repo, revision)
-    model = _load(path, mtp=mtp, mtp_path=mtp_path, mtp_overrides=mtp_overrides, lazy=lazy)
+    model = _load(path, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), lazy=lazy)
     if adapter_path is not None:
         if not (Path(adapter_path) / "adapter_config.json").exists():
             raise ValueError(f"adapter_path={adapter_path}: no adapter_config.json in it")
@@ -87,6 +71,8 @@ def load(
         tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
     except Exception as e:
         raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
+    if not lazy:
+        _test_heads(model, path, {"words": tokenizer.encode(WORDS)})
     return model, tokenizer
 
 
@@ -95,20 +81,55 @@ def load_model(
     *,
     mtp: bool = True,
     mtp_path: str | Path | None = None,
-    mtp_overrides: dict[str, str] | None = None,
+    mtp_overrides: dict[str, Any] | None = None,
+    draft_model: str | Path | None = None,
+    lazy: bool = False,
 ) -> Any:
     """`load` for the model alone, from a local directory."""
-    return _load(resolve(path), mtp=mtp, mtp_path=mtp_path, mtp_overrides=mtp_overrides, lazy=False)
+    model = _load(resolve(path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), lazy=lazy)
+    if not lazy:
+        _test_heads(model, Path(path), {})
+    return model
 
 
-def _load(
-    path: Path, *, mtp: bool, mtp_path: str | Path | None, mtp_overrides: dict[str, str] | None, lazy: bool
-) -> Any:
+def _load(path: Path, drafting: Drafting, *, lazy: bool) -> Any:
     config = read_config(path)
-    port = _port(path, config["model_type"])
+    known = sorted(p.stem for p in (Path(__file__).parent / "models").glob("*.py") if p.stem not in NO_PORTS)
+    model_type = mlx_lm_utils.MODEL_REMAPPING.get(config["model_type"], config["model_type"])
+    drafting.check()
+    if model_type not in known:
+        return _load_plain(path, config, drafting, lazy=lazy, ports=", ".join(known))
+    port = importlib.import_module(f".models.{model_type}", __package__)
+    model = _load_port(port, path, config, drafting, lazy=lazy)
+    if drafting.heads and not model.mtp:
+        warnings.warn(f"{path}: no MTP heads found ({model.report().source}); decoding plainly", stacklevel=4)
+    return model
+
+
+def _load_plain(path: Path, config: dict, drafting: Drafting, *, lazy: bool, ports: str) -> Any:
+    """A family without a port: mlx-lm's own model, and a warning that nothing is drafted."""
+    name = config["model_type"]
+    for option in ("draft_model", "mtp_path", "mtp_overrides"):
+        if value := getattr(drafting, option):
+            raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; ports are {ports}")
+    try:
+        model, ignored = load_plain(path, config, lazy=lazy, ports=ports)
+    except Exception as e:
+        if isinstance(e, ValueError) and "\n" not in str(e):
+            raise
+        raise ValueError(f"{path}: cannot be loaded ({_line(e)})") from e
+    source = f"model_type {name!r} has no MTP port"
+    facts = make_report(model, config, source=source, norms="mlx-lm's", ignored=ignored)
+    model.report = lambda: facts
+    if drafting.mtp:
+        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=4)
+    return model
+
+
+def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *, lazy: bool) -> Any:
     args = _args(port, path, config)
-    contents = _contents(port, path, args.num_hidden_layers, mtp, mtp_path)
-    spec = contents.spec.override(mtp_overrides or {})
+    contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
+    spec = contents.spec
     raw, raw_heads = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads)
 
     def build(args: Any) -> nn.Module:
@@ -143,21 +164,32 @@ def _load(
         _tie(model)
         if port.Model.ZERO_CENTRED is not None:
             warn_of_unusual(model, raw, raw_heads, partial(_origin, model, contents))
-    facts = _report(config, model, contents, raw_heads if contents.depths else raw, expanded)
+    source, ignored = contents.source, contents.ignored
+    if drafting.draft_model is not None:
+        source, unused = attach_drafter(model, drafting.draft_model, drafting.mtp_overrides)
+        _tie(model)
+        ignored += unused
+    shifted = raw_heads if contents.depths else raw
+    norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
+    facts = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
     model.report = lambda: facts
-    if mtp and not contents.depths:
-        warnings.warn(f"{path}: no MTP heads found ({contents.source}); decoding plainly", stacklevel=3)
     if 0 < contents.depths < (facts.declared or 0):
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {facts.declared}"
-        warnings.warn(f"{path}: {found}", stacklevel=3)
+        warnings.warn(f"{path}: {found}", stacklevel=4)
     return model
 
 
-def _port(path: Path, model_type: str) -> ModuleType:
-    known = sorted(p.stem for p in (Path(__file__).parent / "models").glob("*.py") if p.stem != "__init__")
-    if model_type not in known:
-        raise ValueError(f"{path}/config.json: model_type {model_type!r} is unknown; known are {', '.join(known)}")
-    return importlib.import_module(f".models.{model_type}", __package__)
+def _test_heads(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
+    """Note in the report how often the first head is right, and warn where it never is."""
+    if not model.mtp:
+        return
+    texts = {"random tokens": random_tokens(model.vocab_size), **texts}
+    shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
+    facts = replace(model.report(), agreement=tuple(shares.items()))
+    model.report = lambda: facts
+    if max(shares.values()) < LEAST:
+        kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
+        warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=3)
 
 
 def _args(port: ModuleType, path: Path, config: dict) -> Any:
@@ -168,62 +200,6 @@ def _args(port: ModuleType, path: Path, config: dict) -> Any:
     except (TypeError, KeyError, AttributeError, ValueError) as e:
         raise ValueError(f"{path}/config.json: {_line(e)}") from e
     return args
-
-
-def _contents(port: ModuleType, path: Path, layers: int, mtp: bool, mtp_path: str | Path | None) -> Contents:
-    """Sort every tensor of the checkpoint; one that belongs nowhere is an error."""
-    sidecars = sidecar_files(path, mtp_path) if mtp else []
-    beside = read_header(sidecars)
-    spec = port.Model.SPEC
-    trunk, heads, ignored = {}, {}, set()
-    for name, tensor in trunk_header(path).items():
-        affix = next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
-        if affix is not None:
-            ignored.add(f"{affix}*" if name.startswith(affix) else f"*{affix}")
-        elif name in beside or spec.locate(name, layers):
-            heads[name] = tensor
-        else:
-            trunk[name] = tensor
-    _check_experts(path, trunk | heads)
-    source = "in the model's shards"
-    if beside:
-        heads, source = beside, ", ".join(_relative(file, path) for file in sidecars)
-    for name, tensor in heads.items():
-        if spec.locate(name, layers) is None:
-            raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
-    if not mtp:
-        return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)), spec.resolve([]))
-    places: list[Any] = [spec.locate(name, layers) for name in heads]
-    depths = {depth for depth, _ in places}
-    if missing := set(range(len(depths))) - depths:
-        name = next(n for n, (depth, _) in zip(heads, places, strict=True) if depth == max(depths))
-        raise ValueError(
-            f"{heads[name].file}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}, such as {name}"
-        )
-    spec = spec.resolve([path for _, path in places])
-    return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
-
-
-def _check_experts(path: Path, header: Header) -> None:
-    """Raise where numbered experts have gaps, which stacking them would report under another name."""
-    numbers: dict[tuple[str, str], set[int]] = {}
-    for name in header:
-        if match := re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name):
-            numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    count = max((max(found) + 1 for found in numbers.values()), default=0)
-    for (before, after), found in numbers.items():
-        if missing := set(range(count)) - found:
-            file = _only({t.file for name, t in header.items() if name.startswith(before)}, path)
-            raise ValueError(f"{file}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
-
-
-def _only(files: set[Path], path: Path) -> str:
-    """The one file, or where there are several, their directory."""
-    return str(next(iter(files)) if len(files) == 1 else path)
-
-
-def _relative(file: Path, path: Path) -> str:
-    return str(file.relative_to(path)) if file.is_relative_to(path) else str(file)
 
 
 def _check_names(model: Any, contents: Contents) -> None:
@@ -288,7 +264,7 @@ def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[st
                 if number.sub(".#.", known, count=1) == pattern:
                     numbers = (int(number.search(n)[1]) for n in (raw, known, name))  # type: ignore[index]
                     layer = next(numbers) - next(numbers) + next(numbers)
-                    return _only({t.file for t in part.values()}, path), number.sub(f".{layer}.", raw, count=1)
+                    return only({t.file for t in part.values()}, path), number.sub(f".{layer}.", raw, count=1)
     return _expected_by_name(model, contents, path, name)
 
 
@@ -299,10 +275,10 @@ def _expected_by_name(model: Any, contents: Contents, path: Path, name: str) -> 
     if not name.startswith("mtp."):
         prefix = next((n.partition("layers.")[0] for n in contents.trunk if "layers." in n), "")
         tail = name.partition("layers.")[2]
-        return _only({t.file for t in contents.trunk.values()}, path), f"{prefix}layers.{tail}" if tail else name
+        return only({t.file for t in contents.trunk.values()}, path), f"{prefix}layers.{tail}" if tail else name
     prefix = re.match(model.spec.prefix, next(iter(contents.heads)))
-    stored = model.spec.stored(name.split(".", 2)[2])
-    return _only({t.file for t in contents.heads.values()}, path), f"{prefix[0] if prefix else ''}{stored}"
+    stored = model.stored(name.split(".", 2)[2])
+    return only({t.file for t in contents.heads.values()}, path), f"{prefix[0] if prefix else ''}{stored}"
 
 
 def _expand_experts(model: nn.Module) -> bool:
@@ -335,41 +311,6 @@ def _tie(model: Any) -> None:
 
 def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(a[n].shape == b[n].shape and mx.array_equal(a[n], b[n]) for n in a)
-
-
-def _report(config: dict, model: Any, contents: Contents, shifted: bool, expanded: bool) -> Report:
-    modules, text = dict(model.named_modules()), config | config.get("text_config", {})
-    heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
-    target = {path: m for path, m in modules.items() if path not in heads}
-    head_bytes = sum(a.nbytes for a in _arrays(model.get("mtp", [])).values())
-    own = ["head" in head for head in model.mtp]
-    return Report(
-        family=config["model_type"],
-        layers=model.args.num_hidden_layers,
-        target_bytes=sum(a.nbytes for a in _arrays(model.parameters()).values()) - head_bytes,
-        target_quantization=_quantization(target),
-        heads=contents.depths,
-        declared=next((text[name] for name in DECLARED if name in text), None),
-        head_bytes=head_bytes,
-        head_quantization=_quantization(heads),
-        source=contents.source,
-        norms="shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)",
-        lm_head="own, one per depth" if all(own) else "shared with the target",
-        ignored=contents.ignored,
-        expanded=expanded,
-    )
-
-
-def _quantization(modules: Mapping[str, nn.Module]) -> str:
-    kinds: dict[str, int] = {}
-    for module in modules.values():
-        if hasattr(module, "bits"):
-            kind = f"{module.bits}-bit {getattr(module, 'mode', 'affine')} g{module.group_size}"
-            kinds[kind] = kinds.get(kind, 0) + 1
-    if kinds:
-        return ", ".join(f"{kind} ({count} modules)" for kind, count in sorted(kinds.items()))
-    weights = [a for m in modules.values() for a in m.values() if isinstance(a, mx.array) and a.ndim > 1]
-    return f"not quantized ({str(weights[0].dtype).rpartition('.')[2]})" if weights else "not quantized"
 
 
 def _arrays(tree: Any) -> dict[str, Any]:

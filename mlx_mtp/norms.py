@@ -80,7 +80,7 @@ def warn_of_unusual(model: Any, raw: bool, raw_heads: bool, origin: Callable[[st
             warnings.warn(
                 f"{file}: {len(weights)} norms of {part} ({name} ...) have mean {mean:.2f} once loaded, expected "
                 f"near 1; they look {state}",
-                stacklevel=5,
+                stacklevel=6,
             )
         elif part != "the trunk":
             _warn_of_two_conventions(parameters, part, mean, (raw, raw_heads), origin)
@@ -103,5 +103,5 @@ def _warn_of_two_conventions(
         warnings.warn(
             f"{file}: tensor {name} of {part} has mean {stored:.2f}, the norms of its layer {layers:.2f}: two "
             f"conventions in one head; {'all were shifted by +1' if raw[1] else 'none was shifted'}",
-            stacklevel=6,
+            stacklevel=7,
         )

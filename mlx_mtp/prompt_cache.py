@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from .cache import Ring, SlidingKVCache, make_cache, make_caches
+from .plain_cache import PlainCache
 from .recurrent_cache import RecurrentCache
 
 SPILL = 64  # the backlog is joined and cut at about this many rows, not at each one
@@ -186,6 +187,15 @@ class PromptCache:
             return math.inf
         return self.quantizing.start - position
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether the target can step back to a snapshot: always, but for mlx-lm's own caches."""
+        return all(c.rewinds for c in self.layers if isinstance(c, PlainCache))
+
+    def builds_ahead(self, position: int, rows: int) -> bool:
+        """Whether a cycle of `rows` rows from `position` on may be built before it is known to be wanted."""
+        return self.room(position) >= rows and not any(isinstance(c, PlainCache) for c in self.layers)
+
     def quantize_at(self, position: int) -> None:
         """Quantize the target's caches if that is due before `position` is read."""
         due = self.quantizing
@@ -224,12 +234,13 @@ def make_prompt_cache(
             raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
         if bits is not None and model.NO_KV_BITS:
             raise ValueError(f"{name}={bits}: not with {model.NO_KV_BITS}; allowed is None")
-        if bits is not None and model.args.head_dim % kv_group_size:
-            raise ValueError(
-                f"kv_group_size={kv_group_size}: allowed are divisors of the head size {model.args.head_dim}"
-            )
+        head_dim = 0 if bits is None else _head_dim(model, heads=name == "mtp_kv_bits")
+        if head_dim % kv_group_size:
+            raise ValueError(f"kv_group_size={kv_group_size}: allowed are divisors of the head size {head_dim}")
     if max_kv_size is not None and max_kv_size < 1:
         raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
+    if max_kv_size is not None and PlainCache.window in model.windows():
+        raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
     windows, heads = [window or max_kv_size for window in model.windows()], model.head_windows()
     if num_draft_tokens is not None:
         heads = heads[:num_draft_tokens]
@@ -245,6 +256,11 @@ def make_prompt_cache(
     if later and kv_bits:
         cache.quantizing = Quantizing(quantized_kv_start, kv_bits, kv_group_size)
     return cache
+
+
+def _head_dim(model: Any, *, heads: bool) -> int:
+    """Features per attention head of the target, or of its MTP heads: a drafter has a size of its own."""
+    return getattr(model.mtp[0], "head_dim", model.args.head_dim) if heads and model.mtp else model.args.head_dim
 
 
 def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
@@ -273,8 +289,9 @@ def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
     except (RuntimeError, KeyError, ValueError) as e:
         raise ValueError(f"{file}: not a prompt cache of mlx_mtp ({type(e).__name__})") from e
     shape = (len(state["layers"]), len(state["heads"]))
-    if shape[0] != len(model.layers) or shape[1] > len(model.mtp):
-        raise ValueError(f"{file}: has {shape} (layers, heads), the model {(len(model.layers), len(model.mtp))}")
+    own = (len(model.windows()), len(model.mtp))
+    if shape[0] != own[0] or shape[1] > own[1]:
+        raise ValueError(f"{file}: has {shape} (layers, heads), the model {own}")
     rings: dict[int, Ring] = {}
     caches = []
     for config in (*state["layers"], *state["heads"]):

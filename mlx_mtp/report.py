@@ -1,6 +1,14 @@
 """What was loaded, in words: so that "is MTP even on?" has an answer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config.json's number of heads
 
 
 @dataclass(frozen=True)
@@ -8,6 +16,7 @@ class Report:
     """The facts of one load. `str(report)` is the text that `--report` prints.
 
     heads: depths found; declared: what config.json says; source: file or directory the heads came from.
+    agreement: by kind of text, how often the first head guesses the target's greedy token; empty where not tested.
     """
 
     family: str
@@ -23,6 +32,7 @@ class Report:
     lm_head: str
     ignored: tuple[str, ...] = ()
     expanded: bool = False
+    agreement: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         found = (
@@ -38,6 +48,9 @@ class Report:
                 ("heads", f"{_size(self.head_bytes)}, {self.head_quantization}"),
                 ("LM heads", self.lm_head),
             ]
+        if self.agreement:
+            shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
+            rows.append(("self-test", f"the first head agrees with the target on {shares}"))
         rows.append(("norms", self.norms))
         if self.expanded:
             rows.append(("precision", "expanded to float32: MLX multiplies experts on a CPU in nothing else"))
@@ -48,3 +61,53 @@ class Report:
 
 def _size(n: int) -> str:
     return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
+
+
+def make_report(
+    model: Any, config: dict, *, source: str, norms: str, ignored: tuple[str, ...], expanded: bool = False
+) -> Report:
+    """The facts about a model that was loaded from this config.json."""
+    modules, text = dict(model.named_modules()), config | config.get("text_config", {})
+    heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
+    target = {path: m for path, m in modules.items() if path not in heads}
+    head_bytes = _nbytes(model.get("mtp", []))
+    return Report(
+        family=config["model_type"],
+        layers=len(model.layers),
+        target_bytes=_nbytes(model.parameters()) - head_bytes,
+        target_quantization=_quantization(target),
+        heads=len(model.mtp),
+        declared=next((text[name] for name in DECLARED if name in text), None),
+        head_bytes=head_bytes,
+        head_quantization=_quantization(heads),
+        source=source,
+        norms=norms,
+        lm_head=_lm_heads(model.mtp),
+        ignored=ignored,
+        expanded=expanded,
+    )
+
+
+def _lm_heads(heads: Any) -> str:
+    if not all("head" in head for head in heads):
+        return "shared with the target"
+    if len(heads) == 1 and "d2t" in heads[0]:
+        return f"own, of {heads[0].d2t.size} tokens"
+    return "own, one per depth"
+
+
+def _nbytes(tree: Any) -> int:
+    arrays: Any = [value for _, value in tree_flatten(tree)]
+    return sum(a.nbytes for a in arrays if isinstance(a, mx.array))
+
+
+def _quantization(modules: Mapping[str, nn.Module]) -> str:
+    kinds: dict[str, int] = {}
+    for module in modules.values():
+        if hasattr(module, "bits"):
+            kind = f"{module.bits}-bit {getattr(module, 'mode', 'affine')} g{module.group_size}"
+            kinds[kind] = kinds.get(kind, 0) + 1
+    if kinds:
+        return ", ".join(f"{kind} ({count} modules)" for kind, count in sorted(kinds.items()))
+    weights = [a for m in modules.values() for a in m.values() if isinstance(a, mx.array) and a.ndim > 1]
+    return f"not quantized ({str(weights[0].dtype).rpartition('.')[2]})" if weights else "not quantized"

@@ -152,7 +152,7 @@ class ChatSession:
             return common
         due = self.cache.quantizing  # a snapshot from before the caches were quantized does not fit them
         self._snapshots = [s for s in self._snapshots if s[0].length <= common and s[1] is due]
-        if not self._snapshots:
+        if not self._snapshots or not self.cache.rewinds:
             self._start_over()
             return 0
         last, _ = self._snapshots[-1]

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,8 @@ class MTPSpec:
 
     topology: "chain" = a module per depth, each reads the output of the one before; "target_each" = a module per
               depth, all read the target's hidden states; "recycle" = one module that is fed its own output.
-    capture:  the target's hidden state that a head reads, before ("pre") or after ("post") the final norm.
+    capture:  the target's hidden state that a head reads, before ("pre") or after ("post") the final norm, or the
+              residual stream after so many layers, e.g. (2, 16, 29), side by side.
     feedback: the output that the next draft reads, before or after the head's own norm (not for "target_each").
     fuse:     order of the concatenation in front of `eh_proj`: embedding-hidden or hidden-embedding.
     head:     each depth's LM head: its "own", the target's ("shared"), or its own where the checkpoint has one that
@@ -24,7 +25,7 @@ class MTPSpec:
     """
 
     topology: Literal["chain", "target_each", "recycle"]
-    capture: Literal["pre", "post"]
+    capture: Literal["pre", "post"] | tuple[int, ...]
     feedback: Literal["pre", "post"]
     fuse: Literal["eh", "he"]
     head: Literal["own", "shared", "shared_or_own"]
@@ -44,7 +45,7 @@ class MTPSpec:
             return None
         own = name[match.end() :]
         for stored, path in self.tensors:
-            if own.startswith(f"{stored}."):
+            if own == stored or own.startswith(f"{stored}."):
                 return depth, path + own[len(stored) :]
         return None
 
@@ -58,7 +59,7 @@ class MTPSpec:
     def stored(self, path: str) -> str | None:
         """A checkpoint's own name, without prefix, of the tensor at `path` inside a head."""
         for stored, inside in self.tensors:
-            if path.startswith(f"{inside}."):
+            if path == inside or path.startswith(f"{inside}."):
                 return stored + path[len(inside) :]
         return None
 
@@ -73,14 +74,18 @@ class MTPSpec:
 
     def override(self, changes: dict[str, Any]) -> "MTPSpec":
         """A copy with other values, for an A/B; ValueError names what is allowed."""
-        hints = get_type_hints(MTPSpec)
-        allowed = {f.name: get_args(hints[f.name]) for f in fields(self) if f.name in OVERRIDABLE}
         for name, value in changes.items():
-            if name not in allowed:
-                raise ValueError(f"mtp_overrides: {name!r} is unknown; allowed are {', '.join(allowed)}")
-            if value not in allowed[name]:
-                raise ValueError(f"mtp_overrides: {name}={value!r}; allowed are {', '.join(allowed[name])}")
+            if name not in OVERRIDABLE:
+                raise ValueError(f"mtp_overrides: {name!r} is unknown; allowed are {', '.join(OVERRIDABLE)}")
+            if value not in OVERRIDABLE[name]:
+                raise ValueError(f"mtp_overrides: {name}={value!r}; allowed are {', '.join(OVERRIDABLE[name])}")
         return replace(self, **changes)
 
 
-OVERRIDABLE = ("topology", "capture", "feedback", "fuse", "head")
+OVERRIDABLE = {
+    "topology": ("chain", "target_each", "recycle"),
+    "capture": ("pre", "post"),
+    "feedback": ("pre", "post"),
+    "fuse": ("eh", "he"),
+    "head": ("own", "shared", "shared_or_own"),
+}

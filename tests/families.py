@@ -8,7 +8,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import tiny
-from shapes import H, Shapes, V, ends, gqa, layer_norms, mla, mlp, moe, nextn
+from mlx.utils import tree_flatten
+from mlx_lm.models.deepseek_v32 import Indexer
+from shapes import H, Shapes, V, ends, gqa, indexer, layer_norms, mla, mlp, moe, nextn
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,29 @@ def glm_layer(prefix: str, config: dict, dense: bool) -> Shapes:
 def mla_layer(prefix: str, config: dict, dense: bool) -> Shapes:
     inner = mlp(f"{prefix}.mlp", config["intermediate_size"]) if dense else moe(f"{prefix}.mlp", config)
     return mla(f"{prefix}.self_attn", config) | inner | layer_norms(prefix)
+
+
+def dsa_layer(prefix: str, config: dict, dense: bool) -> Shapes:
+    shapes, layer = mla_layer(prefix, config, dense), int(prefix.rpartition(".")[2])
+    if "shared" in config.get("indexer_types", [])[layer : layer + 1]:
+        return shapes
+    return shapes | indexer(f"{prefix}.self_attn.indexer", config)
+
+
+def share_indexers(plain, kinds: list[str]) -> None:
+    """Let layers of mlx-lm's model, which knows no such layers, take what the last indexer before them chose."""
+    last = {}
+
+    class Keeping(Indexer):
+        def __call__(self, *args, **kwargs):
+            last["chosen"] = super().__call__(*args, **kwargs)
+            return last["chosen"]
+
+    for layer, kind in zip(plain.layers, kinds, strict=True):
+        if kind == "full":
+            layer.self_attn.indexer.__class__ = Keeping
+        else:
+            layer.self_attn.indexer = lambda *_, **__: last["chosen"]
 
 
 def nextn_family(config: dict, layer: Callable, *, own: bool = False) -> Family:
@@ -101,6 +126,14 @@ DEEPSEEK = {
     "rms_norm_eps": 1e-6,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
+}
+# Fewer chosen positions than most of the tests' prompts have: the others are cut off.
+DSA = {**DEEPSEEK, "model_type": "deepseek_v32", "index_topk": 5, "index_n_heads": 4, "index_head_dim": 12}
+GLM_DSA = {
+    **DSA,
+    "model_type": "glm_moe_dsa",
+    "n_group": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
 MIMO = {
     "model_type": "mimo",
@@ -320,6 +353,9 @@ FAMILIES = {
     "glm4_moe_untied": nextn_family({**GLM, "use_qk_norm": False, "num_hidden_layers": 2}, glm_layer),
     "deepseek_v3": nextn_family(DEEPSEEK, mla_layer, own=True),
     "glm4_moe_lite": nextn_family({**DEEPSEEK, "model_type": "glm4_moe_lite", "n_group": 1}, mla_layer, own=True),
+    "deepseek_v32": nextn_family(DSA, dsa_layer, own=True),
+    "glm_moe_dsa": nextn_family(GLM_DSA, dsa_layer, own=True),
+    "glm_moe_dsa_shared": nextn_family({**GLM_DSA, "indexer_types": ["full", "shared", "full"]}, dsa_layer),
     "mimo": Family(MIMO, mimo_trunk, mimo_heads),
     "mimo_v2_flash": Family(MIMO_V2, mimo_v2_trunk, mimo_v2_heads),
 }
@@ -354,5 +390,17 @@ def build(name: str, path: Path, seed: int = 0, **changes):
     weights = trunk | random_weights(family.heads(config), seed + 1000, zero_centred=family.zero_centred)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     plain = module.Model(module.ModelArgs.from_dict(config))
+    if "indexer_types" in config:
+        share_indexers(plain, config["indexer_types"])
     plain.load_weights(list(plain.sanitize(dict(trunk)).items()))
     return tiny.save(path, config, weights), weights, plain
+
+
+def headless(path: Path, config: dict, seed: int = 0):
+    """(checkpoint directory, mlx-lm's model) for a config of any family of mlx-lm's, in mlx-lm's own names."""
+    module = importlib.import_module(f"mlx_lm.models.{config.get('mlx_lm', config['model_type'])}")
+    plain = module.Model(module.ModelArgs.from_dict(config))
+    shapes = {name: array.shape for name, array in tree_flatten(plain.parameters())}
+    weights = random_weights(shapes, seed)
+    plain.load_weights(list(weights.items()))
+    return tiny.save(path, config, weights), plain

@@ -53,6 +53,17 @@ def mla(prefix: str, config: dict) -> Shapes:
     }
 
 
+def indexer(prefix: str, config: dict) -> Shapes:
+    heads, D = config["index_n_heads"], config["index_head_dim"]
+    return {
+        f"{prefix}.wq_b.weight": (heads * D, config["q_lora_rank"]),
+        f"{prefix}.wk.weight": (D, H),
+        f"{prefix}.k_norm.weight": (D,),
+        f"{prefix}.k_norm.bias": (D,),
+        f"{prefix}.weights_proj.weight": (heads, H),
+    }
+
+
 def ends() -> Shapes:
     return {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,), "lm_head.weight": (V, H)}
 

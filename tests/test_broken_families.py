@@ -153,7 +153,8 @@ def test_more_or_fewer_heads_than_declared(broken):
             report = str(mlx_mtp.load_model(broken.path).report())
         assert f"{found} of {declared} declared" in report
         expected = f"tensors of {found} MTP heads found, config.json declares {declared}"
-        assert [str(w.message) for w in said] == ([f"{broken.path}: {expected}"] if declared else [])
+        messages = [str(w.message) for w in said if "agrees with the target" not in str(w.message)]
+        assert messages == ([f"{broken.path}: {expected}"] if declared else [])
 
 
 @every_family

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 import tiny
 from mlx_lm.models.base import create_causal_mask
+from oracle import Oracle
 
 import mlx_mtp
 from mlx_mtp import decode
@@ -38,6 +39,17 @@ def test_greedy_equals_cacheless_forward(family, truth, length):
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
     for k in range(min(model.max_draft_tokens, 5) + 1):
         assert ours(model, prompt, 40, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
+
+
+@pytest.mark.parametrize("every", [0, 2, 3, 5])  # not k + 1, which would only ever fall on bonus tokens
+def test_right_wrong_and_partly_right_drafts(family, truth, monkeypatch, every):
+    model, prompt = family[0], [1, 2, 3, 4, 5]
+    text = prompt + truth(tuple(prompt))
+    wrong = set(range(5, len(text), every)) if every else set()
+    monkeypatch.setattr(decode, "draft", Oracle(text, wrong, families.V))
+    tokens, stats = ours(model, prompt, 40, 3)
+    assert tokens == text[5:]
+    assert (stats.acceptance == [1.0] * 3) is (not wrong)
 
 
 def target_rows(plain, tokens: list[int]) -> tuple[mx.array, mx.array]:

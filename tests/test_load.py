@@ -13,7 +13,6 @@ from mlx_lm.utils import quantize_model, save_model
 
 import mlx_mtp
 from mlx_mtp.checkpoint import read_header
-from mlx_mtp.load import _load
 
 PROMPT = [1, 2, 3, 0, 4, 2, 1, 3, 0, 1, 2, 2]
 CONFIG = {**tiny.CONFIG, "vocab_size": 5}
@@ -219,7 +218,7 @@ def test_half_precision_experts_on_a_cpu(tmp_path, raw):
 
 
 def test_lazy(whole, raw):
-    assert text(_load(whole, mtp=True, mtp_path=None, mtp_overrides=None, lazy=True)) == raw[1]
+    assert text(mlx_mtp.load_model(whole, lazy=True)) == raw[1]
 
 
 DAMAGE = {

@@ -70,7 +70,7 @@ def test_every_head_tensor_is_needed(tmp_path, name):
         assert missing.rpartition(".")[0].rpartition(".")[2] in str(error.value), (missing, str(error.value))
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"])
 def test_own_heads_are_kept_where_they_differ(tmp_path, name):
     path, weights, _ = families.build(name, tmp_path)
     layers = families.FAMILIES[name].config["num_hidden_layers"]
@@ -123,7 +123,9 @@ def test_unknown_overrides_are_refused(tmp_path):
         mlx_mtp.load_model(path, mtp_overrides={"capture": "middle"})
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_shared", "mimo_v2_flash"]
+)
 @pytest.mark.parametrize("option", ["kv_bits", "mtp_kv_bits"])
 def test_attention_that_cannot_be_quantized_says_why(tmp_path, name, option):
     path, _, _ = families.build(name, tmp_path)
@@ -137,12 +139,13 @@ def blocks_of_fp8(weight: mx.array) -> tuple[mx.array, mx.array]:
     return mx.to_fp8(weight / scale), scale.reshape(1, 1)
 
 
-def test_fp8_heads_are_dequantized(tmp_path):
-    path, weights, _ = families.build("deepseek_v3", tmp_path / "a")
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+def test_fp8_heads_are_dequantized(tmp_path, name):
+    path, weights, _ = families.build(name, tmp_path / "a")
     config = json.loads((path / "config.json").read_text())
     rounded, stored = dict(weights), dict(weights)
     for name, w in weights.items():
-        if name.endswith("_proj.weight") and "eh_proj" not in name and not name.startswith("model.embed"):
+        if re.search(r"(_proj|indexer\.w\w+)\.weight$", name) and "eh_proj" not in name:
             packed, scale = blocks_of_fp8(w)
             stored[name], stored[name + "_scale_inv"] = packed, scale
             rounded[name] = (mx.from_fp8(packed, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)

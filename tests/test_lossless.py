@@ -5,6 +5,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import Oracle, real
 
 import mlx_mtp
 from mlx_mtp import decode
@@ -39,21 +40,6 @@ def test_prefill_chunks_of_any_size(tiny_models, step):
     expected = tiny.greedy(plain, prompt, 20)
     for k in (0, 3):
         assert ours(model, prompt, 20, k, prefill_step_size=step)[0] == expected
-
-
-class Oracle:
-    """Drafts the true continuation, but wrong at the positions in `wrong`."""
-
-    def __init__(self, truth: list[int], wrong: set[int], vocab: int):
-        drafts = [(t + 1) % vocab if i in wrong else t for i, t in enumerate(truth)]
-        self.drafts = mx.array(drafts + [0] * 64, mx.int32)
-
-    def __call__(self, model, cache, run, k):
-        real(model, cache, run, k)  # the heads' caches move as they always do
-        return mx.take(self.drafts, cache.layers[0].offset + 1 + mx.arange(k))
-
-
-real = decode.draft
 
 
 @settings(max_examples=25, deadline=None)

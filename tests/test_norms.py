@@ -43,7 +43,8 @@ class Case:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             model = mlx_mtp.load_model(self.path)
-        return dict(tree_flatten(model.parameters())), [str(w.message) for w in said]
+        messages = [str(w.message) for w in said]  # less what random heads are told
+        return dict(tree_flatten(model.parameters())), [m for m in messages if "agrees with the target" not in m]
 
 
 def shifted(weights: dict, by: int = 1) -> dict:

@@ -17,13 +17,14 @@ import mlx_mtp
 torch = pytest.importorskip("torch", reason="parity with PyTorch needs mlx-mtp[parity]")
 transformers = pytest.importorskip("transformers", "5.23", reason="parity needs mlx-mtp[parity]")
 modeling_layers = pytest.importorskip("transformers.modeling_layers")
+masking = pytest.importorskip("transformers.masking_utils")
 
 TOLERANCE = 1e-4
 
 
-def nextn_checkpoint(name: str, path) -> None:
+def nextn_checkpoint(name: str, path, **changes) -> None:
     """The family's checkpoint without the head's copies of embedding and LM head."""
-    _, weights, _ = families.build(name, path)
+    _, weights, _ = families.build(name, path, **changes)
     shared = {
         n: w for n, w in weights.items() if not n.endswith(("shared_head.head.weight", "0.embed_tokens.weight"))
     }
@@ -57,6 +58,22 @@ class TorchFamily:
         positions = torch.arange(1, len(following) + 1)[None]
         rows = self.mtp.forward_layer(depth, hidden, positions, None, input_ids=torch.tensor([following]))
         return rows, self.model.lm_head(rows)[0]
+
+
+class TorchSparse(TorchFamily):
+    """Where layers have indexers: its MTP makes no mask for them, and keeps what GLM's return beside their rows."""
+
+    def __init__(self, path):
+        super().__init__(path, kind="indexed_attention")
+        self.mtp.create_masks_for_mtp_layer = self.masks
+        for layer in self.mtp.layers:
+            layer.mtp_block.register_forward_hook(lambda block, read, out: out[0] if type(out) is tuple else out)
+
+    def masks(self, depth, embeddings, cache, positions) -> dict:
+        mask = masking.create_causal_mask(
+            self.mtp.config, embeddings, None, cache, position_ids=positions, allow_is_causal_skip=False
+        )
+        return {"attention_mask": mask}
 
 
 def assert_close(ours: mx.array, theirs):
@@ -99,6 +116,18 @@ def test_nextn_families(tmp_path, name, cuts):
     nextn_checkpoint(name, tmp_path)
     model, theirs = mlx_mtp.load_model(tmp_path), TorchFamily(tmp_path)
     assert_recycled_drafts(model, theirs, cuts)
+
+
+@pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17]])
+@pytest.mark.parametrize("topk", [64, 5])
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_shared"])
+def test_sparse_families(tmp_path, name, topk, cuts):
+    """24 positions, of which a row attends to all or to five.
+
+    With few indexer heads many scores are exactly zero, and transformers leaves open which of equals it takes.
+    """
+    nextn_checkpoint(name, tmp_path, index_topk=topk, index_n_heads=16)
+    assert_recycled_drafts(mlx_mtp.load_model(tmp_path), TorchSparse(tmp_path), cuts)
 
 
 def with_nextn_names(weights: dict[str, mx.array], prefix: str, names: dict[str, str], layers: int) -> dict:

@@ -7,15 +7,17 @@ import published
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_mtp.contents import Drafting
 from mlx_mtp.load import _load
+from mlx_mtp.models import eagle3
 
+DRAFTERS = [file for file in published.FILES if file.stem.startswith("eagle3-")]
+MODELS = [file for file in published.FILES if file not in DRAFTERS]
 PORTS = {p.stem for p in (Path(__file__).parents[1] / "mlx_mtp" / "models").glob("*.py")}
 
 
 def checkpoint(file: Path) -> published.Published:
     found = published.read(file)
-    if "LlamaForCausalLMEagle3" in found.config.get("architectures", []):
-        pytest.skip("a head of another model's, which has no port of its own")
     if found.config["model_type"] not in PORTS:
         pytest.skip(f"no port for {found.config['model_type']} yet")
     return found
@@ -26,7 +28,7 @@ def loaded(path: Path, checkpoint: published.Published):
     published.write(path, checkpoint)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if not checkpoint.heads() else "error")
-        return _load(path, mtp=True, mtp_path=None, mtp_overrides=None, lazy=True)
+        return _load(path, Drafting(True, None, {}, None), lazy=True)
 
 
 def check(model, checkpoint: published.Published) -> None:
@@ -61,7 +63,7 @@ def test_the_fixture_lists_as_many_tensors_as_were_published(file):
     assert "tensors: " in file.read_text()
 
 
-@pytest.mark.parametrize("file", published.FILES, ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", MODELS, ids=lambda f: f.stem)
 def test_every_name_is_mapped(tmp_path, file):
     """Full sizes, but for experts, of which there are four per layer here: all of them in the test below."""
     found = checkpoint(file).with_experts(4)
@@ -73,7 +75,21 @@ def test_every_name_is_mapped(tmp_path, file):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", published.FILES, ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", MODELS, ids=lambda f: f.stem)
 def test_every_name_is_mapped_with_all_experts(tmp_path, file):
     found = checkpoint(file)
     check(loaded(tmp_path, found), found)
+
+
+@pytest.mark.parametrize("file", DRAFTERS, ids=lambda f: f.stem)
+def test_every_name_of_a_drafter_is_mapped(file):
+    """Into a module of the config's sizes, none of whose weights is ever computed."""
+    found = published.read(file)
+    names = found.tensors.keys() - set(eagle3.IGNORED)
+    assert eagle3.refuses(found.config, names) is None
+    spec = eagle3.make_spec(found.config, names, 64, {})
+    head = eagle3.make_head(spec, found.config, names, found.config["hidden_size"])
+    places = {name: spec.locate(name, 0) for name in names}
+    assert all(places.values()), "a name belongs nowhere"
+    shapes = {place[1]: found.tensors[name][0] for name, place in places.items() if place}
+    assert shapes == {name: array.shape for name, array in tree_flatten(head.parameters())}

@@ -61,6 +61,7 @@ model_options = options(
     click.option("--trust-remote-code", is_flag=True, help="Let the tokenizer run code from the checkpoint."),
     click.option("--adapter-path", help="Directory of LoRA adapters."),
     click.option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
+    click.option("--draft-model", help="Directory or Hugging Face repository of an EAGLE-3 head for the model."),
     click.option("--mtp-path", help="File or directory to take the heads from."),
     click.option("--num-draft-tokens", type=click.IntRange(0), help="Drafts per cycle.  [default: all heads]"),
 )
@@ -128,6 +129,7 @@ def _load(load: Any, path: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
         path,
         mtp=flags["mtp"],
         mtp_path=flags["mtp_path"],
+        draft_model=flags["draft_model"],
         tokenizer_config=extra,
         adapter_path=flags["adapter_path"],
     )

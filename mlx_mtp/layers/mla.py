@@ -1,48 +1,85 @@
-"""Multi-head latent attention that stays absorbed for a few rows.
+"""Multi-head latent attention that stays absorbed for a few rows, and what its ports share.
 
 mlx-lm absorbs the key and value projections into query and output for one row only, and for two or more expands the
 whole latent cache to full heads. Here up to ABSORBED_ROWS rows are absorbed: a verify reads the latent cache once.
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+
+from ..spec import MTPSpec
+from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
 
 ABSORBED_ROWS = 8
+Offset = int | mx.array
 
 
 class AbsorbedMLA:
-    """Mixin in front of mlx-lm's MLA attention modules (DeepSeek-V3, GLM-4.7-Flash)."""
+    """Mixin in front of mlx-lm's MLA attention modules."""
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        """x [B, L, H] -> [B, L, H]; `mask` is None or boolean [L, S]."""
-        B, L, _ = x.shape
-        if cache is None or L > ABSORBED_ROWS:
+        """x [1, L, H] -> [1, L, H]; `mask` is None or boolean [L, S]."""
+        if cache is None or x.shape[1] > ABSORBED_ROWS:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
+        offset = cache.offset
         q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q = q.reshape(B, L, self.num_heads, self.q_head_dim).transpose(0, 2, 1, 3)
-        q_nope, q_pe = mx.split(q, [self.qk_nope_head_dim], axis=-1)
+        q, q_pe = self.queries(q, offset)
+        latent, k_pe = cache.update_and_fetch(*self.latents(x, offset))
+        out = self.attend(self.embed_q(q), q_pe, latent, latent, k_pe, mask)
+        return self.output(self.unembed_out(out))
+
+    def queries(self: Any, q: mx.array, offset: Offset) -> tuple[mx.array, mx.array]:
+        """Projected rows [1, L, heads * D] -> queries without and with position, [1, heads, L, D]."""
+        q = q.reshape(1, -1, self.num_heads, self.q_head_dim).transpose(0, 2, 1, 3)
+        q, q_pe = mx.split(q, [self.qk_nope_head_dim], axis=-1)
+        return q, self.rope(q_pe, offset)
+
+    def latents(self: Any, x: mx.array, offset: Offset) -> tuple[mx.array, mx.array]:
+        """What a cache keeps of x [1, L, H]: latent rows and keys with position, [1, 1, L, D]."""
         latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
-        k_pe = self.rope(k_pe[:, None], cache.offset)  # [B, 1, L, rope]
-        q_pe = self.rope(q_pe, cache.offset)
-        latent, k_pe = cache.update_and_fetch(self.kv_a_layernorm(latent)[:, None], k_pe)
-        out = self.attend(q_nope, q_pe, latent, k_pe, mask)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, L, -1))
+        return self.kv_a_layernorm(latent)[:, None], self.rope(k_pe[:, None], offset)
 
     def attend(
-        self: Any, q_nope: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, mask: mx.array | None
+        self: Any, q: mx.array, q_pe: mx.array, k: mx.array, v: mx.array, k_pe: mx.array, mask: mx.array | None
     ) -> mx.array:
-        """q [B, heads, L, ..] on the cached rows [B, 1, S, ..] -> [B, heads, L, v].
+        """Attention whose scores are the sum of those without and with position; `mask` broadcasts to them.
 
-        All heads share the cache, so they fold into the rows of one product, which reads it once and not per head.
+        Heads that share the keys fold into the rows of one product, which reads the cache once and not per head.
         """
-        B, heads, L, _ = q_nope.shape
+        B, heads, L, _ = q.shape
         folded = (B, 1, heads * L, -1)
-        scores = (q_pe * self.scale).reshape(folded) @ k_pe.swapaxes(-1, -2)
+        scores = ((q_pe * self.scale).reshape(folded) @ k_pe.swapaxes(-1, -2)).reshape(B, heads, L, -1)
         if mask is not None:
-            scores = scores.reshape(B, heads, L, -1)
-            scores = mx.where(mask, scores, mx.finfo(scores.dtype).min).reshape(folded)
-        q = self.embed_q(q_nope).reshape(folded)
-        out = mx.fast.scaled_dot_product_attention(q, latent, latent, scale=self.scale, mask=scores)
-        return self.unembed_out(out.reshape(B, heads, L, -1))
+            scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+        if k.shape[1] > 1:
+            return mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=scores)
+        q, scores = q.reshape(folded), scores.reshape(folded)
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=scores)
+        return out.reshape(B, heads, L, -1)
+
+    def output(self: Any, out: mx.array) -> mx.array:
+        """The heads' values [1, heads, L, D] -> [1, L, H]."""
+        return self.o_proj(out.transpose(0, 2, 1, 3).flatten(-2))
+
+
+class MLAPort(Port):
+    """A port whose layers have latent attention, and whose heads are more of the same layers."""
+
+    SPEC = NEXTN
+    IGNORED = ("rotary_emb.inv_freq",)
+    RENAMED = (NUMBERED_EXPERTS, MLA_KV_B, SCALED_FP8)
+    MASK_ARRAY = True
+    NO_KV_BITS = "multi-head latent attention"
+    LAYER: Any  # mlx-lm's decoder layer
+    ATTENTION: Any  # what takes the place of its attention
+
+    def __init__(self, args: Any, heads: int = 0, spec: MTPSpec = SPEC):
+        super().__init__(args)  # type: ignore[call-arg]
+        blocks = [self.LAYER(args, args.num_hidden_layers + k) for k in range(heads)]
+        self.add_heads(spec, blocks, partial(nn.RMSNorm, eps=args.rms_norm_eps), args.hidden_size)
+        for layer in [*self.model.layers, *blocks]:
+            layer.self_attn = self.ATTENTION(args)

@@ -14,12 +14,23 @@ from ..spec import MTPSpec
 class MTPHead(nn.Module):
     """A draft head around `block`, a decoder layer of the family.
 
-    `norm` makes a norm module for H features; `mask_array`: the block wants its mask as an array.
+    `norm` makes a norm module for H features; `mask_array`: the block wants its mask as an array; `window`: of the
+    block's attention, None where it sees everything.
     """
 
-    def __init__(self, spec: MTPSpec, block: nn.Module, norm, hidden_size: int, vocab_size: int, mask_array: bool):
+    def __init__(
+        self,
+        spec: MTPSpec,
+        block: nn.Module,
+        norm,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        mask_array: bool,
+        window: int | None,
+    ):
         super().__init__()
-        self._spec, self._mask_array = spec, mask_array
+        self._spec, self._mask_array, self.window = spec, mask_array, window
         self.enorm, self.hnorm = norm(hidden_size), norm(hidden_size)
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.block = block
@@ -41,3 +52,7 @@ class MTPHead(nn.Module):
         if self._spec.topology == "target_each":
             return hidden
         return output if self._spec.feedback == "pre" else self.norm(output)
+
+    def token(self, row: mx.array) -> mx.array:
+        """The target's token that a row of the LM head stands for: its own number."""
+        return row

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,13 +30,23 @@ NEXTN = MTPSpec(
     embedding="shared_or_own",
     tensors=NEXTN_TENSORS,
 )
-# (regex in a tensor's name, what mlx-lm's sanitizing makes of it): mlx-lm stacks, splits and dequantizes.
-Renaming = tuple[str, tuple[str, ...]]
-NUMBERED_EXPERTS: Renaming = (r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",))
-MLA_KV_B: Renaming = (r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."))
-SCALED_FP8: Renaming = (r"\.weight_scale_inv$", (".weight",))
+# No tensor of the checkpoint is a head's: what drafts is a drafter of its own, or nothing.
+NO_HEADS = MTPSpec(topology="recycle", capture="post", feedback="post", fuse="eh", head="shared", tensors=())
 MAX_RECYCLED = 15  # drafts that one recycled head may make: a cycle's rows fit into a ring's slack
 INSIDE, OUTSIDE = "model.layers.0.", "model.layers.0.outside."  # of the block; norms, eh_proj and heads
+
+
+class Renaming(NamedTuple):
+    """What mlx-lm's sanitizing, which stacks, splits and dequantizes, does to tensors' names."""
+
+    stored: str  # regex in a checkpoint's name
+    becomes: tuple[str, ...]
+    shown: str = ""  # `stored` as messages write it, where one of `becomes` is missing
+
+
+NUMBERED_EXPERTS = Renaming(r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",), ".mlp.experts.*.")
+MLA_KV_B = Renaming(r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."), ".kv_b_proj.")
+SCALED_FP8 = Renaming(r"\.weight_scale_inv$", (".weight",))
 
 
 class Port:
@@ -49,20 +59,32 @@ class Port:
     BASE: Any  # mlx-lm's Model
     IGNORED: tuple[str, ...] = ()  # prefixes and suffixes of tensors that text decoding does not use
     ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names that only hub / only converted checkpoints have
-    RENAMED: tuple[Renaming, ...] = ()  # of the rules above
+    RENAMED: tuple[Renaming, ...] = ()
     NO_KV_BITS: str | None = None  # what forbids quantized keys and values
     MASK_ARRAY = False  # the layers want a mask as an array, never "causal"
 
     args: Any
     model: Any
     layers: Any
-    mtp: list[MTPHead]
+    mtp: list[Any]
 
-    def add_heads(self, spec: MTPSpec, blocks: Iterable[nn.Module], norm: Callable, hidden_size: int) -> None:
-        """Make one MTPHead around each of the blocks."""
+    def add_heads(
+        self,
+        spec: MTPSpec,
+        blocks: Iterable[nn.Module],
+        norm: Callable,
+        hidden_size: int,
+        *,
+        window: int | None = None,
+    ) -> None:
+        """Make one MTPHead around each of the blocks, whose attention sees `window` positions (None: all)."""
         self.spec = spec
-        vocab_size = self.args.vocab_size
-        self.mtp = [MTPHead(spec, block, norm, hidden_size, vocab_size, self.MASK_ARRAY) for block in blocks]
+        sizes = (norm, hidden_size, self.args.vocab_size)
+        self.mtp = [MTPHead(spec, block, *sizes, mask_array=self.MASK_ARRAY, window=window) for block in blocks]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.args.vocab_size
 
     @property
     def language(self) -> Any:
@@ -76,13 +98,23 @@ class Port:
         return len(self.mtp)
 
     def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Residual stream before the final norm [1, L, H] of tokens [1, L]."""
+        """Residual stream before the final norm [1, L, H] of tokens [1, L], and behind it, along the last axis, what
+        `spec.capture` lists.
+        """
         x, masks = self.model.embed_tokens(tokens), {}
+        stream = [x]
         for layer, c in zip(self.layers, cache, strict=True):
             if c.window not in masks:
                 masks[c.window] = c.make_mask(x.shape[1], return_array=self.MASK_ARRAY)
             x = layer(x, mask=masks[c.window], cache=c)
-        return x
+            stream.append(x)
+        return self.captured(stream)
+
+    def captured(self, stream: list[mx.array]) -> mx.array:
+        """What `hidden` returns, given the residual stream before the first layer and after each."""
+        if isinstance(self.spec.capture, str):
+            return stream[-1]
+        return mx.concatenate([stream[-1], *(stream[i] for i in self.spec.capture)], axis=-1)
 
     def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
         """Embeddings [..., H] of tokens [...] as the head of `depth` reads them."""
@@ -96,9 +128,13 @@ class Port:
         return self.model.embed_tokens.as_linear(normed)
 
     def logits(self, hidden: mx.array) -> mx.array:
+        if not isinstance(self.spec.capture, str):
+            hidden = hidden[..., : self.model.norm.weight.size]
         return self.unembed(self.model.norm(hidden))
 
     def capture(self, hidden: mx.array) -> mx.array:
+        if not isinstance(self.spec.capture, str):
+            return self.mtp[0].fused(hidden[..., self.model.norm.weight.size :])
         return hidden if self.spec.capture == "pre" else self.model.norm(hidden)
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
@@ -114,7 +150,7 @@ class Port:
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[int | None]:
-        return [None] * len(self.mtp)
+        return [head.window for head in self.mtp]
 
     def renamed(self, name: str) -> list[str]:
         """The parameter paths that checkpoint tensor `name` becomes; empty where it is dropped."""
@@ -122,9 +158,16 @@ class Port:
         names = [name if head is None else f"mtp.{head[0]}.{head[1]}"]
         if head is None and name.endswith("lm_head.weight") and getattr(self.args, "tie_word_embeddings", False):
             names = [name.replace("lm_head", "model.embed_tokens")]
-        for pattern, replacements in self.RENAMED:
-            names = list(dict.fromkeys(re.sub(pattern, new, n) for n in names for new in replacements))
+        for rule in self.RENAMED:
+            names = list(dict.fromkeys(re.sub(rule.stored, new, n) for n in names for new in rule.becomes))
         return names
+
+    def stored(self, path: str) -> str | None:
+        """A checkpoint's own name, without prefix, of the tensors that became `path` inside a head."""
+        for rule in self.RENAMED:
+            for new in rule.becomes if rule.shown else ():
+                path = path.replace(new, rule.shown)
+        return self.spec.stored(path)
 
     def sanitized(
         self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
@@ -165,3 +208,13 @@ class Port:
                 path = name[len(OUTSIDE) :] if name.startswith(OUTSIDE) else "block." + name[len(INSIDE) :]
                 parameters[f"mtp.{depth}.{path}"] = w
         return parameters
+
+
+class HeadlessPort(Port):
+    """A family whose checkpoints have no heads: the target of a drafter, or decoded plainly."""
+
+    SPEC = NO_HEADS
+
+    def __init__(self, args: Any, heads: int = 0, spec: MTPSpec = NO_HEADS):
+        super().__init__(args)  # type: ignore[call-arg]
+        self.add_heads(spec, [], type(self.model.norm), args.hidden_size)

@@ -9,9 +9,14 @@
     `RENAMED`       what that sanitizing does to names, for messages that name a checkpoint's own tensors,
     `IGNORED`       tensors that text decoding does not use, named in the load report,
     `ZERO_CENTRED`  names that tell the hub's norms (stored minus one) from converted ones,
-    `MASK_ARRAY`, `NO_KV_BITS`, and `windows() / head_windows()` where layers have windows or states.
+    `MASK_ARRAY`, `NO_KV_BITS`, and `windows()` where layers have windows or states.
 
 What the loop calls is Port's: `hidden(tokens, cache)` (the residual stream before the final norm), `logits(hidden)`,
 `capture(hidden)` (what a head reads of it), `embed(tokens, depth)`, `draft_logits(depth, output)`, `no_hidden()`.
 Nothing outside this package knows a family by name.
+
+A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,
+num_hidden_layers, overrides)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED; see `drafter.py`.
 """
+
+DRAFTERS = ("eagle3",)

@@ -42,10 +42,8 @@ class Model(Port, mimo_v2_flash.Model):
     def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
         super().__init__(args)
         layers = [mimo_v2_flash.DecoderLayer(args, is_moe=False, is_sliding_window=True) for _ in range(heads)]
-        self.add_heads(spec, layers, partial(nn.RMSNorm, eps=args.layernorm_epsilon), args.hidden_size)
+        norm = partial(nn.RMSNorm, eps=args.layernorm_epsilon)
+        self.add_heads(spec, layers, norm, args.hidden_size, window=args.sliding_window_size)
 
     def windows(self) -> list[int | str | None]:
         return [self.args.sliding_window_size if layer.is_sliding_window else None for layer in self.layers]
-
-    def head_windows(self) -> list[int | None]:
-        return [self.args.sliding_window_size] * len(self.mtp)

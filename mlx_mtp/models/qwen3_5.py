@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
 from ..layers.gated_delta import GatedDelta
-from ..layers.port import Port
+from ..layers.port import Port, Renaming
 from ..spec import MTPSpec
 
 QWEN_MTP = MTPSpec(
@@ -72,10 +72,14 @@ class Model(Port, qwen3_5.Model):
     IGNORED = ("model.visual.", "visual.", "vision_tower.")
     ZERO_CENTRED = (r"^model\.language_model\.|\.experts\.gate_up_proj$", r"^language_model\.model\.|\.switch_mlp\.")
     RENAMED = (
-        (r"\.experts\.gate_up_proj$", (".switch_mlp.gate_proj.weight", ".switch_mlp.up_proj.weight")),
-        (r"\.experts\.down_proj$", (".switch_mlp.down_proj.weight",)),
-        (r"^model\.language_model\.", ("language_model.model.",)),
-        (r"^(?!language_model\.|mtp\.\d)", ("language_model.",)),
+        Renaming(
+            r"\.experts\.gate_up_proj$",
+            (".switch_mlp.gate_proj.weight", ".switch_mlp.up_proj.weight"),
+            ".experts.gate_up_proj",
+        ),
+        Renaming(r"\.experts\.down_proj$", (".switch_mlp.down_proj.weight",), ".experts.down_proj"),
+        Renaming(r"^model\.language_model\.", ("language_model.model.",)),
+        Renaming(r"^(?!language_model\.|mtp\.\d)", ("language_model.",)),
     )
 
     def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):

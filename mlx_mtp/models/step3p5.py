@@ -62,12 +62,11 @@ class Model(Port, step3p5.Model):
         layers = [step3p5.Step3p5DecoderLayer(args, args.num_hidden_layers + k) for k in range(heads)]
         norm = partial(step3p5.ZeroCenteredRMSNorm, eps=args.rms_norm_eps)
         self.add_heads(spec, layers, norm, args.hidden_size)
+        for head in self.mtp:
+            head.window = args.sliding_window if head.block.is_sliding else None
 
     def windows(self) -> list[int | str | None]:
         return [self.args.sliding_window if layer.is_sliding else None for layer in self.layers]
-
-    def head_windows(self) -> list[int | None]:
-        return [self.args.sliding_window if head.block.is_sliding else None for head in self.mtp]
 
     def renamed(self, name: str) -> list[str]:
         head = self.spec.locate(name, self.args.num_hidden_layers)

@@ -1,0 +1,102 @@
+"""Which of a checkpoint's tensors are the trunk's, which the heads', which nobody's."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .checkpoint import Header, read_header, sidecar_files, trunk_header
+from .spec import MTPSpec
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What `load` was asked for about drafts."""
+
+    mtp: bool
+    mtp_path: str | Path | None
+    mtp_overrides: dict[str, Any]
+    draft_model: str | Path | None
+
+    @property
+    def heads(self) -> bool:
+        """Whether the checkpoint's own heads are wanted."""
+        return self.mtp and self.draft_model is None
+
+    def check(self) -> None:
+        for name, given in (("mtp=False", not self.mtp), (f"mtp_path={self.mtp_path}", self.mtp_path is not None)):
+            if given and self.draft_model is not None:
+                raise ValueError(f"draft_model={self.draft_model}: not together with {name}")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint's tensors, sorted: the trunk's, the heads', and what text decoding does not use."""
+
+    trunk: Header
+    heads: Header
+    depths: int
+    source: str
+    ignored: tuple[str, ...]
+    spec: MTPSpec
+
+
+def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) -> Contents:
+    """Sort every tensor of the checkpoint; one that belongs nowhere is an error."""
+    sidecars = sidecar_files(path, drafting.mtp_path) if drafting.heads else []
+    beside = read_header(sidecars)
+    spec = port.Model.SPEC
+    trunk, heads, ignored = {}, {}, set()
+    for name, tensor in trunk_header(path).items():
+        affix = next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
+        if affix is not None:
+            ignored.add(f"{affix}*" if name.startswith(affix) else f"*{affix}")
+        elif name in beside or spec.locate(name, layers):
+            heads[name] = tensor
+        else:
+            trunk[name] = tensor
+    _check_experts(path, trunk | heads)
+    source = "in the model's shards"
+    if beside:
+        heads, source = beside, ", ".join(_relative(file, path) for file in sidecars)
+    for name, tensor in heads.items():
+        if spec.locate(name, layers) is None:
+            raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
+    if not drafting.heads:
+        return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)), spec.resolve([]))
+    places: dict[str, Any] = {name: spec.locate(name, layers) for name in heads}
+    depths = {depth for depth, _ in places.values()}
+    if missing := set(range(len(depths))) - depths:
+        name = next(n for n, (depth, _) in places.items() if depth == max(depths))
+        raise ValueError(
+            f"{heads[name].file}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}, such as {name}"
+        )
+    spec = spec.resolve([path for _, path in places.values()]).override(drafting.mtp_overrides)
+    if spec.head == "shared":  # by an override: the checkpoint's own are then not used
+        unused = {name for name, (_, inside) in places.items() if inside.startswith("head.")}
+        heads = {name: tensor for name, tensor in heads.items() if name not in unused}
+        ignored |= unused
+    return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
+
+
+def _check_experts(path: Path, header: Header) -> None:
+    """Raise where numbered experts have gaps, which stacking them would report under another name."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for name in header:
+        if match := re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name):
+            numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    count = max((max(found) + 1 for found in numbers.values()), default=0)
+    for (before, after), found in numbers.items():
+        if missing := set(range(count)) - found:
+            file = only({t.file for name, t in header.items() if name.startswith(before)}, path)
+            raise ValueError(f"{file}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
+
+
+def only(files: set[Path], path: Path) -> str:
+    """The one file, or where there are several, their directory."""
+    return str(next(iter(files)) if len(files) == 1 else path)
+
+
+def _relative(file: Path, path: Path) -> str:
+    return str(file.relative_to(path)) if file.is_relative_to(path) else str(file)

@@ -1,0 +1,126 @@
+"""A drafter in a directory of its own: read, checked against its target, and put in the place of its heads."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
+
+from .checkpoint import Header, read_header, read_tensors, resolve
+from .models import DRAFTERS
+
+
+def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Give `model` the drafter as its one head; (where it came from, tensors that are not used).
+
+    Raises ValueError for a directory that holds no drafter, or one for another target.
+    """
+    path = resolve(path_or_hf_repo)
+    config, header = _config(path), _header(path)
+    kind = _kind(path, config, header)
+    ignored = tuple(sorted(header.keys() & set(kind.IGNORED)))
+    header = {name: tensor for name, tensor in header.items() if name not in ignored}
+    layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
+    try:
+        spec = kind.make_spec(config, header.keys(), layers, overrides)
+        head = kind.make_head(spec, config, header.keys(), size)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
+        raise ValueError(f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {e})") from e
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from e
+    _load(head, spec, header, path, f"its target has {len(spec.capture)} x {size} features")
+    _check_fit(model, head, path)
+    head.set_dtype(model.model.norm.weight.dtype)
+    head.eval()
+    model.spec, model.mtp = spec, [head]
+    return f"{path}, reading the target after layers {', '.join(map(str, spec.capture))}", ignored
+
+
+def _config(path: Path) -> dict:
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}/config.json: not found; a drafter is {_accepted()}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}/config.json: expected an object")
+    return config
+
+
+def _header(path: Path) -> Header:
+    files = sorted(path.glob("*.safetensors"))
+    if not files and list(path.glob("*.bin")):
+        raise ValueError(f"{path}: its weights are in PyTorch's .bin format; save them as model.safetensors first")
+    if not files:
+        raise ValueError(f"{path}: no *.safetensors in it; a drafter is {_accepted()}")
+    return read_header(files)
+
+
+def _kind(path: Path, config: dict, header: Header) -> ModuleType:
+    """The module of the first kind of drafter that this is."""
+    for name in DRAFTERS:
+        kind = importlib.import_module(f".models.{name}", __package__)
+        reason = kind.refuses(config, header.keys())
+        if reason is None:
+            return kind
+    raise ValueError(f"{path}: {reason}; a drafter is {_accepted()}")
+
+
+def _accepted() -> str:
+    kinds = (importlib.import_module(f".models.{name}", __package__) for name in DRAFTERS)
+    return ", or ".join(kind.ACCEPTED for kind in kinds)
+
+
+def _load(head: nn.Module, spec: Any, header: Header, path: Path, target: str) -> None:
+    """Fill the module with the tensors; each of both must have its partner, of the same shape."""
+    names = {}
+    for name, tensor in header.items():
+        place = spec.locate(name, 0)
+        if place is None:
+            raise ValueError(f"{tensor.file}: tensor {name} belongs to no part of a drafter")
+        names[place[1]] = name
+    stored = read_tensors(header)
+    weights = {inside: stored[name] for inside, name in names.items()}
+    nn.quantize(
+        head,
+        class_predicate=lambda at, module: (
+            infer_quant_config(at, module, weights) if f"{at}.scales" in weights else False
+        ),
+    )
+    expected: dict[str, Any] = dict(tree_flatten(head.parameters()))  # type: ignore[arg-type]
+    for inside, array in expected.items():
+        if inside not in weights:
+            raise ValueError(f"{path}: tensor {spec.stored(inside)} is missing; expected with shape {array.shape}")
+        if weights[inside].shape != array.shape:
+            raise ValueError(
+                f"{header[names[inside]].file}: tensor {names[inside]} has shape {weights[inside].shape}; "
+                f"config.json expects {array.shape} ({target})"
+            )
+    for inside in weights.keys() - expected.keys():
+        raise ValueError(f"{path}: tensor {names[inside]} is not part of the drafter that config.json describes")
+    head.load_weights(list(weights.items()))
+    mx.eval(head.parameters())
+
+
+def _check_fit(model: Any, head: Any, path: Path) -> None:
+    """Raise where tokens or embeddings of drafter and target do not match."""
+    size, vocab_size = model.model.norm.weight.size, model.args.vocab_size
+    own = head.norm.weight.size
+    if own != size and not {"embed_tokens", "head"} <= head.keys():
+        raise ValueError(
+            f"{path}: hidden_size {own} needs an embedding and an LM head of its own; the target's is {size}"
+        )
+    if "embed_tokens" in head and head.embed_tokens.weight.shape[0] < vocab_size:
+        rows = head.embed_tokens.weight.shape[0]
+        raise ValueError(f"{path}: made for {rows} tokens, the target has {vocab_size}")
+    if "head" in head:
+        tokens = head.token(mx.arange(head.head.weight.shape[0]))
+        low, high = tokens.min().item(), tokens.max().item()
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"{path}: drafts tokens {low} to {high}, the target has 0 to {vocab_size - 1}")

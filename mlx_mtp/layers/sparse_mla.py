@@ -1,0 +1,117 @@
+"""Latent attention to the few positions that an indexer chooses, each row its own (DeepSeek Sparse Attention).
+
+Beside latent rows and keys with position, the cache holds the indexer's keys: a position is one row of all three, and
+they roll back, grow and are saved together. A verify's rows read what they chose, gathered in the order of positions,
+so that a row's arithmetic depends neither on the other rows nor on how long the buffer is. Of equal scores the later
+position is chosen, as by mlx-lm. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .mla import ABSORBED_ROWS, AbsorbedMLA, Offset
+
+SCORED_ROWS = 64  # of a prompt at a time: every indexer head scores every position
+
+
+@dataclass
+class Chosen:
+    """What the last indexer chose, for the layers behind it that have none: slots [L, index_topk]; None: all."""
+
+    slots: mx.array | None = None
+
+
+class SparseMLA(AbsorbedMLA):
+    """Mixin in front of mlx-lm's MLA attention modules that have an `indexer`.
+
+    handed_on: where layers share what one indexer chose; without an `indexer` a layer reads it there.
+    """
+
+    handed_on: Chosen | None = None
+
+    def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        """x [1, L, H] -> [1, L, H]; `mask` is None or boolean [L, S]."""
+        if cache is None:
+            return super().__call__(x, mask, cache)
+        offset = cache.offset
+        compressed = self.q_a_layernorm(self.q_a_proj(x))
+        q, q_pe = self.queries(self.q_b_proj(compressed), offset)
+        if "indexer" in self:
+            latent, k_pe, keys = cache.update_and_fetch(*self.latents(x, offset), self.index_keys(x, offset))
+            chosen = self.choose(x, compressed, keys, mask, offset)
+            if self.handed_on:
+                self.handed_on.slots = chosen
+        else:
+            latent, k_pe = cache.update_and_fetch(*self.latents(x, offset))
+            chosen = self.handed_on.slots
+        if x.shape[1] > ABSORBED_ROWS:
+            if chosen is not None:
+                mask = among(chosen, mask, latent.shape[2])
+            k, v = self.embed_q(latent, transpose=False), self.unembed_out(latent)
+            return self.output(self.attend(q, q_pe, k, v, k_pe, mask))
+        q = self.embed_q(q)
+        if chosen is None:
+            out = self.attend(q, q_pe, latent, latent, k_pe, mask)
+        else:
+            out = self.attend_to(chosen, q, q_pe, latent, k_pe, mask)
+        return self.output(self.unembed_out(out))
+
+    def attend_to(
+        self: Any,
+        chosen: mx.array,
+        q: mx.array,
+        q_pe: mx.array,
+        latent: mx.array,
+        k_pe: mx.array,
+        mask: mx.array | None,
+    ) -> mx.array:
+        """Absorbed attention of each row to its own chosen positions: a batch of rows, whose heads share the keys."""
+        latent, k_pe = (mx.take(a[0, 0], chosen, axis=0)[:, None] for a in (latent, k_pe))  # [L, 1, topk, D]
+        if mask is not None:
+            mask = mx.take_along_axis(mask, chosen, axis=-1)[:, None, None]
+        q, q_pe = (a.transpose(2, 0, 1, 3) for a in (q, q_pe))  # [L, 1, heads, D]
+        return self.attend(q, q_pe, latent, latent, k_pe, mask).transpose(1, 2, 0, 3)
+
+    def index_keys(self: Any, x: mx.array, offset: Offset) -> mx.array:
+        """The indexer's keys [1, 1, L, D] of rows x [1, L, H]."""
+        return self.indexer.rope(self.indexer.k_norm(self.indexer.wk(x))[:, None], offset)
+
+    def choose(
+        self: Any, x: mx.array, compressed: mx.array, keys: mx.array, mask: mx.array | None, offset: Offset
+    ) -> mx.array | None:
+        """The slots [L, index_topk] of `keys` [1, 1, S, D] that rows x [1, L, H] attend to, in ascending order.
+
+        A row that sees fewer takes hidden ones as well: `mask` still applies. None: there are no more than that.
+        """
+        indexer, L = self.indexer, x.shape[1]
+        if keys.shape[2] <= indexer.index_topk:
+            return None
+        q = indexer.wq_b(compressed).reshape(1, L, indexer.n_heads, indexer.head_dim).swapaxes(1, 2)
+        q = indexer.rope(q, offset)[0].swapaxes(0, 1)  # [L, heads, D]
+        weights = indexer.weights_proj(x)[0] * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        blocks = []
+        for first in range(0, L, SCORED_ROWS):
+            rows = slice(first, first + SCORED_ROWS)
+            # One after the other: MLX would begin several, and hold what all of them compute.
+            (queries,) = mx.depends([q[rows]], blocks[-1:])
+            scores = index_scores(queries, weights[rows], keys[0, 0])
+            if mask is not None:
+                scores = mx.where(mask[rows], scores, -mx.inf)
+            best = mx.argpartition(scores, kth=-indexer.index_topk, axis=-1)[:, -indexer.index_topk :]
+            blocks.append(mx.sort(best, axis=-1))
+        return mx.concatenate(blocks)
+
+
+def index_scores(q: mx.array, weights: mx.array, keys: mx.array) -> mx.array:
+    """Scores [L, S] of keys [S, D] for queries [L, heads, D]: the heads' rectified products, weighted [L, heads]."""
+    L, heads, D = q.shape
+    products = mx.maximum(q.reshape(L * heads, D) @ keys.T, 0).reshape(L, heads, -1)
+    return (weights[:, None] @ products)[:, 0]
+
+
+def among(chosen: mx.array, mask: mx.array | None, slots: int) -> mx.array:
+    """Boolean [L, slots]: those of `chosen` [L, k] that `mask` does not hide."""
+    rows = mx.put_along_axis(mx.zeros((chosen.shape[0], slots), mx.bool_), chosen, mx.array(True), axis=-1)
+    return rows if mask is None else rows & mask

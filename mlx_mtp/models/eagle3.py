@@ -1,0 +1,118 @@
+"""EAGLE-3: a drafter in a directory of its own, for the target of any port.
+
+Of the rows that the target has verified it reads the residual stream at three layers, fused by `fc`; of its own
+drafts, its own output. The LM head may know only a part of the vocabulary. Sources: EAGLE-3 (arXiv 2503.01840),
+vLLM and SGLang `llama_eagle3.py`, speculators `models/eagle3`.
+"""
+
+import importlib
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from ..layers.draft_head import DraftHead, DraftSizes
+from ..spec import MTPSpec
+
+ACCEPTED = (
+    "an EAGLE-3 head: a directory with config.json and *.safetensors that hold fc, midlayer or layers.0, norm, "
+    "lm_head and, for a reduced vocabulary, d2t"
+)
+IGNORED = ("t2d",)  # which of the target's tokens the drafter knows: d2t says so too
+LAYERS = ("llama", "qwen3")
+SPEC = MTPSpec(
+    topology="recycle",
+    capture=(),  # by config.json and the target's depth
+    feedback="pre",
+    fuse="eh",
+    head="shared_or_own",
+    embedding="shared_or_own",
+    prefix=r"(?:model\.)?",
+    numbered="zero",
+    tensors=(
+        *((f"{layer}.hidden_norm", "hidden_norm") for layer in ("midlayer", "layers.0")),
+        *((layer, "block") for layer in ("midlayer", "layers.0")),
+        *((n, n) for n in ("fc", "fc_norm", "input_norm", "norm", "embed_tokens", "d2t")),
+        ("lm_head", "head"),
+    ),
+)
+
+
+def refuses(config: dict, names: Collection[str]) -> str | None:
+    """What a directory with this config.json and these tensors is instead of an EAGLE-3 head; None if it is one."""
+    own = {name.removeprefix("model.") for name in names}
+    layers = {name.split(".")[1] for name in own if name.startswith("layers.")}
+    if len(layers) > 1:
+        return f"a model of {len(layers)} layers, model_type {config.get('model_type')!r}"
+    if any(name.endswith(".hidden_norm.weight") for name in own) and "fc.weight" in own:
+        return None
+    if "fc.weight" in own and layers:
+        return "an EAGLE-1 or EAGLE-2 head, which reads one hidden state"
+    return f"no drafter, model_type {config.get('model_type')!r}"
+
+
+def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, overrides: dict[str, Any]) -> MTPSpec:
+    """The spec of one drafter; `overrides`: feedback, and as capture the numbers of layers. Raises ValueError."""
+    if not _option(config, "use_aux_hidden_state", True):
+        raise ValueError("use_aux_hidden_state=false: allowed is true, a head that reads layers of the target")
+    if unknown := sorted(overrides.keys() - {"capture", "feedback"}):
+        raise ValueError(f"mtp_overrides: {unknown[0]!r} is not a drafter's; allowed are capture, feedback")
+    capture = tuple(overrides.get("capture", _captured_layers(config, num_hidden_layers)))
+    if not capture or not all(type(i) is int and 0 <= i <= num_hidden_layers for i in capture):
+        raise ValueError(
+            f"capture={capture}: the numbers of layers after which the target is read; "
+            f"allowed are integers from 0 to {num_hidden_layers}"
+        )
+    paths = [place[1] for name in names if (place := SPEC.locate(name, 0))]
+    if "d2t" in paths and "head.weight" not in paths:
+        raise ValueError("tensor lm_head.weight is missing; d2t is for an LM head of the drafter's own")
+    feedback = "post" if _option(config, "norm_output", False) else "pre"
+    changes = {name: value for name, value in overrides.items() if name != "capture"}
+    return replace(SPEC.resolve(paths), capture=capture, feedback=feedback).override(changes)
+
+
+def _captured_layers(config: dict, num_hidden_layers: int) -> tuple[int, ...]:
+    """A list in `eagle_config` names layers whose output is meant (SGLang), one beside it counts layers (vLLM)."""
+    if counts := config.get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(counts)
+    if outputs := (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(i + 1 for i in outputs)
+    return 2, num_hidden_layers // 2, num_hidden_layers - 3
+
+
+def _option(config: dict, name: str, default: bool) -> bool:
+    return (config.get("eagle_config") or {}).get(name, config.get(name, default))
+
+
+def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> DraftHead:
+    """The module that these tensors are for; `captured` is the target's hidden_size. Raises ValueError."""
+    layer = _layer_config(config)
+    module = importlib.import_module(f"mlx_lm.models.{layer['model_type']}")
+    args = module.ModelArgs.from_dict(layer)
+    sliding = layer["layer_types"][0] == "sliding_attention"
+    sizes = DraftSizes(
+        hidden=args.hidden_size,
+        captured=captured,
+        vocab=args.vocab_size,
+        draft_vocab=config.get("draft_vocab_size") or args.vocab_size,
+        eps=args.rms_norm_eps,
+        window=layer.get("sliding_window") if sliding else None,
+        residual_normed=_option(config, "norm_before_residual", False),
+    )
+    own = {name.removeprefix("model.").partition(".")[0] for name in names}
+    return DraftHead(spec, module.TransformerBlock(args), sizes, own & {"input_norm", "fc_norm", "d2t"})
+
+
+def _layer_config(config: dict) -> dict:
+    """config.json of the layer as mlx-lm reads it: flat, rope as before transformers 5, one layer."""
+    layer = {**config, **config.get("transformer_layer_config", {})}
+    if rope := layer.get("rope_parameters"):
+        layer["rope_theta"] = rope["rope_theta"]
+        layer["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+    for name, allowed in (("num_hidden_layers", 1), ("hidden_act", "silu")):
+        if layer.get(name, allowed) != allowed:
+            raise ValueError(f"{name}={layer[name]!r}: allowed is {allowed!r}")
+    if layer.get("model_type") not in LAYERS:
+        layer["model_type"] = LAYERS[0]
+    layer["head_dim"] = layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"]
+    layer["layer_types"] = layer.get("layer_types") or ["full_attention"]
+    return {"tie_word_embeddings": False, "rope_theta": 10000.0, "max_position_embeddings": 2048, **layer}

@@ -1,0 +1,57 @@
+"""GLM-5, 5.1, 5.2: DeepSeek-V3.2's layers under GLM's config, whose indexers rotate interleaved pairs.
+
+In GLM-5.2 most layers have no indexer and attend to what the last one before them chose. Its config.json would have a
+head's second and later drafts reuse the first's choice; here each chooses anew, which changes drafts only.
+Sources: transformers `modeling_glm_moe_dsa.py` and `configuration_glm_moe_dsa.py`, llama.cpp `glm-dsa.cpp`.
+"""
+
+from dataclasses import dataclass
+
+from mlx_lm.models import glm_moe_dsa
+
+from ..layers.sparse_mla import Chosen
+from ..spec import MTPSpec
+from . import deepseek_v32
+
+__all__ = ["Model", "ModelArgs"]
+
+KINDS = {"F": "full", "S": "shared"}
+
+
+@dataclass
+class ModelArgs(glm_moe_dsa.ModelArgs):
+    """mlx-lm's, and which layers have an indexer of their own ("full") or use the last one's choice ("shared"): a
+    list, else a pattern such as "FFSSS", else every `index_topk_freq`-th layer from the last of the first ones on.
+    """
+
+    indexer_types: list[str] | None = None
+    index_topk_pattern: str | list[str] | None = None
+    index_topk_freq: int = 1
+    index_skip_topk_offset: int = 2
+
+    def indexers(self) -> list[str]:
+        """Per layer "full" or "shared"."""
+        layers = range(self.num_hidden_layers)
+        late = [max(i - self.index_skip_topk_offset + 1, 0) for i in layers]
+        every = ["shared" if i % max(self.index_topk_freq, 1) else "full" for i in late]
+        kinds = [KINDS.get(kind, kind) for kind in self.indexer_types or self.index_topk_pattern or every]
+        if len(kinds) != len(layers):
+            raise ValueError(f"indexer_types: {len(kinds)} of them, expected one for each of {len(layers)} layers")
+        for i, kind in enumerate(kinds):
+            if kind not in (("full", "shared") if i else ("full",)):
+                raise ValueError(f"indexer_types[{i}]={kind!r}: allowed are full and, but for the first, shared")
+        return kinds
+
+
+class Model(deepseek_v32.Model):
+    """The port; see the contract in `mlx_mtp.models`."""
+
+    BASE = glm_moe_dsa.Model
+
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = deepseek_v32.Model.SPEC):
+        super().__init__(args, heads, spec)
+        handed_on = Chosen()
+        for layer, kind in zip(self.model.layers, args.indexers(), strict=True):
+            layer.self_attn.handed_on = handed_on
+            if kind == "shared":
+                layer.self_attn.pop("indexer")

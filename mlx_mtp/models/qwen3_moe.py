@@ -1,0 +1,15 @@
+"""Qwen3 with experts: no heads of its own, but drafters exist."""
+
+from mlx_lm.models import qwen3_moe
+from mlx_lm.models.qwen3_moe import ModelArgs
+
+from ..layers.port import NUMBERED_EXPERTS, HeadlessPort
+
+__all__ = ["Model", "ModelArgs"]
+
+
+class Model(HeadlessPort, qwen3_moe.Model):
+    """The port; see the contract in `mlx_mtp.models`."""
+
+    BASE = qwen3_moe.Model
+    RENAMED = (NUMBERED_EXPERTS,)

@@ -1,0 +1,74 @@
+"""A family without a port: mlx-lm's own model and caches in the same loop, without drafts."""
+
+import importlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_lm_utils
+
+from .plain_cache import PlainCache
+
+
+class Plain:
+    """Mixin in front of mlx-lm's Model: the part of a port's contract that needs no knowledge of the model."""
+
+    mtp: tuple = ()
+    max_draft_tokens = 0
+    NO_KV_BITS = "a family that has no port"
+    vocab_size: int
+
+    def windows(self) -> list[int | str | None]:
+        return [PlainCache.window]
+
+    def head_windows(self) -> list[int | None]:
+        return []
+
+    def no_hidden(self) -> mx.array:
+        return mx.zeros((1, 1, self.vocab_size))
+
+    def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """Logits [1, 1, V] of the last of tokens [1, L], which is all that plain decoding asks for."""
+        return cache[0].read(self, tokens)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return hidden
+
+
+def load_plain(path: Path, config: dict, *, lazy: bool, ports: str) -> tuple[Any, tuple[str, ...]]:
+    """(mlx-lm's model, tensors of the checkpoint that it does not know); ValueError where it cannot be loaded."""
+    name = mlx_lm_utils.MODEL_REMAPPING.get(config["model_type"], config["model_type"])
+    try:
+        family = importlib.import_module(f"mlx_lm.models.{name}")
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{path}/config.json: model_type {config['model_type']!r} is unknown; known are {ports} and mlx-lm's"
+        ) from None
+    ignored: list[str] = []
+
+    def build(args: Any) -> Any:
+        kind: Any = type("Model", (Plain, family.Model), {})
+        model = kind(args)
+        model.load_weights = partial(_load_weights, model, path, ignored)
+        return model
+
+    classes: Any = (build, family.ModelArgs)
+    model, _ = mlx_lm_utils.load_model(path, lazy=lazy, strict=False, get_model_classes=lambda config: classes)
+    text = config | config.get("text_config", {})
+    if not isinstance(text.get("vocab_size"), int):
+        raise ValueError(f"{path}/config.json: no vocab_size in it")
+    model.vocab_size = text["vocab_size"]
+    return model, tuple(ignored)
+
+
+def _load_weights(model: Any, path: Path, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any) -> None:
+    """`nn.Module.load_weights` that names what is missing and skips, by name, what the model has no place for."""
+    expected: dict[str, Any] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
+    found = dict(weights)
+    if missing := sorted(expected.keys() - found.keys()):
+        raise ValueError(f"{path}: tensor {missing[0]} is missing; config.json expects it")
+    ignored += sorted(found.keys() - expected.keys())
+    nn.Module.load_weights(model, [(n, w) for n, w in weights if n in expected], strict=True)

@@ -1,0 +1,90 @@
+"""mlx-lm's own caches of a whole model, where there is no port: they move forward, and back only if they can."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import cache as mlx_lm_caches
+
+
+class PlainCache:
+    """One entry of `PromptCache.layers` that stands for all layers' caches, with the positions of `LinearKVCache`.
+
+    Nothing is built ahead on it, so a generation that is stopped leaves it whole; one that is interrupted in the
+    middle of a step does not, and reading on is then a ValueError.
+    """
+
+    window = "plain"
+    start = 0
+
+    def __init__(self, classes: list[str] | None = None, state: list | None = None, offset: int = 0):
+        """classes, state, offset: those of `config`; the arrays are filled in by setting `parts`."""
+        self.offset = self.limit = offset
+        self.whole = True
+        self.caches: list[Any] = []
+        self._saved = (classes or [], state or [])
+
+    def read(self, model: Any, tokens: mx.array) -> mx.array:
+        """Logits [1, 1, V] after the last of tokens [1, L]."""
+        if not self.whole:
+            raise ValueError("prompt_cache: it was interrupted in the middle of a step; make a new one")
+        self.whole = False
+        if not self.caches:
+            self.caches = mlx_lm_caches.make_prompt_cache(model)
+        if tokens.shape[1] > 1:  # these rows' logits are never computed
+            model(tokens[:, :-1], cache=self.caches)
+        logits = model(tokens[:, -1:], cache=self.caches)
+        self.offset += tokens.shape[1]
+        self.whole = True
+        return logits
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether the caches can step back, now."""
+        return self.whole and mlx_lm_caches.can_trim_prompt_cache(self.caches)
+
+    def seek(self, offset: int, limit: int) -> None:
+        """Step back to `offset`; caches that cannot are not whole any more."""
+        if offset < self.offset and self.rewinds:
+            mlx_lm_caches.trim_prompt_cache(self.caches, self.offset - offset)
+            self.offset = offset
+        self.whole = self.whole and offset == self.offset
+
+    def reserve(self, rows: int) -> None:
+        """mlx-lm's caches grow by themselves."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(c.nbytes for c in self.caches)
+
+    @property
+    def parts(self) -> tuple[mx.array, ...]:
+        """Nothing that has to be computed: the logits depend on all that the caches hold."""
+        return ()
+
+    @parts.setter
+    def parts(self, arrays: tuple[mx.array, ...]) -> None:
+        classes, state = self._saved
+        if not arrays or self.caches:
+            return
+        rest = iter(arrays)
+        states = tree_unflatten([(name, next(rest) if kind == "array" else value) for name, kind, value in state])
+        kinds = [getattr(mlx_lm_caches, name) for name in classes]
+        self.caches = [kind.from_state(saved) for kind, saved in zip(kinds, states, strict=True)]
+
+    def _state(self) -> list[tuple[str, Any]]:
+        return tree_flatten([c.state for c in self.caches])  # type: ignore[return-value]
+
+    def used(self) -> tuple[mx.array, ...]:
+        """What has to be saved."""
+        return tuple(value for _, value in self._state() if isinstance(value, mx.array))
+
+    @property
+    def config(self) -> dict:
+        """Arguments of `make_cache` that make this cache, without its arrays."""
+        state = [
+            (name, "array", None) if isinstance(value, mx.array) else (name, "value", value)
+            for name, value in self._state()
+        ]
+        classes = [type(c).__name__ for c in self.caches]
+        return {"window": self.window, "classes": classes, "state": state, "offset": self.offset}

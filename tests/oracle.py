@@ -1,0 +1,19 @@
+"""Drafts of a test's choosing, through the real drafting call."""
+
+import mlx.core as mx
+
+from mlx_mtp import decode
+
+real = decode.draft
+
+
+class Oracle:
+    """Drafts the true continuation, but wrong at the positions in `wrong`; stands in for `decode.draft`."""
+
+    def __init__(self, truth: list[int], wrong: set[int], vocab: int):
+        drafts = [(t + 1) % vocab if i in wrong else t for i, t in enumerate(truth)]
+        self.drafts = mx.array(drafts + [0] * 64, mx.int32)
+
+    def __call__(self, model, cache, run, k):
+        real(model, cache, run, k)  # the heads' caches move as they always do
+        return mx.take(self.drafts, cache.layers[0].offset + 1 + mx.arange(k))

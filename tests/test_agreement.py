@@ -1,0 +1,84 @@
+"""The self-test of the heads at load: right about good ones, and a warning for those that are never right."""
+
+import json
+import shutil
+import warnings
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.base import create_causal_mask
+
+import mlx_mtp
+from mlx_mtp.agreement import LEAST, WORDS, agreement, random_tokens
+from mlx_mtp.demo import demo_path
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return mlx_mtp.load(demo_path())
+
+
+def test_the_share_is_counted_right(demo):
+    """Against the first head and the target without caches."""
+    model, tokenizer = demo
+    tokens = tokenizer.encode(WORDS)[:60]
+    x = model.model.embed_tokens(mx.array(tokens)[None])
+    for layer, window in zip(model.layers, model.windows(), strict=True):
+        x = layer(x, create_causal_mask(len(tokens), window_size=window), None)
+    says = mx.argmax(model.logits(x)[0], axis=-1).tolist()
+    head = model.mtp[0]
+    fused = mx.concatenate([head.enorm(model.embed(mx.array(tokens)[None, 1:])), head.hnorm(x[:, :-1])], axis=-1)
+    rows = head.block(head.eh_proj(fused), create_causal_mask(len(tokens) - 1, window_size=head.window), None)
+    guesses = mx.argmax(model.draft_logits(0, rows)[0], axis=-1).tolist()
+    right = [guess == said for guess, said in zip(guesses, says[1:], strict=True)]
+    assert agreement(model, tokens) == pytest.approx(sum(right) / len(right))
+    assert 0.2 < sum(right) / len(right) < 1
+
+
+def test_in_the_report_without_a_warning(demo):
+    model, _ = demo
+    (random, by_chance), (words, of_words) = model.report().agreement
+    assert (random, words) == ("random tokens", "words")
+    assert min(by_chance, of_words) > 10 * LEAST
+    assert f"agrees with the target on {by_chance:.0%} of random tokens, {of_words:.0%} of words" in str(
+        model.report()
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mlx_mtp.load_model(demo_path())
+    assert random_tokens(2048) == random_tokens(2048)
+
+
+def test_draws_no_random_numbers(demo):
+    mx.random.seed(7)
+    expected = mx.random.uniform().item()
+    mx.random.seed(7)
+    agreement(demo[0], random_tokens(100))
+    assert mx.random.uniform().item() == expected
+
+
+@pytest.mark.parametrize("overrides", [{"fuse": "he"}, {"head": "shared"}])
+def test_wrong_wiring_is_visible(overrides):
+    with pytest.warns(UserWarning, match=r"the first head agrees with the target on .* of words; expect no speed-up"):
+        mlx_mtp.load(demo_path(), mtp_overrides=overrides)
+
+
+def test_norms_converted_wrongly_are_visible(tmp_path):
+    """The heads' norms stored one too small, in a checkpoint that says it is converted."""
+    path = tmp_path / "demo"
+    shutil.copytree(demo_path(), path)
+    (file,) = path.glob("model*.safetensors")
+    weights = dict(mx.load(str(file)))
+    layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    raw = {name: w for name, w in weights.items() if name.startswith(f"model.layers.{layers}.") and "norm" in name}
+    assert len(raw) == 7
+    file.unlink()
+    mx.save_safetensors(str(file), weights | {name: w - 1 for name, w in raw.items()})
+    with pytest.warns(UserWarning, match="the first head agrees with the target on"):
+        mlx_mtp.load(path)
+
+
+def test_not_where_weights_stay_on_disk():
+    assert mlx_mtp.load_model(demo_path(), lazy=True).report().agreement == ()

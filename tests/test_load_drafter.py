@@ -1,0 +1,130 @@
+"""What is no drafter, or one for another target, is refused in one line that says why."""
+
+import drafters
+import families
+import mlx.core as mx
+import pytest
+import tiny
+from click.testing import CliRunner
+
+import mlx_mtp
+from mlx_mtp.cli import main
+
+H, V = families.H, families.V
+TARGET = {
+    "model_type": "qwen3",
+    "hidden_size": H,
+    "vocab_size": V,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return families.headless(tmp_path_factory.mktemp("target"), TARGET)[0]
+
+
+def refused(target, drafter, match, **options):
+    with pytest.raises(ValueError, match=match) as error:
+        mlx_mtp.load_model(target, draft_model=drafter, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_whole_model_is_no_drafter(target):
+    refused(target, target, r"a model of 4 layers, model_type 'qwen3'; a drafter is an EAGLE-3 head: .*midlayer")
+
+
+def test_a_head_of_the_first_two_generations(tmp_path, target):
+    w = {
+        n.replace("midlayer", "layers.0"): a
+        for n, a in drafters.weights(drafters.CONFIG, H).items()
+        if "hidden_norm" not in n
+    }
+    refused(target, tiny.save(tmp_path, drafters.CONFIG, w), "an EAGLE-1 or EAGLE-2 head, .* a drafter is an EAGLE-3")
+
+
+def test_something_else(tmp_path, target):
+    refused(target, tmp_path, r"config\.json: not found; a drafter is an EAGLE-3 head")
+    (tmp_path / "config.json").write_text("{}")
+    refused(target, tmp_path, r"no \*\.safetensors in it; a drafter is an EAGLE-3 head")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    refused(target, tmp_path, r"PyTorch's \.bin format; save them as model\.safetensors")
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a.weight": mx.zeros(3)})
+    refused(target, tmp_path, "no drafter, model_type None; a drafter is an EAGLE-3 head")
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 50)
+    refused(target, tmp_path, "truncated or damaged")
+    (tmp_path / "config.json").write_text("[")
+    refused(target, tmp_path, r"config\.json: not valid JSON")
+    refused(target, tmp_path / "nowhere", "no such directory, and not on the hub")
+
+
+CONFIGS = {
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act='gelu': allowed is 'silu'"),
+    "more layers": ({"num_hidden_layers": 2}, "num_hidden_layers=2: allowed is 1"),
+    "layers the target lacks": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 5, 3]},
+        r"capture=\(2, 5, 3\): .*allowed are integers from 0 to 4",
+    ),
+    "one state": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=false: allowed is true"),
+    "no sizes": ({"hidden_size": None}, r"config\.json: no drafter can be built from it"),
+    "another width": ({"intermediate_size": 41}, r"mlp\.\w+_proj\.weight has shape .*; config\.json expects"),
+    "another vocabulary": ({"draft_vocab_size": 9}, r"(lm_head\.weight|d2t) has shape \(7,.*expects \(9,"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_does_not_fit(tmp_path, target, case):
+    change, match = CONFIGS[case]
+    w = drafters.weights(drafters.CONFIG, H)
+    refused(target, tiny.save(tmp_path, {**drafters.CONFIG, **change}, w), match)
+
+
+@pytest.mark.parametrize("name", sorted(drafters.weights(drafters.CONFIG, H)))
+def test_every_tensor_is_needed(tmp_path, target, name):
+    w = drafters.weights(drafters.CONFIG, H)
+    del w[name]
+    path = tiny.save(tmp_path, drafters.CONFIG, w)
+    if name == "t2d":
+        mlx_mtp.load_model(target, draft_model=path)
+    elif name == "d2t":  # then its rows are the target's first tokens
+        assert mlx_mtp.load_model(target, draft_model=path).mtp[0].token(mx.array(6)).item() == 6
+    elif name in ("fc.weight", "midlayer.hidden_norm.weight"):  # what tells the kinds apart
+        refused(target, path, "a drafter is an EAGLE-3 head")
+    elif name == "lm_head.weight":
+        refused(target, path, r"tensor lm_head\.weight is missing")
+    else:
+        refused(target, path, rf"tensor {name} is missing")
+
+
+def test_another_target(tmp_path, target):
+    wide = drafters.save(tmp_path / "wide", drafters.CONFIG, 2 * H)
+    refused(target, wide, r"fc\.weight has shape \(32, 192\); .*expects \(32, 96\) \(its target has 3 x 32 fea")
+    narrow = drafters.save(tmp_path / "narrow", {**drafters.CONFIG, "hidden_size": 24}, H)
+    refused(target, narrow, "hidden_size 24 needs an embedding and an LM head of its own; the target's is 32")
+    large = drafters.save(tmp_path / "large", {**drafters.CONFIG, "vocab_size": 400}, H)
+    refused(target, large, r"drafts tokens \d+ to \d+, the target has 0 to 12")
+    w = drafters.weights(drafters.CONFIG, H) | {"embed_tokens.weight": mx.zeros((13, H)), "extra.weight": mx.zeros(1)}
+    refused(target, tiny.save(tmp_path / "extra", drafters.CONFIG, w), r"tensor extra\.weight belongs to no part")
+
+
+def test_options_that_contradict(tmp_path, target):
+    drafter = drafters.save(tmp_path, drafters.CONFIG, H)
+    refused(target, drafter, "not together with mtp=False", mtp=False)
+    refused(target, drafter, "not together with mtp_path=x", mtp_path="x")
+    refused(target, drafter, "'fuse' is not a drafter's; allowed are capture, feedback", mtp_overrides={"fuse": "he"})
+    refused(target, drafter, r"capture=\('p', .*allowed are integers from 0 to 4", mtp_overrides={"capture": "pre"})
+    refused(target, drafter, "feedback='x'; allowed are pre, post", mtp_overrides={"feedback": "x"})
+
+
+def test_command_line(tmp_path):
+    result = CliRunner().invoke(main, ["generate", "--draft-model", str(tmp_path), "-p", "x"], standalone_mode=True)
+    assert result.exit_code
+    assert "config.json: not found; a drafter is an EAGLE-3 head" in result.output

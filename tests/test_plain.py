@@ -1,0 +1,145 @@
+"""Families without a port: mlx-lm's own tokens, one by one, and a word about it."""
+
+import families
+import mlx.core as mx
+import pytest
+import tiny
+from mlx_lm.generate import generate_step as mlx_lm_steps
+
+import mlx_mtp
+
+SIZES = {
+    "hidden_size": 32,
+    "vocab_size": 13,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+}
+CONFIGS = {
+    "starcoder2": {**SIZES, "model_type": "starcoder2", "norm_epsilon": 1e-5},
+    "gpt_oss": {
+        **SIZES,
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "mamba2": {
+        **SIZES,
+        "model_type": "mamba2",
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "tie_word_embeddings": True,
+        "time_step_limit": [0.0, 1e9],
+        "time_step_rank": "auto",
+    },
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def plain(request, tmp_path_factory):
+    """(loaded by us, mlx-lm's model)"""
+    path, reference = families.headless(tmp_path_factory.mktemp("plain"), CONFIGS[request.param])
+    with pytest.warns(UserWarning, match=f"model_type '{request.param}' has no MTP port; decoding plainly"):
+        model = mlx_mtp.load_model(path)
+    return model, reference
+
+
+def ours(model, prompt, n, **options):
+    return [token for token, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=n, **options)]
+
+
+def theirs(model, prompt, n):
+    return [token for token, _ in mlx_lm_steps(mx.array(prompt), model, max_tokens=n)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 20])
+def test_tokens_are_mlx_lms(plain, length):
+    model, reference = plain
+    prompt = [i % 13 for i in range(1, length + 1)]
+    assert ours(model, prompt, 30) == theirs(reference, prompt, 30)
+    assert ours(model, prompt, 30, prefill_step_size=3) == theirs(reference, prompt, 30)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 12])
+def test_stop_save_and_continue(plain, tmp_path, stop):
+    model, reference = plain
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    expected = theirs(reference, prompt, 24)
+    cache = mlx_mtp.make_prompt_cache(model)
+    steps = mlx_mtp.generate_step(prompt, model, prompt_cache=cache, max_tokens=24)
+    text = [token for _, (token, _, _) in zip(range(stop), steps, strict=False)]
+    steps.close()
+    assert (text, cache.tokens) == (expected[:stop], prompt + text[:-1])
+    mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
+    copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
+    assert copy.tokens == cache.tokens
+    for kept in (cache, copy):
+        assert ours(model, text[-1:], 24 - stop, prompt_cache=kept) == expected[stop:]
+
+
+def test_an_interrupted_step_is_noticed(plain, monkeypatch):
+    model, _ = plain
+    cache = mlx_mtp.make_prompt_cache(model)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ours(model, [1, 2, 3], 5, prompt_cache=cache)
+    with pytest.raises(ValueError, match="it was interrupted in the middle of a step; make a new one"):
+        ours(model, [1, 2, 3], 5, prompt_cache=cache)
+
+
+def test_sampling_and_stats(plain):
+    model, _ = plain
+    stats = mlx_mtp.Stats()
+    texts = [ours(model, [1, 2, 3], 20, temp=1.0, seed=3, stats=stats) for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert (stats.num_draft_tokens, stats.tokens_per_cycle) == (0, 1.0)
+    assert len(set(texts[0])) > 2
+
+
+def test_what_needs_a_port_is_refused_by_name(plain, tmp_path):
+    model, _ = plain
+    for options in ({"kv_bits": 8}, {"max_kv_size": 64}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*not with a family that has no port"):
+            ours(model, [1], 2, **options)
+    with pytest.raises(ValueError, match="num_draft_tokens=1: allowed is 0 to 0"):
+        ours(model, [1], 2, num_draft_tokens=1)
+    path, _ = families.headless(tmp_path, CONFIGS["starcoder2"])
+    for options in ({"draft_model": "x"}, {"mtp_path": "x"}, {"mtp_overrides": {"fuse": "he"}}):
+        with pytest.raises(ValueError, match=r"model_type 'starcoder2' has no port that drafts; ports are .*qwen3"):
+            mlx_mtp.load_model(path, **options)
+
+
+def test_report(plain):
+    text = str(plain[0].report())
+    assert "MTP heads  0, model_type" in text
+    assert "has no MTP port" in text
+
+
+def test_tensors_too_many_and_too_few(tmp_path):
+    path, _ = families.headless(tmp_path, CONFIGS["starcoder2"])
+    weights = dict(mx.load(str(path / "model.safetensors")))
+    tiny.save(path, CONFIGS["starcoder2"], weights | {"mtp.fc.weight": mx.zeros((2, 2))})
+    model = mlx_mtp.load_model(path, mtp=False)
+    assert "mtp.fc.weight" in str(model.report())
+    del weights["model.layers.1.mlp.c_fc.weight"]
+    tiny.save(path, CONFIGS["starcoder2"], weights)
+    with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.mlp\.c_fc\.weight is missing"):
+        mlx_mtp.load_model(path)

@@ -1,0 +1,233 @@
+"""Sparse attention: what a row chooses and yields depends on its past alone, and all of it rolls back together."""
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+from mlx_lm.models.base import create_causal_mask
+from test_lossless import Oracle
+
+import mlx_mtp
+from mlx_mtp import decode
+from mlx_mtp.cache import LinearKVCache
+from mlx_mtp.layers import sparse_mla
+from mlx_mtp.models import deepseek_v32, glm_moe_dsa
+
+TOPK = families.DSA["index_topk"]
+NAMES = ["deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_shared"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def family(request, tmp_path_factory):
+    """(our model, mlx-lm's plain model, a prompt, its greedy continuation by a cacheless forward)."""
+    path, _, plain = families.build(request.param, tmp_path_factory.mktemp("sparse"))
+    prompt = np.random.default_rng(1).integers(0, families.V, 12).tolist()
+    return mlx_mtp.load_model(path), plain, prompt, tiny.greedy(plain, prompt, 60)
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory):
+    """(our attention, mlx-lm's) of one layer."""
+    path, _, plain = families.build("deepseek_v32", tmp_path_factory.mktemp("layer"))
+    return mlx_mtp.load_model(path).layers[1].self_attn, plain.layers[1].self_attn
+
+
+def ours(model, prompt, n, k, **options):
+    stats = mlx_mtp.Stats()
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+    return [token for token, _, _ in steps], stats
+
+
+def rows(attention, cache, x: mx.array) -> mx.array:
+    return attention(x, cache.make_mask(x.shape[1], return_array=True), cache)
+
+
+@pytest.mark.parametrize("slack", [0, 200, 700])
+@pytest.mark.parametrize("M", [1, 2, 5, 8, 9, 12])
+def test_rows_do_what_they_do_alone(layer, M, slack):
+    """A call of M rows over a buffer with rejected rows and room to spare, against mlx-lm's of all rows at once."""
+    attention, plain = layer
+    x = mx.random.normal((1, 50 + M, families.H))
+    expected = plain(x, create_causal_mask(50 + M), None)[:, 50:]
+    cache = LinearKVCache()
+    rows(attention, cache, x[:, :50])
+    cache.seek(mx.array([50]), 50 + slack)
+    rows(attention, cache, mx.random.normal((1, 8, families.H)))
+    cache.rollback(mx.array([8]))
+    assert mx.allclose(rows(attention, cache, x[:, 50:]), expected, atol=1e-5)
+    cache.rollback(mx.array([M]))
+    alone = mx.concatenate([rows(attention, cache, x[:, i : i + 1]) for i in range(50, 50 + M)], axis=1)
+    assert mx.allclose(alone, expected, atol=1e-5)
+    assert cache.capacity > slack
+
+
+def chosen_by_sorting(scores: np.ndarray, first: int) -> list[list[int]]:
+    """Row i sees slots up to first + i and takes the best, of equal ones the later."""
+    seen = [row[: first + i + 1] for i, row in enumerate(scores)]
+    return [sorted(np.lexsort((np.arange(len(row)), row))[-TOPK:].tolist()) for row in seen]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 4])
+@pytest.mark.parametrize("L", [1, 8, 130])
+def test_of_equal_scores_the_later_positions_are_chosen(layer, monkeypatch, L, levels):
+    """However many rows choose at once, and however much of the buffer is empty."""
+    attention, _ = layer
+    first, rng = 20, np.random.default_rng(L)
+    scores = rng.integers(0, levels, (L, first + L)).astype(np.float32)
+    x, compressed = mx.zeros((1, L, families.H)), mx.zeros((1, L, families.DSA["q_lora_rank"]))
+    expected = chosen_by_sorting(scores, first)
+    for capacity in (first + L, 256, 1000):
+        empty = rng.integers(0, 2 * levels, (L, capacity - first - L))  # what lies there must not matter
+        table = mx.array(np.concatenate([scores, empty], axis=1).astype(np.float32))
+        blocks = iter(range(0, L, sparse_mla.SCORED_ROWS))
+        monkeypatch.setattr(
+            sparse_mla, "index_scores", lambda q, w, k, t=table, b=blocks: t[(i := next(b)) : i + q.shape[0]]
+        )
+        mask = mx.arange(capacity)[None] <= first + mx.arange(L)[:, None]
+        got = attention.choose(x, compressed, mx.zeros((1, 1, capacity, 12)), mask, first)
+        assert got.tolist() == expected
+
+
+def test_indexers_without_an_opinion_leave_a_window(layer):
+    """All scores zero: the later positions are chosen, by rows of a verify as by those of a prompt."""
+    attention, plain = layer
+    undecided = mx.zeros_like(attention.indexer.weights_proj.weight)
+    kept = [a.indexer.weights_proj.weight for a in layer]
+    x = mx.random.normal((1, 40, families.H))
+    window = create_causal_mask(40, window_size=TOPK)
+    plain.indexer.index_topk = 10**6
+    expected = plain(x, window, None)
+    plain.indexer.index_topk = TOPK
+    try:
+        attention.indexer.weights_proj.weight = plain.indexer.weights_proj.weight = undecided
+        assert mx.allclose(plain(x, create_causal_mask(40), None), expected, atol=1e-5)
+        cache = LinearKVCache()
+        cuts = [(0, 20), (20, 21), (21, 28), (28, 40)]
+        out = [rows(attention, cache, x[:, a:b]) for a, b in cuts]
+        assert mx.allclose(mx.concatenate(out, axis=1), expected, atol=1e-5)
+    finally:
+        for a, weight in zip(layer, kept, strict=True):
+            a.indexer.weights_proj.weight = weight
+
+
+def test_a_long_prompt_is_scored_a_few_rows_at_a_time():
+    """The indexer's heads score every pair of rows; what is held at once does not grow with the rows (0.18 here)."""
+    L, heads = 2048, 16
+    sizes = {"hidden_size": 32, "q_lora_rank": 16, "qk_rope_head_dim": 16, "num_attention_heads": 4}
+    indexer = {"index_n_heads": heads, "index_head_dim": 16, "index_topk": 64}
+    attention = deepseek_v32.Attention(deepseek_v32.ModelArgs(**sizes, **indexer))
+    x, compressed, keys = (mx.random.normal(s) for s in ((1, L, 32), (1, L, 16), (1, 1, L, 16)))
+    mask = create_causal_mask(L)
+    mx.eval(attention.parameters(), x, compressed, keys, mask)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(attention.choose(x, compressed, keys, mask, 0))
+    assert mx.get_peak_memory() - before < L * L * heads * 4 / 4
+
+
+@pytest.mark.parametrize("wrong", ["none", "all", "some"])
+@pytest.mark.parametrize("k", [1, 3, 7, 9])
+def test_greedy_text_whatever_is_drafted(family, monkeypatch, k, wrong):
+    model, _, prompt, truth = family
+    text = prompt + truth
+    places = {"none": set(), "all": set(range(len(text))), "some": {14, 17, 18, 23, 31, 32, 33, 40}}[wrong]
+    monkeypatch.setattr(decode, "draft", Oracle(text, places, families.V))
+    tokens, stats = ours(model, prompt, 40, k)
+    assert tokens == truth[:40]
+    assert {"none": stats.cycles <= 40 // k, "all": not any(stats.accepted), "some": any(stats.accepted)}[wrong]
+
+
+@pytest.mark.parametrize(("k", "stops"), [(0, [1, 4]), (3, range(1, 10))])
+def test_stops_leave_the_rows_of_decoding_one_by_one(family, monkeypatch, tmp_path, k, stops):
+    """Latent rows, keys and the indexer's keys; from a file as from memory, wherever in an accepted run."""
+    model, _, prompt, truth = family
+    for n in stops:
+        plainly, drafting = (mlx_mtp.make_prompt_cache(model) for _ in range(2))
+        ours(model, prompt, n, 0, prompt_cache=plainly)
+        with monkeypatch.context() as patch:
+            patch.setattr(decode, "draft", Oracle(prompt + truth, {15, 20}, families.V))
+            steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=drafting)
+            assert [next(steps)[0] for _ in range(n)] == truth[:n]
+            steps.close()
+        mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", drafting)
+        copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
+        for cache in (drafting, copy):
+            for a, b in zip(plainly.layers, cache.layers, strict=True):
+                assert a.offset == b.offset == len(prompt) + n - 1
+                assert len(a.parts) == len(b.parts)
+                pairs = zip(a.parts, b.parts, strict=True)
+                assert all(mx.allclose(p[:, :, : a.offset], q[:, :, : a.offset], atol=1e-5) for p, q in pairs)
+        snapshot = drafting.snapshot()
+        for cache in (drafting, copy):
+            assert ours(model, truth[n - 1 : n], 9, 3, prompt_cache=cache)[0] == truth[n : n + 9]
+        drafting.rewind(snapshot)
+        assert ours(model, truth[n - 1 : n], 9, 2, prompt_cache=drafting)[0] == truth[n : n + 9]
+
+
+def test_across_the_end_of_a_buffer(family):
+    model, plain, _, _ = family
+    prompt = np.random.default_rng(2).integers(0, families.V, 250).tolist()
+    expected = tiny.greedy(plain, prompt, 20)
+    for k in (0, 1, 3):
+        assert ours(model, prompt, 20, k, prefill_step_size=100)[0] == expected
+
+
+@pytest.mark.parametrize("topk", [256, 258, 600])
+def test_where_choosing_begins(tmp_path, topk):
+    """Rows that see fewer positions than may be chosen, over a buffer that holds more, or no more."""
+    path, _, plain = families.build("glm_moe_dsa", tmp_path, index_topk=topk)
+    model, prompt = mlx_mtp.load_model(path), np.random.default_rng(3).integers(0, families.V, 250).tolist()
+    expected = tiny.greedy(plain, prompt, 20)
+    for k in (0, 3):
+        assert ours(model, prompt, 20, k)[0] == expected
+
+
+def test_max_kv_size_does_not_depend_on_drafting(family):
+    model, _, prompt, truth = family
+    texts = [ours(model, prompt * 3, 60, k, max_kv_size=14)[0] for k in range(4)]
+    assert texts[1:] == texts[:1] * 3
+    assert ours(model, prompt, 30, 3, max_kv_size=1000)[0] == truth[:30]
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds"),
+    [
+        ({}, "FFF"),
+        ({"indexer_types": ["full", "shared", "full"], "index_topk_freq": 4}, "FSF"),
+        ({"index_topk_pattern": "FSS"}, "FSS"),
+        ({"index_topk_pattern": ["full", "full", "shared"]}, "FFS"),
+        ({"index_topk_freq": 2}, "FFS"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "FSF"),
+    ],
+)
+def test_which_layers_have_indexers(tmp_path, given, kinds):
+    shared = {"indexer_types": ["full" if kind == "F" else "shared" for kind in kinds]}
+    _, weights, _ = families.build("glm_moe_dsa", tmp_path / "a", **shared)
+    model = mlx_mtp.load_model(tiny.save(tmp_path / "b", {**families.GLM_DSA, **given}, weights))
+    assert "".join("F" if "indexer" in layer.self_attn else "S" for layer in model.layers) == kinds
+    assert "indexer" in model.mtp[0].block.self_attn
+
+
+def test_the_released_schedule():
+    """GLM-5.2 states its layers' kinds and, alike, every fourth from the third on."""
+    given = {**families.GLM_DSA, "num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+    kinds = glm_moe_dsa.ModelArgs.from_dict({**given, "index_topk_pattern": None}).indexers()
+    assert [i for i, kind in enumerate(kinds) if kind == "full"] == [0, 1, *range(2, 78, 4)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (["shared", "full", "full"], r"indexer_types\[0\]='shared': allowed are full"),
+        (["full", "half", "full"], r"indexer_types\[1\]='half': allowed are full and, but for the first, shared"),
+        (["full", "shared"], r"indexer_types: 2 of them, expected one for each of 3 layers"),
+    ],
+)
+def test_indexers_that_cannot_be(tmp_path, kinds, message):
+    _, weights, _ = families.build("glm_moe_dsa", tmp_path / "a")
+    path = tiny.save(tmp_path / "b", {**families.GLM_DSA, "indexer_types": kinds}, weights)
+    with pytest.raises(ValueError, match=message) as error:
+        mlx_mtp.load_model(path)
+    assert "\n" not in str(error.value)
