@@ -56,7 +56,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             heads[name] = tensor
         else:
             trunk[name] = tensor
-    _check_experts(path, trunk | heads)
+    for part in (trunk, heads):  # a head's experts may be more or fewer than the target's
+        _check_experts(path, part)
     source = "in the model's shards"
     if beside:
         heads, source = beside, ", ".join(_relative(file, path) for file in sidecars)
@@ -86,11 +87,17 @@ def _check_experts(path: Path, header: Header) -> None:
     for name in header:
         if match := re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name):
             numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    count = max((max(found) + 1 for found in numbers.values()), default=0)
+    counts: dict[str, int] = {}  # by the name without its layer's number: a head may have more experts than the trunk
+    for (before, _), found in numbers.items():
+        counts[_layerless(before)] = max(counts.get(_layerless(before), 0), *(number + 1 for number in found))
     for (before, after), found in numbers.items():
-        if missing := set(range(count)) - found:
+        if missing := set(range(count := counts[_layerless(before)])) - found:
             file = only({t.file for name, t in header.items() if name.startswith(before)}, path)
             raise ValueError(f"{file}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
+
+
+def _layerless(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".#.", name)
 
 
 def only(files: set[Path], path: Path) -> str:

@@ -270,7 +270,8 @@ def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[st
 
 def _expected_by_name(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
     """The same for a parameter that no other layer has: by the family's own names."""
-    for new, old in ((".switch_mlp.", ".experts.*."), (".embed_q.", ".kv_b_proj."), (".unembed_out.", ".kv_b_proj.")):
+    shown = [(new, rule.shown) for rule in model.RENAMED if rule.shown for new in rule.becomes]
+    for new, old in (*shown, (".switch_mlp.", ".experts.*.")):
         name = name.replace(new, old)
     if not name.startswith("mtp."):
         prefix = next((n.partition("layers.")[0] for n in contents.trunk if "layers." in n), "")

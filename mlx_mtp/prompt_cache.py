@@ -182,10 +182,8 @@ class PromptCache:
         self.settle(self.tokens[: to.length])
 
     def room(self, position: int) -> float:
-        """Rows that one call may read from `position` on: none is read across the start of quantizing."""
-        if self.quantizing is None or position >= self.quantizing.start:
-            return math.inf
-        return self.quantizing.start - position
+        """Rows that one call may read from `position` on: none past the start of quantizing while that is due."""
+        return math.inf if self.quantizing is None else self.quantizing.start - position
 
     @property
     def rewinds(self) -> bool:
@@ -289,9 +287,9 @@ def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
     except (RuntimeError, KeyError, ValueError) as e:
         raise ValueError(f"{file}: not a prompt cache of mlx_mtp ({type(e).__name__})") from e
     shape = (len(state["layers"]), len(state["heads"]))
-    own = (len(model.windows()), len(model.mtp))
-    if shape[0] != own[0] or shape[1] > own[1]:
-        raise ValueError(f"{file}: has {shape} (layers, heads), the model {own}")
+    expected = (len(model.windows()), len(model.mtp))
+    if shape[0] != expected[0] or shape[1] > expected[1]:
+        raise ValueError(f"{file}: has caches for {shape} (layers, heads), the model {expected}")
     rings: dict[int, Ring] = {}
     caches = []
     for config in (*state["layers"], *state["heads"]):

@@ -54,7 +54,8 @@ class MTPSpec:
         if self.numbered == "trunk":
             return f"from layer {num_hidden_layers} on"
         name = self.prefix.replace(r"\.", ".").replace(r"(\d+)", "#")
-        return "under " + re.sub(r"\(\?:[^()]*\)\*|\(\?:|\)\??", "", name)
+        made_of = ", ".join(stored for stored, _ in self.tensors)
+        return "under " + re.sub(r"\(\?:[^()]*\)\*|\(\?:|\)\??", "", name) + f" made of {made_of}"
 
     def stored(self, path: str) -> str | None:
         """A checkpoint's own name, without prefix, of the tensor at `path` inside a head."""

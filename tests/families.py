@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import nemotron
 import numpy as np
 import tiny
 from mlx.utils import tree_flatten
@@ -358,6 +359,8 @@ FAMILIES = {
     "glm_moe_dsa_shared": nextn_family({**GLM_DSA, "indexer_types": ["full", "shared", "full"]}, dsa_layer),
     "mimo": Family(MIMO, mimo_trunk, mimo_heads),
     "mimo_v2_flash": Family(MIMO_V2, mimo_v2_trunk, mimo_v2_heads),
+    "nemotron_h": Family(nemotron.CONFIG, nemotron.trunk, nemotron.heads),
+    "nemotron_h_latent": Family(nemotron.LATENT, nemotron.trunk, nemotron.heads),
 }
 
 

@@ -90,8 +90,9 @@ def test_own_heads_are_kept_where_they_differ(tmp_path, name):
 
 
 @pytest.mark.parametrize("prefix", ["mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp."])
-def test_prefixes_of_qwen_heads(tmp_path, prefix):
-    path, weights, _ = families.build("qwen3_5", tmp_path / "a")
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_prefixes_of_unnumbered_heads(tmp_path, name, prefix):
+    path, weights, _ = families.build(name, tmp_path / "a")
     moved = {(prefix + n[4:] if n.startswith("mtp.") else n): w for n, w in weights.items()}
     other = tiny.save(tmp_path / "b", json.loads((path / "config.json").read_text()), moved)
     assert drafted(mlx_mtp.load_model(other)) == drafted(mlx_mtp.load_model(path))

@@ -133,10 +133,12 @@ def test_quantized_kv_does_not_depend_on_drafting(tiny_models, bits, start):
 
 def test_quantized_kv_is_used(tiny_models):
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
-    for bits in (None, 8):
-        cache = mlx_mtp.make_prompt_cache(model, kv_bits=bits, mtp_kv_bits=bits, kv_group_size=32)
-        list(mlx_mtp.generate_step([1, 2, 3], model, prompt_cache=cache, max_tokens=4))
-        assert all(hasattr(c, "bits") == (bits is not None) for c in (*cache.layers, *cache.heads))
+    for bits, start in ((None, 0), (8, 0), (8, 2), (8, 5)):
+        options = {"kv_bits": bits, "mtp_kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
+        for k in range(4):
+            cache = mlx_mtp.make_prompt_cache(model, **options)
+            list(mlx_mtp.generate_step([1, 2, 3], model, prompt_cache=cache, max_tokens=12, num_draft_tokens=k))
+            assert all(hasattr(c, "bits") == (bits is not None) for c in (*cache.layers, *cache.heads)), (start, k)
 
 
 def test_max_kv_size_is_a_window_on_full_attention(tiny_models):

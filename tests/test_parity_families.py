@@ -4,6 +4,8 @@ transformers' generic MTP (`MtpModel`) shares the target's LM head and embedding
 their own; it has no MiMo-7B, for which Qwen2 stands in with its tensors renamed.
 """
 
+import copy
+import importlib
 import json
 
 import families
@@ -208,3 +210,76 @@ def test_qwen(tmp_path, name, cuts):
     tiny.save(tmp_path / "torch", text, renamed)
     theirs = TorchFamily(tmp_path / "torch", mlp="sparse" if "num_experts" in text else "dense")
     assert_recycled_drafts(mlx_mtp.load_model(path), theirs, cuts)
+
+
+class TorchNemotron:
+    """transformers' trunk, and a head put together from its blocks.
+
+    Its generic MTP makes one layer of the trunk's kind per depth, where this head is two; projection, blocks and norm
+    are joined here as vLLM's port joins them.
+    """
+
+    def __init__(self, path, weights: dict[str, mx.array]):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.port = importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h")
+        config = copy.deepcopy(self.model.config)
+        config._attn_implementation, config.layers_block_type = "eager", ["full_attention", "moe"]
+        config.n_routed_experts = getattr(config, "mtp_n_routed_experts", None) or config.n_routed_experts
+        layers: list[dict] = [{}, {}]
+        for name, w in weights.items():
+            if name.startswith("mtp.layers."):
+                layers[int(name[11])][name[13:]] = torch.from_numpy(np.array(w))
+        self.enorm, self.hnorm = (self.norm_of(layers[0].pop(f"{n}.weight")) for n in ("enorm", "hnorm"))
+        self.norm, self.eh_proj = (
+            self.norm_of(layers[1].pop("final_layernorm.weight")),
+            layers[0].pop("eh_proj.weight"),
+        )
+        for proj in ("up_proj", "down_proj"):
+            numbered = [layers[1].pop(f"mixer.experts.{e}.{proj}.weight") for e in range(config.n_routed_experts)]
+            layers[1][f"mixer.experts.{proj}"] = torch.stack(numbered)
+        self.blocks = [self.port.NemotronHBlock(config, i) for i in range(2)]
+        for block, own in zip(self.blocks, layers, strict=True):
+            block.load_state_dict(own)
+
+    def norm_of(self, weight):
+        norm = self.port.NemotronHRMSNorm(weight.numel(), eps=self.model.config.layer_norm_epsilon)
+        norm.load_state_dict({"weight": weight})
+        return norm
+
+    @torch.no_grad()
+    def trunk(self, tokens: list[int]):
+        rows = self.model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state
+        return rows, self.model.lm_head(rows)[0]
+
+    @torch.no_grad()
+    def blockwise(self, hidden, following: list[int]):
+        """Rows [1, n, H] after the projection, after each block, and after the norm."""
+        embedded = self.model.model.embeddings(torch.tensor([following]))
+        x = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1) @ self.eh_proj.T
+        mask = torch.full((len(following), len(following)), -torch.inf).triu(1)[None, None]
+        attended = self.blocks[0](x, attention_mask=mask)
+        mixed = self.blocks[1](attended)
+        return x, attended, mixed, self.norm(mixed)
+
+    def head(self, hidden, following: list[int]):
+        rows = self.blockwise(hidden, following)[-1]
+        return rows, self.model.lm_head(rows)[0].detach()
+
+
+@pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17], [18]])
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_latent"])
+def test_nemotron_h(tmp_path, name, cuts):
+    """Chunks of up to 16 rows are stepped, longer ones read at once."""
+    path, weights, _ = families.build(name, tmp_path)
+    model, theirs = mlx_mtp.load_model(path), TorchNemotron(path, weights)
+    assert_recycled_drafts(model, theirs, cuts)
+    tokens = np.random.default_rng(1).integers(0, families.V, 20).tolist()
+    hidden, _ = theirs.trunk(tokens)
+    (head,), following = model.mtp, [*tokens[1:], 3]
+    e, h = head.enorm(model.embed(mx.array(following)[None])), head.hnorm(mx.array(hidden.numpy()))
+    ours = [head.eh_proj(mx.concatenate([e, h], axis=-1))]
+    for layer in head.block.layers:
+        ours.append(layer(ours[-1], "causal"))
+    ours.append(head.norm(ours[-1]))
+    for mine, other in zip(ours, theirs.blockwise(hidden, following), strict=True):
+        assert_close(mine, other)

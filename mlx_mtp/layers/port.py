@@ -33,7 +33,7 @@ NEXTN = MTPSpec(
 # No tensor of the checkpoint is a head's: what drafts is a drafter of its own, or nothing.
 NO_HEADS = MTPSpec(topology="recycle", capture="post", feedback="post", fuse="eh", head="shared", tensors=())
 MAX_RECYCLED = 15  # drafts that one recycled head may make: a cycle's rows fit into a ring's slack
-INSIDE, OUTSIDE = "model.layers.0.", "model.layers.0.outside."  # of the block; norms, eh_proj and heads
+OUTSIDE = "outside."  # of the block: norms, eh_proj and heads
 
 
 class Renaming(NamedTuple):
@@ -62,6 +62,7 @@ class Port:
     RENAMED: tuple[Renaming, ...] = ()
     NO_KV_BITS: str | None = None  # what forbids quantized keys and values
     MASK_ARRAY = False  # the layers want a mask as an array, never "causal"
+    INSIDE = "model.layers.0."  # where BASE.sanitize expects what a head's block has
 
     args: Any
     model: Any
@@ -146,7 +147,7 @@ class Port:
         return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)
 
     def windows(self) -> list[int | str | None]:
-        """Per layer an attention window, None for full attention, or "recurrent"."""
+        """Per layer that has a cache: an attention window, None for full attention, or "recurrent"."""
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[int | None]:
@@ -195,17 +196,17 @@ class Port:
         for name, w in heads.items():
             depth, path = self.spec.locate(name, self.args.num_hidden_layers)  # type: ignore[misc]
             inside = path.removeprefix("block.")
-            depths.setdefault(depth, {})[(OUTSIDE if inside == path else INSIDE) + inside] = w
+            depths.setdefault(depth, {})[self.INSIDE + (OUTSIDE if inside == path else "") + inside] = w
         one_layer = self.one_layer()
         parameters = {}
         for depth, tensors in depths.items():
             try:
                 block = self.BASE.sanitize(one_layer, tensors)
             except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
-                raise KeyError(f"mtp.{depth}.block." + str(e.args[0]).partition(INSIDE)[2]) from None
+                raise KeyError(f"mtp.{depth}.block." + str(e.args[0]).partition(self.INSIDE)[2]) from None
             for name, w in block.items():
-                name = name[name.index(INSIDE) :]  # a wrapper's sanitizing puts its own prefix in front
-                path = name[len(OUTSIDE) :] if name.startswith(OUTSIDE) else "block." + name[len(INSIDE) :]
+                inside = name.partition(self.INSIDE)[2]  # a wrapper's sanitizing puts its own prefix in front
+                path = inside.removeprefix(OUTSIDE) if inside.startswith(OUTSIDE) else f"block.{inside}"
                 parameters[f"mtp.{depth}.{path}"] = w
         return parameters
 

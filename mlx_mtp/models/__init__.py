@@ -9,7 +9,9 @@
     `RENAMED`       what that sanitizing does to names, for messages that name a checkpoint's own tensors,
     `IGNORED`       tensors that text decoding does not use, named in the load report,
     `ZERO_CENTRED`  names that tell the hub's norms (stored minus one) from converted ones,
-    `MASK_ARRAY`, `NO_KV_BITS`, and `windows()` where layers have windows or states.
+    `INSIDE`        where BASE's `sanitize` expects the tensors of a layer, and what `one_layer()` says it is of,
+    `MASK_ARRAY`, `NO_KV_BITS`, and `windows()` where layers have windows or states, or no cache
+    (then `hidden` is the port's own, and deals the caches out).
 
 What the loop calls is Port's: `hidden(tokens, cache)` (the residual stream before the final norm), `logits(hidden)`,
 `capture(hidden)` (what a head reads of it), `embed(tokens, depth)`, `draft_logits(depth, output)`, `no_hidden()`.

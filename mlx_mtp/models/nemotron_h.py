@@ -1,0 +1,117 @@
+"""Nemotron-3: mlx-lm's hybrid of Mamba2, attention, MLP and expert layers, with one recycled MTP head of two layers.
+
+The head is `mtp.layers.0`, attention without RoPE behind the fused input, and `mtp.layers.1`, experts; what it reads
+and what it is fed back come after a final norm. Layers without a state, MLPs and experts, have no cache.
+Sources: vLLM `nemotron_h_mtp.py`, llama.cpp `nemotron-h.cpp`; tensor names of Nemotron-3 Super and 3.5 Lightning.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import nemotron_h
+
+from ..layers.mamba2 import Mamba2
+from ..layers.port import Port, Renaming
+from ..spec import MTPSpec
+
+HEAD_PATTERN = "*E"
+CACHED = "M*"
+
+
+@dataclass
+class ModelArgs(nemotron_h.ModelArgs):
+    """config.json of `nemotron_h`, with what it says of the head."""
+
+    mtp_hybrid_override_pattern: str | None = None
+    mtp_layers_block_type: list[str] | None = None
+    mtp_n_routed_experts: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        unknown = set(self.hybrid_override_pattern or []) - set("M*-E")
+        if unknown:
+            raise ValueError(f"hybrid_override_pattern: {', '.join(sorted(unknown))}; allowed are M, *, - and E")
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def head(self) -> "ModelArgs":
+        """What the head's layers are made from; ValueError where they are others than attention and experts."""
+        kinds = [self._block_type_to_char.get(k, k) for k in self.mtp_layers_block_type or ("attention", "moe")]
+        pattern = "".join(self.mtp_hybrid_override_pattern or kinds)
+        if pattern != HEAD_PATTERN:
+            raise ValueError(f"mtp_hybrid_override_pattern: {pattern}; allowed is {HEAD_PATTERN}")
+        experts = self.mtp_n_routed_experts or self.n_routed_experts
+        return replace(self, hybrid_override_pattern=list(pattern), n_routed_experts=experts)
+
+
+class Mamba2Mixer(Mamba2, nemotron_h.NemotronHMamba2Mixer):
+    """mlx-lm's mixer over a cache that rolls back."""
+
+
+class HeadBlock(nn.Module):
+    """The head's two layers, attention and experts."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.layers = [nemotron_h.NemotronHBlock(args, kind) for kind in HEAD_PATTERN]
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        attention, experts = self.layers
+        return experts(attention(x, mask, cache))
+
+
+class Model(Port, nemotron_h.Model):
+    """The port; see the contract in `mlx_mtp.models`."""
+
+    SPEC = MTPSpec(
+        topology="recycle",
+        capture="post",
+        feedback="post",
+        fuse="eh",
+        head="shared",
+        prefix=r"(?:model\.|language_model\.)*mtp\.",
+        numbered="zero",
+        tensors=(
+            *((f"layers.0.{n}", n) for n in ("enorm", "hnorm", "eh_proj")),
+            ("layers.1.final_layernorm", "norm"),
+            *((f"layers.{i}", f"block.layers.{i}") for i in range(len(HEAD_PATTERN))),
+        ),
+    )
+    BASE = nemotron_h.Model
+    INSIDE = "backbone."
+    RENAMED = (
+        Renaming(r"\.experts\.\d+\.up_proj\.", (".switch_mlp.fc1.",), ".experts.*.up_proj."),
+        Renaming(r"\.experts\.\d+\.down_proj\.", (".switch_mlp.fc2.",), ".experts.*.down_proj."),
+    )
+
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
+        super().__init__(args)
+        for layer in self.layers:
+            if layer.block_type == "M":
+                layer.mixer = Mamba2Mixer(args)
+        blocks = [HeadBlock(args.head) for _ in range(heads)]
+        self.add_heads(spec, blocks, partial(nn.RMSNorm, eps=args.layer_norm_epsilon), args.hidden_size)
+
+    @property
+    def model(self) -> Any:
+        """The backbone by the names that `Port` knows."""
+        return SimpleNamespace(embed_tokens=self.backbone.embeddings, norm=self.backbone.norm_f)
+
+    def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        x, caches = self.model.embed_tokens(tokens), iter(cache)
+        mask = next((c.make_mask(x.shape[1]) for c in cache if c.window != "recurrent"), None)
+        stream = [x]
+        for layer in self.layers:
+            stream.append(layer(stream[-1], mask, next(caches)) if layer.block_type in CACHED else layer(stream[-1]))
+        return self.captured(stream)
+
+    def windows(self) -> list[int | str | None]:
+        kinds = [layer.block_type for layer in self.layers]
+        return ["recurrent" if kind == "M" else None for kind in kinds if kind in CACHED]
+
+    def one_layer(self) -> Any:
+        return SimpleNamespace(args=self.args.head)
