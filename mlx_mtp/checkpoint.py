@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 TRUNK_FILES = "model*.safetensors"
 SIDECAR_FILES = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
 DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken", TRUNK_FILES, *SIDECAR_FILES)
+FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
+FP8_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,26 @@ def read_tensors(header: Header) -> dict[str, mx.array]:
     """The header's tensors as lazy arrays."""
     loaded = {file: mx.load(str(file)) for file in {tensor.file for tensor in header.values()}}
     return {name: loaded[tensor.file][name] for name, tensor in header.items()}  # type: ignore[index]
+
+
+def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.array]:
+    """8-bit floats times their scales, as bfloat16; what is not stored so stays as it is."""
+    plain = dict(weights)
+    for name, weight in weights.items():
+        suffix = next((s for s in FP8_SCALES if name + s in weights), None)
+        if suffix is None or weight.dtype != mx.uint8:
+            continue
+        scale = plain.pop(name + suffix)
+        rows, columns = weight.shape[0], weight.shape[-1]
+        blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+        if scale.shape == blocks:
+            scale = mx.repeat(mx.repeat(scale, FP8_BLOCK, 0)[:rows], FP8_BLOCK, 1)[:, :columns]
+        elif scale.size not in (1, rows):
+            raise ValueError(
+                f"{header[name].file}: tensor {name}{suffix} has shape {scale.shape}; expected one scale, {rows} for "
+                f"the rows, or {blocks} for blocks of {FP8_BLOCK}"
+            )
+        else:
+            scale = scale.reshape(-1, 1)
+        plain[name] = (mx.from_fp8(weight, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
+    return plain

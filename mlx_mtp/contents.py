@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors are the trunk's, which the heads', which nobody's; and how its norms are stored."""
+"""Which of a checkpoint's tensors are the trunk's, which the heads', which nobody's."""
 
 import re
 from dataclasses import dataclass
@@ -6,9 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
-
-from .checkpoint import Header, read_header, read_tensors, sidecar_files, trunk_header
+from .checkpoint import Header, read_header, sidecar_files, trunk_header
 from .spec import MTPSpec
 
 
@@ -71,7 +69,10 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     places: dict[str, Any] = {name: spec.locate(name, layers) for name in heads}
     depths = {depth for depth, _ in places.values()}
     if missing := set(range(len(depths))) - depths:
-        raise ValueError(f"{path}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}")
+        name = next(n for n, (depth, _) in places.items() if depth == max(depths))
+        raise ValueError(
+            f"{heads[name].file}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}, such as {name}"
+        )
     spec = spec.resolve([path for _, path in places.values()]).override(drafting.mtp_overrides)
     if spec.head == "shared":  # by an override: the checkpoint's own are then not used
         unused = {name for name, (_, inside) in places.items() if inside.startswith("head.")}
@@ -86,29 +87,23 @@ def _check_experts(path: Path, header: Header) -> None:
     for name in header:
         if match := re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name):
             numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    count = max((max(found) + 1 for found in numbers.values()), default=0)
+    counts: dict[str, int] = {}  # by the name without its layer's number: a head may have more experts than the trunk
+    for (before, _), found in numbers.items():
+        counts[_layerless(before)] = max(counts.get(_layerless(before), 0), *(number + 1 for number in found))
     for (before, after), found in numbers.items():
-        if missing := set(range(count)) - found:
-            raise ValueError(f"{path}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
+        if missing := set(range(count := counts[_layerless(before)])) - found:
+            file = only({t.file for name, t in header.items() if name.startswith(before)}, path)
+            raise ValueError(f"{file}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
+
+
+def _layerless(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".#.", name)
+
+
+def only(files: set[Path], path: Path) -> str:
+    """The one file, or where there are several, their directory."""
+    return str(next(iter(files)) if len(files) == 1 else path)
 
 
 def _relative(file: Path, path: Path) -> str:
     return str(file.relative_to(path)) if file.is_relative_to(path) else str(file)
-
-
-def is_raw(port: ModuleType, header: Header) -> bool:
-    """Whether a container stores norms as the hub's zero-centred families do (weight - 1); decided once, for all.
-
-    By names that only one of the two layouts has; else by the writer ("pt" is the hub's); else by the mean of
-    the per-layer norms, which is near 0 or near 1 (single norms may lie anywhere).
-    """
-    if port.Model.ZERO_CENTRED is None:
-        return False
-    for pattern, raw in zip(port.Model.ZERO_CENTRED, (True, False), strict=True):
-        if any(re.search(pattern, name) for name in header):
-            return raw
-    if any(tensor.format == "pt" for tensor in header.values()):
-        return True
-    norms = {n: t for n, t in header.items() if n.endswith("layernorm.weight") or n.endswith("_norm.weight")}
-    means: list[Any] = [w.astype(mx.float32).mean().item() for w in read_tensors(norms).values()]
-    return bool(means) and sum(means) / len(means) < 0.5

@@ -1,7 +1,7 @@
 """Directory or hub name -> config.json -> port -> checked weights -> (model, tokenizer).
 
 mlx-lm's `load_model` does the trunk and all quantization formats; here: finding the heads by their tensors,
-deciding once per container whether norms are stored zero-centred, and errors that name what is wrong.
+and errors that name what is wrong.
 """
 
 import importlib
@@ -21,10 +21,11 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .agreement import LEAST, WORDS, agreement, random_tokens
-from .checkpoint import read_config, read_tensors, resolve
-from .contents import Contents, Drafting, is_raw, sort_tensors
+from .checkpoint import dequantized, read_config, read_tensors, resolve
+from .contents import Contents, Drafting, only, sort_tensors
 from .drafter import attach_drafter
 from .models import DRAFTERS
+from .norms import conventions, warn_of_unusual
 from .plain import load_plain
 from .report import make_report
 
@@ -129,8 +130,7 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
     args = _args(port, path, config)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     spec = contents.spec
-    raw = is_raw(port, contents.trunk)
-    raw_heads = raw or (contents.depths > 0 and is_raw(port, contents.heads))
+    raw, raw_heads = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads)
 
     def build(args: Any) -> nn.Module:
         try:
@@ -139,11 +139,13 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
             raise ValueError(f"{path}/config.json: the model cannot be built from it ({_line(e)})") from e
         _check_names(model, contents)
         shift = {"shift_trunk": raw, "shift_heads": raw_heads}
-        model.sanitize = partial(_sanitize, model, contents, shift)
+        model.sanitize = partial(_sanitize, model, contents, path, shift)
         model.load_weights = partial(_load_checked, model, contents, path)
         return model
 
-    overrides = {}
+    overrides: dict[str, Any] = {}
+    if (config | config.get("text_config", {})).get("quantization_config", {}).get("format") == "float-quantized":
+        overrides["quantization_config"] = {}  # mlx-lm refuses what `dequantized` has already dealt with
     if "quantization" not in config and any(name.endswith(".scales") for name in contents.heads):
         overrides["quantization"] = {"group_size": 64, "bits": 4}  # each module's own are read off its shapes
     classes: Any = (build, port.ModelArgs)
@@ -160,6 +162,8 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
         mx.eval(model.parameters())
         _check_heads(model, contents)
         _tie(model)
+        if port.Model.ZERO_CENTRED is not None:
+            warn_of_unusual(model, raw, raw_heads, partial(_origin, model, contents))
     source, ignored = contents.source, contents.ignored
     if drafting.draft_model is not None:
         source, unused = attach_drafter(model, drafting.draft_model, drafting.mtp_overrides)
@@ -169,6 +173,9 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
     facts = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
     model.report = lambda: facts
+    if 0 < contents.depths < (facts.declared or 0):
+        found = f"tensors of {contents.depths} MTP heads found, config.json declares {facts.declared}"
+        warnings.warn(f"{path}: {found}", stacklevel=4)
     return model
 
 
@@ -201,19 +208,21 @@ def _check_names(model: Any, contents: Contents) -> None:
     for name, tensor in contents.trunk.items():
         if not any(path.rpartition(".")[0] in modules for path in model.renamed(name)):
             layers = model.args.num_hidden_layers
-            own = ", ".join(stored for stored, _ in model.spec.tensors)
-            heads = f"from layer {layers} on" if model.spec.numbered == "trunk" else f"made of {own}"
             raise ValueError(
                 f"{tensor.file}: tensor {name} is not part of the model; "
-                f"config.json expects {layers} layers, and MTP heads {heads}"
+                f"config.json expects {layers} layers, and MTP heads {model.spec.place(layers)}"
             )
 
 
-def _sanitize(model: Any, contents: Contents, shift: dict, weights: dict) -> dict:
+def _sanitize(model: Any, contents: Contents, path: Path, shift: dict, weights: dict) -> dict:
     """What mlx-lm calls with all that it read: hand the port the trunk's and the heads' tensors."""
-    trunk = {name: weights[name] for name in contents.trunk}
-    heads = read_tensors(contents.heads) if contents.depths else {}
-    return model.sanitized(trunk, heads, **shift)
+    trunk = dequantized({name: weights[name] for name in contents.trunk}, contents.trunk)
+    heads = dequantized(read_tensors(contents.heads), contents.heads)
+    try:
+        return model.sanitized(trunk, heads, **shift)
+    except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
+        file, raw = _expected(model, contents, path, str(e.args[0]))
+        raise ValueError(f"{file}: tensor {raw} is missing; the rest of its layer needs it") from None
 
 
 def _load_checked(
@@ -238,10 +247,11 @@ def _load_checked(
 
 def _origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
     """The file and the name in it of the tensor that became parameter `name`."""
-    for raw, tensor in (contents.trunk | contents.heads).items():
+    stored = contents.trunk | contents.heads
+    for raw, tensor in stored.items():
         if name in model.renamed(raw):
             return str(tensor.file), raw
-    return "checkpoint", name
+    return str(stored[name].file) if name in stored else "checkpoint", name
 
 
 def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
@@ -252,21 +262,24 @@ def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[st
         for raw in part:
             for known in model.renamed(raw):
                 if number.sub(".#.", known, count=1) == pattern:
-                    files = {str(tensor.file) for tensor in part.values()}
                     numbers = (int(number.search(n)[1]) for n in (raw, known, name))  # type: ignore[index]
                     layer = next(numbers) - next(numbers) + next(numbers)
-                    return files.pop() if len(files) == 1 else str(path), number.sub(f".{layer}.", raw, count=1)
-    if name.startswith("mtp."):
-        return _expected_in_head(model, contents, path, name)
-    return str(path), name
+                    return only({t.file for t in part.values()}, path), number.sub(f".{layer}.", raw, count=1)
+    return _expected_by_name(model, contents, path, name)
 
 
-def _expected_in_head(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
-    """The same for a head's parameter that no other layer has: by the family's own names."""
+def _expected_by_name(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
+    """The same for a parameter that no other layer has: by the family's own names."""
+    shown = [(new, rule.shown) for rule in model.RENAMED if rule.shown for new in rule.becomes]
+    for new, old in (*shown, (".switch_mlp.", ".experts.*.")):
+        name = name.replace(new, old)
+    if not name.startswith("mtp."):
+        prefix = next((n.partition("layers.")[0] for n in contents.trunk if "layers." in n), "")
+        tail = name.partition("layers.")[2]
+        return only({t.file for t in contents.trunk.values()}, path), f"{prefix}layers.{tail}" if tail else name
     prefix = re.match(model.spec.prefix, next(iter(contents.heads)))
-    files = {str(tensor.file) for tensor in contents.heads.values()}
     stored = model.stored(name.split(".", 2)[2])
-    return files.pop() if len(files) == 1 else str(path), f"{prefix[0] if prefix else ''}{stored}"
+    return only({t.file for t in contents.heads.values()}, path), f"{prefix[0] if prefix else ''}{stored}"
 
 
 def _expand_experts(model: nn.Module) -> bool:

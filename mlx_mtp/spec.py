@@ -49,6 +49,14 @@ class MTPSpec:
                 return depth, path + own[len(stored) :]
         return None
 
+    def place(self, num_hidden_layers: int) -> str:
+        """In words, where a checkpoint has its heads."""
+        if self.numbered == "trunk":
+            return f"from layer {num_hidden_layers} on"
+        name = self.prefix.replace(r"\.", ".").replace(r"(\d+)", "#")
+        made_of = ", ".join(stored for stored, _ in self.tensors)
+        return "under " + re.sub(r"\(\?:[^()]*\)\*|\(\?:|\)\??", "", name) + f" made of {made_of}"
+
     def stored(self, path: str) -> str | None:
         """A checkpoint's own name, without prefix, of the tensor at `path` inside a head."""
         for stored, inside in self.tensors:

@@ -76,7 +76,7 @@ def test_the_released_heads_names(config, tensors):
 WRONG = [
     ({"mtp_hybrid_override_pattern": "*-"}, {}, r"mtp_hybrid_override_pattern: \*-; allowed is \*E"),
     ({"hybrid_override_pattern": "MEM*-MX"}, {}, r"hybrid_override_pattern: X; allowed are M, \*, - and E"),
-    ({"mtp_n_routed_experts": 5}, {}, r"experts\.4\.(up|down)_proj\.weight of MTP depth 0 is missing"),
+    ({"mtp_n_routed_experts": 5}, {}, r"mtp\.layers\.1\.mixer\.experts\.4\.(up|down)_proj\.weight is missing"),
     (
         {},
         {"mtp.layers.2.norm.weight": (32,)},

@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..spec import MTPSpec
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
@@ -47,11 +46,20 @@ class AbsorbedMLA:
     def attend(
         self: Any, q: mx.array, q_pe: mx.array, k: mx.array, v: mx.array, k_pe: mx.array, mask: mx.array | None
     ) -> mx.array:
-        """Attention whose scores are the sum of those without and with position; `mask` broadcasts to them."""
-        scores = (q_pe * self.scale) @ k_pe.swapaxes(-1, -2)
+        """Attention whose scores are the sum of those without and with position; `mask` broadcasts to them.
+
+        Heads that share the keys fold into the rows of one product, which reads the cache once and not per head.
+        """
+        B, heads, L, _ = q.shape
+        folded = (B, 1, heads * L, -1)
+        scores = ((q_pe * self.scale).reshape(folded) @ k_pe.swapaxes(-1, -2)).reshape(B, heads, L, -1)
         if mask is not None:
             scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
-        return scaled_dot_product_attention(q, k, v, cache=None, scale=self.scale, mask=scores)
+        if k.shape[1] > 1:
+            return mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=scores)
+        q, scores = q.reshape(folded), scores.reshape(folded)
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=scores)
+        return out.reshape(B, heads, L, -1)
 
     def output(self: Any, out: mx.array) -> mx.array:
         """The heads' values [1, heads, L, D] -> [1, L, H]."""

@@ -173,14 +173,16 @@ class Port:
     def sanitized(
         self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
     ) -> dict[str, mx.array]:
-        """Checkpoint tensors -> parameters. Where norms are stored zero-centred, mlx-lm shifts the trunk's by +1 and
-        perhaps some of the heads'; the others of a head are shifted here.
+        """Checkpoint tensors -> parameters. Where norms are stored zero-centred, mlx-lm shifts the trunk's by +1; the
+        heads' are kept from it, for it may judge them otherwise, and shifted here.
         """
-        parameters = self.sanitized_heads(heads)
-        if shift_heads:
-            stored = {id(w) for w in heads.values()}
-            for path, w in parameters.items():
-                parameters[path] = w + 1 if path.endswith("norm.weight") and id(w) in stored else w
+        layers, kept = self.args.num_hidden_layers, {}
+        if self.ZERO_CENTRED is not None:
+            places = {name: self.spec.locate(name, layers) for name in heads}
+            kept = {name: place for name, place in places.items() if place and place[1].endswith("norm.weight")}
+        parameters = self.sanitized_heads({name: w for name, w in heads.items() if name not in kept})
+        for name, (depth, path) in kept.items():
+            parameters[f"mtp.{depth}.{path}"] = heads[name] + 1 if shift_heads else heads[name]
         return self.BASE.sanitize(self, trunk) | parameters
 
     def one_layer(self) -> Any:
@@ -188,7 +190,8 @@ class Port:
         return SimpleNamespace(args=replace(self.args, num_hidden_layers=1))
 
     def sanitized_heads(self, heads: dict[str, mx.array]) -> dict[str, mx.array]:
-        """mlx-lm's sanitizing (experts, fp8, MLA) of a one-layer model, applied to each depth."""
+        """mlx-lm's sanitizing (experts, fp8, MLA) of a one-layer model, applied to each depth; a KeyError names what
+        it misses."""
         depths: dict[int, dict[str, mx.array]] = {}
         for name, w in heads.items():
             depth, path = self.spec.locate(name, self.args.num_hidden_layers)  # type: ignore[misc]
@@ -200,8 +203,7 @@ class Port:
             try:
                 block = self.BASE.sanitize(one_layer, tensors)
             except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
-                inside = "block." + str(e.args[0]).partition(self.INSIDE)[2]
-                raise ValueError(f"tensor {self.spec.stored(inside)} of MTP depth {depth} is missing") from None
+                raise KeyError(f"mtp.{depth}.block." + str(e.args[0]).partition(self.INSIDE)[2]) from None
             for name, w in block.items():
                 inside = name.partition(self.INSIDE)[2]  # a wrapper's sanitizing puts its own prefix in front
                 path = inside.removeprefix(OUTSIDE) if inside.startswith(OUTSIDE) else f"block.{inside}"

@@ -23,7 +23,7 @@ QWEN_MTP = MTPSpec(
     feedback="post",
     fuse="eh",
     head="shared",
-    prefix=r"(?:model\.|language_model\.)*mtp\.",
+    prefix=r"(?:(?:model\.|language_model\.)*mtp\.)?",  # heads published on their own have no prefix
     numbered="zero",
     tensors=(
         ("fc", "eh_proj"),

@@ -1,14 +1,40 @@
-"""Qwen3.5, 3.6, 3.8 with experts: `qwen3_5` with mlx-lm's splitting of the hub's fused `gate_up_proj`."""
+"""Qwen3.5, 3.6, 3.8 with experts: `qwen3_5`, whose experts come in two forms.
 
+Qwen3.5-35B-A3B has fused `gate_up_proj` in the trunk and numbered experts in the head, in Qwen3.6 both are fused, and
+pruned or 8-bit exports number all. mlx-lm splits the fused ones.
+"""
+
+import re
+from typing import Any
+
+import mlx.core as mx
 from mlx_lm.models import qwen3_5_moe
 
+from ..layers.port import NUMBERED_EXPERTS
 from . import qwen3_5
 from .qwen3_5 import ModelArgs
 
 __all__ = ["Model", "ModelArgs"]
 
 
+class Sanitizer:
+    """mlx-lm's sanitizing, after stacking numbered experts."""
+
+    @staticmethod
+    def sanitize(model: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        experts: dict[str, dict[int, mx.array]] = {}
+        others = {}
+        for name, w in weights.items():
+            if match := re.fullmatch(r"(.+\.mlp\.)experts\.(\d+)\.(.+)", name):
+                experts.setdefault(f"{match[1]}switch_mlp.{match[3]}", {})[int(match[2])] = w
+            else:
+                others[name] = w
+        stacked = {name: mx.stack([numbered[e] for e in sorted(numbered)]) for name, numbered in experts.items()}
+        return qwen3_5_moe.Model.sanitize(model, others | stacked)
+
+
 class Model(qwen3_5.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
-    BASE = qwen3_5_moe.Model
+    BASE = Sanitizer
+    RENAMED = (NUMBERED_EXPERTS, *qwen3_5.Model.RENAMED)

@@ -1,12 +1,15 @@
 """Step-3.7-Flash: Step-3.5's text model inside a vision wrapper, of which only the text is decoded here.
 
-The wrapper keeps the text model's tensor names and its config under `text_config`.
-Source: transformers `conversion_mapping.py` ("step3p7") and `modeling_step3p7.py`.
+The wrapper keeps the text model's tensor names, which conversions for vision models put under `language_model.`, and
+its config under `text_config`. Source: transformers `conversion_mapping.py` ("step3p7") and `modeling_step3p7.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import mlx.core as mx
+
+from ..spec import MTPSpec
 from . import step3p5
 
 __all__ = ["Model", "ModelArgs"]
@@ -24,4 +27,17 @@ class ModelArgs(step3p5.ModelArgs):
 class Model(step3p5.Model):
     """Step-3.5's port; the vision tower's tensors are left out."""
 
+    SPEC = replace(step3p5.Model.SPEC, prefix=r"(?:language_model\.)?" + step3p5.Model.SPEC.prefix)
     IGNORED = ("vision_model.", "vit_large_projector.")
+
+    def __init__(self, args: step3p5.ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
+        super().__init__(args, heads, spec)
+
+    def renamed(self, name: str) -> list[str]:
+        return super().renamed(name.removeprefix("language_model."))
+
+    def sanitized(
+        self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
+    ) -> dict[str, mx.array]:
+        trunk = {name.removeprefix("language_model."): w for name, w in trunk.items()}
+        return super().sanitized(trunk, heads, shift_trunk=shift_trunk, shift_heads=shift_heads)

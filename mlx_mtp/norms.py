@@ -1,0 +1,107 @@
+"""Norms that the hub stores zero-centred (weight minus one): who shifted them already, and who forgot to.
+
+Decided once for the trunk and once for the heads, never tensor by tensor: a norm of the fusion may lie near zero in
+either convention, while the norms of the layers together tell them apart (omlx PRs 1507 and 3750, MTPLX issue 306).
+"""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from .checkpoint import Header, read_tensors
+
+LAYER_NORMS = re.compile(r"(layernorm|_norm)\.weight$")
+SHIFTED = 0.75  # a mean above it is no zero-centred norm's
+USUAL = 0.5, 1.75  # means of a loaded part's layer norms; far outside lie norms unshifted, or shifted twice
+
+
+def conventions(zero_centred: tuple[str, str] | None, trunk: Header, heads: Header) -> tuple[bool, bool]:
+    """Whether the trunk's norms, and the heads', are stored zero-centred.
+
+    The trunk: by what only one layout has, else by the writer ("pt" is the hub's), else by its layers' norms.
+    Heads in a raw trunk's shards are raw unless their names deny it; others are what their layers' norms look like.
+    """
+    if zero_centred is None:
+        return False, False
+    raw = _by_layout(zero_centred, trunk)
+    if raw is None:
+        raw = _from_the_hub(trunk) or _mean(trunk) < USUAL[0]
+    if not heads:
+        return raw, raw
+    by_name = _by_layout(zero_centred, heads)
+    if raw and {t.file for t in heads.values()} <= {t.file for t in trunk.values()}:
+        return True, by_name is not False
+    mean = _mean(heads)
+    if USUAL[0] <= mean <= SHIFTED:
+        return raw, by_name if by_name is not None else raw or _from_the_hub(heads)
+    return raw, mean < USUAL[0]
+
+
+def _by_layout(zero_centred: tuple[str, str], header: Header) -> bool | None:
+    convolutions = [t.shape for name, t in header.items() if name.endswith("conv1d.weight")]
+    if convolutions:  # conversion transposes them, and mlx-lm goes by that
+        return any(shape[-1] != 1 for shape in convolutions)
+    for pattern, raw in zip(zero_centred, (True, False), strict=True):
+        if any(re.search(pattern, name) for name in header):
+            return raw
+    return None
+
+
+def _from_the_hub(header: Header) -> bool:
+    return any(tensor.format == "pt" for tensor in header.values())
+
+
+def _mean(header: Header) -> float:
+    """The mean of the layers' norms; 1, which leaves them alone, where there are none."""
+    return _mean_of(read_tensors({n: t for n, t in header.items() if LAYER_NORMS.search(n)}))
+
+
+def _mean_of(weights: dict[str, Any]) -> float:
+    means: list[Any] = [w.astype(mx.float32).mean().item() for w in weights.values()]
+    return sum(means) / len(means) if means else 1.0
+
+
+def warn_of_unusual(model: Any, raw: bool, raw_heads: bool, origin: Callable[[str], tuple[str, str]]) -> None:
+    """Warn of norms that look unshifted, shifted twice, or of two conventions; `origin` is a parameter's."""
+    parameters: dict[str, Any] = dict(tree_flatten(model.parameters()))
+    norms = {path: w for path, w in parameters.items() if LAYER_NORMS.search(path)}
+    parts = {"the trunk": {path: w for path, w in norms.items() if not path.startswith("mtp.")}}
+    for depth in range(len(model.get("mtp", []))):
+        parts[f"MTP depth {depth}"] = {p: w for p, w in norms.items() if p.startswith(f"mtp.{depth}.block.")}
+    for part, weights in parts.items():
+        mean = _mean_of(weights)
+        if not USUAL[0] <= mean <= USUAL[1]:
+            file, name = origin(next(iter(weights)))
+            state = "stored zero-centred and not shifted" if mean < USUAL[0] else "shifted twice"
+            warnings.warn(
+                f"{file}: {len(weights)} norms of {part} ({name} ...) have mean {mean:.2f} once loaded, expected "
+                f"near 1; they look {state}",
+                stacklevel=6,
+            )
+        elif part != "the trunk":
+            _warn_of_two_conventions(parameters, part, mean, (raw, raw_heads), origin)
+
+
+def _warn_of_two_conventions(
+    parameters: dict[str, Any],
+    part: str,
+    mean: float,
+    raw: tuple[bool, bool],
+    origin: Callable[[str], tuple[str, str]],
+) -> None:
+    """A head's last norm, alone in the other convention than the norms of its layer."""
+    path = f"mtp.{part.rpartition(' ')[2]}.norm.weight"
+    last = _mean_of({path: parameters[path]})
+    twice = raw == (False, True) and last - 1 > SHIFTED  # in a raw trunk's shards it may be so by training
+    if twice or (not raw[1] and last < 1 - SHIFTED):
+        file, name = origin(path)
+        stored, layers = (last - 1, mean - 1) if raw[1] else (last, mean)
+        warnings.warn(
+            f"{file}: tensor {name} of {part} has mean {stored:.2f}, the norms of its layer {layers:.2f}: two "
+            f"conventions in one head; {'all were shifted by +1' if raw[1] else 'none was shifted'}",
+            stacklevel=7,
+        )

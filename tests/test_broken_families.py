@@ -1,0 +1,168 @@
+"""Deliberately broken checkpoints of every family: one line that names the file, the tensor, found and expected."""
+
+import json
+import re
+import warnings
+
+import families
+import mlx.core as mx
+import pytest
+import tiny
+
+import mlx_mtp
+
+NAMES = sorted(families.FAMILIES)
+NUMBERED = [
+    n for n in NAMES if any(".experts.0." in t for t in families.FAMILIES[n].trunk(families.FAMILIES[n].config))
+]
+
+
+class Broken:
+    """A family's tiny checkpoint, and the message that loading it gives once it is damaged."""
+
+    def __init__(self, name: str, path):
+        self.path, self.weights, _ = families.build(name, path)
+        self.config = json.loads((path / "config.json").read_text())
+        self.heads = list(families.FAMILIES[name].heads(families.FAMILIES[name].config))
+        self.zero_centred = families.FAMILIES[name].zero_centred
+        self.trunk = [n for n in self.weights if n not in self.heads]
+
+    def message(self, weights: dict, config: dict | None = None) -> str:
+        tiny.save(self.path, config or self.config, weights)
+        with pytest.raises(ValueError, match=r"model\.safetensors: ") as error:
+            mlx_mtp.load_model(self.path)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    def without(self, gone) -> dict:
+        return {name: w for name, w in self.weights.items() if not gone(name)}
+
+    def first(self, pattern: str) -> str:
+        return next(name for name in self.heads if re.search(pattern, name))
+
+
+@pytest.fixture
+def broken(request, tmp_path):
+    return Broken(request.param, tmp_path)
+
+
+every_family = pytest.mark.parametrize("broken", NAMES, indirect=True)
+
+
+@pytest.mark.parametrize("broken", NUMBERED, indirect=True)
+@pytest.mark.parametrize("part", ["trunk", "heads"])
+def test_experts_are_missing(broken, part):
+    experts = [name for name in getattr(broken, part) if ".experts." in name]
+    if not experts:
+        pytest.skip("the heads have no experts")
+    prefix = re.match(r".*\.experts\.", experts[0])[0]
+    for number in (1, 3):
+        expected = (
+            rf"tensor {re.escape(prefix)}{number}\.\w+_proj\.weight is missing(, of \d|; the rest of its layer)"
+        )
+        assert re.search(expected, broken.message(broken.without(lambda n, e=number: n.startswith(f"{prefix}{e}."))))
+        one = broken.message(broken.without(lambda n, e=number: n == f"{prefix}{e}.down_proj.weight"))
+        assert re.search(expected.replace(r"\w+_proj", "down_proj"), one)
+    message = broken.message(broken.without(lambda n: n.startswith(prefix)))
+    layer = re.escape(prefix.removesuffix("experts."))
+    assert re.search(rf"tensor {layer}experts\.[0*]\.\w+_proj\.weight is missing; .*\(\d, \d+, \d+\)", message)
+
+
+@pytest.mark.parametrize("broken", NUMBERED, indirect=True)
+def test_experts_of_another_number_than_config_says(broken):
+    message = broken.message(broken.without(lambda n: ".experts.3." in n))
+    assert re.search(r"tensor \S+\.experts\.3\.\w+_proj\.weight is missing(; the rest of its layer|, of 6)", message)
+    more = {n.replace(".experts.3.", ".experts.4."): w for n, w in broken.weights.items()}
+    message = broken.message(broken.weights | more)
+    assert re.search(r"tensor \S+\.experts\.4\.\w+_proj\.weight is not part of the model", message)
+
+
+@pytest.mark.parametrize("broken", ["qwen3_5_moe"], indirect=True)
+@pytest.mark.parametrize("part", ["trunk", "heads"])
+@pytest.mark.parametrize("tensor", ["gate_up_proj", "down_proj"])
+def test_fused_experts_are_missing(broken, part, tensor):
+    gone = next(name for name in getattr(broken, part) if name.endswith(f".experts.{tensor}"))
+    layer = re.escape(gone.removesuffix(f"experts.{tensor}"))
+    assert re.search(
+        rf"tensor {layer}experts\.(\*\.)?\w+_proj\S* is missing", broken.message(broken.without({gone}.__contains__))
+    )
+
+
+@every_family
+def test_a_wrong_prefix(broken):
+    renamed = {f"wrong.{n}" if n in broken.heads else n: w for n, w in broken.weights.items()}
+    message = broken.message(renamed)
+    assert re.search(
+        r"tensor wrong\.\S+ is not part of the model; config\.json expects \d layers, and MTP heads ", message
+    )
+    layers = {**broken.config, **broken.config.get("text_config", {})}["num_hidden_layers"]
+    where = re.search(r"MTP heads (?:from layer (\d+) on|under (\S+) made of .+)$", message)
+    assert where[1] == str(layers) if where[1] else broken.heads[0].startswith(where[2].partition("#")[0])
+
+
+@every_family
+def test_the_wrong_layer(broken):
+    """As where the trunk was cut without renumbering what follows."""
+    later = lambda match: f"{match[1]}.{int(match[2]) + 3}."  # noqa: E731
+    moved = {n: re.sub(r"(layers)\.(\d+)\.", later, n, count=1) if n in broken.heads else n for n in broken.weights}
+    message = broken.message({moved[n]: w for n, w in broken.weights.items()})
+    assert re.search(
+        r"no tensors of MTP depth 0, but of depth \d, such as \S+|tensor mtp\.layers\.3\.\S+ is not part", message
+    )
+
+
+@every_family
+def test_nothing_but_zeros_or_nan(broken):
+    zeros = {name: mx.zeros_like(w) for name, w in broken.weights.items() if name in broken.heads}
+    assert re.search(r"tensor \S+ holds only zeros, expected trained weights", broken.message(broken.weights | zeros))
+    for pattern in (r"(eh_proj|fc|input_proj)\.weight$", r"\.o_proj", r"(final_layernorm|norm)\.weight$"):
+        name = broken.first(pattern)
+        for value, words in ((0.0, "only zeros"), (float("nan"), "NaN")):
+            if not value and broken.zero_centred and "norm" in name:
+                continue  # stands for ones
+            damaged = {**broken.weights, name: mx.full(broken.weights[name].shape, value)}
+            assert f"tensor {name} holds {words}, expected trained weights" in broken.message(damaged)
+
+
+@every_family
+def test_the_head_of_another_model(broken):
+    """Twice as wide, as a larger sibling's."""
+    wide = {n: mx.concatenate([w, w], -1) for n, w in broken.weights.items() if n in broken.heads}
+    message = broken.message(broken.weights | wide)
+    found = re.search(r"tensor (\S+) has shape \((.+)\); config\.json expects \((.+)\)$", message)
+    assert found[1] in broken.heads
+    assert found[2] != found[3]
+
+
+@every_family
+def test_tensors_that_no_head_has(broken):
+    top = re.match(r"(mtp|model\.mtp\.layers\.\d|model\.mtp_layers\.\d|model\.layers\.\d)\.", broken.heads[-1])[0]
+    block = broken.first(r"\.o_proj").partition("o_proj")[0]
+    for name in (f"{top}surprise.weight", f"{block}surprise.weight"):
+        message = broken.message({**broken.weights, name: mx.ones(3)})
+        assert re.search(rf"tensor {re.escape(name)} is not part of the model", message)
+
+
+@every_family
+def test_more_or_fewer_heads_than_declared(broken):
+    text = broken.config.get("text_config", broken.config)
+    field = "mtp_num_hidden_layers" if "mtp_num_hidden_layers" in text else "num_nextn_predict_layers"
+    found = mlx_mtp.load_model(broken.path).report().heads
+    for declared in (0, found + 4):
+        text[field] = declared
+        tiny.save(broken.path, broken.config, broken.weights)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            report = str(mlx_mtp.load_model(broken.path).report())
+        assert f"{found} of {declared} declared" in report
+        expected = f"tensors of {found} MTP heads found, config.json declares {declared}"
+        messages = [str(w.message) for w in said if "agrees with the target" not in str(w.message)]
+        assert messages == ([f"{broken.path}: {expected}"] if declared else [])
+
+
+@every_family
+def test_a_truncated_shard(broken):
+    file = broken.path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: -len(broken.weights)])
+    with pytest.raises(ValueError, match=r"model\.safetensors: truncated or damaged"):
+        mlx_mtp.load_model(broken.path)

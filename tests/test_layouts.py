@@ -1,0 +1,122 @@
+"""One model in the layouts that published checkpoints have: how experts, 8-bit floats and prefixes are stored."""
+
+import json
+
+import families
+import mlx.core as mx
+import pytest
+import tiny
+from mlx.utils import tree_flatten
+
+import mlx_mtp
+
+
+def parameters(path, config: dict, weights: dict) -> dict:
+    return dict(tree_flatten(mlx_mtp.load_model(tiny.save(path, config, weights)).parameters()))
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(mx.array_equal(a[n], b[n]) for n in a)
+
+
+def built(name: str, path):
+    path, weights, _ = families.build(name, path)
+    return json.loads((path / "config.json").read_text()), weights
+
+
+def numbered(weights: dict, part: str) -> dict:
+    """Fused experts of what starts with `part`, one by one."""
+    found = {}
+    for name, w in weights.items():
+        before, fused, projection = name.rpartition(".experts.")
+        if not fused or not name.startswith(part):
+            found[name] = w
+            continue
+        split = mx.split(w, 2, axis=1) if projection == "gate_up_proj" else [w]
+        for kind, experts in zip(("gate", "up") if len(split) == 2 else ("down",), split, strict=True):
+            found |= {f"{before}.experts.{e}.{kind}_proj.weight": experts[e] for e in range(len(w))}
+    return found
+
+
+@pytest.mark.parametrize("part", ["mtp.", "model.language_model.", ""])
+def test_numbered_experts_beside_fused_ones(tmp_path, part):
+    config, weights = built("qwen3_5_moe", tmp_path / "fused")
+    stored = numbered(weights, part)
+    assert len(stored) > len(weights)
+    assert same(parameters(tmp_path / "a", config, stored), parameters(tmp_path / "b", config, weights))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_a_text_model_without_its_wrapper(tmp_path, name):
+    """A flat config.json, with the wrapper's tensor names or plain ones."""
+    config, weights = built(name, tmp_path / "wrapped")
+    expected = parameters(tmp_path / "a", config, weights)
+    flat = {**config["text_config"], "model_type": f"{name}_text"}
+    assert same(parameters(tmp_path / "b", flat, weights), expected)
+    plain = {n.replace("model.language_model.", "model."): w for n, w in weights.items()}
+    assert same(parameters(tmp_path / "c", flat, plain), expected)
+
+
+def test_a_derivative_with_a_model_type_of_its_own(tmp_path):
+    config, weights = built("deepseek_v3", tmp_path / "a")
+    derived = {**config, "model_type": "kimi_k2"}
+    assert same(parameters(tmp_path / "b", derived, weights), parameters(tmp_path / "c", config, weights))
+
+
+def test_a_vision_wrappers_conversion(tmp_path):
+    """Everything of the text model under `language_model.`, the heads too."""
+    weights = tiny.random_weights(tiny.CONFIG)
+    config = {"model_type": "step3p7", "text_config": tiny.CONFIG}
+    moved = {f"language_model.{n}": w for n, w in weights.items()}
+    assert same(parameters(tmp_path / "a", config, moved), parameters(tmp_path / "b", config, weights))
+
+
+def in_8_bits(weights: dict, scales: str) -> tuple[dict, dict]:
+    """(what is stored, what it stands for) of the projections' weights, with one scale per block, row or tensor."""
+    stored, plain = dict(weights), dict(weights)
+    for name, w in weights.items():
+        if not name.endswith("_proj.weight") or w.ndim != 2 or "eh_proj" in name:
+            continue
+        scale = mx.abs(w).max(axis=1, keepdims=True) / 448
+        if scales != "row":
+            scale = scale.max(keepdims=True).reshape((1, 1) if scales == "block" else ())
+        packed = mx.to_fp8(w / scale)
+        stored[name] = packed
+        stored[name + ("_scale_inv" if scales == "block" else "_scale")] = scale
+        plain[name] = (mx.from_fp8(packed, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
+    return stored, plain
+
+
+@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "qwen3_5", "mimo", "deepseek_v3"])
+def test_8_bit_floats(tmp_path, name, scales):
+    config, weights = built(name, tmp_path / "a")
+    if scales == "row":
+        config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    stored, plain = in_8_bits(weights, scales)
+    assert len(stored) > len(weights)
+    found = parameters(tmp_path / "b", config, stored)
+    assert same(found, parameters(tmp_path / "c", config, plain))
+
+
+def test_blocks_are_128_wide(tmp_path):
+    """Over a weight of three blocks by two, none of them whole at the edges."""
+    config, weights = built("mimo", tmp_path / "a")
+    config["intermediate_size"] = 300
+    shapes = families.FAMILIES["mimo"]
+    weights = families.random_weights(shapes.trunk(config) | shapes.heads(config), 0)
+    name = "model.mtp_layers.0.mlp.gate_proj.weight"
+    scale = mx.array([[0.5], [2.0], [4.0]])
+    packed = mx.to_fp8(weights[name])
+    stored = {**weights, name: packed, f"{name}_scale_inv": scale}
+    found = parameters(tmp_path / "b", config, stored)["mtp.0.block.mlp.gate_proj.weight"]
+    expected = mx.from_fp8(packed, dtype=mx.float32)
+    for block, factor in enumerate(scale.flatten().tolist()):
+        rows = slice(128 * block, 128 * (block + 1))
+        assert mx.allclose(found[rows].astype(mx.float32), expected[rows] * factor, rtol=1e-2)
+    stored[f"{name}_scale_inv"] = mx.ones((2, 2))
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: tensor .*gate_proj\.weight_scale_inv has shape \(2, 2\); "
+    ) as e:
+        parameters(tmp_path / "b", config, stored)
+    assert str(e.value).endswith("expected one scale, 300 for the rows, or (3, 1) for blocks of 128")

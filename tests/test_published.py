@@ -1,0 +1,95 @@
+"""Every tensor name of published checkpoints finds its place, and every place its tensor."""
+
+import warnings
+from pathlib import Path
+
+import published
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_mtp.contents import Drafting
+from mlx_mtp.load import _load
+from mlx_mtp.models import eagle3
+
+DRAFTERS = [file for file in published.FILES if file.stem.startswith("eagle3-")]
+MODELS = [file for file in published.FILES if file not in DRAFTERS]
+PORTS = {p.stem for p in (Path(__file__).parents[1] / "mlx_mtp" / "models").glob("*.py")}
+
+
+def checkpoint(file: Path) -> published.Published:
+    found = published.read(file)
+    if found.config["model_type"] not in PORTS:
+        pytest.skip(f"no port for {found.config['model_type']} yet")
+    return found
+
+
+def loaded(path: Path, checkpoint: published.Published):
+    """The model, from files of the published shape, none of whose data is read."""
+    published.write(path, checkpoint)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if not checkpoint.heads() else "error")
+        return _load(path, Drafting(True, None, {}, None), lazy=True)
+
+
+def check(model, checkpoint: published.Published) -> None:
+    """The loader has checked names and shapes; here: which names went where."""
+    port = type(model)
+    ignored = {n for n in checkpoint.tensors if any(n.startswith(a) or n.endswith(a) for a in port.IGNORED)}
+    places = {name: model.renamed(name) for name in checkpoint.tensors.keys() - ignored}
+    parameters = {path for path, _ in tree_flatten(model.parameters())}
+    assert {path for paths in places.values() for path in paths} >= parameters, "a parameter has no source"
+    modules, heads = {path.rpartition(".")[0] for path in parameters}, checkpoint.heads()
+    scales = ("_scale", "_scale_inv")
+    for name, paths in places.items():
+        assert paths, f"{name} is dropped"
+        assert all(p.removesuffix("_scale_inv") in parameters or name.endswith(scales) for p in paths), (name, paths)
+        assert all(p.rpartition(".")[0] in modules for p in paths), (name, paths)
+        assert all(p.startswith("mtp.") == (name in heads) for p in paths), (name, paths)
+    assert bool(model.report().ignored) == bool(ignored)
+
+
+def depths(checkpoint: published.Published) -> int:
+    """How many heads the names tell, by what each of them has exactly once."""
+    once = ("eh_proj.weight", "mtp.fc.weight", ".input_proj.weight")
+    return sum(name.endswith(once) for name in checkpoint.heads())
+
+
+@pytest.mark.parametrize("file", published.FILES, ids=lambda f: f.stem)
+def test_the_fixture_lists_as_many_tensors_as_were_published(file):
+    found = published.read(file)
+    assert found.total in (None, len(found.tensors))
+    assert found.config["model_type"]
+    assert "config: " in file.read_text()
+    assert "tensors: " in file.read_text()
+
+
+@pytest.mark.parametrize("file", MODELS, ids=lambda f: f.stem)
+def test_every_name_is_mapped(tmp_path, file):
+    """Full sizes, but for experts, of which there are four per layer here: all of them in the test below."""
+    found = checkpoint(file).with_experts(4)
+    model = loaded(tmp_path, found)
+    check(model, found)
+    assert model.report().heads == depths(found)
+    own = any(name.endswith(("shared_head.head.weight", "shared_head.output.weight")) for name in found.heads())
+    assert model.report().lm_head.startswith("own" if own else "shared") or not depths(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", MODELS, ids=lambda f: f.stem)
+def test_every_name_is_mapped_with_all_experts(tmp_path, file):
+    found = checkpoint(file)
+    check(loaded(tmp_path, found), found)
+
+
+@pytest.mark.parametrize("file", DRAFTERS, ids=lambda f: f.stem)
+def test_every_name_of_a_drafter_is_mapped(file):
+    """Into a module of the config's sizes, none of whose weights is ever computed."""
+    found = published.read(file)
+    names = found.tensors.keys() - set(eagle3.IGNORED)
+    assert eagle3.refuses(found.config, names) is None
+    spec = eagle3.make_spec(found.config, names, 64, {})
+    head = eagle3.make_head(spec, found.config, names, found.config["hidden_size"])
+    places = {name: spec.locate(name, 0) for name in names}
+    assert all(places.values()), "a name belongs nowhere"
+    shapes = {place[1]: found.tensors[name][0] for name, place in places.items() if place}
+    assert shapes == {name: array.shape for name, array in tree_flatten(head.parameters())}
