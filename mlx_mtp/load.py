@@ -270,15 +270,13 @@ def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[st
 
 def _expected_by_name(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
     """The same for a parameter that no other layer has: by the family's own names."""
-    shown = [(new, rule.shown) for rule in model.RENAMED if rule.shown for new in rule.becomes]
-    for new, old in (*shown, (".switch_mlp.", ".experts.*.")):
-        name = name.replace(new, old)
+    name = model.unrenamed(name).replace(".switch_mlp.", ".experts.*.")
     if not name.startswith("mtp."):
         prefix = next((n.partition("layers.")[0] for n in contents.trunk if "layers." in n), "")
         tail = name.partition("layers.")[2]
         return only({t.file for t in contents.trunk.values()}, path), f"{prefix}layers.{tail}" if tail else name
     prefix = re.match(model.spec.prefix, next(iter(contents.heads)))
-    stored = model.stored(name.split(".", 2)[2])
+    stored = model.spec.stored(name.split(".", 2)[2])
     return only({t.file for t in contents.heads.values()}, path), f"{prefix[0] if prefix else ''}{stored}"
 
 

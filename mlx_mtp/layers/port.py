@@ -163,12 +163,12 @@ class Port:
             names = list(dict.fromkeys(re.sub(rule.stored, new, n) for n in names for new in rule.becomes))
         return names
 
-    def stored(self, path: str) -> str | None:
-        """A checkpoint's own name, without prefix, of the tensors that became `path` inside a head."""
+    def unrenamed(self, path: str) -> str:
+        """A parameter's path with what sanitizing renamed as the checkpoint has it."""
         for rule in self.RENAMED:
             for new in rule.becomes if rule.shown else ():
                 path = path.replace(new, rule.shown)
-        return self.spec.stored(path)
+        return path
 
     def sanitized(
         self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
