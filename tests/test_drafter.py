@@ -92,15 +92,15 @@ def ours(model, prompt, n, k, **options):
     return [token for token, _, _ in steps], stats
 
 
-@pytest.mark.parametrize("length", [1, 2, 9, 30])
+@pytest.mark.parametrize("length", [1, 30])
 def test_greedy_equals_cacheless_forward(drafted, truth, length):
     mx.random.seed(length)
     prompt = mx.random.randint(0, V, (length,)).tolist()
-    for k in (0, 1, 3, 6):
+    for k in (0, 1, 6):
         assert ours(drafted[0], prompt, 40, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 
-@pytest.mark.parametrize("every", [0, 2, 3, 4])
+@pytest.mark.parametrize("every", [0, 3, 4])
 def test_right_wrong_and_partly_right_drafts(drafted, truth, monkeypatch, every):
     prompt = [1, 2, 3, 4, 5]
     text = prompt + truth(tuple(prompt))

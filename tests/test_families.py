@@ -32,12 +32,12 @@ def ours(model, prompt, n, k, **options):
     return [token for token, _, _ in steps], stats
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 30])
+@pytest.mark.parametrize("length", [1, 7, 30])
 def test_greedy_equals_cacheless_forward(family, truth, length):
     model, _ = family
     mx.random.seed(length)
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
-    for k in range(min(model.max_draft_tokens, 5) + 1):
+    for k in (k for k in (0, 1, 2, 3, 6) if k <= model.max_draft_tokens):
         assert ours(model, prompt, 40, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 
