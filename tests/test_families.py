@@ -32,7 +32,7 @@ def ours(model, prompt, n, k, **options):
     return [token for token, _, _ in steps], stats
 
 
-@pytest.mark.parametrize("length", [1, 7, 30])
+@pytest.mark.parametrize("length", [1, 30])
 def test_greedy_equals_cacheless_forward(family, truth, length):
     model, _ = family
     mx.random.seed(length)
