@@ -2,10 +2,12 @@
 
 import re
 
+_ATTRIBUTE = re.compile(r"\[\[\s*threadgroup\(\s*\w+\s*\)\s*\]\]")
+_TO_BFLOAT = re.compile(r"\bstatic_cast\s*<\s*bfloat(?:16_t)?\s*>")
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|\bthreadgroup\b')
 _LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?)(bf|BF|h|H)\b")
 _FUNCTION_CONSTANT = re.compile(
-    r"^([ \t]*)(?:const\s+)?([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\(\s*\w+\s*\)\s*\]\]\s*;", re.MULTILINE
+    r"^([ \t]*)(?:(?:static|constexpr|const)\s+)*([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\(\s*\w+\s*\)\s*\]\]\s*;", re.MULTILINE
 )
 # What may stand before a declaration's first word.
 _STARTS = re.compile(r"(?:[;{}:)]|\belse|\bdo|^\s*#.*)\s*$|^\s*$")
@@ -78,6 +80,7 @@ def lower_threadgroup(text: str) -> str:
 
     `text` is preprocessed source; lines stay where they are.
     """
+    text = _ATTRIBUTE.sub("", text)
     out, last = [], 0
     for token in _TOKEN.finditer(text):
         if token.group() != "threadgroup":
@@ -95,13 +98,13 @@ def lower_threadgroup(text: str) -> str:
 
 
 def lower_literals(text: str) -> str:
-    """`1.5h` and `1.5bf` as casts of float literals."""
+    """`1.5h` and `1.5bf` as casts of float literals, and casts to bfloat as calls."""
 
     def cast(match: re.Match) -> str:
         digits = match[1] if re.search(r"[.eE]", match[1]) else match[1] + ".0"
         return f"({'half' if match[2] in 'hH' else 'bfloat'}({digits}f))"
 
-    return _LITERAL.sub(cast, text)
+    return _TO_BFLOAT.sub("metal::to_bfloat", _LITERAL.sub(cast, text))
 
 
 def lower_function_constants(text: str, values: dict[str, object]) -> str:

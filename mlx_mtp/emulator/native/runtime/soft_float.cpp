@@ -40,6 +40,7 @@ float to_odd(double x) {
 }
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 __bf16 __truncsfbf2(float x) { return __builtin_bit_cast(__bf16, to_bfloat(x)); }
 __bf16 __truncdfbf2(double x) { return __builtin_bit_cast(__bf16, to_bfloat(to_odd(x))); }

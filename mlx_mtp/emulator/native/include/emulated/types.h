@@ -43,7 +43,11 @@ static_assert(sizeof(long) == 8, "the emulator needs a 64-bit long, as Metal has
 #define M_SQRT2_F 1.41421356237309504880f
 #define M_E_F 2.71828182845904523536f
 #define M_LN2_F 0.69314718055994530942f
+#define M_LN10_F 2.30258509299404568402f
 #define M_LOG2E_F 1.44269504088896340736f
+#define M_LOG10E_F 0.43429448190325182765f
+#define M_PI_4_F 0.78539816339744830962f
+#define M_2_PI_F 0.63661977236758134308f
 
 namespace metal {
 using ::bfloat;
@@ -96,8 +100,10 @@ struct conditional<false, A, B> {
 template <bool C, class A, class B>
 using conditional_t = typename conditional<C, A, B>::type;
 
-template <class...>
-using void_t = void;
+template <class... B>
+struct _disjunction : bool_constant<(B::value || ...)> {};
+template <class... B>
+struct _conjunction : bool_constant<(B::value && ...)> {};
 template <class A, class B>
 struct is_same : bool_constant<__is_same(A, B)> {};
 template <class A, class B>
@@ -114,10 +120,6 @@ template <class T, class... A>
 struct is_constructible : bool_constant<__is_constructible(T, A...)> {};
 template <class T, class... A>
 constexpr bool is_constructible_v = __is_constructible(T, A...);
-template <class T>
-struct is_empty : bool_constant<__is_empty(T)> {};
-template <class T>
-constexpr bool is_empty_v = __is_empty(T);
 template <class T>
 struct is_pointer : bool_constant<__is_pointer(T)> {};
 template <class T>
@@ -142,6 +144,12 @@ using remove_reference_t = __remove_reference_t(T);
 template <class T>
 struct remove_reference {
   using type = __remove_reference_t(T);
+};
+template <class T>
+using remove_addrspace_t = T;
+template <class T>
+struct remove_addrspace {
+  using type = T;
 };
 template <class T>
 using remove_const_t = __remove_const(T);
@@ -200,6 +208,31 @@ template <class T>
 constexpr T&& forward(remove_reference_t<T>& x) {
   return static_cast<T&&>(x);
 }
+// Uniform over the threads or not, a value is a value here.
+template <class T>
+using uniform = T;
+template <class T>
+constexpr T make_uniform(T x) {
+  return x;
+}
+
+template <class T, size_t N>
+struct array {
+  T elements[N];
+  constexpr T& operator[](size_t i) { return elements[i]; }
+  constexpr const T& operator[](size_t i) const { return elements[i]; }
+  static constexpr size_t size() { return N; }
+};
+
+// Clang casts no half to bfloat; Metal does.
+template <class T>
+constexpr bfloat to_bfloat(T x) {
+  if constexpr (is_same_v<T, half>)
+    return bfloat(static_cast<float>(x));
+  else
+    return bfloat(x);
+}
+
 template <class T>
 void swap(T& a, T& b) {
   T c = a;

@@ -54,6 +54,7 @@ constexpr int width_of<packed_vec<T, N, V>> = N;
 template <class V, class T, int N, int... I>
 constexpr int width_of<swizzle<V, T, N, I...>> = sizeof...(I);
 
+struct zeros {};
 template <class T, int N>
 struct lanes_of;
 #define EMULATED_S2(A, a, B, b) swizzle<vec<T, 2>, T, EMULATED_N, a, b> A##B;
@@ -96,7 +97,8 @@ struct lanes_of<T, 2> {
     EMULATED_SWIZZLES(2, r, g, b, a)
 #undef EMULATED_N
   };
-  lanes_of() {}
+  lanes_of() = default;
+  explicit constexpr lanes_of(zeros) : data{} {}
   lanes_of(const lanes_of& o) : all(o.all) {}
   lanes_of& operator=(const lanes_of& o) { all = o.all; return *this; }
 };
@@ -113,8 +115,9 @@ struct lanes_of<T, 3> {
     EMULATED_SWIZZLES_FROM(3, r, g, b, a, b, 2)
 #undef EMULATED_N
   };
-  lanes_of() {}
-  lanes_of(const lanes_of& o) : data{o.data[0], o.data[1], o.data[2]} {}
+  lanes_of() = default;
+  explicit constexpr lanes_of(zeros) : data{} {}
+  constexpr lanes_of(const lanes_of& o) : data{o.data[0], o.data[1], o.data[2]} {}
   lanes_of& operator=(const lanes_of& o) { x = o.x; y = o.y; z = o.z; return *this; }
 };
 template <class T>
@@ -133,7 +136,8 @@ struct lanes_of<T, 4> {
     EMULATED_SWIZZLES_FROM(4, r, g, b, a, a, 3)
 #undef EMULATED_N
   };
-  lanes_of() {}
+  lanes_of() = default;
+  explicit constexpr lanes_of(zeros) : data{} {}
   lanes_of(const lanes_of& o) : all(o.all) {}
   lanes_of& operator=(const lanes_of& o) { all = o.all; return *this; }
 };
@@ -143,29 +147,29 @@ struct alignas(sizeof(T) * (N == 3 ? 4 : N)) vec : lanes_of<T, N> {
   using value_type = T;
   using lanes_of<T, N>::data;
 
-  vec() {}
+  vec() = default;
   vec(const vec&) = default;
   vec& operator=(const vec&) = default;
   template <class U, enable_if_t<is_arithmetic_v<U>, int> = 0>
-  vec(U x) {
+  constexpr vec(U x) : lanes_of<T, N>(zeros{}) {
     for (int i = 0; i < N; ++i) data[i] = static_cast<T>(x);
   }
   template <class U, enable_if_t<!is_same_v<U, T>, int> = 0>
-  explicit vec(const vec<U, N>& v) {
+  explicit constexpr vec(const vec<U, N>& v) : lanes_of<T, N>(zeros{}) {
     for (int i = 0; i < N; ++i) data[i] = static_cast<T>(v[i]);
   }
   template <class... A, enable_if_t<(sizeof...(A) > 1), int> = 0>
-  vec(const A&... parts) {
+  constexpr vec(const A&... parts) : lanes_of<T, N>(zeros{}) {
     static_assert((width_of<A> + ... + 0) == N, "a vector's constructor needs exactly its number of elements");
     int k = 0;
     (append(k, parts), ...);
   }
-  T& operator[](int i) { return data[i]; }
-  const T& operator[](int i) const { return data[i]; }
+  constexpr T& operator[](int i) { return data[i]; }
+  constexpr const T& operator[](int i) const { return data[i]; }
 
  private:
   template <class A>
-  void append(int& k, const A& part) {
+  constexpr void append(int& k, const A& part) {
     if constexpr (width_of<A> == 1)
       data[k++] = static_cast<T>(part);
     else

@@ -14,7 +14,7 @@ struct complex_t {
   template <class U, metal::enable_if_t<metal::is_arithmetic_v<U>, int> = 0>
   constexpr complex_t(U re) : real(static_cast<T>(re)), imag(0) {}
   template <class U, metal::enable_if_t<metal::is_arithmetic_v<U>, int> = 0>
-  constexpr operator U() const {
+  explicit constexpr operator U() const {
     return static_cast<U>(real);
   }
   friend constexpr complex_t operator-(complex_t a) { return {-a.real, -a.imag}; }
@@ -26,6 +26,13 @@ struct complex_t {
   friend constexpr complex_t operator/(complex_t a, complex_t b) {
     T d = b.real * b.real + b.imag * b.imag;
     return {(a.real * b.real + a.imag * b.imag) / d, (a.imag * b.real - a.real * b.imag) / d};
+  }
+  friend complex_t operator%(complex_t a, complex_t b) {
+    T re = a.real - b.real * static_cast<long>(a.real / b.real);
+    T im = a.imag - b.imag * static_cast<long>(a.imag / b.imag);
+    if (re != 0 && (re < 0) != (b.real < 0)) re += b.real;
+    if (im != 0 && (im < 0) != (b.imag < 0)) im += b.imag;
+    return {re, im};
   }
   friend constexpr bool operator==(complex_t a, complex_t b) { return a.real == b.real && a.imag == b.imag; }
   friend constexpr bool operator!=(complex_t a, complex_t b) { return !(a == b); }
