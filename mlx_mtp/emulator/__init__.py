@@ -5,6 +5,16 @@ It proves indexing, barriers, the order of sums, and traffic. It proves nothing 
 
 from .errors import CompileError, KernelFault
 from .kernel import MetalKernel, Options, metal_kernel
+from .replace import emulated
 from .traffic import BufferTraffic, Traffic
 
-__all__ = ["BufferTraffic", "CompileError", "KernelFault", "MetalKernel", "Options", "Traffic", "metal_kernel"]
+__all__ = [
+    "BufferTraffic",
+    "CompileError",
+    "KernelFault",
+    "MetalKernel",
+    "Options",
+    "Traffic",
+    "emulated",
+    "metal_kernel",
+]

@@ -1,7 +1,7 @@
 """`metal_kernel`, called as `mx.fast.metal_kernel` is, on the CPU."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
@@ -49,8 +49,15 @@ class Options:
             raise ValueError(f"max_steps is {self.max_steps}; it must be at least 1")
 
 
-_observers: list[Callable[[Traffic], None]] = []
-_defaults = [Options()]
+observers: list[Callable[[Traffic], None]] = []
+_default = Options()
+
+
+def default_options(options: Options) -> Options:
+    """Makes `options` those of launches that name none, and returns what they were."""
+    global _default
+    before, _default = _default, options
+    return before
 
 
 def _checked_triple(value: Sequence[int], name: str) -> tuple[int, int, int]:
@@ -160,7 +167,7 @@ class MetalKernel:
 
         Raises KernelFault for what Metal leaves undefined, CompileError, and ValueError for wrong arguments.
         """
-        options = options or _defaults[-1]
+        options = options or _default
         grid, group = _checked_triple(grid, "grid"), _checked_triple(threadgroup, "threadgroup")
         if group[0] * group[1] * group[2] > MAX_THREADS:
             raise ValueError(f"threadgroup is {group}: {np.prod(group)} threads; it may have {MAX_THREADS}")
@@ -242,7 +249,7 @@ class MetalKernel:
                 if sentence := unwritten(self.name, memory):
                     raise KernelFault(sentence)
         self.traffic = make_traffic(self.name, outcome, grid, group)
-        for observe in _observers:
+        for observe in observers:
             observe(self.traffic)
 
 
@@ -266,8 +273,3 @@ def metal_kernel(
     if mode not in ("safe", "relaxed", "fast"):
         raise ValueError(f"math_mode is {mode!r}; it must be 'safe', 'relaxed' or 'fast'")
     return MetalKernel(name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs)
-
-
-def with_options(options: Options, **changes) -> Options:
-    """A copy of `options` with some of them changed."""
-    return replace(options, **changes)

@@ -85,7 +85,7 @@ def _names_4(r: _Reader) -> list[str]:
 
 
 class _Program:
-    """The state machine of one line program; `rows` are (address, file, line), a line of 0 ends a sequence."""
+    """The state machine of one line program; `rows` are (address, file, line), a line of -1 ends a sequence."""
 
     def __init__(self, r: _Reader, end: int, header: dict, files: list[str]):
         self.r, self.end, self.header, self.files = r, end, header, files
@@ -104,7 +104,7 @@ class _Program:
         after = self.r.at + size
         code = self.r.take("B")
         if code == 1:
-            self.emit(0)
+            self.emit(-1)
             self.reset()
         elif code == 2:
             self.address = self.r.take("Q")
@@ -173,13 +173,14 @@ def _rows(path: Path) -> list[tuple[int, str, int]]:
     rows: list[tuple[int, str, int]] = []
     while r.at < len(r.data):
         rows += _unit(r, sections)
-    return sorted(rows, key=lambda row: (row[0], row[2] != 0))
+    return sorted(rows, key=lambda row: (row[0], row[2] >= 0))
 
 
 def find_line(path: Path, address: int) -> tuple[str, int] | None:
     """File name and line of an address in the library's image, or None."""
     rows = _rows(path)
     i = bisect.bisect_right(rows, address, key=lambda row: row[0]) - 1
-    if i < 0 or rows[i][2] == 0:
-        return None
-    return rows[i][1], rows[i][2]
+    # Code that the optimiser made of several lines has line 0: the line before is the nearest there is.
+    while i >= 0 and rows[i][2] == 0:
+        i -= 1
+    return (rows[i][1], rows[i][2]) if i >= 0 and rows[i][2] > 0 else None

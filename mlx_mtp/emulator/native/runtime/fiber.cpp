@@ -68,6 +68,7 @@ extern void* thread_arguments[];
 static void thread_main() {
   EmulatedThread ids = rt.current->ids;  // on the thread's own stack, where it may read
   rt.launch->entry(thread_arguments, &ids);
+  if (rt.suspect.size) settle_suspect();
   Thread* self = rt.current;
   self->state = FINISHED;
   emulated_switch(&self->sp, rt.scheduler_sp);
@@ -96,6 +97,7 @@ void resume(Thread* t) {
 }
 
 void wait_here(Thread* t) {
+  if (rt.suspect.size) settle_suspect();
   t->state = WAITING;
   emulated_switch(&t->sp, rt.scheduler_sp);
 }

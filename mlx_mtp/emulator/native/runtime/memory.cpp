@@ -22,17 +22,32 @@ bool unordered(const Mark& before, const Mark& now, u64 group_base, bool device)
   return before.thread / 32 != now.thread / 32 || before.simd_epoch == now.simd_epoch;
 }
 
-[[noreturn]] void race(const Buffer& b, long offset, u64 size, bool writes, u64 site, const Mark& before, bool wrote) {
-  Fault& f = new_fault(RACE, site);
-  f.buffer = static_cast<u64>(&b - rt.buffer);
-  f.offset = offset;
-  f.size = size;
-  f.writes = writes;
-  f.other_thread = before.thread;
-  f.other_writes = wrote;
-  f.other_site = before.site ? rt.site_address[before.site] : 0;
-  f.other_group_known = b.kind == THREADGROUP || before.epoch >= rt.group_base_device;
+Fault race(const Buffer& b, long offset, u64 size, bool writes, u64 site, const Mark& before, bool wrote) {
+  Fault& now = new_fault(RACE, site);
+  now.buffer = static_cast<u64>(&b - rt.buffer);
+  now.offset = offset;
+  now.size = size;
+  now.writes = writes;
+  now.other_thread = before.thread;
+  now.other_writes = wrote;
+  now.other_site = before.site ? rt.site_address[before.site] : 0;
+  now.other_group_known = b.kind == THREADGROUP || before.epoch >= rt.group_base_device;
+  Fault f = now;
+  now = Fault{};
+  return f;
+}
+
+[[noreturn]] void report(const Fault& f) {
+  rt.launch->fault = f;
   leave_with_fault();
+}
+
+void suspect(const Buffer& b, u64 offset, u64 size, const Fault& f) {
+  if (size > sizeof(rt.suspect.before)) report(f);
+  rt.suspect.address = b.base + offset;
+  rt.suspect.size = size;
+  rt.suspect.fault = f;
+  memcpy(rt.suspect.before, reinterpret_cast<void*>(rt.suspect.address), size);
 }
 
 void remember_reader(Shadow& s, const Mark& now) {
@@ -49,13 +64,16 @@ void check_order(Buffer& b, u64 offset, u64 size, bool writes, u64 site, const M
   u64 base = device ? rt.group_base_device : rt.group_base_threadgroup;
   for (u64 i = offset; i < offset + size; ++i) {
     Shadow& s = b.shadow[i];
-    if (!(now.atomic && s.writer.atomic) && unordered(s.writer, now, base, device))
-      race(b, static_cast<long>(offset), size, writes, site, s.writer, true);
+    if (!(now.atomic && s.writer.atomic) && unordered(s.writer, now, base, device)) {
+      Fault f = race(b, static_cast<long>(offset), size, writes, site, s.writer, true);
+      if (!writes || now.atomic) report(f);
+      if (!rt.suspect.size) suspect(b, offset, size, f);
+    }
     if (writes) {
       const Mark readers[] = {s.reader, s.other_reader};
       for (const Mark& reader : readers)
         if (!(now.atomic && reader.atomic) && unordered(reader, now, base, device))
-          race(b, static_cast<long>(offset), size, writes, site, reader, false);
+          report(race(b, static_cast<long>(offset), size, writes, site, reader, false));
       s.writer = now;
     } else {
       remember_reader(s, now);
@@ -92,8 +110,16 @@ void check_written(const Buffer& b, u64 offset, u64 size, u64 site) {
 }
 }  // namespace
 
+void settle_suspect() {
+  u64 size = rt.suspect.size;
+  rt.suspect.size = 0;
+  for (u64 i = 0; i < size; ++i)
+    if (reinterpret_cast<const u8*>(rt.suspect.address)[i] != rt.suspect.before[i]) report(rt.suspect.fault);
+}
+
 void memory_access(u64 address, u64 size, bool writes, u64 site, bool atomic) {
   Thread* t = rt.current;
+  if (rt.suspect.size) settle_suspect();
   if (!t || address - t->stack_low < STACK_SIZE) return;
   u64 slot = (address - rt.arena) / rt.slot_size;
   if (address < rt.arena || slot >= MAX_BUFFERS || !rt.buffer[slot].base) {

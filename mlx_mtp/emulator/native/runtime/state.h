@@ -109,6 +109,12 @@ struct Runtime {
   u32* site_of;
   u64 site_capacity, sites;
   u64* site_address;
+  // A write where another thread wrote: a race unless it leaves the same bytes, which is known once it is done.
+  struct {
+    u64 address, size;
+    u8 before[64];
+    Fault fault;
+  } suspect;
   Fault pending;  // a read of unwritten memory, which may turn out to be a race with its write
 };
 extern Runtime rt;
@@ -120,5 +126,6 @@ void resume(Thread*);
 [[noreturn]] void leave_with_fault();
 Fault& new_fault(FaultKind, u64 site);
 void report_pending();
+void settle_suspect();
 int set_up_memory(Launch*);
 void tear_down_memory();
