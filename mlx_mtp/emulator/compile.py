@@ -48,8 +48,7 @@ ENTRY = """
 # 1 "emulator"
 #define EMULATED_UINT3(a) uint3(a[0], a[1], a[2])
 extern "C" {{
-extern char __ehdr_start, _end;
-__attribute__((visibility("default"))) void* emulated_image[2];
+extern __attribute__((visibility("hidden"))) char __ehdr_start, _end;
 __attribute__((visibility("default"), no_sanitize("kernel-address", "coverage", "undefined")))
 void emulated_entry(void** arguments, const EmulatedThread* t) {{
   {call};

@@ -106,6 +106,8 @@ def template_argument(name: str, value) -> tuple[str, str, str]:
     if isinstance(value, bool):
         return "bool", name, str(int(value))
     if isinstance(value, int):
+        if value < 0:
+            raise ValueError(f"template argument {name} is {value}; MLX writes it into a name, where no minus can be")
         return "int", name, str(value)
     if isinstance(value, mx.Dtype):
         return "typename", name, type_name(value)

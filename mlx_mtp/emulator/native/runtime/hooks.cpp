@@ -115,10 +115,10 @@ EXPORT void emulated_uniform(const EmulatedExchange* e, const char* what, void* 
     }
 }
 
-EXPORT void emulated_atomic(const void* address, u32 size, int writes, void* site) {
+EXPORT void emulated_atomic(const void* address, u32 size, u32 kind, void* site) {
   u64 a = reinterpret_cast<u64>(address);
-  if (writes) memory_access(a, size, false, reinterpret_cast<u64>(site), true);
-  memory_access(a, size, writes, reinterpret_cast<u64>(site), true);
+  if (kind != ATOMIC_STORE) memory_access(a, size, false, reinterpret_cast<u64>(site), true);
+  if (kind != ATOMIC_LOAD) memory_access(a, size, true, reinterpret_cast<u64>(site), true);
 }
 
 EXPORT void __ubsan_handle_divrem_overflow(void*, u64, u64) {

@@ -25,7 +25,8 @@ unsigned emulated_lane();
 // Faults unless `lane` takes part in the exchange.
 void emulated_source_lane(const EmulatedExchange*, const char* what, void* site, unsigned lane);
 void emulated_uniform(const EmulatedExchange*, const char* what, void* site);
-void emulated_atomic(const void* address, unsigned size, int writes, void* site);
+enum EmulatedAtomic { ATOMIC_LOAD, ATOMIC_STORE, ATOMIC_UPDATE };
+void emulated_atomic(const void* address, unsigned size, unsigned kind, void* site);
 // The storage of a threadgroup array in the threadgroup that runs; `tag` is a different address for each.
 void* emulated_threadgroup(const void* tag, const char* name, unsigned long size, unsigned long item);
 void emulated_fault(const char* what, void* site);

@@ -31,18 +31,18 @@ using value_of = typename same_type<T>::type;
 
 template <class T>
 EMULATED_INTERNAL T atomic_load_explicit(const volatile atomic<T>* object, memory_order) {
-  emulated_atomic(const_cast<const atomic<T>*>(object), sizeof(T), 0, EMULATED_SITE);
+  emulated_atomic(const_cast<const atomic<T>*>(object), sizeof(T), ATOMIC_LOAD, EMULATED_SITE);
   return object->value;
 }
 template <class T>
 EMULATED_INTERNAL void atomic_store_explicit(volatile atomic<T>* object, value_of<T> x, memory_order) {
-  emulated_atomic(const_cast<atomic<T>*>(object), sizeof(T), 1, EMULATED_SITE);
+  emulated_atomic(const_cast<atomic<T>*>(object), sizeof(T), ATOMIC_STORE, EMULATED_SITE);
   object->value = x;
 }
 template <class T>
 EMULATED_INTERNAL bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* object, T* expected, value_of<T> x,
                                                              memory_order, memory_order) {
-  emulated_atomic(const_cast<atomic<T>*>(object), sizeof(T), 1, EMULATED_SITE);
+  emulated_atomic(const_cast<atomic<T>*>(object), sizeof(T), ATOMIC_UPDATE, EMULATED_SITE);
   T was = object->value;
   bool same = __builtin_memcmp(&was, expected, sizeof(T)) == 0;
   if (same)
@@ -54,7 +54,7 @@ EMULATED_INTERNAL bool atomic_compare_exchange_weak_explicit(volatile atomic<T>*
 #define EMULATED_ATOMIC(NAME, EXPRESSION)                                                               \
   template <class T>                                                                                    \
   EMULATED_INTERNAL T atomic_##NAME##_explicit(volatile atomic<T>* object, value_of<T> x, memory_order) { \
-    emulated_atomic(const_cast<atomic<T>*>(object), sizeof(T), 1, EMULATED_SITE);                       \
+    emulated_atomic(const_cast<atomic<T>*>(object), sizeof(T), ATOMIC_UPDATE, EMULATED_SITE);                       \
     T was = object->value;                                                                              \
     object->value = EXPRESSION;                                                                         \
     return was;                                                                                         \

@@ -14,10 +14,7 @@ struct swizzle {
   T data[N];
   operator V() const { return V(data[I]...); }
   swizzle& operator=(const V& v) {
-    constexpr int lanes[] = {I...};
-    for (int a = 0; a < int(sizeof...(I)); ++a)
-      for (int b = 0; b < a; ++b)
-        if (lanes[a] == lanes[b]) __builtin_trap();
+    static_assert(((1 << I) + ...) == ((1 << I) | ...), "a swizzle that names an element twice cannot be assigned");
     int k = 0;
     ((data[I] = v[k++]), ...);
     return *this;
@@ -94,7 +91,6 @@ struct lanes_of<T, 2> {
     struct { T r, g; };
 #define EMULATED_N 2
     EMULATED_SWIZZLES(2, x, y, z, w)
-    EMULATED_SWIZZLES(2, r, g, b, a)
 #undef EMULATED_N
   };
   lanes_of() = default;
@@ -111,8 +107,7 @@ struct lanes_of<T, 3> {
 #define EMULATED_N 3
     EMULATED_SWIZZLES(3, x, y, z, w)
     EMULATED_SWIZZLES_FROM(3, x, y, z, w, z, 2)
-    EMULATED_SWIZZLES(3, r, g, b, a)
-    EMULATED_SWIZZLES_FROM(3, r, g, b, a, b, 2)
+    swizzle<vec<T, 2>, T, 3, 0, 1> rg;
 #undef EMULATED_N
   };
   lanes_of() = default;
@@ -131,9 +126,8 @@ struct lanes_of<T, 4> {
     EMULATED_SWIZZLES(4, x, y, z, w)
     EMULATED_SWIZZLES_FROM(4, x, y, z, w, z, 2)
     EMULATED_SWIZZLES_FROM(4, x, y, z, w, w, 3)
-    EMULATED_SWIZZLES(4, r, g, b, a)
-    EMULATED_SWIZZLES_FROM(4, r, g, b, a, b, 2)
-    EMULATED_SWIZZLES_FROM(4, r, g, b, a, a, 3)
+    swizzle<vec<T, 2>, T, 4, 0, 1> rg;
+    swizzle<vec<T, 3>, T, 4, 0, 1, 2> rgb;
 #undef EMULATED_N
   };
   lanes_of() = default;
