@@ -2,6 +2,9 @@
 
 import re
 
+from .errors import CompileError
+
+_LINE = re.compile(r'^# (\d+) "([^"]*)".*$', re.MULTILINE)
 _ATTRIBUTE = re.compile(r"\[\[\s*threadgroup\(\s*\w+\s*\)\s*\]\]")
 _TO_BFLOAT = re.compile(r"\bstatic_cast\s*<\s*bfloat(?:16_t)?\s*>")
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|\bthreadgroup\b')
@@ -9,28 +12,64 @@ _LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?)(bf|B
 _FUNCTION_CONSTANT = re.compile(
     r"^([ \t]*)(?:(?:static|constexpr|const)\s+)*([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\(\s*\w+\s*\)\s*\]\]\s*;", re.MULTILINE
 )
-# What may stand before a declaration's first word.
-_STARTS = re.compile(r"(?:[;{}:)]|\belse|\bdo|^\s*#.*)\s*$|^\s*$")
+_OPENING, _CLOSING = "<([", ">)]"
+
+
+def _after_type(text: str, start: int) -> int:
+    """Index of the first character after `start` that is in no brackets and belongs to no type or name."""
+    depth = 0
+    for i in range(start, len(text)):
+        c = text[i]
+        if c in _OPENING:
+            depth += 1
+        elif c in _CLOSING and depth == 0:
+            return i
+        elif c in _CLOSING:
+            depth -= 1
+        elif depth == 0 and c in "*&=;,{}:" and not (c == ":" and ":" in (text[i + 1], text[i - 1])):
+            return i
+    return len(text) - 1
+
+
+def _line_of(text: str, at: int) -> str:
+    """File and line of a place in preprocessed text."""
+    before = text[:at]
+    markers = list(_LINE.finditer(before))
+    if not markers:
+        return f"line {before.count(chr(10)) + 1}"
+    last = markers[-1]
+    return f"{last[2]}:{int(last[1]) + before.count(chr(10), last.end()) - 1}"
 
 
 def _declaration_end(text: str, start: int) -> int:
-    """Index of the `;` that ends the declaration, or -1 if it is none: a pointer, a parameter, a cast."""
-    depth = {"<": 0, "(": 0, "[": 0}
-    closing = {">": "<", ")": "(", "]": "["}
-    for i in range(start, len(text)):
-        c = text[i]
-        if c in depth:
-            depth[c] += 1
-        elif c in closing:
-            if depth[closing[c]] == 0:
-                return -1
-            depth[closing[c]] -= 1
-        elif not any(depth.values()):
-            if c == ";":
-                return i
-            if c in "*&={}":
-                return -1
-    return -1
+    """Index of the `;` of a declaration of threadgroup variables; -1 for pointers, parameters and the like."""
+    stop = _after_type(text, start)
+    if text[stop] in "*&)>{}:":
+        return -1
+    end = start
+    while text[end] not in ";{}":
+        end += 1
+    declaration = text[start:end]
+    if text[end] != ";" or _in_parameters(text, stop):
+        return -1
+    if re.search(r"[=*&]", re.sub(r"\[[^\]]*\]", "", declaration)):
+        raise CompileError(
+            f"{_line_of(text, start)}: `threadgroup {declaration.strip()}`: the emulator takes threadgroup variables "
+            "without an initializer, and pointers in a declaration of their own"
+        )
+    return end
+
+
+def _in_parameters(text: str, stop: int) -> bool:
+    """Whether the bracket that closes first after `stop` is one of a list of parameters."""
+    depth = 0
+    for c in text[stop:]:
+        depth += (c in "([") - (c in ")]")
+        if depth < 0:
+            return True
+        if c in ";{}":
+            return False
+    return False
 
 
 def _split(text: str) -> list[str]:
@@ -45,7 +84,7 @@ def _split(text: str) -> list[str]:
 
 def _storage(declaration: str) -> str:
     """C++ for `T a[2][3], b` that is handed its storage by the runtime."""
-    first, *others = _split(declaration)
+    first, *others = _split(re.sub(r"\balignas\s*\([^()]*\)|^\s*#.*$", "", declaration, flags=re.MULTILINE))
     match = re.fullmatch(r"\s*(.*?)\s*\b(\w+)\s*((?:\[.*\])?)\s*", first, re.DOTALL)
     if match is None or not match[1]:
         return ""
@@ -67,14 +106,6 @@ def _from_runtime(type_: str, array: str, name: str) -> str:
     )
 
 
-def _statement_starts(text: str, at: int) -> bool:
-    before = text[max(0, at - 400) : at]
-    # A line marker of the preprocessor, or a qualifier of the same declaration, does not count.
-    before = re.sub(r"\n#[^\n]*(?=\n)", "", "\n" + before)
-    before = re.sub(r"\b(const|volatile|static|alignas\([^()]*\))\s*$", "", before.rstrip() + " ").rstrip()
-    return bool(_STARTS.search(before[-80:].rsplit("\n#", 1)[0] if before else ""))
-
-
 def lower_threadgroup(text: str) -> str:
     """Replaces every `threadgroup T name[n];` by storage from the runtime and drops the word elsewhere.
 
@@ -89,10 +120,12 @@ def lower_threadgroup(text: str) -> str:
             continue
         out.append(text[last : token.start()])
         last = token.end()
-        end = _declaration_end(text, last) if _statement_starts(text, token.start()) else -1
-        storage = _storage(text[last:end]) if end > 0 else ""
-        if storage:
-            out.append(storage + "\n" * text.count("\n", last, end) if "\n" in text[last:end] else storage)
+        end = _declaration_end(text, last)
+        if end > 0:
+            storage = _storage(text[last:end])
+            if not storage:
+                raise CompileError(f"{_line_of(text, last)}: `threadgroup{text[last:end]}` is not understood")
+            out.append(storage + "\n" * text.count("\n", last, end))
             last = end + 1
     return "".join([*out, text[last:]])
 

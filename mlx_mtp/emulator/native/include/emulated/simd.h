@@ -151,28 +151,24 @@ EMULATED_SHUFFLE(shuffle_rotate_up, true, self < 0, (self + count - arg % count)
 EMULATED_SHUFFLE(shuffle_rotate_down, true, self < 0, (self + arg) % count)
 #undef EMULATED_SHUFFLE
 
-// Shifts within runs of `modulo` lanes; lanes without a source take the filling of the lane a run further.
-#define EMULATED_FILL(SCOPE, PREFIX, COUNT)                                                                    \
-  template <class T>                                                                                           \
-  EMULATED_INTERNAL T PREFIX##_shuffle_and_fill_up(T x, T filling, ushort delta, ushort modulo = COUNT) {       \
-    auto a = collective::gather(SCOPE, #PREFIX "_shuffle_and_fill_up", EMULATED_SITE, x, delta);               \
-    auto b = collective::gather(SCOPE, #PREFIX "_shuffle_and_fill_up", EMULATED_SITE, filling, modulo);        \
-    int self = b.self - b.first, start = self - self % modulo;                                  \
-    int source = self - delta;                                                                                 \
-    if (source >= start) return collective::read(a, #PREFIX "_shuffle_and_fill_up", EMULATED_SITE, source);    \
-    return collective::read(b, #PREFIX "_shuffle_and_fill_up", EMULATED_SITE, source + modulo);                \
-  }                                                                                                            \
-  template <class T>                                                                                           \
-  EMULATED_INTERNAL T PREFIX##_shuffle_and_fill_down(T x, T filling, ushort delta, ushort modulo = COUNT) {     \
-    auto a = collective::gather(SCOPE, #PREFIX "_shuffle_and_fill_down", EMULATED_SITE, x, delta);             \
-    auto b = collective::gather(SCOPE, #PREFIX "_shuffle_and_fill_down", EMULATED_SITE, filling, modulo);      \
-    int self = b.self - b.first, end = self - self % modulo + modulo;                           \
-    int source = self + delta;                                                                                 \
-    if (source < end) return collective::read(a, #PREFIX "_shuffle_and_fill_down", EMULATED_SITE, source);     \
-    return collective::read(b, #PREFIX "_shuffle_and_fill_down", EMULATED_SITE, source - modulo);              \
+// Shifts within runs of `modulo` lanes; a lane without a source takes the filling of the lane a run further.
+template <class T>
+struct Filled {
+  T data, filling;
+};
+#define EMULATED_FILL(NAME, SCOPE, COUNT, SOURCE, INSIDE, WRAPPED)                                     \
+  template <class T>                                                                                   \
+  EMULATED_INTERNAL T NAME(T x, T filling, ushort delta, ushort modulo = COUNT) {                      \
+    auto lanes = collective::gather(SCOPE, #NAME, EMULATED_SITE, Filled<T>{x, filling}, delta);        \
+    emulated_uniform(lanes.exchange, #NAME, EMULATED_SITE);                                            \
+    int self = lanes.self - lanes.first, start = self - self % modulo, source = SOURCE;                \
+    if (INSIDE) return collective::read(lanes, #NAME, EMULATED_SITE, source).data;                     \
+    return collective::read(lanes, #NAME, EMULATED_SITE, WRAPPED).filling;                             \
   }
-EMULATED_FILL(SCOPE_SIMD, simd, 32)
-EMULATED_FILL(SCOPE_QUAD, quad, 4)
+EMULATED_FILL(simd_shuffle_and_fill_up, SCOPE_SIMD, 32, self - delta, source >= start, source + modulo)
+EMULATED_FILL(quad_shuffle_and_fill_up, SCOPE_QUAD, 4, self - delta, source >= start, source + modulo)
+EMULATED_FILL(simd_shuffle_and_fill_down, SCOPE_SIMD, 32, self + delta, source < start + modulo, source - modulo)
+EMULATED_FILL(quad_shuffle_and_fill_down, SCOPE_QUAD, 4, self + delta, source < start + modulo, source - modulo)
 #undef EMULATED_FILL
 
 template <class T>
