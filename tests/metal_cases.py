@@ -17,9 +17,7 @@ def launch(body, *inputs, out=None, dtype=mx.float32, grid=None, group=32, heade
     kernel = emulator.metal_kernel("probe", list(names[: len(inputs)]), ["out"], body, header=header)
     threads = int(np.prod(shape)) if grid is None else grid
     more.setdefault("threadgroup", (min(group, threads), 1, 1))
-    (y,) = kernel(
-        inputs=list(inputs), grid=(threads, 1, 1), output_shapes=[shape], output_dtypes=[dtype], **more
-    )
+    (y,) = kernel(inputs=list(inputs), grid=(threads, 1, 1), output_shapes=[shape], output_dtypes=[dtype], **more)
     return y
 
 

@@ -96,11 +96,15 @@ def test_ended_lanes_take_no_part():
         uint i = thread_position_in_grid.x;
         out[i] = -1;
         if (i >= 20) return;
-        out[i] = simd_sum(a[i]) + 1000 * simd_is_first() + 10000 * ushort(popcount(uint(ulong(simd_active_threads_mask()))));
+        uint active = popcount(uint(ulong(simd_active_threads_mask())));
+        out[i] = simd_sum(a[i]) + 1000 * simd_is_first() + 10000 * active;
     """
     y = launch(body, mx.ones(32))
     assert y.tolist() == [201020.0] + [200020.0] * 19 + [-1.0] * 12
-    assert launch("out[thread_position_in_grid.x] = simd_sum(1.0f);", out=(40,), group=40).tolist() == [32.0] * 32 + [8.0] * 8
+    assert (
+        launch("out[thread_position_in_grid.x] = simd_sum(1.0f);", out=(40,), group=40).tolist()
+        == [32.0] * 32 + [8.0] * 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,8 @@ def test_ended_lanes_take_no_part():
     ],
 )
 def test_collectives_that_cannot_be(expression, message):
-    body = f"uint lane = thread_index_in_simdgroup; float x = a[lane];\nfloat y = {expression};\nout[lane] = y + simd_min(x);"
+    head = "uint lane = thread_index_in_simdgroup; float x = a[lane];"
+    body = f"{head}\nfloat y = {expression};\nout[lane] = y + simd_min(x);"
     text = fault_of(body, mx.ones(32))
     assert message in text
     assert "probe.metal:2" in text

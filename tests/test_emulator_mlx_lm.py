@@ -155,9 +155,7 @@ def test_qk_norm_and_rope():
 
 def test_expert_routing():
     logits, bias = mx.random.normal((5, 40)), mx.random.normal((40,)) * 0.1
-    chosen, weights = kernels.expert_routing(
-        logits, bias, top_k=4, multiplier=1.5, score_eps=1e-6, route_scale=2.0
-    )
+    chosen, weights = kernels.expert_routing(logits, bias, top_k=4, multiplier=1.5, score_eps=1e-6, route_scale=2.0)
     scores = mx.sigmoid(logits * 1.5)
     want = mx.argsort(-(scores + bias), axis=-1)[:, :4]
     assert np.array_equal(np.array(chosen), np.array(want))

@@ -19,12 +19,21 @@ def quantized(m, n, k, bits, group_size=64, dtype=mx.float32):
     return x, w, exact(x) @ exact(mx.dequantize(*full, group_size, bits)).T
 
 
-# fmt: off
-@pytest.mark.parametrize(("kernel", "m", "n", "k", "bits"), [
-    ("qmv_fast", 3, 24, 512, 4), ("qmv_fast", 1, 13, 512, 4), ("qmv_fast", 1, 16, 512, 3), ("qmv_fast", 2, 8, 256, 8),
-    ("qmv", 3, 24, 448, 4), ("qmv", 2, 5, 192, 3), ("qmv", 2, 13, 320, 6), ("qmv_quad", 2, 64, 128, 4),
-    ("qmv_wide", 7, 24, 1024, 4), ("qmv_wide", 4, 21, 512, 8),
-])  # fmt: on
+@pytest.mark.parametrize(
+    ("kernel", "m", "n", "k", "bits"),
+    [
+        ("qmv_fast", 3, 24, 512, 4),
+        ("qmv_fast", 1, 13, 512, 4),
+        ("qmv_fast", 1, 16, 512, 3),
+        ("qmv_fast", 2, 8, 256, 8),
+        ("qmv", 3, 24, 448, 4),
+        ("qmv", 2, 5, 192, 3),
+        ("qmv", 2, 13, 320, 6),
+        ("qmv_quad", 2, 64, 128, 4),
+        ("qmv_wide", 7, 24, 1024, 4),
+        ("qmv_wide", 4, 21, 512, 8),
+    ],
+)
 def test_quantized_matvec(kernel, m, n, k, bits):
     x, w, want = quantized(m, n, k, bits)
     y, _ = stock.quantized_matvec(x, *w, group_size=64, bits=bits, kernel=kernel)
@@ -108,7 +117,8 @@ def test_gemm_with_simdgroup_matrices():
                     threadgroup_position_in_grid, thread_position_in_threadgroup);
     """
     a, b = mx.random.normal((64, 64)), mx.random.normal((64, 64))
-    kernel = emulator.metal_kernel("gemm", ["a", "b"], ["out"], body, header=stock.include("utils", "steel/gemm/gemm"))
+    header = stock.include("utils", "steel/gemm/gemm")
+    kernel = emulator.metal_kernel("gemm", ["a", "b"], ["out"], body, header=header)
     (y,) = kernel(inputs=[a, b], grid=(64, 4, 4), threadgroup=(32, 2, 2), output_shapes=[(64, 64)],
                   output_dtypes=[mx.float32])  # fmt: skip
     assert relative_error(y, exact(a) @ exact(b).T) < 1e-6

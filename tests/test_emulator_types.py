@@ -32,7 +32,18 @@ def test_literals_are_float_and_half_and_bfloat_round_at_each_step():
 def test_conversions_round_to_nearest_even():
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**32, 4096, dtype=np.uint32)
-    special = [0x3F808000, 0x3F818000, 0x33000000, 0x33000001, 0x387FE000, 0x477FEFFF, 0x477FF000, 0x7F800001, 0, 0x80000000]
+    special = [
+        0x3F808000,
+        0x3F818000,
+        0x33000000,
+        0x33000001,
+        0x387FE000,
+        0x477FEFFF,
+        0x477FF000,
+        0x7F800001,
+        0,
+        0x80000000,
+    ]
     x = mx.array(np.concatenate([bits, np.array(special, np.uint32)])).view(mx.float32)
     for dtype in (mx.float16, mx.bfloat16):
         name = "half" if dtype == mx.float16 else "bfloat"
@@ -55,7 +66,7 @@ def test_vectors():
         "all(float2(1, 2) < float2(2, 3)) + any(int2(0, 1) == 1) * 10 + select(1, 2, true) * 100",
         "clamp(float2(-1, 9), 0.0f, 4.0f).y + max(int2(1, 5), int2(3, 2)).y + cross(float3(1,0,0), float3(0,1,0)).z",
         "sizeof(float3) + sizeof(packed_float3) * 100 + alignof(float4) * 10000 + sizeof(bool4) * 1000000",
-    ) == [4 + 7 + 3, 42, 4 + float(np.float16(0.1)), 32 + 5, 3 + 4 - 1 + 3, 1 + 10 + 200, 4 + 5 + 1, 4161216]  # fmt: skip
+    ) == [14, 42, 4 + float(np.float16(0.1)), 37, 9, 211, 10, 4161216]
 
 
 def test_swizzles_are_written_through():
@@ -76,7 +87,9 @@ def test_swizzles_are_written_through():
 
 
 def test_a_swizzle_of_a_twice_named_element_is_not_assigned():
-    assert "probe.metal" in fault_of("float4 v; v.xx = float2(1, 2); out[0] = v.x;", out=(1,), kind=emulator.CompileError)
+    assert "probe.metal" in fault_of(
+        "float4 v; v.xx = float2(1, 2); out[0] = v.x;", out=(1,), kind=emulator.CompileError
+    )
 
 
 def test_bits():
@@ -109,7 +122,7 @@ def test_mathematics():
         "isnan(NAN) + isinf(INFINITY) * 10 + isfinite(1.0h) * 100", "fma(2.0f, 3.0f, 4.0f) + ldexp(1.0f, 3)",
         "max(1, 2) + min(-1, 1) + abs(-3) + clamp(9, 0, 5) + max3(1, 5, 2) + median3(9, 1, 4)", "max(NAN, 1.0f)",
         "float(numeric_limits<half>::max()) + float(Limits<int>::min == INT_MIN)", "float(exp(bfloat(1)))",
-    ) == [0.5 + 0.75 - 1 + 1, 3.0, 1024 + 3 + 3, 0.0, 111.0, 18.0, 2 - 1 + 3 + 5 + 5 + 4, 1.0, 65505.0, 2.71875]  # fmt: skip
+    ) == [1.25, 3, 1030, 0, 111, 18, 18, 1, 65505, 2.71875]  # fmt: skip
 
 
 def test_contraction_is_chosen():
@@ -123,7 +136,10 @@ def test_contraction_is_chosen():
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [("int z = a[0]; out[0] = 5 / z;", "divided by zero"), ("int z = 32 + a[0]; out[0] = 1 << z;", "shift by as many")],
+    [
+        ("int z = a[0]; out[0] = 5 / z;", "divided by zero"),
+        ("int z = 32 + a[0]; out[0] = 1 << z;", "shift by as many"),
+    ],
 )  # fmt: skip
 def test_arithmetic_without_a_result_is_reported(body, message):
     assert message in fault_of(body, mx.zeros(8, mx.int32), out=(1,))

@@ -85,8 +85,13 @@ class Explainer:
         return text
 
     def message(self, f: Fault) -> str:
-        """One sentence about the fault."""
-        return f"kernel {self.kernel}, {self.thread(f.thread, f.group)}, {self.where(f.site)}: {self.what(f)}"
+        """One sentence about the fault, and one about what came before it and may follow from it."""
+        text = f"kernel {self.kernel}, {self.thread(f.thread, f.group)}, {self.where(f.site)}: {self.what(f)}"
+        before = self.outcome.earlier
+        if before is None:
+            return text
+        who = f"{self.thread(before.thread, before.group)}, {self.where(before.site)}"
+        return f"{text}. Before it, {who}: {self.what(before)}"
 
 
 def unwritten(kernel: str, memory: Memory) -> str | None:

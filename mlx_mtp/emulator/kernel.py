@@ -1,5 +1,6 @@
 """`metal_kernel`, called as `mx.fast.metal_kernel` is, on the CPU."""
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,8 +85,7 @@ def _input_memory(name: str, x: mx.array, contiguous: bool) -> tuple[Memory, tup
     reach = [(n - 1) * s for n, s in zip(a.shape, a.strides, strict=True)]
     first, last = sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach)
     start = a.__array_interface__["data"][0] + first
-    window = np.lib.stride_tricks.as_strided(np.zeros(0, np.uint8), (0,), (1,))
-    window = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * (last - first + x.itemsize)).from_address(start))
+    window = np.ctypeslib.as_array((ctypes.c_uint8 * (last - first + x.itemsize)).from_address(start))
     return Memory(name, window.copy(), x.itemsize, INPUT, origin=-first), tuple(s // x.itemsize for s in a.strides)
 
 
@@ -235,7 +235,7 @@ class MetalKernel:
             memories,
             grid=grid,
             threadgroup=group,
-            order=ORDERS.get(options.order, options.order),
+            order=ORDERS[options.order] if isinstance(options.order, str) else options.order,
             races="races" not in options.allow,
             none_orders="mem_none" in options.allow,
             traffic=options.traffic,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from .compile import runtime_library
+from .errors import CompileError
 
 MAX_BUFFERS = 128
 INPUT, OUTPUT, THREADGROUP = range(3)
@@ -32,7 +33,12 @@ class Fault(c.Structure):
     _fields_ = [
         *[(n, c.c_uint32) for n in ("kind", "writes", "thread", "other_thread", "other_writes", "other_group_known")],
         *[(n, c.c_uint64) for n in ("buffer", "size", "address", "site", "other_site")],
-        *[("offset", c.c_int64), ("group", c.c_uint32 * 3), ("other_group", c.c_uint32 * 3), ("text", c.c_char * 512)],
+        *[
+            ("offset", c.c_int64),
+            ("group", c.c_uint32 * 3),
+            ("other_group", c.c_uint32 * 3),
+            ("text", c.c_char * 512),
+        ],
     ]
 
 
@@ -43,7 +49,7 @@ class _Launch(c.Structure):
         *[("grid", c.c_uint32 * 3), ("group", c.c_uint32 * 3)],
         *[(n, c.c_uint32) for n in ("order", "races", "none_orders", "traffic", "buffers", "arguments")],
         *[(n, c.c_uint64) for n in ("steps", "barriers", "collectives", "max_barriers", "max_collectives")],
-        *[("threads", c.c_uint64), ("threadgroup_bytes", c.c_uint64), ("fault", Fault)],
+        *[("threads", c.c_uint64), ("threadgroup_bytes", c.c_uint64), ("fault", Fault), ("earlier", Fault)],
     ]
 
 
@@ -67,6 +73,7 @@ class Outcome:
 
     memories: list[Memory]
     fault: Fault | None
+    earlier: Fault | None
     counts: dict[str, int]
     image_low: int
 
@@ -81,7 +88,11 @@ def _runtime() -> c.CDLL:
 @functools.cache
 def _kernel(path: Path) -> c.CDLL:
     _runtime()
-    library = c.CDLL(str(path))
+    try:
+        library = c.CDLL(str(path))
+    except OSError as error:
+        symbol = str(error).partition("undefined symbol: ")[2] or str(error)
+        raise CompileError(f"{symbol} is declared and used, but has no value here") from error
     library.emulated_bound.restype = c.c_void_p
     return library
 
@@ -109,14 +120,14 @@ def run(
     traffic: bool,
     max_steps: int,
 ) -> Outcome:
-    """Runs the kernel at `path` on `memories`, one per parameter. Their data, touched bytes and counts are filled in."""
+    """Runs the kernel at `path` on `memories`, one per parameter, whose data and counts it fills in."""
     runtime, kernel = _runtime(), _kernel(path)
     free = c.CDLL(None).free
     free.argtypes = [c.c_void_p]
     buffers = (_Buffer * MAX_BUFFERS)()
     for buffer, memory in zip(buffers, memories, strict=False):
         buffer.size, buffer.kind, buffer.initialised = memory.data.nbytes, memory.kind, memory.initialised
-        buffer.contents = memory.data.ctypes.data if memory.initialised and memory.data.nbytes else None
+        buffer.contents = memory.data.ctypes.data if memory.data.nbytes else None
         buffer.copy_back = memory.data.ctypes.data if memory.kind == OUTPUT and memory.data.nbytes else None
     low, high = kernel.emulated_bound(0), kernel.emulated_bound(1)
     launch = _Launch(
@@ -140,8 +151,15 @@ def run(
     for buffer in threadgroup_arrays:
         name = (buffer.name or b"").decode()
         memories.append(Memory(name, np.zeros(0, np.uint8), buffer.item, THREADGROUP))
-    for buffer, memory in zip([*buffers[: len(memories) - len(threadgroup_arrays)], *threadgroup_arrays], memories):
+    used = [*buffers[: len(memories) - len(threadgroup_arrays)], *threadgroup_arrays]
+    for buffer, memory in zip(used, memories, strict=True):
         memory.touched = _copy_out(buffer, free)
         memory.counts = {name: getattr(buffer, name) for name in COUNTS} | {"size": buffer.size}
     totals = {name: getattr(launch, name) for name in TOTALS}
-    return Outcome(memories, launch.fault if launch.fault.kind else None, totals, low)
+    return Outcome(
+        memories,
+        launch.fault if launch.fault.kind else None,
+        launch.earlier if launch.earlier.kind else None,
+        totals,
+        low,
+    )

@@ -1,4 +1,4 @@
-"""Address to source line, from the DWARF line table of a 64-bit little-endian ELF file (DWARF 4 and 5, section 6.2)."""
+"""Address to source line, from the DWARF line table (versions 4 and 5, section 6.2) of a 64-bit ELF file."""
 
 import bisect
 import functools
@@ -79,7 +79,8 @@ def _names_4(r: _Reader) -> list[str]:
     names = [""]
     while r.data[r.at]:
         names.append(r.string())
-        r.uleb(), r.uleb(), r.uleb()
+        for _ in range(3):
+            r.uleb()
     r.at += 1
     return names
 
@@ -150,7 +151,7 @@ def _unit(r: _Reader, sections: dict[str, bytes]) -> list[tuple[int, str, int]]:
         r.at += 2
     program = r.take("I")
     program += r.at
-    header = {"minimum": r.take("B")}
+    header: dict = {"minimum": r.take("B")}
     r.at += 2
     header |= {"line_base": r.take("b"), "range": r.take("B"), "base": r.take("B")}
     header["lengths"] = [r.take("B") for _ in range(header["base"] - 1)]

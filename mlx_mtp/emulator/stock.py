@@ -28,7 +28,13 @@ def _kernel(name: str, inputs: tuple[str, ...], output: str, body: str, headers:
 
 
 def _run(
-    kernel: MetalKernel, inputs: list, template: list, groups: tuple, group: tuple, shape: tuple, options: Options | None
+    kernel: MetalKernel,
+    inputs: list,
+    template: list,
+    groups: tuple,
+    group: tuple,
+    shape: tuple,
+    options: Options | None,
 ) -> tuple[mx.array, Traffic]:
     x = inputs[3] if len(inputs) > 3 and kernel.name != "sdpa_vector" else inputs[0]
     (y,) = kernel(
@@ -84,7 +90,9 @@ threadgroup_position_in_grid, thread_index_in_threadgroup / 4, thread_index_in_t
         groups, group = (m, -(-n // 64), 1), (32, 1, 1)
     elif kernel == "qmv_wide":
         vectors = -(-m // -(-m // 5))  # the fewest tiles of at most 5 rows, evenly filled
-        body = f"affine_qmv_wide<T, GS, BITS, NV, 8, false>(w, scales, biases, x, y, K, N, M, {NO_BATCH}, {POSITION});"
+        body = (
+            f"affine_qmv_wide<T, GS, BITS, NV, 8, false>(w, scales, biases, x, y, K, N, M, {NO_BATCH}, {POSITION});"
+        )
         template.append(("NV", vectors))
         inputs.append(m)
         groups, group = (-(-m // vectors), -(-n // 8), 1), (32, 2, 1)
@@ -108,7 +116,7 @@ def gather_qmv(
     bits: int,
     options: Options | None = None,
 ) -> tuple[mx.array, Traffic]:
-    """Row lhs_indices[i] of x (B, 1, K) times matrix rhs_indices[i] of w (E, N, K): (pairs, 1, N), and the traffic."""
+    """Row lhs_indices[i] of x (B, 1, K) times matrix rhs_indices[i] of w (E, N, K), for each pair: (pairs, 1, N)."""
     k, n = x.shape[-1], w.shape[-2]
     name = "gather_qmv_fast" if n % 8 == 0 and k % fast_alignment(bits) == 0 else "gather_qmv"
     body = f"""affine_{name}<T, GS, BITS>(w, scales, biases, x, lhs_indices, rhs_indices, y, K, N,
@@ -131,7 +139,6 @@ def sdpa_vector(
         nullptr, nullptr, gqa_factor, gqa_factor, gqa_factor, nullptr, gqa_factor,
         threadgroup_position_in_grid, threadgroups_per_grid, simdgroup_index_in_threadgroup,
         thread_index_in_simdgroup);"""
-    # Strides are pointers to long and the parameters references to size_t: bind them to temporaries.
     names = ("queries", "keys", "values", "gqa_factor", "S", "scale")
     kernel = _kernel("sdpa_vector", names, "out", body, ("utils", "sdpa_vector"))
     constants = dict.fromkeys(["has_mask", "query_transposed", "bool_mask", "float_mask", "has_sinks"], False)

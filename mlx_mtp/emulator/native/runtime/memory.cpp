@@ -37,13 +37,13 @@ Fault race(const Buffer& b, long offset, u64 size, bool writes, u64 site, const 
   return f;
 }
 
-[[noreturn]] void report(const Fault& f) {
-  rt.launch->fault = f;
-  leave_with_fault();
+// A race waits for the next barrier: if that one diverges, it is the cause. A race explains an unwritten read.
+void report(const Fault& f) {
+  if (!rt.pending.kind || rt.pending.kind == UNINITIALISED) rt.pending = f;
 }
 
 void suspect(const Buffer& b, u64 offset, u64 size, const Fault& f) {
-  if (size > sizeof(rt.suspect.before)) report(f);
+  if (size > sizeof(rt.suspect.before)) return report(f);
   rt.suspect.address = b.base + offset;
   rt.suspect.size = size;
   rt.suspect.fault = f;
@@ -66,8 +66,10 @@ void check_order(Buffer& b, u64 offset, u64 size, bool writes, u64 site, const M
     Shadow& s = b.shadow[i];
     if (!(now.atomic && s.writer.atomic) && unordered(s.writer, now, base, device)) {
       Fault f = race(b, static_cast<long>(offset), size, writes, site, s.writer, true);
-      if (!writes || now.atomic) report(f);
-      if (!rt.suspect.size) suspect(b, offset, size, f);
+      if (!writes || now.atomic)
+        report(f);
+      else if (!rt.suspect.size)
+        suspect(b, offset, size, f);
     }
     if (writes) {
       const Mark readers[] = {s.reader, s.other_reader};
@@ -114,7 +116,7 @@ void settle_suspect() {
   u64 size = rt.suspect.size;
   rt.suspect.size = 0;
   for (u64 i = 0; i < size; ++i)
-    if (reinterpret_cast<const u8*>(rt.suspect.address)[i] != rt.suspect.before[i]) report(rt.suspect.fault);
+    if (reinterpret_cast<const u8*>(rt.suspect.address)[i] != rt.suspect.before[i]) return report(rt.suspect.fault);
 }
 
 void memory_access(u64 address, u64 size, bool writes, u64 site, bool atomic) {

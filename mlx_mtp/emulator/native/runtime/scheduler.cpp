@@ -133,7 +133,7 @@ bool run_simdgroup(u32 simdgroup) {
       if (t.state != READY) continue;
       resume(&t);
       if (rt.launch->fault.kind) {
-        if (rt.launch->fault.kind != RACE) report_pending();
+        report_pending();
         return false;
       }
     }
@@ -159,13 +159,11 @@ bool pass_barrier(bool& running) {
     some = &t;
   }
   running = waiting != 0;
+  bool diverged = running && (ended || !same);
+  if (diverged) blame(BARRIER, 0, rt.live);
   report_pending();
   if (rt.launch->fault.kind) return false;
   if (!running) return true;
-  if (ended || !same) {
-    blame(BARRIER, 0, rt.live);
-    return false;
-  }
   u32 threadgroup = 0, device = 0;
   order_memory(some->flags, threadgroup, device);
   rt.epoch_threadgroup += threadgroup;
@@ -272,7 +270,12 @@ Fault& new_fault(FaultKind kind, u64 site) {
 }
 
 void report_pending() {
-  if (rt.pending.kind) rt.launch->fault = rt.pending;
+  Fault& f = rt.launch->fault;
+  if (!rt.pending.kind) return;
+  if (f.kind == DIVERGENT || f.kind == BARRIER)
+    rt.launch->earlier = rt.pending;
+  else
+    f = rt.pending;
 }
 
 u32 site_number(u64 address) {

@@ -90,7 +90,7 @@ struct Launch {  // filled by Python
   u32 order, races, none_orders, traffic;  // order: 0 forward, 1 reverse, otherwise a seed
   u32 buffers, arguments;
   u64 steps, barriers, collectives, max_barriers, max_collectives, threads, threadgroup_bytes;
-  Fault fault;
+  Fault fault, earlier;  // `earlier`: a race or an unwritten read before threads diverged
 };
 
 struct Runtime {
@@ -115,7 +115,7 @@ struct Runtime {
     u8 before[64];
     Fault fault;
   } suspect;
-  Fault pending;  // a read of unwritten memory, which may turn out to be a race with its write
+  Fault pending;  // the first race or unwritten read; what comes before the next barrier may explain it
 };
 extern Runtime rt;
 
