@@ -1,6 +1,7 @@
 """`metal_kernel`, called as `mx.fast.metal_kernel` is, on the CPU."""
 
 import ctypes
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,7 +185,7 @@ class MetalKernel:
         arrays = _values(inputs)
         signature = self._signature(arrays, output_dtypes, template or [])
         if verbose:
-            print(self.generated_source(signature))  # noqa: T201
+            sys.stdout.write(self.generated_source(signature) + "\n")
         memories = self._memories(signature, arrays, output_shapes, output_dtypes, init_value)
         library = build(
             signature,
