@@ -42,8 +42,10 @@ float to_odd(double x) {
 
 #pragma GCC visibility push(default)
 extern "C" {
+#if __clang_major__ >= 17
 __bf16 __truncsfbf2(float x) { return __builtin_bit_cast(__bf16, to_bfloat(x)); }
 __bf16 __truncdfbf2(double x) { return __builtin_bit_cast(__bf16, to_bfloat(to_odd(x))); }
+#endif
 _Float16 __truncsfhf2(float x) { return __builtin_bit_cast(_Float16, to_half(x)); }
 _Float16 __truncdfhf2(double x) { return __builtin_bit_cast(_Float16, to_half(to_odd(x))); }
 float __extendhfsf2(_Float16 x) { return from_half(__builtin_bit_cast(unsigned short, x)); }

@@ -18,7 +18,11 @@ typedef long ptrdiff_t;
 typedef unsigned long uintptr_t;
 typedef long intptr_t;
 typedef _Float16 half;
+#if __clang_major__ >= 17
 typedef __bf16 bfloat;
+#else
+#include "bfloat.h"
+#endif
 
 static_assert(sizeof(long) == 8, "the emulator needs a 64-bit long, as Metal has");
 

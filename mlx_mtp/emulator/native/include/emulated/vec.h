@@ -36,6 +36,13 @@ struct native<bool> {
   using type = unsigned char;
 };
 
+#if __clang_major__ < 17
+template <>
+struct native<bfloat> {
+  using type = unsigned short;
+};
+#endif
+
 // Copies go through one wide value, so that a float4 counts as one access of 16 bytes.
 template <class T, int N>
 struct wide {
