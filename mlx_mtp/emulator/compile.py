@@ -36,8 +36,9 @@ KERNEL = [
     *("-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-slp-threshold=1000000"),
     *("-mllvm", "-disable-vector-combine", "-fno-builtin"),
     *("-fsanitize=kernel-address", "-mllvm", "-asan-instrumentation-with-call-threshold=0"),
-    *("-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0", "-mllvm", "-asan-kernel-mem-intrinsic-prefix=1"),
-    *("-fsanitize-coverage=trace-pc,no-prune", "-fsanitize=integer-divide-by-zero,shift-exponent"),
+    *("-mllvm", "-asan-opt-same-temp=0", "-mllvm", "-asan-stack=0"),
+    *("-mllvm", "-asan-globals=0", "-mllvm", "-asan-kernel-mem-intrinsic-prefix=1"),
+    *("-fsanitize-coverage=trace-pc,no-prune", "-fsanitize=integer-divide-by-zero,shift-exponent,array-bounds"),
     *("-Werror=return-type", "-Wno-everything"),
 ]
 PREFIX = """\

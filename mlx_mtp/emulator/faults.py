@@ -8,7 +8,7 @@ from .launch import MAX_BUFFERS, THREADGROUP, Fault, Memory, Outcome
 from .line_table import find_line
 
 (OUT_OF_BOUNDS, WILD, UNINITIALISED, RACE, INPUT_WRITE, DIVERGENT) = range(1, 7)
-(BARRIER, ENDLESS, STACK, ARITHMETIC, COLLECTIVE, OTHER) = range(7, 13)
+(BARRIER, ENDLESS, STACK, ARITHMETIC, COLLECTIVE, OTHER, INDEX) = range(7, 14)
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class Explainer:
             return f"does not end: one thread has run {self.max_steps} blocks of code"
         if f.kind == STACK:
             return "a thread's stack is used up: its own arrays are too large, or it calls itself"
+        if f.kind == INDEX:
+            return f"out of bounds: index {f.offset} of an array that has no such element"
         if f.kind == COLLECTIVE:
             lane = "there is no such lane" if f.other_writes else "it takes no part"
             return f"{text} reads lane {f.offset}, but {lane}"

@@ -126,6 +126,12 @@ EXPORT void __ubsan_handle_divrem_overflow(void*, u64, u64) {
   memcpy(f.text, "an integer is divided by zero", 30);
   leave_with_fault();
 }
+EXPORT void __ubsan_handle_out_of_bounds(void*, u64 index) {
+  if (!rt.current) return;
+  Fault& f = new_fault(INDEX, SITE);
+  f.offset = static_cast<long>(index);
+  leave_with_fault();
+}
 EXPORT void __ubsan_handle_shift_out_of_bounds(void*, u64, u64) {
   Fault& f = new_fault(ARITHMETIC, SITE);
   memcpy(f.text, "a shift by as many bits as the type has, or more", 49);

@@ -48,7 +48,7 @@ struct Buffer {
 
 enum FaultKind {
   NO_FAULT, OUT_OF_BOUNDS, WILD, UNINITIALISED, RACE, INPUT_WRITE, DIVERGENT, BARRIER, ENDLESS, STACK, ARITHMETIC,
-  COLLECTIVE, OTHER
+  COLLECTIVE, OTHER, INDEX
 };
 
 struct Fault {
@@ -79,7 +79,8 @@ struct Simdgroup {
   EmulatedExchange quads[8][2];
 };
 
-constexpr u64 STACK_SIZE = 1 << 18;
+// A frame that does not fit reaches below its stack before anyone can tell: the first one has room there.
+constexpr u64 STACK_SIZE = 1 << 18, STACK_GUARD = 1 << 28;
 constexpr u32 MAX_THREADS = 1024, MAX_BUFFERS = 128, MAX_SITES = 1023;
 constexpr u32 FLAG_DEVICE = 1, FLAG_THREADGROUP = 2;
 
@@ -129,3 +130,5 @@ void report_pending();
 void settle_suspect();
 int set_up_memory(Launch*);
 void tear_down_memory();
+void catch_traps();
+void release_traps();
