@@ -21,6 +21,7 @@ ALLOWED = {
     "sampling": set(),
     "checkpoint": set(),
     "norms": {"checkpoint"},
+    "emulator": set(),
     "layers": {"spec"},
     "models": {"layers", "spec"},
     "prompt_cache": {"cache", "plain_cache", "recurrent_cache"},
@@ -33,7 +34,7 @@ ALLOWED = {
     "generate": {"decode", "prompt_cache", "sampling", "stats"},
     "session": {"generate", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},
-    "cli": {"__init__", "demo", "generate", "load", "prompt_cache", "session", "stats"},
+    "cli": {"__init__", "demo", "emulator", "generate", "load", "prompt_cache", "session", "stats"},
     "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
     "__main__": {"cli"},
 }

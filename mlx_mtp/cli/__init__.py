@@ -11,6 +11,7 @@ import click
 
 from .. import __version__
 from .chat import chat
+from .emulate import emulate
 from .generate import generate
 
 
@@ -92,3 +93,4 @@ def main(ctx: click.Context) -> None:
 
 main.add_command(generate)
 main.add_command(chat)
+main.add_command(emulate)

@@ -1,0 +1,209 @@
+"""Metal source to a shared library, by clang, cached by content."""
+
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import mlx.core as mx
+
+from .errors import CompileError
+from .signature import ATTRIBUTES, Signature
+from .threadgroup import lower_function_constants, lower_literals, lower_threadgroup
+
+NATIVE = Path(__file__).parent / "native"
+MLX_INCLUDE = Path(mx.__file__).parent / "include"
+OLDEST_CLANG = 16
+
+CONTRACTIONS = {"off": [], "on": ["-mfma"], "fast": ["-mfma"]}
+COMMON = ["-std=c++17", "-ffreestanding", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
+COMMON += ["-fno-stack-protector", "-fno-math-errno", "-nostdinc++", "-fsigned-char"]
+KERNEL = [
+    *("-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fno-threadsafe-statics", "-gline-tables-only"),
+    *("-Xclang", "-cl-single-precision-constant"),
+    *("-Xclang", "-ffloat16-excess-precision=none"),
+    # Locals that nobody set read as the same bits every time.
+    "-ftrivial-auto-var-init=pattern",
+    # Every access that is left after optimising calls the runtime; merged loads would count as fewer.
+    *("-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-slp-threshold=1000000"),
+    *("-mllvm", "-disable-vector-combine", "-fno-builtin"),
+    *("-fsanitize=kernel-address", "-mllvm", "-asan-instrumentation-with-call-threshold=0"),
+    *("-mllvm", "-asan-opt-same-temp=0", "-mllvm", "-asan-stack=0"),
+    *("-mllvm", "-asan-globals=0", "-mllvm", "-asan-kernel-mem-intrinsic-prefix=1"),
+    *("-fsanitize-coverage=trace-pc,no-prune", "-fsanitize=integer-divide-by-zero,shift-exponent,array-bounds"),
+    *("-Werror=return-type", "-Wno-everything"),
+]
+PREFIX = """\
+#include <metal_stdlib>
+#include "mlx/backend/metal/kernels/utils.h"
+#pragma GCC poison double
+"""
+ENTRY = """
+# 1 "emulator"
+#define EMULATED_UINT3(a) uint3(a[0], a[1], a[2])
+extern "C" {{
+extern __attribute__((visibility("hidden"))) char __ehdr_start, _end;
+__attribute__((visibility("default"), no_sanitize("kernel-address", "coverage", "undefined")))
+void emulated_entry(void** arguments, const EmulatedThread* t) {{
+  {call};
+}}
+__attribute__((visibility("default"), no_sanitize("kernel-address", "coverage", "undefined")))
+char* emulated_bound(int high) {{ return high ? &_end : &__ehdr_start; }}
+}}
+"""
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: MLX_MTP_EMULATOR_CACHE, else the user's cache directory."""
+    if chosen := os.environ.get("MLX_MTP_EMULATOR_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_mtp" / "emulator"
+
+
+def _version(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout
+
+
+def _zig() -> str | None:
+    spec = importlib.util.find_spec("ziglang")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(next(iter(spec.submodule_search_locations))) / "zig"
+    return str(path) if path.exists() else None
+
+
+@functools.cache
+def find_clang() -> tuple[list[str], list[str], str]:
+    """The compiler's command, the linker's command and the compiler's version.
+
+    MLX_MTP_CLANG names a clang; else the system's from version 16 on; else the one in the `ziglang` package.
+    """
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        raise ValueError(f"the emulator runs on Linux on x86-64 or arm64, not {sys.platform} on {platform.machine()}")
+    chosen = os.environ.get("MLX_MTP_CLANG")
+    for clang in [chosen] if chosen else filter(None, [shutil.which("clang"), shutil.which("clang++")]):
+        version = _version([clang]) or ""
+        if _clang_major(version) >= OLDEST_CLANG:
+            return [clang], [clang, "-shared", "-nostdlib"], version
+        if chosen:
+            raise ValueError(f"MLX_MTP_CLANG is {chosen!r}; it must be a clang of version {OLDEST_CLANG} or newer")
+    if zig := _zig():
+        return [zig, "clang"], [zig, "ld.lld", "-shared"], _version([zig, "clang"]) or ""
+    raise ValueError(f"no clang {OLDEST_CLANG} or newer: pip install ziglang, or set MLX_MTP_CLANG")
+
+
+def _clang_major(version: str) -> int:
+    found = re.search(r"clang version (\d+)", version)
+    return int(found[1]) if found else 0
+
+
+def _run(command: list[str], name: str) -> None:
+    # MAKEFLAGS and the like do not reach the compiler, and messages come in English.
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    if done.returncode:
+        raise CompileError(f"kernel {name} does not compile:\n{done.stderr.strip()}")
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _directory_digest(directory: Path) -> str:
+    files = sorted(p for p in directory.rglob("*") if p.is_file())
+    return _digest(*(part for p in files for part in (p.relative_to(directory), p.read_text(errors="replace"))))
+
+
+def _keep(work: Path, target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(work, target)
+    return target
+
+
+@functools.cache
+def runtime_library() -> Path:
+    """The compiled runtime, built once per version of its source and of clang."""
+    clang, link, version = find_clang()
+    flags = [*COMMON, "-O2", "-Wno-everything", f"-I{NATIVE / 'include'}"]
+    target = cache_directory() / f"runtime-{_digest(_directory_digest(NATIVE), version, flags)}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        objects = []
+        for source in sorted((NATIVE / "runtime").glob("*.cpp")):
+            objects.append(str(Path(work) / f"{source.stem}.o"))
+            _run([*clang, *flags, "-c", str(source), "-o", objects[-1]], f"runtime ({source.name})")
+        _run([*link, "-o", f"{work}/out.so", *objects], "runtime")
+        return _keep(Path(work) / "out.so", target)
+
+
+def entry_call(signature: Signature) -> str:
+    """C++ that calls the kernel with what the runtime hands to a thread."""
+    arguments = []
+    for i, p in enumerate(signature.parameters):
+        type_ = p.declaration.rsplit(" ", 1)[0]
+        for space in ("constant", "device"):
+            type_ = re.sub(rf"\b{space}\b", "", type_)
+        pointer = f"static_cast<{type_.rstrip('&')}*>" if p.reference else f"static_cast<{type_}>"
+        arguments.append(f"{'*' if p.reference else ''}{pointer}(arguments[{i}])")
+    arguments += [ATTRIBUTES[a][1] for a in signature.attributes]
+    return f"{signature.instance}({', '.join(arguments)})"
+
+
+def translation_unit(signature: Signature, source: str, header: str, name: str) -> str:
+    """The whole C++ file, in which errors carry the lines of the kernel's header and source."""
+    file = name.replace("\\", "/").replace('"', "'")
+    return (
+        f'{PREFIX}# 1 "{file}.h"\n{header}\n# 1 "{file} signature"\n{signature.head}'
+        f'# 1 "{file}.metal"\n{source}\n}}\n' + ENTRY.format(call=entry_call(signature))
+    )
+
+
+def build(
+    signature: Signature,
+    source: str,
+    header: str,
+    name: str,
+    *,
+    optimize: int = 2,
+    fp_contract: str = "off",
+    function_constants: Mapping[str, object] | None = None,
+) -> Path:
+    """The kernel's shared library, from the cache if it was compiled before.
+
+    Raises CompileError with the lines of `source` and `header` (files <name>.metal and <name>.h).
+    """
+    clang, link, version = find_clang()
+    includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]
+    fma = CONTRACTIONS[fp_contract] if platform.machine() == "x86_64" else []
+    bfloat = ["-Xclang", "-fbfloat16-excess-precision=none"] if _clang_major(version) >= 17 else []
+    flags = [*COMMON, *KERNEL, *bfloat, *fma, f"-O{optimize}", f"-ffp-contract={fp_contract}", "-Wno-everything"]
+    text = translation_unit(signature, source, header, name)
+    constants = dict(function_constants or {})
+    headers = [_directory_digest(NATIVE), _directory_digest(MLX_INCLUDE / "mlx/backend/metal/kernels")]
+    target = cache_directory() / f"{_digest(text, flags, version, headers, sorted(constants.items()))}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        base = f"{work}/kernel"
+        Path(base + ".cpp").write_text(text)
+        _run([*clang, *flags, *includes, "-E", base + ".cpp", "-o", base + ".ii"], name)
+        lowered = lower_literals(lower_threadgroup(Path(base + ".ii").read_text()))
+        Path(base + ".ii").write_text(lower_function_constants(lowered, constants))
+        _run([*clang, *flags, "-c", base + ".ii", "-o", base + ".o"], name)
+        _run([*link, "-o", base + ".so", base + ".o"], name)
+        return _keep(Path(base + ".so"), target)

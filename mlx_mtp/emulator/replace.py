@@ -1,0 +1,95 @@
+"""The emulator in the place of `mx.fast.metal_kernel`, for code that does not know of it."""
+
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import mlx.core as mx
+
+from .kernel import MetalKernel, Options, default_options, metal_kernel, observers
+from .traffic import Traffic
+
+_CACHED_FUNCTION = type(functools.lru_cache(lambda: None))
+
+
+def _makes_kernels(module: ModuleType) -> bool:
+    name = getattr(module, "__name__", "")
+    if name.split(".")[0] == "mlx" or name.startswith("mlx_mtp.emulator") or name == "__main__":
+        return False
+    spec = getattr(module, "__spec__", None)
+    if spec is None or not str(spec.origin or "").endswith(".py"):
+        return False
+    if mx not in vars(module).values():
+        return False
+    try:
+        return "metal_kernel(" in inspect.getsource(module)
+    except OSError:
+        return False
+
+
+def _holds_kernel(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_holds_kernel(v) for v in value)
+    if isinstance(value, dict):
+        return any(_holds_kernel(v) for v in value.values())
+    return isinstance(value, MetalKernel)
+
+
+def _made_again(module: ModuleType) -> dict[str, object]:
+    """The module's kernels, and its cached functions, from a second run of its source."""
+    spec = module.__spec__
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    own_cache = {
+        name
+        for name, value in vars(again).items()
+        if isinstance(value, _CACHED_FUNCTION) and value.__module__ == module.__name__
+    }
+    return {name: v for name, v in vars(again).items() if name in own_cache or _holds_kernel(v)}
+
+
+def _set(changes: list[tuple[object, str, object]]) -> list[tuple[object, str, object]]:
+    """Sets attributes and returns what undoes it."""
+    undo = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    return undo
+
+
+@contextmanager
+def emulated(options: Options | None = None) -> Iterator[list[Traffic]]:
+    """Inside, kernels run on the CPU; yields the list to which every launch adds its report.
+
+    `mx.fast.metal_kernel` is the emulator's, MLX says that Metal is available and the GPU the default device, and
+    mx.compile is off. Kernels that an imported module made when it was imported (or did not make, for want of Metal)
+    are made again for the time being. `options` are those of launches that name none. Not for several threads.
+    """
+    launches: list[Traffic] = []
+    observe: Callable[[Traffic], None] = launches.append
+    gpu = mx.Device(mx.gpu)
+    undo = _set(
+        [
+            (mx.fast, "metal_kernel", metal_kernel),
+            (mx.metal, "is_available", lambda: True),
+            (mx, "default_device", lambda: gpu),
+        ]
+    )
+    previous = default_options(options or Options())
+    try:
+        observers.append(observe)
+        mx.disable_compile()
+        for module in [m for m in sys.modules.values() if _makes_kernels(m)]:
+            undo += _set([(module, name, value) for name, value in _made_again(module).items()])
+        yield launches
+    finally:
+        for owner, name, value in reversed(undo):
+            setattr(owner, name, value)
+        mx.enable_compile()
+        default_options(previous)
+        observers.remove(observe)

@@ -1,0 +1,154 @@
+"""What C++ has no word for: arrays in threadgroup memory, half and bfloat literals, function constants."""
+
+import re
+
+from .errors import CompileError
+
+_LINE = re.compile(r'^# (\d+) "([^"]*)".*$', re.MULTILINE)
+_ATTRIBUTE = re.compile(r"\[\[\s*threadgroup\(\s*\w+\s*\)\s*\]\]")
+_TO_BFLOAT = re.compile(r"\bstatic_cast\s*<\s*bfloat(?:16_t)?\s*>")
+_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|\bthreadgroup\b')
+_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?)(bf|BF|h|H)\b")
+_FUNCTION_CONSTANT = re.compile(
+    r"^([ \t]*)(?:(?:static|constexpr|const)\s+)*([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\(\s*\w+\s*\)\s*\]\]\s*;",
+    re.MULTILINE,
+)
+_OPENING, _CLOSING = "<([", ">)]"
+
+
+def _after_type(text: str, start: int) -> int:
+    """Index of the first character after `start` that is in no brackets and belongs to no type or name."""
+    depth = 0
+    for i in range(start, len(text)):
+        c = text[i]
+        if c in _OPENING:
+            depth += 1
+        elif c in _CLOSING and depth == 0:
+            return i
+        elif c in _CLOSING:
+            depth -= 1
+        elif depth == 0 and c in "*&=;,{}:" and not (c == ":" and ":" in (text[i + 1], text[i - 1])):
+            return i
+    return len(text) - 1
+
+
+def _line_of(text: str, at: int) -> str:
+    """File and line of a place in preprocessed text."""
+    before = text[:at]
+    markers = list(_LINE.finditer(before))
+    if not markers:
+        return f"line {before.count(chr(10)) + 1}"
+    last = markers[-1]
+    return f"{last[2]}:{int(last[1]) + before.count(chr(10), last.end()) - 1}"
+
+
+def _declaration_end(text: str, start: int) -> int:
+    """Index of the `;` of a declaration of threadgroup variables; -1 for pointers, parameters and the like."""
+    stop = _after_type(text, start)
+    if text[stop] in "*&)>{}:":
+        return -1
+    end = start
+    while text[end] not in ";{}":
+        end += 1
+    declaration = text[start:end]
+    if text[end] != ";" or _in_parameters(text, stop):
+        return -1
+    if re.search(r"[=*&]", re.sub(r"\[[^\]]*\]", "", declaration)):
+        raise CompileError(
+            f"{_line_of(text, start)}: `threadgroup {declaration.strip()}`: the emulator takes threadgroup variables "
+            "without an initializer, and pointers in a declaration of their own"
+        )
+    return end
+
+
+def _in_parameters(text: str, stop: int) -> bool:
+    """Whether the bracket that closes first after `stop` is one of a list of parameters."""
+    depth = 0
+    for c in text[stop:]:
+        depth += (c in "([") - (c in ")]")
+        if depth < 0:
+            return True
+        if c in ";{}":
+            return False
+    return False
+
+
+def _split(text: str) -> list[str]:
+    parts, depth, last = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "<([") - (c in ">)]")
+        if c == "," and depth == 0:
+            parts.append(text[last:i])
+            last = i + 1
+    return [*parts, text[last:]]
+
+
+def _storage(declaration: str) -> str:
+    """C++ for `T a[2][3], b` that is handed its storage by the runtime."""
+    first, *others = _split(re.sub(r"\balignas\s*\([^()]*\)|^\s*#.*$", "", declaration, flags=re.MULTILINE))
+    match = re.fullmatch(r"\s*(.*?)\s*\b(\w+)\s*((?:\[.*\])?)\s*", first, re.DOTALL)
+    if match is None or not match[1]:
+        return ""
+    declarators = [(match[2], match[3])]
+    for other in others:
+        more = re.fullmatch(r"\s*(\w+)\s*((?:\[.*\])?)\s*", other, re.DOTALL)
+        if more is None:
+            return ""
+        declarators.append((more[1], more[2]))
+    return " ".join(_from_runtime(match[1], array, name) for name, array in declarators)
+
+
+def _from_runtime(type_: str, array: str, name: str) -> str:
+    # The tag's address tells the instances of a function template apart.
+    return (
+        f"using {name}_storage = {type_} {array}; static char {name}_tag; "
+        f"auto& {name} = *static_cast<{name}_storage*>("
+        f'emulated_threadgroup(&{name}_tag, "{name}", sizeof({name}_storage), sizeof({type_})));'
+    )
+
+
+def lower_threadgroup(text: str) -> str:
+    """Replaces every `threadgroup T name[n];` by storage from the runtime and drops the word elsewhere.
+
+    `text` is preprocessed source; lines stay where they are.
+    """
+    text = _ATTRIBUTE.sub("", text)
+    out, last = [], 0
+    for token in _TOKEN.finditer(text):
+        if token.group() != "threadgroup":
+            continue
+        if token.start() < last:
+            continue
+        out.append(text[last : token.start()])
+        last = token.end()
+        end = _declaration_end(text, last)
+        if end > 0:
+            storage = _storage(text[last:end])
+            if not storage:
+                raise CompileError(f"{_line_of(text, last)}: `threadgroup{text[last:end]}` is not understood")
+            out.append(storage + "\n" * text.count("\n", last, end))
+            last = end + 1
+    return "".join([*out, text[last:]])
+
+
+def lower_literals(text: str) -> str:
+    """`1.5h` and `1.5bf` as casts of float literals, and casts to bfloat as calls."""
+
+    def cast(match: re.Match) -> str:
+        digits = match[1] if re.search(r"[.eE]", match[1]) else match[1] + ".0"
+        return f"({'half' if match[2] in 'hH' else 'bfloat'}({digits}f))"
+
+    return _TO_BFLOAT.sub("metal::to_bfloat", _LITERAL.sub(cast, text))
+
+
+def lower_function_constants(text: str, values: dict[str, object]) -> str:
+    """Function constants as constants; one without a value stays undefined, so that using it is an error."""
+
+    def constant(match: re.Match) -> str:
+        indent, type_, name = match.groups()
+        if name not in values:
+            return f"{indent}extern const {type_} {name};"
+        value = values[name]
+        return f"{indent}constexpr {type_} {name} = {str(value).lower() if isinstance(value, bool) else value};"
+
+    return _FUNCTION_CONSTANT.sub(constant, text)

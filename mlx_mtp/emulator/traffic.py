@@ -1,0 +1,87 @@
+"""What a launch asked of memory: counts, never times."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .launch import INPUT, THREADGROUP, Memory, Outcome
+
+
+@dataclass(frozen=True)
+class BufferTraffic:
+    """One buffer's accesses. `simd_accesses` counts accesses by simdgroups: the n-th execution of an instruction by
+    each of the 32 lanes is one; `simd_lines` the distinct lines of 64 bytes in each, summed; `group_lines` the
+    distinct lines of each threadgroup, summed."""
+
+    name: str
+    space: str  # input, output or threadgroup
+    size: int
+    bytes_read: int
+    bytes_written: int
+    distinct_read: int
+    distinct_written: int
+    reads: int
+    writes: int
+    group_lines: int
+    simd_accesses: int
+    simd_lines: int
+
+    @property
+    def reread(self) -> float:
+        """Bytes requested over distinct bytes, of the reads."""
+        return self.bytes_read / self.distinct_read if self.distinct_read else 0.0
+
+    @property
+    def lines_per_access(self) -> float:
+        return self.simd_lines / self.simd_accesses if self.simd_accesses else 0.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One launch: buffers by name, and per thread the mean and the most barriers and collectives."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    threads: int
+    threadgroup_bytes: int
+    barriers: int
+    max_barriers: int
+    collectives: int
+    max_collectives: int
+    buffers: Mapping[str, BufferTraffic]
+
+    def __getitem__(self, name: str) -> BufferTraffic:
+        return self.buffers[name]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes requested from device and constant memory."""
+        return sum(b.bytes_read for b in self.buffers.values() if b.space != "threadgroup")
+
+
+def buffer_traffic(memory: Memory) -> BufferTraffic:
+    counts = memory.counts
+    return BufferTraffic(
+        name=memory.name,
+        space="threadgroup" if memory.kind == THREADGROUP else "input" if memory.kind == INPUT else "output",
+        distinct_read=int((memory.touched & 1).sum()),
+        distinct_written=int((memory.touched >> 1 & 1).sum()),
+        **counts,
+    )
+
+
+def make_traffic(kernel: str, outcome: Outcome, grid: tuple, threadgroup: tuple) -> Traffic:
+    """The report of a launch that has run."""
+    t = outcome.counts
+    return Traffic(
+        kernel=kernel,
+        grid=grid,
+        threadgroup=threadgroup,
+        threads=t["threads"],
+        threadgroup_bytes=t["threadgroup_bytes"],
+        barriers=t["barriers"],
+        max_barriers=t["max_barriers"],
+        collectives=t["collectives"],
+        max_collectives=t["max_collectives"],
+        buffers={m.name: buffer_traffic(m) for m in outcome.memories},
+    )

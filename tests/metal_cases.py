@@ -1,0 +1,37 @@
+"""What the emulator's tests share."""
+
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_mtp import emulator
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the emulator runs on Linux")
+
+
+def launch(body, *inputs, out=None, dtype=mx.float32, grid=None, group=32, header="", names="abcdefgh", **more):
+    """Runs a body whose inputs are a, b, c, ... and whose output is `out`; one thread per output element."""
+    shape = out if out is not None else inputs[0].shape
+    kernel = emulator.metal_kernel("probe", list(names[: len(inputs)]), ["out"], body, header=header)
+    threads = int(np.prod(shape)) if grid is None else grid
+    more.setdefault("threadgroup", (min(group, threads), 1, 1))
+    (y,) = kernel(inputs=list(inputs), grid=(threads, 1, 1), output_shapes=[shape], output_dtypes=[dtype], **more)
+    return y
+
+
+def fault_of(body, *inputs, kind=emulator.KernelFault, **more) -> str:
+    """The message with which the launch fails."""
+    with pytest.raises(kind) as error:
+        launch(body, *inputs, **more)
+    return str(error.value)
+
+
+def exact(x: mx.array) -> np.ndarray:
+    """The array in float64."""
+    return np.array(x.astype(mx.float32), dtype=np.float64)
+
+
+def relative_error(got: mx.array, want: np.ndarray) -> float:
+    return float(np.abs(exact(got) - want).max() / np.abs(want).max())
