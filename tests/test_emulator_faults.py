@@ -180,7 +180,9 @@ def test_threadgroup_memory_out_of_bounds_and_too_large():
     body = "threadgroup float s[32]; threadgroup float t[32];\nuint i = thread_index_in_threadgroup;\n"
     text = fault_of(body + "s[i] = t[i] = 0; s[i + 1] = 1;\nout[i] = s[i];", out=(32,))
     assert "out of bounds: writes threadgroup array s[32] (bytes 128 to 131" in text or "race: writes" in text
-    assert "32768 bytes" in fault_of("threadgroup float s[8193]; s[0] = 1; out[0] = s[0];", out=(1,))
+    text = fault_of("\nthreadgroup float s[8193]; s[0] = 1; out[0] = s[0];", out=(1,))
+    assert "32768 bytes" in text
+    assert "probe.metal:2" in text
 
 
 @pytest.mark.parametrize("loop", ["while (true) {}", "for (int i = 0; i < 2; i *= 2) out[0] = i;"])
@@ -215,6 +217,23 @@ def test_what_a_caller_lets_pass():
     """
     assert "race" in fault_of(none, out=(32,))
     assert launch(none, out=(32,), options=emulator.Options(allow={"mem_none"})).tolist() == list(range(31, -1, -1))
+
+
+def test_barriers_order_the_memory_that_they_name():
+    body = """
+        uint i = thread_position_in_grid.x;
+        out[i] = i;
+        threadgroup_barrier(mem_flags::FLAG);
+        float other = out[(i + 1) % 64];
+        threadgroup_barrier(mem_flags::FLAG);
+        out[i] = other;
+    """
+    ordered = launch(body.replace("FLAG", "mem_device"), out=(64,), group=64)
+    assert ordered.tolist() == [(i + 1) % 64 for i in range(64)]
+    assert "race: reads out[1]" in fault_of(body.replace("FLAG", "mem_threadgroup"), out=(64,), group=64)
+    text = fault_of(body.replace("FLAG", "mem_device"), out=(64,), group=32, init_value=0)
+    assert "race: writes out[32]" in text
+    assert "which a thread of another threadgroup read" in text
 
 
 def test_options_say_what_they_take():

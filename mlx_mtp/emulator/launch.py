@@ -36,7 +36,6 @@ class Fault(c.Structure):
         *[
             ("offset", c.c_int64),
             ("group", c.c_uint32 * 3),
-            ("other_group", c.c_uint32 * 3),
             ("text", c.c_char * 512),
         ],
     ]
@@ -47,7 +46,7 @@ class _Launch(c.Structure):
         *[(n, c.c_void_p) for n in ("entry", "image_low", "image_high")],
         ("max_steps", c.c_uint64),
         *[("grid", c.c_uint32 * 3), ("group", c.c_uint32 * 3)],
-        *[(n, c.c_uint32) for n in ("order", "races", "none_orders", "traffic", "buffers", "arguments")],
+        *[(n, c.c_uint32) for n in ("order", "races", "none_orders", "traffic", "buffers")],
         *[(n, c.c_uint64) for n in ("steps", "barriers", "collectives", "max_barriers", "max_collectives")],
         *[("threads", c.c_uint64), ("threadgroup_bytes", c.c_uint64), ("fault", Fault), ("earlier", Fault)],
     ]
@@ -81,6 +80,8 @@ class Outcome:
 @functools.cache
 def _runtime() -> c.CDLL:
     library = c.CDLL(str(runtime_library()), mode=c.RTLD_GLOBAL)
+    library.emulated_layout.restype = c.c_uint64
+    assert library.emulated_layout() == c.sizeof(_Launch) << 32 | c.sizeof(_Buffer), "the runtime's structures differ"
     library.emulated_launch.argtypes = [c.c_void_p, c.c_void_p, c.c_void_p]
     return library
 

@@ -13,6 +13,9 @@ _FUNCTION_CONSTANT = re.compile(
     r"^([ \t]*)(?:(?:static|constexpr|const)\s+)*([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\(\s*\w+\s*\)\s*\]\]\s*;",
     re.MULTILINE,
 )
+# A const member in one version for each address space, which are the same one here.
+_MEMBER = re.compile(r"(constexpr inline[^;{}]*\))(?:\s*const\b)+\s*(\{[^{}]*\})")
+_REPEATED = re.compile(r"(constexpr inline[^;{}]*\) const\s*\{[^{}]*\})(\s*)\1")
 _OPENING, _CLOSING = "<([", ">)]"
 
 
@@ -128,7 +131,16 @@ def lower_threadgroup(text: str) -> str:
                 raise CompileError(f"{_line_of(text, last)}: `threadgroup{text[last:end]}` is not understood")
             out.append(storage + "\n" * text.count("\n", last, end))
             last = end + 1
-    return "".join([*out, text[last:]])
+    return _merge_members("".join([*out, text[last:]]))
+
+
+def _merge_members(text: str) -> str:
+    text = _MEMBER.sub(r"\1 const \2", text)
+    while True:
+        merged = _REPEATED.sub(lambda m: m[1] + m[2] + "\n" * m[1].count("\n"), text)
+        if merged == text:
+            return text
+        text = merged
 
 
 def lower_literals(text: str) -> str:

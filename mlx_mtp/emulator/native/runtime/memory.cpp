@@ -152,7 +152,7 @@ extern "C" __attribute__((visibility("default"))) void* emulated_threadgroup(con
                                                                               u64 item) {
   u32 slot = rt.launch->buffers;
   while (slot < MAX_BUFFERS && rt.buffer[slot].tag && rt.buffer[slot].tag != tag) ++slot;
-  if (slot >= MAX_BUFFERS) emulated_fault("more threadgroup arrays than the emulator has room for", nullptr);
+  if (slot >= MAX_BUFFERS) emulated_fault("more threadgroup arrays than the emulator has room for", __builtin_return_address(0));
   Buffer& b = rt.buffer[slot];
   if (!b.base) {
     rt.launch->threadgroup_bytes += size;
@@ -168,7 +168,8 @@ extern "C" __attribute__((visibility("default"))) void* emulated_threadgroup(con
     b.line_stamp = static_cast<u32*>(calloc(size / LINE + 1, sizeof(u32)));
     mprotect(reinterpret_cast<void*>(b.base), rounded(size), 3);
     if (rt.launch->threadgroup_bytes > 32768)
-      emulated_fault("the threadgroup arrays take more than 32768 bytes, which is what a threadgroup has", nullptr);
+      emulated_fault("the threadgroup arrays take more than 32768 bytes, which is what a threadgroup has",
+                     __builtin_return_address(0));
   }
   return reinterpret_cast<void*>(b.base);
 }

@@ -310,6 +310,9 @@ u32 site_number(u64 address) {
   }
 }
 
+// Python lays out the same structures by hand, and compares.
+extern "C" __attribute__((visibility("default"))) u64 emulated_layout() { return sizeof(Launch) << 32 | sizeof(Buffer); }
+
 extern "C" __attribute__((visibility("default"))) int emulated_launch(Launch* launch, Buffer* buffers, const u64* origins) {
 
   rt = Runtime{};

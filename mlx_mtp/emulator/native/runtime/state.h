@@ -55,7 +55,7 @@ struct Fault {
   u32 kind, writes, thread, other_thread, other_writes, other_group_known;
   u64 buffer, size, address, site, other_site;
   long offset;
-  u32 group[3], other_group[3];
+  u32 group[3];
   char text[512];
 };
 
@@ -89,7 +89,7 @@ struct Launch {  // filled by Python
   u64 image_low, image_high, max_steps;
   u32 grid[3], group[3];
   u32 order, races, none_orders, traffic;  // order: 0 forward, 1 reverse, otherwise a seed
-  u32 buffers, arguments;
+  u32 buffers;
   u64 steps, barriers, collectives, max_barriers, max_collectives, threads, threadgroup_bytes;
   Fault fault, earlier;  // `earlier`: a race or an unwritten read before threads diverged
 };
@@ -122,7 +122,6 @@ extern Runtime rt;
 
 u32 site_number(u64 address);
 void memory_access(u64 address, u64 size, bool writes, u64 site, bool atomic);
-void reset_accesses();
 void resume(Thread*);
 [[noreturn]] void leave_with_fault();
 Fault& new_fault(FaultKind, u64 site);
