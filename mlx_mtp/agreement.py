@@ -28,8 +28,10 @@ def agreement(model: Any, tokens: list[int]) -> float:
     says = mx.argmax(model.logits(hidden[:, 1:])[0], axis=-1)
     head, rows = model.mtp[0], model.capture(hidden[:, :-1])
     output = head(model.embed(mx.array(tokens)[None, 1:], 0), rows, cache.heads[0])
-    drafted = head.token(mx.argmax(model.draft_logits(0, output)[0], axis=-1))
-    return (drafted == says).mean().item()
+    logits = model.draft_logits(0, output)[0]
+    right = head.token(mx.argmax(logits, axis=-1)) == says
+    share: Any = (right & ~mx.isnan(logits).any(axis=-1)).mean().item()
+    return share
 
 
 def random_tokens(vocab_size: int) -> list[int]:

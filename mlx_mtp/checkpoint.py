@@ -56,6 +56,10 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: config.json and generation_config.json must be JSON objects") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path}/config.json: expected an object with a model_type")
+    if config.get("text_config", {}) is None:
+        del config["text_config"]
+    if not isinstance(config.get("text_config", {}), dict):
+        raise ValueError(f"{path}/config.json: text_config is {config['text_config']!r}, expected an object")
     return config
 
 
@@ -131,3 +135,10 @@ def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.ar
             scale = scale.reshape(-1, 1)
         plain[name] = (mx.from_fp8(weight, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
     return plain
+
+
+def untrained(array: mx.array) -> str | None:
+    """What an array holds that no training leaves, "NaN" or "only zeros"; None where there is nothing wrong."""
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return None
+    return "NaN" if mx.isnan(array).any().item() else None if array.any().item() else "only zeros"

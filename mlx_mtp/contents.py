@@ -25,9 +25,16 @@ class Drafting:
         return self.mtp and self.draft_model is None
 
     def check(self) -> None:
-        for name, given in (("mtp=False", not self.mtp), (f"mtp_path={self.mtp_path}", self.mtp_path is not None)):
-            if given and self.draft_model is not None:
-                raise ValueError(f"draft_model={self.draft_model}: not together with {name}")
+        """Raise for what contradicts itself."""
+        path, overrides = f"mtp_path={self.mtp_path}", f"mtp_overrides={self.mtp_overrides}"
+        for given, why, other in (
+            (not self.mtp and self.draft_model is not None, f"draft_model={self.draft_model}", "mtp=False"),
+            (not self.mtp and self.mtp_path is not None, path, "mtp=False"),
+            (not self.mtp and self.mtp_overrides, overrides, "mtp=False"),
+            (self.draft_model is not None and self.mtp_path is not None, f"draft_model={self.draft_model}", path),
+        ):
+            if given:
+                raise ValueError(f"{why}: not together with {other}")
 
 
 @dataclass(frozen=True)
@@ -59,26 +66,54 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     for part in (trunk, heads):  # a head's experts may be more or fewer than the target's
         _check_experts(path, part)
     source = "in the model's shards"
-    if beside:
-        heads, source = beside, ", ".join(_relative(file, path) for file in sidecars)
-    for name, tensor in heads.items():
+    for name, tensor in (heads | beside).items():
         if spec.locate(name, layers) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
+    if beside:
+        source = ", ".join(_relative(file, path) for file in sidecars)
+        kept = {} if drafting.mtp_path is not None else _missing_in(beside, heads, spec, layers)
+        ignored |= {f"{name} of the shards" for name in heads.keys() - kept.keys()}
+        heads, source = kept | beside, f"{source} and the model's shards" if kept else source
     if not drafting.heads:
         return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)), spec.resolve([]))
     places: dict[str, Any] = {name: spec.locate(name, layers) for name in heads}
+    check_once(places, heads)
     depths = {depth for depth, _ in places.values()}
     if missing := set(range(len(depths))) - depths:
         name = next(n for n, (depth, _) in places.items() if depth == max(depths))
         raise ValueError(
             f"{heads[name].file}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}, such as {name}"
         )
-    spec = spec.resolve([path for _, path in places.values()]).override(drafting.mtp_overrides)
+    spec = spec.override(drafting.mtp_overrides).resolve([path for _, path in places.values()])
+    unused: set[str] = set()
     if spec.head == "shared":  # by an override: the checkpoint's own are then not used
-        unused = {name for name, (_, inside) in places.items() if inside.startswith("head.")}
-        heads = {name: tensor for name, tensor in heads.items() if name not in unused}
-        ignored |= unused
+        unused |= {name for name, (_, inside) in places.items() if inside.startswith("head.")}
+    if spec.topology == "recycle" and len(depths) > 1:  # by an override: the first head, fed its own output
+        unused |= {name for name, (depth, _) in places.items() if depth}
+        depths = {0}
+    heads = {name: tensor for name, tensor in heads.items() if name not in unused}
+    ignored |= unused
     return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
+
+
+def _missing_in(beside: Header, shards: Header, spec: MTPSpec, layers: int) -> Header:
+    """Of the heads in the shards what a sidecar lacks, module by module (all of a depth's experts count as one)."""
+    found = {_module(spec.locate(name, layers)) for name in beside}
+    return {name: t for name, t in shards.items() if _module(spec.locate(name, layers)) not in found}
+
+
+def _module(place: Any) -> tuple[int, str]:
+    depth, path = place
+    return depth, re.sub(r"\.(experts|switch_mlp)\..*", ".experts.", path).rpartition(".")[0]
+
+
+def check_once(places: dict[str, Any], header: Header) -> None:
+    """Raise where two tensors have one place, as with two spellings of a prefix."""
+    seen: dict[Any, str] = {}
+    for name, place in places.items():
+        if place in seen:
+            raise ValueError(f"{header[name].file}: tensors {seen[place]} and {name} are the same one of a head")
+        seen[place] = name
 
 
 def _check_experts(path: Path, header: Header) -> None:

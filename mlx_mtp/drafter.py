@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from .checkpoint import Header, read_header, read_tensors, resolve
+from .checkpoint import Header, read_header, read_tensors, resolve, untrained
 from .models import DRAFTERS
 
 
@@ -23,7 +23,7 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
     path = resolve(path_or_hf_repo)
     config, header = _config(path), _header(path)
     kind = _kind(path, config, header)
-    ignored = tuple(sorted(header.keys() & set(kind.IGNORED)))
+    ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
     header = {name: tensor for name, tensor in header.items() if name not in ignored}
     layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
     try:
@@ -84,6 +84,8 @@ def _load(head: nn.Module, spec: Any, header: Header, path: Path, target: str) -
         place = spec.locate(name, 0)
         if place is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no part of a drafter")
+        if place[1] in names:
+            raise ValueError(f"{tensor.file}: tensors {names[place[1]]} and {name} are the same one")
         names[place[1]] = name
     stored = read_tensors(header)
     weights = {inside: stored[name] for inside, name in names.items()}
@@ -106,6 +108,10 @@ def _load(head: nn.Module, spec: Any, header: Header, path: Path, target: str) -
         raise ValueError(f"{path}: tensor {names[inside]} is not part of the drafter that config.json describes")
     head.load_weights(list(weights.items()))
     mx.eval(head.parameters())
+    for inside, array in weights.items():
+        if (state := untrained(array)) and not inside.endswith(".biases"):
+            name = names[inside]
+            raise ValueError(f"{header[name].file}: tensor {name} holds {state}, expected trained weights")
 
 
 def _check_fit(model: Any, head: Any, path: Path) -> None:

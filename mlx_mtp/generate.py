@@ -187,7 +187,7 @@ def _draft_count(requested: int | None, model: Any, cache: PromptCache | None) -
         most, where = len(cache.heads), "prompt_cache"
     if requested is None:
         return min(most, default_draft_tokens(model))
-    if not 0 <= requested <= most:
+    if type(requested) is not int or not 0 <= requested <= most:
         raise ValueError(f"num_draft_tokens={requested}: allowed is 0 to {most} with the MTP heads of {where}")
     return requested
 

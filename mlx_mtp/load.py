@@ -21,7 +21,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .agreement import LEAST, WORDS, agreement, random_tokens
-from .checkpoint import dequantized, read_config, read_tensors, resolve
+from .checkpoint import dequantized, read_config, read_tensors, resolve, untrained
 from .contents import Contents, Drafting, only, sort_tensors
 from .drafter import attach_drafter
 from .models import DRAFTERS
@@ -144,7 +144,7 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
         return model
 
     overrides: dict[str, Any] = {}
-    if (config | config.get("text_config", {})).get("quantization_config", {}).get("format") == "float-quantized":
+    if ((config | config.get("text_config", {})).get("quantization_config") or {}).get("format") == "float-quantized":
         overrides["quantization_config"] = {}  # mlx-lm refuses what `dequantized` has already dealt with
     if "quantization" not in config and any(name.endswith(".scales") for name in contents.heads):
         overrides["quantization"] = {"group_size": 64, "bits": 4}  # each module's own are read off its shapes
@@ -157,6 +157,7 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
         if isinstance(e, ValueError) and "\n" not in str(e):
             raise
         raise ValueError(f"{path}: cannot be loaded ({_line(e)})") from e
+    del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
     expanded = _expand_experts(model)
     if not lazy:
         mx.eval(model.parameters())
@@ -173,7 +174,7 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
     facts = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
     model.report = lambda: facts
-    if 0 < contents.depths < (facts.declared or 0):
+    if 0 < contents.depths < (facts.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {facts.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
     return model
@@ -292,10 +293,7 @@ def _expand_experts(model: nn.Module) -> bool:
 def _check_heads(model: Any, contents: Contents) -> None:
     """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right."""
     for name, array in _arrays([head.parameters() for head in model.mtp]).items():
-        if not mx.issubdtype(array.dtype, mx.floating):
-            continue
-        state = "NaN" if mx.isnan(array).any().item() else "only zeros" if not array.any().item() else None
-        if state and not name.endswith(".biases"):
+        if (state := untrained(array)) and not name.endswith(".biases"):
             file, raw = _origin(model, contents, f"mtp.{name}")
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
 

@@ -4,6 +4,7 @@ Depth j's slot p (see `draft.py`) lives at position p + j of its cache, so every
 position i of depth j reads token x_{i+1}, and all heads stand at the same offset, `primed`.
 """
 
+import hashlib
 import itertools
 import json
 import math
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from .cache import Ring, SlidingKVCache, make_cache, make_caches
 from .plain_cache import PlainCache
 from .recurrent_cache import RecurrentCache
 
+GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
 SPILL = 64  # the backlog is joined and cut at about this many rows, not at each one
 
 
@@ -70,10 +73,11 @@ class PromptCache:
     backlog: the target's hidden rows [1, r, H] that they have not read yet, ending at the last position held.
     kept:    for depths 1.., the previous depth's output [1, 1, H] at position primed - 1.
     reach:   how many last rows the heads' windows can see at all; None where a head attends to everything.
+    model:   whose state it is; a file tells it by the names and shapes of its parameters.
     """
 
-    def __init__(self, layers: list, heads: list, reach: int | None, kept: list[mx.array]):
-        self.layers, self.heads, self.reach = layers, heads, reach
+    def __init__(self, model: Any, layers: list, heads: list, reach: int | None, kept: list[mx.array]):
+        self.model, self.layers, self.heads, self.reach = model, layers, heads, reach
         self.tokens: list[int] = []
         self.primed = 0
         self.backlog: list[mx.array] = []
@@ -227,12 +231,15 @@ def make_prompt_cache(
         comes exactly there, so that it does not depend on drafting.
     max_kv_size: full-attention layers keep only this many last positions. Raises ValueError on a bad value.
     """
+    if kv_group_size not in GROUP_SIZES:
+        raise ValueError(f"kv_group_size={kv_group_size}: allowed are 32, 64 and 128")
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
         if bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
-        if bits is not None and model.NO_KV_BITS:
-            raise ValueError(f"{name}={bits}: not with {model.NO_KV_BITS}; allowed is None")
-        head_dim = 0 if bits is None else _head_dim(model, heads=name == "mtp_kv_bits")
+        part = model.mtp[0] if model.mtp and name == "mtp_kv_bits" else model
+        if bits is not None and (why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS)):
+            raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
+        head_dim = 0 if bits is None else getattr(part, "head_dim", None) or model.args.head_dim
         if head_dim % kv_group_size:
             raise ValueError(f"kv_group_size={kv_group_size}: allowed are divisors of the head size {head_dim}")
     if max_kv_size is not None and max_kv_size < 1:
@@ -246,6 +253,7 @@ def make_prompt_cache(
     target = {"bits": None if later else kv_bits, "group_size": kv_group_size}
     draft = {"bits": mtp_kv_bits, "group_size": kv_group_size}
     cache = PromptCache(
+        model,
         make_caches(windows, starts=[0] * len(windows), **target),
         make_caches(heads, starts=list(range(len(heads))), **draft),
         None if None in heads else sum(window for window in heads if window),
@@ -256,9 +264,11 @@ def make_prompt_cache(
     return cache
 
 
-def _head_dim(model: Any, *, heads: bool) -> int:
-    """Features per attention head of the target, or of its MTP heads: a drafter has a size of its own."""
-    return getattr(model.mtp[0], "head_dim", model.args.head_dim) if heads and model.mtp else model.args.head_dim
+def _identity(model: Any, *, heads: bool) -> str:
+    """A digest of the names and shapes of a model's parameters, with its heads' or without."""
+    arrays: Any = tree_flatten(model.parameters())
+    own = [f"{name} {array.shape}" for name, array in arrays if heads or not name.startswith("mtp.")]
+    return hashlib.sha256("\n".join(sorted(own)).encode()).hexdigest()
 
 
 def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
@@ -274,6 +284,7 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
         "layers": [c.config for c in cache.layers],
         "heads": [c.config for c in cache.heads],
         "quantizing": cache.quantizing and asdict(cache.quantizing),
+        "model": _identity(cache.model, heads=bool(cache.heads)),
     }
     mx.save_safetensors(str(file), arrays, {"mlx_mtp": json.dumps(state)})
 
@@ -290,6 +301,8 @@ def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
     expected = (len(model.windows()), len(model.mtp))
     if shape[0] != expected[0] or shape[1] > expected[1]:
         raise ValueError(f"{file}: has caches for {shape} (layers, heads), the model {expected}")
+    if state.get("model") != _identity(model, heads=bool(shape[1])):
+        raise ValueError(f"{file}: made with another model, whose parameters have other names or shapes")
     rings: dict[int, Ring] = {}
     caches = []
     for config in (*state["layers"], *state["heads"]):
@@ -300,7 +313,7 @@ def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
         names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
         c.parts = tuple(arrays[name] for name in names)
     kept = [arrays[f"kept.{i}"] for i in range(max(0, shape[1] - 1))]
-    cache = PromptCache(caches[: shape[0]], caches[shape[0] :], state["reach"], kept)
+    cache = PromptCache(model, caches[: shape[0]], caches[shape[0] :], state["reach"], kept)
     cache.primed = state["primed"]
     cache.backlog = [arrays["backlog"]] if "backlog" in arrays else []
     cache.quantizing = state["quantizing"] and Quantizing(**state["quantizing"])

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config.json's number of heads
+LISTED = 8  # names of tensors that are not used
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Report:
         if self.expanded:
             rows.append(("precision", "expanded to float32: MLX multiplies experts on a CPU in nothing else"))
         if self.ignored:
-            rows.append(("not used", ", ".join(self.ignored)))
+            more = f" and {len(self.ignored) - LISTED} more" if len(self.ignored) > LISTED else ""
+            rows.append(("not used", ", ".join(self.ignored[:LISTED]) + more))
         return "\n".join(f"{name:<10} {text}" for name, text in rows)
 
 

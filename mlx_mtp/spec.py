@@ -80,6 +80,8 @@ class MTPSpec:
                 raise ValueError(f"mtp_overrides: {name!r} is unknown; allowed are {', '.join(OVERRIDABLE)}")
             if value not in OVERRIDABLE[name]:
                 raise ValueError(f"mtp_overrides: {name}={value!r}; allowed are {', '.join(OVERRIDABLE[name])}")
+        if changes.get("head") == "own" and not any(inside == "head" for _, inside in self.tensors):
+            raise ValueError("mtp_overrides: head='own'; this family's heads have none; allowed are shared")
         return replace(self, **changes)
 
 

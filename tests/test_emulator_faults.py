@@ -193,6 +193,17 @@ def test_loops_without_an_end(loop):
     assert "probe.metal:2" in text
 
 
+def test_the_last_thing_that_a_kernel_does_has_its_line():
+    text = fault_of("int zero = a[0];\nout[0] = 7 / zero;", mx.zeros(2), out=(2,), grid=1)
+    assert "probe.metal:2 `out[0] = 7 / zero;`: an integer is divided by zero" in text
+    body = "device int* p = out + 2;\n*reinterpret_cast<device atomic<int>*>(p) = {1};"
+    assert "probe.metal:2" in fault_of(body, out=(2,), dtype=mx.int32, grid=1)
+    body = (
+        "auto p = reinterpret_cast<device atomic<int>*>(out + 2);\natomic_store_explicit(p, 1, memory_order_relaxed);"
+    )
+    assert "probe.metal:2 `atomic_store_explicit" in fault_of(body, out=(2,), dtype=mx.int32, grid=1)
+
+
 def test_a_race_between_threadgroups():
     text = fault_of("out[0] = threadgroup_position_in_grid.x;", out=(1,), grid=64)
     assert "which a thread of another threadgroup wrote" in text

@@ -120,3 +120,33 @@ def test_blocks_are_128_wide(tmp_path):
     ) as e:
         parameters(tmp_path / "b", config, stored)
     assert str(e.value).endswith("expected one scale, 300 for the rows, or (3, 1) for blocks of 128")
+
+
+def test_two_spellings_of_one_tensor(tmp_path):
+    for name, tensor in (("qwen3_5", "mtp.fc.weight"), ("nemotron_h", "mtp.layers.0.eh_proj.weight")):
+        config, weights = built(name, tmp_path / name)
+        twice = weights | {f"model.{tensor}": weights[tensor] + 1}
+        with pytest.raises(ValueError, match=rf"tensors \S*{tensor} and \S*{tensor} are the same one of a head"):
+            mlx_mtp.load_model(tiny.save(tmp_path / name, config, twice))
+
+
+def test_a_sidecar_beside_heads_in_the_shards(tmp_path):
+    """Module by module the sidecar's count; what it lacks is taken from the shards, what it has there is named."""
+    config, weights = built("mimo_v2_flash", tmp_path)
+    heads = {name: w for name, w in weights.items() if name.startswith("model.mtp.")}
+    first = {name: w * 1.5 for name, w in heads.items() if ".mtp.layers.0." in name and "self_attn" in name}
+    mx.save_safetensors(str(tmp_path / "mtp.safetensors"), first)
+    model = mlx_mtp.load_model(tmp_path)
+    expected = parameters(tmp_path / "expected", config, weights | first)
+    assert same(dict(tree_flatten(model.parameters())), expected)
+    assert {f"{name} of the shards" for name in first} == set(model.report().ignored)
+    assert model.report().source == "mtp.safetensors and the model's shards"
+
+
+def test_heads_given_by_path_are_not_mixed_with_the_shards(tmp_path):
+    _, weights = built("mimo", tmp_path)
+    heads = {name: w for name, w in weights.items() if ".mtp_layers." in name}
+    part = {name: w for name, w in heads.items() if "input_proj" not in name}
+    mx.save_safetensors(str(tmp_path / "head.safetensors"), part)
+    with pytest.raises(ValueError, match=r"head\.safetensors: tensor \S+input_proj\.weight is missing"):
+        mlx_mtp.load_model(tmp_path, mtp_path=tmp_path / "head.safetensors")

@@ -94,8 +94,8 @@ def test_every_tensor_is_needed(tmp_path, target, name):
     path = tiny.save(tmp_path, drafters.CONFIG, w)
     if name == "t2d":
         mlx_mtp.load_model(target, draft_model=path)
-    elif name == "d2t":  # then its rows are the target's first tokens
-        assert mlx_mtp.load_model(target, draft_model=path).mtp[0].token(mx.array(6)).item() == 6
+    elif name == "d2t":
+        refused(target, path, "tensor d2t is missing; it says which the 7 of 13 tokens of the LM head are")
     elif name in ("fc.weight", "midlayer.hidden_norm.weight"):  # what tells the kinds apart
         refused(target, path, "a drafter is an EAGLE-3 head")
     elif name == "lm_head.weight":
@@ -115,12 +115,38 @@ def test_another_target(tmp_path, target):
     refused(target, tiny.save(tmp_path / "extra", drafters.CONFIG, w), r"tensor extra\.weight belongs to no part")
 
 
+@pytest.mark.parametrize("name", ["fc.weight", "midlayer.self_attn.o_proj.weight", "norm.weight", "lm_head.weight"])
+def test_untrained_tensors(tmp_path, target, name):
+    w = drafters.weights(drafters.CONFIG, H)
+    for value, words in ((0.0, "only zeros"), (float("nan"), "NaN")):
+        path = tiny.save(tmp_path, drafters.CONFIG, w | {name: mx.full(w[name].shape, value)})
+        refused(target, path, rf"model\.safetensors: tensor {name} holds {words}, expected trained weights")
+
+
+def test_two_spellings_of_one_tensor(tmp_path, target):
+    w = drafters.weights(drafters.CONFIG, H)
+    for name in ("fc.weight", "midlayer.self_attn.q_proj.weight"):
+        path = tiny.save(tmp_path, drafters.CONFIG, w | {f"model.{name}": w[name] + 1})
+        refused(target, path, rf"tensors (model\.)?{name} and (model\.)?{name} are the same one")
+
+
+def test_constants_are_named_as_not_used(tmp_path, target):
+    w = drafters.weights(drafters.CONFIG, H)
+    more = {"midlayer.self_attn.rotary_emb.inv_freq": mx.ones(6), "model.t2d": w.pop("t2d")}
+    model = mlx_mtp.load_model(target, draft_model=tiny.save(tmp_path, drafters.CONFIG, w | more))
+    assert set(model.report().ignored) == set(more)
+
+
 def test_options_that_contradict(tmp_path, target):
     drafter = drafters.save(tmp_path, drafters.CONFIG, H)
     refused(target, drafter, "not together with mtp=False", mtp=False)
     refused(target, drafter, "not together with mtp_path=x", mtp_path="x")
-    refused(target, drafter, "'fuse' is not a drafter's; allowed are capture, feedback", mtp_overrides={"fuse": "he"})
-    refused(target, drafter, r"capture=\('p', .*allowed are integers from 0 to 4", mtp_overrides={"capture": "pre"})
+    refused(target, drafter, "'head' is not a drafter's; allowed are capture, fee", mtp_overrides={"head": "shared"})
+    assert mlx_mtp.load_model(target, draft_model=drafter, mtp_overrides={"fuse": "he"}).spec.fuse == "he"
+    refused(target, drafter, r"capture=\(9,\): .*allowed are integers from 0 to 4", mtp_overrides={"capture": 9})
+    refused(
+        target, drafter, r"capture=\('pre',\): .*allowed are integers from 0 to 4", mtp_overrides={"capture": "pre"}
+    )
     refused(target, drafter, "feedback='x'; allowed are pre, post", mtp_overrides={"feedback": "x"})
 
 

@@ -143,3 +143,12 @@ def test_tensors_too_many_and_too_few(tmp_path):
     tiny.save(path, CONFIGS["starcoder2"], weights)
     with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.mlp\.c_fc\.weight is missing"):
         mlx_mtp.load_model(path)
+
+
+def test_a_vocabulary_that_only_the_weights_tell(tmp_path):
+    config = {name: value for name, value in CONFIGS["starcoder2"].items() if name != "vocab_size"}
+    path, _ = families.headless(tmp_path, {**config, "hidden_size": 8, "intermediate_size": 8})
+    model = mlx_mtp.load_model(path, mtp=False)
+    assert model.vocab_size == 49152  # mlx-lm's default
+    with pytest.raises(ValueError, match="49152 is not a token id between 0 and 49151"):
+        ours(model, [49152], 1)

@@ -1,5 +1,6 @@
 """A stop anywhere leaves the caches as if every token had been decoded on its own."""
 
+import families
 import mlx.core as mx
 import pytest
 
@@ -167,3 +168,14 @@ def test_a_sampler_that_fails_leaves_the_last_state(tiny_models):
         got.extend(token for token, _, _ in steps)
     assert cache.tokens == PROMPT + got[:-1]
     assert texts(model, got[-1:], 20, 3, cache) == texts(model, PROMPT + got, 20, 0)
+
+
+def test_a_cache_of_another_model_is_refused(tmp_path):
+    """Of models with as many layers and heads."""
+    models = [mlx_mtp.load_model(families.build(name, tmp_path / name)[0]) for name in ("mimo", "deepseek_v3")]
+    cache = mlx_mtp.make_prompt_cache(models[0])
+    texts(models[0], [1, 2, 3], 4, 1, cache)
+    save_prompt_cache(tmp_path / "cache.safetensors", cache)
+    load_prompt_cache(tmp_path / "cache.safetensors", models[0])
+    with pytest.raises(ValueError, match=r"cache\.safetensors: made with another model"):
+        load_prompt_cache(tmp_path / "cache.safetensors", models[1])

@@ -28,6 +28,7 @@ COMMON = ["-std=c++17", "-ffreestanding", "-fPIC", "-fno-exceptions", "-fno-rtti
 COMMON += ["-fno-stack-protector", "-fno-math-errno", "-nostdinc++", "-fsigned-char"]
 KERNEL = [
     *("-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fno-threadsafe-statics", "-gline-tables-only"),
+    "-fno-optimize-sibling-calls",  # a fault in a kernel's last call is the kernel's line
     *("-Xclang", "-cl-single-precision-constant"),
     *("-Xclang", "-ffloat16-excess-precision=none"),
     # Locals that nobody set read as the same bits every time.

@@ -35,6 +35,8 @@ class DraftHead(nn.Module):
     `parts`: which of the optional "input_norm" (of all captured states), "fc_norm" (of each), "d2t" there are.
     """
 
+    NO_KV_BITS: str | None = None  # its attention is an ordinary one, whatever the target's is
+
     def __init__(self, spec: MTPSpec, block: Any, sizes: DraftSizes, parts: set[str]):
         super().__init__()
         self._spec, self._residual_normed, self.window = spec, sizes.residual_normed, sizes.window

@@ -94,9 +94,7 @@ class Port:
 
     @property
     def max_draft_tokens(self) -> int:
-        if self.spec.topology == "recycle":
-            return MAX_RECYCLED * len(self.mtp)
-        return len(self.mtp)
+        return MAX_RECYCLED if self.spec.topology == "recycle" and len(self.mtp) == 1 else len(self.mtp)
 
     def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """Residual stream before the final norm [1, L, H] of tokens [1, L], and behind it, along the last axis, what

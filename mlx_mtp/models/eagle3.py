@@ -17,7 +17,7 @@ ACCEPTED = (
     "an EAGLE-3 head: a directory with config.json and *.safetensors that hold fc, midlayer or layers.0, norm, "
     "lm_head and, for a reduced vocabulary, d2t"
 )
-IGNORED = ("t2d",)  # which of the target's tokens the drafter knows: d2t says so too
+IGNORED = ("t2d", "rotary_emb.inv_freq")  # which of the target's tokens the drafter knows, d2t says so too; constants
 LAYERS = ("llama", "qwen3")
 SPEC = MTPSpec(
     topology="recycle",
@@ -51,12 +51,13 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
 
 
 def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, overrides: dict[str, Any]) -> MTPSpec:
-    """The spec of one drafter; `overrides`: feedback, and as capture the numbers of layers. Raises ValueError."""
+    """The spec of one drafter; `overrides`: feedback, fuse, and as capture numbers of layers. Raises ValueError."""
     if not _option(config, "use_aux_hidden_state", True):
         raise ValueError("use_aux_hidden_state=false: allowed is true, a head that reads layers of the target")
-    if unknown := sorted(overrides.keys() - {"capture", "feedback"}):
-        raise ValueError(f"mtp_overrides: {unknown[0]!r} is not a drafter's; allowed are capture, feedback")
-    capture = tuple(overrides.get("capture", _captured_layers(config, num_hidden_layers)))
+    if unknown := sorted(overrides.keys() - {"capture", "feedback", "fuse"}):
+        raise ValueError(f"mtp_overrides: {unknown[0]!r} is not a drafter's; allowed are capture, feedback, fuse")
+    capture = overrides.get("capture", _captured_layers(config, num_hidden_layers))
+    capture = tuple(capture) if isinstance(capture, list | tuple) else (capture,)
     if not capture or not all(type(i) is int and 0 <= i <= num_hidden_layers for i in capture):
         raise ValueError(
             f"capture={capture}: the numbers of layers after which the target is read; "
@@ -99,6 +100,9 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
         residual_normed=_option(config, "norm_before_residual", False),
     )
     own = {name.removeprefix("model.").partition(".")[0] for name in names}
+    if sizes.draft_vocab < sizes.vocab and "d2t" not in own:
+        rows = f"{sizes.draft_vocab} of {sizes.vocab} tokens"
+        raise ValueError(f"tensor d2t is missing; it says which the {rows} of the LM head are")
     return DraftHead(spec, module.TransformerBlock(args), sizes, own & {"input_norm", "fc_norm", "d2t"})
 
 
@@ -106,7 +110,7 @@ def _layer_config(config: dict) -> dict:
     """config.json of the layer as mlx-lm reads it: flat, rope as before transformers 5, one layer."""
     layer = {**config, **config.get("transformer_layer_config", {})}
     if rope := layer.get("rope_parameters"):
-        layer["rope_theta"] = rope["rope_theta"]
+        layer["rope_theta"] = rope.get("rope_theta", 10000.0)
         layer["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
     for name, allowed in (("num_hidden_layers", 1), ("hidden_act", "silu")):
         if layer.get(name, allowed) != allowed:

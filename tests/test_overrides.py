@@ -1,0 +1,77 @@
+"""Every value of every field of the spec, on every family: drafts change, the text does not."""
+
+import warnings
+
+import families
+import pytest
+import tiny
+
+import mlx_mtp
+
+VALUES = [
+    *({"topology": value} for value in ("chain", "target_each", "recycle")),
+    *({"capture": value} for value in ("pre", "post")),
+    *({"feedback": value} for value in ("pre", "post")),
+    *({"fuse": value} for value in ("eh", "he")),
+    *({"head": value} for value in ("shared", "shared_or_own")),
+]
+PROMPT = [1, 2, 3, 4, 1]
+
+
+def ours(model, k, n=24):
+    return [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k)]
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(families.FAMILIES) if n not in ("nemotron_h", "glm_moe_dsa")])
+def test_the_text_stays(tmp_path, name):
+    path, _, plain = families.build(name, tmp_path)
+    truth = tiny.greedy(plain, PROMPT, 24)
+    for overrides in VALUES:
+        model = mlx_mtp.load_model(path, mtp_overrides=overrides)
+        (field, value), *_ = overrides.items()
+        assert getattr(model.spec, field) == value or value == "shared_or_own"
+        assert ours(model, min(4, model.max_draft_tokens)) == truth, overrides
+
+
+@pytest.mark.parametrize("name", ["mimo_v2_flash", "step3p5"])
+def test_several_heads_recycled_are_the_first(tmp_path, name):
+    if name == "step3p5":
+        weights = tiny.random_weights(tiny.CONFIG)
+        path, plain = (
+            tiny.save(tmp_path, tiny.CONFIG, weights),
+            tiny.plain_model(tiny.CONFIG, tiny.random_weights(tiny.CONFIG, heads=0)),
+        )
+    else:
+        path, weights, plain = families.build(name, tmp_path)
+    model = mlx_mtp.load_model(path, mtp_overrides={"topology": "recycle"})
+    assert (len(model.mtp), model.max_draft_tokens) == (1, 15)
+    assert "more" in str(model.report())  # the other heads' tensors are named as not used
+    for k in (1, 15):
+        assert ours(model, k) == tiny.greedy(plain, PROMPT, 24)
+    with pytest.raises(ValueError, match="num_draft_tokens=16: allowed is 0 to 15"):
+        ours(model, 16)
+
+
+def test_an_lm_head_of_its_own_where_the_family_has_none(tmp_path):
+    path, _, _ = families.build("qwen3_5", tmp_path / "qwen")
+    with pytest.raises(ValueError, match=r"head='own'; this family's heads have none; allowed are shared$"):
+        mlx_mtp.load_model(path, mtp_overrides={"head": "own"})
+    path, _, _ = families.build("glm4_moe_untied", tmp_path / "glm")
+    with pytest.raises(ValueError, match=r"tensor model\.layers\.2\.shared_head\.head\.weight is missing"):
+        mlx_mtp.load_model(path, mtp_overrides={"head": "own"})
+
+
+def test_options_that_contradict(tmp_path):
+    path, _, _ = families.build("mimo", tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"mtp_overrides": {"fuse": "eh"}}, {"mtp_path": "x"}):
+            with pytest.raises(ValueError, match=f"{next(iter(options))}=.*: not together with mtp=False"):
+                mlx_mtp.load_model(path, mtp=False, **options)
+    model = mlx_mtp.load_model(path)
+    for k in (1.0, True, "2"):
+        with pytest.raises(ValueError, match=f"num_draft_tokens={k}: allowed is 0 to 15"):
+            ours(model, k)
+    for size in (0, 16, 48):
+        with pytest.raises(ValueError, match=f"kv_group_size={size}: allowed are 32, 64 and 128"):
+            mlx_mtp.make_prompt_cache(model, kv_bits=8, kv_group_size=size)
