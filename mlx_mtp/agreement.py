@@ -9,15 +9,13 @@ import mlx.core as mx
 from .prompt_cache import make_prompt_cache
 
 WORDS = """The library opens at nine in the morning and closes at six. If you want to borrow a book, bring your
-card to the desk, and we will tell you when it is due. Here is how the same rule looks in Python:
+card to the desk. Here is the same rule in Python:
 
 def is_open(hour):
     return 9 <= hour < 18
-
-for hour in range(24):
-    print(hour, "open" if is_open(hour) else "closed")
 """
 RANDOM_TOKENS = 64
+ROWS = 16  # whose logits are held at a time
 LEAST = 0.02  # trained heads agree on far more, even on random tokens; untrained ones on 1 of vocab_size
 
 
@@ -25,13 +23,15 @@ def agreement(model: Any, tokens: list[int]) -> float:
     """The share of positions of a text at which the first head's greedy draft is the target's greedy token."""
     cache = make_prompt_cache(model)
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)
-    says = mx.argmax(model.logits(hidden[:, 1:])[0], axis=-1)
     head, rows = model.mtp[0], model.capture(hidden[:, :-1])
     output = head(model.embed(mx.array(tokens)[None, 1:], 0), rows, cache.heads[0])
-    logits = model.draft_logits(0, output)[0]
-    right = head.token(mx.argmax(logits, axis=-1)) == says
-    share: Any = (right & ~mx.isnan(logits).any(axis=-1)).mean().item()
-    return share
+    right: Any = 0
+    for i in range(0, len(tokens) - 1, ROWS):
+        says = mx.argmax(model.logits(hidden[:, i + 1 : i + 1 + ROWS])[0], axis=-1)
+        logits = model.draft_logits(0, output[:, i : i + ROWS])[0]
+        same = head.token(mx.argmax(logits, axis=-1)) == says
+        right += (same & ~mx.isnan(logits).any(axis=-1)).sum().item()
+    return right / (len(tokens) - 1)
 
 
 def random_tokens(vocab_size: int) -> list[int]:

@@ -37,14 +37,13 @@ EXPERTS = {
 }
 SLIDING = {"layer_types": ["full_attention", *["sliding_attention"] * 4], "sliding_window": 8, "head_dim": 16}
 HEADLESS = {
-    "llama": {**GQA, "model_type": "llama", "tie_word_embeddings": True},
+    "mistral": {**GQA, "model_type": "mistral", "mlx_lm": "llama", "tie_word_embeddings": True},
     "llama_sliding": {**GQA, **SLIDING, "model_type": "llama"},
-    "mistral": {**GQA, "model_type": "mistral", "mlx_lm": "llama"},
     "qwen2": {**GQA, "model_type": "qwen2"},
     "qwen3": {**GQA, "model_type": "qwen3", "head_dim": 16},
     "qwen3_moe": {**GQA, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 16},
 }
-WITH_HEADS = ("deepseek_v3", "mimo_v2_flash", "qwen3_5_moe", "glm4_moe")
+WITH_HEADS = ("deepseek_v3", "mimo_v2_flash", "qwen3_5_moe")
 SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
     "speculators_model_type": "eagle3",
@@ -246,7 +245,7 @@ def test_where_the_target_is_read(tmp_path):
 
 @pytest.mark.parametrize("variant", ["own embedding", "full vocabulary", "shared LM head", "sliding", "quantized"])
 def test_variants_draft_and_change_nothing(tmp_path, variant):
-    directory, plain = families.headless(tmp_path / "target", HEADLESS["llama"])
+    directory, plain = families.headless(tmp_path / "target", HEADLESS["mistral"])
     config = dict(drafters.CONFIG)
     if variant in ("full vocabulary", "shared LM head"):
         config["draft_vocab_size"] = V

@@ -49,6 +49,12 @@ def test_coalescing():
     assert (out.simd_accesses, out.simd_lines, out.lines_per_access) == (2, 4, 2.0)
     assert (a.bytes_read, a.distinct_read, a.reread) == (3 * 256, 256, 3.0)
     assert kernel.traffic.bytes_read == 3 * 256
+    table = str(kernel.traffic).splitlines()
+    assert table[0].startswith("lines: 64 threads; per thread at most 0 barriers, 0 collectives")
+    assert [line.split() for line in table[2:]] == [
+        ["a", "768", "256", "3.00x", "0", "2.3"],
+        ["out", "0", "0", "0.00x", "256", "2.0"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ from oracle import Oracle
 import mlx_mtp
 from mlx_mtp import decode
 
+# Loading has tests of these too; decoding them does nothing that a variant of theirs does not do.
+SIMPLER = ("glm4_moe_untied", "glm_moe_dsa", "nemotron_h")
 
-@pytest.fixture(scope="module", params=sorted(families.FAMILIES))
+
+@pytest.fixture(scope="module", params=[name for name in sorted(families.FAMILIES) if name not in SIMPLER])
 def family(request, tmp_path_factory):
     """(our model, mlx-lm's plain model) of one random checkpoint."""
     path, _, plain = families.build(request.param, tmp_path_factory.mktemp("family"))
@@ -37,7 +40,7 @@ def test_greedy_equals_cacheless_forward(family, truth, length):
     model, _ = family
     mx.random.seed(length)
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
-    for k in (k for k in (0, 1, 2, 3, 6) if k <= model.max_draft_tokens):
+    for k in (k for k in (0, 1, 3, 6) if k <= model.max_draft_tokens):
         assert ours(model, prompt, 40, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 

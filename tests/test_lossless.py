@@ -24,7 +24,7 @@ def a_prompt(seed, length, vocab):
 
 # The window is 8: prompts below, at and far above it; 40 new tokens wrap it many times.
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 30])
-@pytest.mark.parametrize(("seed", "vocab"), [(0, 5), (1, 4), (2, 5)])
+@pytest.mark.parametrize(("seed", "vocab"), [(0, 5), (1, 4)])
 def test_greedy_equals_cacheless_forward(tiny_models, seed, vocab, length):
     model, plain = tiny_models(seed, vocab_size=vocab)
     prompt = a_prompt(length, length, vocab)

@@ -1,4 +1,4 @@
-"""Every value of every field of the spec, on every family: drafts change, the text does not."""
+"""Every value of every field of the spec, on each kind of heads: drafts change, the text does not."""
 
 import warnings
 
@@ -22,7 +22,7 @@ def ours(model, k, n=24):
     return [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k)]
 
 
-@pytest.mark.parametrize("name", [n for n in sorted(families.FAMILIES) if n not in ("nemotron_h", "glm_moe_dsa")])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_5", "mimo", "mimo_v2_flash"])
 def test_the_text_stays(tmp_path, name):
     path, _, plain = families.build(name, tmp_path)
     truth = tiny.greedy(plain, PROMPT, 24)

@@ -53,6 +53,20 @@ class Traffic:
     def __getitem__(self, name: str) -> BufferTraffic:
         return self.buffers[name]
 
+    def __str__(self) -> str:
+        """The report as a table, a line per buffer."""
+        lines = [
+            f"{self.kernel}: {self.threads} threads; per thread at most {self.max_barriers} barriers, "
+            f"{self.max_collectives} collectives (counts of the emulator, no times)",
+            f"{'buffer':<24} {'read':>12} {'distinct':>12} {'re-read':>8} {'written':>12} {'lines/access':>12}",
+        ]
+        for b in self.buffers.values():
+            lines.append(
+                f"{b.name:<24} {b.bytes_read:>12} {b.distinct_read:>12} {b.reread:>7.2f}x {b.bytes_written:>12} "
+                f"{b.lines_per_access:>12.1f}"
+            )
+        return "\n".join(lines)
+
     @property
     def bytes_read(self) -> int:
         """Bytes requested from device and constant memory."""
