@@ -220,3 +220,29 @@ def test_the_losses_kernels_with_their_barriers(loss, monkeypatch):
     got = getattr(losses, f"_{loss}_div_loss")(q, p)
     monkeypatch.setattr(losses, "can_run_metal", lambda: False)
     close(got[0] if loss == "js" else got, getattr(losses, f"{loss}_div_loss")(q, p), 1e-5)
+
+
+@pytest.mark.parametrize("loss", ["kl", "js"])
+def test_the_losses_gradients(loss, monkeypatch):
+    """The backward kernels race like the forward ones, and give the gradient once they have their barriers."""
+    q, p = loss_inputs()
+    cotangent, log_q, log_p = mx.array([1.0, -0.5]), *(x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (q, p))
+    kl_q = (mx.exp(log_q) * (log_q - mx.logaddexp(log_q, log_p) + mx.log(mx.array(2.0)))).sum(-1)
+    with monkeypatch.context() as patch:
+        patch.setattr(losses, "can_run_metal", lambda: False)
+        want = mx.vjp(lambda x: getattr(losses, f"{loss}_div_loss")(x, p), [q], [cotangent])[1][0]
+    kernel = getattr(losses, f"_{loss}_backward_kernel")
+    launch = {
+        "inputs": [q, p, cotangent, *([kl_q] if loss == "js" else [])],
+        "template": [("T", mx.float32), ("V", q.shape[-1])],
+        "grid": (1024, 2, 1),
+        "threadgroup": (1024, 1, 1),
+        "output_shapes": [q.shape],
+        "output_dtypes": [mx.float32],
+    }
+    with pytest.raises(emulator.KernelFault, match=r"race: reads threadgroup array shared\[0\]"):
+        kernel(**launch)
+    old, barrier = "// Share the sum_exp across the threadgroup", "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    assert old in kernel.source
+    monkeypatch.setattr(kernel, "source", kernel.source.replace(old, barrier).replace("mem_none", "mem_threadgroup"))
+    close(kernel(**launch)[0], want, 1e-5)
