@@ -85,15 +85,20 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             f"{heads[name].file}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}, such as {name}"
         )
     spec = spec.override(drafting.mtp_overrides).resolve([path for _, path in places.values()])
-    unused: set[str] = set()
-    if spec.head == "shared":  # by an override: the checkpoint's own are then not used
-        unused |= {name for name, (_, inside) in places.items() if inside.startswith("head.")}
-    if spec.topology == "recycle" and len(depths) > 1:  # by an override: the first head, fed its own output
-        unused |= {name for name, (depth, _) in places.items() if depth}
-        depths = {0}
-    heads = {name: tensor for name, tensor in heads.items() if name not in unused}
-    ignored |= unused
+    used = _used(spec, places)
+    depths = {places[name][0] for name in used}
+    ignored |= heads.keys() - used
+    heads = {name: tensor for name, tensor in heads.items() if name in used}
     return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
+
+
+def _used(spec: MTPSpec, places: dict[str, Any]) -> set[str]:
+    """The heads' tensors that a spec needs: all, unless it was overridden to share the target's LM head, or to feed
+    the first of several heads its own output.
+    """
+    own = {name for name, (_, inside) in places.items() if spec.head == "shared" and inside.startswith("head.")}
+    later = {name for name, (depth, _) in places.items() if spec.topology == "recycle" and depth}
+    return places.keys() - own - later
 
 
 def _missing_in(beside: Header, shards: Header, spec: MTPSpec, layers: int) -> Header:
