@@ -6,6 +6,19 @@ import mlx.core as mx
 import numpy as np
 import tiny
 
+# A target without heads, for the model_type that a test adds.
+GQA = {
+    "hidden_size": 32,
+    "vocab_size": 13,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
 CONFIG = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",

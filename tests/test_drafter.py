@@ -8,6 +8,7 @@ import families
 import mlx.core as mx
 import pytest
 import tiny
+from drafters import GQA
 from mlx_lm.models.base import create_causal_mask
 from oracle import Oracle
 
@@ -15,18 +16,6 @@ import mlx_mtp
 from mlx_mtp import decode
 
 V = families.V
-GQA = {
-    "hidden_size": 32,
-    "vocab_size": V,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,

@@ -11,20 +11,7 @@ import mlx_mtp
 from mlx_mtp.cli import main
 
 H, V = families.H, families.V
-TARGET = {
-    "model_type": "qwen3",
-    "hidden_size": H,
-    "vocab_size": V,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
+TARGET = {**drafters.GQA, "model_type": "qwen3", "num_hidden_layers": 4, "head_dim": 16}
 
 
 @pytest.fixture(scope="module")

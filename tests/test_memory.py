@@ -79,13 +79,13 @@ def test_time_per_cycle_does_not_grow_with_capacity(tiny_models, k):
         list(mlx_mtp.generate_step(prompt, model, prompt_cache=caches[capacity], max_tokens=0))
     assert caches[65536].nbytes > 20 * caches[1024].nbytes
     best = dict.fromkeys(caches, float("inf"))
-    for _ in range(6):
+    for _ in range(10):  # the best of many short runs, on machines that do other things too
         for capacity, cache in caches.items():
             tic = time.perf_counter()
             for _ in mlx_mtp.generate_step([1], model, prompt_cache=cache, max_tokens=16, num_draft_tokens=k):
                 pass
             best[capacity] = min(best[capacity], time.perf_counter() - tic)
-    assert best[65536] < 2 * best[1024]  # copying the buffers would make it a multiple
+    assert best[65536] < 1.5 * best[1024]
 
 
 def test_loading_holds_the_checkpoint_once(tmp_path):

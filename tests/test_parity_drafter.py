@@ -17,20 +17,7 @@ llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
 TOLERANCE = 1e-4
 V, H = families.V, families.H
-TARGET = {
-    "model_type": "llama",
-    "hidden_size": H,
-    "vocab_size": V,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "architectures": ["LlamaForCausalLM"],
-}
+TARGET = {**drafters.GQA, "model_type": "llama", "num_hidden_layers": 6, "architectures": ["LlamaForCausalLM"]}
 
 
 class TorchDrafter:
