@@ -12,9 +12,11 @@ from .kernel import MetalKernel, Options, metal_kernel
 from .traffic import Traffic
 
 QUANTIZED = ("utils", "steel/gemm/gemm", "quantized_utils", "quantized")
+FP_QUANTIZED = (*QUANTIZED[:-1], "fp_quantized")
 POSITION = "threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 NO_BATCH = "K, nullptr, nullptr, K, nullptr, nullptr, nullptr, nullptr"
 MATRIX = ("w", "scales", "biases", "x")
+KERNELS = ("qmv_fast", "qmv", "qmv_quad", "qmv_wide")
 
 
 def include(*headers: str) -> str:
@@ -36,7 +38,7 @@ def _run(
     shape: tuple,
     options: Options | None,
 ) -> tuple[mx.array, Traffic]:
-    x = inputs[3] if len(inputs) > 3 and kernel.name != "sdpa_vector" else inputs[0]
+    x = inputs[kernel.input_names.index("x" if "x" in kernel.input_names else "queries")]
     (y,) = kernel(
         inputs=inputs,
         template=template,
@@ -67,41 +69,49 @@ def quantized_matvec(
     x: mx.array,
     w: mx.array,
     scales: mx.array,
-    biases: mx.array,
+    biases: mx.array | None = None,
     *,
     group_size: int,
     bits: int,
     kernel: str,
     options: Options | None = None,
 ) -> tuple[mx.array, Traffic]:
-    """x (M, K) times the rows of an affine-quantized (N, K) matrix by `kernel`: qmv_fast, qmv, qmv_quad or qmv_wide.
+    """x (M, K) times the rows of a quantized (N, K) matrix by `kernel`: qmv_fast, qmv, qmv_quad or qmv_wide.
 
-    Returns the product (M, N) and the launch's traffic.
+    Without biases the format is a floating-point one: mxfp4, mxfp8 or nvfp4, by bits and group size. Returns the product
+    (M, N) and the launch's traffic.
     """
-    if kernel not in ("qmv_fast", "qmv", "qmv_quad", "qmv_wide"):
-        raise ValueError(f"kernel is {kernel!r}; it must be qmv_fast, qmv, qmv_quad or qmv_wide")
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel is {kernel!r}; it must be {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
     (m, k), n = x.shape, w.shape[0]
+    affine = biases is not None
     template: list[tuple[str, object]] = [("T", x.dtype), ("GS", group_size), ("BITS", bits)]
-    inputs = [w, scales, biases, x, k, n]
+    inputs, names = [w, scales, *([biases] if affine else []), x, k, n], [*MATRIX, "K", "N"]
+    data = "w, scales, biases, x, y, K, N"
+    function = f"{'affine' if affine else 'fp'}_{kernel}"
+    if not affine:
+        names.remove("biases")
+        data = "w, scales, x, y, K, N" if kernel in ("qmv_quad", "qmv_wide") else "w, scales, nullptr, x, y, K, N"
+    no_batch = NO_BATCH if affine else NO_BATCH.removesuffix(", nullptr")
     if kernel == "qmv_quad":
-        body = f"affine_qmv_quad<T, GS, BITS, D, false>(w, scales, biases, x, y, K, N, {NO_BATCH}, \
-threadgroup_position_in_grid, thread_index_in_threadgroup / 4, thread_index_in_threadgroup % 4);"
+        place = "threadgroup_position_in_grid, thread_index_in_threadgroup / 4, thread_index_in_threadgroup % 4"
+        body = f"{function}<T, GS, BITS, D, false>({data}, {no_batch}, {place});"
         template.append(("D", k))
         groups, group = (m, -(-n // 64), 1), (32, 1, 1)
     elif kernel == "qmv_wide":
         vectors = -(-m // -(-m // 5))  # the fewest tiles of at most 5 rows, evenly filled
-        body = (
-            f"affine_qmv_wide<T, GS, BITS, NV, 8, false>(w, scales, biases, x, y, K, N, M, {NO_BATCH}, {POSITION});"
-        )
-        template.append(("NV", vectors))
+        k_lanes = 8 if affine else 16
+        body = f"{function}<T, GS, BITS, NV, KL, false>({data}, M, {no_batch}, {POSITION});"
+        template += [("NV", vectors), ("KL", k_lanes)]
         inputs.append(m)
-        groups, group = (-(-m // vectors), -(-n // 8), 1), (32, 2, 1)
+        names.append("M")
+        groups, group = (-(-m // vectors), -(-n // (64 // k_lanes)), 1), (32, 2, 1)
     else:
         partial = ", true" if kernel == "qmv_fast" and n % 8 else ""
-        body = f"affine_{kernel}<T, GS, BITS, false{partial}>(w, scales, biases, x, y, K, N, {NO_BATCH}, {POSITION});"
+        body = f"{function}<T, GS, BITS, false{partial}>({data}, {no_batch}, {POSITION});"
         groups, group = (m, -(-n // 8), 1), (32, 2, 1)
-    names = (*MATRIX, "K", "N", *(["M"] if kernel == "qmv_wide" else []))
-    return _run(_kernel(kernel, names, "y", body, QUANTIZED), inputs, template, groups, group, (m, n), options)
+    made = _kernel(kernel, tuple(names), "y", body, QUANTIZED if affine else FP_QUANTIZED)
+    return _run(made, inputs, template, groups, group, (m, n), options)
 
 
 def gather_qmv(

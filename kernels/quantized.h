@@ -1,0 +1,208 @@
+// Products of a few rows of x with quantized rows of weights, in the order of MLX's one-row kernels.
+//
+// A lane takes VALUES neighbouring values of K, then the ones LANES * VALUES further on. What stands under one scale is
+// summed on its own, in chunks of 4 or 8 values, then scaled and added to the lane's result. A weight of an affine format is
+// used where it lies in its byte (4 bits: in its 16-bit word), unshifted, and x divided by that power of two instead; one
+// that crosses into the next byte is two terms.
+
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+// Widths at which a lane's share of a row can be loaded; BYTES of a share is its greatest alignment.
+template <int BYTES>
+METAL_FUNC void load_bytes(const device uint8_t* from, thread uint* words) {
+  if constexpr (BYTES % 4 == 0) {
+    UNROLL
+    for (int i = 0; i < BYTES / 4; i++) {
+      words[i] = ((const device uint*)from)[i];
+    }
+  } else {
+    constexpr int UNIT = BYTES % 2 == 0 ? 2 : 1;
+    UNROLL
+    for (int i = 0; i < (BYTES + 3) / 4; i++) {
+      words[i] = 0;
+    }
+    UNROLL
+    for (int i = 0; i < BYTES / UNIT; i++) {
+      uint unit = UNIT == 2 ? ((const device ushort*)from)[i] : from[i];
+      words[i * UNIT / 4] |= unit << (i * UNIT % 4 * 8);
+    }
+  }
+}
+
+METAL_FUNC float e2m1(uint code) {
+  half magnitude_and_sign = as_type<half>(ushort((code & 7) << 9 | (code & 8) << 12));
+  return float(half(magnitude_and_sign * half(16384)));
+}
+
+METAL_FUNC float e4m3(uint code) {
+  uint magnitude = code & 127;
+  uint bits = magnitude << 7 | (code & 128) << 8;
+  return float(half(as_type<half>(ushort(magnitude == 127 ? bits | 0x4000 : bits)) * half(256)));
+}
+
+METAL_FUNC float e8m0(uint code) {
+  return as_type<float>(code == 0 ? 0x400000u : code << 23);
+}
+
+// Affine scales are numbers; those of floating-point formats are codes: e4m3 for groups of 16 (nvfp4), else e8m0.
+template <bool FP, int GROUP, typename S>
+METAL_FUNC float scale_of(S stored) {
+  if constexpr (!FP) {
+    return float(stored);
+  } else if constexpr (GROUP == 16) {
+    return e4m3(stored);
+  } else {
+    return e8m0(stored);
+  }
+}
+
+template <int BITS, bool FP>
+struct Format {
+  static constant constexpr int CHUNK = BITS == 3 || BITS == 5 ? 8 : 4;
+  static constant constexpr bool SUMS_CHUNK = BITS == 2 || BITS == 4; // else term by term
+  static constant constexpr int UNIT = BITS == 4 ? 16 : 8;
+  static constant constexpr int MASK = (1 << BITS) - 1;
+
+  // Where value i of a chunk lies: the unit, its first bit there, and whether it goes on in the next unit.
+  static constexpr int unit(int i) { return i * BITS / UNIT; }
+  static constexpr int shift(int i) { return i * BITS % UNIT; }
+  static constexpr bool crosses(int i) { return shift(i) + BITS > UNIT; }
+
+  static METAL_FUNC uint unit_at(const thread uint* words, int bit) {
+    return words[bit / 32] >> (bit % 32) & ((1u << UNIT) - 1);
+  }
+
+  // Chunk c of the loaded words as floats: low[i], and high[i] of values that cross.
+  static METAL_FUNC void decode(const thread uint* words, int c, thread float* low, thread float* high) {
+    UNROLL
+    for (int i = 0; i < CHUNK; i++) {
+      const int bit = c * CHUNK * BITS + unit(i) * UNIT;
+      const uint at = unit_at(words, bit);
+      if constexpr (FP) {
+        low[i] = BITS == 4 ? e2m1(at >> shift(i)) : e4m3(at);
+      } else {
+        low[i] = float(int(at & uint(MASK << shift(i))));
+        if (crosses(i)) {
+          high[i] = float(int(unit_at(words, bit + UNIT) & uint(MASK >> (UNIT - shift(i)))));
+        }
+      }
+    }
+  }
+
+  // Chunk of x as the weights want it; returns what it adds to the sum that biases are multiplied with.
+  template <typename T>
+  static METAL_FUNC float load(const device T* x, float sum, thread float* values) {
+    UNROLL
+    for (int i = 0; i < CHUNK; i++) {
+      values[i] = float(x[i]);
+    }
+    if constexpr (FP) {
+      return sum;
+    }
+    if constexpr (BITS == 8) {
+      UNROLL
+      for (int i = 0; i < CHUNK; i++) {
+        sum += values[i];
+      }
+    } else {
+      float chunk = values[0];
+      UNROLL
+      for (int i = 1; i < CHUNK; i++) {
+        chunk += values[i];
+      }
+      sum += chunk;
+    }
+    UNROLL
+    for (int i = 0; i < CHUNK; i++) {
+      values[i] = values[i] / float(1 << shift(i));
+    }
+    return sum;
+  }
+
+  static METAL_FUNC float dot(float sum, const thread float* x, const thread float* low, const thread float* high) {
+    if constexpr (SUMS_CHUNK) {
+      sum += x[0] * low[0] + x[1] * low[1] + x[2] * low[2] + x[3] * low[3];
+    } else {
+      UNROLL
+      for (int i = 0; i < CHUNK; i++) {
+        sum += low[i] * x[i];
+        if (!FP && crosses(i)) {
+          sum += high[i] * (x[i] * 256.0f);
+        }
+      }
+    }
+    return sum;
+  }
+
+  static METAL_FUNC float scaled(float sum, float bias, float scale, float products) {
+    if constexpr (FP) {
+      return scale * products;
+    } else {
+      return scale * products + sum * bias;
+    }
+  }
+};
+
+// Adds to result [ROWS][RESULTS] one lane's share of x [ROWS, K] times the weight rows `outputs`.
+template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int LANES, int ROWS, int RESULTS>
+METAL_FUNC void quantized_products(
+    const device uint8_t* w,
+    const device S* scales,
+    const device S* biases,
+    const device T* x,
+    const thread int* outputs,
+    int K,
+    int lane,
+    thread float (&result)[ROWS][RESULTS]) {
+  using F = Format<BITS, FP>;
+  constexpr int STEP = VALUES < GROUP ? VALUES : GROUP; // values under one scale
+  constexpr int BYTES = STEP * BITS / 8;
+  constexpr int STRIDE = LANES * VALUES;
+  for (int begin = lane * VALUES; begin < K; begin += STRIDE) {
+    UNROLL
+    for (int k = begin; k < begin + VALUES; k += STEP) {
+      float scale[RESULTS], bias[RESULTS];
+      uint words[RESULTS][(BYTES + 3) / 4];
+      UNROLL
+      for (int r = 0; r < RESULTS; r++) {
+        const size_t group = (size_t(outputs[r]) * K + k) / GROUP;
+        scale[r] = scale_of<FP, GROUP>(scales[group]);
+        bias[r] = FP ? 0.0f : float(biases[group]);
+        load_bytes<BYTES>(w + (size_t(outputs[r]) * K + k) * BITS / 8, words[r]);
+      }
+      float products[ROWS][RESULTS] = {}, sums[ROWS] = {};
+      UNROLL
+      for (int c = 0; c < STEP / F::CHUNK; c++) {
+        float values[ROWS][F::CHUNK];
+        UNROLL
+        for (int m = 0; m < ROWS; m++) {
+          sums[m] = F::load(x + size_t(m) * K + k + c * F::CHUNK, sums[m], values[m]);
+        }
+        UNROLL
+        for (int r = 0; r < RESULTS; r++) {
+          float low[F::CHUNK], high[F::CHUNK];
+          F::decode(words[r], c, low, high);
+          UNROLL
+          for (int m = 0; m < ROWS; m++) {
+            products[m][r] = F::dot(products[m][r], values[m], low, high);
+          }
+        }
+      }
+      UNROLL
+      for (int r = 0; r < RESULTS; r++) {
+        // Arguments in this order: a compiler that contracts freely then fuses the one of the two products that it fuses
+        // in MLX's kernels, where the products are the last to be known.
+        UNROLL
+        for (int m = 0; m < ROWS; m++) {
+          result[m][r] += F::scaled(sums[m], bias[r], scale[r], products[m][r]);
+        }
+      }
+    }
+  }
+}
+
+// The sum of a result over the lanes that share its row.
+template <int LANES>
+METAL_FUNC float lanes_sum(float result) {
+  return LANES == 4 ? quad_sum(result) : simd_sum(result);
+}

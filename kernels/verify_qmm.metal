@@ -1,0 +1,46 @@
+// y[m, n] = sum over k of x[m, k] * W[n, k], W quantized: rows of x together, each with the bits that it has alone.
+//
+// Inputs   w [N, K * BITS / 32] uint32; scales, biases [N, K / GROUP] (floating-point formats: scales twice);
+//          x [M, K]; ends [P] int32, where each of the P weights that w stacks along N ends
+// Output   y [M * N]: for each weight in turn its [M, N_p]
+// Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS
+// Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
+//          y: 2 per 2 * (32 / LANES) * 4 weight rows;  group of threads (32, 2, 1)
+
+constexpr int RESULTS = 4;
+const int M = x_shape[0], K = x_shape[1], N = w_shape[0];
+const int lane = thread_index_in_simdgroup;
+
+const int own = threadgroup_position_in_grid.x * ROWS;
+const int first = min(own, M - ROWS);
+const int tile = threadgroup_position_in_grid.y * 2 + simdgroup_index_in_threadgroup;
+const int begin = (tile * (32 / LANES) + lane / LANES) * RESULTS;
+if (begin >= N) {
+  return;
+}
+
+int outputs[RESULTS];
+UNROLL
+for (int r = 0; r < RESULTS; r++) {
+  outputs[r] = min(begin + r, N - 1);
+}
+float result[ROWS][RESULTS] = {};
+quantized_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
+    (const device uint8_t*)w, scales, biases, x + size_t(first) * K, outputs, K, lane % LANES, result);
+
+UNROLL
+for (int r = 0; r < RESULTS; r++) {
+  const int n = begin + r;
+  int start = 0, end = ends[0];
+  for (int p = 1; n >= end && p < ends_shape[0]; p++) {
+    start = end;
+    end = ends[p];
+  }
+  UNROLL
+  for (int m = 0; m < ROWS; m++) {
+    const float sum = lanes_sum<LANES>(result[m][r]);
+    if (lane % LANES == 0 && n < N && first + m >= own) {
+      y[size_t(M) * start + size_t(first + m) * (end - start) + n - start] = static_cast<T>(sum);
+    }
+  }
+}
