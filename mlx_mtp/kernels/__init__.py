@@ -2,3 +2,9 @@
 
 The public function runs the kernel on Metal and the reference elsewhere. Bodies are in `kernels/*.metal`.
 """
+
+from ._quantized import Quantized
+from .verify_glu import verify_glu, verify_glu_ref
+from .verify_qmm import verify_qmm, verify_qmm_ref
+
+__all__ = ["Quantized", "verify_glu", "verify_glu_ref", "verify_qmm", "verify_qmm_ref"]

@@ -1,0 +1,109 @@
+"""Quantized weights as the kernels take them, and what their launches share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ._rows import row_groups
+from ._source import kernel
+
+BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
+GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+SIMDGROUPS = 2  # in a group of threads
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Weights of one or several linears that read the same x, stacked along N.
+
+    w [N, K * bits / 32] uint32; scales, biases [N, K / group_size] (biases: affine only); `ends`: where each linear
+    ends along N.
+    """
+
+    w: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    group_size: int
+    bits: int
+    mode: str
+    ends: tuple[int, ...]
+
+    @property
+    def k(self) -> int:
+        return self.scales.shape[-1] * self.group_size
+
+    def dtype(self, x: mx.array) -> mx.Dtype:
+        """The type that MLX computes x times these weights in."""
+        return x.dtype if self.biases is None else mx.result_type(x, self.scales, self.biases)
+
+
+def check_columns(x: mx.array, weights: Quantized) -> None:
+    """Raise ValueError where x [..., K] does not fit the weights."""
+    if x.shape[-1] != weights.k:
+        raise ValueError(f"x has {x.shape[-1]} columns; the weights have {weights.k}")
+
+
+def supported(x: mx.array, weights: Quantized) -> bool:
+    """Whether the kernels take these: a format of BITS and GROUP_SIZES, and x of 16 or 32 bits."""
+    return (
+        weights.bits in BITS.get(weights.mode, ())
+        and weights.group_size in GROUP_SIZES[weights.mode]
+        and weights.dtype(x) in DTYPES
+        and weights.w.ndim == 2
+        and x.size > 0
+    )
+
+
+def lanes(weights: Quantized) -> tuple[int, int]:
+    """(values of K that a lane takes at a time, lanes per weight row) of MLX 0.32.4's kernel for one row."""
+    k, bits = weights.k, weights.bits
+    if k in (64, 128) and bits in (2, 4, 8):
+        return k // 4, 4  # qmv_quad
+    pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
+    fast = pack * (1 if bits == 2 else 2)
+    return (fast if k % (32 * fast) == 0 else pack), 32  # qmv_fast, qmv
+
+
+def multiplied(x: mx.array, weights: Quantized) -> mx.array:
+    """The reference: dequantized, multiplied in float32, rounded once to what MLX computes in; [..., N]."""
+    full = [a if a is None or a.dtype == mx.uint8 else a.astype(mx.float32) for a in (weights.scales, weights.biases)]
+    w = mx.dequantize(weights.w, *full, weights.group_size, weights.bits, mode=weights.mode, dtype=mx.float32)
+    return (x.astype(mx.float32) @ w.T).astype(weights.dtype(x))
+
+
+def launch(
+    op: str,
+    x: mx.array,
+    weights: Quantized,
+    *,
+    last: tuple[str, mx.array],
+    template: Sequence[tuple[str, object]] = (),
+    headers: Sequence[str] = (),
+    per_lanes: int,
+    columns: int,
+) -> mx.array:
+    """Launch `op` over x [M, K]: flat [M * columns], of which the lanes of one weight row make `per_lanes` per row of x.
+
+    `last` is the op's last input, by name; `template` what it takes besides the weights' format.
+    """
+    dtype, m = x.dtype, x.shape[0]
+    groups, rows = row_groups(m)
+    values, lanes_per_row = lanes(weights)
+    scales, biases = weights.scales, weights.biases
+    if biases is not None:
+        scales, biases = scales.astype(dtype), biases.astype(dtype)
+    made = kernel(op, ("w", "scales", "biases", "x", last[0]), ("y",), ("quantized", *headers))
+    (y,) = made(
+        inputs=[weights.w, scales, scales if biases is None else biases, x, last[1]],
+        template=[
+            *(("T", dtype), ("S", scales.dtype), ("BITS", weights.bits), ("GROUP", weights.group_size)),
+            *(("FP", biases is None), ("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), *template),
+        ],
+        grid=(32 * groups, SIMDGROUPS * -(-columns // (SIMDGROUPS * (32 // lanes_per_row) * per_lanes)), 1),
+        threadgroup=(32, SIMDGROUPS, 1),
+        output_shapes=[(m * columns,)],
+        output_dtypes=[dtype],
+    )
+    return y

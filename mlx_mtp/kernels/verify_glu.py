@@ -1,0 +1,46 @@
+"""`verify_glu`: gate and up projections and SwiGLU in one launch, with the bits of MLX's one-row kernels and activation."""
+
+import mlx.core as mx
+
+from ._quantized import Quantized, check_columns, launch, multiplied, supported
+from ._source import on_metal
+
+PAIRS = 2  # of a gate row and an up row that share the x in a lane's registers
+
+
+def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
+    """silu(gate) * up of the projections rounded to x's type; with a limit both are clamped as Step-3.5 does."""
+    gate, up = mx.split(multiplied(x, weights), 2, axis=-1)
+    gate = gate * mx.sigmoid(gate)
+    if limit is not None:
+        gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
+    return gate * up
+
+
+def _verify_glu_metal(x: mx.array, weights: Quantized, limit: float | None) -> mx.array:
+    dtype, columns = weights.dtype(x), weights.ends[0]
+    y = launch(
+        "verify_glu",
+        x.reshape(-1, weights.k).astype(dtype),
+        weights,
+        last=("limit", mx.array([limit or 0.0], dtype)),
+        template=[("CLAMPED", limit is not None)],
+        headers=("activations",),
+        per_lanes=PAIRS,
+        columns=columns,
+    )
+    return y.reshape(*x.shape[:-1], columns)
+
+
+def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
+    """swiglu(x times gate, x times up) [..., H] of x [..., K], gate and up [H, K] stacked in `weights`.
+
+    With `limit` silu(gate) is at most that, and up within its negative and it (Step-3.5). On Metal each row has the bits
+    of MLX's one-row kernels followed by its activation; elsewhere the reference. Raises ValueError where x has another
+    number of columns, or `weights` is not two of one height.
+    """
+    check_columns(x, weights)
+    if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:
+        raise ValueError(f"the weights end at {weights.ends}; gate and up must have the same number of rows")
+    on = on_metal() and supported(x, weights)
+    return _verify_glu_metal(x, weights, limit) if on else verify_glu_ref(x, weights, limit)
