@@ -1,0 +1,206 @@
+"""Products whose rows have, in a verify of a few, the bits that each has alone: what takes the place of MLX's modules.
+
+A site is one launch: the product, MLX's own of the same modules (`stock`), and the row counts for which it is on. Modules
+become subclasses of what they were, so that parameters keep their names and the port's code its calls.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..kernels import Quantized, verify_gemv, verify_glu, verify_qmm
+
+VERIFY_ROWS = range(2, 9)
+
+
+def rows_of(x: mx.array) -> int:
+    return x.size // x.shape[-1]
+
+
+class Stack:
+    """Quantized linears that read the same x, stacked along N. Their own weights become views of the stack."""
+
+    op = "verify_qmm"
+
+    def __init__(self, modules: Sequence[Any]):
+        self.modules, self.rows = list(modules), frozenset()
+        self.read: tuple[Any, list] = (None, [])
+        first, ends = modules[0], [0]
+        for module in modules:
+            ends.append(ends[-1] + module.scales.shape[0])
+        whole = {name: first[name] for name in ("weight", "scales", "biases") if first.get(name) is not None}
+        if len(modules) > 1:
+            whole = {name: mx.concatenate([module[name] for module in modules]) for name in whole}
+            for module, a, b in zip(modules, ends, ends[1:], strict=False):
+                module.update({name: array[a:b] for name, array in whole.items()})
+            mx.eval(whole, [module.parameters() for module in modules])
+        w, scales, biases = (whole.get(name) for name in ("weight", "scales", "biases"))
+        assert w is not None
+        assert scales is not None
+        self.weights = Quantized(w, scales, biases, first.group_size, first.bits, first.mode, tuple(ends[1:]))
+
+    @property
+    def shape(self) -> str:
+        w = self.weights
+        parts = "+".join(str(b - a) for a, b in zip((0, *w.ends), w.ends, strict=False))
+        return f"{parts}x{w.k} {w.bits}-bit {w.mode} g{w.group_size}"
+
+    @property
+    def width(self) -> int:
+        return self.weights.k
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """The row counts to try; several linears are one launch for a single row, too."""
+        return (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        if rows_of(x) > 1:
+            return verify_qmm(x, self.weights)
+        w = self.weights
+        format_ = {"group_size": w.group_size, "bits": w.bits, "mode": w.mode}
+        y = mx.quantized_matmul(x, w.w, scales=w.scales, biases=w.biases, transpose=True, **format_)
+        return mx.split(y, list(w.ends[:-1]), axis=-1)
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        w = self.weights
+        format_ = {"group_size": w.group_size, "bits": w.bits, "mode": w.mode}
+        parts = [(m.weight, m.scales, m.get("biases")) for m in self.modules]
+        return [mx.quantized_matmul(x, a, scales=s, biases=b, transpose=True, **format_) for a, s, b in parts]
+
+    def part(self, x: mx.array, index: int) -> mx.array:
+        """The product of the linear `index`; the others' are kept for who asks with the same x, and then let go."""
+        read, parts = self.read
+        if read is not x or parts[index] is None:
+            parts = self.ours(x)
+            self.read = (x, parts)
+        y, parts[index] = parts[index], None
+        if not any(part is not None for part in parts):
+            self.read = (None, [])
+        return y
+
+
+class VerifyLinear(nn.QuantizedLinear):
+    """One of a Stack."""
+
+    site: Stack
+    index: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if rows_of(x) not in self.site.rows:
+            return super().__call__(x)
+        y = self.site.part(x, self.index)
+        return y + self["bias"] if "bias" in self else y
+
+
+class VerifyEmbedding(nn.QuantizedEmbedding):
+    """The LM head of a model that ties it to its embedding."""
+
+    site: Stack
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self.site.part(x, 0) if rows_of(x) in self.site.rows else super().as_linear(x)
+
+
+class GLU:
+    """Gate, up and SwiGLU of an MLP in one launch."""
+
+    op = "verify_glu"
+    candidates = tuple(VERIFY_ROWS)
+
+    def __init__(self, mlp: Any):
+        self.mlp, self.rows = mlp, frozenset()
+        self.stack: Stack = mlp.gate_proj.site
+        self.limit: float | None = mlp.limit if hasattr(mlp, "limit") else None
+
+    @property
+    def shape(self) -> str:
+        return self.stack.shape + ("" if self.limit is None else f" limit {self.limit:g}")
+
+    @property
+    def width(self) -> int:
+        return self.stack.width
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        return [verify_glu(x, self.stack.weights, self.limit)]
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        gate, up = self.stack.stock(x)
+        gate = nn.silu(gate)
+        if self.limit is not None:
+            gate, up = mx.clip(gate, None, self.limit), mx.clip(up, -self.limit, self.limit)
+        return [gate * up]
+
+
+class VerifyMLP:
+    """Mixin in front of an MLP that is down(swiglu(gate(x), up(x))), clamped where it has a `limit`."""
+
+    glu: GLU
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        if rows_of(x) not in self.glu.rows:
+            return super().__call__(x)  # type: ignore[misc]
+        return self.down_proj(self.glu.ours(x)[0])
+
+
+class Dense:
+    """An unquantized product."""
+
+    op = "verify_gemv"
+    candidates = tuple(VERIFY_ROWS)
+
+    def __init__(self, module: Any):
+        self.module, self.rows = module, frozenset()
+
+    @property
+    def shape(self) -> str:
+        n, k = self.module.weight.shape
+        dtype = str(self.module.weight.dtype).rpartition(".")[2]
+        return f"{n}x{k} {dtype}" + (" with bias" if "bias" in self.module else "")
+
+    @property
+    def width(self) -> int:
+        return self.module.weight.shape[1]
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        return [verify_gemv(x, self.module.weight, self.module.get("bias"))]
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        if "bias" in self.module:
+            return [mx.addmm(self.module.bias, x, self.module.weight.T)]
+        return [x @ self.module.weight.T]
+
+
+class VerifyDense(nn.Linear):
+    site: Dense
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.site.ours(x)[0] if rows_of(x) in self.site.rows else super().__call__(x)
+
+
+class VerifyDenseEmbedding(nn.Embedding):
+    site: Dense
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self.site.ours(x)[0] if rows_of(x) in self.site.rows else super().as_linear(x)
+
+
+class _Rows:
+    """Stands for x in a router's `x @ weight.T`."""
+
+    def __init__(self, x: mx.array):
+        self.x = x
+
+    def __matmul__(self, w: mx.array) -> mx.array:
+        return verify_gemv(self.x, w.T)
+
+
+class VerifyRouter:
+    """Mixin in front of a router that is a selection from `x @ weight.T` and uses x for nothing else."""
+
+    site: Dense
+
+    def __call__(self: Any, x: mx.array) -> Any:
+        return super().__call__(_Rows(x) if rows_of(x) in self.site.rows else x)  # type: ignore[misc]

@@ -1,0 +1,168 @@
+"""The kernels that a loaded model runs with: modules swapped, tried, and switched on."""
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+
+from .kernels import on_metal, supported_format
+from .layers.gated_delta import GatedDelta
+from .layers.mamba2 import Mamba2
+from .layers.port import Port
+from .layers.verify import (
+    GLU,
+    VERIFY_ROWS,
+    Dense,
+    Stack,
+    VerifyDense,
+    VerifyDenseEmbedding,
+    VerifyEmbedding,
+    VerifyLinear,
+    VerifyMLP,
+    VerifyRouter,
+)
+from .trial import Verdict, decide, in_words
+from .trial_memory import Memory
+from .trial_run import Trial
+
+# Linears that, where a module has several of them, read the same x.
+TOGETHER = (
+    ("q_proj", "k_proj", "v_proj", "g_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+PER_HEAD = (MultiLinear, QuantizedMultiLinear)
+UNSERVED = (nn.QuantizedLinear, nn.QuantizedEmbedding, nn.QQLinear)
+Site = Stack | GLU | Dense
+Lines = tuple[str, ...]
+
+
+def switch_on(model: Any, lane: str | None) -> tuple[Lines, Lines]:
+    """Switch on the model's kernels; the report's lines, and the ops whose bits may depend on the number of rows.
+
+    lane: None decides by trial, "exact" and "fast" take what is right, "off" takes none. Without a Metal GPU, or for a
+    model that verifies nothing, all stays as it is.
+    """
+    if not on_metal():
+        return ("none: no Metal GPU",), ()
+    if not isinstance(model, Port):
+        return ("none: decoded one row at a time",), ()
+    if lane == "off":
+        return ("none: asked for",), ("all products", *others_not_exact(model))
+    sites = place(model)
+    dtype = model.no_hidden().dtype
+    tried = trials(sites, dtype)
+    verdicts = decide(tried, lane=lane, memory=Memory(_fingerprint(tried)))
+    switch(sites, verdicts, dtype)
+    return in_words(verdicts), (*rows_not_exact(sites), *others_not_exact(model))
+
+
+def _fingerprint(tried: Iterable[Trial]) -> str:
+    shapes = sorted(f"{len(trial.pairs)} {trial.key}" for trial in tried)
+    return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
+
+
+def place(model: Port) -> list[Site]:
+    """Swap the model's products for ones that a kernel can serve, all of them off: they are what they were."""
+    modules = [module for _, module in model.named_modules()]  # type: ignore[attr-defined]
+    sites: list[Site] = []
+    for module, names in itertools.product(modules, TOGETHER):
+        found = [child for name in names if type(child := module.get(name)) is nn.QuantizedLinear]
+        for _, alike in itertools.groupby(found, key=_format):
+            sites += _stacked(list(alike))
+    for module in modules:
+        sites += _swapped(model, module)
+    return sites
+
+
+def _format(linear: Any) -> tuple:
+    return linear.mode, linear.bits, linear.group_size, linear.scales.shape[1], linear.scales.dtype
+
+
+def _stacked(linears: Sequence[Any]) -> list[Site]:
+    if not supported_format(linears[0]):
+        return []
+    stack = Stack(linears)
+    for index, linear in enumerate(linears):
+        linear.__class__, linear.site, linear.index = VerifyLinear, stack, index
+    return [stack]
+
+
+def _swapped(model: Port, module: Any) -> list[Site]:
+    """The site of a single module, if it is of a kind that has one."""
+    kind = type(module)
+    if kind is nn.QuantizedLinear:
+        return _stacked([module])
+    if kind in model.GLU and _is_stacked(module):
+        module.glu = GLU(module)
+        module.__class__ = type(kind.__name__, (VerifyMLP, kind), {})
+        return [module.glu]
+    tied = module is model.model.embed_tokens and "lm_head" not in model.language
+    if kind is nn.QuantizedEmbedding and tied and supported_format(module):
+        module.site, module.__class__ = Stack([module]), VerifyEmbedding
+    elif kind is nn.Linear or (kind is nn.Embedding and tied):
+        module.site, module.__class__ = Dense(module), VerifyDense if kind is nn.Linear else VerifyDenseEmbedding
+    elif kind in model.ROUTERS:
+        module.site, module.__class__ = Dense(module), type(kind.__name__, (VerifyRouter, kind), {})
+    else:
+        return []
+    return [module.site]
+
+
+def _is_stacked(mlp: Any) -> bool:
+    """Whether gate and up are one stack of their own, without biases."""
+    gate, up = mlp.gate_proj, mlp.up_proj
+    if not (type(gate) is type(up) is VerifyLinear):
+        return False
+    return gate.site is up.site and gate.site.modules == [gate, up] and "bias" not in gate and "bias" not in up
+
+
+def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[Trial]:
+    """One per op, shape and number of rows, over all sites of that shape, for x of `dtype`."""
+    alike: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        alike.setdefault((site.op, f"{site.shape} {str(dtype).rpartition('.')[2]}"), []).append(site)
+    return [
+        Trial(op, shape, rows, [(site.ours, site.stock) for site in found], found[0].width, dtype)
+        for (op, shape), found in alike.items()
+        for rows in found[0].candidates
+    ]
+
+
+def switch(sites: Iterable[Site], verdicts: Mapping[tuple[str, str, int], Verdict], dtype: mx.Dtype) -> None:
+    """Let each site serve the row counts that its verdicts allow."""
+    for site in sites:
+        for trial in trials([site], dtype):
+            if verdicts[trial.key].on:
+                site.rows |= {trial.rows}
+
+
+def rows_not_exact(sites: Iterable[Site]) -> Lines:
+    """The products that stock MLX still computes for some rows of a verify, one line per op."""
+    off: dict[str, list[set[int]]] = {}
+    for site in sites:
+        if not isinstance(site, GLU) and (rows := set(VERIFY_ROWS) - site.rows):
+            off.setdefault(site.op, []).append(rows)
+    return tuple(
+        f"{len(found)} products without {op} at M={', '.join(map(str, sorted(set().union(*found))))}"
+        for op, found in off.items()
+    )
+
+
+def others_not_exact(model: Any) -> Lines:
+    """What has no exact kernel."""
+    modules = [module for _, module in model.named_modules()]
+    found = {
+        "attention": any(window != "recurrent" for window in model.windows()),
+        "latent attention's products per head": any(isinstance(m, PER_HEAD) for m in modules),
+        "products in a format without a kernel": any(type(m) in UNSERVED for m in modules),
+        "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
+        "gated-delta layers": any(isinstance(m, GatedDelta) and not m.verify_kernels for m in modules),
+    }
+    return tuple(name for name, present in found.items() if present)
