@@ -1,0 +1,40 @@
+"""What the tests of exact kernels share: bits, a seeded draw of quantized weights, and MLX's own kernel for one row."""
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp import emulator
+from mlx_mtp.emulator import stock
+from mlx_mtp.kernels import Quantized
+
+AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+FORMATS = [*AFFINE, ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+CONTRACTIONS = ("off", "on", "fast")
+
+
+def bits_of(x: mx.array) -> np.ndarray:
+    return np.array(x.view(mx.uint32 if x.dtype == mx.float32 else mx.uint16))
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    return a.dtype == b.dtype and np.array_equal(bits_of(a), bits_of(b))
+
+
+def draw(mode: str, bits: int, group: int, shape: tuple[int, int], m: int, dtype: mx.Dtype, parts=()):
+    """x (m, K) and weights of shape (N, K), the same for the same arguments; `parts`: where each linear ends."""
+    mx.random.seed(m * shape[0] + shape[1] + bits)
+    w, scales, *biases = mx.quantize(mx.random.normal(shape).astype(dtype), group, bits, mode=mode)
+    ends = tuple(parts) or (shape[0],)
+    weights = Quantized(w, scales, biases[0] if biases else None, group, bits, mode, ends)
+    return mx.random.normal((m, shape[1])).astype(dtype), weights
+
+
+def one_row(x: mx.array, weights: Quantized, options: emulator.Options | None = None) -> mx.array:
+    """(M, N): MLX's own kernel for one row, from the wheel's headers, on each row."""
+    n, name = weights.w.shape[0], stock.chosen(weights.k, weights.w.shape[0], weights.bits)
+    arrays = [a for a in (weights.w, weights.scales, weights.biases) if a is not None]
+    if name == "qmv_quad":  # which reads scales past the last row where N is no multiple of 64
+        arrays = [mx.concatenate([a, mx.repeat(a[:1], -n % 64, axis=0)]) for a in arrays]
+    format_ = {"group_size": weights.group_size, "bits": weights.bits}
+    return stock.quantized_matvec(x, *arrays, **format_, kernel=name, options=options)[0][:, :n]

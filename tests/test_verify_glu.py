@@ -1,0 +1,101 @@
+"""verify_glu: the bits of MLX's one-row products followed by its own activation."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from exact import draw, one_row, same_bits
+from metal_cases import exact, linux_only, relative_error
+
+from mlx_mtp import emulator
+from mlx_mtp.emulator import stock
+from mlx_mtp.kernels import verify_glu, verify_glu_ref
+
+pytestmark = linux_only
+# What mx.compile makes of nn.silu, mx.clip and a product: MLX's own operations, each rounding to T.
+ACTIVATION = """
+    uint i = thread_position_in_grid.x;
+    T rate = Sigmoid()(gate[i]);
+    T open = Multiply()(gate[i], rate), linear = up[i];
+    if (CLAMPED) {
+        open = Minimum()(open, limit[0]);
+        linear = Minimum()(Maximum()(linear, Negative()(limit[0])), limit[0]);
+    }
+    y[i] = Multiply()(open, linear);
+"""
+
+
+def activation(gate, up, limit, options):
+    header = stock.include("utils", "unary_ops", "binary_ops")
+    kernel = emulator.metal_kernel("activation", ["gate", "up", "limit"], ["y"], ACTIVATION, header=header)
+    (y,) = kernel(
+        inputs=[gate, up, mx.array([limit or 0.0], gate.dtype)],
+        template=[("T", gate.dtype), ("CLAMPED", limit is not None)],
+        grid=(gate.size, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[gate.shape],
+        output_dtypes=[gate.dtype],
+        options=options,
+    )
+    return y
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "group", "k", "h", "m", "dtype", "limit", "contraction"),
+    [
+        ("affine", 4, 64, 512, 8, 4, mx.bfloat16, None, "off"),
+        ("affine", 4, 64, 320, 14, 7, mx.float32, 0.7, "fast"),
+        ("affine", 8, 32, 128, 5, 3, mx.float16, 0.5, "on"),
+        ("affine", 6, 128, 256, 6, 8, mx.float32, None, "fast"),
+        ("affine", 3, 64, 512, 1, 5, mx.bfloat16, 1.0, "on"),
+        ("mxfp4", 4, 32, 96, 10, 2, mx.bfloat16, 0.3, "fast"),
+    ],
+)
+def test_rows_have_the_bits_of_one_row(mode, bits, group, k, h, m, dtype, limit, contraction):
+    x, weights = draw(mode, bits, group, (2 * h, k), m, dtype, parts=(h, 2 * h))
+    x = x * mx.array(0.3, dtype)
+    options = emulator.Options(fp_contract=contraction)
+    with emulator.emulated(options) as launches:
+        y = verify_glu(x, weights, limit)
+    products = one_row(x, weights, options)
+    gate, up = (mx.contiguous(part) for part in mx.split(products, 2, axis=-1))
+    assert same_bits(y, activation(gate, up, limit, options))
+    if limit is not None:
+        assert mx.any(nn.silu(gate) > limit)
+        assert mx.any(mx.abs(up) > limit)
+    assert len(launches) == 1
+    if h % 2 == 0:
+        assert launches[0]["w"].reread == (1.0 if m <= 5 else 2.0)
+    want = exact(verify_glu_ref(x.astype(mx.float32), weights, limit))
+    assert relative_error(y, want) < {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}[dtype]
+
+
+def test_nan_and_infinity_stay():
+    """A clip that lets a NaN through, as MLX's does, and a gate so far off that its exponential overflows."""
+    values = mx.array([float("nan"), float("inf"), float("-inf"), -100.0, 100.0, 0.0, -0.0, 3e-39])
+    x, weights = mx.ones((2, 64)), draw("affine", 8, 32, (16, 64), 2, mx.float32, parts=(8, 16))[1]
+    zero = weights.__class__(
+        mx.zeros_like(weights.w),
+        mx.zeros_like(weights.scales),
+        mx.concatenate([values, values[::-1]])[:, None] / 64 * mx.ones((16, 2)),
+        *(32, 8, "affine", (8, 16)),
+    )
+    with emulator.emulated():
+        y = verify_glu(x, zero, 7.0)
+    products = one_row(x, zero)
+    gate, up = (mx.contiguous(part) for part in mx.split(products, 2, axis=-1))
+    want = activation(gate, up, 7.0, emulator.Options())
+    assert same_bits(mx.nan_to_num(y, 12345.0), mx.nan_to_num(want, 12345.0))
+
+
+def test_without_metal_it_is_the_reference():
+    x, weights = draw("affine", 4, 64, (24, 512), 3, mx.float32, parts=(12, 24))
+    products = mx.quantized_matmul(x, weights.w, weights.scales, weights.biases, group_size=64, bits=4)
+    gate, up = mx.split(products, 2, axis=-1)
+    want = mx.clip(nn.silu(gate), None, 2.0) * mx.clip(up, -2.0, 2.0)
+    assert relative_error(verify_glu(x, weights, 2.0), exact(want)) < 1e-5
+
+
+def test_what_it_does_not_take():
+    x, weights = draw("affine", 4, 64, (24, 512), 3, mx.float32, parts=(8, 24))
+    with pytest.raises(ValueError, match=r"the weights end at \(8, 24\); gate and up must have the same number"):
+        verify_glu(x, weights)

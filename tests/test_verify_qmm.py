@@ -1,0 +1,152 @@
+"""verify_qmm: every row with the bits of MLX's one-row kernel, and the weights requested once for five rows."""
+
+import itertools
+import os
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from exact import CONTRACTIONS, DTYPES, FORMATS, draw, one_row, same_bits
+from metal_cases import exact, linux_only, relative_error
+
+from mlx_mtp import emulator
+from mlx_mtp.emulator import stock
+from mlx_mtp.kernels import verify_qmm, verify_qmm_ref
+from mlx_mtp.kernels._quantized import supported
+
+pytestmark = linux_only
+sweep = pytest.mark.skipif("MLX_MTP_SWEEP" not in os.environ, reason="half an hour: run with MLX_MTP_SWEEP=1")
+# K by kernel: qmv_quad has 64 and 128 only; multiples of 512 are qmv_fast's; the rest qmv's, but at 6 and 8 bits 256's.
+K_OF = {"quad": (64, 128), "fast": (512, 1024, 1536), "plain": (192, 320, 384, 448, 576, 896)}
+
+
+def emulated(x, weights, **options) -> tuple[list[mx.array], emulator.Traffic]:
+    with emulator.emulated(emulator.Options(**options)) as launches:
+        outputs = verify_qmm(x, weights)
+        (traffic,) = launches
+    return outputs, traffic
+
+
+def cases(seed: int) -> list[tuple]:
+    """Every format at a K of each kind, with dtype, contraction, N and M that change from one to the next."""
+    rng = random.Random(seed)
+    found = []
+    for i, ((mode, bits, group), kind) in enumerate(itertools.product(FORMATS, K_OF)):
+        k = rng.choice([k for k in K_OF[kind] if k % group == 0] or [128])
+        n, m = rng.choice((1, 2, 3, 5, 7, 8, 12, 13, 20, 33)), rng.choice(range(1, 10))
+        dtype = DTYPES[(i + seed) % 3]
+        found.append((mode, bits, group, k, n, m, dtype, CONTRACTIONS[(i // 3 + i + seed) % 3]))
+    return found
+
+
+def assert_rows_exact(mode, bits, group, k, n, m, dtype, contraction):
+    x, weights = draw(mode, bits, group, (n, k), m, dtype)
+    (y,), _ = emulated(x, weights, fp_contract=contraction)
+    assert same_bits(y, one_row(x, weights, emulator.Options(fp_contract=contraction)))
+    reference = verify_qmm_ref(x, weights)[0]
+    assert relative_error(y, exact(reference)) < {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize("case", cases(0), ids=lambda c: "-".join(str(v).rpartition(".")[2] for v in c))
+def test_rows_have_the_bits_of_one_row(case):
+    assert_rows_exact(*case)
+
+
+@sweep
+@pytest.mark.parametrize("contraction", CONTRACTIONS)
+def test_sweep(contraction):
+    for fmt, dtype in itertools.product(FORMATS, DTYPES):
+        rng = random.Random(f"{fmt}{dtype}{contraction}")
+        for kind, m in itertools.product(K_OF, range(1, 11)):
+            k = rng.choice([k for k in K_OF[kind] if k % fmt[2] == 0] or [128])
+            assert_rows_exact(*fmt, k, rng.randrange(1, 40), m, dtype, contraction)
+
+
+@pytest.mark.parametrize("m", range(1, 18))
+def test_any_number_of_rows(m):
+    x, weights = draw("affine", 4, 64, (24, 512), m, mx.float32)
+    (y,), _ = emulated(x, weights)
+    assert same_bits(y, one_row(x, weights))
+
+
+@pytest.mark.parametrize("order", ["reverse", 7])
+def test_in_any_order_of_threads(order):
+    x, weights = draw("affine", 5, 32, (13, 320), 7, mx.float16)
+    (y,), _ = emulated(x, weights, order=order)
+    assert same_bits(y, one_row(x, weights))
+
+
+@pytest.mark.parametrize("value", [1e-38, 3e-45, 65504.0, 1e30, float("inf"), float("nan")])
+def test_extreme_rows_stay_what_they_are_alone_and_leave_the_others(value):
+    x, weights = draw("affine", 4, 32, (8, 192), 4, mx.float32)
+    (clean,), _ = emulated(x, weights)
+    spoilt = mx.where(mx.arange(4)[:, None] == 2, value, x)
+    (y,), _ = emulated(spoilt, weights)
+    kept = mx.array([0, 1, 3])
+    assert same_bits(y[kept], clean[kept])
+    assert np.array_equal(np.array(y[2]), np.array(one_row(spoilt, weights)[2]), equal_nan=True)
+
+
+def test_several_linears_in_one_launch():
+    x, weights = draw("affine", 4, 64, (45, 512), 3, mx.bfloat16, parts=(16, 17, 24, 45))
+    outputs, traffic = emulated(x[None], weights)
+    assert [y.shape for y in outputs] == [(1, 3, 16), (1, 3, 1), (1, 3, 7), (1, 3, 21)]
+    assert same_bits(mx.concatenate(outputs, axis=-1)[0], one_row(x, weights))
+    assert traffic["w"].bytes_read == (1 + 3 / 45) * weights.w.nbytes  # the last tile has one of four rows
+
+
+def test_weights_are_requested_once_for_five_rows():
+    requested = {}
+    for m in range(1, 11):
+        x, weights = draw("affine", 4, 64, (64, 1024), m, mx.float32)
+        _, traffic = emulated(x, weights)
+        requested[m] = [traffic[name].reread for name in ("w", "scales", "biases")]
+    assert {m: w for m, (w, _, _) in requested.items()} == dict.fromkeys(range(1, 6), 1.0) | dict.fromkeys(
+        range(6, 11), 2.0
+    )
+    # Four lanes share a group's scale, and each asks for it.
+    assert all(scales == biases == 4 * w for w, scales, biases in requested.values())
+
+
+@pytest.mark.parametrize(("bits", "k"), [(4, 1024), (8, 1024), (3, 512), (4, 128), (6, 320)])
+def test_x_is_requested_a_quarter_as_often_as_by_qmv_wide(bits, k):
+    x, weights = draw("affine", bits, 64, (64, k), 4, mx.float16)
+    _, ours = emulated(x, weights)
+    arrays = (weights.w, weights.scales, weights.biases)
+    _, wide = stock.quantized_matvec(x, *arrays, group_size=64, bits=bits, kernel="qmv_wide")
+    assert ours["x"].bytes_read == wide["x"].bytes_read / 4
+    assert ours["w"].reread == 1.0
+
+
+def test_counts_are_the_same_at_two_optimisation_levels():
+    x, weights = draw("affine", 4, 64, (16, 512), 3, mx.float16)
+    assert emulated(x, weights, optimize=1)[1].buffers == emulated(x, weights, optimize=2)[1].buffers
+
+
+def test_scales_of_another_type_than_x():
+    """MLX computes in the type that both promote to."""
+    x, weights = draw("affine", 4, 64, (8, 512), 2, mx.bfloat16)
+    (y,), _ = emulated(x.astype(mx.float16), weights)
+    assert y.dtype == mx.float32
+    full = weights.__class__(
+        weights.w, weights.scales.astype(mx.float32), weights.biases.astype(mx.float32), 64, 4, "affine", (8,)
+    )
+    assert same_bits(y, one_row(x.astype(mx.float16).astype(mx.float32), full))
+
+
+def test_without_metal_it_is_the_reference():
+    x, weights = draw("affine", 4, 64, (24, 512), 3, mx.float32, parts=(8, 24))
+    a, b = verify_qmm(x, weights)
+    cpu = mx.quantized_matmul(x, weights.w, weights.scales, weights.biases, group_size=64, bits=4)
+    assert relative_error(mx.concatenate([a, b], axis=-1), exact(cpu)) < 1e-5
+
+
+def test_what_it_does_not_take():
+    x, weights = draw("affine", 4, 64, (8, 512), 2, mx.float32)
+    assert supported(x, weights)
+    assert not supported(x.astype(mx.int32), weights.__class__(**{**vars(weights), "biases": None, "mode": "mxfp4"}))
+    assert not supported(x, weights.__class__(**{**vars(weights), "bits": 1}))
+    assert not supported(x[:0], weights)
+    with pytest.raises(ValueError, match=r"x has 511 columns; the weights have 512"):
+        verify_qmm(x[:, :511], weights)
