@@ -46,8 +46,8 @@ Lines = tuple[str, ...]
 def switch_on(model: Any, lane: str | None) -> tuple[Lines, Lines]:
     """Switch on the model's kernels; the report's lines, and the ops whose bits may depend on the number of rows.
 
-    lane: None decides by trial, "exact" and "fast" take what is right, "off" takes none. Without a Metal GPU, or for a
-    model that verifies nothing, all stays as it is.
+    lane: None decides by trial, "exact" and "fast" take what is right, "off" takes none. Without a Metal GPU, or for
+    a model that verifies nothing, all stays as it is.
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
@@ -99,7 +99,7 @@ def _swapped(model: Port, module: Any) -> list[Site]:
     kind = type(module)
     if kind is nn.QuantizedLinear:
         return _stacked([module])
-    if kind in model.GLU and _is_stacked(module):
+    if kind in model.MLP and _is_stacked(module):
         module.glu = GLU(module)
         module.__class__ = type(kind.__name__, (VerifyMLP, kind), {})
         return [module.glu]
@@ -108,7 +108,7 @@ def _swapped(model: Port, module: Any) -> list[Site]:
         module.site, module.__class__ = Stack([module]), VerifyEmbedding
     elif kind is nn.Linear or (kind is nn.Embedding and tied):
         module.site, module.__class__ = Dense(module), VerifyDense if kind is nn.Linear else VerifyDenseEmbedding
-    elif kind in model.ROUTERS:
+    elif kind in model.ROUTER:
         module.site, module.__class__ = Dense(module), type(kind.__name__, (VerifyRouter, kind), {})
     else:
         return []

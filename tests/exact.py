@@ -1,4 +1,4 @@
-"""What the tests of exact kernels share: bits, a seeded draw of quantized weights, and MLX's own kernel for one row."""
+"""What tests of exact kernels share: bits, a seeded draw of quantized weights, and MLX's own kernel for one row."""
 
 import mlx.core as mx
 import numpy as np

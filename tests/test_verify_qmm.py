@@ -17,7 +17,7 @@ from mlx_mtp.kernels._quantized import supported
 
 pytestmark = linux_only
 sweep = pytest.mark.skipif("MLX_MTP_SWEEP" not in os.environ, reason="half an hour: run with MLX_MTP_SWEEP=1")
-# K by kernel: qmv_quad has 64 and 128 only; multiples of 512 are qmv_fast's; the rest qmv's, but at 6 and 8 bits 256's.
+# K by MLX's kernel: qmv_quad, qmv_fast (multiples of 512; at 6 and 8 bits of 256, too), qmv.
 K_OF = {"quad": (64, 128), "fast": (512, 1024, 1536), "plain": (192, 320, 384, 448, 576, 896)}
 
 

@@ -78,8 +78,8 @@ def quantized_matvec(
 ) -> tuple[mx.array, Traffic]:
     """x (M, K) times the rows of a quantized (N, K) matrix by `kernel`: qmv_fast, qmv, qmv_quad or qmv_wide.
 
-    Without biases the format is a floating-point one: mxfp4, mxfp8 or nvfp4, by bits and group size. Returns the product
-    (M, N) and the launch's traffic.
+    Without biases the format is a floating-point one: mxfp4, mxfp8 or nvfp4, by bits and group size. Returns the
+    product (M, N) and the launch's traffic.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; it must be {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")

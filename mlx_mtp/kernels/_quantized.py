@@ -84,9 +84,10 @@ def launch(
     per_lanes: int,
     columns: int,
 ) -> mx.array:
-    """Launch `op` over x [M, K]: flat [M * columns], of which the lanes of one weight row make `per_lanes` per row of x.
+    """Launch `op` over x [M, K]: flat [M * columns].
 
-    `last` is the op's last input, by name; `template` what it takes besides the weights' format.
+    `last` is the op's last input, by name; `template` what it takes besides the weights' format; `per_lanes` how many
+    of the columns the lanes that share a weight row make.
     """
     dtype, m = x.dtype, x.shape[0]
     groups, rows = row_groups(m)

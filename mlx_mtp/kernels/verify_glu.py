@@ -1,4 +1,4 @@
-"""`verify_glu`: gate and up projections and SwiGLU in one launch, with the bits of MLX's one-row kernels and activation."""
+"""`verify_glu`: gate, up and SwiGLU in one launch, with the bits of MLX's one-row kernels and its activation."""
 
 import mlx.core as mx
 
@@ -35,9 +35,9 @@ def _verify_glu_metal(x: mx.array, weights: Quantized, limit: float | None) -> m
 def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
     """swiglu(x times gate, x times up) [..., H] of x [..., K], gate and up [H, K] stacked in `weights`.
 
-    With `limit` silu(gate) is at most that, and up within its negative and it (Step-3.5). On Metal each row has the bits
-    of MLX's one-row kernels followed by its activation; elsewhere the reference. Raises ValueError where x has another
-    number of columns, or `weights` is not two of one height.
+    With `limit` silu(gate) is at most that, and up within its negative and it (Step-3.5). On Metal each row has the
+    bits of MLX's one-row kernels followed by its activation; elsewhere the reference. Raises ValueError where x has
+    another number of columns, or `weights` is not two of one height.
     """
     check_columns(x, weights)
     if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:

@@ -26,8 +26,8 @@ def verify_qmm(x: mx.array, weights: Quantized) -> list[mx.array]:
     """x [..., K] times each of the stacked linears: a list of [..., N_p].
 
     On Metal each row's bits are those of MLX's kernel for one row, and up to 5 rows share one request of the weights.
-    Elsewhere, or for a format that `supported` denies: dequantized and multiplied in float32. Raises ValueError where x
-    has another number of columns.
+    Elsewhere, or for a format that `supported` denies: dequantized and multiplied in float32. Raises ValueError where
+    x has another number of columns.
     """
     check_columns(x, weights)
     return _verify_qmm_metal(x, weights) if on_metal() and supported(x, weights) else verify_qmm_ref(x, weights)

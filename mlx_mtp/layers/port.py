@@ -63,6 +63,8 @@ class Port:
     NO_KV_BITS: str | None = None  # what forbids quantized keys and values
     MASK_ARRAY = False  # the layers want a mask as an array, never "causal"
     INSIDE = "model.layers.0."  # where BASE.sanitize expects what a head's block has
+    MLP: tuple[type, ...] = ()  # mlx-lm's modules that are down(swiglu(gate(x), up(x))), clamped at their `limit`
+    ROUTER: tuple[type, ...] = ()  # those that are a choice from `x @ weight.T`, and use x for nothing else
 
     args: Any
     model: Any

@@ -1,7 +1,7 @@
-"""Products whose rows have, in a verify of a few, the bits that each has alone: what takes the place of MLX's modules.
+"""Products whose rows have, in a verify of a few, the bits that each has alone, in the place of MLX's modules.
 
-A site is one launch: the product, MLX's own of the same modules (`stock`), and the row counts for which it is on. Modules
-become subclasses of what they were, so that parameters keep their names and the port's code its calls.
+A site is one launch: the product, MLX's own of the same modules (`stock`), and the row counts for which it is on.
+Modules become subclasses of what they were, so that parameters keep their names and the port's code its calls.
 """
 
 from collections.abc import Sequence

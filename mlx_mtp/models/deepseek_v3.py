@@ -20,5 +20,7 @@ class Model(MLAPort, deepseek_v3.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
     BASE = deepseek_v3.Model
+    MLP = (deepseek_v3.DeepseekV3MLP,)
+    ROUTER = (deepseek_v3.MoEGate,)
     LAYER = deepseek_v3.DeepseekV3DecoderLayer
     ATTENTION = Attention

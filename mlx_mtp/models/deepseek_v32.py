@@ -21,5 +21,7 @@ class Model(MLAPort, deepseek_v32.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
     BASE = deepseek_v32.Model
+    MLP = (deepseek_v32.DeepseekV32MLP,)
+    ROUTER = (deepseek_v32.MoEGate,)
     LAYER = deepseek_v32.DeepseekV32DecoderLayer
     ATTENTION = Attention

@@ -22,6 +22,8 @@ class Model(Port, glm4_moe.Model):
 
     SPEC = NEXTN
     BASE = glm4_moe.Model
+    MLP = (glm4_moe.MLP,)
+    ROUTER = (glm4_moe.MoEGate,)
     RENAMED = (NUMBERED_EXPERTS,)
 
     def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):

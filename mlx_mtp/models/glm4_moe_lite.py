@@ -20,5 +20,7 @@ class Model(MLAPort, glm4_moe_lite.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
     BASE = glm4_moe_lite.Model
+    MLP = (glm4_moe_lite.Glm4MoeLiteMLP,)
+    ROUTER = (glm4_moe_lite.MoEGate,)
     LAYER = glm4_moe_lite.Glm4MoeLiteDecoderLayer
     ATTENTION = Attention

@@ -20,6 +20,7 @@ class Model(HeadlessPort, llama.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
     BASE = llama.Model
+    MLP = (llama.MLP,)
     IGNORED = ("rotary_emb.inv_freq",)
 
     def windows(self) -> list[int | str | None]:

@@ -44,6 +44,7 @@ class Model(Port, mimo.Model):
         ),
     )
     BASE = mimo.Model
+    MLP = (mimo.MLP,)
     IGNORED = ("rotary_emb.inv_freq",)
 
     def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):

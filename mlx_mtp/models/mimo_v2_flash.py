@@ -36,6 +36,8 @@ class Model(Port, mimo_v2_flash.Model):
         ),
     )
     BASE = mimo_v2_flash.Model
+    MLP = (mimo_v2_flash.MLP,)
+    ROUTER = (mimo_v2_flash.MoEGate,)
     RENAMED = (NUMBERED_EXPERTS, SCALED_FP8)
     NO_KV_BITS = "attention sinks"
 

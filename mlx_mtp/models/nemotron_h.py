@@ -82,6 +82,7 @@ class Model(Port, nemotron_h.Model):
         ),
     )
     BASE = nemotron_h.Model
+    ROUTER = (nemotron_h.MoEGate,)
     INSIDE = "backbone."
     RENAMED = (
         Renaming(r"\.experts\.\d+\.up_proj\.", (".switch_mlp.fc1.",), ".experts.*.up_proj."),

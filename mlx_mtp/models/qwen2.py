@@ -20,4 +20,5 @@ class Model(HeadlessPort, qwen2.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
     BASE = qwen2.Model
+    MLP = (qwen2.MLP,)
     IGNORED = ("rotary_emb.inv_freq",)

@@ -12,3 +12,4 @@ class Model(HeadlessPort, qwen3.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
     BASE = qwen3.Model
+    MLP = (qwen3.MLP,)

@@ -69,6 +69,7 @@ class Model(Port, qwen3_5.Model):
 
     SPEC = QWEN_MTP
     BASE: Any = qwen3_5.Model
+    MLP = (qwen3_5.MLP,)
     IGNORED = ("model.visual.", "visual.", "vision_tower.")
     ZERO_CENTRED = (r"^model\.language_model\.|\.experts\.gate_up_proj$", r"^language_model\.model\.|\.switch_mlp\.")
     RENAMED = (

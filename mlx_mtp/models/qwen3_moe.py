@@ -12,4 +12,5 @@ class Model(HeadlessPort, qwen3_moe.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
     BASE = qwen3_moe.Model
+    MLP = (qwen3_moe.MLP,)
     RENAMED = (NUMBERED_EXPERTS,)

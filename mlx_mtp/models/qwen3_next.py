@@ -31,6 +31,7 @@ class Model(Port, qwen3_next.Model):
 
     SPEC = QWEN_MTP
     BASE = qwen3_next.Model
+    MLP = (qwen3_next.Qwen3NextMLP,)
     ZERO_CENTRED = (r"\.mlp\.experts\.\d+\.", r"\.switch_mlp\.")
     RENAMED = (NUMBERED_EXPERTS,)
 

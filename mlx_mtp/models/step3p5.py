@@ -51,6 +51,7 @@ class Model(Port, step3p5.Model):
         ),
     )
     BASE = step3p5.Model
+    MLP = (step3p5.Step3p5MLP,)
     ZERO_CENTRED = (
         r"\.moe\.|(?<!\.mlp)\.share_expert\.",
         r"\.switch_mlp\.|\.mlp\.share_expert\.|\.mlp\.gate\.gate\.|\.scales$",
