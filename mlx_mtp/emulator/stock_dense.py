@@ -4,6 +4,7 @@ The choice of kernel follows MLX 0.32's `matmul.cpp`. M rows are M launches of o
 """
 
 import functools
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -67,9 +68,10 @@ def gemv(
 ) -> tuple[mx.array, Traffic]:
     """Each row of x (M, K) times the transpose of w (N, K), plus bias (N,) as addmm adds it: (M, N), and the traffic.
 
-    Orders memory by `mem_none` where K >= 16 N, which Options(allow={"mem_none"}) lets pass. MLX runs it for N = 1 only
-    with a bias, matrix and vector in exchanged roles: the products are the same.
+    "mem_none" is allowed: MLX's kernel counts on it where K >= 16 N. For N = 1 MLX runs it with a bias only, and with
+    matrix and vector in exchanged roles, which leaves the products as they are.
     """
+    options = options or Options()
     (m, k), n = x.shape, w.shape[0]
     chosen = tile(k, n)
     kernel = _gemv()
@@ -80,7 +82,7 @@ def gemv(
         threadgroup=(32, chosen["BN"], chosen["BM"]),
         output_shapes=[(m, n)],
         output_dtypes=[x.dtype],
-        options=options,
+        options=replace(options, allow={*options.allow, "mem_none"}),
     )
     assert kernel.traffic is not None
     return y, kernel.traffic
