@@ -56,24 +56,24 @@ def check(n, k, m, dtype, bias, contract):
 @pytest.mark.parametrize(
     ("n", "k", "m", "dtype", "bias", "contract"),
     [
-        (16, 200, 5, BF16, False, "off"),  # a simdgroup per four rows of w
-        (13, 203, 7, F32, True, "on"),
+        (13, 203, 7, BF16, False, "off"),  # a simdgroup per four rows of w
+        (16, 200, 5, F32, True, "on"),
         (4097, 70, 2, F16, False, "fast"),
-        (5, 131, 8, F32, False, "fast"),  # eight simdgroups along K
-        (4, 1031, 3, BF16, True, "off"),
-        (24, 2048, 6, F32, False, "on"),
+        (5, 1031, 8, BF16, False, "off"),  # eight simdgroups along K
+        (24, 2048, 6, F32, False, "fast"),
         (1, 515, 3, F16, True, "on"),  # with fewer than four rows of w
-        (2, 1500, 1, F32, False, "off"),
-        (3, 65, 11, BF16, False, "fast"),
+        (2, 1500, 7, F32, False, "fast"),
+        (3, 65, 11, F32, False, "fast"),
         (13, 64, 4, F32, False, "on"),  # four lanes along K
-        (4097, 3, 4, F32, False, "on"),
+        (4097, 3, 8, F32, False, "on"),
+        (5, 20, 1, F32, False, "off"),
         (40, 37, 2, BF16, True, "fast"),
-        (3, 33, 5, F32, False, "fast"),  # with fewer than four rows of w
-        (1, 9, 2, F32, True, "off"),
+        (3, 33, 7, BF16, False, "off"),  # with fewer than four rows of w
+        (1, 9, 2, F32, True, "on"),
         (1, 16384, 5, F32, False, "on"),  # the dot product
-        (1, 5003, 7, BF16, False, "fast"),
-        (1, 1030, 8, BF16, False, "fast"),
-        (1, 13, 3, F16, False, "off"),
+        (1, 14, 5, F32, False, "on"),
+        (1, 5003, 7, BF16, False, "off"),
+        (1, 13, 3, F16, False, "fast"),
     ],
 )
 def test_a_row_has_the_bits_it_has_alone(n, k, m, dtype, bias, contract):
@@ -82,17 +82,16 @@ def test_a_row_has_the_bits_it_has_alone(n, k, m, dtype, bias, contract):
 
 @linux_only
 @pytest.mark.skipif(not os.environ.get("MLX_MTP_SWEEP"), reason="takes minutes: MLX_MTP_SWEEP=1 pytest -k sweep")
-@pytest.mark.parametrize("k", [1, 3, 4, 7, 40, 63, 64, 65, 200, 515, 1031, 2048])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 13, 40, 4097])
-def test_sweep(n, k):
-    chosen = random.Random(n * 10_000 + k)
-    for contract in ("off", "on", "fast"):
-        check(n, min(k, 65) if n == 4097 else k, *(chosen.choice(c) for c in (range(1, 9), [*ROUNDING], (False, True))),
-              contract)  # fmt: skip
+def test_sweep(n):
+    chosen = random.Random(n)
+    for k in (1, 3, 7, 63, 64, 65, 67) if n == 4097 else (1, 3, 4, 7, 40, 63, 64, 65, 200, 515, 1031, 2048):
+        for contract in ("off", "on", "fast"):
+            check(n, k, *(chosen.choice(c) for c in (range(1, 9), [*ROUNDING], (False, True))), contract)
 
 
 @linux_only
-@pytest.mark.parametrize(("n", "k", "m"), [(13, 203, 7), (5, 1031, 4), (3, 33, 5), (1, 5003, 7)])
+@pytest.mark.parametrize(("n", "k", "m"), [(13, 203, 7), (5, 1031, 4), (3, 33, 8), (1, 5003, 7)])
 def test_any_order_of_threads(n, k, m):
     x, w, _ = case(n, k, m, BF16)
     y, _ = ours(x, w)
@@ -101,7 +100,7 @@ def test_any_order_of_threads(n, k, m):
 
 
 @linux_only
-@pytest.mark.parametrize("m", range(1, 9))
+@pytest.mark.parametrize("m", range(2, 9))
 def test_traffic(m):
     n, k = 32, 256
     x, w, _ = case(n, k, m, BF16)
@@ -120,11 +119,12 @@ def test_traffic_of_the_one_row_kernel():
 
 
 @linux_only
-@pytest.mark.parametrize(("n", "k", "x_reread"), [(8, 1024, 2.0), (1, 2048, 1.0)])
-def test_traffic_with_sums_of_several_simdgroups(n, k, x_reread):
-    for m in (4, 8):
+@pytest.mark.parametrize(("n", "k", "x_reads"), [(8, 1024, 2), (1, 2048, 1)])
+def test_traffic_with_sums_of_several_simdgroups(n, k, x_reads):
+    for m, groups in ((4, 1), (7, 2)):
         _, traffic = ours(*case(n, k, m, BF16))
-        assert (traffic["w"].reread, traffic["x"].reread) == (m / 4, x_reread)
+        assert traffic["w"].reread == groups
+        assert traffic["x"].bytes_read == groups * 4 * k * 2 * x_reads
         assert traffic["y"].bytes_written == m * n * 2
         assert traffic.max_barriers == 1
 
