@@ -54,7 +54,7 @@ def _dot() -> MetalKernel:
 
 
 def tile(k: int, n: int) -> dict[str, int]:
-    """The tile that MLX picks for one row times the transpose of an (n, k) matrix: GEMVKernel's BM, BN, SM, SN, TM."""
+    """The tile that MLX picks for one row and an (n, k) matrix: the template arguments of GEMVKernel."""
     tm = 1 if n < 4 else 4
     if k <= 64:
         return {"BM": 1, "BN": 1, "SM": 8, "SN": 4, "TM": tm}

@@ -74,7 +74,7 @@ def _common_dtype(*arrays: mx.array | None) -> mx.Dtype:
 
 
 def supported(x: mx.array, w: mx.array, bias: mx.array | None = None) -> bool:
-    """Whether the kernels compute the product: a float type, no empty axis, and for N = 1 without a bias K <= 16384."""
+    """Whether the kernels compute the product: a float type, nothing empty, and K <= 16384 for N = 1 without a bias."""
     n, k = w.shape
     partial_sums = n == 1 and bias is None and k > DOT_BLOCK
     return _common_dtype(x, w, bias) in DTYPES and x.size > 0 and w.size > 0 and not partial_sums
@@ -83,9 +83,9 @@ def supported(x: mx.array, w: mx.array, bias: mx.array | None = None) -> bool:
 def verify_gemv(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.array:
     """x [..., K] times the transpose of w [N, K], plus bias [N]: [..., N], each row with the bits of that row alone.
 
-    Those are the bits that MLX computes on Metal for one row of `x @ w.T`, with a bias of `addmm`, where `w` is stored
-    row by row; they do not depend on the number of rows. float16, bfloat16 or float32, to which all are promoted as
-    matmul does; for other types, and where `supported` says no, the result is MLX's own. ValueError for other shapes.
+    On Metal those are the bits of MLX's `x @ w.T` (with a bias `addmm`) for one row and a `w` stored row by row, so
+    they do not depend on the number of rows. float16, bfloat16 or float32, to which all are promoted as matmul does;
+    elsewhere, and where `supported` says no, the product is MLX's own. Raises ValueError for shapes that do not fit.
     """
     _check(x, w, bias)
     if not (_source.on_metal() and supported(x, w, bias)):
