@@ -69,7 +69,7 @@ def gemv(
     """Each row of x (M, K) times the transpose of w (N, K), plus bias (N,) as addmm adds it: (M, N), and the traffic.
 
     "mem_none" is allowed: MLX's kernel counts on it where K >= 16 N. For N = 1 MLX runs it with a bias only, and with
-    matrix and vector in exchanged roles, which leaves the products as they are. A shuffle counts as two collectives here.
+    matrix and vector in exchanged roles, which leaves the products as they are. A shuffle counts as two collectives.
     """
     options = options or Options()
     (m, k), n = x.shape, w.shape[0]
