@@ -1,0 +1,99 @@
+"""Products with an unquantized matrix, each row in the bits that MLX computes for that row alone: routers, heads."""
+
+import mlx.core as mx
+
+from . import _source
+from ._rows import row_groups
+
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+DOT_BLOCK = 16384  # past it MLX's dot product has partial sums in several threadgroups
+
+
+def verify_gemv_ref(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.array:
+    """The product in plain MLX, which accumulates in float32; the bias is added to the rounded product."""
+    y = x @ w.T
+    return y if bias is None else y + bias
+
+
+def _tile(k: int, n: int) -> tuple[int, int, int, int]:
+    """MLX's choice for one row: lanes and simdgroups along K, simdgroups along N, rows of w per thread."""
+    rows = 1 if n < 4 else 4
+    if k <= 64:
+        return 4, 1, 1, rows
+    if k >= 16 * n:
+        return 32, 8, 1, rows
+    return 32, 1, 8 if n >= 4096 else 4, rows
+
+
+def _verify_gemv_metal(x: mx.array, w: mx.array, bias: mx.array | None) -> mx.array:
+    (m, k), n = x.shape, w.shape[0]
+    groups, rows = row_groups(m)
+    lanes, simds_k, simds_n, tm = _tile(k, n)
+    blocks = -(-n // (simds_n * (32 // lanes) * tm))
+    kernel = _source.kernel("verify_gemv", ["x", "w", "bias", "K", "N", "M"], ["y"], ["gemv_rows"])
+    (y,) = kernel(
+        inputs=[x, w, x if bias is None else bias, k, n, m],
+        template=[
+            *(("T", x.dtype), ("ROWS", rows), ("TM", tm), ("LANES", lanes), ("SIMDS", simds_k)),
+            ("BIAS", bias is not None),
+        ],
+        grid=(32 * groups, simds_k * blocks, simds_n),
+        threadgroup=(32, simds_k, simds_n),
+        output_shapes=[(m, n)],
+        output_dtypes=[x.dtype],
+    )
+    return y
+
+
+def _verify_dot_metal(x: mx.array, w: mx.array) -> mx.array:
+    m, k = x.shape
+    groups, rows = row_groups(m)
+    kernel = _source.kernel("verify_dot", ["x", "w", "K", "M"], ["y"])
+    (y,) = kernel(
+        inputs=[x, w, k, m],
+        template=[("T", x.dtype), ("ROWS", rows)],
+        grid=(512 * groups, 1, 1),
+        threadgroup=(512, 1, 1),
+        output_shapes=[(m, 1)],
+        output_dtypes=[x.dtype],
+    )
+    return y
+
+
+def _check(x: mx.array, w: mx.array, bias: mx.array | None) -> None:
+    if w.ndim != 2:
+        raise ValueError(f"w has shape {w.shape}; it must be (N, K)")
+    if x.ndim == 0 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"x has shape {x.shape}; its last axis must be the {w.shape[1]} of w {w.shape}")
+    if bias is not None and bias.shape != (w.shape[0],):
+        raise ValueError(f"bias has shape {bias.shape}; it must be ({w.shape[0]},), a value per row of w")
+
+
+def _common_dtype(*arrays: mx.array | None) -> mx.Dtype:
+    return mx.result_type(*(a for a in arrays if a is not None))
+
+
+def supported(x: mx.array, w: mx.array, bias: mx.array | None = None) -> bool:
+    """Whether the kernels compute the product: a float type, nothing empty, for N = 1 without a bias K <= 16384."""
+    n, k = w.shape
+    partial_sums = n == 1 and bias is None and k > DOT_BLOCK
+    return _common_dtype(x, w, bias) in DTYPES and x.size > 0 and w.size > 0 and not partial_sums
+
+
+def verify_gemv(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.array:
+    """x [..., K] times the transpose of w [N, K], plus bias [N]: [..., N], each row with the bits of that row alone.
+
+    On Metal those are the bits of MLX's `x @ w.T` (with a bias `addmm`) for one row and a `w` stored row by row, so
+    they do not depend on the number of rows. float16, bfloat16 or float32, to which all are promoted as matmul does;
+    elsewhere, and where `supported` says no, the product is MLX's own. Raises ValueError for shapes that do not fit.
+    """
+    _check(x, w, bias)
+    if not (_source.on_metal() and supported(x, w, bias)):
+        return verify_gemv_ref(x, w, bias)
+    dtype, (n, k) = _common_dtype(x, w, bias), w.shape
+    rows, w = x.reshape(-1, k).astype(dtype), w.astype(dtype)
+    if n == 1 and bias is None:
+        y = _verify_dot_metal(rows, w)
+    else:
+        y = _verify_gemv_metal(rows, w, None if bias is None else bias.astype(dtype))
+    return y.reshape(*x.shape[:-1], n)
