@@ -1,8 +1,8 @@
 """The convolution of a gated-delta layer over a tape: its window, sums, SiLU and cut into q, k, v in one launch.
 
-Rows are summed as MLX's depthwise kernel does: in float32, from the oldest tap on, rounded once; SiLU is computed in
-the rows' type, as MLX's unary and binary kernels do. MLX's wheel holds the source of the latter only, so tests compare
-the sums with another formulation, not with MLX's kernel.
+Rows are summed as MLX's depthwise kernel does: in float32, from the oldest tap on, rounded once. SiLU is computed in
+the rows' type, as MLX's unary and binary kernels do. Only the latter are in MLX's wheel: tests run them, but compare
+the sums with a formulation of their own.
 """
 
 import mlx.core as mx

@@ -37,7 +37,7 @@ def gated_delta_verify_ref(
 
 
 def _after(state: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> mx.array:
-    """The state [B, Hv, Dv, Dk] after one row: k [B, Hk, Dk], v [B, Hv, Dv], g [B, Hv] or [B, Hv, Dk], beta [B, Hv]."""
+    """The state after one row: k [B, Hk, Dk], v [B, Hv, Dv], g [B, Hv] or [B, Hv, Dk], beta [B, Hv]."""
     k = mx.repeat(k.astype(mx.float32), state.shape[1] // k.shape[1], axis=1)[:, :, None]
     state = state * (g[..., None, None] if g.ndim == 2 else g[:, :, None]).astype(mx.float32)
     delta = (v.astype(mx.float32) - (state * k).sum(-1)) * beta.astype(mx.float32)[..., None]
