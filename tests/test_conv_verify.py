@@ -1,4 +1,4 @@
-"""The convolution of a verify: sums in the stated order, MLX's SiLU, and a window that starts where the tape was cut."""
+"""The convolution of a verify: sums in the stated order, MLX's SiLU, and a window cut where the tape was."""
 
 import mlx.core as mx
 import numpy as np

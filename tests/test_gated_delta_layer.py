@@ -1,4 +1,4 @@
-"""Gated-delta layers whose convolution and recurrence are kernels: verifies that are rolled back, and their caches."""
+"""Gated-delta layers whose convolution and recurrence are kernels: verifies rolled back, and their caches."""
 
 import families
 import mlx.core as mx
@@ -58,8 +58,9 @@ def roll(layer, cache, x, *, start: int, until: int, seed: int, fused=lambda: Tr
 
 
 @linux_only
-@pytest.mark.parametrize(("key_dim", "dtype"), [(128, mx.bfloat16), (32, mx.float16), (32, mx.float32)])
-@pytest.mark.parametrize("start", [0, 5])
+@pytest.mark.parametrize(
+    ("key_dim", "dtype", "start"), [(128, mx.bfloat16, 5), (32, mx.float16, 0), (32, mx.float32, 5)]
+)
 def test_verifies_are_single_rows(key_dim, dtype, start):
     """After a prompt of `start` rows: bits of reading row by row, and again by a prompt that follows on a tape."""
     layer = Fed(key_dim, dtype)
@@ -87,7 +88,7 @@ def test_mlx_lms_path_agrees():
     layer = Fed(128, mx.float32)
     x, fused, plain = layer.rows(30), RecurrentCache(), RecurrentCache()
     with emulator.emulated(emulator.Options(traffic=False)) as launches:
-        y, end = roll(layer, fused, x, start=0, until=25, seed=1)
+        y, _ = roll(layer, fused, x, start=0, until=25, seed=1)
         want, _ = roll(layer, plain, x, start=0, until=25, seed=1, fused=lambda: False)
     assert {launch.kernel for launch in launches} > set(KERNELS)
     assert mx.allclose(y, want, rtol=1e-4, atol=1e-5)
@@ -122,14 +123,14 @@ def test_texts_and_saved_caches(tmp_path, name):
     path, _, _ = families.build(name, tmp_path)
     model, prompt = mlx_mtp.load_model(path), [1, 2, 3, 4, 5]
     assert fuse(model, False) == 3
-    expected = text(model, prompt, 50, 0)
+    expected = text(model, prompt, 28, 0)
     for saver in (False, True):
         fuse(model, saver)
         cache = mlx_mtp.make_prompt_cache(model)
-        begun = text(model, prompt, 20, 3, prompt_cache=cache)
+        begun = text(model, prompt, 14, 3, prompt_cache=cache)
         assert [len(c.tape) for c in cache.layers if c.window == "recurrent"] == [6 if saver else 4] * 3
         mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
         for reader in (False, True):
             fuse(model, reader)
             copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
-            assert begun + text(model, begun[-1:], 30, 2, prompt_cache=copy) == expected, (saver, reader)
+            assert begun + text(model, begun[-1:], 14, 2, prompt_cache=copy) == expected, (saver, reader)

@@ -108,7 +108,7 @@ def test_sweep(layout, dtype, contraction):
 def test_memory_is_asked_for_once(layout):
     """One read and one write of the state; of the tape only what was accepted, and nothing is run twice."""
     state, (_, tape), (q, rows) = start(layout, 6, 4, BF16)
-    with emulator.emulated() as (launches):
+    with emulator.emulated() as launches:
         gated_delta_verify(q, rows, state, tape=tape, accepted=mx.array([2]))
     (launch,) = launches
     assert launch["state"].bytes_read == launch["state_out"].bytes_written == state.nbytes
@@ -125,19 +125,26 @@ def test_memory_is_asked_for_once(layout):
 def test_a_count_beyond_the_tape_stays_on_it(wrong):
     state, (_, tape), (q, rows) = start("scalar", 4, 1, F32)
     with emulator.emulated():
-        got, want = (
-            gated_delta_verify(q, rows, state, tape=tape, accepted=mx.array([n])) for n in (wrong, 4 if wrong > 0 else 0)
-        )
+        counts = (wrong, 4 if wrong > 0 else 0)
+        got, want = (gated_delta_verify(q, rows, state, tape=tape, accepted=mx.array([n])) for n in counts)
     assert all(map(same, got, want))
 
 
 @linux_only
-@pytest.mark.parametrize(("layout", "dtype"), [("packed", BF16), ("scalar", F16), ("vector", BF16)])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("packed", BF16),
+        pytest.param("packed", F16, marks=SWEEP),
+        pytest.param("scalar", F16, marks=SWEEP),
+        pytest.param("vector", BF16, marks=SWEEP),
+    ],
+)
 def test_512_rows_do_not_drift(layout, dtype, record_property):
     """Verifies of any length of which any part is kept: the bits of single rows, so no more error than theirs."""
-    shape = {**LAYOUTS[layout], "hk": 1, "hv": 2, "dv": 8, "B": 1}
+    shape = {**LAYOUTS[layout], "hk": 1, "hv": 1, "dv": 8, "B": 1}
     q, rows = make_rows(512, dtype=dtype, slow=True, **shape)
-    state = rolled = single = mx.zeros((1, 2, 8, shape["dk"]))
+    state = rolled = mx.zeros((1, 1, 8, shape["dk"]))
     rng, position, tape, accepted = np.random.default_rng(0), 0, None, None
     outputs = []
     with emulator.emulated(emulator.Options(fp_contract="fast", traffic=False)):
@@ -151,8 +158,8 @@ def test_512_rows_do_not_drift(layout, dtype, record_property):
             position += kept
         q1, rows1 = q[:, :1], cut(rows, 0, 1)
         _, end = gated_delta_verify(q1, rows1, rolled, tape=tape, accepted=accepted)
-        y = mx.concatenate(outputs, axis=1)
-        want, single = one_by_one(q, rows, single)
+        want, single = one_by_one(q, rows, state)
+    y = mx.concatenate(outputs, axis=1)
     assert same(y, want)
     assert same(end, single)
     exact_y, exact_end = exactly(q, rows, np.array(state))

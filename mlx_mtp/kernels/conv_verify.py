@@ -32,7 +32,7 @@ def _conv_verify_metal(
 ) -> Convolved:
     (_, T, C), behind = x.shape, weight.shape[1] - 1
     if accepted is None:
-        accepted = mx.zeros((1,), mx.int32)
+        accepted = mx.array([0])
     return _source.kernel("conv_verify", INPUTS, OUTPUTS)(
         inputs=[before, accepted, x, weight, key_dim],
         template=[("InT", x.dtype)],

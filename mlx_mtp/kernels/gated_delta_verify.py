@@ -50,7 +50,7 @@ def _gated_delta_verify_metal(
     (B, Hv, Dv, Dk), g = state.shape, rows[2]
     packed = Dk == 128 and Dv % 8 == 0 and g.ndim == 3 and g.dtype == mx.float32
     if tape is None or accepted is None:
-        tape, accepted = rows, mx.zeros((1,), mx.int32)  # none of them counts: n = 0
+        tape, accepted = rows, mx.array([0])  # none of these rows counts
     y, state = _source.kernel("gated_delta_verify", INPUTS, ("y", "state_out"), ("gated_delta",))(
         inputs=[state, *tape, accepted, q, *rows],
         template=[
