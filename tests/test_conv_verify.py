@@ -91,6 +91,15 @@ def test_rows_are_those_of_single_launches(dtype):
     assert all(same(a, b[:, 4:]) for a, b in zip(again[:3], many, strict=False))
 
 
+@linux_only
+def test_a_count_beyond_the_tape_stays_on_it():
+    x, before, weight = start(4, 1, F32)
+    with emulator.emulated():
+        for wrong, nearest in ((-3, 0), (7, 4)):
+            got, want = (conv_verify(x, before, weight, KEYS, mx.array([n])) for n in (wrong, nearest))
+            assert all(map(same, got, want))
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_the_reference_is_the_formula(dtype):
     x, before, weight = start(4, 3, dtype)
