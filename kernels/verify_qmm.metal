@@ -1,6 +1,6 @@
 // y[m, n] = sum over k of x[m, k] * W[n, k], W quantized: rows of x together, each with the bits that it has alone.
 //
-// Inputs   w [N, K * BITS / 32] uint32; scales, biases [N, K / GROUP] (floating-point formats: scales twice);
+// Inputs   w [>= N, K * BITS / 32] uint32; scales, biases [>= N, K / GROUP] (floating-point formats: scales twice);
 //          x [M, K]; ends [P] int32, where each of the P weights that w stacks along N ends
 // Output   y [M * N]: for each weight in turn its [M, N_p]
 // Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS
@@ -8,7 +8,7 @@
 //          y: 2 per 2 * (32 / LANES) * 4 weight rows;  group of threads (32, 2, 1)
 
 constexpr int RESULTS = 4;
-const int M = x_shape[0], K = x_shape[1], N = w_shape[0];
+const int M = x_shape[0], K = x_shape[1], N = ends[ends_shape[0] - 1];
 const int lane = thread_index_in_simdgroup;
 
 const int own = threadgroup_position_in_grid.x * ROWS;

@@ -30,28 +30,47 @@ class RecurrentCache:
 
     def convolved(self, rows: mx.array, taps: int) -> mx.array:
         """The input of a causal convolution of `taps` taps over new rows [1, S, C]: [1, taps-1+S, C]."""
-        if not self.parts:
-            before = mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
-        else:
-            before = self.parts[2]
-            if before.shape[1] >= taps:  # with a tape behind it
-                before = mx.take(before, self._accepted() + mx.arange(taps - 1), axis=1)
+        before, accepted = self.behind(rows, taps), self.accepted
+        if accepted is not None:
+            before = mx.take(before, accepted + mx.arange(taps - 1), axis=1)
         return mx.concatenate([before, rows], axis=1)
+
+    def behind(self, rows: mx.array, taps: int) -> mx.array:
+        """The rows before and on the tape [1, taps-1+T, C], of which only the accepted come before new rows."""
+        return self.parts[2] if self.parts else mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
 
     def state(self, replay: Replay) -> mx.array | None:
         """The state at `offset`, None at the start; `replay(state, mask [1, T], *tape)` applies the masked rows."""
-        if not self.parts:
-            return None
-        _, state, _, *tape = self.parts
-        if not tape:
-            return state
-        return replay(state, mx.arange(tape[0].shape[1])[None] < self._accepted(), *tape)
+        accepted = self.accepted
+        if accepted is None:
+            return self.committed
+        return replay(self.committed, mx.arange(self.tape[0].shape[1])[None] < accepted, *self.tape)
 
-    def _accepted(self) -> mx.array:
-        return self.offset - self.parts[0]
+    @property
+    def committed(self) -> mx.array | None:
+        """The state before the tape, None at the start."""
+        return self.parts[1] if self.parts else None
+
+    @property
+    def tape(self) -> tuple[mx.array, ...]:
+        """What `advance` was given of the last verify's rows; empty where they were final."""
+        return self.parts[3:]
+
+    @property
+    def accepted(self) -> mx.array | None:
+        """How many rows of the tape are accepted, [1]; None without a tape."""
+        return self.offset - self.parts[0] if self.tape else None
+
+    @property
+    def final(self) -> bool:
+        """Whether rows that are read now are: their positions are on the host, and there is nothing to take back."""
+        return isinstance(self.offset, int)
 
     def advance(self, before: mx.array, after: mx.array, convolved: mx.array, tape: tuple[mx.array, ...]) -> None:
-        """Note rows read: the state before and after them, the convolution's input, and their tape."""
+        """Note rows read: the state before and after them, the convolution's input, and their tape.
+
+        Where the rows are `final` only the state after them is kept, else only the one before.
+        """
         rows = tape[0].shape[1]
         if isinstance(self.offset, int):
             self.offset += rows

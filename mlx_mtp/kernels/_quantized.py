@@ -12,6 +12,7 @@ BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SIMDGROUPS = 2  # in a group of threads
+DEVICE = 8  # arrays of fewer elements are not in device memory, where the kernels look for them
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,14 @@ def launch(
     dtype, m = x.dtype, x.shape[0]
     groups, rows = row_groups(m)
     values, lanes_per_row = lanes(weights)
-    scales, biases = weights.scales, weights.biases
+    w, scales, biases = weights.w, weights.scales, weights.biases
     if biases is not None:
         scales, biases = scales.astype(dtype), biases.astype(dtype)
+    if min(w.size, scales.size) < DEVICE:
+        w, scales, biases = (a if a is None else mx.repeat(a, DEVICE, axis=0) for a in (w, scales, biases))
     made = kernel(op, ("w", "scales", "biases", "x", last[0]), ("y",), ("quantized", *headers))
     (y,) = made(
-        inputs=[weights.w, scales, scales if biases is None else biases, x, last[1]],
+        inputs=[w, scales, scales if biases is None else biases, x, last[1]],
         template=[
             *(("T", dtype), ("S", scales.dtype), ("BITS", weights.bits), ("GROUP", weights.group_size)),
             *(("FP", biases is None), ("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), *template),

@@ -1,0 +1,105 @@
+"""The gated delta rule over a tape: the accepted rows of the last verify again, then this one's, in one launch.
+
+Its bits are those of one row at a time through the kernel that mlx-lm runs for a single row of the same shapes: for
+Dk = 128 and scalar float32 gates the one that packs eight rows of a state into a simdgroup, else one row to each.
+"""
+
+import mlx.core as mx
+
+from . import _source
+
+Rows = tuple[mx.array, mx.array, mx.array, mx.array]  # k, v, g, beta
+
+TYPES = (mx.float16, mx.bfloat16, mx.float32)
+INPUTS = ("state", "tape_k", "tape_v", "tape_g", "tape_beta", "accepted", "q", "k", "v", "g", "beta")
+
+
+def gated_delta_verify_ref(
+    q: mx.array,
+    rows: Rows,
+    state: mx.array,
+    *,
+    tape: Rows | None = None,
+    accepted: mx.array | None = None,
+    last: bool = False,
+) -> tuple[mx.array, mx.array]:
+    """`gated_delta_verify` row by row, in float32."""
+    for t in range(tape[0].shape[1] if tape else 0):
+        assert tape is not None
+        assert accepted is not None
+        state = mx.where(t < accepted, _after(state, *(x[:, t] for x in tape)), state)
+    before, outputs = state, []
+    for t in range(q.shape[1]):
+        state = _after(state, *(x[:, t] for x in rows))
+        heads = mx.repeat(q[:, t].astype(mx.float32), state.shape[1] // q.shape[2], axis=1)
+        outputs.append((state * heads[:, :, None]).sum(-1))
+    return mx.stack(outputs, axis=1).astype(q.dtype), state if last else before
+
+
+def _after(state: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> mx.array:
+    """The state after one row: k [B, Hk, Dk], v [B, Hv, Dv], g [B, Hv] or [B, Hv, Dk], beta [B, Hv]."""
+    k = mx.repeat(k.astype(mx.float32), state.shape[1] // k.shape[1], axis=1)[:, :, None]
+    state = state * (g[..., None, None] if g.ndim == 2 else g[:, :, None]).astype(mx.float32)
+    delta = (v.astype(mx.float32) - (state * k).sum(-1)) * beta.astype(mx.float32)[..., None]
+    return state + k * delta[..., None]
+
+
+def _gated_delta_verify_metal(
+    q: mx.array, rows: Rows, state: mx.array, tape: Rows | None, accepted: mx.array | None, last: bool
+) -> tuple[mx.array, mx.array]:
+    (B, Hv, Dv, Dk), g = state.shape, rows[2]
+    packed = Dk == 128 and Dv % 8 == 0 and g.ndim == 3 and g.dtype == mx.float32
+    if tape is None or accepted is None:
+        tape, accepted = rows, mx.array([0])  # none of these rows counts
+    y, state = _source.kernel("gated_delta_verify", INPUTS, ("y", "state_out"), ("gated_delta",))(
+        inputs=[state, *tape, accepted, q, *rows],
+        template=[
+            ("InT", q.dtype),
+            ("Dk", Dk),
+            ("LANES", 4 if packed else 32),
+            ("GATES", int(g.ndim == 4)),
+            ("LAST", last),
+        ],
+        grid=(32, Dv // 8 if packed else Dv, B * Hv),
+        threadgroup=(32, 2 if packed else 4, 1),
+        output_shapes=[(B, q.shape[1], Hv, Dv), state.shape],
+        output_dtypes=[q.dtype, mx.float32],
+    )
+    return y, state
+
+
+def _supported(q: mx.array, rows: Rows, state: mx.array, tape: Rows | None) -> bool:
+    _, Hv, Dv, Dk = state.shape
+    same = tape is None or all(
+        a.dtype == b.dtype and a.shape[2:] == b.shape[2:] for a, b in zip(rows, tape, strict=True)
+    )
+    typed = q.dtype in TYPES and all(x.dtype in TYPES for x in rows) and q.dtype == rows[0].dtype
+    return same and typed and state.dtype == mx.float32 and Dk % 32 == 0 and Dv % 4 == 0 and Hv % q.shape[2] == 0
+
+
+def gated_delta_verify(
+    q: mx.array,
+    rows: Rows,
+    state: mx.array,
+    *,
+    tape: Rows | None = None,
+    accepted: mx.array | None = None,
+    last: bool = False,
+) -> tuple[mx.array, mx.array]:
+    """Reads the first `accepted` rows of a tape, then new ones: their outputs and the state before or after them.
+
+    q: [B, T, Hk, Dk]. rows: k [B, T, Hk, Dk], v [B, T, Hv, Dv], g [B, T, Hv] or [B, T, Hv, Dk], beta [B, T, Hv];
+        float16, bfloat16 or float32, g and beta of any of them.
+    state: [B, Hv, Dv, Dk] float32, before the tape.
+    tape: P rows as `rows`, of which those after the accepted may hold anything. None: no tape.
+    accepted: [1] int32, from 0 to P; given where there is a tape.
+
+    Returns y [B, T, Hv, Dv] in q's dtype and the state after the accepted rows, with `last` after all rows.
+    Raises ValueError where only one of `tape` and `accepted` is given.
+    """
+    if (tape is None) != (accepted is None):
+        given = "tape" if accepted is None else "accepted"
+        raise ValueError(f"only {given} is given; tape and accepted go together")
+    if _source.on_metal() and _supported(q, rows, state, tape):
+        return _gated_delta_verify_metal(q, rows, state, tape, accepted, last)
+    return gated_delta_verify_ref(q, rows, state, tape=tape, accepted=accepted, last=last)

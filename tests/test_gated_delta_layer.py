@@ -1,0 +1,136 @@
+"""Gated-delta layers whose convolution and recurrence are kernels: verifies rolled back, and their caches."""
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+from gated_cases import same
+from metal_cases import linux_only
+from mlx_lm.models import qwen3_5
+from qwen import QWEN_TEXT
+
+import mlx_mtp
+from mlx_mtp import emulator
+from mlx_mtp.models.qwen3_5 import GatedDeltaNet
+from mlx_mtp.recurrent_cache import RecurrentCache
+
+KERNELS = ["conv_verify", "gated_delta_verify"]
+HEADS = {"linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_value_head_dim": 8}
+
+
+class Fed(GatedDeltaNet):
+    """A layer that takes rows as its projections would leave them, and leaves its own unprojected."""
+
+    def __init__(self, key_dim: int, dtype: mx.Dtype):
+        super().__init__(qwen3_5.TextModelArgs.from_dict({**QWEN_TEXT, **HEADS, "linear_key_head_dim": key_dim}))
+        self.set_dtype(dtype)
+        self.A_log, self.out_proj = self.A_log - 2, (lambda x: x)  # so that it forgets slowly
+        self.widths = np.cumsum([self.conv_dim, self.value_dim, self.num_v_heads]).tolist()
+
+    def inputs(self, x):
+        qkv, z, b, a = mx.split(x, self.widths, axis=-1)
+        return qkv, z.reshape(*x.shape[:2], self.num_v_heads, self.head_v_dim), b, a
+
+    def rows(self, count: int) -> mx.array:
+        return mx.random.normal((1, count, self.widths[-1] + self.num_v_heads)).astype(self.conv1d.weight.dtype)
+
+
+def roll(layer, cache, x, *, start: int, until: int, seed: int, fused=lambda: True):
+    """The outputs of rows from `start` on, by verifies of which random parts are kept; returns the position reached.
+
+    The rows of each verify beyond what it keeps are others than those that come next.
+    """
+    rng, position, outputs = np.random.default_rng(seed), start, []
+    cache.seek(mx.array([position]), position)
+    counts = set()
+    while position < until:
+        T = int(rng.integers(1, 7))
+        kept = min(int(rng.integers(0, T + 1)), x.shape[1] - position)
+        wrong = mx.flip(x, axis=1)[:, : T - kept] * 2
+        layer.verify_kernels = fused()
+        y = layer(mx.concatenate([x[:, position : position + kept], wrong], axis=1), None, cache)
+        outputs.append(y[:, :kept])
+        position += kept
+        cache.seek(mx.array([position]), position + T - kept)
+        counts.add("none" if kept == 0 else "all" if kept == T else "some")
+    assert counts == {"none", "some", "all"}
+    return mx.concatenate(outputs, axis=1), position
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("key_dim", "dtype", "start"), [(128, mx.bfloat16, 5), (32, mx.float16, 0), (32, mx.float32, 5)]
+)
+def test_verifies_are_single_rows(key_dim, dtype, start):
+    """After a prompt of `start` rows: bits of reading row by row, and again by a prompt that follows on a tape."""
+    layer = Fed(key_dim, dtype)
+    x, rolled, single = layer.rows(40), RecurrentCache(), RecurrentCache()
+    with emulator.emulated(emulator.Options(fp_contract="fast", traffic=False)) as launches:
+        layer.verify_kernels = True
+        want = mx.concatenate([layer(x[:, t : t + 1], None, single) for t in range(40)], axis=1)
+        assert [launch.kernel for launch in launches] == KERNELS * 40
+        assert len(single.parts) == 3
+        if start:
+            assert same(layer(x[:, :start], None, rolled), want[:, :start])
+        y, end = roll(layer, rolled, x, start=start, until=30, seed=start)
+        assert same(y, want[:, start:end])
+        assert rolled.tape
+        rolled.seek(end, end)
+        assert same(layer(x[:, end:], None, rolled), want[:, end:])
+    assert {launch.kernel for launch in launches} == set(KERNELS)
+    assert all(map(same, rolled.parts[1:], single.parts[1:]))
+    assert len(rolled.parts) == 3
+
+
+@linux_only
+def test_mlx_lms_path_agrees():
+    """Up to rounding: the CPU's convolution and exponentials are not those of the kernels."""
+    layer = Fed(128, mx.float32)
+    x, fused, plain = layer.rows(30), RecurrentCache(), RecurrentCache()
+    with emulator.emulated(emulator.Options(traffic=False)) as launches:
+        y, _ = roll(layer, fused, x, start=0, until=25, seed=1)
+        want, _ = roll(layer, plain, x, start=0, until=25, seed=1, fused=lambda: False)
+    assert {launch.kernel for launch in launches} > set(KERNELS)
+    assert mx.allclose(y, want, rtol=1e-4, atol=1e-5)
+
+
+def test_either_path_follows_the_other():
+    """The kernels' references and mlx-lm's ops in turns, each with the tape of the other behind it."""
+    layer = Fed(32, mx.float32)
+    x, single, rolled = layer.rows(60), RecurrentCache(), RecurrentCache()
+    want = mx.concatenate([layer(x[:, t : t + 1], None, single) for t in range(60)], axis=1)
+    rng = np.random.default_rng(3)
+    y, end = roll(layer, rolled, x, start=0, until=50, seed=2, fused=lambda: bool(rng.integers(2)))
+    assert mx.allclose(y, want[:, :end], rtol=1e-4, atol=1e-5)
+
+
+def fuse(model, on: bool) -> int:
+    """Sets the switch of every gated-delta layer; how many there are."""
+    layers = [m for m in model.modules() if hasattr(m, "verify_kernels")]
+    for layer in layers:
+        layer.verify_kernels = on
+    return len(layers)
+
+
+def text(model, prompt: list[int], n: int, k: int, **options) -> list[int]:
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, **options)
+    return [token for token, _, _ in steps]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_texts_and_saved_caches(tmp_path, name):
+    """A cache that either path saved is read by both, with the tape that it ended on."""
+    path, _, _ = families.build(name, tmp_path)
+    model, prompt = mlx_mtp.load_model(path), [1, 2, 3, 4, 5]
+    assert fuse(model, False) == 3
+    expected = text(model, prompt, 28, 0)
+    for saver in (False, True):
+        fuse(model, saver)
+        cache = mlx_mtp.make_prompt_cache(model)
+        begun = text(model, prompt, 14, 3, prompt_cache=cache)
+        assert [len(c.tape) for c in cache.layers if c.window == "recurrent"] == [6 if saver else 4] * 3
+        mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
+        for reader in (False, True):
+            fuse(model, reader)
+            copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
+            assert begun + text(model, begun[-1:], 14, 2, prompt_cache=copy) == expected, (saver, reader)
