@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
-from .kernels import on_metal, supported_format
+from .kernels import on_metal, served
 from .layers.gated_delta import GatedDelta
 from .layers.mamba2 import Mamba2
 from .layers.port import Port
@@ -85,8 +85,12 @@ def _format(linear: Any) -> tuple:
     return linear.mode, linear.bits, linear.group_size, linear.scales.shape[1], linear.scales.dtype
 
 
+def _served(module: Any) -> bool:
+    return served(module.mode, module.bits, module.group_size) and module.get("global_scale") is None
+
+
 def _stacked(linears: Sequence[Any]) -> list[Site]:
-    if not supported_format(linears[0]):
+    if not _served(linears[0]):
         return []
     stack = Stack(linears)
     for index, linear in enumerate(linears):
@@ -104,7 +108,7 @@ def _swapped(model: Port, module: Any) -> list[Site]:
         module.__class__ = type(kind.__name__, (VerifyMLP, kind), {})
         return [module.glu]
     tied = module is model.model.embed_tokens and "lm_head" not in model.language
-    if kind is nn.QuantizedEmbedding and tied and supported_format(module):
+    if kind is nn.QuantizedEmbedding and tied and _served(module):
         module.site, module.__class__ = Stack([module]), VerifyEmbedding
     elif kind is nn.Linear or (kind is nn.Embedding and tied):
         module.site, module.__class__ = Dense(module), VerifyDense if kind is nn.Linear else VerifyDenseEmbedding

@@ -88,6 +88,16 @@ def test_extreme_rows_stay_what_they_are_alone_and_leave_the_others(value):
     assert np.array_equal(np.array(y[2]), np.array(one_row(spoilt, weights)[2]), equal_nan=True)
 
 
+@pytest.mark.parametrize(("n", "k", "bits", "group"), [(1, 64, 2, 32), (2, 64, 4, 64), (3, 32, 5, 32), (1, 448, 4, 64)])
+def test_arrays_too_small_for_device_memory(n, k, bits, group):
+    """Metal hands a kernel inputs of fewer than 8 elements in another address space."""
+    x, weights = draw("affine", bits, group, (n, k), 3, mx.float32)
+    (y,), traffic = emulated(x, weights)
+    assert weights.scales.size < 8
+    assert min(traffic[name].size for name in ("w", "scales", "biases")) >= 8 * 4  # bytes
+    assert same_bits(y, one_row(x, weights))
+
+
 def test_several_linears_in_one_launch():
     x, weights = draw("affine", 4, 64, (45, 512), 3, mx.bfloat16, parts=(16, 17, 24, 45))
     outputs, traffic = emulated(x[None], weights)

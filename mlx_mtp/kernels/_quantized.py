@@ -46,15 +46,20 @@ def check_columns(x: mx.array, weights: Quantized) -> None:
         raise ValueError(f"x has {x.shape[-1]} columns; the weights have {weights.k}")
 
 
+def served(mode: str, bits: int, group_size: int) -> bool:
+    """Whether the kernels know this format."""
+    return bits in BITS.get(mode, ()) and group_size in GROUP_SIZES[mode]
+
+
 def supported(x: mx.array, weights: Quantized) -> bool:
-    """Whether the kernels take these: a format of BITS and GROUP_SIZES, and x of 16 or 32 bits."""
-    return (
-        weights.bits in BITS.get(weights.mode, ())
-        and weights.group_size in GROUP_SIZES[weights.mode]
-        and weights.dtype(x) in DTYPES
-        and weights.w.ndim == 2
-        and x.size > 0
-    )
+    """Whether the kernels take these: a format they know, and x of 16 or 32 bits."""
+    known = served(weights.mode, weights.bits, weights.group_size)
+    return known and weights.dtype(x) in DTYPES and weights.w.ndim == 2 and x.size > 0
+
+
+def small(weights: Quantized) -> bool:
+    """Whether the arrays have so few elements that they would not be in device memory."""
+    return min(weights.w.size, weights.scales.size) < DEVICE
 
 
 def lanes(weights: Quantized) -> tuple[int, int]:
@@ -96,8 +101,8 @@ def launch(
     w, scales, biases = weights.w, weights.scales, weights.biases
     if biases is not None:
         scales, biases = scales.astype(dtype), biases.astype(dtype)
-    if min(w.size, scales.size) < DEVICE:
-        w, scales, biases = (a if a is None else mx.repeat(a, DEVICE, axis=0) for a in (w, scales, biases))
+    if small(weights):
+        w, scales, biases = (a if a is None else mx.tile(a, (DEVICE, 1)) for a in (w, scales, biases))
     made = kernel(op, ("w", "scales", "biases", "x", last[0]), ("y",), ("quantized", *headers))
     (y,) = made(
         inputs=[w, scales, scales if biases is None else biases, x, last[1]],

@@ -2,15 +2,19 @@
 
 import mlx.core as mx
 
-from ._quantized import Quantized, check_columns, launch, multiplied, supported
+from ._quantized import Quantized, check_columns, launch, multiplied, small, supported
 from ._source import on_metal
+from .verify_qmm import verify_qmm
 
 PAIRS = 2  # of a gate row and an up row that share the x in a lane's registers
 
 
 def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
     """silu(gate) * up of the projections rounded to x's type; with a limit both are clamped as Step-3.5 does."""
-    gate, up = mx.split(multiplied(x, weights), 2, axis=-1)
+    return _activated(*mx.split(multiplied(x, weights), 2, axis=-1), limit)
+
+
+def _activated(gate: mx.array, up: mx.array, limit: float | None) -> mx.array:
     gate = gate * mx.sigmoid(gate)
     if limit is not None:
         gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
@@ -42,5 +46,6 @@ def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None) -> m
     check_columns(x, weights)
     if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:
         raise ValueError(f"the weights end at {weights.ends}; gate and up must have the same number of rows")
-    on = on_metal() and supported(x, weights)
-    return _verify_glu_metal(x, weights, limit) if on else verify_glu_ref(x, weights, limit)
+    if on_metal() and supported(x, weights) and not small(weights):
+        return _verify_glu_metal(x, weights, limit)
+    return _activated(*verify_qmm(x, weights), limit)
