@@ -35,9 +35,9 @@ class Verdict:
 
 
 def requested(kernels: str | None) -> str | None:
-    """ "off", "exact" or "fast" by the argument, else by MLX_MTP_KERNELS; None to decide by trial.
+    """The lane asked for by the argument, else by MLX_MTP_KERNELS where it is not empty; None to decide by trial.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything but "off", "exact" and "fast".
     """
     value, origin = kernels, "kernels"
     if kernels is None:
@@ -65,12 +65,12 @@ def decide(
     assert lane in (None, *LANES), lane
     assert len({trial.key for trial in trials}) == len(trials), "two trials of one op, shape and number of rows"
     if lane == "off":
-        return {trial.key: Verdict(False, False, reason=ASKED) for trial in trials}
+        return {trial.key: _off(ASKED) for trial in trials}
     if lane is None:
         return _by_trial(trials, timer, memory, budget)
     wrong = {trial.key: check(trial) for trial in trials}
     _warn_of_wrong(wrong)
-    return {key: _wrong(reason) if reason else Verdict(True, True, reason=ASKED) for key, reason in wrong.items()}
+    return {key: _off(reason) if reason else Verdict(True, True, reason=ASKED) for key, reason in wrong.items()}
 
 
 def _by_trial(
@@ -85,7 +85,7 @@ def _by_trial(
         if key in known:
             verdicts[key] = _judged(known[key])
         elif time.perf_counter() >= end:
-            verdicts[key] = Verdict(False, False, reason=f"not tried, the {budget:g} s for trials were over")
+            verdicts[key] = _off(f"not tried, the {budget:g} s for trials were over")
         elif wrong := check(trial):
             found[key] = Found(wrong, None)
             verdicts[key] = _judged(found[key])
@@ -103,13 +103,13 @@ def _by_trial(
 
 def _judged(found: Found) -> Verdict:
     if found.ratio is None:
-        return _wrong(found.wrong or "")
+        return _off(found.wrong or "")
     if found.ratio > MARGIN:
         return Verdict(True, True, found.ratio)
     return Verdict(False, True, found.ratio, "slower" if found.ratio < 1 else "no faster")
 
 
-def _wrong(reason: str) -> Verdict:
+def _off(reason: str) -> Verdict:
     return Verdict(False, False, reason=reason)
 
 
@@ -137,11 +137,11 @@ def _ranges(found: list[tuple[int, Verdict]]) -> str:
     for _, group in itertools.groupby(enumerate(found), key=_kind):
         rows, verdicts = zip(*(item for _, item in group), strict=True)
         span = f"M={rows[0]}" if len(rows) == 1 else f"M={rows[0]}-{rows[-1]}"
-        first, ratios = verdicts[0], [f"{verdict.ratio or 0:.2f}" for verdict in verdicts]
-        why = first.reason
-        if first.on and first.ratio is not None:
-            why = "-".join(sorted({min(ratios, key=float), max(ratios, key=float)}, key=float)) + "x"
-        texts.append(f"{span} {'on' if first.on else 'off'} ({why})")
+        ratios = sorted(verdict.ratio for verdict in verdicts if verdict.on and verdict.ratio is not None)
+        why = verdicts[0].reason
+        if ratios:
+            why = "-".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (ratios[0], ratios[-1]))) + "x"
+        texts.append(f"{span} {'on' if verdicts[0].on else 'off'} ({why})")
     return ", ".join(texts)
 
 
