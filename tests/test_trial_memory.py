@@ -50,7 +50,9 @@ def test_findings_come_back(directory):
 
 def test_a_second_decision_runs_nothing(directory):
     first = decide(trials(), lane=None, timer=lambda t: 1.5 / t.rows, memory=Memory("m"))
+    file = written(directory).stat().st_ino
     assert decide(trials(never), lane=None, timer=never, memory=Memory("m"), budget=0) == first
+    assert written(directory).stat().st_ino == file  # nor does it write
     assert [str(v) for v in first.values()] == ["off: slower, 0.75x", "off: slower, 0.50x"]
 
 
