@@ -28,6 +28,8 @@ from .models import DRAFTERS
 from .norms import conventions, warn_of_unusual
 from .plain import load_plain
 from .report import make_report
+from .switch import switch_on
+from .trial import requested
 
 NO_PORTS = ("__init__", *DRAFTERS)
 
@@ -43,6 +45,7 @@ def load(
     lazy: bool = False,
     tokenizer_config: dict[str, Any] | None = None,
     adapter_path: str | None = None,
+    kernels: str | None = None,
 ) -> tuple[Any, TokenizerWrapper]:
     """Load a checkpoint with its MTP heads; returns (model, tokenizer).
 
@@ -52,10 +55,14 @@ def load(
         for an A/B of what only trained weights can settle.
     draft_model: directory or hub name of a drafter (EAGLE-3) to draft with, instead of heads of the checkpoint's.
     revision: branch, tag or commit on the hub.
-    lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros.
+    lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros, and no
+        kernel is on by trial.
     tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
+    kernels: "off", "exact" or "fast" Metal kernels in place of MLX's own; None is MLX_MTP_KERNELS, and where that is
+        not set those that a trial on this machine finds right and faster.
     Raises ValueError, in one line, for a checkpoint that is damaged or of an unknown kind.
     """
+    lane = requested(kernels)
     path = resolve(path_or_hf_repo, revision)
     model = _load(path, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), lazy=lazy)
     if adapter_path is not None:
@@ -66,6 +73,7 @@ def load(
         except Exception as e:
             raise ValueError(f"adapter_path={adapter_path}: cannot be loaded ({_line(e)})") from e
         model.eval()
+    _switch_on(model, lane, lazy=lazy)
     try:
         eos = read_config(path).get("eos_token_id")
         tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
@@ -84,9 +92,12 @@ def load_model(
     mtp_overrides: dict[str, Any] | None = None,
     draft_model: str | Path | None = None,
     lazy: bool = False,
+    kernels: str | None = None,
 ) -> Any:
     """`load` for the model alone, from a local directory."""
+    lane = requested(kernels)
     model = _load(resolve(path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), lazy=lazy)
+    _switch_on(model, lane, lazy=lazy)
     if not lazy:
         _test_heads(model, Path(path), {})
     return model
@@ -178,6 +189,13 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {facts.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
     return model
+
+
+def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:
+    """Switch on the model's kernels, and note in the report which; a trial would read lazy weights."""
+    kernels, not_exact = switch_on(model, "off" if lazy and lane is None else lane)
+    facts = replace(model.report(), kernels=kernels, not_exact=not_exact)
+    model.report = lambda: facts
 
 
 def _test_heads(model: Any, path: Path, texts: dict[str, list[int]]) -> None:

@@ -18,6 +18,7 @@ class Report:
 
     heads: depths found; declared: what config.json says; source: file or directory the heads came from.
     agreement: by kind of text, how often the first head guesses the target's greedy token; empty where not tested.
+    kernels: which Metal kernels are on, a line each; not_exact: ops whose bits may depend on the number of rows.
     """
 
     family: str
@@ -34,6 +35,8 @@ class Report:
     ignored: tuple[str, ...] = ()
     expanded: bool = False
     agreement: tuple[tuple[str, float], ...] = ()
+    kernels: tuple[str, ...] = ()
+    not_exact: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         found = (
@@ -55,6 +58,9 @@ class Report:
         rows.append(("norms", self.norms))
         if self.expanded:
             rows.append(("precision", "expanded to float32: MLX multiplies experts on a CPU in nothing else"))
+        rows += [("" if i else "kernels", line) for i, line in enumerate(self.kernels)]
+        if self.not_exact:
+            rows.append(("not exact", f"{', '.join(self.not_exact)}: bits may depend on the number of rows"))
         if self.ignored:
             more = f" and {len(self.ignored) - LISTED} more" if len(self.ignored) > LISTED else ""
             rows.append(("not used", ", ".join(self.ignored[:LISTED]) + more))

@@ -25,9 +25,7 @@ from .layers.verify import (
     VerifyMLP,
     VerifyRouter,
 )
-from .trial import Verdict, decide, in_words
-from .trial_memory import Memory
-from .trial_run import Trial
+from .trial import Memory, Trial, Verdict, decide, in_words
 
 # Linears that, where a module has several of them, read the same x.
 TOGETHER = (

@@ -63,6 +63,11 @@ model_options = options(
     click.option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
     click.option("--draft-model", help="Directory or Hugging Face repository of an EAGLE-3 head for the model."),
     click.option("--mtp-path", help="File or directory to take the heads from."),
+    click.option(
+        "--kernels",
+        type=click.Choice(["off", "exact", "fast"]),
+        help="Metal kernels.  [default: MLX_MTP_KERNELS, else those that a trial finds right and faster]",
+    ),
     click.option("--num-draft-tokens", type=click.IntRange(0), help="Drafts per cycle.  [default: all heads]"),
 )
 sampling_options = options(
@@ -132,6 +137,7 @@ def _load(load: Any, path: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
         draft_model=flags["draft_model"],
         tokenizer_config=extra,
         adapter_path=flags["adapter_path"],
+        kernels=flags["kernels"],
     )
     for token in flags.get("extra_eos_token", ()):
         tokenizer.add_eos_token(token)

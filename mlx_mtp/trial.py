@@ -1,0 +1,151 @@
+"""Which kernels are on: where they are right and faster than stock MLX on this machine, by trial, or as asked."""
+
+import itertools
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from .trial_memory import MLX_VERSION, Found, Key, Memory
+from .trial_run import Trial, check, first_line, time_pair
+
+LANES = ("off", "exact", "fast")
+VARIABLE = "MLX_MTP_KERNELS"
+MARGIN = 1.02  # of 80 trials of a thing with itself, on a busy CPU, 77 stayed below
+BUDGET = 10.0  # seconds that a load may spend on trials; the next load tries the rest
+ASKED = "asked for"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a kernel is on. right: seen to be; ratio: stock MLX's time over the kernel's, None if not timed."""
+
+    on: bool
+    right: bool
+    ratio: float | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        timed = "" if self.ratio is None else f", {self.ratio:.2f}x"
+        if self.on:
+            return f"on{timed or f' ({self.reason})'}"
+        return f"off: {self.reason}{timed}"
+
+
+def requested(kernels: str | None) -> str | None:
+    """The lane asked for by the argument, else by MLX_MTP_KERNELS where it is not empty; None to decide by trial.
+
+    Raises ValueError for anything but "off", "exact" and "fast".
+    """
+    value, origin = kernels, "kernels"
+    if kernels is None:
+        value, origin = os.environ.get(VARIABLE) or None, VARIABLE
+    if value is None or value in LANES:
+        return value
+    raise ValueError(f"{origin}={value}: allowed are {', '.join(LANES)}")
+
+
+def decide(
+    trials: Iterable[Trial],
+    *,
+    lane: str | None,
+    timer: Callable[[Trial], float] = time_pair,
+    memory: Memory | None = None,
+    budget: float = BUDGET,
+) -> dict[Key, Verdict]:
+    """The verdict of each (op, shape, rows).
+
+    lane: None switches on what is right and faster by MARGIN, as `memory` has it, or tried within `budget` seconds;
+        "exact" and "fast" all that is right, without timing; "off" nothing.
+    A kernel that is wrong is never on, and a warning says so.
+    """
+    trials = list(trials)
+    assert lane in (None, *LANES), lane
+    assert len({trial.key for trial in trials}) == len(trials), "two trials of one op, shape and number of rows"
+    if lane == "off":
+        return {trial.key: _off(ASKED) for trial in trials}
+    if lane is None:
+        return _by_trial(trials, timer, memory, budget)
+    wrong = {trial.key: check(trial) for trial in trials}
+    _warn_of_wrong(wrong)
+    return {key: _off(reason) if reason else Verdict(True, True, reason=ASKED) for key, reason in wrong.items()}
+
+
+def _by_trial(
+    trials: list[Trial], timer: Callable[[Trial], float], memory: Memory | None, budget: float
+) -> dict[Key, Verdict]:
+    known = memory.recall() if memory else {}
+    found: dict[Key, Found] = {}
+    verdicts: dict[Key, Verdict] = {}
+    end = time.perf_counter() + budget
+    for trial in trials:
+        key = trial.key
+        if key in known:
+            verdicts[key] = _judged(known[key])
+        elif time.perf_counter() >= end:
+            verdicts[key] = _off(f"not tried, the {budget:g} s for trials were over")
+        elif wrong := check(trial):
+            found[key] = Found(wrong, None)
+            verdicts[key] = _judged(found[key])
+        else:
+            try:
+                found[key] = Found(None, float(timer(trial)))
+                verdicts[key] = _judged(found[key])
+            except Exception as e:  # not kept: memory may have been short
+                verdicts[key] = Verdict(False, True, reason=f"timing it fails with {first_line(e)}")
+    _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
+    if memory and found:
+        memory.keep({**known, **found})
+    return verdicts
+
+
+def _judged(found: Found) -> Verdict:
+    if found.ratio is None:
+        return _off(found.wrong or "")
+    if found.ratio > MARGIN:
+        return Verdict(True, True, found.ratio)
+    return Verdict(False, True, found.ratio, "slower" if found.ratio < 1 else "no faster")
+
+
+def _off(reason: str) -> Verdict:
+    return Verdict(False, False, reason=reason)
+
+
+def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
+    """One line per op: MLX may have changed what the kernel has to equal."""
+    wrong = [(key, reason) for key, reason in reasons.items() if reason]
+    for op, group in itertools.groupby(sorted(wrong), key=lambda item: item[0][0]):
+        ((_, shape, rows), reason), *more = group
+        others = f" (and {len(more)} more)" if more else ""
+        text = f"kernel {op} is wrong with mlx {MLX_VERSION} and stays off: {shape}, M={rows}: {reason}{others}"
+        warnings.warn(text, stacklevel=4)
+
+
+def in_words(verdicts: Mapping[Key, Verdict]) -> tuple[str, ...]:
+    """One line per op and shape: "verify_qmm 4096x1024 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
+    shapes: dict[tuple[str, str], list[tuple[int, Verdict]]] = {}
+    for (op, shape, rows), verdict in verdicts.items():
+        shapes.setdefault((op, shape), []).append((rows, verdict))
+    return tuple(f"{op} {shape}: {_ranges(sorted(found))}" for (op, shape), found in shapes.items())
+
+
+def _ranges(found: list[tuple[int, Verdict]]) -> str:
+    """The verdicts of one shape, neighbouring row counts together where they differ in numbers only."""
+    texts = []
+    for _, group in itertools.groupby(enumerate(found), key=_kind):
+        rows, verdicts = zip(*(item for _, item in group), strict=True)
+        span = f"M={rows[0]}" if len(rows) == 1 else f"M={rows[0]}-{rows[-1]}"
+        ratios = sorted(verdict.ratio for verdict in verdicts if verdict.on and verdict.ratio is not None)
+        why = verdicts[0].reason
+        if ratios:
+            why = "-".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (ratios[0], ratios[-1]))) + "x"
+        texts.append(f"{span} {'on' if verdicts[0].on else 'off'} ({why})")
+    return ", ".join(texts)
+
+
+def _kind(item: tuple[int, tuple[int, Verdict]]) -> tuple[bool, str, int]:
+    """What neighbours have in common; the last number is that of a run of row counts without a gap."""
+    place, (rows, verdict) = item
+    return verdict.on, re.sub(r"\d+", "#", verdict.reason), rows - place

@@ -1,0 +1,120 @@
+"""What trials found, kept in the user's cache directory for the next load."""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from . import __version__
+from .kernels import _source
+
+FORMAT = 1
+MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
+Key = tuple[str, str, int]  # op, shape, rows
+
+
+class Found(NamedTuple):
+    """What a trial found: why the kernel is wrong, or stock MLX's time over its own."""
+
+    wrong: str | None
+    ratio: float | None
+
+
+class Memory:
+    """The findings of one model on one machine, with this MLX and these kernels; others' are in other files.
+
+    model: a fingerprint of the model's shapes, as the caller makes it.
+    """
+
+    def __init__(self, model: str):
+        self.facts = {
+            **_machine(),
+            "mlx": MLX_VERSION,
+            "mlx_mtp": __version__,
+            "kernels": _kernels(),
+            "model": model,
+        }
+
+    def recall(self) -> dict[Key, Found]:
+        """All findings; none where the file is missing, damaged, of another format or another's."""
+        try:
+            kept = json.loads(_file(self.facts).read_text())
+            if (kept["format"], kept["facts"]) != (FORMAT, self.facts):
+                return {}
+            return dict(_parsed(entry) for entry in kept["found"])
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError):
+            return {}
+
+    def keep(self, found: Mapping[Key, Found]) -> None:
+        """Replace the file at once, so that a reader sees the old one or the new one; warn where it cannot be."""
+        entries = [[*key, *finding] for key, finding in found.items()]
+        text = json.dumps({"format": FORMAT, "facts": self.facts, "found": entries}, indent=0)
+        try:
+            _replace(_file(self.facts), text)
+        except (OSError, RuntimeError) as e:
+            warnings.warn(f"what kernels are faster cannot be kept for the next load ({e})", stacklevel=2)
+
+
+def cache_directory() -> Path:
+    """Where findings are kept: MLX_MTP_CACHE, else a directory of the user's cache; RuntimeError without a home."""
+    if chosen := os.environ.get("MLX_MTP_CACHE"):
+        return Path(chosen).expanduser()
+    usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / usual) / "mlx_mtp" / "trials"
+
+
+def _file(facts: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return cache_directory() / f"{digest[:32]}.json"
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, work = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(work, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(work)
+        raise
+
+
+def _parsed(entry: list) -> tuple[Key, Found]:
+    """One line of the file; ValueError where this module cannot have written it."""
+    op, shape, rows, wrong, ratio = entry
+    if not (isinstance(op, str) and isinstance(shape, str) and type(rows) is int):
+        raise ValueError(entry)
+    timed = isinstance(ratio, float) and math.isfinite(ratio) and ratio > 0
+    if (wrong is None) != timed or not isinstance(wrong, str | None) or not isinstance(ratio, float | None):
+        raise ValueError(entry)
+    return (op, shape, rows), Found(wrong, ratio)
+
+
+def _machine() -> dict[str, Any]:
+    device = mx.device_info()
+    facts = {name: device.get(name) for name in ("device_name", "architecture", "memory_size")}
+    return {**facts, "system": f"{platform.system()} {platform.release()}"}
+
+
+def _kernels() -> str:
+    """A hash of the kernels' sources, and of the code that launches them."""
+    digest = hashlib.sha256()
+    launches = Path(_source.__file__).parent
+    files = [(p.relative_to(_source.DIRECTORY), p) for p in _source.DIRECTORY.rglob("*") if p.is_file()]
+    files += [(p.relative_to(launches), p) for p in launches.glob("*.py")]
+    for name, path in sorted(files):
+        content = path.read_bytes()
+        digest.update(f"{name.as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

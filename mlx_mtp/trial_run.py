@@ -1,0 +1,143 @@
+"""One kernel on one shape beside stock MLX: are its bits right, and is it faster?"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+Op = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
+
+DRAWS = 6  # two per bit of a row's number, see `_spoilt`
+LAYERS = 2  # per draw, others each time
+CHAINS, FASTEST = 22, 3  # of each side, and those that count
+CHAIN_SECONDS = 0.001  # so a trial takes about 44 ms
+CHAIN_STEPS = (2, 256)
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A kernel and what it would take the place of, at one number of rows.
+
+    shape: all but the rows that the choice depends on, as "4096x1024 4-bit g64 bfloat16".
+    rows, width, dtype: of x [M, K].
+    pairs: (ours, stock) of each layer that has this shape, x [M, K] -> outputs [M, N_i].
+    """
+
+    op: str
+    shape: str
+    rows: int
+    pairs: Sequence[tuple[Op, Op]]
+    width: int
+    dtype: mx.Dtype
+
+    def __post_init__(self) -> None:
+        assert self.pairs, f"{self.op} {self.shape}: a trial without layers"
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.op, self.shape, self.rows
+
+    def x(self, seed: int) -> mx.array:
+        """Normal x [M, K], the same for the same seed."""
+        return mx.random.normal((self.rows, self.width), self.dtype, key=mx.random.key(seed))
+
+
+def check(trial: Trial, seed: int = 0) -> str | None:
+    """Why the kernel is wrong, or None where each row has the bits that stock MLX gives it alone.
+
+    Several draws of x, on several layers, also with NaN and infinity in rows that the others must not depend on.
+    An exception of the kernel is a reason too; one of stock MLX is raised.
+    """
+    layers = _spread(trial.pairs, DRAWS * LAYERS)
+    every = range(trial.rows)
+    for draw in range(DRAWS):
+        x, spoilt = trial.x(seed * DRAWS + draw), _spoilt(trial.rows, draw)
+        name, value = (("NaN", math.nan), ("infinity", math.inf))[draw % 2]
+        spoilt_x = mx.where(mx.array(spoilt)[:, None], value, x)
+        for ours, stock in layers[draw * LAYERS : (draw + 1) * LAYERS]:
+            alone = [stock(x[i : i + 1]) for i in every]
+            expected = [mx.concatenate(list(parts)) for parts in zip(*alone, strict=True)]
+            mx.eval(expected)
+            clean = [i for i in every if not spoilt[i]]
+            wrong = _wrong(ours, x, expected, every, "differs from one row alone")
+            if wrong := wrong or _wrong(ours, spoilt_x, expected, clean, f"changes with {name} in another row"):
+                return wrong
+    return None
+
+
+def _spread(pairs: Sequence[tuple[Op, Op]], count: int) -> list[tuple[Op, Op]]:
+    """`count` of the layers, far apart; in turn where there are fewer."""
+    return [pairs[i % len(pairs) if len(pairs) < count else i * len(pairs) // count] for i in range(count)]
+
+
+def _spoilt(rows: int, draw: int) -> list[bool]:
+    """Which rows are spoilt: of any two of eight, some draw spoils the one and not the other."""
+    return [(i >> draw // 2) % 2 == draw % 2 for i in range(rows)]
+
+
+def _wrong(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[int], how: str) -> str | None:
+    """What is wrong with these rows of ours(x), if anything is; `how` says it of a row."""
+    try:
+        found = list(ours(x))
+        mx.eval(found)
+    except Exception as e:
+        return f"fails with {first_line(e)}"
+    kinds = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in (found, expected)]
+    if kinds[0] != kinds[1]:
+        return f"gives {kinds[0]} where stock MLX gives {kinds[1]}"
+    pairs = zip(found, expected, strict=True)
+    differs = [mx.any((_bits(a) != _bits(b)).reshape(len(x), -1), axis=1) for a, b in pairs]
+    wrong: list[bool] = mx.any(mx.stack(differs), axis=0).tolist()  # type: ignore[assignment]
+    first = next((i for i in rows if wrong[i]), None)
+    return None if first is None else f"row {first + 1} of {len(x)} {how}"
+
+
+def _bits(a: mx.array) -> mx.array:
+    return a.view(UNSIGNED[a.dtype.size])
+
+
+def first_line(e: Exception) -> str:
+    """An exception in one line."""
+    line = str(e).strip().partition("\n")[0]
+    return f"{type(e).__name__}: {line}" if line else type(e).__name__
+
+
+def time_pair(trial: Trial) -> float:
+    """Stock MLX's time over the kernel's, of an interleaved A/B.
+
+    Both run as chains in which each step waits for all outputs of the one before, through as many equal launches as
+    there are outputs: their time is in both, and moves the ratio towards 1. Other work on the machine only ever adds
+    time, so the fastest chains of each are compared: on a busy machine a median follows the disturbance.
+    """
+    x = trial.x(0)
+    sides = tuple(zip(*trial.pairs, strict=True))
+    few = min(len(trial.pairs), 8)
+    for side in sides:
+        _chain_seconds(side, x, 0, few)  # compiles
+    slower = max(_chain_seconds(side, x, 0, few) for side in sides)
+    least, most = CHAIN_STEPS
+    steps = max(least, min(most, round(CHAIN_SECONDS * few / slower)))
+    spent: tuple[list[float], list[float]] = ([], [])
+    start = 0
+    for i in range(CHAINS):
+        for side in (0, 1) if i % 2 else (1, 0):
+            spent[side].append(_chain_seconds(sides[side], x, start, steps))
+            start += steps  # not what the other has just read into caches
+    ours, stock = (sum(sorted(times)[:FASTEST]) for times in spent)
+    return stock / ours
+
+
+def _chain_seconds(ops: Sequence[Op], x: mx.array, start: int, steps: int) -> float:
+    """How long the layers from `start` on take, each after the one before."""
+    for i in range(start, start + steps):
+        for y in ops[i % len(ops)](x):
+            # Never true, of NaN neither: x stays what it is, but has to wait for y.
+            x = mx.where(y.reshape(len(x), -1)[:, :1] < -math.inf, 0, x)
+    mx.synchronize()
+    tic = time.perf_counter()
+    mx.eval(x)
+    mx.synchronize()
+    return time.perf_counter() - tic

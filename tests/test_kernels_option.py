@@ -1,0 +1,99 @@
+"""`kernels=`, `--kernels` and MLX_MTP_KERNELS reach the switch, and the report shows what it did."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+import mlx_mtp
+from mlx_mtp.cli import main
+from mlx_mtp.demo import demo_path
+from mlx_mtp.kernels import _source
+
+LINES = ("verify_qmm 64x64 4-bit: M=2-5 on (1.31-1.80x)", "verify_qmm 64x32 4-bit: M=2-8 off (slower)")
+ROWS = f"""\
+kernels    {LINES[0]}
+           {LINES[1]}
+not exact  router, head: bits may depend on the number of rows
+"""
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Which lanes the switch was called with."""
+    lanes = []
+    monkeypatch.delenv("MLX_MTP_KERNELS", raising=False)
+    monkeypatch.setattr(
+        importlib.import_module("mlx_mtp.load"),
+        "switch_on",
+        lambda model, lane: lanes.append(lane) or (LINES, ("router", "head")),
+    )
+    return lanes
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Loading would be an error."""
+    monkeypatch.setattr(importlib.import_module("mlx_mtp.load"), "_load", lambda *_, **__: 1 / 0)
+
+
+def invoke(*arguments, **env):
+    return CliRunner().invoke(main, arguments, input="q\n", env=env, standalone_mode=True)
+
+
+def test_the_report_shows_what_the_switch_did(asked):
+    model = mlx_mtp.load_model(demo_path(), kernels="exact")
+    assert asked == ["exact"]
+    assert (model.report().kernels, model.report().not_exact) == (LINES, ("router", "head"))
+    assert ROWS.strip() in str(model.report())
+    bare = replace(model.report(), kernels=(), not_exact=())
+    assert str(model.report()) == f"{bare}\n{ROWS.strip()}"
+    listed = str(replace(model.report(), ignored=("vision.*",)))
+    assert listed.endswith(f"{ROWS}not used   vision.*")
+
+
+def test_lazy_weights_are_not_read_for_a_trial(asked):
+    for kernels in (None, "exact"):
+        mlx_mtp.load_model(demo_path(), lazy=True, kernels=kernels)
+    assert asked == ["off", "exact"]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "env", "lane"),
+    [
+        ("generate", [], {}, None),
+        ("generate", ["--kernels", "off", "--report"], {"MLX_MTP_KERNELS": "exact"}, "off"),
+        ("chat", ["--kernels", "fast"], {}, "fast"),
+        ("chat", [], {"MLX_MTP_KERNELS": "exact"}, "exact"),
+    ],
+)
+def test_the_flag_and_the_variable(asked, command, arguments, env, lane):
+    result = invoke(command, "-m", "1", *arguments, **env)
+    assert result.exit_code == 0, result.output
+    assert asked == [lane]
+    assert (ROWS in result.output) == ("--report" in arguments)
+
+
+def test_mistakes_are_found_before_anything_is_loaded(unread):
+    for arguments, env, message in (
+        (["--kernels", "on"], {}, "'--kernels': 'on' is not one of"),
+        ([], {"MLX_MTP_KERNELS": "on"}, "error: MLX_MTP_KERNELS=on: allowed are off, exact, fast"),
+    ):
+        result = invoke("generate", *arguments, **env)
+        assert (result.exit_code, message in result.output) == (2, True), result.output
+    for load in (mlx_mtp.load, mlx_mtp.load_model):
+        with pytest.raises(ValueError, match=r"^kernels=on: allowed are off, exact, fast$"):
+            load("/no/such/place", kernels="on")
+
+
+def test_help_names_the_option():
+    for command in ("generate", "chat"):
+        assert "--kernels [off|exact|fast]" in invoke(command, "--help").output
+
+
+@pytest.mark.skipif(_source.on_metal(), reason="says that there is no Metal GPU")
+def test_without_metal():
+    report = mlx_mtp.load_model(demo_path(), lazy=True).report()
+    assert (report.kernels, report.not_exact) == (("none: no Metal GPU",), ())
+    assert str(report).endswith("\nkernels    none: no Metal GPU")

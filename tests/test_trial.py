@@ -1,0 +1,346 @@
+"""The decision which kernels are on: only what is right, and by trial only what is faster too."""
+
+import math
+import time
+import warnings
+from itertools import groupby
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_mtp import trial_run
+from mlx_mtp.trial import BUDGET, MARGIN, VARIABLE, Trial, Verdict, check, decide, in_words, requested, time_pair
+from mlx_mtp.trial_memory import MLX_VERSION
+
+K = 16
+WEIGHTS = [mx.random.normal((K,), key=mx.random.key(i)) for i in range(3)]
+SHAPE = "16x16 float32"
+
+
+def stock(w):
+    return lambda x: [x * w, x + w]
+
+
+def trial(ours=stock, rows=3, op="double", shape=SHAPE, weights=WEIGHTS, dtype=mx.float32):
+    return Trial(op, shape, rows, [(ours(w), stock(w)) for w in weights], K, dtype)
+
+
+def never(_):
+    raise AssertionError("timed")
+
+
+def off_by_one_bit(row=slice(None), when=lambda x, w: True):
+    """Stock, with the last bit of one output changed in one row."""
+
+    def ours(w):
+        def run(x):
+            a, b = stock(w)(x)
+            if not when(x, w):
+                return [a, b]
+            bits = b.view(mx.uint32)
+            bits[row, K - 1] = bits[row, K - 1] ^ 1
+            return [a, bits.view(mx.float32)]
+
+        return run
+
+    return ours
+
+
+def fails(error):
+    def ours(_):
+        def run(_):
+            raise error
+
+        return run
+
+    return ours
+
+
+# The trial's verdict.
+
+
+@pytest.mark.parametrize(
+    ("ratio", "on", "words"),
+    [
+        (1.42, True, "on, 1.42x"),
+        (MARGIN + 1e-6, True, "on, 1.02x"),
+        (MARGIN, False, "off: no faster, 1.02x"),
+        (1.0, False, "off: no faster, 1.00x"),
+        (0.93, False, "off: slower, 0.93x"),
+    ],
+)
+def test_on_where_right_and_faster(ratio, on, words):
+    timed = []
+    one = trial()
+    verdict = decide([one], lane=None, timer=lambda t: timed.append(t) or ratio)[one.key]
+    assert (verdict, str(verdict)) == (Verdict(on, True, ratio, verdict.reason), words)
+    assert timed == [one]
+    assert one.key == ("double", SHAPE, 3)
+
+
+@pytest.mark.parametrize("lane", ["exact", "fast"])
+def test_what_is_asked_for_is_on_where_right_and_not_timed(lane):
+    trials = [trial(), trial(off_by_one_bit(), rows=2)]
+    with pytest.warns(UserWarning, match="stays off"):
+        right, wrong = decide(trials, lane=lane, timer=never).values()
+    assert (right.on, str(right)) == (True, "on (asked for)")
+    assert (wrong.on, wrong.right, str(wrong)) == (False, False, "off: row 1 of 2 differs from one row alone")
+
+
+def test_off_runs_nothing():
+    (verdict,) = decide([trial(fails(KeyboardInterrupt()))], lane="off", timer=never).values()
+    assert (verdict.on, str(verdict)) == (False, "off: asked for")
+
+
+def test_a_lane_that_is_none_is_a_bug():
+    with pytest.raises(AssertionError):
+        decide([trial()], lane="quick")
+    with pytest.raises(AssertionError, match="two trials"):
+        decide([trial(), trial()], lane="off")
+    with pytest.raises(AssertionError, match="without layers"):
+        trial(weights=[])
+
+
+@pytest.mark.parametrize("lane", [None, "exact"])
+def test_wrong_kernels_are_off_and_one_warning_names_the_first_of_each_op(lane):
+    wrong_at_3 = off_by_one_bit(2, when=lambda x, w: len(x) == 3)
+    others = [trial(off_by_one_bit(), rows, op="other", shape=shape) for shape in "ba" for rows in (2, 3)]
+    trials = [others[0], *(trial(wrong_at_3, rows) for rows in (4, 3, 2)), *others[1:]]
+    with pytest.warns(UserWarning, match="stays off") as caught:
+        verdicts = decide(trials, lane=lane, timer=lambda _: 2.0)
+    assert [v.on for v in verdicts.values()] == [False, True, False, True, *[False] * 3]
+    found = f"with mlx {MLX_VERSION} and stays off: "
+    row = "of 3 differs from one row alone"
+    assert sorted(str(w.message) for w in caught) == [
+        f"kernel double is wrong {found}{SHAPE}, M=3: row 3 {row}",
+        f"kernel other is wrong {found}a, M=2: row 1 of 2 differs from one row alone (and 3 more)",
+    ]
+
+
+def test_a_timing_that_fails_is_off_and_no_crash():
+    def timer(_):
+        raise RuntimeError("out of memory\nsecond line")
+
+    (verdict,) = decide([trial()], lane=None, timer=timer).values()
+    assert str(verdict) == "off: timing it fails with RuntimeError: out of memory"
+    with pytest.raises(KeyboardInterrupt):
+        decide([trial()], lane=None, timer=fails(KeyboardInterrupt())(0))
+
+
+def test_the_budget_bounds_all_trials():
+    trials = [trial(rows=rows) for rows in (2, 3, 4)]
+    verdicts = decide(trials, lane=None, timer=lambda _: time.sleep(0.6) or 2.0, budget=0.5)
+    assert [str(v) for v in verdicts.values()] == ["on, 2.00x"] + [
+        "off: not tried, the 0.5 s for trials were over"
+    ] * 2
+    assert 1 < BUDGET < 60
+
+
+# Right or wrong.
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_what_is_right(rows, dtype):
+    assert check(trial(rows=rows, dtype=dtype)) is None
+
+
+ONLY_DRAW_4 = trial().x(4)[0, 0].item()
+LAST = WEIGHTS[-1]
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        (off_by_one_bit(0), "row 1 of 3 differs from one row alone"),
+        (off_by_one_bit(2), "row 3 of 3 differs from one row alone"),
+        (off_by_one_bit(when=lambda x, w: x[0, 0].item() == ONLY_DRAW_4), "row 1 of 3 differs"),
+        (off_by_one_bit(when=lambda x, w: w is LAST), "row 1 of 3 differs"),
+        (lambda w: lambda x: [x * w, x + w + 0 * x.sum()], "with NaN in another"),
+        (lambda w: lambda x: [x * w, mx.where(mx.isinf(x).any(), 0, x + w)], "changes with infinity in another row"),
+        (lambda w: lambda x: [x * w], "gives [((3, 16), 'mlx.core.float32')] where stock MLX gives [(("),
+        (lambda w: lambda x: [x * w, (x + w)[:, :8]], "where stock MLX gives"),
+        (lambda w: lambda x: [x * w, (x + w).view(mx.uint32)], "where stock MLX gives"),
+        (fails(RuntimeError("no such function\nat line 3")), "fails with RuntimeError: no such function"),
+        (fails(ValueError()), "fails with ValueError"),
+    ],
+)
+def test_what_is_wrong(ours, words):
+    assert words in (check(trial(ours)) or "nothing")
+
+
+def test_bits_are_compared_not_values():
+    same_value = Trial("op", "s", 2, [(lambda x: [mx.zeros_like(x)], lambda x: [-mx.zeros_like(x)])], K, mx.float16)
+    assert check(same_value) == "row 1 of 2 differs from one row alone"
+    same_nan = Trial("op", "s", 2, [(lambda x: [x * math.nan], lambda x: [x * math.nan])], K, mx.float32)
+    assert check(same_nan) is None
+
+
+def test_outputs_of_any_type_are_compared():
+    def ours(x):
+        return [mx.argmax(x, axis=-1), x > 0, x.astype(mx.bfloat16)]
+
+    def wrong(x):
+        return [*ours(x)[:1], x >= x, x.astype(mx.bfloat16)]
+
+    assert check(Trial("op", "s", 4, [(ours, ours)], K, mx.float32)) is None
+    assert "differs" in check(Trial("op", "s", 4, [(wrong, ours)], K, mx.float32))
+
+
+def test_any_row_may_leak_into_any_other():
+    for rows in (2, 5, 8):
+        for pair in [(a, b) for a in range(rows) for b in range(rows) if a != b]:
+            spoilt = [trial_run._spoilt(rows, draw) for draw in range(trial_run.DRAWS)]
+            assert any(s[pair[0]] and not s[pair[1]] for s in spoilt), pair
+
+
+def test_another_seed_draws_other_values():
+    drawn = []
+    ours = off_by_one_bit(when=lambda x, w: drawn.append(x[0, 0].item()))
+    for seed in (0, 1):
+        assert check(trial(ours), seed) is None
+    values = {value for value in drawn if math.isfinite(value)}
+    assert len(values) == 2 * trial_run.DRAWS
+
+
+def test_many_layers_are_visited_far_apart():
+    visited = []
+    layers = [(lambda x, i=i: visited.append(i) or [x], lambda x: [x]) for i in range(60)]
+    assert check(Trial("op", "s", 2, layers, K, mx.float32)) is None
+    assert [i for i, _ in groupby(visited)] == list(range(0, 60, 5))
+
+
+def test_only_the_kernels_own_failures_are_reasons():
+    with pytest.raises(KeyboardInterrupt):
+        check(trial(fails(KeyboardInterrupt())))
+    with pytest.raises(RuntimeError, match="stock"):
+        check(Trial("op", "s", 2, [(stock(LAST), fails(RuntimeError("stock"))(0))], K, mx.float32))
+
+
+# The clock.
+
+
+def work(times, w):
+    def run(x):
+        y = x
+        for _ in range(times):
+            y = mx.matmul(mx.matmul(y, w), w)
+        return [x[:, :1], y]  # the second output is the one that takes time
+
+    return run
+
+
+def test_the_clock_orders_what_differs():
+    weights = [mx.random.normal((128, 128)) / 12 for _ in range(3)]
+    mx.eval(weights)
+    layers = [(work(1, w), work(12, w)) for w in weights]
+    assert time_pair(Trial("op", "s", 4, layers, 128, mx.float32)) > 1.5
+    assert time_pair(Trial("op", "s", 4, [(b, a) for a, b in layers], 128, mx.float32)) < 0.67
+
+
+def test_a_chain_takes_turns_and_each_step_waits_for_the_one_before(monkeypatch):
+    calls, chains = [], []
+
+    def side(name, layer):
+        return lambda x: calls.append((name, layer, x)) or [x * math.nan, x.sum(axis=-1) - math.inf]
+
+    seconds = trial_run._chain_seconds
+
+    def chain(ops, x, start, steps):
+        calls.clear()
+        spent = seconds(ops, x, start, steps)
+        chains.append((calls[0][0], [layer for _, layer, _ in calls], start))
+        assert all(mx.array_equal(given, x) for *_, given in calls)  # also where the outputs are NaN and infinite
+        return {"ours": 1e-4, "stock": 3e-4}[calls[0][0]] + 0 * spent
+
+    monkeypatch.setattr(trial_run, "_chain_seconds", chain)
+    layers = [(side("ours", i), side("stock", i)) for i in range(5)]
+    assert time_pair(Trial("op", "s", 2, layers, K, mx.float32)) == pytest.approx(3)
+    steps = round(trial_run.CHAIN_SECONDS * 5 / 3e-4)
+    names = [name for name, *_ in chains[4:]]
+    assert names == ["stock", "ours", "ours", "stock"] * (trial_run.CHAINS // 2)
+    assert [start for *_, start in chains[4:]] == [i * steps for i in range(2 * trial_run.CHAINS)]
+    assert all(layers == [(start + i) % 5 for i in range(len(layers))] for _, layers, start in chains)
+    assert {len(layers) for _, layers, _ in chains[4:]} == {steps}
+
+
+def test_a_longer_chain_takes_longer():
+    w = mx.random.normal((256, 256)) / 16
+    mx.eval(w)
+    short, long = (
+        min(trial_run._chain_seconds([work(4, w)], mx.ones((8, 256)), 0, steps) for _ in range(4))
+        for steps in (1, 20)
+    )
+    assert long > 4 * short
+
+
+def test_a_difference_is_seen_through_other_work_on_the_machine(monkeypatch):
+    """Every other chain takes up to ten times as long, as they do when the machine does something else."""
+    draws = np.random.default_rng(0)
+
+    def slow(x):
+        return [x]
+
+    def chain(ops, x, start, steps):
+        undisturbed = 1e-3 if ops[0] is slow else 0.8e-3
+        return undisturbed * (draws.uniform(1, 10) if draws.random() < 1 / 2 else draws.uniform(1, 1.01))
+
+    monkeypatch.setattr(trial_run, "_chain_seconds", chain)
+    layers = [(lambda x: [x], slow)]
+    for _ in range(30):
+        assert time_pair(Trial("op", "s", 2, layers, K, mx.float32)) == pytest.approx(1.25, rel=0.02)
+
+
+# What the user asks for, and is told.
+
+
+@pytest.mark.parametrize("lane", ["off", "exact", "fast"])
+def test_requested(monkeypatch, lane):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert requested(None) is None
+    assert requested(lane) == lane
+    monkeypatch.setenv(VARIABLE, "")
+    assert requested(None) is None
+    monkeypatch.setenv(VARIABLE, lane)
+    assert requested(None) == lane
+    assert requested("off") == "off"
+    monkeypatch.setenv(VARIABLE, "Exact")
+    assert requested(lane) == lane
+    with pytest.raises(ValueError, match=r"^MLX_MTP_KERNELS=Exact: allowed are off, exact, fast$"):
+        requested(None)
+
+
+@pytest.mark.parametrize("value", ["", "on", "OFF", True, 1])
+def test_requests_that_are_none(value):
+    with pytest.raises(ValueError, match=f"^kernels={value}: allowed are off, exact, fast$"):
+        requested(value)
+
+
+def test_verdicts_in_words():
+    def on(ratio):
+        return Verdict(True, True, ratio)
+
+    slower = Verdict(False, True, 0.9, "slower")
+    wrong = [Verdict(False, False, reason=f"row 1 of {m} differs from one row alone") for m in (2, 3)]
+    asked = Verdict(True, True, reason="asked for")
+    verdicts = {
+        **{("qmm", "a", m): on(1.3 + m / 10) for m in (3, 5, 2, 4)},
+        **{("qmm", "a", m): slower for m in (6, 7, 8)},
+        **{("qmm", "b", 2): wrong[0], ("qmm", "b", 3): wrong[1], ("qmm", "b", 4): on(2.0)},
+        **{("head", "a", m): asked for m in (2, 3, 5)},
+        **{("moe", "a", 2): on(1.2), ("moe", "a", 3): slower, ("moe", "a", 4): on(1.101), ("moe", "a", 5): on(1.1)},
+    }
+    assert in_words(verdicts) == (
+        "qmm a: M=2-5 on (1.50-1.80x), M=6-8 off (slower)",
+        "qmm b: M=2-3 off (row 1 of 2 differs from one row alone), M=4 on (2.00x)",
+        "head a: M=2-3 on (asked for), M=5 on (asked for)",
+        "moe a: M=2 on (1.20x), M=3 off (slower), M=4-5 on (1.10x)",
+    )
+    assert in_words({}) == ()
+
+
+def test_a_right_kernel_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(v.on for v in decide([trial(rows=m) for m in (2, 8)], lane="exact").values())
