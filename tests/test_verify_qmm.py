@@ -88,7 +88,9 @@ def test_extreme_rows_stay_what_they_are_alone_and_leave_the_others(value):
     assert np.array_equal(np.array(y[2]), np.array(one_row(spoilt, weights)[2]), equal_nan=True)
 
 
-@pytest.mark.parametrize(("n", "k", "bits", "group"), [(1, 64, 2, 32), (2, 64, 4, 64), (3, 32, 5, 32), (1, 448, 4, 64)])
+@pytest.mark.parametrize(
+    ("n", "k", "bits", "group"), [(1, 64, 2, 32), (2, 64, 4, 64), (3, 32, 5, 32), (1, 448, 4, 64)]
+)
 def test_arrays_too_small_for_device_memory(n, k, bits, group):
     """Metal hands a kernel inputs of fewer than 8 elements in another address space."""
     x, weights = draw("affine", bits, group, (n, k), 3, mx.float32)

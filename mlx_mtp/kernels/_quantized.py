@@ -74,8 +74,11 @@ def lanes(weights: Quantized) -> tuple[int, int]:
 
 def multiplied(x: mx.array, weights: Quantized) -> mx.array:
     """The reference: dequantized, multiplied in float32, rounded once to what MLX computes in; [..., N]."""
-    full = [a if a is None or a.dtype == mx.uint8 else a.astype(mx.float32) for a in (weights.scales, weights.biases)]
-    w = mx.dequantize(weights.w, *full, weights.group_size, weights.bits, mode=weights.mode, dtype=mx.float32)
+    scales, biases = weights.scales, weights.biases
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    format_ = {"group_size": weights.group_size, "bits": weights.bits, "mode": weights.mode}
+    w = mx.dequantize(weights.w, scales, biases, dtype=mx.float32, **format_)
     return (x.astype(mx.float32) @ w.T).astype(weights.dtype(x))
 
 
@@ -102,7 +105,8 @@ def launch(
     if biases is not None:
         scales, biases = scales.astype(dtype), biases.astype(dtype)
     if small(weights):
-        w, scales, biases = (a if a is None else mx.tile(a, (DEVICE, 1)) for a in (w, scales, biases))
+        w, scales = mx.tile(w, (DEVICE, 1)), mx.tile(scales, (DEVICE, 1))
+        biases = None if biases is None else mx.tile(biases, (DEVICE, 1))
     made = kernel(op, ("w", "scales", "biases", "x", last[0]), ("y",), ("quantized", *headers))
     (y,) = made(
         inputs=[w, scales, scales if biases is None else biases, x, last[1]],

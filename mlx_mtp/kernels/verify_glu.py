@@ -11,10 +11,11 @@ PAIRS = 2  # of a gate row and an up row that share the x in a lane's registers
 
 def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
     """silu(gate) * up of the projections rounded to x's type; with a limit both are clamped as Step-3.5 does."""
-    return _activated(*mx.split(multiplied(x, weights), 2, axis=-1), limit)
+    return _activated(list(mx.split(multiplied(x, weights), 2, axis=-1)), limit)
 
 
-def _activated(gate: mx.array, up: mx.array, limit: float | None) -> mx.array:
+def _activated(products: list[mx.array], limit: float | None) -> mx.array:
+    gate, up = products
     gate = gate * mx.sigmoid(gate)
     if limit is not None:
         gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
@@ -48,4 +49,4 @@ def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None) -> m
         raise ValueError(f"the weights end at {weights.ends}; gate and up must have the same number of rows")
     if on_metal() and supported(x, weights) and not small(weights):
         return _verify_glu_metal(x, weights, limit)
-    return _activated(*verify_qmm(x, weights), limit)
+    return _activated(verify_qmm(x, weights), limit)

@@ -10,7 +10,7 @@ RESULTS = 4  # weight rows that share the x in a lane's registers
 
 def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
     """Dequantized, multiplied in float32, rounded once."""
-    return mx.split(multiplied(x, weights), list(weights.ends[:-1]), axis=-1)
+    return list(mx.split(multiplied(x, weights), list(weights.ends[:-1]), axis=-1))
 
 
 def _verify_qmm_metal(x: mx.array, weights: Quantized) -> list[mx.array]:

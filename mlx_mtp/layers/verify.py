@@ -26,7 +26,7 @@ class Stack:
 
     def __init__(self, modules: Sequence[Any]):
         self.modules, self.rows = list(modules), frozenset()
-        self.read: tuple[Any, list] = (None, [])
+        self.read: tuple[mx.array | None, list[Any]] = (None, [])
         first, ends = modules[0], [0]
         for module in modules:
             ends.append(ends[-1] + module.scales.shape[0])
@@ -62,7 +62,7 @@ class Stack:
         w = self.weights
         format_ = {"group_size": w.group_size, "bits": w.bits, "mode": w.mode}
         y = mx.quantized_matmul(x, w.w, scales=w.scales, biases=w.biases, transpose=True, **format_)
-        return mx.split(y, list(w.ends[:-1]), axis=-1)
+        return list(mx.split(y, list(w.ends[:-1]), axis=-1))
 
     def stock(self, x: mx.array) -> list[mx.array]:
         w = self.weights
