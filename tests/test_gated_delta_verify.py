@@ -104,12 +104,12 @@ def test_sweep(layout, dtype, contraction):
 
 
 @linux_only
-@pytest.mark.parametrize("layout", ["packed", "scalar", "vector"])
-def test_memory_is_asked_for_once(layout):
+@pytest.mark.parametrize(("layout", "last"), [("packed", False), ("scalar", True), ("vector", False)])
+def test_memory_is_asked_for_once(layout, last):
     """One read and one write of the state; of the tape only what was accepted, and nothing is run twice."""
     state, (_, tape), (q, rows) = start(layout, 6, 4, BF16)
     with emulator.emulated() as launches:
-        gated_delta_verify(q, rows, state, tape=tape, accepted=mx.array([2]))
+        gated_delta_verify(q, rows, state, tape=tape, accepted=mx.array([2]), last=last)
     (launch,) = launches
     assert launch["state"].bytes_read == launch["state_out"].bytes_written == state.nbytes
     assert launch["state"].reread == 1.0
