@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +17,7 @@ from .layers.verify import (
     GLU,
     VERIFY_ROWS,
     Dense,
+    Recurrence,
     Stack,
     VerifyDense,
     VerifyDenseEmbedding,
@@ -25,6 +26,7 @@ from .layers.verify import (
     VerifyMLP,
     VerifyRouter,
 )
+from .recurrent_cache import RecurrentCache
 from .trial import Memory, Trial, Verdict, decide, in_words
 
 # Linears that, where a module has several of them, read the same x.
@@ -37,7 +39,7 @@ TOGETHER = (
 )
 PER_HEAD = (MultiLinear, QuantizedMultiLinear)
 UNSERVED = (nn.QuantizedLinear, nn.QuantizedEmbedding, nn.QQLinear)
-Site = Stack | GLU | Dense
+Site = Stack | GLU | Dense | Recurrence
 Lines = tuple[str, ...]
 
 
@@ -76,7 +78,7 @@ def place(model: Port) -> list[Site]:
             sites += _stacked(list(alike))
     for module in modules:
         sites += _swapped(model, module)
-    return sites
+    return sites + [Recurrence(module, RecurrentCache) for module in modules if isinstance(module, GatedDelta)]
 
 
 def _format(linear: Any) -> tuple:
@@ -131,10 +133,14 @@ def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[Trial]:
     for site in sites:
         alike.setdefault((site.op, f"{site.shape} {str(dtype).rpartition('.')[2]}"), []).append(site)
     return [
-        Trial(op, shape, rows, [(site.ours, site.stock) for site in found], found[0].width, dtype)
+        Trial(op, shape, rows, [(s.ours, s.stock) for s in found], found[0].width, dtype, _alone(found))
         for (op, shape), found in alike.items()
         for rows in found[0].candidates
     ]
+
+
+def _alone(sites: Sequence[Site]) -> list[Callable] | None:
+    return [site.alone for site in sites if isinstance(site, Recurrence)] or None
 
 
 def switch(sites: Iterable[Site], verdicts: Mapping[tuple[str, str, int], Verdict], dtype: mx.Dtype) -> None:
@@ -146,13 +152,13 @@ def switch(sites: Iterable[Site], verdicts: Mapping[tuple[str, str, int], Verdic
 
 
 def rows_not_exact(sites: Iterable[Site]) -> Lines:
-    """The products that stock MLX still computes for some rows of a verify, one line per op."""
+    """What stock MLX still computes for some rows of a verify, one line per op."""
     off: dict[str, list[set[int]]] = {}
     for site in sites:
         if not isinstance(site, GLU) and (rows := set(VERIFY_ROWS) - site.rows):
             off.setdefault(site.op, []).append(rows)
     return tuple(
-        f"{len(found)} products without {op} at M={', '.join(map(str, sorted(set().union(*found))))}"
+        f"{len(found)} layers' {op} at M={', '.join(map(str, sorted(set().union(*found))))}"
         for op, found in off.items()
     )
 
@@ -165,6 +171,5 @@ def others_not_exact(model: Any) -> Lines:
         "latent attention's products per head": any(isinstance(m, PER_HEAD) for m in modules),
         "products in a format without a kernel": any(type(m) in UNSERVED for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
-        "gated-delta layers": any(isinstance(m, GatedDelta) and not m.verify_kernels for m in modules),
     }
     return tuple(name for name, present in found.items() if present)

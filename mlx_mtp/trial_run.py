@@ -25,8 +25,8 @@ class Trial:
     shape: all but the rows that the choice depends on, as "4096x1024 4-bit g64 bfloat16".
     rows, width, dtype: of x [M, K].
     pairs: (ours, stock) of each layer that has this shape, x [M, K] -> outputs [M, N_i].
-    alone: for ops whose rows depend on those before them, what each layer gives for the rows one after the other; else
-        stock on single rows is what ours has to equal, whatever the other rows hold.
+    alone: for ops whose rows depend on those before them, what each layer gives for the rows one after the other;
+        else stock on single rows is what ours has to equal, whatever the other rows hold.
     """
 
     op: str

@@ -14,6 +14,7 @@ from mlx_mtp import emulator
 from mlx_mtp.models.qwen3_5 import GatedDeltaNet
 from mlx_mtp.recurrent_cache import RecurrentCache
 
+ALL = frozenset(range(1, 100))
 KERNELS = ["conv_verify", "gated_delta_verify"]
 HEADS = {"linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_value_head_dim": 8}
 
@@ -47,7 +48,7 @@ def roll(layer, cache, x, *, start: int, until: int, seed: int, fused=lambda: Tr
         T = int(rng.integers(1, 7))
         kept = min(int(rng.integers(0, T + 1)), x.shape[1] - position)
         wrong = mx.flip(x, axis=1)[:, : T - kept] * 2
-        layer.verify_kernels = fused()
+        layer.verify_rows = ALL if fused() else frozenset()
         y = layer(mx.concatenate([x[:, position : position + kept], wrong], axis=1), None, cache)
         outputs.append(y[:, :kept])
         position += kept
@@ -66,7 +67,7 @@ def test_verifies_are_single_rows(key_dim, dtype, start):
     layer = Fed(key_dim, dtype)
     x, rolled, single = layer.rows(40), RecurrentCache(), RecurrentCache()
     with emulator.emulated(emulator.Options(fp_contract="fast", traffic=False)) as launches:
-        layer.verify_kernels = True
+        layer.verify_rows = ALL
         want = mx.concatenate([layer(x[:, t : t + 1], None, single) for t in range(40)], axis=1)
         assert [launch.kernel for launch in launches] == KERNELS * 40
         assert len(single.parts) == 3
@@ -106,9 +107,9 @@ def test_either_path_follows_the_other():
 
 def fuse(model, on: bool) -> int:
     """Sets the switch of every gated-delta layer; how many there are."""
-    layers = [m for m in model.modules() if hasattr(m, "verify_kernels")]
+    layers = [m for m in model.modules() if hasattr(m, "verify_rows")]
     for layer in layers:
-        layer.verify_kernels = on
+        layer.verify_rows = ALL if on else frozenset()
     return len(layers)
 
 

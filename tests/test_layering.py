@@ -27,7 +27,7 @@ ALLOWED = {
     "trial_memory": {"__init__", "kernels"},
     "trial": {"trial_memory", "trial_run"},
     "layers": {"kernels", "spec"},
-    "switch": {"kernels", "layers", "trial"},
+    "switch": {"kernels", "layers", "recurrent_cache", "trial"},
     "models": {"layers", "spec"},
     "prompt_cache": {"cache", "plain_cache", "recurrent_cache"},
     "agreement": {"prompt_cache"},

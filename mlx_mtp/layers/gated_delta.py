@@ -16,11 +16,12 @@ from ..kernels.gated_delta_verify import gated_delta_verify
 class GatedDelta:
     """Mixin in front of mlx-lm's gated-delta modules; they differ in how `inputs` projects.
 
-    verify_kernels: take the convolution and the recurrence, with the replay in it, through a launch each. A tape is
-        k, v, a, b of its rows, followed by the gates g and beta where kernels wrote it; either can follow the other.
+    verify_rows: the row counts at which convolution and recurrence, with the replay in it, go through a launch each.
+        A tape is k, v, a, b of its rows, followed by the gates g and beta where kernels wrote it; either can follow
+        the other.
     """
 
-    verify_kernels = False
+    verify_rows: frozenset[int] = frozenset()
 
     def inputs(self: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """x [B, S, H] -> qkv before the convolution [B, S, C], z [B, S, Hv, Dv], b and a [B, S, Hv]."""
@@ -33,10 +34,10 @@ class GatedDelta:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         B, S, _ = x.shape
         qkv, z, b, a = self.inputs(x)
-        y = (self._fused if self.verify_kernels else self._plain)(qkv, a, b, cache)
+        y = (self.fused if S in self.verify_rows else self.plain)(qkv, a, b, cache)
         return self.out_proj(self.norm(y, z).reshape(B, S, -1))
 
-    def _plain(self: Any, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
+    def plain(self: Any, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
         """The recurrence's output [1, S, Hv, Dv], by mlx-lm's functions."""
         rows = cache.convolved(qkv, self.conv_kernel_size)
         q, k, v = mx.split(nn.silu(self.conv1d(rows)), [self.key_dim, 2 * self.key_dim], axis=-1)
@@ -46,8 +47,8 @@ class GatedDelta:
         cache.advance(mx.zeros_like(after) if before is None else before, after, rows, (k, v, a, b))
         return y
 
-    def _fused(self: Any, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
-        """`_plain` in two launches: the tape's accepted rows are read again by the one that reads the new ones."""
+    def fused(self: Any, qkv: mx.array, a: mx.array, b: mx.array, cache: Any) -> mx.array:
+        """`plain` in two launches: the tape's accepted rows are read again by the one that reads the new ones."""
         accepted, tape = cache.accepted, None
         behind = cache.behind(qkv, self.conv_kernel_size)
         q, k, v, rows = conv_verify(qkv, behind, self.conv1d.weight, self.key_dim, accepted)

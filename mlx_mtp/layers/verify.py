@@ -4,7 +4,9 @@ A site is one launch: the product, MLX's own of the same modules (`stock`), and 
 Modules become subclasses of what they were, so that parameters keep their names and the port's code its calls.
 """
 
-from collections.abc import Sequence
+import copy
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -27,19 +29,17 @@ class Stack:
     def __init__(self, modules: Sequence[Any]):
         self.modules, self.rows = list(modules), frozenset()
         self.read: tuple[mx.array | None, list[Any]] = (None, [])
-        first, ends = modules[0], [0]
-        for module in modules:
-            ends.append(ends[-1] + module.scales.shape[0])
-        whole = {name: first[name] for name in ("weight", "scales", "biases") if first.get(name) is not None}
+        ends = tuple(itertools.accumulate(module.scales.shape[0] for module in modules))
+        whole: dict[str, Any] = {name: modules[0].get(name) for name in ("weight", "scales", "biases")}
         if len(modules) > 1:
-            whole = {name: mx.concatenate([module[name] for module in modules]) for name in whole}
-            for module, a, b in zip(modules, ends, ends[1:], strict=False):
-                module.update({name: array[a:b] for name, array in whole.items()})
+            stored = [name for name, array in whole.items() if array is not None]
+            whole |= {name: mx.concatenate([module[name] for module in modules]) for name in stored}
+            for module, a, b in zip(modules, (0, *ends), ends, strict=False):
+                module.update({name: whole[name][a:b] for name in stored})
             mx.eval(whole, [module.parameters() for module in modules])
-        w, scales, biases = (whole.get(name) for name in ("weight", "scales", "biases"))
-        assert w is not None
-        assert scales is not None
-        self.weights = Quantized(w, scales, biases, first.group_size, first.bits, first.mode, tuple(ends[1:]))
+        w, scales, biases = whole.values()
+        first = modules[0]
+        self.weights = Quantized(w, scales, biases, first.group_size, first.bits, first.mode, ends)
 
     @property
     def shape(self) -> str:
@@ -76,7 +76,8 @@ class Stack:
         if read is not x or parts[index] is None:
             parts = self.ours(x)
             self.read = (x, parts)
-        y, parts[index] = parts[index], None
+        y = parts[index]
+        parts[index] = None
         if not any(part is not None for part in parts):
             self.read = (None, [])
         return y
@@ -171,6 +172,70 @@ class Dense:
         if "bias" in self.module:
             return [mx.addmm(self.module.bias, x, self.module.weight.T)]
         return [x @ self.module.weight.T]
+
+
+class Recurrence:
+    """Convolution and recurrence of a gated-delta layer, behind its projections.
+
+    Rows depend on those before them: `alone` is what mlx-lm's one-row steps give for them, one after the other.
+    `make_cache` makes a layer's cache, empty.
+    """
+
+    op = "gated_delta_verify"
+    candidates = tuple(VERIFY_ROWS)
+    PROMPT, TAPE, ACCEPTED = 5, 4, 2  # rows before those that are tried
+
+    def __init__(self, layer: Any, make_cache: Callable[[], Any]):
+        self.layer, self.make_cache = layer, make_cache
+        self.widths = [layer.conv_dim, layer.conv_dim + layer.num_v_heads]
+        self.before: list[Any] = []
+
+    @property
+    def rows(self) -> frozenset[int]:
+        return self.layer.verify_rows
+
+    @rows.setter
+    def rows(self, rows: frozenset[int]) -> None:
+        self.layer.verify_rows, self.before = rows, []
+
+    @property
+    def shape(self) -> str:
+        a = self.layer
+        return f"{a.num_k_heads}x{a.head_k_dim} {a.num_v_heads}x{a.head_v_dim} taps {a.conv_kernel_size}"
+
+    @property
+    def width(self) -> int:
+        return self.layer.conv_dim + 2 * self.layer.num_v_heads
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        return [self._read(self.layer.fused, x, self._cache(x, tape=True))]
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        return [self._read(self.layer.plain, x, self._cache(x, tape=True))]
+
+    def alone(self, x: mx.array) -> list[mx.array]:
+        cache = self._cache(x, tape=False)
+        return [mx.concatenate([self._read(self.layer.plain, x[i : i + 1], cache) for i in range(len(x))])]
+
+    def _read(self, path: Callable[..., mx.array], x: mx.array, cache: Any) -> mx.array:
+        """Rows x [M, width] through a path of the layer: [M, Hv * Dv]."""
+        return path(*mx.split(x[None], self.widths, axis=-1), cache).reshape(len(x), -1)
+
+    def _cache(self, x: mx.array, *, tape: bool) -> Any:
+        """A cache that has read a few rows, the last of them on a tape of which some are accepted, or all singly."""
+        if not self.before:
+            rows = mx.random.normal((self.PROMPT + self.TAPE, self.width), x.dtype, key=mx.random.key(0))
+            end = self.PROMPT + self.ACCEPTED
+            single, verified = self.make_cache(), self.make_cache()
+            for i in range(end):
+                self._read(self.layer.plain, rows[i : i + 1], single)
+            self._read(self.layer.plain, rows[: self.PROMPT], verified)
+            verified.seek(mx.array([self.PROMPT]), self.PROMPT)
+            self._read(self.layer.plain, rows[self.PROMPT :], verified)
+            verified.seek(mx.array([end]), end + self.TAPE - self.ACCEPTED)
+            self.before = [single, verified]
+            mx.eval(single.parts, verified.parts)
+        return copy.copy(self.before[tape])
 
 
 class VerifyDense(nn.Linear):
