@@ -38,7 +38,7 @@ TOGETHER = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 PER_HEAD = (MultiLinear, QuantizedMultiLinear)
-UNSERVED = (nn.QuantizedLinear, nn.QuantizedEmbedding, nn.QQLinear)
+UNSERVED = (nn.QuantizedLinear, nn.QQLinear)
 Site = Stack | GLU | Dense | Recurrence
 Lines = tuple[str, ...]
 
@@ -107,7 +107,7 @@ def _swapped(model: Port, module: Any) -> list[Site]:
         module.glu = GLU(module)
         module.__class__ = type(kind.__name__, (VerifyMLP, kind), {})
         return [module.glu]
-    tied = module is model.model.embed_tokens and "lm_head" not in model.language
+    tied = _tied(model, module)
     if kind is nn.QuantizedEmbedding and tied and _served(module):
         module.site, module.__class__ = Stack([module]), VerifyEmbedding
     elif kind is nn.Linear or (kind is nn.Embedding and tied):
@@ -117,6 +117,12 @@ def _swapped(model: Port, module: Any) -> list[Site]:
     else:
         return []
     return [module.site]
+
+
+def _tied(model: Any, module: Any) -> bool:
+    """Whether the module is an embedding that is the LM head, too, and no kernel's yet."""
+    embedding = type(module) in (nn.Embedding, nn.QuantizedEmbedding)
+    return embedding and module is model.model.embed_tokens and "lm_head" not in model.language
 
 
 def _is_stacked(mlp: Any) -> bool:
@@ -169,7 +175,7 @@ def others_not_exact(model: Any) -> Lines:
     found = {
         "attention": any(window != "recurrent" for window in model.windows()),
         "latent attention's products per head": any(isinstance(m, PER_HEAD) for m in modules),
-        "products in a format without a kernel": any(type(m) in UNSERVED for m in modules),
+        "products in a format without a kernel": any(type(m) in UNSERVED or _tied(model, m) for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
     }
     return tuple(name for name, present in found.items() if present)

@@ -1,0 +1,107 @@
+"""Whole models with the kernels on: the logits of every verified row are those of one-row steps with MLX's kernels."""
+
+import contextlib
+
+import families
+import mlx.core as mx
+import pytest
+import tiny
+from exact import same_bits
+from metal_cases import linux_only
+from qwen import QWEN_TEXT
+from stock_ops import stock_ops
+
+import mlx_mtp
+from mlx_mtp import emulator, switch, trial_run
+from mlx_mtp.prompt_cache import make_prompt_cache
+
+pytestmark = linux_only
+STEP = {
+    **{"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "moe_intermediate_size": 32},
+    **{"share_expert_dim": 64, "swiglu_limits_shared": [0, 0, 0, 0.5]},
+}
+HYBRID = {**QWEN_TEXT, "intermediate_size": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 16}
+PROMPT, LENGTH = [1, 2, 3, 4, 1], 14
+
+
+def quantized(weights: dict, dtype=mx.bfloat16) -> dict:
+    """The matrices of a checkpoint in 4 bits, the rest in `dtype`."""
+    found = {}
+    for name, w in weights.items():
+        matrix = name.endswith("weight") and w.ndim > 1 and w.shape[-1] % 32 == 0 and "conv1d" not in name
+        if matrix:
+            stem = name.removesuffix("weight")
+            parts = mx.quantize(w, 32, 4)
+            found |= {f"{stem}{part}": a for part, a in zip(("weight", "scales", "biases"), parts, strict=True)}
+            found |= {f"{stem}{part}": found[f"{stem}{part}"].astype(dtype) for part in ("scales", "biases")}
+        else:
+            found[name] = (w + 1 if name.endswith("norm.weight") and "linear" not in name else w).astype(dtype)
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    quantization = {"quantization": {"group_size": 32, "bits": 4}}
+    step = {**tiny.CONFIG, **STEP}
+    paths = {"step": tmp_path_factory.mktemp("step"), "hybrid": tmp_path_factory.mktemp("hybrid")}
+    tiny.save(paths["step"], step | quantization, quantized(tiny.random_weights(step)))
+    hybrid = families.FAMILIES["qwen3_5"].config | {"text_config": HYBRID}
+    _, weights, _ = families.build("qwen3_5", paths["hybrid"], **hybrid)
+    tiny.save(paths["hybrid"], hybrid | quantization, quantized(weights))
+    return paths
+
+
+@contextlib.contextmanager
+def in_place_of_metal():
+    with emulator.emulated(emulator.Options(traffic=False)) as launches, stock_ops():
+        yield launches
+
+
+def recorded(model):
+    """[(position of the first row, tokens fed, logits of the rows)] of each pass of the target from here on."""
+    passes, hidden, logits = [], model.hidden, model.logits
+
+    def hidden_recorded(tokens, cache):
+        attention = next(c for c in cache if c.window != "recurrent")
+        passes.append([int(mx.array(attention.offset).item()), tokens[0].tolist(), None])
+        return hidden(tokens, cache)
+
+    def logits_recorded(rows):
+        found = logits(rows)
+        passes[-1][2] = found[0]
+        return found
+
+    model.hidden, model.logits = hidden_recorded, logits_recorded
+    return passes
+
+
+def logits_singly(model, tokens: list[int]) -> mx.array:
+    """Logits after each of `tokens` [n, V], read one by one."""
+    cache = make_prompt_cache(model)
+    return mx.concatenate([model.logits(model.hidden(mx.array([[t]]), cache.layers))[0] for t in tokens])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["step", "hybrid"])
+def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch):
+    monkeypatch.setattr(trial_run, "DRAWS", 1)
+    with in_place_of_metal() as launches:
+        model = mlx_mtp.load_model(checkpoints[name], kernels="exact")
+        stock = mlx_mtp.load_model(checkpoints[name], kernels="off")
+        passes, texts = recorded(model), {}
+        for k in (1, 2, 3):
+            del launches[:]
+            steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=LENGTH, num_draft_tokens=k)
+            texts[k] = [token for token, _, _ in steps]
+            assert {"verify_qmm", "verify_glu"} <= {launch.kernel for launch in launches}
+        text = [t for t, _, _ in mlx_mtp.generate_step(PROMPT, stock, max_tokens=LENGTH, num_draft_tokens=0)]
+        assert texts == dict.fromkeys((1, 2, 3), text)
+        known = PROMPT + text
+        verifies = [(at, fed, rows) for at, fed, rows in passes if at >= len(PROMPT)]
+        assert {len(fed) for _, fed, _ in verifies} == {2, 3, 4}
+        for at, fed, rows in verifies:
+            assert same_bits(rows, logits_singly(stock, known[:at] + fed)[at:]), (at, fed)
+    report = model.report()
+    assert all("off" not in line for line in report.kernels)
+    assert report.not_exact == ("attention",)
+    assert stock.report().kernels == ("none: asked for",)
