@@ -20,9 +20,7 @@ SILU = "uint i = thread_position_in_grid.x; T rate = Sigmoid()(x[i]); y[i] = Mul
 def quantized_matmul(x, w, scales, biases=None, transpose=True, group_size=64, bits=4, mode="affine"):
     assert transpose
     weights = Quantized(w, scales, biases, group_size, bits, mode, (w.shape[0],))
-    flat = x.reshape(-1, x.shape[-1])
-    rows = [one_row(flat[i : i + 1], weights) for i in range(len(flat))]
-    return mx.concatenate(rows).reshape(*x.shape[:-1], -1)
+    return one_row(x.reshape(-1, x.shape[-1]), weights).reshape(*x.shape[:-1], -1)
 
 
 def attention(sdpa):
