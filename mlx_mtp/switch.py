@@ -134,15 +134,16 @@ def _is_stacked(mlp: Any) -> bool:
 
 
 def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[Trial]:
-    """One per op, shape and number of rows, over all sites of that shape, for x of `dtype`."""
+    """One per op, shape and number of rows, over all sites of that shape, for x of `dtype`; the fewest rows first."""
     alike: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
         alike.setdefault((site.op, f"{site.shape} {str(dtype).rpartition('.')[2]}"), []).append(site)
-    return [
-        Trial(op, shape, rows, [(s.ours, s.stock) for s in found], found[0].width, dtype, _alone(found))
-        for (op, shape), found in alike.items()
-        for rows in found[0].candidates
+    found = [
+        Trial(op, shape, rows, [(s.ours, s.stock) for s in of_shape], of_shape[0].width, dtype, _alone(of_shape))
+        for (op, shape), of_shape in alike.items()
+        for rows in of_shape[0].candidates
     ]
+    return sorted(found, key=lambda trial: trial.rows)
 
 
 def _alone(sites: Sequence[Site]) -> list[Callable] | None:
@@ -157,11 +158,13 @@ def switch(sites: Iterable[Site], verdicts: Mapping[tuple[str, str, int], Verdic
                 site.rows |= {trial.rows}
 
 
-def rows_not_exact(sites: Iterable[Site]) -> Lines:
+def rows_not_exact(sites: Sequence[Site]) -> Lines:
     """What stock MLX still computes for some rows of a verify, one line per op."""
     off: dict[str, list[set[int]]] = {}
+    whole = {id(site.stack): site.rows for site in sites if isinstance(site, GLU)}
     for site in sites:
-        if not isinstance(site, GLU) and (rows := set(VERIFY_ROWS) - site.rows):
+        rows = set(VERIFY_ROWS) - site.rows - whole.get(id(site), frozenset())
+        if rows and not isinstance(site, GLU):
             off.setdefault(site.op, []).append(rows)
     return tuple(
         f"{len(found)} layers' {op} at M={', '.join(map(str, sorted(set().union(*found))))}"

@@ -1,6 +1,6 @@
 """What runs beside the kernels in a whole model, in the place of Metal: MLX's own, one row at a time.
 
-A CPU's products and exponentials have other bits than a GPU's, and its attention other bits for one row than for a few.
+A CPU's products and exponentials have other bits than a GPU's, and its attention depends on the number of rows.
 """
 
 from contextlib import ExitStack, contextmanager

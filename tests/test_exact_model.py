@@ -1,4 +1,4 @@
-"""Whole models with the kernels on: the logits of every verified row are those of one-row steps with MLX's kernels."""
+"""Whole models with the kernels on: logits of verified rows are those of one-row steps with MLX's own kernels."""
 
 import contextlib
 import copy

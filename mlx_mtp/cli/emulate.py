@@ -1,31 +1,35 @@
 """`mlx-mtp emulate`: what Metal kernels ask of memory, counted on the CPU."""
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
     from ..emulator import Traffic
+
+    Op = Callable[[mx.array], object]
 
 # The buffers whose traffic tells kernels apart, by the names that the kernels give them.
 COLUMNS = {"weights": ("w", "keys"), "scales": ("scales",), "x": ("x", "queries")}
 
 
 @click.command()
-@click.option("--stock", is_flag=True, help="MLX's own kernels, from the installed wheel.")
+@click.option("--stock", is_flag=True, help="MLX's own kernels only, from the installed wheel.")
 @click.option(
     "--shape", nargs=2, type=click.IntRange(min=64), default=(64, 1024), help="Rows and columns of the matrix."
 )
 @click.option("--rows", type=click.IntRange(1, 32), default=8, help="Most rows M of the verify.")
 def emulate(stock: bool, shape: tuple[int, int], rows: int) -> None:
-    """Count the memory traffic of Metal kernels at M = 1, 2, ... rows, without a GPU. Counts, not times."""
+    """Count the memory traffic of Metal kernels at M = 1, 2, ... rows, without a GPU: ours beside MLX's own.
+
+    Counts, not times.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    from ..emulator.stock import stock_kernels
-
-    if not stock:
-        raise click.UsageError("there are no kernels of our own yet; --stock shows MLX's")
     if shape[1] % 64:
         raise click.BadParameter(
             f"{shape[1]} columns; must be a multiple of 64, the group of the scales", param_hint="--shape"
@@ -35,7 +39,7 @@ def emulate(stock: bool, shape: tuple[int, int], rows: int) -> None:
     table.add_column("M", justify="right")
     for name in (*COLUMNS, "KiB requested", "lines per access"):
         table.add_column(name, justify="right")
-    for kernel, measure in stock_kernels(*shape).items():
+    for kernel, measure in _kernels(stock, *shape):
         for m in range(1, rows + 1):
             table.add_row(kernel if m == 1 else "", str(m), *_cells(measure(m)), end_section=m == rows)
     console = Console()
@@ -43,6 +47,50 @@ def emulate(stock: bool, shape: tuple[int, int], rows: int) -> None:
     console.print(
         "lines per access: lines of 64 bytes that the 32 lanes of a simdgroup touch in one read of the weights"
     )
+
+
+def _kernels(stock: bool, n: int, k: int) -> Iterator[tuple[str, "Callable[[int], Traffic]"]]:
+    """(name, traffic at M rows): MLX's kernels, and ours behind the ones whose bits they have."""
+    from ..emulator.stock import stock_kernels
+
+    ours = {} if stock else _ours(n, k)
+    for name, measure in stock_kernels(n, k).items():
+        yield f"MLX {name}", measure
+        yield from ours.pop(name, {}).items()
+    for kernels in ours.values():
+        yield from kernels.items()
+
+
+def _ours(n: int, k: int) -> dict[str, dict[str, "Callable[[int], Traffic]"]]:
+    """Our kernels by the one of MLX's that they stand beside: products with a 4-bit, or an unquantized, (n, k)."""
+    import mlx.core as mx
+
+    from ..kernels import Quantized, verify_gemv, verify_glu, verify_qmm
+
+    dense = mx.ones((n, k))
+    whole = Quantized(*mx.quantize(dense, 64, 4), 64, 4, "affine", (n,))
+    halves = Quantized(whole.w, whole.scales, whole.biases, 64, 4, "affine", (n // 2, n // 2 * 2))
+    return {
+        "qmv_wide": {
+            "verify_qmm": _traffic(lambda x: verify_qmm(x, whole), k),
+            "verify_glu": _traffic(lambda x: verify_glu(x, halves), k),
+        },
+        "": {"verify_gemv": _traffic(lambda x: verify_gemv(x, dense), k)},
+    }
+
+
+def _traffic(op: "Op", k: int) -> "Callable[[int], Traffic]":
+    import mlx.core as mx
+
+    from ..emulator import emulated
+
+    def measure(m: int) -> "Traffic":
+        with emulated() as launches:
+            op(mx.ones((m, k)))
+        (traffic,) = launches
+        return traffic
+
+    return measure
 
 
 def _cells(traffic: "Traffic") -> list[str]:

@@ -12,17 +12,22 @@ DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
 
 
 def kernel(op: str, inputs: Sequence[str], outputs: Sequence[str], headers: Sequence[str] = ()) -> Callable[..., Any]:
-    """The kernel whose body is `<op>.metal`, behind the headers `<name>.h`; made once per maker of kernels."""
-    return _made(mx.fast.metal_kernel, op, tuple(inputs), tuple(outputs), tuple(headers))
+    """The kernel whose body is `<op>.metal`, behind the headers `<name>.h`; made once."""
+    return _made(mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs), tuple(headers))
 
 
 @functools.cache
 def _made(
-    maker: Callable[..., Any], op: str, inputs: tuple[str, ...], outputs: tuple[str, ...], headers: tuple[str, ...]
+    maker: Callable[..., Any],
+    directory: Path,
+    op: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    headers: tuple[str, ...],
 ) -> Callable[..., Any]:
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
-    header = "".join((DIRECTORY / f"{name}.h").read_text() for name in headers)
-    source = (DIRECTORY / f"{op}.metal").read_text()
+    header = "".join((directory / f"{name}.h").read_text() for name in headers)
+    source = (directory / f"{op}.metal").read_text()
     return maker(name=op, input_names=list(inputs), output_names=list(outputs), source=source, header=header)
 
 

@@ -1,0 +1,308 @@
+"""Which modules kernels take the place of, at what cost in memory and launches; and a wrong kernel stays off."""
+
+import json
+import re
+import shutil
+from collections import Counter
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import tiny
+from exact import draw, one_row, same_bits
+from metal_cases import linux_only
+from mlx.utils import tree_flatten
+from mlx_lm.models import deepseek_v3
+from stock_ops import stock_ops
+from test_exact_model import STEP, quantized
+
+import mlx_mtp
+from mlx_mtp import emulator, switch, trial_run
+from mlx_mtp.emulator import stock_dense
+from mlx_mtp.kernels import _source
+from mlx_mtp.layers.verify import GLU, Dense, Stack, VerifyDense, VerifyLinear, VerifyRouter
+
+pytestmark = linux_only
+CONFIG = {**tiny.CONFIG, **STEP, "quantization": {"group_size": 32, "bits": 4}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("step"), CONFIG, quantized(tiny.random_weights(CONFIG)))
+
+
+def load(checkpoint):
+    model = mlx_mtp.load_model(checkpoint, lazy=True, kernels="off")
+    mx.eval(model.parameters())
+    return model
+
+
+def linears(*heights: int, k: int = 64, bits: int = 4, bias=False) -> list[nn.QuantizedLinear]:
+    found = [nn.QuantizedLinear(k, n, bias=bias, group_size=32, bits=bits) for n in heights]
+    for i, linear in enumerate(found):
+        if bias:
+            linear.bias = mx.full(linear.bias.shape, float(i + 1))
+    return found
+
+
+def stacked(modules: list) -> Stack:
+    stack = Stack(modules)
+    stack.rows = frozenset(range(2, 9))
+    for i, module in enumerate(modules):
+        module.__class__, module.site, module.index = VerifyLinear, stack, i
+    return stack
+
+
+@pytest.fixture
+def on_paper(monkeypatch):
+    """Kernels are chosen and recorded in graphs, and nothing is computed."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def recorded(fn, x) -> Counter:
+    """The primitives of a graph that compute, by name."""
+    names = []
+
+    def note(event):
+        if event["type"] == "primitive":
+            names.append(event["name"])
+
+    mx.export_function(note, fn, x)
+    free = (
+        "Broadcast",
+        "Reshape",
+        "Slice",
+        "Split",
+        "ExpandDims",
+        "Squeeze",
+        "Flatten",
+        "Unflatten",
+        "Transpose",
+        "Full",
+    )
+    return Counter(name for name in names if name not in free)
+
+
+def test_without_metal_nothing_changes(checkpoint):
+    model = mlx_mtp.load_model(checkpoint, lazy=True, kernels="exact")
+    assert not [m for m in model.modules() if hasattr(m, "site") or hasattr(m, "glu")]
+    assert (model.report().kernels, model.report().not_exact) == (("none: no Metal GPU",), ())
+
+
+def test_what_is_swapped(checkpoint):
+    model = load(checkpoint)
+    before = {name: a.shape for name, a in tree_flatten(model.parameters())}
+    bits = {name: np.array(a.view(mx.uint8)) for name, a in tree_flatten(model.parameters())}
+    sites = switch.place(model)
+    assert Counter(site.op for site in sites) == {"verify_qmm": 4 * 4 + 3 + 1 + 3 * 6, "verify_glu": 4 + 3}
+    assert {name: a.shape for name, a in tree_flatten(model.parameters())} == before
+    for name, array in tree_flatten(model.parameters()):
+        assert np.array_equal(np.array(array.view(mx.uint8)), bits[name])
+    attention = model.layers[1].self_attn
+    assert attention.q_proj.site is attention.g_proj.site
+    assert attention.q_proj.site.weights.ends == (192, 256, 320, 326)
+    assert isinstance(model.layers[0].mlp, type(load(checkpoint).layers[0].mlp))
+    assert model.layers[3].mlp.share_expert.glu.limit == 0.5
+    assert model.layers[0].mlp.glu.limit is None
+
+
+def test_stacking_keeps_one_copy():
+    modules = linears(2048, 1024, 512, k=2048)
+    mx.eval([m.parameters() for m in modules])
+    mx.clear_cache()
+    before, whole = mx.get_active_memory(), sum(a.nbytes for m in modules for _, a in tree_flatten(m.parameters()))
+    stack = Stack(modules)
+    mx.clear_cache()
+    assert mx.get_active_memory() - before < whole / 100
+    one = mx.ones((1, 2048))
+    want = mx.dequantize(stack.weights.w, stack.weights.scales, stack.weights.biases, 32, 4) @ one[0]
+    assert mx.allclose(mx.concatenate([m(one) for m in modules], axis=-1)[0], want, atol=1e-3)
+
+
+def test_a_stack_is_one_launch_and_keeps_nothing():
+    modules, x = linears(24, 8, 13, bias=True), mx.random.normal((1, 3, 64))
+    plain = [m(x) for m in modules]
+    stack = stacked(modules)
+    with emulator.emulated() as launches:
+        outputs = [m(x) for m in modules]
+        assert len(launches) == 1
+        assert all(mx.allclose(a, b, atol=1e-5) for a, b in zip(outputs, plain, strict=True))
+        assert stack.read == (None, [])
+        other = x + 1
+        first, second = modules[0](other), modules[0](x)  # k and v of `other` are never asked for
+        assert mx.allclose(second, plain[0], atol=1e-5)
+        assert not mx.allclose(first, second, atol=1e-2)
+        assert mx.allclose(modules[0](x), plain[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("m", [1, 9])
+def test_other_row_counts_are_mlxs(m):
+    modules, x = linears(24, 8), mx.random.normal((m, 64))
+    plain = [linear(x) for linear in modules]
+    stacked(modules)
+    with emulator.emulated() as launches:
+        assert all(same_bits(linear(x), want) for linear, want in zip(modules, plain, strict=True))
+    assert not launches
+
+
+def test_one_row_of_several_linears_is_one_product(on_paper):
+    modules, x = linears(24, 8), mx.random.normal((1, 1, 64))
+    stack = stacked(modules)
+    assert recorded(lambda x: [m(x) for m in modules], x) == {"QuantizedMatmul": 2}
+    stack.rows |= {1}
+    assert recorded(lambda x: [m(x) for m in modules], x) == {"QuantizedMatmul": 1}
+
+
+def test_launches_per_layer(checkpoint, on_paper):
+    """From recorded graphs: attention without its scores, and MLPs."""
+    model, x = load(checkpoint), mx.zeros((1, 4, 64), mx.bfloat16)
+    attention, dense, shared = model.layers[1].self_attn, model.layers[0].mlp, model.layers[3].mlp.share_expert
+
+    def projections(x):
+        q, k, v, g = (getattr(attention, f"{name}_proj")(x) for name in "qkvg")
+        return attention.o_proj(q), k, v, g
+
+    def counts():
+        return [dict(recorded(f, x)) for f in (projections, dense, shared)]
+
+    assert counts() == [
+        {"QuantizedMatmul": 5},
+        {"QuantizedMatmul": 3, "Sigmoid": 1, "Multiply": 2},
+        {"QuantizedMatmul": 3, "Sigmoid": 1, "Multiply": 2, "Maximum": 1, "Minimum": 2},
+    ]
+    for site in switch.place(model):
+        site.rows = frozenset(site.candidates)
+    assert counts() == [{"CustomKernel": 2}, {"CustomKernel": 2}, {"CustomKernel": 2}]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_dense_linears(bias):
+    linear, x = nn.Linear(64, 24, bias=bias), mx.random.normal((1, 3, 64))
+    linear.site, linear.__class__ = Dense(linear), VerifyDense
+    linear.site.rows = frozenset({3})
+    with emulator.emulated() as launches:
+        y = linear(x)
+    assert [launch.kernel for launch in launches] == ["verify_gemv"]
+    assert same_bits(y[0], stock_dense.gemv(x[0], linear.weight, linear.get("bias"))[0])
+
+
+def test_routers_choose_from_one_rows_product():
+    config = {"n_routed_experts": 8, "hidden_size": 64, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    defaults = {"vocab_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1, "model_type": "deepseek_v3"}
+    gate = deepseek_v3.MoEGate(deepseek_v3.ModelArgs.from_dict(config | defaults))
+    gate.weight, x = mx.random.normal((8, 64)), mx.random.normal((1, 5, 64))
+    want = gate(x)
+    gate.site = Dense(gate)
+    gate.__class__ = type("MoEGate", (VerifyRouter, deepseek_v3.MoEGate), {})
+    gate.site.rows = frozenset({5})
+    with emulator.emulated() as launches:
+        chosen, weights = gate(x)
+    assert [launch.kernel for launch in launches] == ["verify_gemv"]
+    assert mx.array_equal(chosen, want[0])
+    assert mx.allclose(weights, want[1], atol=1e-5)
+
+
+def broken(monkeypatch, tmp_path, file: str, right: str, wrong: str) -> None:
+    """The kernels' sources with one mistake in them."""
+    directory = tmp_path / "kernels"
+    shutil.copytree(_source.DIRECTORY, directory)
+    text = (directory / file).read_text()
+    assert text.count(right) == 1
+    (directory / file).write_text(text.replace(right, wrong))
+    monkeypatch.setattr(_source, "DIRECTORY", directory)
+
+
+BOTH = {"verify_qmm", "verify_glu"}
+
+
+@pytest.mark.parametrize(
+    ("ops", "file", "right", "wrong"),
+    [
+        (BOTH, "quantized.h", "scale_of<FP, GROUP>(scales[group])", "scale_of<FP, GROUP>(scales[group ^ 1])"),
+        (BOTH, "quantized.h", "sum += chunk;", "sum = chunk + sum * 1.0001f;"),
+        ({"verify_qmm"}, "verify_qmm.metal", "= static_cast<T>(sum)", "= static_cast<T>(sum + 1e-3f)"),
+        (
+            {"verify_glu"},
+            "activations.h",
+            "T open = gate * rate;",
+            "T open = T(float(gate) / (1 + exp(-float(gate))));",
+        ),
+        ({"verify_glu"}, "verify_glu.metal", "result[m][PAIRS + r]", "result[0][PAIRS + r]"),
+        ({"verify_qmm"}, "verify_qmm.metal", "first + m >= own", "first + m >= own + 1"),
+    ],
+    ids=["scale", "drift", "a constant", "rounding", "one row for all", "a row not written"],
+)
+def test_a_wrong_kernel_is_off_whatever_is_asked(checkpoint, monkeypatch, tmp_path, ops, file, right, wrong):
+    monkeypatch.setattr(trial_run, "DRAWS", 1)
+    for kind in (Stack, GLU):
+        monkeypatch.setattr(kind, "candidates", (3, 7))
+    broken(monkeypatch, tmp_path, file, right, wrong)
+    model = load(checkpoint)
+    for layers in (model.layers, model.mtp):
+        del layers[1:]
+    options = emulator.Options(traffic=False, allow={"unwritten"})
+    with emulator.emulated(options), stock_ops(), pytest.warns(UserWarning, match="stays off") as warned:
+        kernels, not_exact = switch.switch_on(model, "exact")
+    named = {re.match(r"kernel (\w+) is wrong with mlx [\d.]+ and stays off", str(w.message))[1] for w in warned}
+    assert named == ops
+    for line in kernels:
+        op = line.partition(" ")[0]
+        assert (op in ops) == ("M=3 off" in line and "M=7 off" in line), line
+    assert ("verify_qmm" in ops) == any("layers' verify_qmm at M=2, 3, 4, 5, 6, 7, 8" in line for line in not_exact)
+
+
+def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, tmp_path):
+    """With injected timings: on up to four rows, and kept for the next load."""
+    monkeypatch.setattr(trial_run, "DRAWS", 1)
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
+    decide, timed = switch.decide, []
+
+    def timer(trial):
+        timed.append(trial.key)
+        return 1.5 if trial.rows <= 4 else 0.9
+
+    monkeypatch.setattr(switch, "decide", lambda trials, **more: decide(trials, **more, timer=timer, budget=1e9))
+    reports = []
+    for _ in range(2):
+        model = load(checkpoint)
+        for layers in (model.layers, model.mtp):
+            del layers[1:]
+        with emulator.emulated(emulator.Options(traffic=False)), stock_ops():
+            reports.append(switch.switch_on(model, None))
+        assert model.lm_head.site.rows == {2, 3, 4}
+        assert model.layers[0].self_attn.q_proj.site.rows == {1, 2, 3, 4}
+    assert reports[0] == reports[1]
+    assert len(timed) == len(set(timed))
+    kernels, not_exact = reports[0]
+    assert "verify_qmm 5x64 4-bit affine g32 bfloat16: M=2-4 on (1.50x), M=5-8 off (slower)" in kernels
+    assert not_exact == ("11 layers' verify_qmm at M=5, 6, 7, 8", "attention")
+    (file,) = tmp_path.glob("*.json")
+    assert len(json.loads(file.read_text())["found"]) == len(timed)
+
+
+def test_formats_without_a_kernel_are_named(checkpoint):
+    model = load(checkpoint)
+    one_bit = nn.QuantizedLinear(64, 8, bias=False, group_size=32, bits=4)
+    one_bit.bits = 1
+    model.lm_head = one_bit
+    switch.place(model)
+    assert type(one_bit) is nn.QuantizedLinear
+    assert switch.others_not_exact(model) == ("attention", "products in a format without a kernel")
+
+
+def test_the_load_time_check_sees_another_order(monkeypatch):
+    """As after an MLX that sums in another order: the kernel is right and stock has changed."""
+    x, weights = draw("affine", 4, 32, (8, 320), 3, mx.float32)
+    with emulator.emulated():
+        module = nn.QuantizedLinear(320, 8, bias=False, group_size=32, bits=4)
+        module.weight, module.scales, module.biases = weights.w, weights.scales, weights.biases
+        site = Stack([module])
+        same, other = (site.ours, lambda x: [one_row(x, weights)]), (site.ours, site.stock)
+        assert trial_run.check(trial_run.Trial("verify_qmm", "8x320", 3, [same], 320, x.dtype)) is None
+        wrong = trial_run.check(trial_run.Trial("verify_qmm", "8x320", 3, [other], 320, x.dtype))
+        assert "differs from one row alone" in wrong
