@@ -87,17 +87,31 @@ def test_emulate_prints_the_table():
     assert result.exit_code == 0, result.output
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
     table = {(row[0] or None, row[1]): row[2:] for row in rows}
-    assert table["qmv_fast", "1"][:3] == ["1.00x", "4.00x", "16.00x"]
-    assert table["qmv_wide", "1"][0] == "1.00x"
-    assert {name for name, _ in table if name} == {"qmv_fast", "qmv", "qmv_wide", "gather_qmv", "sdpa_vector"}
+    assert table["MLX qmv_fast", "1"][:3] == ["1.00x", "4.00x", "16.00x"]
+    assert table["MLX qmv_wide", "1"][0] == "1.00x"
+    stock = {"MLX qmv_fast", "MLX qmv", "MLX qmv_wide", "MLX gather_qmv", "MLX sdpa_vector"}
+    assert {name for name, _ in table if name} == stock
     assert " ms" not in result.output
 
 
-@pytest.mark.parametrize(("arguments", "message"), [([], "--stock"), (["--stock", "--shape", "64", "100"], "64")])
-def test_emulate_says_what_is_wrong(arguments, message):
-    result = CliRunner().invoke(main, ["emulate", *arguments])
+def test_emulate_prints_ours_beside_mlxs():
+    result = CliRunner().invoke(main, ["emulate", "--rows", "7"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    table, name = {}, ""
+    for line in (line for line in result.output.splitlines() if "│" in line):
+        kernel, m, weights, _, x, *_ = (cell.strip() for cell in line.split("│")[1:-1])
+        name = kernel or name
+        table.setdefault(name, []).append((float(weights[:-1]), float(x[:-1])))
+    for kernel in ("verify_qmm", "verify_glu", "verify_gemv"):
+        assert [weights for weights, _ in table[kernel]] == [1.0] * 5 + [2.0] * 2
+        quarters = [x / 4 + 0.005 for _, x in table["MLX qmv_wide"]]  # of two digits
+        assert all(x <= quarter for (_, x), quarter in zip(table[kernel], quarters, strict=True))
+
+
+def test_emulate_says_what_is_wrong():
+    result = CliRunner().invoke(main, ["emulate", "--stock", "--shape", "64", "100"])
     assert result.exit_code == 2
-    assert message in result.output
+    assert "64" in result.output
 
 
 def test_the_command_line_starts_without_the_emulator():

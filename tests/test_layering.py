@@ -42,7 +42,7 @@ ALLOWED = {
     "generate": {"decode", "prompt_cache", "sampling", "stats"},
     "session": {"generate", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},
-    "cli": {"__init__", "demo", "emulator", "generate", "load", "prompt_cache", "session", "stats"},
+    "cli": {"__init__", "demo", "emulator", "generate", "kernels", "load", "prompt_cache", "session", "stats"},
     "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
     "__main__": {"cli"},
 }

@@ -74,10 +74,9 @@ class Stack:
         """The product of the linear `index`; the others' are kept for who asks with the same x, and then let go."""
         read, parts = self.read
         if read is not x or parts[index] is None:
-            parts = self.ours(x)
+            parts = list[Any](self.ours(x))
             self.read = (x, parts)
-        y = parts[index]
-        parts[index] = None
+        y, parts[index] = parts[index], None
         if not any(part is not None for part in parts):
             self.read = (None, [])
         return y
