@@ -134,19 +134,20 @@ def test_a_shuffle_does_not_read_a_lane_that_is_not_there():
 def test_barriers_and_threadgroup_arrays():
     body = """
         threadgroup float tile[4][8], *unused_pointer;
-        threadgroup half2 pairs[32];
+        threadgroup half2 pairs[SIZE > 1 ? SIZE : 1], more[sizeof(half2) < 8 ? 2 : 1];
         uint i = thread_index_in_threadgroup;
         tile[i / 8][i % 8] = a[i];
         pairs[i] = half2(i, -float(i));
+        if (i == 0) more[1] = pairs[i];
         unused_pointer = &tile[0][0];
         threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
         out[i] = tile[3 - i / 8][7 - i % 8] + pairs[31 - i].y + unused_pointer[i];
     """
     x = np.arange(32, dtype=np.float32)
     with pytest.raises(emulator.CompileError):
-        launch(body, mx.array(x))
+        launch(body, mx.array(x), template=[("SIZE", 32)])
     body = body.replace("tile[4][8], *unused_pointer;", "tile[4][8]; threadgroup float* unused_pointer;")
-    assert np.array_equal(np.array(launch(body, mx.array(x))), x[::-1] - x[::-1] + x)
+    assert np.array_equal(np.array(launch(body, mx.array(x), template=[("SIZE", 32)])), x[::-1] - x[::-1] + x)
 
 
 def test_a_simdgroup_barrier_orders_a_simdgroup_only():

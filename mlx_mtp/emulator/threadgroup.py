@@ -21,9 +21,12 @@ _OPENING, _CLOSING = "<([", ">)]"
 
 def _after_type(text: str, start: int) -> int:
     """Index of the first character after `start` that is in no brackets and belongs to no type or name."""
-    depth = 0
+    depth = square = 0
     for i in range(start, len(text)):
         c = text[i]
+        square += (c == "[") - (c == "]")
+        if c in "<>" and square:
+            continue  # compares sizes
         if c in _OPENING:
             depth += 1
         elif c in _CLOSING and depth == 0:
@@ -77,9 +80,12 @@ def _in_parameters(text: str, stop: int) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    parts, depth, last = [], 0, 0
+    parts, depth, last, square = [], 0, 0, 0
     for i, c in enumerate(text):
-        depth += (c in "<([") - (c in ">)]")
+        square += (c == "[") - (c == "]")
+        if c in "<>" and square:
+            continue
+        depth += (c in _OPENING) - (c in _CLOSING)
         if c == "," and depth == 0:
             parts.append(text[last:i])
             last = i + 1
