@@ -20,6 +20,7 @@ from .signature import ATTRIBUTES, Signature
 from .threadgroup import lower_function_constants, lower_literals, lower_threadgroup
 
 NATIVE = Path(__file__).parent / "native"
+LOWERING = Path(__file__).parent / "threadgroup.py"  # rewrites what is compiled
 MLX_INCLUDE = Path(mx.__file__).parent / "include"
 OLDEST_CLANG = 16
 
@@ -195,6 +196,7 @@ def build(
     text = translation_unit(signature, source, header, name)
     constants = dict(function_constants or {})
     headers = [_directory_digest(NATIVE), _directory_digest(MLX_INCLUDE / "mlx/backend/metal/kernels")]
+    headers.append(LOWERING.read_text())
     target = cache_directory() / f"{_digest(text, flags, version, headers, sorted(constants.items()))}.so"
     if target.exists():
         return target
