@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -30,6 +31,10 @@ class Quantized:
     bits: int
     mode: str
     ends: tuple[int, ...]
+
+    @cached_property
+    def ends_array(self) -> mx.array:
+        return mx.array(self.ends)
 
     @property
     def k(self) -> int:

@@ -15,8 +15,8 @@ def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
 
 def _verify_qmm_metal(x: mx.array, weights: Quantized) -> list[mx.array]:
     flat = x.reshape(-1, weights.k).astype(weights.dtype(x))
-    m, ends = flat.shape[0], mx.array(weights.ends)
-    y = launch("verify_qmm", flat, weights, last=("ends", ends), per_lanes=RESULTS, columns=weights.ends[-1])
+    m, last = flat.shape[0], ("ends", weights.ends_array)
+    y = launch("verify_qmm", flat, weights, last=last, per_lanes=RESULTS, columns=weights.ends[-1])
     # One weight's rows lie behind another's: each is contiguous, and no copy.
     starts = (0, *weights.ends[:-1])
     return [y[m * a : m * b].reshape(*x.shape[:-1], b - a) for a, b in zip(starts, weights.ends, strict=True)]
