@@ -164,7 +164,7 @@ def test_512_rows_do_not_drift(layout, dtype, record_property):
     assert same(end, single)
     exact_y, exact_end = exactly(q, rows, np.array(state))
     drift = np.abs(exact(end) - exact_end).max() / np.abs(exact_end).max()
-    record_property("drift of the state", drift)
+    record_property("drift of the state", float(drift))
     assert drift < 2e-6
     assert np.abs(exact(y) - exact_y).max() / np.abs(exact_y).max() < (2**-11 if dtype == F16 else 2**-8)
 
