@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Qwen3.6-27B gate, up": ("verify_glu", lambda: glu(17408, 5120)),
     "Step-3.5 shared expert": ("verify_glu", lambda: glu(1280, 4096)),
     "GLM-4.5 router": ("verify_gemv", lambda: dense(160, 5120)),
+    "Qwen3.5 shared expert's gate": ("verify_gemv", lambda: dense(1, 2048)),
     "eh_proj": ("verify_gemv", lambda: dense(4096, 8192)),
     "Qwen3.6-27B recurrence": ("gated_delta_verify", delta),
 }

@@ -158,6 +158,18 @@ METAL_FUNC void quantized_products(
   constexpr int STEP = VALUES < GROUP ? VALUES : GROUP; // values under one scale
   constexpr int BYTES = STEP * BITS / 8;
   constexpr int STRIDE = LANES * VALUES;
+
+  // Long offsets once; in the loop, where they would cost more than the products, a row is so many bytes and groups on.
+  const int row_bytes = K / 8 * BITS, row_groups = K / GROUP;
+  w += size_t(outputs[0]) * row_bytes;
+  scales += size_t(outputs[0]) * row_groups;
+  biases += size_t(outputs[0]) * row_groups;
+  int byte_offset[RESULTS], group_offset[RESULTS];
+  UNROLL
+  for (int r = 0; r < RESULTS; r++) {
+    byte_offset[r] = (outputs[r] - outputs[0]) * row_bytes;
+    group_offset[r] = (outputs[r] - outputs[0]) * row_groups;
+  }
   for (int begin = lane * VALUES; begin < K; begin += STRIDE) {
     UNROLL
     for (int k = begin; k < begin + VALUES; k += STEP) {
@@ -165,10 +177,10 @@ METAL_FUNC void quantized_products(
       uint words[RESULTS][(BYTES + 3) / 4];
       UNROLL
       for (int r = 0; r < RESULTS; r++) {
-        const size_t group = (size_t(outputs[r]) * K + k) / GROUP;
+        const int group = group_offset[r] + k / GROUP;
         scale[r] = scale_of<FP, GROUP>(scales[group]);
         bias[r] = FP ? 0.0f : float(biases[group]);
-        load_bytes<BYTES>(w + (size_t(outputs[r]) * K + k) * BITS / 8, words[r]);
+        load_bytes<BYTES>(w + byte_offset[r] + k * BITS / 8, words[r]);
       }
       float products[ROWS][RESULTS] = {}, sums[ROWS] = {};
       UNROLL
@@ -176,7 +188,7 @@ METAL_FUNC void quantized_products(
         float values[ROWS][F::CHUNK];
         UNROLL
         for (int m = 0; m < ROWS; m++) {
-          sums[m] = F::load(x + size_t(m) * K + k + c * F::CHUNK, sums[m], values[m]);
+          sums[m] = F::load(x + m * K + k + c * F::CHUNK, sums[m], values[m]);
         }
         UNROLL
         for (int r = 0; r < RESULTS; r++) {
