@@ -14,6 +14,7 @@ from exact import draw, one_row, same_bits
 from metal_cases import linux_only
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from stock_ops import stock_ops
 from test_exact_model import STEP, quantized
 
@@ -135,9 +136,43 @@ def test_a_stack_is_one_launch_and_keeps_nothing():
         assert stack.read == (None, [])
         other = x + 1
         first, second = modules[0](other), modules[0](x)  # k and v of `other` are never asked for
+        assert mx.allclose(modules[1](x), plain[1], atol=1e-5)
+        modules[2](other)
+        assert mx.allclose(modules[1](x), plain[1], atol=1e-5)
         assert mx.allclose(second, plain[0], atol=1e-5)
         assert not mx.allclose(first, second, atol=1e-2)
         assert mx.allclose(modules[0](x), plain[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("heights", [(24,), (24, 8)])
+def test_weights_loaded_after_the_switch_count(heights):
+    modules, others = linears(*heights), linears(*heights)
+    stack = stacked(modules)
+    for module, other in zip(modules, others, strict=True):
+        module.load_weights(tree_flatten(other.parameters()))
+    for x in mx.random.normal((2, 1, 3, 64)):
+        with emulator.emulated() as launches:
+            outputs = [module(x) for module in modules]
+        assert len(launches) == 1
+        assert all(mx.allclose(y, other(x), atol=1e-5) for y, other in zip(outputs, others, strict=True))
+    assert stack.parts[0][2] is modules[0].weight
+
+
+def test_adapters_around_swapped_modules(checkpoint):
+    """As mlx-lm puts them into a model that is loaded: no kernel computes the product that they replace."""
+    model, x = load(checkpoint), mx.random.normal((1, 3, 64)).astype(mx.bfloat16)
+    sites, mlp = switch.place(model), model.layers[0].mlp
+    assert "adapters" not in switch.others_not_exact(model)
+    linear_to_lora_layers(model, 4, {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": ["mlp.gate_proj"]})
+    lora = mlp.gate_proj
+    lora.lora_b = mx.random.normal(lora.lora_b.shape)
+    want = mlp(x)
+    for site in sites:
+        site.rows = frozenset({3})
+    with emulator.emulated() as launches:
+        assert mx.allclose(mlp(x), want, atol=0.05 * mx.abs(want).max().item())
+    assert {launch.kernel for launch in launches} == {"verify_qmm"}
+    assert "adapters" in switch.others_not_exact(model)
 
 
 @pytest.mark.parametrize("m", [1, 9])
