@@ -41,6 +41,7 @@ class Stack:
             for module, a, b in zip(self.modules, (0, *ends), ends, strict=False):
                 module.update({name: whole[name][a:b] for name in stored})
             mx.eval(whole, [module.parameters() for module in self.modules])
+            mx.clear_cache()  # what they were before has sizes that nothing else asks for
         self.parts = [(module, name, module[name]) for module in self.modules for name in stored]
         w, scales, biases = whole.values()
         self.stacked = Quantized(w, scales, biases, first.group_size, first.bits, first.mode, ends)
