@@ -99,7 +99,7 @@ def test_emulate_prints_ours_beside_mlxs():
     assert result.exit_code == 0, result.output
     table, name = {}, ""
     for line in (line for line in result.output.splitlines() if "│" in line):
-        kernel, m, weights, _, x, *_ = (cell.strip() for cell in line.split("│")[1:-1])
+        kernel, _, weights, _, x, *_ = (cell.strip() for cell in line.split("│")[1:-1])
         name = kernel or name
         table.setdefault(name, []).append((float(weights[:-1]), float(x[:-1])))
     for kernel in ("verify_qmm", "verify_glu", "verify_gemv"):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +15,7 @@ from exact import draw, one_row, same_bits
 from metal_cases import linux_only
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from stock_ops import stock_ops
 from test_exact_model import STEP, quantized
@@ -176,6 +178,13 @@ def test_adapters_around_swapped_modules(checkpoint):
     assert "adapters" in switch.others_not_exact(model)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_mlp_with_biases_is_no_single_launch(bias):
+    gate, up = linears(8, 8, bias=bias)
+    stacked([gate, up])
+    assert switch._is_stacked(SimpleNamespace(gate_proj=gate, up_proj=up)) != bias
+
+
 @pytest.mark.parametrize("m", [1, 9])
 def test_other_row_counts_are_mlxs(m):
     modules, x = linears(24, 8), mx.random.normal((m, 64))
@@ -326,9 +335,13 @@ def test_formats_without_a_kernel_are_named(checkpoint):
     one_bit = nn.QuantizedLinear(64, 8, bias=False, group_size=32, bits=4)
     one_bit.bits = 1
     model.lm_head = one_bit
+    scaled = model.layers[0].self_attn.o_proj
+    scaled.global_scale = mx.array([1.0])
     switch.place(model)
-    assert type(one_bit) is nn.QuantizedLinear
+    assert type(one_bit) is type(scaled) is nn.QuantizedLinear
     assert switch.others_not_exact(model) == ("attention", "products in a format without a kernel")
+    model.layers[3].mlp.switch_mlp.up_proj = SwitchLinear(64, 32, 4)
+    assert switch.others_not_exact(model)[-1] == "unquantized experts"
 
 
 def test_the_load_time_check_sees_another_order(monkeypatch):
