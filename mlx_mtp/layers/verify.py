@@ -85,10 +85,11 @@ class Stack:
     def part(self, x: mx.array, index: int) -> mx.array:
         """The product of the linear `index`; the others' are kept for who asks with the same x, and then let go."""
         read, parts = self.read
-        if read is not x or parts[index] is None:
+        y = parts[index] if read is x else None
+        if y is None:
             parts = list[Any](self.ours(x))
-            self.read = (x, parts)
-        y, parts[index] = parts[index], None
+            y, self.read = parts[index], (x, parts)
+        parts[index] = None
         if not any(part is not None for part in parts):
             self.read = (None, [])
         return y
