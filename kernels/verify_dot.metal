@@ -10,7 +10,7 @@ const auto rows = x + size_t(first_m) * K;
 float4 sum[ROWS];
 #pragma clang loop unroll(full)
 for (int m = 0; m < ROWS; m++) {
-    sum[m] = float4(0.0f);
+    sum[m] = 0.0f;
 }
 for (int step = 0; step < 32; step += SPAN) {
     const int k = 1024 * simd_id + 32 * step + lane * SPAN;
@@ -18,11 +18,18 @@ for (int step = 0; step < 32; step += SPAN) {
 #pragma clang loop unroll(full)
         for (int j = 0; j < SPAN; j += 4) {
             const int i = k + j;
-            const float4 weight = float4(w[i], w[i + 1], w[i + 2], w[i + 3]);
+            float4 weight = 0.0f, values = 0.0f;
+#pragma clang loop unroll(full)
+            for (int e = 0; e < 4; e++) {
+                weight[e] = float(w[i + e]);
+            }
 #pragma clang loop unroll(full)
             for (int m = 0; m < ROWS; m++) {
-                const auto row = rows + m * K + i;
-                sum[m] += float4(row[0], row[1], row[2], row[3]) * weight;
+#pragma clang loop unroll(full)
+                for (int e = 0; e < 4; e++) {
+                    values[e] = float(rows[m * K + i + e]);
+                }
+                sum[m] += values * weight;
             }
         }
     } else {

@@ -1,5 +1,6 @@
 """What was loaded, in words: so that "is MTP even on?" has an answer."""
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from mlx.utils import tree_flatten
 
 DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config.json's number of heads
 LISTED = 8  # names of tensors that are not used
+COLUMNS = 100  # of the report, where a line of it can be broken
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,19 @@ class Report:
         rows.append(("norms", self.norms))
         if self.expanded:
             rows.append(("precision", "expanded to float32: MLX multiplies experts on a CPU in nothing else"))
-        rows += [("" if i else "kernels", line) for i, line in enumerate(self.kernels)]
+        lines = [line for kernel in self.kernels for line in _broken(kernel)]
+        rows += [("" if i else "kernels", line) for i, line in enumerate(lines)]
         if self.not_exact:
             rows.append(("not exact", f"{', '.join(self.not_exact)}: bits may depend on the number of rows"))
         if self.ignored:
             more = f" and {len(self.ignored) - LISTED} more" if len(self.ignored) > LISTED else ""
             rows.append(("not used", ", ".join(self.ignored[:LISTED]) + more))
         return "\n".join(f"{name:<10} {text}" for name, text in rows)
+
+
+def _broken(text: str) -> list[str]:
+    """A row's text in lines that fit beside its name, the later ones set in."""
+    return textwrap.wrap(text, COLUMNS - 11, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _size(n: int) -> str:

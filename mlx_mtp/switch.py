@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from .kernels import on_metal, served
 from .layers.gated_delta import GatedDelta
@@ -180,5 +181,7 @@ def others_not_exact(model: Any) -> Lines:
         "latent attention's products per head": any(isinstance(m, PER_HEAD) for m in modules),
         "products in a format without a kernel": any(type(m) in UNSERVED or _tied(model, m) for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
+        "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
+        "adapters": any("lora_a" in m for m in modules),
     }
     return tuple(name for name, present in found.items() if present)

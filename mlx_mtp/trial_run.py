@@ -98,14 +98,16 @@ def _wrong(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[i
     if kinds[0] != kinds[1]:
         return f"gives {kinds[0]} where stock MLX gives {kinds[1]}"
     pairs = zip(found, expected, strict=True)
-    differs = [mx.any((_bits(a) != _bits(b)).reshape(len(x), -1), axis=1) for a, b in pairs]
+    differs = [mx.any(_differs(a, b).reshape(len(x), -1), axis=1) for a, b in pairs]
     wrong: list[bool] = mx.any(mx.stack(differs), axis=0).tolist()  # type: ignore[assignment]
     first = next((i for i in rows if wrong[i]), None)
     return None if first is None else f"row {first + 1} of {len(x)} {how}"
 
 
-def _bits(a: mx.array) -> mx.array:
-    return a.view(UNSIGNED[a.dtype.size])
+def _differs(a: mx.array, b: mx.array) -> mx.array:
+    """Which bits differ; a NaN is a NaN, whose sign and payload no arithmetic promises."""
+    bits = UNSIGNED[a.dtype.size]
+    return (a.view(bits) != b.view(bits)) & ~(mx.isnan(a) & mx.isnan(b))
 
 
 def first_line(e: Exception) -> str:

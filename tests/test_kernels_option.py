@@ -53,6 +53,15 @@ def test_the_report_shows_what_the_switch_did(asked):
     assert listed.endswith(f"{ROWS}not used   vision.*")
 
 
+def test_long_lines_are_broken(asked):
+    line = "verify_qmm 12288+1024+1024+96x4096 4-bit affine g64 bfloat16: M=1-4 on (1.37-1.86x), M=5-6 off (slower)"
+    report = replace(mlx_mtp.load_model(demo_path()).report(), kernels=(line, LINES[0]))
+    first, second, third = str(report).splitlines()[-4:-1]
+    assert max(map(len, (first, second, third))) <= 100
+    assert (first[:11], second[:15], third) == ("kernels    ", " " * 15, " " * 11 + LINES[0])
+    assert f"{first[11:]} {second.strip()}" == line
+
+
 def test_lazy_weights_are_not_read_for_a_trial(asked):
     for kernels in (None, "exact"):
         mlx_mtp.load_model(demo_path(), lazy=True, kernels=kernels)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +15,8 @@ from exact import draw, one_row, same_bits
 from metal_cases import linux_only
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from stock_ops import stock_ops
 from test_exact_model import STEP, quantized
 
@@ -116,9 +119,11 @@ def test_stacking_keeps_one_copy():
     mx.eval([m.parameters() for m in modules])
     mx.clear_cache()
     before, whole = mx.get_active_memory(), sum(a.nbytes for m in modules for _, a in tree_flatten(m.parameters()))
+    mx.reset_peak_memory()
     stack = Stack(modules)
-    mx.clear_cache()
     assert mx.get_active_memory() - before < whole / 100
+    assert mx.get_peak_memory() - before < whole * 1.01
+    assert mx.get_cache_memory() < whole / 100
     one = mx.ones((1, 2048))
     want = mx.dequantize(stack.weights.w, stack.weights.scales, stack.weights.biases, 32, 4) @ one[0]
     assert mx.allclose(mx.concatenate([m(one) for m in modules], axis=-1)[0], want, atol=1e-3)
@@ -135,9 +140,49 @@ def test_a_stack_is_one_launch_and_keeps_nothing():
         assert stack.read == (None, [])
         other = x + 1
         first, second = modules[0](other), modules[0](x)  # k and v of `other` are never asked for
+        assert mx.allclose(modules[1](x), plain[1], atol=1e-5)
+        assert not mx.allclose(modules[2](other), plain[2], atol=1e-2)
         assert mx.allclose(second, plain[0], atol=1e-5)
         assert not mx.allclose(first, second, atol=1e-2)
         assert mx.allclose(modules[0](x), plain[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("heights", [(24,), (24, 8)])
+def test_weights_loaded_after_the_switch_count(heights):
+    modules, others = linears(*heights), linears(*heights)
+    stack = stacked(modules)
+    for module, other in zip(modules, others, strict=True):
+        module.load_weights(tree_flatten(other.parameters()))
+    for x in mx.random.normal((2, 1, 3, 64)):
+        with emulator.emulated() as launches:
+            outputs = [module(x) for module in modules]
+        assert len(launches) == 1
+        assert all(mx.allclose(y, other(x), atol=1e-5) for y, other in zip(outputs, others, strict=True))
+    assert stack.parts[0][2] is modules[0].weight
+
+
+def test_adapters_around_swapped_modules(checkpoint):
+    """As mlx-lm puts them into a model that is loaded: no kernel computes the product that they replace."""
+    model, x = load(checkpoint), mx.random.normal((1, 3, 64)).astype(mx.bfloat16)
+    sites, mlp = switch.place(model), model.layers[0].mlp
+    assert "adapters" not in switch.others_not_exact(model)
+    linear_to_lora_layers(model, 4, {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": ["mlp.gate_proj"]})
+    lora = mlp.gate_proj
+    lora.lora_b = mx.random.normal(lora.lora_b.shape)
+    want = mlp(x)
+    for site in sites:
+        site.rows = frozenset({3})
+    with emulator.emulated() as launches:
+        assert mx.allclose(mlp(x), want, atol=0.05 * mx.abs(want).max().item())
+    assert {launch.kernel for launch in launches} == {"verify_qmm"}
+    assert "adapters" in switch.others_not_exact(model)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_mlp_with_biases_is_no_single_launch(bias):
+    gate, up = linears(8, 8, bias=bias)
+    stacked([gate, up])
+    assert switch._is_stacked(SimpleNamespace(gate_proj=gate, up_proj=up)) != bias
 
 
 @pytest.mark.parametrize("m", [1, 9])
@@ -290,9 +335,13 @@ def test_formats_without_a_kernel_are_named(checkpoint):
     one_bit = nn.QuantizedLinear(64, 8, bias=False, group_size=32, bits=4)
     one_bit.bits = 1
     model.lm_head = one_bit
+    scaled = model.layers[0].self_attn.o_proj
+    scaled.global_scale = mx.array([1.0])
     switch.place(model)
-    assert type(one_bit) is nn.QuantizedLinear
+    assert type(one_bit) is type(scaled) is nn.QuantizedLinear
     assert switch.others_not_exact(model) == ("attention", "products in a format without a kernel")
+    model.layers[3].mlp.switch_mlp.up_proj = SwitchLinear(64, 32, 4)
+    assert switch.others_not_exact(model)[-1] == "unquantized experts"
 
 
 def test_the_load_time_check_sees_another_order(monkeypatch):

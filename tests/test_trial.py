@@ -170,6 +170,17 @@ def test_what_is_wrong(ours, words):
     assert words in (check(trial(ours)) or "nothing")
 
 
+def test_a_nan_of_another_sign_is_a_nan():
+    weights = [mx.where(mx.arange(K) == 3, math.nan, w) for w in WEIGHTS]
+
+    def other_sign(w):
+        return lambda x: [mx.where(mx.isnan(y), -y, y) for y in stock(w)(x)]
+
+    assert check(trial(other_sign, weights=weights)) is None
+    assert "differs" in str(check(trial(lambda w: stock(mx.where(mx.arange(K) == 3, math.nan, w)))))
+    assert "differs" in str(check(trial(lambda w: stock(mx.nan_to_num(w)), weights=weights)))
+
+
 def test_bits_are_compared_not_values():
     same_value = Trial("op", "s", 2, [(lambda x: [mx.zeros_like(x)], lambda x: [-mx.zeros_like(x)])], K, mx.float16)
     assert check(same_value) == "row 1 of 2 differs from one row alone"

@@ -29,17 +29,29 @@ class Stack:
     def __init__(self, modules: Sequence[Any]):
         self.modules, self.rows = list(modules), frozenset()
         self.read: tuple[mx.array | None, list[Any]] = (None, [])
-        ends = tuple(itertools.accumulate(module.scales.shape[0] for module in modules))
-        whole: dict[str, Any] = {name: modules[0].get(name) for name in ("weight", "scales", "biases")}
-        if len(modules) > 1:
-            stored = [name for name, array in whole.items() if array is not None]
-            whole |= {name: mx.concatenate([module[name] for module in modules]) for name in stored}
-            for module, a, b in zip(modules, (0, *ends), ends, strict=False):
+        self._stack()
+
+    def _stack(self) -> None:
+        first = self.modules[0]
+        ends = tuple(itertools.accumulate(module.scales.shape[0] for module in self.modules))
+        whole: dict[str, Any] = {name: first.get(name) for name in ("weight", "scales", "biases")}
+        stored = [name for name, array in whole.items() if array is not None]
+        if len(self.modules) > 1:
+            whole |= {name: mx.concatenate([module[name] for module in self.modules]) for name in stored}
+            for module, a, b in zip(self.modules, (0, *ends), ends, strict=False):
                 module.update({name: whole[name][a:b] for name in stored})
-            mx.eval(whole, [module.parameters() for module in modules])
+            mx.eval(whole, [module.parameters() for module in self.modules])
+            mx.clear_cache()  # what they were before has sizes that nothing else asks for
+        self.parts = [(module, name, module[name]) for module in self.modules for name in stored]
         w, scales, biases = whole.values()
-        first = modules[0]
-        self.weights = Quantized(w, scales, biases, first.group_size, first.bits, first.mode, ends)
+        self.stacked = Quantized(w, scales, biases, first.group_size, first.bits, first.mode, ends)
+
+    @property
+    def weights(self) -> Quantized:
+        """Those that the linears have now: weights loaded or cast since they were stacked are stacked again."""
+        if any(module.get(name) is not array for module, name, array in self.parts):
+            self._stack()
+        return self.stacked
 
     @property
     def shape(self) -> str:
@@ -73,10 +85,11 @@ class Stack:
     def part(self, x: mx.array, index: int) -> mx.array:
         """The product of the linear `index`; the others' are kept for who asks with the same x, and then let go."""
         read, parts = self.read
-        if read is not x or parts[index] is None:
+        y = parts[index] if read is x else None
+        if y is None:
             parts = list[Any](self.ours(x))
-            self.read = (x, parts)
-        y, parts[index] = parts[index], None
+            y, self.read = parts[index], (x, parts)
+        parts[index] = None
         if not any(part is not None for part in parts):
             self.read = (None, [])
         return y
@@ -123,6 +136,11 @@ class GLU:
     def width(self) -> int:
         return self.stack.width
 
+    def serves(self, x: mx.array) -> bool:
+        """Not where gate or up has been replaced since, as by an adapter around it."""
+        gate, up = self.stack.modules
+        return rows_of(x) in self.rows and self.mlp.gate_proj is gate and self.mlp.up_proj is up
+
     def ours(self, x: mx.array) -> list[mx.array]:
         return [verify_glu(x, self.stack.weights, self.limit)]
 
@@ -140,7 +158,7 @@ class VerifyMLP:
     glu: GLU
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        if rows_of(x) not in self.glu.rows:
+        if not self.glu.serves(x):
             return super().__call__(x)  # type: ignore[misc]
         return self.down_proj(self.glu.ours(x)[0])
 
