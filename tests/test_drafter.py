@@ -102,17 +102,17 @@ def test_right_wrong_and_partly_right_drafts(drafted, truth, monkeypatch, every)
 @pytest.mark.parametrize(("k", "stop"), [(0, 1), (3, 1), (3, 4), (5, 9)])
 def test_stop_anywhere_save_and_continue(drafted, truth, tmp_path, k, stop):
     model, prompt = drafted[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    expected = truth(tuple(prompt))[:30]
+    expected = truth(tuple(prompt))[:20]
     cache = mlx_mtp.make_prompt_cache(model)
-    steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=30)
+    steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=20)
     text = [token for _, (token, _, _) in zip(range(stop), steps, strict=False)]
     steps.close()
     mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
     snapshot = cache.snapshot()
     for kept in (cache, mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)):
-        assert ours(model, text[-1:], 30 - stop, 2, prompt_cache=kept)[0] == expected[stop:]
+        assert ours(model, text[-1:], 20 - stop, 2, prompt_cache=kept)[0] == expected[stop:]
     cache.rewind(snapshot)
-    assert ours(model, text[-1:], 30 - stop, 4, prompt_cache=cache)[0] == expected[stop:]
+    assert ours(model, text[-1:], 20 - stop, 4, prompt_cache=cache)[0] == expected[stop:]
 
 
 def rope(x: mx.array) -> mx.array:

@@ -121,9 +121,9 @@ def test_stop_anywhere_save_and_continue(family, truth, tmp_path, stop, k):
     """A cache left in the middle of an accepted run, and its copy from a file, go on as if decoded one by one."""
     model, _ = family
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    expected = truth(tuple(prompt))[:30]
+    expected = truth(tuple(prompt))[:20]
     cache = mlx_mtp.make_prompt_cache(model)
-    steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=30)
+    steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=20)
     text = [token for _, (token, _, _) in zip(range(stop), steps, strict=False)]
     steps.close()
     assert text == expected[:stop]
@@ -132,6 +132,6 @@ def test_stop_anywhere_save_and_continue(family, truth, tmp_path, stop, k):
     copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
     snapshot = cache.snapshot()
     for kept in (cache, copy):
-        assert ours(model, text[-1:], 30 - stop, 2, prompt_cache=kept)[0] == expected[stop:]
+        assert ours(model, text[-1:], 20 - stop, 2, prompt_cache=kept)[0] == expected[stop:]
     cache.rewind(snapshot)
-    assert ours(model, text[-1:], 30 - stop, 3, prompt_cache=cache)[0] == expected[stop:]
+    assert ours(model, text[-1:], 20 - stop, 3, prompt_cache=cache)[0] == expected[stop:]

@@ -19,7 +19,7 @@ def texts(model, prompt, n, k, cache=None, **options):
 def model_and_truth(tiny_models):
     # Of these seeds' heads many drafts are right, so that stops fall inside accepted runs.
     model, _ = tiny_models(2, vocab_size=5)
-    return model, texts(model, PROMPT, 60, 0)
+    return model, texts(model, PROMPT, 48, 0)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
@@ -31,15 +31,15 @@ def test_stop_anywhere_then_continue(model_and_truth, k, how):
         if how == "max_tokens":
             first = texts(model, PROMPT, n, k, cache)
         elif how == "stop_tokens":
-            first = texts(model, PROMPT, 60, k, cache, stop_tokens={truth[n - 1]})
+            first = texts(model, PROMPT, 48, k, cache, stop_tokens={truth[n - 1]})
         else:
-            steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=60, num_draft_tokens=k, prompt_cache=cache)
+            steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=48, num_draft_tokens=k, prompt_cache=cache)
             first = [next(steps)[0] for _ in range(n)]
             steps.close()
         assert first == truth[: len(first)]
         assert cache.tokens == PROMPT + first[:-1]
         assert all(c.offset == cache.offset for c in cache.layers)
-        assert texts(model, first[-1:], 60 - len(first), 3, cache) == truth[len(first) :]
+        assert texts(model, first[-1:], 48 - len(first), 3, cache) == truth[len(first) :]
 
 
 def test_stopped_caches_hold_the_same_rows(model_and_truth):

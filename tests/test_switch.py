@@ -284,6 +284,7 @@ BOTH = {"verify_qmm", "verify_glu"}
 )
 def test_a_wrong_kernel_is_off_whatever_is_asked(checkpoint, monkeypatch, tmp_path, ops, file, right, wrong):
     monkeypatch.setattr(trial_run, "DRAWS", 1)
+    monkeypatch.setattr(trial_run, "LAYERS", 1)
     for kind in (Stack, GLU):
         monkeypatch.setattr(kind, "candidates", (3, 7))
     broken(monkeypatch, tmp_path, file, right, wrong)
@@ -304,6 +305,7 @@ def test_a_wrong_kernel_is_off_whatever_is_asked(checkpoint, monkeypatch, tmp_pa
 def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, tmp_path):
     """With injected timings: on up to four rows, and kept for the next load."""
     monkeypatch.setattr(trial_run, "DRAWS", 1)
+    monkeypatch.setattr(trial_run, "LAYERS", 1)
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
     decide, timed = switch.decide, []
 

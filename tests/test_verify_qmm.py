@@ -29,10 +29,12 @@ def emulated(x, weights, **options) -> tuple[list[mx.array], emulator.Traffic]:
 
 
 def cases(seed: int) -> list[tuple]:
-    """Every format at a K of each kind, so that each width has each dtype at each kind; N and M change, too."""
+    """Every format at a K of each kind that it has, so that each width has each dtype there; N and M change, too."""
     rng = random.Random(seed)
     found = []
     for (i, (mode, bits, group)), (j, kind) in itertools.product(enumerate(FORMATS), enumerate(K_OF)):
+        if kind == "quad" and bits in (3, 5, 6):  # MLX has no such kernel
+            continue
         k = rng.choice([k for k in K_OF[kind] if k % group == 0] or [128])
         n, m = rng.choice((1, 2, 3, 5, 7, 8, 12, 13, 20, 33)), rng.choice(range(1, 10))
         dtype = DTYPES[(i + j + seed) % 3]

@@ -321,7 +321,9 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(Launch* la
   random_state = launch->order;
   rt.threads = static_cast<Thread*>(calloc(MAX_THREADS, sizeof(Thread)));
   rt.simdgroups = static_cast<Simdgroup*>(calloc(MAX_THREADS / 32, sizeof(Simdgroup)));
-  u64 stacks = reinterpret_cast<u64>(mmap(nullptr, STACK_GUARD + STACK_SIZE * MAX_THREADS, 3, 0x4022, -1, 0));
+  // Kept from launch to launch: new pages would take a third of a short one's time. Launches wait for each other.
+  static u64 stacks = ~0ul;
+  if (stacks == ~0ul) stacks = reinterpret_cast<u64>(mmap(nullptr, STACK_GUARD + STACK_SIZE * MAX_THREADS, 3, 0x4022, -1, 0));
   if (stacks == ~0ul || set_up_memory(launch)) return 1;
   rt.stacks = stacks + STACK_GUARD;
   for (u32 i = 0; i < launch->buffers; ++i) thread_arguments[i] = reinterpret_cast<void*>(buffers[i].base + origins[i]);
@@ -329,7 +331,6 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(Launch* la
   run_all();
   release_traps();
   tear_down_memory();
-  munmap(reinterpret_cast<void*>(stacks), STACK_GUARD + STACK_SIZE * MAX_THREADS);
   free(rt.threads);
   free(rt.simdgroups);
   free(rt.site_table);
