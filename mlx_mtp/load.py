@@ -192,8 +192,8 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
 
 
 def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:
-    """Switch on the model's kernels, and note in the report which; a trial would read lazy weights."""
-    kernels, not_exact = switch_on(model, "off" if lazy and lane is None else lane)
+    """Switch on the model's kernels, and note in the report which."""
+    kernels, not_exact = switch_on(model, lane, lazy=lazy)
     facts = replace(model.report(), kernels=kernels, not_exact=not_exact)
     model.report = lambda: facts
 

@@ -40,22 +40,24 @@ TOGETHER = (
 )
 PER_HEAD = (MultiLinear, QuantizedMultiLinear)
 UNSERVED = (nn.QuantizedLinear, nn.QQLinear)
+FORMATS = "products in a format without a kernel"
 Site = Stack | GLU | Dense | Recurrence
 Lines = tuple[str, ...]
 
 
-def switch_on(model: Any, lane: str | None) -> tuple[Lines, Lines]:
+def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Lines, Lines]:
     """Switch on the model's kernels; the report's lines, and the ops whose bits may depend on the number of rows.
 
     lane: None decides by trial, "exact" and "fast" take what is right, "off" takes none. Without a Metal GPU, or for
-    a model that verifies nothing, all stays as it is.
+    a model that verifies nothing, all stays as it is; by trial also with `lazy` weights, which a trial would read.
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
     if not isinstance(model, Port):
         return ("none: decoded one row at a time",), ()
-    if lane == "off":
-        return ("none: asked for",), ("all products", *others_not_exact(model))
+    if lane == "off" or (lane is None and lazy):
+        why = "asked for" if lane else "a trial would read all of the lazy weights"
+        return (f"none: {why}",), ("all products", *(line for line in others_not_exact(model) if line != FORMATS))
     sites = place(model)
     dtype = model.no_hidden().dtype
     tried = trials(sites, dtype)
@@ -154,9 +156,8 @@ def _alone(sites: Sequence[Site]) -> list[Callable] | None:
 def switch(sites: Iterable[Site], verdicts: Mapping[tuple[str, str, int], Verdict], dtype: mx.Dtype) -> None:
     """Let each site serve the row counts that its verdicts allow."""
     for site in sites:
-        for trial in trials([site], dtype):
-            if verdicts[trial.key].on:
-                site.rows |= {trial.rows}
+        site.rows = frozenset(trial.rows for trial in trials([site], dtype) if verdicts[trial.key].on)
+    mx.clear_cache()  # of what the trials made
 
 
 def rows_not_exact(sites: Sequence[Site]) -> Lines:
@@ -177,9 +178,9 @@ def others_not_exact(model: Any) -> Lines:
     """What has no exact kernel."""
     modules = [module for _, module in model.named_modules()]
     found = {
+        FORMATS: any(type(m) in UNSERVED or _tied(model, m) for m in modules),
         "attention": any(window != "recurrent" for window in model.windows()),
         "latent attention's products per head": any(isinstance(m, PER_HEAD) for m in modules),
-        "products in a format without a kernel": any(type(m) in UNSERVED or _tied(model, m) for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
         "adapters": any("lora_a" in m for m in modules),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from .trial_memory import MLX_VERSION, Found, Key, Memory
-from .trial_run import Trial, check, first_line, time_pair
+from .trial_run import FAILS, Trial, check, first_line, time_pair
 
 LANES = ("off", "exact", "fast")
 VARIABLE = "MLX_MTP_KERNELS"
@@ -78,6 +78,7 @@ def _by_trial(
 ) -> dict[Key, Verdict]:
     known = memory.recall() if memory else {}
     found: dict[Key, Found] = {}
+    failed: dict[Key, Found] = {}  # not kept for the next load: memory may have been short
     verdicts: dict[Key, Verdict] = {}
     end = time.perf_counter() + budget
     for trial in trials:
@@ -87,15 +88,15 @@ def _by_trial(
         elif time.perf_counter() >= end:
             verdicts[key] = _off(f"not tried, the {budget:g} s for trials were over")
         elif wrong := check(trial):
-            found[key] = Found(wrong, None)
-            verdicts[key] = _judged(found[key])
+            verdicts[key] = _off(wrong)
+            (failed if wrong.startswith(FAILS) else found)[key] = Found(wrong, None)
         else:
             try:
                 found[key] = Found(None, float(timer(trial)))
                 verdicts[key] = _judged(found[key])
-            except Exception as e:  # not kept: memory may have been short
+            except Exception as e:
                 verdicts[key] = Verdict(False, True, reason=f"timing it fails with {first_line(e)}")
-    _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
+    _warn_of_wrong({key: finding.wrong for key, finding in {**found, **failed}.items()})
     if memory and found:
         memory.keep({**known, **found})
     return verdicts

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 Op = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
 
+FAILS = "fails with"  # begins what is wrong with a kernel that gave nothing
 DRAWS = 6  # two per bit of a row's number, see `_spoilt`
 LAYERS = 2  # per draw, others each time
 CHAINS, FASTEST = 22, 3  # of each side, and those that count
@@ -93,7 +94,7 @@ def _wrong(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[i
         found = list(ours(x))
         mx.eval(found)
     except Exception as e:
-        return f"fails with {first_line(e)}"
+        return f"{FAILS} {first_line(e)}"
     kinds = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in (found, expected)]
     if kinds[0] != kinds[1]:
         return f"gives {kinds[0]} where stock MLX gives {kinds[1]}"

@@ -8,11 +8,14 @@ from gated_cases import same
 from metal_cases import linux_only
 from mlx_lm.models import qwen3_5
 from qwen import QWEN_TEXT
+from stock_ops import stock_ops
 
 import mlx_mtp
-from mlx_mtp import emulator
+from mlx_mtp import emulator, switch, trial_run
+from mlx_mtp.layers.verify import Recurrence
 from mlx_mtp.models.qwen3_5 import GatedDeltaNet
 from mlx_mtp.recurrent_cache import RecurrentCache
+from mlx_mtp.trial import decide
 
 ALL = frozenset(range(1, 100))
 KERNELS = ["conv_verify", "gated_delta_verify"]
@@ -135,3 +138,20 @@ def test_texts_and_saved_caches(tmp_path, name):
             fuse(model, reader)
             copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
             assert begun + text(model, begun[-1:], 14, 2, prompt_cache=copy) == expected, (saver, reader)
+
+
+@linux_only
+@pytest.mark.parametrize(("ratio", "rows"), [(2.0, set(range(2, 9))), (0.5, set())])
+def test_a_trial_leaves_no_states_behind(monkeypatch, ratio, rows):
+    """Convolution and recurrence are tried behind rows of their own, on a tape; then these are let go."""
+    layer = Fed(32, mx.float32)
+    site = Recurrence(layer, RecurrentCache)
+    monkeypatch.setattr(trial_run, "DRAWS", 1)
+    tried = switch.trials([site], mx.float32)
+    with emulator.emulated(emulator.Options(traffic=False)) as launches, stock_ops():
+        verdicts = decide(tried, lane=None, timer=lambda trial: ratio, budget=1e9)
+        assert site.before
+        switch.switch([site], verdicts, mx.float32)
+    assert {trial.key for trial in tried if verdicts[trial.key].right} == {trial.key for trial in tried}
+    assert set(KERNELS) < {launch.kernel for launch in launches}
+    assert (layer.verify_rows, site.before) == (rows, [])

@@ -27,7 +27,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(
         importlib.import_module("mlx_mtp.load"),
         "switch_on",
-        lambda model, lane: lanes.append(lane) or (LINES, ("router", "head")),
+        lambda model, lane, lazy: lanes.append((lane, lazy) if lazy else lane) or (LINES, ("router", "head")),
     )
     return lanes
 
@@ -65,7 +65,7 @@ def test_long_lines_are_broken(asked):
 def test_lazy_weights_are_not_read_for_a_trial(asked):
     for kernels in (None, "exact"):
         mlx_mtp.load_model(demo_path(), lazy=True, kernels=kernels)
-    assert asked == ["off", "exact"]
+    assert asked == [(None, True), ("exact", True)]
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,15 @@ def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, tmp_path):
     assert len(json.loads(file.read_text())["found"]) == len(timed)
 
 
+def test_lazy_weights_are_not_read_for_a_trial(checkpoint):
+    model = load(checkpoint)
+    with emulator.emulated() as launches:
+        kernels, not_exact = switch.switch_on(model, None, lazy=True)
+    assert kernels == ("none: a trial would read all of the lazy weights",)
+    assert not_exact == ("all products", "attention")
+    assert not launches
+
+
 def test_formats_without_a_kernel_are_named(checkpoint):
     model = load(checkpoint)
     one_bit = nn.QuantizedLinear(64, 8, bias=False, group_size=32, bits=4)
@@ -341,7 +350,7 @@ def test_formats_without_a_kernel_are_named(checkpoint):
     scaled.global_scale = mx.array([1.0])
     switch.place(model)
     assert type(one_bit) is type(scaled) is nn.QuantizedLinear
-    assert switch.others_not_exact(model) == ("attention", "products in a format without a kernel")
+    assert switch.others_not_exact(model) == ("products in a format without a kernel", "attention")
     model.layers[3].mlp.switch_mlp.up_proj = SwitchLinear(64, 32, 4)
     assert switch.others_not_exact(model)[-1] == "unquantized experts"
 

@@ -65,6 +65,19 @@ def test_a_wrong_kernel_is_remembered_too():
     assert not any(v.on for v in first.values())
 
 
+def test_a_kernel_that_gave_nothing_is_tried_anew():
+    """As where memory was short."""
+
+    def short(_):
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    with pytest.warns(UserWarning, match="Unable to allocate"):
+        first = decide(trials(short), lane=None, timer=never, memory=Memory("m"))
+    assert not any(verdict.on for verdict in first.values())
+    second = decide(trials(), lane=None, timer=lambda t: 2.0, memory=Memory("m"))
+    assert all(verdict.on for verdict in second.values())
+
+
 def test_what_was_not_tried_is_tried_by_the_next_load():
     def times(ratio):
         return lambda t: ratio if t.rows == 2 else never(t)
