@@ -2,27 +2,27 @@
 // x and w point to rows of K values, in device or constant space. TAIL: what lies past K counts as zero.
 template <int ROWS, int TM, bool TAIL, typename X, typename W>
 inline void add_four(thread float* sum, X x, W w, int k, int K) {
-    float value[ROWS * 4];
+  float value[ROWS * 4];
+#pragma clang loop unroll(full)
+  for (int m = 0; m < ROWS; m++) {
+#pragma clang loop unroll(full)
+    for (int i = 0; i < 4; i++) {
+      value[4 * m + i] = !TAIL || k + i < K ? float(x[m * K + k + i]) : 0.0f;
+    }
+  }
+#pragma clang loop unroll(full)
+  for (int t = 0; t < TM; t++) {
+    float weight[4];
+#pragma clang loop unroll(full)
+    for (int i = 0; i < 4; i++) {
+      weight[i] = !TAIL || k + i < K ? float(w[t * K + k + i]) : 0.0f;
+    }
 #pragma clang loop unroll(full)
     for (int m = 0; m < ROWS; m++) {
 #pragma clang loop unroll(full)
-        for (int i = 0; i < 4; i++) {
-            value[4 * m + i] = !TAIL || k + i < K ? float(x[m * K + k + i]) : 0.0f;
-        }
+      for (int i = 0; i < 4; i++) {
+        sum[m * TM + t] += weight[i] * value[4 * m + i];
+      }
     }
-#pragma clang loop unroll(full)
-    for (int t = 0; t < TM; t++) {
-        float weight[4];
-#pragma clang loop unroll(full)
-        for (int i = 0; i < 4; i++) {
-            weight[i] = !TAIL || k + i < K ? float(w[t * K + k + i]) : 0.0f;
-        }
-#pragma clang loop unroll(full)
-        for (int m = 0; m < ROWS; m++) {
-#pragma clang loop unroll(full)
-            for (int i = 0; i < 4; i++) {
-                sum[m * TM + t] += weight[i] * value[4 * m + i];
-            }
-        }
-    }
+  }
 }

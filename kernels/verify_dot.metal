@@ -10,53 +10,53 @@ const auto rows = x + size_t(first_m) * K;
 float4 sum[ROWS];
 #pragma clang loop unroll(full)
 for (int m = 0; m < ROWS; m++) {
-    sum[m] = 0.0f;
+  sum[m] = 0.0f;
 }
 for (int step = 0; step < 32; step += SPAN) {
-    const int k = 1024 * simd_id + 32 * step + lane * SPAN;
-    if (k + SPAN <= K) {
+  const int k = 1024 * simd_id + 32 * step + lane * SPAN;
+  if (k + SPAN <= K) {
 #pragma clang loop unroll(full)
-        for (int j = 0; j < SPAN; j += 4) {
-            const int i = k + j;
-            float4 weight = 0.0f, values = 0.0f;
+    for (int j = 0; j < SPAN; j += 4) {
+      const int i = k + j;
+      float4 weight = 0.0f, values = 0.0f;
 #pragma clang loop unroll(full)
-            for (int e = 0; e < 4; e++) {
-                weight[e] = float(w[i + e]);
-            }
+      for (int e = 0; e < 4; e++) {
+        weight[e] = float(w[i + e]);
+      }
 #pragma clang loop unroll(full)
-            for (int m = 0; m < ROWS; m++) {
+      for (int m = 0; m < ROWS; m++) {
 #pragma clang loop unroll(full)
-                for (int e = 0; e < 4; e++) {
-                    values[e] = float(rows[m * K + i + e]);
-                }
-                sum[m] += values * weight;
-            }
+        for (int e = 0; e < 4; e++) {
+          values[e] = float(rows[m * K + i + e]);
         }
-    } else {
-#pragma clang loop unroll(full)
-        for (int j = 0; j < SPAN; j++) {
-#pragma clang loop unroll(full)
-            for (int m = 0; m < ROWS; m++) {
-                if (k + j < K) {
-                    sum[m][j & 3] += float(rows[m * K + k + j]) * float(w[k + j]);
-                }
-            }
-        }
+        sum[m] += values * weight;
+      }
     }
+  } else {
+#pragma clang loop unroll(full)
+    for (int j = 0; j < SPAN; j++) {
+#pragma clang loop unroll(full)
+      for (int m = 0; m < ROWS; m++) {
+        if (k + j < K) {
+          sum[m][j & 3] += float(rows[m * K + k + j]) * float(w[k + j]);
+        }
+      }
+    }
+  }
 }
 
 #pragma clang loop unroll(full)
 for (int m = 0; m < ROWS; m++) {
-    const float in_lanes = simd_sum(sum[m][0] + sum[m][1] + sum[m][2] + sum[m][3]);
-    if (lane == 0) {
-        partial[16 * m + simd_id] = in_lanes;
-    }
+  const float in_lanes = simd_sum(sum[m][0] + sum[m][1] + sum[m][2] + sum[m][3]);
+  if (lane == 0) {
+    partial[16 * m + simd_id] = in_lanes;
+  }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 // Simdgroup m adds what row m got in the 16 simdgroups, with 16 lanes as in MLX's kernel.
 if (simd_id < ROWS && lane < 16) {
-    const float total = simd_sum(partial[16 * simd_id + lane]);
-    if (lane == 0 && first_m + simd_id >= own_m) {
-        y[first_m + simd_id] = static_cast<T>(total);
-    }
+  const float total = simd_sum(partial[16 * simd_id + lane]);
+  if (lane == 0 && first_m + simd_id >= own_m) {
+    y[first_m + simd_id] = static_cast<T>(total);
+  }
 }

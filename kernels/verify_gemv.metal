@@ -15,49 +15,49 @@ const int own_n = (block * (32 / LANES) + lane / LANES) * TM, first_n = min(own_
 
 float sum[SUMS] = {0};
 if (own_n < N) {
-    const auto rows_x = x + size_t(first_m) * K;
-    const auto rows_w = w + size_t(first_n) * K;
-    const int whole = K - K % STRIDE;
-    int k = 4 * (place.y * LANES + lane % LANES);
-    for (; k < whole; k += STRIDE) {
-        add_four<ROWS, TM, false>(sum, rows_x, rows_w, k, K);
-    }
-    if (whole < K) {
-        add_four<ROWS, TM, true>(sum, rows_x, rows_w, k, K);
-    }
+  const auto rows_x = x + size_t(first_m) * K;
+  const auto rows_w = w + size_t(first_n) * K;
+  const int whole = K - K % STRIDE;
+  int k = 4 * (place.y * LANES + lane % LANES);
+  for (; k < whole; k += STRIDE) {
+    add_four<ROWS, TM, false>(sum, rows_x, rows_w, k, K);
+  }
+  if (whole < K) {
+    add_four<ROWS, TM, true>(sum, rows_x, rows_w, k, K);
+  }
 }
 
 #pragma clang loop unroll(full)
 for (int i = 0; i < SUMS; i++) {
 #pragma clang loop unroll(full)
-    for (ushort apart = LANES / 2; apart >= 1; apart /= 2) {
-        sum[i] += simd_shuffle_down(sum[i], apart);
-    }
+  for (ushort apart = LANES / 2; apart >= 1; apart /= 2) {
+    sum[i] += simd_shuffle_down(sum[i], apart);
+  }
 }
 
 float total = 0.0f;  // lane i's of simdgroup 0, of sum i
 if (SIMDS > 1) {
-    if (lane == 0) {
+  if (lane == 0) {
 #pragma clang loop unroll(full)
-        for (int i = 0; i < SUMS; i++) {
-            partial[place.y * SUMS + i] = sum[i];
-        }
+    for (int i = 0; i < SUMS; i++) {
+      partial[place.y * SUMS + i] = sum[i];
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (place.y == 0 && lane < SUMS) {
-        total = partial[lane];
-        for (int s = 1; s < SIMDS; s++) {
-            total += partial[s * SUMS + lane];
-        }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (place.y == 0 && lane < SUMS) {
+    total = partial[lane];
+    for (int s = 1; s < SIMDS; s++) {
+      total += partial[s * SUMS + lane];
     }
+  }
 }
 
 #pragma clang loop unroll(full)
 for (int i = 0; i < SUMS; i++) {
-    const int m = first_m + i / TM, n = first_n + i % TM;
-    const bool holds = SIMDS > 1 ? place.y == 0 && lane == i : lane % LANES == 0;
-    if (holds && m >= own_m && n >= own_n) {
-        const T value = static_cast<T>(SIMDS > 1 ? total : sum[i]);
-        y[size_t(m) * N + n] = BIAS ? static_cast<T>(value + bias[n]) : value;
-    }
+  const int m = first_m + i / TM, n = first_n + i % TM;
+  const bool holds = SIMDS > 1 ? place.y == 0 && lane == i : lane % LANES == 0;
+  if (holds && m >= own_m && n >= own_n) {
+    const T value = static_cast<T>(SIMDS > 1 ? total : sum[i]);
+    y[size_t(m) * N + n] = BIAS ? static_cast<T>(value + bias[n]) : value;
+  }
 }

@@ -302,6 +302,18 @@ def test_a_wrong_kernel_is_off_whatever_is_asked(checkpoint, monkeypatch, tmp_pa
     assert ("verify_qmm" in ops) == any("layers' verify_qmm at M=2, 3, 4, 5, 6, 7, 8" in line for line in not_exact)
 
 
+def test_rows_that_a_glu_serves_are_exact_without_its_stack(checkpoint):
+    model = load(checkpoint)
+    sites = switch.place(model)
+    for site in sites:
+        site.rows = frozenset(range(2, 9))
+    mlp = model.layers[0].mlp
+    mlp.gate_proj.site.rows = frozenset({2, 3})
+    assert switch.rows_not_exact(sites) == ()
+    mlp.glu.rows = frozenset({2, 4, 5, 6})
+    assert switch.rows_not_exact(sites) == ("1 layers' verify_qmm at M=7, 8",)
+
+
 def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, tmp_path):
     """With injected timings: on up to four rows, and kept for the next load."""
     monkeypatch.setattr(trial_run, "DRAWS", 1)

@@ -12,7 +12,7 @@ from metal_cases import exact, linux_only, relative_error
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
-from mlx_mtp.kernels import verify_qmm, verify_qmm_ref
+from mlx_mtp.kernels import on_metal, verify_qmm, verify_qmm_ref
 from mlx_mtp.kernels._quantized import supported
 
 pytestmark = linux_only
@@ -75,6 +75,11 @@ def test_any_number_of_rows(m):
     x, weights = draw("affine", 4, 64, (24, 512), m, mx.float32)
     (y,), _ = emulated(x, weights)
     assert same_bits(y, one_row(x, weights))
+
+
+@pytest.mark.parametrize("k", [48, 336])
+def test_groups_of_16_that_are_an_odd_number(k):
+    assert_rows_exact("nvfp4", 4, 16, k, 14, 6, mx.float32, "fast")
 
 
 @pytest.mark.parametrize("order", ["reverse", 7])
@@ -166,6 +171,14 @@ def test_scales_of_another_type_than_x():
         weights.w, weights.scales.astype(mx.float32), weights.biases.astype(mx.float32), 64, 4, "affine", (8,)
     )
     assert same_bits(y, one_row(x.astype(mx.float16).astype(mx.float32), full))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@pytest.mark.parametrize("metal", [True, False])
+def test_kernels_need_metal_and_the_gpu(monkeypatch, metal, device):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(getattr(mx, device)))
+    assert on_metal() == (metal and device == "gpu")
 
 
 def test_without_metal_it_is_the_reference():

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 
@@ -35,6 +36,11 @@ class Quantized:
     @cached_property
     def ends_array(self) -> mx.array:
         return mx.array(self.ends)
+
+    @property
+    def format(self) -> dict[str, Any]:
+        """As MLX's functions take it, by keyword."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     @property
     def k(self) -> int:
@@ -82,8 +88,7 @@ def multiplied(x: mx.array, weights: Quantized) -> mx.array:
     scales, biases = weights.scales, weights.biases
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    format_ = {"group_size": weights.group_size, "bits": weights.bits, "mode": weights.mode}
-    w = mx.dequantize(weights.w, scales, biases, dtype=mx.float32, **format_)
+    w = mx.dequantize(weights.w, scales, biases, dtype=mx.float32, **weights.format)
     return (x.astype(mx.float32) @ w.T).astype(weights.dtype(x))
 
 

@@ -72,15 +72,12 @@ class Stack:
         if rows_of(x) > 1:
             return verify_qmm(x, self.weights)
         w = self.weights
-        format_ = {"group_size": w.group_size, "bits": w.bits, "mode": w.mode}
-        y = mx.quantized_matmul(x, w.w, scales=w.scales, biases=w.biases, transpose=True, **format_)
+        y = mx.quantized_matmul(x, w.w, scales=w.scales, biases=w.biases, transpose=True, **w.format)
         return list(mx.split(y, list(w.ends[:-1]), axis=-1))
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        w = self.weights
-        format_ = {"group_size": w.group_size, "bits": w.bits, "mode": w.mode}
-        parts = [(m.weight, m.scales, m.get("biases")) for m in self.modules]
-        return [mx.quantized_matmul(x, a, scales=s, biases=b, transpose=True, **format_) for a, s, b in parts]
+        format_, parts = self.weights.format, [(m.weight, m.scales, m.get("biases")) for m in self.modules]
+        return [mx.quantized_matmul(x, w, scales=s, biases=b, transpose=True, **format_) for w, s, b in parts]
 
     def part(self, x: mx.array, index: int) -> mx.array:
         """The product of the linear `index`; the others' are kept for who asks with the same x, and then let go."""
