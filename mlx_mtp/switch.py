@@ -10,38 +10,19 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from .kernels import on_metal, served
-from .layers.gated_delta import GatedDelta
+from .kernels import on_metal
+from .layers.attention import NormRope, VerifyAttention
+from .layers.block import Sum
+from .layers.experts import Mixture
 from .layers.mamba2 import Mamba2
 from .layers.port import Port
-from .layers.verify import (
-    GLU,
-    VERIFY_ROWS,
-    Dense,
-    Recurrence,
-    Stack,
-    VerifyDense,
-    VerifyDenseEmbedding,
-    VerifyEmbedding,
-    VerifyLinear,
-    VerifyMLP,
-    VerifyRouter,
-)
-from .recurrent_cache import RecurrentCache
+from .layers.verify import GLU, VERIFY_ROWS
+from .sites import Site, place, tied
 from .trial import Memory, Trial, Verdict, decide, in_words
 
-# Linears that, where a module has several of them, read the same x.
-TOGETHER = (
-    ("q_proj", "k_proj", "v_proj", "g_proj"),
-    ("gate_proj", "up_proj"),
-    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    ("in_proj_qkvz", "in_proj_ba"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 PER_HEAD = (MultiLinear, QuantizedMultiLinear)
 UNSERVED = (nn.QuantizedLinear, nn.QQLinear)
 FORMATS = "products in a format without a kernel"
-Site = Stack | GLU | Dense | Recurrence
 Lines = tuple[str, ...]
 
 
@@ -71,86 +52,23 @@ def _fingerprint(tried: Iterable[Trial]) -> str:
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
 
 
-def place(model: Port) -> list[Site]:
-    """Swap the model's products for ones that a kernel can serve, all of them off: they are what they were."""
-    modules = [module for _, module in model.named_modules()]  # type: ignore[attr-defined]
-    sites: list[Site] = []
-    for module, names in itertools.product(modules, TOGETHER):
-        found = [child for name in names if type(child := module.get(name)) is nn.QuantizedLinear]
-        for _, alike in itertools.groupby(found, key=_format):
-            sites += _stacked(list(alike))
-    for module in modules:
-        sites += _swapped(model, module)
-    return sites + [Recurrence(module, RecurrentCache) for module in modules if isinstance(module, GatedDelta)]
-
-
-def _format(linear: Any) -> tuple:
-    return linear.mode, linear.bits, linear.group_size, linear.scales.shape[1], linear.scales.dtype
-
-
-def _served(module: Any) -> bool:
-    return served(module.mode, module.bits, module.group_size) and module.get("global_scale") is None
-
-
-def _stacked(linears: Sequence[Any]) -> list[Site]:
-    if not _served(linears[0]):
-        return []
-    stack = Stack(linears)
-    for index, linear in enumerate(linears):
-        linear.__class__, linear.site, linear.index = VerifyLinear, stack, index
-    return [stack]
-
-
-def _swapped(model: Port, module: Any) -> list[Site]:
-    """The site of a single module, if it is of a kind that has one."""
-    kind = type(module)
-    if kind is nn.QuantizedLinear:
-        return _stacked([module])
-    if kind in model.MLP and _is_stacked(module):
-        module.glu = GLU(module)
-        module.__class__ = type(kind.__name__, (VerifyMLP, kind), {})
-        return [module.glu]
-    tied = _tied(model, module)
-    if kind is nn.QuantizedEmbedding and tied and _served(module):
-        module.site, module.__class__ = Stack([module]), VerifyEmbedding
-    elif kind is nn.Linear or (kind is nn.Embedding and tied):
-        module.site, module.__class__ = Dense(module), VerifyDense if kind is nn.Linear else VerifyDenseEmbedding
-    elif kind in model.ROUTER:
-        module.site, module.__class__ = Dense(module), type(kind.__name__, (VerifyRouter, kind), {})
-    else:
-        return []
-    return [module.site]
-
-
-def _tied(model: Any, module: Any) -> bool:
-    """Whether the module is an embedding that is the LM head, too, and no kernel's yet."""
-    embedding = type(module) in (nn.Embedding, nn.QuantizedEmbedding)
-    return embedding and module is model.model.embed_tokens and "lm_head" not in model.language
-
-
-def _is_stacked(mlp: Any) -> bool:
-    """Whether gate and up are one stack of their own, without biases."""
-    gate, up = mlp.gate_proj, mlp.up_proj
-    if not (type(gate) is type(up) is VerifyLinear):
-        return False
-    return gate.site is up.site and gate.site.modules == [gate, up] and "bias" not in gate and "bias" not in up
-
-
 def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[Trial]:
     """One per op, shape and number of rows, over all sites of that shape, for x of `dtype`; the fewest rows first."""
     alike: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
         alike.setdefault((site.op, f"{site.shape} {str(dtype).rpartition('.')[2]}"), []).append(site)
     found = [
-        Trial(op, shape, rows, [(s.ours, s.stock) for s in of_shape], of_shape[0].width, dtype, _alone(of_shape))
+        Trial(op, shape, rows, pairs, of_shape[0].width, dtype, _of(of_shape, "alone"), _of(of_shape, "truth"))
         for (op, shape), of_shape in alike.items()
+        for pairs in [[(site.ours, site.stock) for site in of_shape]]
         for rows in of_shape[0].candidates
     ]
     return sorted(found, key=lambda trial: trial.rows)
 
 
-def _alone(sites: Sequence[Site]) -> list[Callable] | None:
-    return [site.alone for site in sites if isinstance(site, Recurrence)] or None
+def _of(sites: Sequence[Site], name: str) -> list[Callable] | None:
+    """What the sites of one op have by that name, if they have it."""
+    return [getattr(site, name) for site in sites] if hasattr(sites[0], name) else None
 
 
 def switch(sites: Iterable[Site], verdicts: Mapping[tuple[str, str, int], Verdict], dtype: mx.Dtype) -> None:
@@ -161,12 +79,11 @@ def switch(sites: Iterable[Site], verdicts: Mapping[tuple[str, str, int], Verdic
 
 
 def rows_not_exact(sites: Sequence[Site]) -> Lines:
-    """What stock MLX still computes for some rows of a verify, one line per op."""
+    """What some rows of a verify are not computed with as one row is, one line per op."""
     off: dict[str, list[set[int]]] = {}
     whole = {id(site.stack): site.rows for site in sites if isinstance(site, GLU)}
     for site in sites:
-        rows = set(VERIFY_ROWS) - site.rows - whole.get(id(site), frozenset())
-        if rows and not isinstance(site, GLU):
+        if rows := _rows_apart(site) - whole.get(id(site), frozenset()):
             off.setdefault(site.op, []).append(rows)
     return tuple(
         f"{len(found)} layers' {op} at M={', '.join(map(str, sorted(set().union(*found))))}"
@@ -174,15 +91,27 @@ def rows_not_exact(sites: Sequence[Site]) -> Lines:
     )
 
 
+def _rows_apart(site: Site) -> set[int]:
+    """The row counts at which MLX's own operations take the place of a kernel that has other bits."""
+    if isinstance(site, GLU | NormRope | Sum) or (isinstance(site, Mixture) and not site.rows):
+        return set()  # MLX's rows are each what they are alone, and ours are the same or are not used at all
+    return set(site.candidates if hasattr(site, "truth") else VERIFY_ROWS) - site.rows
+
+
 def others_not_exact(model: Any) -> Lines:
     """What has no exact kernel."""
     modules = [module for _, module in model.named_modules()]
     found = {
-        FORMATS: any(type(m) in UNSERVED or _tied(model, m) for m in modules),
-        "attention": any(window != "recurrent" for window in model.windows()),
+        FORMATS: any(type(m) in UNSERVED or tied(model, m) for m in modules),
+        "attention": any("o_proj" in m and not _attends(m) for m in modules),
         "latent attention's products per head": any(isinstance(m, PER_HEAD) for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
         "adapters": any("lora_a" in m for m in modules),
     }
     return tuple(name for name, present in found.items() if present)
+
+
+def _attends(module: Any) -> bool:
+    """Whether this attention has a kernel."""
+    return isinstance(module, VerifyAttention) or getattr(module, "latent", None) is not None

@@ -1,4 +1,4 @@
-"""One kernel on one shape beside stock MLX: are its bits right, and is it faster?"""
+"""One kernel on one shape beside stock MLX: are its bits right, is it accurate enough, and is it faster?"""
 
 import functools
 import math
@@ -26,8 +26,11 @@ class Trial:
     shape: all but the rows that the choice depends on, as "4096x1024 4-bit g64 bfloat16".
     rows, width, dtype: of x [M, K].
     pairs: (ours, stock) of each layer that has this shape, x [M, K] -> outputs [M, N_i].
-    alone: for ops whose rows depend on those before them, what each layer gives for the rows one after the other;
-        else stock on single rows is what ours has to equal, whatever the other rows hold.
+    alone: what each layer gives for the rows one after the other, where they have positions. Else that is stock on
+        single rows, and ours may not depend on the other rows.
+    truth: for ops with an arithmetic of their own, each layer's result in float32. `alone` is then of ours, and the
+        error may be twice that of stock; the other rows may not matter in any case.
+    bits: False for ops that promise no bits, only that error.
     """
 
     op: str
@@ -37,9 +40,12 @@ class Trial:
     width: int
     dtype: mx.Dtype
     alone: Sequence[Op] | None = None
+    truth: Sequence[Op] | None = None
+    bits: bool = True
 
     def __post_init__(self) -> None:
         assert self.pairs, f"{self.op} {self.shape}: a trial without layers"
+        assert self.bits or self.truth, f"{self.op} {self.shape}: a trial that checks nothing"
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -51,26 +57,61 @@ class Trial:
 
 
 def check(trial: Trial, seed: int = 0) -> str | None:
-    """Why the kernel is wrong, or None where each row has the bits that stock MLX gives it alone.
+    """Why the kernel is wrong, or None where each row has the bits it has alone and, if need be, is accurate.
 
     Several draws of x, on several layers, also with NaN and infinity in rows that the others must not depend on.
     An exception of the kernel is a reason too; one of stock MLX is raised.
     """
-    singly = trial.alone or [functools.partial(_row_by_row, stock) for _, stock in trial.pairs]
-    layers = _spread([(ours, rows) for (ours, _), rows in zip(trial.pairs, singly, strict=True)], DRAWS * LAYERS)
-    every = range(trial.rows)
+    layers = _spread(list(range(len(trial.pairs))), DRAWS * LAYERS)
     for draw in range(DRAWS):
-        x, spoilt = trial.x(seed * DRAWS + draw), _spoilt(trial.rows, draw)
-        name, value = (("NaN", math.nan), ("infinity", math.inf))[draw % 2]
-        spoilt_x = mx.where(mx.array(spoilt)[:, None], value, x)
-        for ours, rows_alone in layers[draw * LAYERS : (draw + 1) * LAYERS]:
-            expected = rows_alone(x)
-            mx.eval(expected)
-            clean = [] if trial.alone else [i for i in every if not spoilt[i]]
-            wrong = _wrong(ours, x, expected, every, "differs from one row alone")
-            if wrong := wrong or _wrong(ours, spoilt_x, expected, clean, f"changes with {name} in another row"):
+        x = trial.x(seed * DRAWS + draw)
+        for layer in layers[draw * LAYERS : (draw + 1) * LAYERS]:
+            wrong = (_bits_wrong(trial, layer, x, draw) if trial.bits else None) or _error_wrong(trial, layer, x)
+            if wrong:
                 return wrong
     return None
+
+
+def _bits_wrong(trial: Trial, layer: int, x: mx.array, draw: int) -> str | None:
+    """What is wrong with the bits of one layer, given x and given x with some rows spoilt."""
+    ours, stock = trial.pairs[layer]
+    try:
+        expected = trial.alone[layer](x) if trial.alone else _row_by_row(ours if trial.truth else stock, x)
+        mx.eval(expected)
+    except Exception as e:
+        if trial.truth:
+            return f"{FAILS} {first_line(e)}"
+        raise
+    every, spoilt = range(trial.rows), _spoilt(trial.rows, draw)
+    name, value = (("NaN", math.nan), ("infinity", math.inf))[draw % 2]
+    spoilt_x = mx.where(mx.array(spoilt)[:, None], value, x)
+    clean = [] if trial.alone and not trial.truth else [i for i in every if not spoilt[i]]
+    return _wrong(ours, x, expected, every, "differs from one row alone") or _wrong(
+        ours, spoilt_x, expected, clean, f"changes with {name} in another row"
+    )
+
+
+def _error_wrong(trial: Trial, layer: int, x: mx.array) -> str | None:
+    """Whether one layer errs more than twice as much as stock MLX, beyond a rounding of the result."""
+    if trial.truth is None:
+        return None
+    ours, stock = trial.pairs[layer]
+    truth = [y.astype(mx.float32) for y in trial.truth[layer](x)]
+    try:
+        found = list(ours(x))
+        mx.eval(found)
+    except Exception as e:
+        return f"{FAILS} {first_line(e)}"
+    for y, theirs, t in zip(found, stock(x), truth, strict=True):
+        rounding = mx.finfo(y.dtype).eps * _rms(t)
+        error, allowed = _rms(y - t), max(2 * _rms(theirs - t), rounding)
+        if not error <= allowed:
+            return f"errs by {error:.2g} where {allowed:.2g} is allowed"
+    return None
+
+
+def _rms(x: mx.array) -> float:
+    return math.sqrt(float(mx.mean(mx.square(x.astype(mx.float32)))))
 
 
 def _row_by_row(stock: Op, x: mx.array) -> list[mx.array]:
@@ -78,9 +119,9 @@ def _row_by_row(stock: Op, x: mx.array) -> list[mx.array]:
     return [mx.concatenate(list(parts)) for parts in zip(*rows, strict=True)]
 
 
-def _spread(pairs: Sequence[tuple[Op, Op]], count: int) -> list[tuple[Op, Op]]:
+def _spread(layers: Sequence[int], count: int) -> list[int]:
     """`count` of the layers, far apart; in turn where there are fewer."""
-    return [pairs[i % len(pairs) if len(pairs) < count else i * len(pairs) // count] for i in range(count)]
+    return [layers[i % len(layers) if len(layers) < count else i * len(layers) // count] for i in range(count)]
 
 
 def _spoilt(rows: int, draw: int) -> list[bool]:

@@ -5,21 +5,104 @@ whole latent cache to full heads. Here up to ABSORBED_ROWS rows are absorbed: a 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kernels import verify_latent_attention, verify_latent_attention_ref
 from ..spec import MTPSpec
+from .attention import OFFSET, on_device
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
+from .verify import VERIFY_ROWS
 
 ABSORBED_ROWS = 8
 Offset = int | mx.array
 
 
+class LatentAttention:
+    """The attention of a module's absorbed queries to a cache's latent rows, read from its whole buffers."""
+
+    op = "verify_latent_attention"
+    candidates = (1, *VERIFY_ROWS)
+
+    def __init__(self, module: Any):
+        self.module, self.rows = module, frozenset()
+
+    @property
+    def rows(self) -> frozenset[int]:
+        return self.on
+
+    @rows.setter
+    def rows(self, rows: frozenset[int]) -> None:
+        self.on, self.tried = rows, None  # what a trial has read is let go
+
+    @property
+    def dims(self) -> list[int]:
+        """Of a query: latent, position."""
+        return [self.module.kv_lora_rank, self.module.qk_rope_head_dim]
+
+    @property
+    def shape(self) -> str:
+        return f"{self.module.num_heads}x{'+'.join(map(str, self.dims))}"
+
+    @property
+    def width(self) -> int:
+        return self.module.num_heads * sum(self.dims)
+
+    def fused(
+        self,
+        q: mx.array,
+        q_pe: mx.array,
+        parts: Sequence[mx.array],
+        offset: Offset,
+        limit: int,
+        op: Callable[..., mx.array] = verify_latent_attention,
+    ) -> mx.array:
+        """Queries [1, heads, L, D] at positions from `offset` on to the latent rows of a cache: [1, heads, L, D]."""
+        return op(q, q_pe, *parts, on_device(offset), scale=self.module.scale, limit=limit)
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        return [self._read(x, OFFSET)]
+
+    def alone(self, x: mx.array) -> list[mx.array]:
+        return [mx.concatenate([self._read(x[i : i + 1], OFFSET + i) for i in range(len(x))])]
+
+    def truth(self, x: mx.array) -> list[mx.array]:
+        self._before(x.dtype)
+        return [self._read(x.astype(mx.float32), OFFSET, verify_latent_attention_ref)]
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        latent, k_pe = (part[:, :, : OFFSET + len(x)] for part in self._before(x.dtype))
+        seen = mx.arange(OFFSET + len(x))[None] <= OFFSET + mx.arange(len(x))[:, None]
+        return [self._flat(self.module.attend(*self._queries(x), latent, latent, k_pe, seen))]
+
+    def _read(self, x: mx.array, offset: int, op: Callable[..., mx.array] = verify_latent_attention) -> mx.array:
+        parts = [part.astype(x.dtype) for part in self._before(x.dtype)]
+        return self._flat(self.fused(*self._queries(x), parts, mx.array([offset]), offset + len(x), op))
+
+    def _queries(self, x: mx.array) -> list[mx.array]:
+        heads = x.reshape(1, len(x), self.module.num_heads, -1).swapaxes(1, 2)
+        return mx.split(heads, self.dims[:1], axis=-1)
+
+    def _flat(self, out: mx.array) -> mx.array:
+        return out.swapaxes(1, 2).reshape(out.shape[2], -1)
+
+    def _before(self, dtype: mx.Dtype) -> list[mx.array]:
+        """Random latent rows and keys wherever a row of the trial may look; made once."""
+        if self.tried is None:
+            shape = (1, 1, OFFSET + VERIFY_ROWS.stop)
+            self.tried = [mx.random.normal((*shape, d), dtype, key=mx.random.key(d)) for d in self.dims]
+            mx.eval(self.tried)
+        return self.tried
+
+
 class AbsorbedMLA:
     """Mixin in front of mlx-lm's MLA attention modules."""
+
+    latent: LatentAttention | None = None
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
         """x [1, L, H] -> [1, L, H]; `mask` is None or boolean [L, S]."""
@@ -29,7 +112,10 @@ class AbsorbedMLA:
         q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q, q_pe = self.queries(q, offset)
         latent, k_pe = cache.update_and_fetch(*self.latents(x, offset))
-        out = self.attend(self.embed_q(q), q_pe, latent, latent, k_pe, mask)
+        if self.latent is not None and x.shape[1] in self.latent.rows:
+            out = self.latent.fused(self.embed_q(q), q_pe, cache.parts, offset, cache.limit)
+        else:
+            out = self.attend(self.embed_q(q), q_pe, latent, latent, k_pe, mask)
         return self.output(self.unembed_out(out))
 
     def queries(self: Any, q: mx.array, offset: Offset) -> tuple[mx.array, mx.array]:
@@ -74,12 +160,11 @@ class MLAPort(Port):
     RENAMED = (NUMBERED_EXPERTS, MLA_KV_B, SCALED_FP8)
     MASK_ARRAY = True
     NO_KV_BITS = "multi-head latent attention"
-    LAYER: Any  # mlx-lm's decoder layer
-    ATTENTION: Any  # what takes the place of its attention
+    LATENT: Any  # what takes the place of its attention
 
     def __init__(self, args: Any, heads: int = 0, spec: MTPSpec = SPEC):
         super().__init__(args)  # type: ignore[call-arg]
-        blocks = [self.LAYER(args, args.num_hidden_layers + k) for k in range(heads)]
+        blocks = [self.BLOCK[0](args, args.num_hidden_layers + k) for k in range(heads)]
         self.add_heads(spec, blocks, partial(nn.RMSNorm, eps=args.rms_norm_eps), args.hidden_size)
         for layer in [*self.model.layers, *blocks]:
-            layer.self_attn = self.ATTENTION(args)
+            layer.self_attn = self.LATENT(args)

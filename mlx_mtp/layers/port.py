@@ -65,6 +65,10 @@ class Port:
     INSIDE = "model.layers.0."  # where BASE.sanitize expects what a head's block has
     MLP: tuple[type, ...] = ()  # mlx-lm's modules that are down(swiglu(gate(x), up(x))), clamped at their `limit`
     ROUTER: tuple[type, ...] = ()  # those that are a choice from `x @ weight.T`, and use x for nothing else
+    ATTENTION: tuple[type, ...] = ()  # with projections to queries, keys and values, and perhaps norms, RoPE and a gate
+    MOE: tuple[type, ...] = ()  # sums of the experts that `gate` chooses and perhaps a shared one
+    BLOCK: tuple[type, ...] = ()  # layers h = x + attention(norm(x)), then h + mlp(norm(h))
+    NORM: tuple[type, ...] = (nn.RMSNorm,)  # mx.fast.rms_norm of their `weight` and `eps`
 
     args: Any
     model: Any
@@ -145,6 +149,9 @@ class Port:
 
     def no_hidden(self) -> mx.array:
         return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)
+
+    def cached_layers(self) -> list[Any]:
+        return list(self.layers)
 
     def windows(self) -> list[int | str | None]:
         """Per layer that has a cache: an attention window, None for full attention, or "recurrent"."""

@@ -22,5 +22,6 @@ class Model(MLAPort, deepseek_v3.Model):
     BASE = deepseek_v3.Model
     MLP = (deepseek_v3.DeepseekV3MLP,)
     ROUTER = (deepseek_v3.MoEGate,)
-    LAYER = deepseek_v3.DeepseekV3DecoderLayer
-    ATTENTION = Attention
+    MOE = (deepseek_v3.DeepseekV3MoE,)
+    BLOCK = (deepseek_v3.DeepseekV3DecoderLayer,)
+    LATENT = Attention

@@ -23,5 +23,6 @@ class Model(MLAPort, deepseek_v32.Model):
     BASE = deepseek_v32.Model
     MLP = (deepseek_v32.DeepseekV32MLP,)
     ROUTER = (deepseek_v32.MoEGate,)
-    LAYER = deepseek_v32.DeepseekV32DecoderLayer
-    ATTENTION = Attention
+    MOE = (deepseek_v32.DeepseekV32MoE,)
+    BLOCK = (deepseek_v32.DeepseekV32DecoderLayer,)
+    LATENT = Attention

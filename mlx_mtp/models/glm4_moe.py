@@ -24,6 +24,9 @@ class Model(Port, glm4_moe.Model):
     BASE = glm4_moe.Model
     MLP = (glm4_moe.MLP,)
     ROUTER = (glm4_moe.MoEGate,)
+    ATTENTION = (glm4_moe.Attention,)
+    MOE = (glm4_moe.MoE,)
+    BLOCK = (glm4_moe.DecoderLayer,)
     RENAMED = (NUMBERED_EXPERTS,)
 
     def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):

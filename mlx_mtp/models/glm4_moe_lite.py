@@ -22,5 +22,6 @@ class Model(MLAPort, glm4_moe_lite.Model):
     BASE = glm4_moe_lite.Model
     MLP = (glm4_moe_lite.Glm4MoeLiteMLP,)
     ROUTER = (glm4_moe_lite.MoEGate,)
-    LAYER = glm4_moe_lite.Glm4MoeLiteDecoderLayer
-    ATTENTION = Attention
+    MOE = (glm4_moe_lite.Glm4MoeLiteMoE,)
+    BLOCK = (glm4_moe_lite.Glm4MoeLiteDecoderLayer,)
+    LATENT = Attention

@@ -21,6 +21,8 @@ class Model(HeadlessPort, llama.Model):
 
     BASE = llama.Model
     MLP = (llama.MLP,)
+    ATTENTION = (llama.Attention,)
+    BLOCK = (llama.TransformerBlock,)
     IGNORED = ("rotary_emb.inv_freq",)
 
     def windows(self) -> list[int | str | None]:

@@ -45,6 +45,8 @@ class Model(Port, mimo.Model):
     )
     BASE = mimo.Model
     MLP = (mimo.MLP,)
+    ATTENTION = (mimo.Attention,)
+    BLOCK = (mimo.TransformerBlock,)
     IGNORED = ("rotary_emb.inv_freq",)
 
     def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):

@@ -38,6 +38,9 @@ class Model(Port, mimo_v2_flash.Model):
     BASE = mimo_v2_flash.Model
     MLP = (mimo_v2_flash.MLP,)
     ROUTER = (mimo_v2_flash.MoEGate,)
+    ATTENTION = (mimo_v2_flash.Attention,)
+    MOE = (mimo_v2_flash.MoE,)
+    BLOCK = (mimo_v2_flash.DecoderLayer,)
     RENAMED = (NUMBERED_EXPERTS, SCALED_FP8)
     NO_KV_BITS = "attention sinks"
 

@@ -83,6 +83,7 @@ class Model(Port, nemotron_h.Model):
     )
     BASE = nemotron_h.Model
     ROUTER = (nemotron_h.MoEGate,)
+    ATTENTION = (nemotron_h.NemotronHAttention,)
     INSIDE = "backbone."
     RENAMED = (
         Renaming(r"\.experts\.\d+\.up_proj\.", (".switch_mlp.fc1.",), ".experts.*.up_proj."),
@@ -110,9 +111,11 @@ class Model(Port, nemotron_h.Model):
             stream.append(layer(stream[-1], mask, next(caches)) if layer.block_type in CACHED else layer(stream[-1]))
         return self.captured(stream)
 
+    def cached_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if layer.block_type in CACHED]
+
     def windows(self) -> list[int | str | None]:
-        kinds = [layer.block_type for layer in self.layers]
-        return ["recurrent" if kind == "M" else None for kind in kinds if kind in CACHED]
+        return ["recurrent" if layer.block_type == "M" else None for layer in self.cached_layers()]
 
     def one_layer(self) -> Any:
         return SimpleNamespace(args=self.args.head)

@@ -21,4 +21,6 @@ class Model(HeadlessPort, qwen2.Model):
 
     BASE = qwen2.Model
     MLP = (qwen2.MLP,)
+    ATTENTION = (qwen2.Attention,)
+    BLOCK = (qwen2.TransformerBlock,)
     IGNORED = ("rotary_emb.inv_freq",)

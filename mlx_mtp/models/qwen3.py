@@ -13,3 +13,5 @@ class Model(HeadlessPort, qwen3.Model):
 
     BASE = qwen3.Model
     MLP = (qwen3.MLP,)
+    ATTENTION = (qwen3.Attention,)
+    BLOCK = (qwen3.TransformerBlock,)

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5
-from mlx_lm.models.qwen3_next import Qwen3NextMLP
+from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
 from ..layers.gated_delta import GatedDelta
 from ..layers.port import Port, Renaming
@@ -71,6 +71,9 @@ class Model(Port, qwen3_5.Model):
     SPEC = QWEN_MTP
     BASE: Any = qwen3_5.Model
     MLP = (Qwen3NextMLP,)
+    ATTENTION = (Qwen3NextAttention,)
+    MOE = (Qwen3NextSparseMoeBlock,)
+    BLOCK = (qwen3_5.DecoderLayer,)
     IGNORED = ("model.visual.", "visual.", "vision_tower.")
     ZERO_CENTRED = (r"^model\.language_model\.|\.experts\.gate_up_proj$", r"^language_model\.model\.|\.switch_mlp\.")
     RENAMED = (

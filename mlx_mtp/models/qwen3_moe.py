@@ -13,4 +13,7 @@ class Model(HeadlessPort, qwen3_moe.Model):
 
     BASE = qwen3_moe.Model
     MLP = (qwen3_moe.MLP,)
+    ATTENTION = (qwen3_moe.Attention,)
+    MOE = (qwen3_moe.Qwen3MoeSparseMoeBlock,)
+    BLOCK = (qwen3_moe.Qwen3MoeDecoderLayer,)
     RENAMED = (NUMBERED_EXPERTS,)

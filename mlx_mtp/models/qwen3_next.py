@@ -32,6 +32,9 @@ class Model(Port, qwen3_next.Model):
     SPEC = QWEN_MTP
     BASE = qwen3_next.Model
     MLP = (qwen3_next.Qwen3NextMLP,)
+    ATTENTION = (qwen3_next.Qwen3NextAttention,)
+    MOE = (qwen3_next.Qwen3NextSparseMoeBlock,)
+    BLOCK = (qwen3_next.Qwen3NextDecoderLayer,)
     ZERO_CENTRED = (r"\.mlp\.experts\.\d+\.", r"\.switch_mlp\.")
     RENAMED = (NUMBERED_EXPERTS,)
 

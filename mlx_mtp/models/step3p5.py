@@ -52,6 +52,10 @@ class Model(Port, step3p5.Model):
     )
     BASE = step3p5.Model
     MLP = (step3p5.Step3p5MLP,)
+    ATTENTION = (step3p5.Step3p5Attention,)
+    MOE = (step3p5.Step3p5MoE,)
+    BLOCK = (step3p5.Step3p5DecoderLayer,)
+    NORM = (step3p5.ZeroCenteredRMSNorm,)
     ZERO_CENTRED = (
         r"\.moe\.|(?<!\.mlp)\.share_expert\.",
         r"\.switch_mlp\.|\.mlp\.share_expert\.|\.mlp\.gate\.gate\.|\.scales$",

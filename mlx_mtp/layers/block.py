@@ -1,0 +1,72 @@
+"""Sums and norms of a decoder layer, two launches in one: x + r, and its norm for what reads it next."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..kernels import add_norm
+from .verify import VERIFY_ROWS, rows_of
+
+
+class Sum:
+    """A sum of the residual stream and the norm behind it, which may belong to the layer that follows."""
+
+    op = "add_norm"
+    candidates = (1, *VERIFY_ROWS)
+
+    def __init__(self, norm: Any):
+        self.norm, self.rows = norm, frozenset()
+        self.read: tuple[mx.array | None, mx.array | None] = (None, None)
+
+    @property
+    def width(self) -> int:
+        return self.norm.weight.size
+
+    @property
+    def shape(self) -> str:
+        return f"{self.width} eps {self.norm.eps:g}"
+
+    def __call__(self, x: mx.array, r: mx.array) -> mx.array:
+        """x + r; the norm of it is kept for the module, which is asked for it with this very array."""
+        if rows_of(x) not in self.rows:
+            return x + r
+        self.read = add_norm(x, r, self.norm.weight, self.norm.eps)
+        return self.read[0]  # type: ignore[return-value]
+
+    def normed(self, x: mx.array) -> mx.array | None:
+        """The norm of x if x is the last sum; once."""
+        (h, normed), self.read = self.read, (None, None)
+        return normed if h is x else None
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        return list(add_norm(x, x[:, ::-1], self.norm.weight, self.norm.eps))
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        h = x + x[:, ::-1]
+        return [h, mx.fast.rms_norm(h, self.norm.weight, self.norm.eps)]
+
+
+class VerifyNorm:
+    """Mixin in front of a norm of a Sum."""
+
+    sum: Sum
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        normed = self.sum.normed(x)
+        return super().__call__(x) if normed is None else normed  # type: ignore[misc]
+
+
+class VerifyBlock:
+    """Mixin in front of a decoder layer that is h = x + mixer(norm(x)), then h + mlp(norm(h)).
+
+    `after`: the sum whose norm the next layer, or the model, takes; a head's block has none.
+    """
+
+    middle: Sum
+    after: Sum | None
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        mixer = self.linear_attn if getattr(self, "is_linear", False) else self.self_attn
+        h = self.middle(x, mixer(self.input_layernorm(x), mask, cache))
+        r = self.mlp(self.post_attention_layernorm(h))
+        return h + r if self.after is None else self.after(h, r)

@@ -1,0 +1,117 @@
+"""A mixture of experts from its router's logits on in three launches, in the place of mlx-lm's modules."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
+
+from ..kernels import Experts, Quantized, Routing, route_ref, served, verify_moe, verify_moe_ref
+from .verify import VERIFY_ROWS, rows_of
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+SHARED = ("shared_experts", "share_expert", "shared_expert")
+
+
+def routing_of(block: Any) -> tuple[Routing, mx.array | None]:
+    """How a block's router chooses, and the bias of its choice.
+
+    The least denominator, 1e-20, is Step-3.5's and MiMo's; without it the others divide 0 by 0 where it matters.
+    """
+    gate = block.gate
+    if isinstance(gate, (nn.Linear, nn.QuantizedLinear)):
+        return Routing("softmax", block.top_k, norm=block.norm_topk_prob), None
+    groups = {"n_group": gate.n_group, "topk_group": gate.topk_group} if hasattr(gate, "n_group") else {}
+    norm = gate.norm_topk_prob and (gate.top_k > 1 or not groups)
+    bias = gate.e_score_correction_bias if groups else gate.router_bias
+    return Routing("sigmoid", gate.top_k, **groups, norm=norm, eps=1e-20, scale=gate.routed_scaling_factor), bias
+
+
+def quantized(linear: Any) -> Quantized:
+    """The weights of all experts, [E, N, K]."""
+    form = linear.group_size, linear.bits, linear.mode, (linear.output_dims,)
+    return Quantized(linear.weight, linear.scales, linear.get("biases"), *form)
+
+
+def servable(block: Any) -> bool:
+    """Whether the experts are quantized SwiGLUs in formats that the kernels know."""
+    switch = block.switch_mlp
+    linears = [switch[name] for name in PROJECTIONS]
+    if any(type(m) is not QuantizedSwitchLinear or "bias" in m or m.get("global_scale") is not None for m in linears):
+        return False
+    formats = [(m.mode, m.bits, m.group_size) for m in linears]
+    activation = type(switch.activation) is SwiGLU or hasattr(switch.activation, "limit")
+    return activation and formats[0] == formats[1] and all(served(*form) for form in formats)
+
+
+class Mixture:
+    """The experts of a block."""
+
+    op = "verify_moe"
+    candidates = (1, *VERIFY_ROWS)
+
+    def __init__(self, block: Any):
+        self.block, self.rows = block, frozenset()
+        self.limit: float | None = getattr(block.switch_mlp.activation, "limit", None)
+
+    @property
+    def experts(self) -> Experts:
+        return Experts(*(quantized(self.block.switch_mlp[name]) for name in PROJECTIONS))
+
+    @property
+    def shape(self) -> str:
+        gate = self.block.switch_mlp.gate_proj
+        form = f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims} {gate.bits}-bit {gate.mode} g{gate.group_size}"
+        return f"{form} {routing_of(self.block)[0]}" + ("" if self.limit is None else f" limit {self.limit:g}")
+
+    @property
+    def width(self) -> int:
+        """Of x and the router's logits, side by side."""
+        gate = self.block.switch_mlp.gate_proj
+        return gate.input_dims + gate.num_experts
+
+    def logits(self, x: mx.array) -> mx.array:
+        """The router's, [M, E]."""
+        router = self.block.gate
+        if isinstance(router, (nn.Linear, nn.QuantizedLinear)):
+            return router(x)
+        if "gate" in router:
+            return router.gate(x)
+        site = getattr(router, "site", None)
+        return site.ours(x)[0] if site is not None and rows_of(x) in site.rows else x @ router.weight.T
+
+    def fused(self, x: mx.array, logits: mx.array, **shared: mx.array | None) -> mx.array:
+        routing, bias = routing_of(self.block)
+        return verify_moe(x, logits, self.experts, routing, bias=bias, limit=self.limit, **shared)
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        return [self.fused(*self._split(x))]
+
+    def truth(self, x: mx.array) -> list[mx.array]:
+        (x, logits), (routing, bias) = self._split(x), routing_of(self.block)
+        return [verify_moe_ref(x.astype(mx.float32), logits, self.experts, routing, bias=bias, limit=self.limit)]
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        (x, logits), (routing, bias) = self._split(x), routing_of(self.block)
+        chosen, weights = route_ref(logits, routing, bias)
+        y = self.block.switch_mlp(x, chosen)
+        return [(y * weights[..., None]).sum(axis=-2).astype(y.dtype)]
+
+    def _split(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        rows, logits = mx.split(x, [self.block.switch_mlp.gate_proj.input_dims], axis=-1)
+        return rows, logits
+
+
+class VerifyMoE:
+    """Mixin in front of a block that sums its chosen experts and, perhaps, a shared one."""
+
+    mixture: Mixture
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        if rows_of(x) not in self.mixture.rows or getattr(self, "sharding_group", None) is not None:
+            return super().__call__(x)  # type: ignore[misc]
+        rows = x.reshape(-1, x.shape[-1])
+        name = next((name for name in SHARED if self.get(name) is not None), None)
+        shared = None if name is None else self[name](rows)
+        gate = self.shared_expert_gate(rows) if "shared_expert_gate" in self else None
+        return self.mixture.fused(rows, self.mixture.logits(rows), shared=shared, shared_gate=gate).reshape(x.shape)

@@ -1,0 +1,177 @@
+"""Which modules of a loaded model a kernel takes the place of: swapped for ones that have a site, all of them off."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models import llama, qwen3
+
+from .cache import Ring, make_cache
+from .kernels import Rope, served
+from .layers.attention import Attention, Form, NormRope, VerifyAttention
+from .layers.block import Sum, VerifyBlock, VerifyNorm
+from .layers.experts import Mixture, VerifyMoE, servable
+from .layers.gated_delta import GatedDelta
+from .layers.mla import AbsorbedMLA, LatentAttention
+from .layers.port import Port
+from .layers.sparse_mla import SparseMLA
+from .layers.verify import (
+    GLU,
+    Dense,
+    Recurrence,
+    Stack,
+    VerifyDense,
+    VerifyDenseEmbedding,
+    VerifyEmbedding,
+    VerifyLinear,
+    VerifyMLP,
+    VerifyRouter,
+)
+from .recurrent_cache import RecurrentCache
+
+# Linears that, where a module has several of them, read the same x.
+TOGETHER = (
+    ("q_proj", "k_proj", "v_proj", "g_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+DRAFTERS = (llama.Attention, qwen3.Attention)  # an external drafter's layer may be another family's
+Site = Stack | GLU | Dense | Recurrence | Attention | NormRope | LatentAttention | Mixture | Sum
+
+
+def place(model: Port) -> list[Site]:
+    """Swap the model's modules for ones that kernels can serve, all of them off: they are what they were."""
+    modules = [module for _, module in model.named_modules()]  # type: ignore[attr-defined]
+    sites: list[Site] = []
+    for module, names in itertools.product(modules, TOGETHER):
+        found = [child for name in names if type(child := module.get(name)) is nn.QuantizedLinear]
+        for _, alike in itertools.groupby(found, key=_format):
+            sites += _stacked(list(alike))
+    for module in modules:
+        sites += _swapped(model, module)
+    return [
+        *sites,
+        *(Recurrence(module, RecurrentCache) for module in modules if isinstance(module, GatedDelta)),
+        *_attentions(model),
+        *(_mixture(module) for module in modules if type(module) in model.MOE and servable(module)),
+        *_sums(model),
+    ]
+
+
+def _format(linear: Any) -> tuple:
+    return linear.mode, linear.bits, linear.group_size, linear.scales.shape[1], linear.scales.dtype
+
+
+def _served(module: Any) -> bool:
+    return served(module.mode, module.bits, module.group_size) and module.get("global_scale") is None
+
+
+def _stacked(linears: Sequence[Any]) -> list[Site]:
+    if not _served(linears[0]):
+        return []
+    stack = Stack(linears)
+    for index, linear in enumerate(linears):
+        linear.__class__, linear.site, linear.index = VerifyLinear, stack, index
+    return [stack]
+
+
+def _swapped(model: Port, module: Any) -> list[Site]:
+    """The site of a single module, if it is of a kind that has one."""
+    kind = type(module)
+    if kind is nn.QuantizedLinear:
+        return _stacked([module])
+    if kind in model.MLP and _is_stacked(module):
+        module.glu = GLU(module)
+        module.__class__ = type(kind.__name__, (VerifyMLP, kind), {})
+        return [module.glu]
+    tied = tied(model, module)
+    if kind is nn.QuantizedEmbedding and tied and _served(module):
+        module.site, module.__class__ = Stack([module]), VerifyEmbedding
+    elif kind is nn.Linear or (kind is nn.Embedding and tied):
+        module.site, module.__class__ = Dense(module), VerifyDense if kind is nn.Linear else VerifyDenseEmbedding
+    elif kind in model.ROUTER:
+        module.site, module.__class__ = Dense(module), type(kind.__name__, (VerifyRouter, kind), {})
+    else:
+        return []
+    return [module.site]
+
+
+def tied(model: Any, module: Any) -> bool:
+    """Whether the module is an embedding that is the LM head, too, and no kernel's yet."""
+    embedding = type(module) in (nn.Embedding, nn.QuantizedEmbedding)
+    return embedding and module is model.model.embed_tokens and "lm_head" not in model.language
+
+
+def _is_stacked(mlp: Any) -> bool:
+    """Whether gate and up are one stack of their own, without biases."""
+    gate, up = mlp.gate_proj, mlp.up_proj
+    if not (type(gate) is type(up) is VerifyLinear):
+        return False
+    return gate.site is up.site and gate.site.modules == [gate, up] and "bias" not in gate and "bias" not in up
+
+
+
+
+def _become(module: Any, mixin: type) -> None:
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (mixin, kind), {})
+
+
+def _attentions(model: Any) -> Iterator[Site]:
+    """Of the layers, and of the heads' blocks, each with caches of its window."""
+    windowed = [*zip(model.cached_layers(), model.windows(), strict=True)]
+    windowed += [(head.block, head.window) for head in model.mtp]
+    rings: dict[Any, Any] = {None: None}
+    for layer, window in windowed:
+        if window == RecurrentCache.window:
+            continue
+        if window not in rings:
+            rings[window] = Ring(window)
+        for _, module in layer.named_modules():
+            if type(module) in (*model.ATTENTION, *DRAFTERS):
+                yield from _attention(module, partial(make_cache, rings[window]))
+            elif isinstance(module, AbsorbedMLA) and not isinstance(module, SparseMLA):
+                module.latent = LatentAttention(module)
+                yield module.latent
+
+
+def _attention(module: Any, make: Callable[[], Any]) -> Iterator[Site]:
+    form = Form.of(module)
+    rope = Rope.of(module.rope) if "rope" in module else None
+    module.attention = Attention(module, form, make)
+    module.placing = None if rope is None else NormRope(module, form, rope)
+    _become(module, VerifyAttention)
+    yield module.attention
+    if module.placing:
+        yield module.placing
+
+
+def _mixture(block: Any) -> Site:
+    block.mixture = Mixture(block)
+    _become(block, VerifyMoE)
+    return block.mixture
+
+
+def _sums(model: Any) -> Iterator[Site]:
+    """In each layer and head's block, and between layers; before the final norm where all of the stream goes there."""
+    layers = model.layers
+    last = model.model.norm if isinstance(model.spec.capture, str) else None
+    following = [*(layer.input_layernorm for layer in layers[1:]), last] if model.BLOCK else []
+    blocks = [*zip(layers, following, strict=False), *((head.block, None) for head in model.mtp)]
+    for block, after in blocks:
+        if type(block) in model.BLOCK:
+            norms = [norm for norm in (block.post_attention_layernorm, after) if norm is not None]
+            if all(type(norm) in model.NORM for norm in norms):
+                block.middle, block.after = [*(_sum(norm) for norm in norms), None][:2]
+                _become(block, VerifyBlock)
+                yield from (site for site in (block.middle, block.after) if site)
+
+
+def _sum(norm: Any) -> Sum:
+    norm.sum = Sum(norm)
+    _become(norm, VerifyNorm)
+    return norm.sum
