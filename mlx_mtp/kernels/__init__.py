@@ -5,18 +5,25 @@ The public function runs the kernel on Metal and the reference elsewhere. Bodies
 
 from ._quantized import Quantized, served
 from ._source import on_metal
+from .add_norm import add_norm, add_norm_ref
 from .conv_verify import conv_verify, conv_verify_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
+from .norm_rope import Rope, norm_rope, norm_rope_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
 from .verify_qmm import verify_qmm, verify_qmm_ref
 
 __all__ = [
     "Quantized",
+    "Rope",
+    "add_norm",
+    "add_norm_ref",
     "conv_verify",
     "conv_verify_ref",
     "gated_delta_verify",
     "gated_delta_verify_ref",
+    "norm_rope",
+    "norm_rope_ref",
     "on_metal",
     "served",
     "verify_gemv",

@@ -11,9 +11,14 @@ INSTALLED, CHECKOUT = Path(__file__).parent / "metal", Path(__file__).parents[2]
 DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
 
 
-def kernel(op: str, inputs: Sequence[str], outputs: Sequence[str], headers: Sequence[str] = ()) -> Callable[..., Any]:
-    """The kernel whose body is `<op>.metal`, behind the headers `<name>.h`; made once."""
-    return _made(mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs), tuple(headers))
+def kernel(
+    op: str, inputs: Sequence[str], outputs: Sequence[str], headers: Sequence[str] = (), strided: bool = False
+) -> Callable[..., Any]:
+    """The kernel whose body is `<op>.metal`, behind the headers `<name>.h`; made once.
+
+    `strided`: it takes views as they lie, which would be copied otherwise, and reads their strides.
+    """
+    return _made(mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs), tuple(headers), strided)
 
 
 @functools.cache
@@ -24,11 +29,13 @@ def _made(
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
     headers: tuple[str, ...],
+    strided: bool,
 ) -> Callable[..., Any]:
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
     header = "".join((directory / f"{name}.h").read_text() for name in headers)
     source = (directory / f"{op}.metal").read_text()
-    return maker(name=op, input_names=list(inputs), output_names=list(outputs), source=source, header=header)
+    names = {"input_names": list(inputs), "output_names": list(outputs)}
+    return maker(name=op, **names, source=source, header=header, ensure_row_contiguous=not strided)
 
 
 def on_metal() -> bool:

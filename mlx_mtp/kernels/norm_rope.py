@@ -1,0 +1,165 @@
+"""`norm_rope`: RMS norm per head, rotary positions and heads first, for queries and keys in one launch.
+
+Squares are summed, and angles computed, as MLX's two kernels do, so that each row has the same bits whatever the others
+are.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+
+from . import _source
+
+TYPES = (mx.float16, mx.bfloat16, mx.float32)
+INPUTS = ("q", "k", "q_weight", "k_weight", "offset", "freqs", "layout", "factors", "eps")
+OUTPUTS = ("queries", "keys")
+BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
+OF_MLX = "mlx.nn.layers.positional_encoding"
+OF_MLX_LM = "mlx_lm.models.rope_utils"
+Heads = tuple[mx.array, mx.array]  # queries [B, Hq, L, D], keys [B, Hk, L, D]
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """What a rotary module asks of mx.fast.rope; `mscale` multiplies what is rotated.
+
+    dims: how many values of a head are rotated, even. Either `base` or `freqs` [dims / 2]. scale: of positions.
+    Raises ValueError for other dims, or not one of base and freqs.
+    """
+
+    dims: int
+    traditional: bool = False
+    base: float | None = None
+    freqs: mx.array | None = None
+    scale: float = 1.0
+    mscale: float = 1.0
+
+    def __post_init__(self):
+        if self.dims < 2 or self.dims % 2:
+            raise ValueError(f"dims is {self.dims}; it must be a positive even number")
+        if (self.base is None) == (self.freqs is None):
+            raise ValueError(f"base is {self.base} and freqs {self.freqs}; one of them must be given")
+        if self.freqs is not None and self.freqs.shape != (self.dims // 2,):
+            raise ValueError(f"freqs has shape {self.freqs.shape}; for {self.dims} dims it must be ({self.dims // 2},)")
+
+    @staticmethod
+    def of(module: Any) -> "Rope | None":
+        """That of `nn.RoPE` or of one of mlx-lm's; None for another module."""
+        match type(module).__module__, type(module).__name__:
+            case (str(of), "RoPE") if of == OF_MLX:
+                return Rope(module.dims, module.traditional, base=module.base, scale=module.scale)
+            case (str(of), "Llama3RoPE" | "ProportionalRoPE") if of == OF_MLX_LM:
+                return Rope(module.dims, module.traditional, freqs=module._freqs)
+            case (str(of), "YarnRoPE") if of == OF_MLX_LM:
+                return Rope(module.dims, module.traditional, freqs=module._freqs, mscale=module.mscale)
+            case (str(of), "SuScaledRoPE") if of == OF_MLX_LM:
+                return Rope(module.dim, freqs=module._freqs, mscale=module._scale)
+        return None
+
+    @cached_property
+    def rates(self) -> mx.array:
+        """The kernel's `freqs`."""
+        if self.freqs is not None:
+            return self.freqs.astype(mx.float32)
+        return mx.array([math.log2(mx.array(self.base, mx.float32).item())])
+
+    @cached_property
+    def factors(self) -> mx.array:
+        return mx.array([self.scale, self.mscale], mx.float32)
+
+    def layout(self, D: int) -> mx.array:
+        return mx.array([D, self.dims, *((2, 1) if self.traditional else (1, self.dims // 2))], mx.int32)
+
+
+def norm_rope_ref(
+    q: mx.array,
+    k: mx.array,
+    offset: mx.array | int,
+    rope: Rope,
+    *,
+    q_weight: mx.array | None = None,
+    k_weight: mx.array | None = None,
+    eps: float = 0.0,
+    head_dim: int | None = None,
+) -> Heads:
+    """`norm_rope` in MLX's own ops."""
+    D = head_dim or k.shape[-1]
+    queries, keys = (_rotated(x[..., :D], w, eps, offset, rope) for x, w in ((q, q_weight), (k, k_weight)))
+    return queries, keys
+
+
+def _rotated(x: mx.array, weight: mx.array | None, eps: float, offset: mx.array | int, rope: Rope) -> mx.array:
+    if weight is not None:
+        x = mx.fast.rms_norm(x, weight, eps)
+    x = x.transpose(0, 2, 1, 3)
+    if rope.mscale != 1.0:
+        x = x.at[..., : rope.dims].multiply(rope.mscale)
+    how = {"traditional": rope.traditional, "base": rope.base, "freqs": rope.freqs, "scale": rope.scale}
+    return mx.fast.rope(x, rope.dims, offset=offset, **how)
+
+
+def _norm_rope_metal(
+    q: mx.array, k: mx.array, offset: mx.array, rope: Rope, weights: tuple[mx.array, mx.array] | None, eps: float, D: int
+) -> Heads:
+    (_, L, Hq, _), Hk = q.shape, k.shape[2]
+    dtype = q.dtype if weights is None else mx.result_type(q, weights[0])
+    template = [("T", q.dtype), ("O", dtype), ("NORM", weights is not None)]
+    template += [("FREQS", rope.freqs is not None), ("BLOCKS", -(-D // BLOCK))]
+    settings = [offset, rope.rates, rope.layout(D), rope.factors, mx.array([eps], mx.float32)]
+    queries, keys = _source.kernel("norm_rope", INPUTS, OUTPUTS, ("rms",), strided=True)(
+        inputs=[q, k, *(weights or (rope.rates, rope.rates)), *settings],
+        template=template,
+        grid=(32, Hq + Hk, L),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(1, Hq, L, D), (1, Hk, L, D)],
+        output_dtypes=[dtype, dtype],
+    )
+    return queries, keys
+
+
+def norm_rope(
+    q: mx.array,
+    k: mx.array,
+    offset: mx.array | int,
+    rope: Rope,
+    *,
+    q_weight: mx.array | None = None,
+    k_weight: mx.array | None = None,
+    eps: float = 0.0,
+    head_dim: int | None = None,
+) -> Heads:
+    """Queries [1, Hq, L, D] and keys [1, Hk, L, D], normed where there are weights, then rotated.
+
+    q: [1, L, Hq, D or more], k: [1, L, Hk, D or more], float16, bfloat16 or float32, of any strides: the first
+        D = `head_dim` values of a head count. None: all of k's.
+    offset: the position of row 0, an int or an integer array of one value. q_weight, k_weight: [D], both or none.
+
+    Raises ValueError where shapes do not match, or only one weight is given.
+    """
+    D = k.shape[-1] if head_dim is None else head_dim
+    _check(q, k, offset, rope, q_weight, k_weight, D)
+    weights = None if q_weight is None or k_weight is None else (q_weight, k_weight)
+    types = {q.dtype, k.dtype}, {w.dtype for w in weights or ()}
+    known = len(types[0]) == 1 and len(types[1]) <= 1 and types[0] | types[1] <= set(TYPES)
+    if _source.on_metal() and known and q.shape[0] == 1 and D <= BLOCK * MOST_BLOCKS:
+        at = mx.array([offset], mx.int32) if isinstance(offset, int) else offset.reshape(1).astype(mx.int32)
+        return _norm_rope_metal(q, k, at, rope, weights, eps, D)
+    return norm_rope_ref(q, k, offset, rope, q_weight=q_weight, k_weight=k_weight, eps=eps, head_dim=D)
+
+
+def _check(q, k, offset, rope: Rope, q_weight, k_weight, D: int) -> None:
+    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2]:
+        raise ValueError(f"q has shape {q.shape} and k {k.shape}; they must be [B, L, heads, values], of one B and L")
+    if not rope.dims <= D <= min(q.shape[-1], k.shape[-1]):
+        widths = f"heads have {q.shape[-1]} and {k.shape[-1]} values and {rope.dims} are rotated"
+        raise ValueError(f"head_dim is {D}; {widths}: it must lie between")
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("only one of q_weight and k_weight is given; it must be both or none")
+    for weight in (q_weight, k_weight):
+        if weight is not None and weight.shape != (D,):
+            raise ValueError(f"a weight has shape {weight.shape}; it must be ({D},)")
+    if isinstance(offset, mx.array) and offset.size != 1:
+        raise ValueError(f"offset has {offset.size} values; it must have one")
