@@ -9,6 +9,7 @@ from .conv_verify import conv_verify, conv_verify_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
+from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
 from .verify_qmm import verify_qmm, verify_qmm_ref
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "verify_gemv_ref",
     "verify_glu",
     "verify_glu_ref",
+    "verify_latent_attention",
+    "verify_latent_attention_ref",
     "verify_qmm",
     "verify_qmm_ref",
 ]
