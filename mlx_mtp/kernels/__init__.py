@@ -11,6 +11,7 @@ from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .norm_rope import Rope, norm_rope, norm_rope_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
+from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
 from .verify_qmm import verify_qmm, verify_qmm_ref
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "verify_gemv_ref",
     "verify_glu",
     "verify_glu_ref",
+    "verify_latent_attention",
+    "verify_latent_attention_ref",
     "verify_qmm",
     "verify_qmm_ref",
 ]

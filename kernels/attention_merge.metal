@@ -1,0 +1,43 @@
+// The output of an attention whose keys were taken in chunks: chunks in ascending order, then the sink, then the gate.
+//
+// Inputs   partials [Hkv, chunks, R, Dv] float, each chunk's sum of p v; ml [Hkv, chunks, R, 2] float, its largest score
+//          and its sum of p = exp(score - largest). R = G * L: row g * L + i is head g of the KV head's G at query i
+//          sinks [Hq], read with SINKS; gate [L, Hq] (GATE 1) or [L, Hq * Dv] (GATE 2) of T, logits; Hq = Hkv * G
+// Output   y [L, Hq * Dv] of T
+// Template T, L, SINKS, GATE
+// Grid     (Dv, Hq, L), any group of threads
+//
+// A chunk in which a row saw nothing (sum 0) is passed over, so that bits do not depend on how many there are.
+
+const int Hkv = partials_shape[0], chunks = partials_shape[1], R = partials_shape[2], Dv = partials_shape[3];
+const int G = R / L;
+const int d = thread_position_in_grid.x, head = thread_position_in_grid.y, i = thread_position_in_grid.z;
+const size_t first = size_t(head / G) * chunks * R + head % G * L + i;
+
+float largest = SINKS ? float(sinks[head]) : -INFINITY;
+for (int c = 0; c < chunks; c++) {
+  const size_t row = first + size_t(c) * R;
+  const float m = ml[2 * row];
+  largest = ml[2 * row + 1] != 0.0f && m > largest ? m : largest;
+}
+float sum = 0.0f, out = 0.0f;
+for (int c = 0; c < chunks; c++) {
+  const size_t row = first + size_t(c) * R;
+  const float l = ml[2 * row + 1];
+  if (l != 0.0f) {
+    const float factor = metal::fast::exp(ml[2 * row] - largest);
+    sum = fma(l, factor, sum);
+    out = fma(partials[row * Dv + d], factor, out);
+  }
+}
+if (SINKS) {
+  sum += metal::fast::exp(float(sinks[head]) - largest);
+}
+
+// The sign of a zero may come from rows that this one does not see: + 0 makes all of them positive.
+T value = static_cast<T>(out / sum + 0.0f);
+const size_t own = size_t(i) * Hkv * G + head;
+if (GATE) {
+  value = value * sigmoid(static_cast<T>(gate[GATE == 1 ? own : own * Dv + d]));
+}
+y[own * Dv + d] = value;

@@ -1,0 +1,52 @@
+// scores = scale * (q . latent + q_pe . k_pe) of every row and key; a tile of keys is read once, for all rows.
+//
+// Inputs   q [1, H, L, DV], q_pe [1, H, L, DR]; latent [1, 1, S, DV], k_pe [1, 1, S, DR]; scale [1] float;
+//          offset [1] int: row i of L is at position offset + i, and later slots are not read
+// Output   scores [blocks of 8 keys, R, 8] float, R = H * L: zeros or anything finite or not where a row sees no key
+// Template T (inputs), DV, DR, KEYS (of a tile: 8 or 16), FRAGMENTS (of 8 rows that a simdgroup has in registers)
+// Grid     x: 32 per tile; y: simdgroups;  group of threads (32, simdgroups, 1)
+
+constexpr int BLOCKS = KEYS / 8, ROWS = 8 * FRAGMENTS;
+threadgroup T tile[(DV + DR) * KEYS];
+const int L = q_shape[2], R = q_shape[1] * L;
+const int simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;
+const int first = threadgroup_position_in_grid.x * KEYS;
+const int end = min(offset[0] + L, latent_shape[2]);
+device float* out = scores + size_t(first) * R;
+
+if (first >= end) {
+  for (int i = thread_index; i < KEYS * R; i += 32 * simdgroups) {
+    out[i] = 0.0f;
+  }
+  return;
+}
+stage_keys<T, DV, KEYS>(tile, latent, first, end, thread_index, 32 * simdgroups);
+stage_keys<T, DR, KEYS>(tile + DV * KEYS, k_pe, first, end, thread_index, 32 * simdgroups);
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+const Place at = place_of(thread_index_in_simdgroup);
+for (int begin = simdgroup_index_in_threadgroup * ROWS; begin < R; begin += simdgroups * ROWS) {
+  int rows[FRAGMENTS];
+  Fragment sums[FRAGMENTS][BLOCKS];
+  UNROLL
+  for (int f = 0; f < FRAGMENTS; ++f) {
+    rows[f] = min(begin + 8 * f + at.row, R - 1);
+    UNROLL
+    for (int k = 0; k < BLOCKS; ++k) {
+      set(sums[f][k], float2(0.0f));
+    }
+  }
+  add_scores<T, DV, KEYS>(sums, q, rows, tile, at);
+  add_scores<T, DR, KEYS>(sums, q_pe, rows, tile + DV * KEYS, at);
+  UNROLL
+  for (int f = 0; f < FRAGMENTS; ++f) {
+    UNROLL
+    for (int k = 0; k < BLOCKS; ++k) {
+      if (begin + 8 * f + at.row < R) {
+        device float* to = out + (size_t(k) * R + rows[f]) * 8 + at.column;
+        to[0] = scale[0] * sums[f][k].thread_elements()[0];
+        to[1] = scale[0] * sums[f][k].thread_elements()[1];
+      }
+    }
+  }
+}

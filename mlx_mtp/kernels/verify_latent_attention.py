@@ -1,0 +1,134 @@
+"""`verify_latent_attention`: absorbed multi-head latent attention, the latent read once as keys and once as values.
+
+All rows of all heads share one latent. Three launches: scores of every row and key; weights and their sums with the
+values, a chunk of keys at a time; the merge of the chunks. A row's bits are those that it has alone.
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+"""
+
+import mlx.core as mx
+
+from ._merge import merge
+from ._source import kernel, on_metal
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+CHUNK = 256  # keys whose weights share a largest score
+MEMORY = 32768  # bytes that a group of threads may share
+SIMDGROUPS = 16  # most in a group of threads
+
+
+def verify_latent_attention_ref(
+    q: mx.array,
+    q_pe: mx.array,
+    latent: mx.array,
+    k_pe: mx.array,
+    offset: mx.array,
+    *,
+    scale: float,
+    start: int = 0,
+) -> mx.array:
+    """softmax(scale * (q latent^T + q_pe k_pe^T)) latent in float32, each row over the positions that it sees."""
+    dtype, (L, S) = q.dtype, (q.shape[2], latent.shape[2])
+    q, q_pe, latent, k_pe = (x.astype(mx.float32) for x in (q, q_pe, latent, k_pe))
+    scores = scale * (q @ latent.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2))
+    last, positions = offset + mx.arange(L)[:, None], mx.arange(S)
+    seen = (positions <= last) & (positions >= mx.minimum(start, last))
+    weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
+    # Zero times what a row does not see must be zero; where it does see it, its scores are not finite either.
+    return (weights @ mx.where(mx.isfinite(latent), latent, 0.0)).astype(dtype)
+
+
+def _simdgroups(rows: int, of: int) -> int:
+    return min(-(-rows // of), SIMDGROUPS)
+
+
+def _scores_metal(
+    q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, offset: mx.array, scale: float, limit: int
+) -> mx.array:
+    """The scores of every row and key, by blocks of 8 keys: [blocks, heads * L, 8] float32."""
+    _, heads, L, dv = q.shape
+    rows, dr = heads * L, q_pe.shape[-1]
+    keys, fragments = (16 if q.dtype.size == 2 else 8), (4 if rows >= 256 else 2)
+    tiles, simdgroups = -(-limit // keys), _simdgroups(rows, 8 * fragments)
+    (scores,) = kernel(
+        "latent_scores", ("q", "q_pe", "latent", "k_pe", "scale", "offset"), ("scores",), ("latent_attention",)
+    )(
+        inputs=[q, q_pe, latent, k_pe, mx.array([scale], mx.float32), offset],
+        template=[("T", q.dtype), ("DV", dv), ("DR", dr), ("KEYS", keys), ("FRAGMENTS", fragments)],
+        grid=(32 * tiles, simdgroups, 1),
+        threadgroup=(32, simdgroups, 1),
+        output_shapes=[(tiles * keys // 8, rows, 8)],
+        output_dtypes=[mx.float32],
+    )
+    return scores
+
+
+def _values_metal(
+    scores: mx.array, latent: mx.array, offset: mx.array, L: int, limit: int, start: int
+) -> tuple[mx.array, mx.array]:
+    """The chunks' sums of weighted values [1, chunks, rows, Dv]; their largest scores and weights' sums [..., 2]."""
+    rows, dv = scores.shape[1], latent.shape[-1]
+    slice_ = 64 if latent.dtype.size == 2 and dv % 64 == 0 else 32
+    chunks, simdgroups = -(-limit // CHUNK), _simdgroups(rows, 16)
+    out, ml = kernel("latent_values", ("scores", "latent", "offset", "span"), ("out", "ml"), ("latent_attention",))(
+        inputs=[scores, latent, offset, mx.array([L, start], mx.int32)],
+        template=[("T", latent.dtype), ("DV", dv), ("CHUNK", CHUNK), ("SLICE", slice_)],
+        grid=(32 * (dv // slice_), simdgroups * chunks, 1),
+        threadgroup=(32, simdgroups, 1),
+        output_shapes=[(1, chunks, rows, dv), (1, chunks, rows, 2)],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    return out, ml
+
+
+def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array) -> bool:
+    """Whether the kernels take these: one type of 16 or 32 bits, whole fragments, tiles that fit."""
+    dv, dr = q.shape[-1], q_pe.shape[-1]
+    fits = (dv + dr) * (16 if q.dtype.size == 2 else 8) * q.dtype.size <= MEMORY
+    same = all(x.dtype == q.dtype for x in (q_pe, latent, k_pe))
+    return same and q.dtype in DTYPES and dv % 32 == 0 and dr % 8 == 0 and fits and q.size > 0
+
+
+def _check_shapes(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, limit: int) -> None:
+    _, heads, L, dv = q.shape
+    S, dr = latent.shape[2], q_pe.shape[-1]
+    for name, x, want in (
+        ("q", q, (1, heads, L, dv)),
+        ("q_pe", q_pe, (1, heads, L, dr)),
+        ("latent", latent, (1, 1, S, dv)),
+        ("k_pe", k_pe, (1, 1, S, dr)),
+    ):
+        if x.shape != want:
+            raise ValueError(f"{name} has shape {x.shape}; it must be {want} here")
+    if not L <= limit <= S:
+        raise ValueError(f"limit is {limit}; it must be from {L}, the rows, to {S}, the slots")
+
+
+def verify_latent_attention(
+    q: mx.array,
+    q_pe: mx.array,
+    latent: mx.array,
+    k_pe: mx.array,
+    offset: mx.array,
+    *,
+    scale: float,
+    limit: int,
+    start: int = 0,
+) -> mx.array:
+    """Attention of L rows whose keys are [latent, k_pe] and whose values are latent: [1, heads, L, Dv] in q's dtype.
+
+    q: [1, heads, L, Dv], q_pe [1, heads, L, Dr]: absorbed queries, float16, bfloat16 or float32.
+    latent: [1, 1, S, Dv], k_pe [1, 1, S, Dr]: whole buffers, in which the rows' own slots are written.
+    offset: [1] int32, the position of the first row; row i sees positions start to offset + i, and at least its own.
+    limit: upper bound of offset + L, at most S.
+
+    Values that are not finite count as 0; the weights of rows that see them are not finite. On Metal a row has the
+    bits that it has alone, where all are of one type, Dv is a multiple of 32, Dr of 8, and both together at most 1024;
+    else the reference runs. Raises ValueError where the shapes or limit do not fit each other.
+    """
+    _check_shapes(q, q_pe, latent, k_pe, limit)
+    if not (on_metal() and _supported(q, q_pe, latent, k_pe)):
+        return verify_latent_attention_ref(q, q_pe, latent, k_pe, offset, scale=scale, start=start)
+    _, heads, L, dv = q.shape
+    scores = _scores_metal(q, q_pe, latent, k_pe, offset, scale, limit)
+    out, ml = _values_metal(scores, latent, offset, L, limit, start)
+    return merge(out, ml, L, q.dtype).reshape(1, L, heads, dv).swapaxes(1, 2)
