@@ -4,15 +4,19 @@ The public function runs the kernel on Metal and the reference elsewhere. Bodies
 """
 
 from ._quantized import Quantized, served
+from ._routing import Routing
 from ._source import on_metal
 from .conv_verify import conv_verify, conv_verify_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
+from .verify_moe import Experts, verify_moe, verify_moe_ref
 from .verify_qmm import verify_qmm, verify_qmm_ref
 
 __all__ = [
+    "Experts",
     "Quantized",
+    "Routing",
     "conv_verify",
     "conv_verify_ref",
     "gated_delta_verify",
@@ -23,6 +27,8 @@ __all__ = [
     "verify_gemv_ref",
     "verify_glu",
     "verify_glu_ref",
+    "verify_moe",
+    "verify_moe_ref",
     "verify_qmm",
     "verify_qmm_ref",
 ]
