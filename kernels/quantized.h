@@ -143,13 +143,14 @@ struct Format {
   }
 };
 
-// Adds to result [ROWS][RESULTS] one lane's share of x [ROWS, K] times the weight rows `outputs`.
+// Adds to result [ROWS][RESULTS] one lane's share of the rows of x that begin at `rows`, times the weight rows `outputs`.
 template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int LANES, int ROWS, int RESULTS>
-METAL_FUNC void quantized_products(
+METAL_FUNC void gathered_products(
     const device uint8_t* w,
     const device S* scales,
     const device S* biases,
     const device T* x,
+    const thread int* rows,
     const thread int* outputs,
     int K,
     int lane,
@@ -188,7 +189,7 @@ METAL_FUNC void quantized_products(
         float values[ROWS][F::CHUNK];
         UNROLL
         for (int m = 0; m < ROWS; m++) {
-          sums[m] = F::load(x + m * K + k + c * F::CHUNK, sums[m], values[m]);
+          sums[m] = F::load(x + rows[m] + k + c * F::CHUNK, sums[m], values[m]);
         }
         UNROLL
         for (int r = 0; r < RESULTS; r++) {
@@ -211,6 +212,25 @@ METAL_FUNC void quantized_products(
       }
     }
   }
+}
+
+// The same of neighbouring rows x [ROWS, K].
+template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int LANES, int ROWS, int RESULTS>
+METAL_FUNC void quantized_products(
+    const device uint8_t* w,
+    const device S* scales,
+    const device S* biases,
+    const device T* x,
+    const thread int* outputs,
+    int K,
+    int lane,
+    thread float (&result)[ROWS][RESULTS]) {
+  int rows[ROWS];
+  UNROLL
+  for (int m = 0; m < ROWS; m++) {
+    rows[m] = m * K;
+  }
+  gathered_products<T, S, BITS, FP, GROUP, VALUES, LANES>(w, scales, biases, x, rows, outputs, K, lane, result);
 }
 
 // The sum of a result over the lanes that share its row.

@@ -4,6 +4,7 @@ The public function runs the kernel on Metal and the reference elsewhere. Bodies
 """
 
 from ._quantized import Quantized, served
+from ._routing import Routing, route_ref
 from ._source import on_metal
 from .add_norm import add_norm, add_norm_ref
 from .conv_verify import conv_verify, conv_verify_ref
@@ -12,11 +13,14 @@ from .norm_rope import Rope, norm_rope, norm_rope_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
+from .verify_moe import Experts, verify_moe, verify_moe_ref
 from .verify_qmm import verify_qmm, verify_qmm_ref
 
 __all__ = [
+    "Experts",
     "Quantized",
     "Rope",
+    "Routing",
     "add_norm",
     "add_norm_ref",
     "conv_verify",
@@ -26,6 +30,7 @@ __all__ = [
     "norm_rope",
     "norm_rope_ref",
     "on_metal",
+    "route_ref",
     "served",
     "verify_gemv",
     "verify_gemv_ref",
@@ -33,6 +38,8 @@ __all__ = [
     "verify_glu_ref",
     "verify_latent_attention",
     "verify_latent_attention_ref",
+    "verify_moe",
+    "verify_moe_ref",
     "verify_qmm",
     "verify_qmm_ref",
 ]

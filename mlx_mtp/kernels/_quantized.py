@@ -73,13 +73,18 @@ def small(weights: Quantized) -> bool:
     return min(weights.w.size, weights.scales.size) < DEVICE
 
 
+def packs(bits: int) -> tuple[int, int]:
+    """Values of K that a lane of MLX's `qmv` takes at a time, and one of its `qmv_fast`."""
+    pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
+    return pack, pack * (1 if bits == 2 else 2)
+
+
 def lanes(weights: Quantized) -> tuple[int, int]:
     """(values of K that a lane takes at a time, lanes per weight row) of MLX 0.32.4's kernel for one row."""
     k, bits = weights.k, weights.bits
     if k in (64, 128) and bits in (2, 4, 8):
         return k // 4, 4  # qmv_quad
-    pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
-    fast = pack * (1 if bits == 2 else 2)
+    pack, fast = packs(bits)
     return (fast if k % (32 * fast) == 0 else pack), 32  # qmv_fast, qmv
 
 

@@ -1,0 +1,68 @@
+// Products of the rows that visit one expert with four rows of its weights, which are requested once.
+
+constant constexpr int COLUMNS = 4;    // weight rows that a simdgroup takes
+constant constexpr int MOST_VISITS = 8; // rows of x that visit an expert
+
+// One expert's matrix [N, K], and where the rows of x begin that visit it: `count` of them, then the last again.
+template <typename T, typename S>
+struct Visit {
+  const device uint8_t* w;
+  const device S* scales;
+  const device S* biases;
+  const device T* x;
+  int N, K, count;
+  int rows[MOST_VISITS];
+};
+
+// Lane COLUMNS * m + c gets the product of row m with weight row begin + c. More than 4 rows go with 2 weight rows at a
+// time, so that never more than 16 sums are in registers.
+template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS>
+METAL_FUNC float rows_product(const thread Visit<T, S>& visit, int begin, int lane) {
+  constexpr int RESULTS = ROWS > 4 ? 2 : 4;
+  float own = 0;
+  for (int column = 0; column < COLUMNS; column += RESULTS) {
+    int outputs[RESULTS];
+    UNROLL
+    for (int r = 0; r < RESULTS; r++) {
+      outputs[r] = min(begin + column + r, visit.N - 1);
+    }
+    float result[ROWS][RESULTS] = {};
+    gathered_products<T, S, BITS, FP, GROUP, VALUES, 32>(
+        visit.w, visit.scales, visit.biases, visit.x, visit.rows, outputs, visit.K, lane, result);
+    UNROLL
+    for (int r = 0; r < RESULTS; r++) {
+      UNROLL
+      for (int m = 0; m < ROWS; m++) {
+        const float sum = simd_sum(result[m][r]);
+        own = lane == m * COLUMNS + column + r ? sum : own;
+      }
+    }
+  }
+  return own;
+}
+
+// The same, with `expert`'s matrix of w, for the fewest of 1, 2, 4 and 8 rows.
+template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES>
+METAL_FUNC float expert_product(
+    const device uint32_t* w,
+    const device S* scales,
+    const device S* biases,
+    thread Visit<T, S>& visit,
+    int expert,
+    int begin,
+    int lane) {
+  const size_t row = size_t(expert) * visit.N, groups = visit.K / GROUP;
+  visit.w = (const device uint8_t*)w + row * (visit.K / 8 * BITS);
+  visit.scales = scales + row * groups;
+  visit.biases = biases + row * groups;
+  if (visit.count == 1) {
+    return rows_product<T, S, BITS, FP, GROUP, VALUES, 1>(visit, begin, lane);
+  }
+  if (visit.count == 2) {
+    return rows_product<T, S, BITS, FP, GROUP, VALUES, 2>(visit, begin, lane);
+  }
+  if (visit.count <= 4) {
+    return rows_product<T, S, BITS, FP, GROUP, VALUES, 4>(visit, begin, lane);
+  }
+  return rows_product<T, S, BITS, FP, GROUP, VALUES, 8>(visit, begin, lane);
+}

@@ -1,0 +1,48 @@
+// y[m] = sum over m's experts, in ascending order, of weight * (h . down), down quantized; then what is shared is added.
+//
+// Inputs   w [EXPERTS, N, K * BITS / 32] uint32; scales, biases [EXPERTS, N, K / GROUP] (floating-point formats: scales
+//          twice); h [P, K]; from moe_route: weights [P] float32, experts [P], starts [P + 1], places [P]; sizes [4] int32,
+//          the first is top_k; shared [M, N] of T; shared_gate [M] of T
+// Output   y [M, N]
+// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, SHARED (0: not, 1: added, 2: added times
+//          sigmoid(shared_gate)), SIMDGROUPS
+// Grid     x: 32; y: SIMDGROUPS per 4 values of N;  group of threads (32, SIMDGROUPS, 1)
+
+constexpr int MOST_PAIRS = 128;
+const int lane = thread_index_in_simdgroup, worker = simdgroup_index_in_threadgroup;
+const int P = h_shape[0], K = h_shape[1], N = w_shape[1], top_k = sizes[0];
+const int begin = threadgroup_position_in_grid.y * COLUMNS;
+
+// Each simdgroup takes every SIMDGROUPS-th expert; what they found is added up in one order, whoever found it.
+threadgroup float products[MOST_PAIRS * COLUMNS];
+for (int slot = worker; slot < P && starts[slot] < P; slot += SIMDGROUPS) {
+  const int start = starts[slot], end = starts[slot + 1];
+  Visit<T, S> visit = {nullptr, nullptr, nullptr, h, N, K, end - start};
+  UNROLL
+  for (int m = 0; m < MOST_VISITS; m++) {
+    visit.rows[m] = min(start + m, end - 1) * K;
+  }
+  const float product =
+      expert_product<T, S, BITS, FP, GROUP, VALUES>(w, scales, biases, visit, experts[slot], begin, lane);
+  if (start + lane / COLUMNS < end) {
+    products[start * COLUMNS + lane] = float(static_cast<T>(product));
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+const int row = lane / COLUMNS, column = begin + lane % COLUMNS;
+if (worker == 0 && row < P / top_k && column < N) {
+  float sum = 0;
+  for (int i = 0; i < top_k; i++) {
+    const int place = places[row * top_k + i];
+    sum += weights[place] * products[place * COLUMNS + lane % COLUMNS];
+  }
+  T total = static_cast<T>(sum);
+  if (SHARED == 1) {
+    total = total + shared[row * N + column];
+  } else if (SHARED == 2) {
+    const T part = sigmoid(static_cast<T>(shared_gate[row])) * shared[row * N + column];
+    total = total + part;
+  }
+  y[row * N + column] = total;
+}

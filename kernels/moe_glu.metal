@@ -1,0 +1,37 @@
+// h = swiglu(x . gate, x . up) of each (row, expert) pair, both weights quantized: an expert's weights are requested once.
+//
+// Inputs   gate, up [EXPERTS, N, K * BITS / 32] uint32; their _scales, _biases [EXPERTS, N, K / GROUP] (floating-point
+//          formats: scales twice); x [M, K]; limit [1] of T, where the two are clamped; from moe_route: tokens [P], experts
+//          [P], starts [P + 1]
+// Output   h [P, N], in the order of tokens
+// Template T (x, limit, h), S (scales), BITS, GROUP, FP, VALUES, CLAMPED
+// Grid     x: 32; y: 2 per 8 values of N; z: P, one for each distinct expert;  group of threads (32, 2, 1)
+
+const int slot = threadgroup_position_in_grid.z, lane = thread_index_in_simdgroup;
+const int N = gate_shape[1], K = x_shape[1];
+const int start = starts[slot], end = starts[slot + 1];
+const int begin = (threadgroup_position_in_grid.y * 2 + simdgroup_index_in_threadgroup) * COLUMNS;
+if (start == end || begin >= N) {
+  return;
+}
+
+Visit<T, S> visit = {nullptr, nullptr, nullptr, x, N, K, end - start};
+UNROLL
+for (int m = 0; m < MOST_VISITS; m++) {
+  visit.rows[m] = tokens[min(start + m, end - 1)] * K;
+}
+float opened = 0, linear = 0;
+_Pragma("clang loop unroll(disable)")
+for (int i = 0; i < 2; i++) {
+  const float product = expert_product<T, S, BITS, FP, GROUP, VALUES>(
+      i == 0 ? gate : up,
+      i == 0 ? gate_scales : up_scales,
+      i == 0 ? gate_biases : up_biases,
+      visit, experts[slot], begin, lane);
+  opened = i == 0 ? product : opened;
+  linear = product;
+}
+const int own = start + lane / COLUMNS, column = begin + lane % COLUMNS;
+if (own < end && column < N) {
+  h[size_t(own) * N + column] = swiglu<T, CLAMPED>(static_cast<T>(opened), static_cast<T>(linear), limit[0]);
+}

@@ -1,0 +1,126 @@
+"""Which experts a row of router logits visits, with which weights, and the pairs sorted by expert."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ._source import kernel
+
+MOST_EXPERTS, MOST_TOP_K, MOST_ROWS = 512, 16, 8
+LANES = 32
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a family turns logits into experts and weights.
+
+    kind "sigmoid": in float32; a bias takes part in the selection only; of `n_group` groups the `topk_group` with the
+    greatest sums of their two best stay, and the scores of the others count as 0. "softmax": rounded to the logits'
+    type, also when divided by their sum. `norm` divides by the sum plus `eps`; `scale` multiplies last. Raises
+    ValueError for what no router does.
+    """
+
+    kind: str
+    top_k: int
+    n_group: int = 1
+    topk_group: int = 1
+    norm: bool = True
+    eps: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self):
+        if self.kind not in ("sigmoid", "softmax"):
+            raise ValueError(f"kind is {self.kind!r}; it must be 'sigmoid' or 'softmax'")
+        if self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; it must be at least 1")
+        if not 1 <= self.topk_group <= self.n_group:
+            raise ValueError(
+                f"topk_group is {self.topk_group}; it must be from 1 to n_group, which is {self.n_group}"
+            )
+        if self.kind == "softmax" and (self.n_group, self.eps, self.scale) != (1, 0.0, 1.0):
+            raise ValueError("softmax routing has no groups, eps or scale")
+
+    @cached_property
+    def sizes(self) -> mx.array:
+        return mx.array([self.top_k, self.n_group, self.topk_group, int(self.norm)], mx.int32)
+
+    @cached_property
+    def numbers(self) -> mx.array:
+        return mx.array([self.eps, self.scale], mx.float32)
+
+    def check(self, experts: int) -> None:
+        """Raise ValueError where so many experts cannot be selected from like this."""
+        if self.top_k > experts:
+            raise ValueError(f"top_k is {self.top_k}; there are {experts} experts")
+        if self.n_group > 1 and (experts % self.n_group or experts < 2 * self.n_group):
+            raise ValueError(
+                f"n_group is {self.n_group}; groups of equal size, at least 2, cannot hold {experts} experts"
+            )
+
+
+class Pairs(NamedTuple):
+    """The (row, expert) pairs, by expert and then by row; see kernels/moe_route.metal."""
+
+    tokens: mx.array
+    weights: mx.array
+    experts: mx.array
+    starts: mx.array
+    places: mx.array
+
+
+def route_ref(logits: mx.array, routing: Routing, bias: mx.array | None) -> tuple[mx.array, mx.array]:
+    """logits [M, E]: experts [M, top_k] and their weights in float32, best first, of equal ones in MLX's order."""
+    k = routing.top_k
+    if routing.kind == "softmax":
+        scores = mx.softmax(logits, axis=-1, precise=True)
+        experts = mx.argsort(scores if bias is None else scores + bias, axis=-1)[..., -k:][..., ::-1]
+        weights = mx.take_along_axis(scores, experts, axis=-1)
+        if routing.norm:
+            total = weights.astype(mx.float32).sum(axis=-1, keepdims=True)
+            weights = weights / total.astype(weights.dtype)
+        return experts, weights.astype(mx.float32)
+    scores = mx.sigmoid(logits.astype(mx.float32))
+    experts = mx.argsort(-_kept(scores if bias is None else scores + bias, routing), axis=-1)[..., :k]
+    weights = mx.take_along_axis(scores, experts, axis=-1)
+    if routing.norm:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + routing.eps)
+    return experts, weights * routing.scale
+
+
+def _kept(scores: mx.array, routing: Routing) -> mx.array:
+    """The scores, 0 where their group is not among the best."""
+    if routing.n_group == 1:
+        return scores
+    groups = scores.reshape(*scores.shape[:-1], routing.n_group, -1)
+    order = mx.argsort(mx.sort(groups, axis=-1)[..., -2:].sum(axis=-1), axis=-1)
+    rank = mx.argsort(order, axis=-1)[..., None]
+    return mx.where(rank < routing.n_group - routing.topk_group, 0.0, groups).reshape(scores.shape)
+
+
+def routable(logits: mx.array, routing: Routing) -> bool:
+    """Whether the kernel takes these logits [M, E]."""
+    m, experts = logits.shape
+    known = logits.dtype in (mx.float32, mx.float16, mx.bfloat16)
+    fits = 1 <= m <= MOST_ROWS and experts <= MOST_EXPERTS and routing.top_k <= MOST_TOP_K
+    return known and fits and routing.n_group <= LANES
+
+
+def route_metal(logits: mx.array, routing: Routing, bias: mx.array | None) -> Pairs:
+    """logits [M, E]: the pairs, in one launch."""
+    m, experts = logits.shape
+    pairs = m * routing.top_k
+    made = kernel("moe_route", ("logits", "bias", "sizes", "numbers"), Pairs._fields, ("activations", "routing"))
+    outputs = made(
+        inputs=[logits, logits if bias is None else bias, routing.sizes, routing.numbers],
+        template=[
+            *(("T", logits.dtype), ("SOFTMAX", routing.kind == "softmax"), ("BIASED", bias is not None)),
+            ("VALUES", 4 * -(-experts // 128)),
+        ],
+        grid=(LANES, m, 1),
+        threadgroup=(LANES, m, 1),
+        output_shapes=[(pairs,), (pairs,), (pairs,), (pairs + 1,), (pairs,)],
+        output_dtypes=[mx.int32, mx.float32, mx.int32, mx.int32, mx.int32],
+    )
+    return Pairs(*outputs)
