@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models import llama, qwen3
 
 from .cache import Ring, make_cache
 from .kernels import Rope, served
 from .layers.attention import Attention, Form, NormRope, VerifyAttention
 from .layers.block import Sum, VerifyBlock, VerifyNorm
+from .layers.draft_head import DraftHead
 from .layers.experts import Mixture, VerifyMoE, servable
 from .layers.gated_delta import GatedDelta
 from .layers.mla import AbsorbedMLA, LatentAttention
@@ -39,7 +39,6 @@ TOGETHER = (
     ("in_proj_qkvz", "in_proj_ba"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-DRAFTERS = (llama.Attention, qwen3.Attention)  # an external drafter's layer may be another family's
 Site = Stack | GLU | Dense | Recurrence | Attention | NormRope | LatentAttention | Mixture | Sum
 
 
@@ -88,10 +87,10 @@ def _swapped(model: Port, module: Any) -> list[Site]:
         module.glu = GLU(module)
         module.__class__ = type(kind.__name__, (VerifyMLP, kind), {})
         return [module.glu]
-    tied = tied(model, module)
-    if kind is nn.QuantizedEmbedding and tied and _served(module):
+    tie = tied(model, module)
+    if kind is nn.QuantizedEmbedding and tie and _served(module):
         module.site, module.__class__ = Stack([module]), VerifyEmbedding
-    elif kind is nn.Linear or (kind is nn.Embedding and tied):
+    elif kind is nn.Linear or (kind is nn.Embedding and tie):
         module.site, module.__class__ = Dense(module), VerifyDense if kind is nn.Linear else VerifyDenseEmbedding
     elif kind in model.ROUTER:
         module.site, module.__class__ = Dense(module), type(kind.__name__, (VerifyRouter, kind), {})
@@ -114,8 +113,6 @@ def _is_stacked(mlp: Any) -> bool:
     return gate.site is up.site and gate.site.modules == [gate, up] and "bias" not in gate and "bias" not in up
 
 
-
-
 def _become(module: Any, mixin: type) -> None:
     kind = type(module)
     module.__class__ = type(kind.__name__, (mixin, kind), {})
@@ -125,6 +122,7 @@ def _attentions(model: Any) -> Iterator[Site]:
     """Of the layers, and of the heads' blocks, each with caches of its window."""
     windowed = [*zip(model.cached_layers(), model.windows(), strict=True)]
     windowed += [(head.block, head.window) for head in model.mtp]
+    kinds = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, DraftHead))}
     rings: dict[Any, Any] = {None: None}
     for layer, window in windowed:
         if window == RecurrentCache.window:
@@ -132,7 +130,7 @@ def _attentions(model: Any) -> Iterator[Site]:
         if window not in rings:
             rings[window] = Ring(window)
         for _, module in layer.named_modules():
-            if type(module) in (*model.ATTENTION, *DRAFTERS):
+            if type(module) in kinds:
                 yield from _attention(module, partial(make_cache, rings[window]))
             elif isinstance(module, AbsorbedMLA) and not isinstance(module, SparseMLA):
                 module.latent = LatentAttention(module)

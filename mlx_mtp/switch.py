@@ -1,7 +1,6 @@
 """The kernels that a loaded model runs with: modules swapped, tried, and switched on."""
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

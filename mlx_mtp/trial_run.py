@@ -1,6 +1,5 @@
 """One kernel on one shape beside stock MLX: are its bits right, is it accurate enough, and is it faster?"""
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence

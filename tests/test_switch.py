@@ -21,7 +21,7 @@ from stock_ops import stock_ops
 from test_exact_model import STEP, quantized
 
 import mlx_mtp
-from mlx_mtp import emulator, switch, trial_run
+from mlx_mtp import emulator, sites, switch, trial_run
 from mlx_mtp.emulator import stock_dense
 from mlx_mtp.kernels import _source
 from mlx_mtp.layers.verify import GLU, Dense, Stack, VerifyDense, VerifyLinear, VerifyRouter
@@ -101,8 +101,12 @@ def test_what_is_swapped(checkpoint):
     model = load(checkpoint)
     before = {name: a.shape for name, a in tree_flatten(model.parameters())}
     bits = {name: np.array(a.view(mx.uint8)) for name, a in tree_flatten(model.parameters())}
-    sites = switch.place(model)
-    assert Counter(site.op for site in sites) == {"verify_qmm": 4 * 4 + 3 + 1 + 3 * 6, "verify_glu": 4 + 3}
+    found = Counter(site.op for site in switch.place(model))
+    assert {op: found[op] for op in ("verify_qmm", "verify_glu", "verify_moe")} == {
+        "verify_qmm": 4 * 4 + 3 + 1 + 3 * 6,
+        "verify_glu": 4 + 3,
+        "verify_moe": 3,
+    }
     assert {name: a.shape for name, a in tree_flatten(model.parameters())} == before
     for name, array in tree_flatten(model.parameters()):
         assert np.array_equal(np.array(array.view(mx.uint8)), bits[name])
@@ -164,13 +168,13 @@ def test_weights_loaded_after_the_switch_count(heights):
 def test_adapters_around_swapped_modules(checkpoint):
     """As mlx-lm puts them into a model that is loaded: no kernel computes the product that they replace."""
     model, x = load(checkpoint), mx.random.normal((1, 3, 64)).astype(mx.bfloat16)
-    sites, mlp = switch.place(model), model.layers[0].mlp
+    found, mlp = switch.place(model), model.layers[0].mlp
     assert "adapters" not in switch.others_not_exact(model)
     linear_to_lora_layers(model, 4, {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": ["mlp.gate_proj"]})
     lora = mlp.gate_proj
     lora.lora_b = mx.random.normal(lora.lora_b.shape)
     want = mlp(x)
-    for site in sites:
+    for site in found:
         site.rows = frozenset({3})
     with emulator.emulated() as launches:
         assert mx.allclose(mlp(x), want, atol=0.05 * mx.abs(want).max().item())
@@ -182,7 +186,7 @@ def test_adapters_around_swapped_modules(checkpoint):
 def test_an_mlp_with_biases_is_no_single_launch(bias):
     gate, up = linears(8, 8, bias=bias)
     stacked([gate, up])
-    assert switch._is_stacked(SimpleNamespace(gate_proj=gate, up_proj=up)) != bias
+    assert sites._is_stacked(SimpleNamespace(gate_proj=gate, up_proj=up)) != bias
 
 
 @pytest.mark.parametrize("m", [1, 9])
@@ -304,14 +308,14 @@ def test_a_wrong_kernel_is_off_whatever_is_asked(checkpoint, monkeypatch, tmp_pa
 
 def test_rows_that_a_glu_serves_are_exact_without_its_stack(checkpoint):
     model = load(checkpoint)
-    sites = switch.place(model)
-    for site in sites:
-        site.rows = frozenset(range(2, 9))
+    found = switch.place(model)
+    for site in found:
+        site.rows = frozenset(site.candidates)
     mlp = model.layers[0].mlp
     mlp.gate_proj.site.rows = frozenset({2, 3})
-    assert switch.rows_not_exact(sites) == ()
+    assert switch.rows_not_exact(found) == ()
     mlp.glu.rows = frozenset({2, 4, 5, 6})
-    assert switch.rows_not_exact(sites) == ("1 layers' verify_qmm at M=7, 8",)
+    assert switch.rows_not_exact(found) == ("1 layers' verify_qmm at M=7, 8",)
 
 
 def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, tmp_path):

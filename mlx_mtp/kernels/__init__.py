@@ -10,6 +10,7 @@ from .add_norm import add_norm, add_norm_ref
 from .conv_verify import conv_verify, conv_verify_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .norm_rope import Rope, norm_rope, norm_rope_ref
+from .verify_attention import verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
@@ -32,6 +33,8 @@ __all__ = [
     "on_metal",
     "route_ref",
     "served",
+    "verify_attention",
+    "verify_attention_ref",
     "verify_gemv",
     "verify_gemv_ref",
     "verify_glu",

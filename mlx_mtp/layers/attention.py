@@ -16,7 +16,6 @@ from ..kernels import Rope, norm_rope, verify_attention, verify_attention_ref
 from .verify import VERIFY_ROWS, rows_of
 
 Pair = tuple[mx.array, mx.array]
-OFFSET = 2000  # where the rows of a trial are; its caches hold as many positions before them
 
 
 @functools.lru_cache(maxsize=2)
@@ -62,6 +61,7 @@ class NormRope:
 
     op = "norm_rope"
     candidates = (1, *VERIFY_ROWS)
+    OFFSET = 2000  # where the rows of a trial are
 
     def __init__(self, module: Any, form: Form, rope: Rope):
         self.module, self.form, self.rope, self.rows = module, form, rope, frozenset()
@@ -87,14 +87,14 @@ class NormRope:
         return norm_rope(q, k, on_device(offset), self.rope, head_dim=self.form.head_dim, **more)
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        return self._flat(self.fused(*self._split(x), device_offset(OFFSET)), len(x))
+        return self._flat(self.fused(*self._split(x), device_offset(self.OFFSET)), len(x))
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        return self._flat(placed(self.module, *self._split(x), device_offset(OFFSET), self.form.head_dim), len(x))
+        return self._flat(placed(self.module, *self._split(x), device_offset(self.OFFSET), self.form.head_dim), len(x))
 
     def alone(self, x: mx.array) -> list[mx.array]:
         found = [
-            self._flat(placed(self.module, *self._split(x[i : i + 1]), mx.array([OFFSET + i]), self.form.head_dim), 1)
+            self._flat(placed(self.module, *self._split(x[i : i + 1]), mx.array([self.OFFSET + i]), self.form.head_dim), 1)
             for i in range(len(x))
         ]
         return [mx.concatenate(list(rows)) for rows in zip(*found, strict=True)]
@@ -122,6 +122,7 @@ class Attention:
 
     op = "verify_attention"
     candidates = (1, *VERIFY_ROWS)
+    OFFSET, SLOTS = 2000, 2048  # where the rows of a trial are, in caches of what size
 
     def __init__(self, module: Any, form: Form, make_cache: Callable[[], Any]):
         self.module, self.form, self.make_cache = module, form, make_cache
@@ -165,14 +166,14 @@ class Attention:
         return op(q, keys, values, on_device(offset), scale=scale, sinks=self.sinks, gate=gate, **where, **more)
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        return [self._read(x, OFFSET)]
+        return [self._read(x, self.OFFSET)]
 
     def alone(self, x: mx.array) -> list[mx.array]:
-        return [mx.concatenate([self._read(x[i : i + 1], OFFSET + i) for i in range(len(x))])]
+        return [mx.concatenate([self._read(x[i : i + 1], self.OFFSET + i) for i in range(len(x))])]
 
     def truth(self, x: mx.array) -> list[mx.array]:
         self._before(x.dtype)
-        return [self._read(x.astype(mx.float32), OFFSET, verify_attention_ref)]
+        return [self._read(x.astype(mx.float32), self.OFFSET, verify_attention_ref)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         parts, masks = self._before(x.dtype)
@@ -192,8 +193,8 @@ class Attention:
     def _before(self, dtype: mx.Dtype) -> Any:
         """Random keys and values wherever a row of the trial may look, and each number of rows' mask; made once."""
         if self.tried is None:
-            window = self.make_cache().window
-            slots = self.make_cache().ring.slots if window else OFFSET + VERIFY_ROWS.stop
+            cache = self.make_cache()
+            slots = cache.ring.slots if cache.window else self.SLOTS
             parts = [
                 mx.random.normal((1, self.form.kv_heads, slots, width), dtype, key=mx.random.key(seed))
                 for seed, width in enumerate((self.form.head_dim, self.form.value_dim))
@@ -201,7 +202,7 @@ class Attention:
             masks = {}
             for rows in self.candidates:
                 cache = self._filled(parts)
-                cache.seek(device_offset(OFFSET), OFFSET)
+                cache.seek(device_offset(self.OFFSET), self.OFFSET)
                 masks[rows] = cache.make_mask(rows)
             mx.eval(parts, masks)
             self.tried = parts, masks
@@ -210,7 +211,7 @@ class Attention:
     def _filled(self, parts: list[mx.array]) -> Any:
         cache = self.make_cache()
         cache.parts = tuple(parts)
-        cache.seek(device_offset(OFFSET), OFFSET + VERIFY_ROWS.stop)
+        cache.seek(device_offset(self.OFFSET), self.OFFSET + VERIFY_ROWS[-1])
         return cache
 
 

@@ -37,6 +37,10 @@ class DraftHead(nn.Module):
 
     NO_KV_BITS: str | None = None  # its attention is an ordinary one, whatever the target's is
 
+    @property
+    def attention(self) -> type:
+        return type(self.block.self_attn)
+
     def __init__(self, spec: MTPSpec, block: Any, sizes: DraftSizes, parts: set[str]):
         super().__init__()
         self._spec, self._residual_normed, self.window = spec, sizes.residual_normed, sizes.window

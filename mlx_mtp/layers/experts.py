@@ -61,7 +61,9 @@ class Mixture:
     @property
     def shape(self) -> str:
         gate = self.block.switch_mlp.gate_proj
-        form = f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims} {gate.bits}-bit {gate.mode} g{gate.group_size}"
+        form = (
+            f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims} {gate.bits}-bit {gate.mode} g{gate.group_size}"
+        )
         return f"{form} {routing_of(self.block)[0]}" + ("" if self.limit is None else f" limit {self.limit:g}")
 
     @property

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from ..kernels import verify_latent_attention, verify_latent_attention_ref
 from ..spec import MTPSpec
-from .attention import OFFSET, on_device
+from .attention import on_device
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
 from .verify import VERIFY_ROWS
 
@@ -27,6 +27,7 @@ class LatentAttention:
 
     op = "verify_latent_attention"
     candidates = (1, *VERIFY_ROWS)
+    OFFSET, SLOTS = 2000, 2048  # where the rows of a trial are, in caches of what size
 
     def __init__(self, module: Any):
         self.module, self.rows = module, frozenset()
@@ -65,18 +66,18 @@ class LatentAttention:
         return op(q, q_pe, *parts, on_device(offset), scale=self.module.scale, limit=limit)
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        return [self._read(x, OFFSET)]
+        return [self._read(x, self.OFFSET)]
 
     def alone(self, x: mx.array) -> list[mx.array]:
-        return [mx.concatenate([self._read(x[i : i + 1], OFFSET + i) for i in range(len(x))])]
+        return [mx.concatenate([self._read(x[i : i + 1], self.OFFSET + i) for i in range(len(x))])]
 
     def truth(self, x: mx.array) -> list[mx.array]:
         self._before(x.dtype)
-        return [self._read(x.astype(mx.float32), OFFSET, verify_latent_attention_ref)]
+        return [self._read(x.astype(mx.float32), self.OFFSET, verify_latent_attention_ref)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        latent, k_pe = (part[:, :, : OFFSET + len(x)] for part in self._before(x.dtype))
-        seen = mx.arange(OFFSET + len(x))[None] <= OFFSET + mx.arange(len(x))[:, None]
+        latent, k_pe = (part[:, :, : self.OFFSET + len(x)] for part in self._before(x.dtype))
+        seen = mx.arange(self.OFFSET + len(x))[None] <= self.OFFSET + mx.arange(len(x))[:, None]
         return [self._flat(self.module.attend(*self._queries(x), latent, latent, k_pe, seen))]
 
     def _read(self, x: mx.array, offset: int, op: Callable[..., mx.array] = verify_latent_attention) -> mx.array:
@@ -93,7 +94,7 @@ class LatentAttention:
     def _before(self, dtype: mx.Dtype) -> list[mx.array]:
         """Random latent rows and keys wherever a row of the trial may look; made once."""
         if self.tried is None:
-            shape = (1, 1, OFFSET + VERIFY_ROWS.stop)
+            shape = (1, 1, self.SLOTS)
             self.tried = [mx.random.normal((*shape, d), dtype, key=mx.random.key(d)) for d in self.dims]
             mx.eval(self.tried)
         return self.tried

@@ -65,7 +65,9 @@ class Port:
     INSIDE = "model.layers.0."  # where BASE.sanitize expects what a head's block has
     MLP: tuple[type, ...] = ()  # mlx-lm's modules that are down(swiglu(gate(x), up(x))), clamped at their `limit`
     ROUTER: tuple[type, ...] = ()  # those that are a choice from `x @ weight.T`, and use x for nothing else
-    ATTENTION: tuple[type, ...] = ()  # with projections to queries, keys and values, and perhaps norms, RoPE and a gate
+    ATTENTION: tuple[
+        type, ...
+    ] = ()  # with projections to queries, keys and values, and perhaps norms, RoPE and a gate
     MOE: tuple[type, ...] = ()  # sums of the experts that `gate` chooses and perhaps a shared one
     BLOCK: tuple[type, ...] = ()  # layers h = x + attention(norm(x)), then h + mlp(norm(h))
     NORM: tuple[type, ...] = (nn.RMSNorm,)  # mx.fast.rms_norm of their `weight` and `eps`
