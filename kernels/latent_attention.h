@@ -35,8 +35,10 @@ float2 staged_pair(const threadgroup T* from) {
 // Four neighbours of a row of `width` at a position, zeros from `end` on: those slots may hold anything.
 template <typename T>
 vec<T, 4> row_quad(const device T* rows, int width, int position, int column, int end) {
-  return position < end ? *reinterpret_cast<const device vec<T, 4>*>(rows + size_t(position) * width + column)
-                        : vec<T, 4>(T(0));
+  if (position >= end) {
+    return vec<T, 4>(T(0));
+  }
+  return *reinterpret_cast<const device vec<T, 4>*>(rows + size_t(position) * width + column);
 }
 
 // Where a tile [D, KEYS] holds a key's d-th value; keys change places, in pairs, so that writes meet few banks twice.
@@ -99,19 +101,4 @@ inline float row_max(float value) {
 inline float row_sum(float value) {
   value += simd_shuffle_xor(value, 1);
   return value + simd_shuffle_xor(value, 8);
-}
-
-// The keys of a chunk that a row sees, [from, to), as are its scores: 8 keys to a block of the R rows.
-struct Row {
-  const device float* scores;
-  int from;
-  int to;
-};
-
-// The scores of two neighbouring keys, -infinity where the row does not see one.
-inline float2 seen_scores(Row row, size_t R, int key) {
-  const float2 scores = device_pair(row.scores + key / 8 * R * 8 + key % 8);
-  return float2(
-      key >= row.from && key < row.to ? scores.x : -INFINITY,
-      key + 1 >= row.from && key + 1 < row.to ? scores.y : -INFINITY);
 }

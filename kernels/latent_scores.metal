@@ -2,7 +2,9 @@
 //
 // Inputs   q [1, H, L, DV], q_pe [1, H, L, DR]; latent [1, 1, S, DV], k_pe [1, 1, S, DR]; scale [1] float;
 //          offset [1] int: row i of L is at position offset + i, and later slots are not read
-// Output   scores [blocks of 8 keys, R, 8] float, R = H * L: zeros or anything finite or not where a row sees no key
+//          start [1] int: the first position that holds anything; a row before it sees itself
+// Outputs  scores [blocks of 8 keys, R, 8] float, R = H * L: -infinity where a row does not see a key
+//          peaks [tiles, R] float: the largest score of each tile
 // Template T (inputs), DV, DR, KEYS (of a tile: 8 or 16), FRAGMENTS (of 8 rows that a simdgroup has in registers)
 // Grid     x: 32 per tile; y: simdgroups;  group of threads (32, simdgroups, 1)
 
@@ -12,11 +14,13 @@ const int L = q_shape[2], R = q_shape[1] * L;
 const int simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;
 const int first = threadgroup_position_in_grid.x * KEYS;
 const int end = min(offset[0] + L, latent_shape[2]);
-device float* out = scores + size_t(first) * R;
+device float* own_scores = scores + size_t(first) * R;
+device float* own_peaks = peaks + size_t(first / KEYS) * R;
 
 if (first >= end) {
   for (int i = thread_index; i < KEYS * R; i += 32 * simdgroups) {
-    out[i] = 0.0f;
+    own_scores[i] = -INFINITY;
+    own_peaks[i / KEYS] = -INFINITY;
   }
   return;
 }
@@ -40,13 +44,25 @@ for (int begin = simdgroup_index_in_threadgroup * ROWS; begin < R; begin += simd
   add_scores<T, DR, KEYS>(sums, q_pe, rows, tile + DV * KEYS, at);
   UNROLL
   for (int f = 0; f < FRAGMENTS; ++f) {
+    const int last = offset[0] + rows[f] % L, from = min(start[0], last);
+    const bool own = begin + 8 * f + at.row < R;
+    float peak = -INFINITY;
     UNROLL
     for (int k = 0; k < BLOCKS; ++k) {
-      if (begin + 8 * f + at.row < R) {
-        device float* to = out + (size_t(k) * R + rows[f]) * 8 + at.column;
-        to[0] = scale[0] * sums[f][k].thread_elements()[0];
-        to[1] = scale[0] * sums[f][k].thread_elements()[1];
+      UNROLL
+      for (int j = 0; j < 2; ++j) {
+        const int column = at.column + j, position = first + 8 * k + column;
+        const bool seen = position >= from && position <= last;
+        const float score = seen ? scale[0] * sums[f][k].thread_elements()[j] : -INFINITY;
+        peak = max(peak, score);
+        if (own) {
+          own_scores[(size_t(k) * R + rows[f]) * 8 + column] = score;
+        }
       }
+    }
+    peak = row_max(peak);
+    if (own && at.column == 0) {
+      own_peaks[rows[f]] = peak;
     }
   }
 }

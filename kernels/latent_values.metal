@@ -1,22 +1,22 @@
 // Of a chunk of keys and a slice of the values: exp(scores - their largest) times values, for every row.
 //
-// Inputs   scores [blocks of 8 keys, R, 8] float, row r = head * L + i; latent [1, 1, S, DV]; offset [1] int;
-//          span [2] int: L, and the first position that holds anything
+// Inputs   scores [blocks of 8 keys, R, 8] float, -infinity where a row does not see a key; peaks [tiles, R] float, the
+//          largest of each tile of KEYS keys; latent [1, 1, S, DV]; offset, rows [1] int: slots from offset + rows on
+//          are not read
 // Outputs  out [1, chunks, R, DV] float, not divided by the sum; ml [1, chunks, R, 2] float: largest score and sum of
 //          the weights, -infinity and 0 where a row sees nothing
-// Template T (latent), DV, CHUNK (keys), SLICE (values)
+// Template T (latent), DV, KEYS, CHUNK (keys), SLICE (values)
 // Grid     x: 32 per slice; y: simdgroups per chunk;  group of threads (32, simdgroups, 1)
 //
-// Row i sees positions from the first (from its own, if that comes earlier) to offset + i. Values that are not finite
-// count as 0: where a row sees them, its scores are not finite either, and what it does not see must not matter.
+// Values that are not finite count as 0: a row that sees one has a score that is not finite either, and to a row that
+// does not see it, it must not matter.
 
 constexpr int FRAGMENTS = 2, ROWS = 8 * FRAGMENTS, COLUMNS = SLICE / 8;
 threadgroup T values[CHUNK * SLICE];
-const int L = span[0], R = scores_shape[1];
-const int simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;
+const int R = scores_shape[1], simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;
 const int chunk = threadgroup_position_in_grid.y, slice = threadgroup_position_in_grid.x * SLICE;
-const int first = chunk * CHUNK, end = min(offset[0] + L, min(latent_shape[2], 8 * scores_shape[0]));
-const int blocks = clamp((end - first + 7) / 8, 0, CHUNK / 8);
+const int first = chunk * CHUNK, end = min(offset[0] + rows[0], min(latent_shape[2], 8 * scores_shape[0]));
+const int blocks = clamp((end - first + 7) / 8, 0, CHUNK / 8), tiles = (8 * blocks + KEYS - 1) / KEYS;
 
 for (int i = 4 * thread_index; i < 8 * blocks * SLICE; i += 4 * 32 * simdgroups) {
   const int key = i / SLICE, column = i % SLICE;
@@ -30,17 +30,15 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 const Place at = place_of(thread_index_in_simdgroup);
 for (int begin = simdgroup_index_in_threadgroup * ROWS; begin < R; begin += simdgroups * ROWS) {
-  Row rows[FRAGMENTS];
+  int row[FRAGMENTS];
   float largest[FRAGMENTS], base[FRAGMENTS], total[FRAGMENTS];
   Fragment sums[FRAGMENTS][COLUMNS];
   UNROLL
   for (int f = 0; f < FRAGMENTS; ++f) {
-    const int r = min(begin + 8 * f + at.row, R - 1), position = offset[0] + r % L;
-    rows[f] = {scores + (size_t(first) / 8 * R + r) * 8, min(span[1], position) - first, position + 1 - first};
+    row[f] = min(begin + 8 * f + at.row, R - 1);
     largest[f] = -INFINITY;
-    for (int b = 0; b < blocks; ++b) {
-      const float2 pair = seen_scores(rows[f], R, 8 * b + at.column);
-      largest[f] = max(largest[f], max(pair.x, pair.y));
+    for (int t = at.column / 2; t < tiles; t += 4) {
+      largest[f] = max(largest[f], peaks[size_t(first / KEYS + t) * R + row[f]]);
     }
     largest[f] = row_max(largest[f]);
     base[f] = largest[f] == -INFINITY ? 0.0f : largest[f];
@@ -54,7 +52,7 @@ for (int begin = simdgroup_index_in_threadgroup * ROWS; begin < R; begin += simd
     Fragment weights[FRAGMENTS];
     UNROLL
     for (int f = 0; f < FRAGMENTS; ++f) {
-      const float2 pair = seen_scores(rows[f], R, 8 * b + at.column);
+      const float2 pair = device_pair(scores + (size_t(first / 8 + b) * R + row[f]) * 8 + at.column);
       const float2 weight = float2(fast::exp(pair.x - base[f]), fast::exp(pair.y - base[f]));
       total[f] += weight.x + weight.y;
       set(weights[f], weight);
@@ -72,18 +70,17 @@ for (int begin = simdgroup_index_in_threadgroup * ROWS; begin < R; begin += simd
   UNROLL
   for (int f = 0; f < FRAGMENTS; ++f) {
     const float sum = row_sum(total[f]);
-    const int r = begin + 8 * f + at.row;
-    if (r < R) {
-      const size_t row = size_t(chunk) * R + r;
+    if (begin + 8 * f + at.row < R) {
+      const size_t own = size_t(chunk) * R + row[f];
       UNROLL
       for (int n = 0; n < COLUMNS; ++n) {
-        device float* to = out + row * DV + slice + 8 * n + at.column;
+        device float* to = out + own * DV + slice + 8 * n + at.column;
         to[0] = sums[f][n].thread_elements()[0];
         to[1] = sums[f][n].thread_elements()[1];
       }
       if (slice == 0 && at.column == 0) {
-        ml[2 * row] = largest[f];
-        ml[2 * row + 1] = sum;
+        ml[2 * own] = largest[f];
+        ml[2 * own + 1] = sum;
       }
     }
   }

@@ -10,10 +10,14 @@ import mlx.core as mx
 from ._merge import merge
 from ._source import kernel, on_metal
 
+Parts = tuple[mx.array, mx.array]  # latent and k_pe
+
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CHUNK = 256  # keys whose weights share a largest score
 MEMORY = 32768  # bytes that a group of threads may share
 SIMDGROUPS = 16  # most in a group of threads
+SCORED = ("q", "q_pe", "latent", "k_pe", "scale", "offset", "start")
+WEIGHED = ("scores", "peaks", "latent", "offset", "rows")
 
 
 def verify_latent_attention_ref(
@@ -37,42 +41,45 @@ def verify_latent_attention_ref(
     return (weights @ mx.where(mx.isfinite(latent), latent, 0.0)).astype(dtype)
 
 
+def _keys(dtype: mx.Dtype) -> int:
+    """Keys of a tile, all of whose values a group of threads holds."""
+    return 16 if dtype.size == 2 else 8
+
+
 def _simdgroups(rows: int, of: int) -> int:
     return min(-(-rows // of), SIMDGROUPS)
 
 
 def _scores_metal(
-    q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, offset: mx.array, scale: float, limit: int
-) -> mx.array:
-    """The scores of every row and key, by blocks of 8 keys: [blocks, heads * L, 8] float32."""
+    q: mx.array, q_pe: mx.array, parts: Parts, offset: mx.array, scale: float, limit: int, start: int
+) -> tuple[mx.array, mx.array]:
+    """Scores by blocks of 8 keys [blocks, heads * L, 8], and the largest of each tile [tiles, heads * L]; float32."""
     _, heads, L, dv = q.shape
-    rows, dr = heads * L, q_pe.shape[-1]
-    keys, fragments = (16 if q.dtype.size == 2 else 8), (4 if rows >= 256 else 2)
+    keys, rows = _keys(q.dtype), heads * L
+    fragments = 4 if rows >= 256 else 2
     tiles, simdgroups = -(-limit // keys), _simdgroups(rows, 8 * fragments)
-    (scores,) = kernel(
-        "latent_scores", ("q", "q_pe", "latent", "k_pe", "scale", "offset"), ("scores",), ("latent_attention",)
-    )(
-        inputs=[q, q_pe, latent, k_pe, mx.array([scale], mx.float32), offset],
-        template=[("T", q.dtype), ("DV", dv), ("DR", dr), ("KEYS", keys), ("FRAGMENTS", fragments)],
+    scores, peaks = kernel("latent_scores", SCORED, ("scores", "peaks"), ("latent_attention",))(
+        inputs=[q, q_pe, *parts, mx.array([scale], mx.float32), offset, mx.array([start], mx.int32)],
+        template=[("T", q.dtype), ("DV", dv), ("DR", q_pe.shape[-1]), ("KEYS", keys), ("FRAGMENTS", fragments)],
         grid=(32 * tiles, simdgroups, 1),
         threadgroup=(32, simdgroups, 1),
-        output_shapes=[(tiles * keys // 8, rows, 8)],
-        output_dtypes=[mx.float32],
+        output_shapes=[(tiles * keys // 8, rows, 8), (tiles, rows)],
+        output_dtypes=[mx.float32, mx.float32],
     )
-    return scores
+    return scores, peaks
 
 
 def _values_metal(
-    scores: mx.array, latent: mx.array, offset: mx.array, L: int, limit: int, start: int
+    scores: mx.array, peaks: mx.array, latent: mx.array, offset: mx.array, L: int, limit: int
 ) -> tuple[mx.array, mx.array]:
     """The chunks' sums of weighted values [1, chunks, rows, Dv]; their largest scores and weights' sums [..., 2]."""
-    rows, dv = scores.shape[1], latent.shape[-1]
-    slice_ = 64 if latent.dtype.size == 2 and dv % 64 == 0 else 32
+    dtype, rows, dv = latent.dtype, scores.shape[1], latent.shape[-1]
+    width = 64 if dtype.size == 2 and dv % 64 == 0 else 32
     chunks, simdgroups = -(-limit // CHUNK), _simdgroups(rows, 16)
-    out, ml = kernel("latent_values", ("scores", "latent", "offset", "span"), ("out", "ml"), ("latent_attention",))(
-        inputs=[scores, latent, offset, mx.array([L, start], mx.int32)],
-        template=[("T", latent.dtype), ("DV", dv), ("CHUNK", CHUNK), ("SLICE", slice_)],
-        grid=(32 * (dv // slice_), simdgroups * chunks, 1),
+    out, ml = kernel("latent_values", WEIGHED, ("out", "ml"), ("latent_attention",))(
+        inputs=[scores, peaks, latent, offset, mx.array([L], mx.int32)],
+        template=[("T", dtype), ("DV", dv), ("KEYS", _keys(dtype)), ("CHUNK", CHUNK), ("SLICE", width)],
+        grid=(32 * (dv // width), simdgroups * chunks, 1),
         threadgroup=(32, simdgroups, 1),
         output_shapes=[(1, chunks, rows, dv), (1, chunks, rows, 2)],
         output_dtypes=[mx.float32, mx.float32],
@@ -83,7 +90,7 @@ def _values_metal(
 def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array) -> bool:
     """Whether the kernels take these: one type of 16 or 32 bits, whole fragments, tiles that fit."""
     dv, dr = q.shape[-1], q_pe.shape[-1]
-    fits = (dv + dr) * (16 if q.dtype.size == 2 else 8) * q.dtype.size <= MEMORY
+    fits = (dv + dr) * _keys(q.dtype) * q.dtype.size <= MEMORY
     same = all(x.dtype == q.dtype for x in (q_pe, latent, k_pe))
     return same and q.dtype in DTYPES and dv % 32 == 0 and dr % 8 == 0 and fits and q.size > 0
 
@@ -121,14 +128,14 @@ def verify_latent_attention(
     offset: [1] int32, the position of the first row; row i sees positions start to offset + i, and at least its own.
     limit: upper bound of offset + L, at most S.
 
-    Values that are not finite count as 0; the weights of rows that see them are not finite. On Metal a row has the
-    bits that it has alone, where all are of one type, Dv is a multiple of 32, Dr of 8, and both together at most 1024;
-    else the reference runs. Raises ValueError where the shapes or limit do not fit each other.
+    Values that are not finite count as 0; the weights of rows that see them are not finite.
+    On Metal, where all are of one type, Dv is a multiple of 32, Dr of 8, and their sum at most 1024, a row has the
+    bits that it has alone; else the reference runs. Raises ValueError where the shapes or limit do not fit.
     """
     _check_shapes(q, q_pe, latent, k_pe, limit)
     if not (on_metal() and _supported(q, q_pe, latent, k_pe)):
         return verify_latent_attention_ref(q, q_pe, latent, k_pe, offset, scale=scale, start=start)
     _, heads, L, dv = q.shape
-    scores = _scores_metal(q, q_pe, latent, k_pe, offset, scale, limit)
-    out, ml = _values_metal(scores, latent, offset, L, limit, start)
+    scores, peaks = _scores_metal(q, q_pe, (latent, k_pe), offset, scale, limit, start)
+    out, ml = _values_metal(scores, peaks, latent, offset, L, limit)
     return merge(out, ml, L, q.dtype).reshape(1, L, heads, dv).swapaxes(1, 2)

@@ -1,0 +1,202 @@
+"""verify_latent_attention: the formula, a row's own bits whatever is around it, and one latent read for all rows."""
+
+import os
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from exact import bits_of, same_bits
+from metal_cases import exact, linux_only
+
+from mlx_mtp import emulator
+from mlx_mtp.kernels import verify_latent_attention, verify_latent_attention_ref
+from mlx_mtp.layers.mla import AbsorbedMLA
+
+F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32
+NAN, INF = float("nan"), float("inf")
+LAUNCHES = ["latent_scores", "latent_values", "attention_merge"]
+
+
+def draw(heads, L, dv, dr, S, dtype):
+    """q, q_pe, latent, k_pe; scores spread by a few units, as those of trained models are."""
+    shapes = ((1, heads, L, dv), (1, heads, L, dr), (1, 1, S, dv), (1, 1, S, dr))
+    return [(1.5 * mx.random.normal(shape)).astype(dtype) for shape in shapes]
+
+
+def scale_of(q, q_pe):
+    return (q.shape[-1] + q_pe.shape[-1]) ** -0.5
+
+
+def spoilt(buffer, offset, value=NAN):
+    """The buffer with `value` in every slot from `offset` on."""
+    return mx.where(mx.arange(buffer.shape[2])[:, None] < offset, buffer, mx.array(value, buffer.dtype))
+
+
+def attend(q, q_pe, latent, k_pe, offset, limit=None, options=None, start=0):
+    """The kernels' result and their traffic, by name."""
+    with emulator.emulated(options) as launches:
+        out = verify_latent_attention(
+            *(q, q_pe, latent, k_pe, mx.array([offset])),
+            scale=scale_of(q, q_pe),
+            limit=limit or latent.shape[2],
+            start=start,
+        )
+    assert [launch.kernel for launch in launches] == LAUNCHES
+    assert out.shape == q.shape
+    return out, {launch.kernel: launch for launch in launches}
+
+
+def in_float64(q, q_pe, latent, k_pe, offset, start=0):
+    """Each row alone, on exactly the positions that it sees."""
+    q, q_pe, latent, k_pe = (exact(x) for x in (q, q_pe, latent, k_pe))
+    scale, out = scale_of(q, q_pe), np.zeros(q.shape)
+    for i in range(q.shape[2]):
+        last = offset + i
+        seen = slice(min(start, last), last + 1)
+        keys, keys_pe = latent[0, 0, seen], k_pe[0, 0, seen]
+        scores = scale * (q[0, :, i] @ keys.T + q_pe[0, :, i] @ keys_pe.T)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[0, :, i] = weights / weights.sum(-1, keepdims=True) @ keys
+    return out
+
+
+def error(got, want):
+    return float(np.abs(exact(got) - want).max())
+
+
+def stock(q, q_pe, latent, k_pe, offset):
+    """What the layer makes of them in plain MLX ops."""
+    positions = mx.arange(latent.shape[2])
+    mask = positions <= offset + mx.arange(q.shape[2])[:, None]
+    layer = SimpleNamespace(scale=scale_of(q, q_pe))
+    return AbsorbedMLA.attend(layer, q, q_pe, latent, latent, k_pe, mask)
+
+
+def check_values(heads, L, dv, dr, S, offset, dtype, start=0):
+    """Against float64, with an error of at most twice that of plain ops in the same type."""
+    q, q_pe, latent, k_pe = draw(heads, L, dv, dr, S, dtype)
+    want = in_float64(q, q_pe, latent, k_pe, offset, start)
+    plain = error(stock(q, q_pe, latent, k_pe, offset), want) if start == 0 else INF
+    got, launches = attend(q, q_pe, spoilt(latent, offset + L), spoilt(k_pe, offset + L), offset, start=start)
+    assert got.dtype == dtype
+    assert error(got, want) <= min(2 * plain, np.abs(want).max() * {F32: 2e-6, F16: 1e-3, BF16: 8e-3}[dtype])
+    return launches
+
+
+@linux_only
+def test_values_at_the_sizes_of_released_models():
+    """128 heads, 512 and 64 (DeepSeek-V3); the latent is read once as keys and once as values."""
+    launches = check_values(128, 3, 512, 64, 32, 20, BF16)
+    for name in LAUNCHES[:2]:
+        assert launches[name]["latent"].bytes_read == 23 * 512 * 2
+    assert launches["latent_scores"]["k_pe"].bytes_read == 23 * 64 * 2
+    assert launches["latent_scores"].threadgroup_bytes == 576 * 16 * 2
+    assert launches["latent_values"].threadgroup_bytes == 32768
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("heads", "offset", "S", "start"),
+    [(1, 0, 8, 0), (3, 253, 256, 0), (5, 254, 513, 0), (2, 509, 512, 3), (1, 1, 300, 2)],
+)
+def test_values_in_float32(heads, offset, S, start):
+    """The first row of all, the ends of chunks and buffers, and a cache that holds nothing before `start`."""
+    launches = check_values(heads, 3, 64, 16, S, offset, F32, start)
+    assert launches["latent_values"]["latent"].reread == 1.0
+
+
+def rows_alone(q, q_pe, latent, k_pe, offset, rows, options, S):
+    """Each of `rows` launched alone in a buffer of S slots, of which those after its own hold something else."""
+    for i in rows:
+        parts = [spoilt(x, offset + i + 1, (NAN, INF, -INF, 7.0)[i % 4])[:, :, :S] for x in (latent, k_pe)]
+        one = [x[:, :, i : i + 1] for x in (q, q_pe)]
+        yield i, attend(*one, *parts, offset + i, offset + i + 1, options)[0]
+
+
+@linux_only
+@pytest.mark.parametrize("contraction", ["off", "fast"])
+def test_a_row_has_the_bits_that_it_has_alone(contraction):
+    """Whatever L, the other rows and their slots, the slots that no row sees, the capacity and the limit."""
+    heads, L, offset = 34, 8, 250
+    q, q_pe, latent, k_pe = draw(heads, L, 32, 8, 320, F16)
+    options = emulator.Options(fp_contract=contraction)
+    many, _ = attend(q, q_pe, latent, k_pe, offset, options=options)
+    for i, one in rows_alone(q, q_pe, latent, k_pe, offset, (0, 2, 5, 7), options, 259):
+        assert same_bits(one, many[:, :, i : i + 1])
+    options = emulator.Options(fp_contract=contraction, order="reverse")
+    q[:, :, 5], q[:, 3, 1], latent[:, :, offset + 4 :] = NAN, INF, NAN
+    among, _ = attend(q, q_pe, latent, k_pe, offset, limit=258, options=options)
+    assert np.array_equal(bits_of(among[:, :, [0, 2, 3]]), bits_of(many[:, :, [0, 2, 3]]))
+    assert same_bits(among[:, 4:, 1], many[:, 4:, 1])
+    assert np.isnan(np.array(among[:, :, 4:])).all()
+
+
+@linux_only
+def test_extremes():
+    """A score of -infinity weighs nothing; one of +infinity, or a NaN, spoils its row as the reference has it."""
+    q, q_pe, latent, k_pe = draw(34, 1, 32, 8, 300, F16)
+    q, offset = mx.abs(q), 290
+    for value, slots in ((-INF, slice(0, 256)), (INF, slice(3, 4)), (NAN, slice(270, 271))):
+        buffer = latent * 1
+        buffer[:, :, slots] = value
+        got, _ = attend(q, q_pe, buffer, k_pe, offset)
+        want = verify_latent_attention_ref(q, q_pe, buffer, k_pe, mx.array([offset]), scale=scale_of(q, q_pe))
+        assert mx.allclose(got, want, atol=2e-3, equal_nan=True)
+        assert mx.isnan(got).all() == (value != -INF)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_reference_is_the_formula(dtype):
+    parts = draw(3, 4, 32, 8, 40, dtype)
+    for offset, start in ((20, 0), (36, 5), (1, 2)):
+        want = in_float64(*parts, offset, start)
+        spoilt_parts = [*parts[:2], *(spoilt(x, offset + 4) for x in parts[2:])]
+        scale = scale_of(*parts[:2])
+        got = verify_latent_attention_ref(*spoilt_parts, mx.array([offset]), scale=scale, start=start)
+        assert error(got, want) < np.abs(want).max() * (1e-6 if dtype == F32 else 2**-8)
+
+
+@linux_only
+def test_what_the_kernels_do_not_take_goes_to_the_reference():
+    for dv, dr, other in ((48, 8, F16), (32, 12, F16), (1024, 8, F16), (32, 8, F32)):
+        q, q_pe, latent, k_pe = draw(2, 2, dv, dr, 16, F16)
+        latent, where = latent.astype(other), {"scale": scale_of(q, q_pe)}
+        with emulator.emulated() as launches:
+            got = verify_latent_attention(q, q_pe, latent, k_pe, mx.array([5]), limit=16, **where)
+        assert not launches
+        assert same_bits(got, verify_latent_attention_ref(q, q_pe, latent, k_pe, mx.array([5]), **where))
+
+
+def test_what_does_not_fit():
+    q, q_pe, latent, k_pe = draw(2, 2, 32, 8, 16, F32)
+    for wrong, message in (
+        ((q, q_pe[:, :1], latent, k_pe), r"q_pe has shape \(1, 1, 2, 8\); it must be \(1, 2, 2, 8\) here"),
+        ((q, q_pe, latent[..., :24], k_pe), r"latent has shape \(1, 1, 16, 24\); it must be \(1, 1, 16, 32\) here"),
+        ((q, q_pe, latent, k_pe[:, :, :8]), r"k_pe has shape \(1, 1, 8, 8\); it must be \(1, 1, 16, 8\) here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            verify_latent_attention(*wrong, mx.array([0]), scale=1.0, limit=16)
+    for limit in (1, 17):
+        with pytest.raises(ValueError, match=f"limit is {limit}; it must be from 2, the rows, to 16, the slots"):
+            verify_latent_attention(q, q_pe, latent, k_pe, mx.array([0]), scale=1.0, limit=limit)
+
+
+@linux_only
+@pytest.mark.skipif(not os.environ.get("MLX_MTP_SWEEP"), reason="minutes of compiling: MLX_MTP_SWEEP=1 runs it")
+@pytest.mark.parametrize("contraction", ["off", "on", "fast"])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_sweep(dtype, contraction):
+    """Random heads, rows, widths and places: values, traffic, and each row's bits alone."""
+    chosen = np.random.default_rng(dtype.size)
+    for dv, dr in ((32, 8), (64, 16), (96, 24), (512, 64)):
+        for L in (1, 2, 5, 8):
+            heads = int(chosen.integers(1, 41 if dv < 512 else 9))
+            S = int(chosen.integers(L, 600))
+            offset = int(chosen.choice([0, S - L, min(S - L, 256 - L + 1), chosen.integers(0, S - L + 1)]))
+            launches = check_values(heads, L, dv, dr, S, offset, dtype)
+            assert launches["latent_values"]["latent"].reread == launches["latent_scores"]["latent"].reread == 1.0
+            parts, options = draw(heads, L, dv, dr, S, dtype), emulator.Options(fp_contract=contraction)
+            many, _ = attend(*parts, offset, options=options)
+            for i, one in rows_alone(*parts, offset, {0, L // 2, L - 1}, options, offset + L):
+                assert same_bits(one, many[:, :, i : i + 1])
