@@ -43,7 +43,9 @@ class Rope:
         if (self.base is None) == (self.freqs is None):
             raise ValueError(f"base is {self.base} and freqs {self.freqs}; one of them must be given")
         if self.freqs is not None and self.freqs.shape != (self.dims // 2,):
-            raise ValueError(f"freqs has shape {self.freqs.shape}; for {self.dims} dims it must be ({self.dims // 2},)")
+            raise ValueError(
+                f"freqs has shape {self.freqs.shape}; for {self.dims} dims it must be ({self.dims // 2},)"
+            )
 
     @staticmethod
     def of(module: Any) -> "Rope | None":
@@ -102,7 +104,13 @@ def _rotated(x: mx.array, weight: mx.array | None, eps: float, offset: mx.array 
 
 
 def _norm_rope_metal(
-    q: mx.array, k: mx.array, offset: mx.array, rope: Rope, weights: tuple[mx.array, mx.array] | None, eps: float, D: int
+    q: mx.array,
+    k: mx.array,
+    offset: mx.array,
+    rope: Rope,
+    weights: tuple[mx.array, mx.array] | None,
+    eps: float,
+    D: int,
 ) -> Heads:
     (_, L, Hq, _), Hk = q.shape, k.shape[2]
     dtype = q.dtype if weights is None else mx.result_type(q, weights[0])
