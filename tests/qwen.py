@@ -49,8 +49,9 @@ def qwen_ffn(prefix: str, config: dict) -> Shapes:
 
 
 def qwen_attention(prefix: str, config: dict) -> Shapes:
-    shapes = gqa(prefix, 4, 2, 16, bias=False, qk_norm=True)
-    return shapes | {f"{prefix}.q_proj.weight": (2 * 4 * 16, H)}  # queries and gates
+    D = config["head_dim"]
+    shapes = gqa(prefix, 4, 2, D, bias=False, qk_norm=True)
+    return shapes | {f"{prefix}.q_proj.weight": (2 * 4 * D, H)}  # queries and gates
 
 
 def qwen_recurrent(prefix: str, config: dict) -> Shapes:

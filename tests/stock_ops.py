@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from exact import one_row
 
-from mlx_mtp import emulator
+from mlx_mtp import emulator, kernels
 from mlx_mtp.emulator import stock
 from mlx_mtp.kernels import Quantized
 
@@ -61,6 +61,17 @@ def silu(x):
     return y
 
 
+def rms_norm(x, weight, eps):
+    """MLX's kernel is not in its wheel: ours, which repeats its order of sums, stands for it, on one row at a time."""
+    weight = mx.ones(x.shape[-1:], x.dtype) if weight is None else weight
+    return kernels.add_norm(x, mx.zeros_like(x), weight, eps)[1]
+
+
+def rope(x, dims, *, traditional, base, scale, offset, freqs=None):
+    q = x.swapaxes(1, 2)
+    return kernels.norm_rope(q, q, offset, kernels.Rope(dims, traditional, base, freqs, scale))[0]
+
+
 @contextmanager
 def stock_ops():
     """Inside, what is no kernel of ours computes as MLX does on a GPU, or row by row."""
@@ -70,4 +81,6 @@ def stock_ops():
         stack.enter_context(mock.patch.object(mx, "conv1d", conv1d))
         stack.enter_context(mock.patch.object(mx.fast, "scaled_dot_product_attention", attention(sdpa)))
         stack.enter_context(mock.patch.object(nn, "silu", silu))
+        stack.enter_context(mock.patch.object(mx.fast, "rms_norm", rms_norm))
+        stack.enter_context(mock.patch.object(mx.fast, "rope", rope))
         yield

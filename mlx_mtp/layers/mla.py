@@ -60,10 +60,11 @@ class LatentAttention:
         parts: Sequence[mx.array],
         offset: Offset,
         limit: int,
+        start: int = 0,
         op: Callable[..., mx.array] = verify_latent_attention,
     ) -> mx.array:
         """Queries [1, heads, L, D] at positions from `offset` on to the latent rows of a cache: [1, heads, L, D]."""
-        return op(q, q_pe, *parts, on_device(offset), scale=self.module.scale, limit=limit)
+        return op(q, q_pe, *parts, on_device(offset), scale=self.module.scale, limit=limit, start=start)
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [self._read(x, self.OFFSET)]
@@ -73,7 +74,7 @@ class LatentAttention:
 
     def truth(self, x: mx.array) -> list[mx.array]:
         self._before(x.dtype)
-        return [self._read(x.astype(mx.float32), self.OFFSET, verify_latent_attention_ref)]
+        return [self._read(x.astype(mx.float32), self.OFFSET, _in_float32)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         latent, k_pe = (part[:, :, : self.OFFSET + len(x)] for part in self._before(x.dtype))
@@ -82,7 +83,7 @@ class LatentAttention:
 
     def _read(self, x: mx.array, offset: int, op: Callable[..., mx.array] = verify_latent_attention) -> mx.array:
         parts = [part.astype(x.dtype) for part in self._before(x.dtype)]
-        return self._flat(self.fused(*self._queries(x), parts, mx.array([offset]), offset + len(x), op))
+        return self._flat(self.fused(*self._queries(x), parts, offset, offset + len(x), op=op))
 
     def _queries(self, x: mx.array) -> list[mx.array]:
         heads = x.reshape(1, len(x), self.module.num_heads, -1).swapaxes(1, 2)
@@ -100,6 +101,10 @@ class LatentAttention:
         return self.tried
 
 
+def _in_float32(*arrays: mx.array, limit: int, **more: Any) -> mx.array:
+    return verify_latent_attention_ref(*arrays, **more)
+
+
 class AbsorbedMLA:
     """Mixin in front of mlx-lm's MLA attention modules."""
 
@@ -114,7 +119,7 @@ class AbsorbedMLA:
         q, q_pe = self.queries(q, offset)
         latent, k_pe = cache.update_and_fetch(*self.latents(x, offset))
         if self.latent is not None and x.shape[1] in self.latent.rows:
-            out = self.latent.fused(self.embed_q(q), q_pe, cache.parts, offset, cache.limit)
+            out = self.latent.fused(self.embed_q(q), q_pe, cache.parts, offset, cache.limit, cache.start)
         else:
             out = self.attend(self.embed_q(q), q_pe, latent, latent, k_pe, mask)
         return self.output(self.unembed_out(out))
