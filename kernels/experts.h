@@ -3,7 +3,7 @@
 constant constexpr int COLUMNS = 4;    // weight rows that a simdgroup takes
 constant constexpr int MOST_VISITS = 8; // rows of x that visit an expert
 
-// One expert's matrix [N, K], and where the rows of x begin that visit it: `count` of them, then the last again.
+// One expert's matrix [N, K], N a multiple of COLUMNS, and where the rows of x begin that visit it: `count` of them, then the last again.
 template <typename T, typename S>
 struct Visit {
   const device uint8_t* w;
@@ -24,7 +24,7 @@ METAL_FUNC float rows_product(const thread Visit<T, S>& visit, int begin, int la
     int outputs[RESULTS];
     UNROLL
     for (int r = 0; r < RESULTS; r++) {
-      outputs[r] = min(begin + column + r, visit.N - 1);
+      outputs[r] = begin + column + r;
     }
     float result[ROWS][RESULTS] = {};
     gathered_products<T, S, BITS, FP, GROUP, VALUES, 32>(

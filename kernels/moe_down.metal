@@ -31,7 +31,7 @@ for (int slot = worker; slot < P && starts[slot] < P; slot += SIMDGROUPS) {
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 const int row = lane / COLUMNS, column = begin + lane % COLUMNS;
-if (worker == 0 && row < P / top_k && column < N) {
+if (worker == 0 && row < P / top_k) {
   float sum = 0;
   for (int i = 0; i < top_k; i++) {
     const int place = places[row * top_k + i];

@@ -11,7 +11,7 @@ const int slot = threadgroup_position_in_grid.z, lane = thread_index_in_simdgrou
 const int N = gate_shape[1], K = x_shape[1];
 const int start = starts[slot], end = starts[slot + 1];
 const int begin = (threadgroup_position_in_grid.y * 2 + simdgroup_index_in_threadgroup) * COLUMNS;
-if (start == end || begin >= N) {
+if (start == end) {
   return;
 }
 
@@ -32,6 +32,6 @@ for (int i = 0; i < 2; i++) {
   linear = product;
 }
 const int own = start + lane / COLUMNS, column = begin + lane % COLUMNS;
-if (own < end && column < N) {
+if (own < end) {
   h[size_t(own) * N + column] = swiglu<T, CLAMPED>(static_cast<T>(opened), static_cast<T>(linear), limit[0]);
 }

@@ -11,6 +11,17 @@ AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (3
 FORMATS = [*AFFINE, ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CONTRACTIONS = ("off", "on", "fast")
+# What mx.compile makes of nn.silu, mx.clip and a product: MLX's own operations, each rounding to T.
+ACTIVATION = """
+    uint i = thread_position_in_grid.x;
+    T rate = Sigmoid()(gate[i]);
+    T open = Multiply()(gate[i], rate), linear = up[i];
+    if (CLAMPED) {
+        open = Minimum()(open, limit[0]);
+        linear = Minimum()(Maximum()(linear, Negative()(limit[0])), limit[0]);
+    }
+    y[i] = Multiply()(open, linear);
+"""
 
 
 def bits_of(x: mx.array) -> np.ndarray:
@@ -38,3 +49,19 @@ def one_row(x: mx.array, weights: Quantized, options: emulator.Options | None = 
         arrays = [mx.concatenate([a, mx.repeat(a[:1], -n % 64, axis=0)]) for a in arrays]
     format_ = {"group_size": weights.group_size, "bits": weights.bits}
     return stock.quantized_matvec(x, *arrays, **format_, kernel=name, options=options)[0][:, :n]
+
+
+def activation(gate: mx.array, up: mx.array, limit: float | None, options: emulator.Options) -> mx.array:
+    """SwiGLU of two products, each a launch of its own."""
+    header = stock.include("utils", "unary_ops", "binary_ops")
+    kernel = emulator.metal_kernel("activation", ["gate", "up", "limit"], ["y"], ACTIVATION, header=header)
+    (y,) = kernel(
+        inputs=[gate, up, mx.array([limit or 0.0], gate.dtype)],
+        template=[("T", gate.dtype), ("CLAMPED", limit is not None)],
+        grid=(gate.size, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[gate.shape],
+        output_dtypes=[gate.dtype],
+        options=options,
+    )
+    return y

@@ -3,40 +3,13 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from exact import draw, one_row, same_bits
+from exact import activation, draw, one_row, same_bits
 from metal_cases import exact, linux_only, relative_error
 
 from mlx_mtp import emulator
-from mlx_mtp.emulator import stock
 from mlx_mtp.kernels import verify_glu, verify_glu_ref
 
 pytestmark = linux_only
-# What mx.compile makes of nn.silu, mx.clip and a product: MLX's own operations, each rounding to T.
-ACTIVATION = """
-    uint i = thread_position_in_grid.x;
-    T rate = Sigmoid()(gate[i]);
-    T open = Multiply()(gate[i], rate), linear = up[i];
-    if (CLAMPED) {
-        open = Minimum()(open, limit[0]);
-        linear = Minimum()(Maximum()(linear, Negative()(limit[0])), limit[0]);
-    }
-    y[i] = Multiply()(open, linear);
-"""
-
-
-def activation(gate, up, limit, options):
-    header = stock.include("utils", "unary_ops", "binary_ops")
-    kernel = emulator.metal_kernel("activation", ["gate", "up", "limit"], ["y"], ACTIVATION, header=header)
-    (y,) = kernel(
-        inputs=[gate, up, mx.array([limit or 0.0], gate.dtype)],
-        template=[("T", gate.dtype), ("CLAMPED", limit is not None)],
-        grid=(gate.size, 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[gate.shape],
-        output_dtypes=[gate.dtype],
-        options=options,
-    )
-    return y
 
 
 @pytest.mark.parametrize(

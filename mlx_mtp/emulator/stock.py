@@ -118,7 +118,7 @@ def gather_qmv(
     x: mx.array,
     w: mx.array,
     scales: mx.array,
-    biases: mx.array,
+    biases: mx.array | None,
     lhs_indices: mx.array,
     rhs_indices: mx.array,
     *,
@@ -126,15 +126,24 @@ def gather_qmv(
     bits: int,
     options: Options | None = None,
 ) -> tuple[mx.array, Traffic]:
-    """Row lhs_indices[i] of x (B, 1, K) times matrix rhs_indices[i] of w (E, N, K), for each pair: (pairs, 1, N)."""
+    """Row lhs_indices[i] of x (B, 1, K) times matrix rhs_indices[i] of w (E, N, K), for each pair: (pairs, 1, N).
+
+    Without biases the format is a floating-point one, by bits and group size.
+    """
     k, n = x.shape[-1], w.shape[-2]
+    affine = biases is not None
     name = "gather_qmv_fast" if n % 8 == 0 and k % fast_alignment(bits) == 0 else "gather_qmv"
-    body = f"""affine_{name}<T, GS, BITS>(w, scales, biases, x, lhs_indices, rhs_indices, y, K, N,
-        BATCH, x_shape, x_strides, BATCH, w_shape, w_strides, scales_strides, biases_strides,
+    data, strides = ("biases", "scales_strides, biases_strides") if affine else ("nullptr", "scales_strides")
+    body = f"""{"affine" if affine else "fp"}_{name}<T, GS, BITS>(
+        w, scales, {data}, x, lhs_indices, rhs_indices, y, K, N,
+        BATCH, x_shape, x_strides, BATCH, w_shape, w_strides, {strides},
         BATCH, lhs_indices_shape, lhs_indices_strides, rhs_indices_strides, {POSITION});"""
-    kernel = _kernel(name, (*MATRIX, "lhs_indices", "rhs_indices", "K", "N", "BATCH"), "y", body, QUANTIZED)
+    names = tuple(m for m in MATRIX if affine or m != "biases")
+    headers = QUANTIZED if affine else FP_QUANTIZED
+    kernel = _kernel(name, (*names, "lhs_indices", "rhs_indices", "K", "N", "BATCH"), "y", body, headers)
     pairs = rhs_indices.size
-    inputs = [w, scales, biases, x, lhs_indices.astype(mx.uint32), rhs_indices.astype(mx.uint32), k, n, 1]
+    inputs = [w, scales, *([biases] if affine else []), x]
+    inputs += [lhs_indices.astype(mx.uint32), rhs_indices.astype(mx.uint32), k, n, 1]
     template = [("T", x.dtype), ("GS", group_size), ("BITS", bits)]
     return _run(kernel, inputs, template, (1, -(-n // 8), pairs), (32, 2, 1), (pairs, 1, n), options)
 

@@ -75,7 +75,7 @@ def route_ref(logits: mx.array, routing: Routing, bias: mx.array | None) -> tupl
     k = routing.top_k
     if routing.kind == "softmax":
         scores = mx.softmax(logits, axis=-1, precise=True)
-        experts = mx.argsort(scores if bias is None else scores + bias, axis=-1)[..., -k:][..., ::-1]
+        experts = mx.argsort(scores, axis=-1)[..., -k:][..., ::-1]
         weights = mx.take_along_axis(scores, experts, axis=-1)
         if routing.norm:
             total = weights.astype(mx.float32).sum(axis=-1, keepdims=True)

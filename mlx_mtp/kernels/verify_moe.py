@@ -1,4 +1,4 @@
-"""`verify_moe`: the experts of a few rows, from router logits to their sum, each distinct expert's weights read once."""
+"""`verify_moe`: the experts of a few rows, from router logits to their sum; each distinct expert is read once."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,8 @@ class Experts:
 
 
 def _named(weights: Quantized) -> str:
-    return f"[{weights.w.shape[0]}, {weights.w.shape[1]}, {weights.k}] of {weights.bits} bits ({weights.mode}, {weights.group_size})"
+    e, n, _ = weights.w.shape
+    return f"[{e}, {n}, {weights.k}] of {weights.bits} bits ({weights.mode}, {weights.group_size})"
 
 
 def verify_moe_ref(
@@ -71,14 +72,16 @@ def _dequantized(weights: Quantized, visited: mx.array) -> mx.array:
     w, scales, biases = weights.w[visited], weights.scales[visited], weights.biases
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases[visited].astype(mx.float32)
-    flat = [None if a is None else a.reshape(-1, a.shape[-1]) for a in (w, scales, biases)]
-    return mx.dequantize(*flat, dtype=mx.float32, **weights.format).reshape(*w.shape[:-1], weights.k)
+    return mx.dequantize(w, scales, biases, dtype=mx.float32, **weights.format)
 
 
 def _values(weights: Quantized) -> int:
-    """Values of K that a lane takes at a time in MLX 0.32.4's gather_qmv_fast, or else gather_qmv."""
+    """Values of K that a lane takes at a time in MLX 0.32.4's gather_qmv_fast, or else gather_qmv.
+
+    N is a multiple of 8, which the former needs: gate's and up's N is down's K, and the reverse, so whole groups.
+    """
     pack, fast = packs(weights.bits)
-    return fast if weights.k % (32 * fast) == 0 and weights.w.shape[1] % 8 == 0 else pack
+    return fast if weights.k % (32 * fast) == 0 else pack
 
 
 def _format(weights: Quantized, dtype: mx.Dtype, scales: mx.array) -> list[tuple[str, object]]:
@@ -108,7 +111,7 @@ def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None)
     (h,) = made(
         inputs=[*gate, *up, x, mx.array([limit or 0.0], x.dtype), pairs.tokens, pairs.experts, pairs.starts],
         template=[*_format(experts.gate, x.dtype, gate[1]), ("CLAMPED", limit is not None)],
-        grid=(32, GLU_SIMDGROUPS * -(-n // (GLU_SIMDGROUPS * COLUMNS)), count),
+        grid=(32, n // COLUMNS, count),
         threadgroup=(32, GLU_SIMDGROUPS, 1),
         output_shapes=[(count, n)],
         output_dtypes=[x.dtype],
@@ -152,7 +155,7 @@ def _down_metal(
             *(h if a is None else a.astype(h.dtype) for a in (shared, shared_gate)),
         ],
         template=[*_format(down, h.dtype, arrays[1]), ("SHARED", kind), ("SIMDGROUPS", DOWN_SIMDGROUPS)],
-        grid=(32, DOWN_SIMDGROUPS * -(-n // COLUMNS), 1),
+        grid=(32, DOWN_SIMDGROUPS * n // COLUMNS, 1),
         threadgroup=(32, DOWN_SIMDGROUPS, 1),
         output_shapes=[(h.shape[0] // routing.top_k, n)],
         output_dtypes=[h.dtype],
@@ -196,11 +199,11 @@ def verify_moe(
 ) -> mx.array:
     """The weighted sum [M, H] of the experts that x [M, H] visits by its logits [M, E], in x's type.
 
-    `bias` [E] takes part in the selection; with `limit` silu(gate) is at most that, and up within its negative and it;
-    `shared` [M, H] is added last, times sigmoid(shared_gate [M, 1]) where that is given.
+    `bias` [E] takes part in a sigmoid's selection; with `limit` silu(gate) is at most that, and up within its
+    negative and it; `shared` [M, H] is added last, times sigmoid(shared_gate [M, 1]) where that is given.
 
-    On Metal, up to 8 rows of 512 experts and 16 of them for a row take three launches, in which each distinct expert's
-    weights are requested once; a product has the bits of MLX's gather_qmv, and a row those that it has alone. Else the
+    On Metal, up to 8 rows, 512 experts and 16 for a row take three launches, in which each distinct expert's weights
+    are requested once; a product has the bits of MLX's gather_qmv, and a row those that it has alone. Else it is the
     reference. Raises ValueError where shapes do not fit.
     """
     check_columns(x, experts.gate)
@@ -211,6 +214,8 @@ def verify_moe(
         )
     if shared_gate is not None and shared is None:
         raise ValueError("shared_gate is given without shared, which it gates")
+    if bias is not None and routing.kind == "softmax":
+        raise ValueError("a bias is given; softmax routing has none")
     routing.check(count)
     run = _verify_moe_metal if on_metal() and _supported(x, logits, experts, routing) else verify_moe_ref
     return run(x, logits, experts, routing, bias=bias, limit=limit, shared=shared, shared_gate=shared_gate)

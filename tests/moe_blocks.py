@@ -1,0 +1,120 @@
+"""mlx-lm's blocks of experts, small, and what `verify_moe` takes of each."""
+
+import functools
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo_v2_flash, qwen3_moe, qwen3_next, step3p5
+
+from mlx_mtp.kernels import Experts, Quantized, Routing
+
+H, INNER, E, TOP_K = 64, 32, 160, 8
+LIMIT = 0.02
+
+
+def quantized(linear) -> Quantized:
+    """A QuantizedSwitchLinear's weights."""
+    ends = (linear.weight.shape[1],)
+    return Quantized(
+        linear.weight, linear.scales, linear.get("biases"), linear.group_size, linear.bits, linear.mode, ends
+    )
+
+
+def experts_of(block) -> Experts:
+    switch = block.switch_mlp
+    return Experts(*(quantized(linear) for linear in (switch.gate_proj, switch.up_proj, switch.down_proj)))
+
+
+def step(limit: float = 0.0):
+    config = step3p5.ModelArgs(
+        model_type="step3p5",
+        hidden_size=H,
+        num_hidden_layers=1,
+        vocab_size=8,
+        num_attention_heads=1,
+        num_attention_groups=1,
+        head_dim=8,
+        intermediate_size=INNER,
+        moe_num_experts=E,
+        moe_top_k=TOP_K,
+        moe_intermediate_size=INNER,
+        share_expert_dim=INNER,
+        swiglu_limits=[limit],
+    )
+    block = step3p5.Step3p5MoE(config, 0)
+    gate = block.gate
+    gate.router_bias = mx.random.normal((E,)) * 0.1
+    routing = Routing("sigmoid", gate.top_k, norm=gate.norm_topk_prob, eps=1e-20, scale=gate.routed_scaling_factor)
+    return block, routing, lambda x: (gate.gate(x), {"bias": gate.router_bias, "shared": block.share_expert(x)})
+
+
+def noaux(module, name: str, eps: float, n_group: int, topk_group: int, shared: int | None = 1):
+    """GLM-4, DeepSeek-V3 and MiMo: one gate, written out in each port."""
+    config = SimpleNamespace(
+        hidden_size=H,
+        intermediate_size=INNER,
+        moe_intermediate_size=INNER,
+        num_experts_per_tok=TOP_K,
+        n_routed_experts=E,
+        n_shared_experts=shared,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        n_group=n_group,
+        topk_group=topk_group,
+        topk_method="noaux_tc",
+        hidden_act="silu",
+    )
+    block = getattr(module, name)(config)
+    gate = block.gate
+    gate.weight = mx.random.normal((E, H)) * 0.2
+    gate.e_score_correction_bias = mx.random.normal((E,)) * 0.1
+    norm = gate.norm_topk_prob and gate.top_k > 1
+    routing = Routing("sigmoid", gate.top_k, n_group, topk_group, norm, eps, gate.routed_scaling_factor)
+
+    def inputs(x):
+        more = {"shared": block.shared_experts(x)} if shared else {}
+        return x @ gate.weight.T, {"bias": gate.e_score_correction_bias, **more}
+
+    return block, routing, inputs
+
+
+def qwen(module, name: str):
+    config = SimpleNamespace(
+        hidden_size=H,
+        moe_intermediate_size=INNER,
+        shared_expert_intermediate_size=INNER,
+        num_experts=E,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+    )
+    block = getattr(module, name)(config)
+    routing = Routing("softmax", block.top_k, norm=block.norm_topk_prob)
+
+    def inputs(x):
+        if "shared_expert" not in block:
+            return block.gate(x), {}
+        return block.gate(x), {"shared": block.shared_expert(x), "shared_gate": block.shared_expert_gate(x)}
+
+    return block, routing, inputs
+
+
+FAMILIES = {
+    "step3p5": lambda: step(),
+    "step3p5, clamped": lambda: step(LIMIT),
+    "glm4_moe": lambda: noaux(glm4_moe, "MoE", 0.0, 1, 1),
+    "glm4_moe_lite": lambda: noaux(glm4_moe_lite, "Glm4MoeLiteMoE", 1e-20, 1, 1),
+    "deepseek_v3": lambda: noaux(deepseek_v3, "DeepseekV3MoE", 0.0, 8, 4),
+    "mimo_v2_flash": lambda: noaux(mimo_v2_flash, "MoE", 1e-20, 4, 4, None),
+    "qwen3_next": lambda: qwen(qwen3_next, "Qwen3NextSparseMoeBlock"),
+    "qwen3_moe": lambda: qwen(qwen3_moe, "Qwen3MoeSparseMoeBlock"),
+}
+
+
+@functools.cache
+def make(family: str):
+    """(block, its Routing, limit, a function of x [M, H] that gives the logits and the keywords of verify_moe)."""
+    mx.random.seed(5)
+    block, routing, inputs = FAMILIES[family]()
+    nn.quantize(block.switch_mlp, 32, 4)
+    return block, routing, LIMIT if "clamped" in family else None, inputs

@@ -1,0 +1,455 @@
+"""verify_moe: mlx-lm's experts and weights, the bits of its products, and each distinct expert's weights once."""
+
+import itertools
+import os
+import random
+import re
+from io import StringIO
+
+import mlx.core as mx
+import moe_blocks
+import numpy as np
+import pytest
+from exact import CONTRACTIONS, DTYPES, FORMATS, activation, same_bits
+from metal_cases import exact, linux_only, relative_error
+from moe_blocks import FAMILIES, make
+from rich.console import Console
+
+from mlx_mtp import emulator
+from mlx_mtp.cli.emulate_experts import experts_table
+from mlx_mtp.emulator import stock
+from mlx_mtp.kernels import Experts, Quantized, Routing, verify_moe, verify_moe_ref
+from mlx_mtp.kernels._routing import Pairs, route_metal, route_ref
+
+pytestmark = linux_only
+sweep = pytest.mark.skipif("MLX_MTP_SWEEP" not in os.environ, reason="ten minutes: run with MLX_MTP_SWEEP=1")
+WEIGHTS = {"moe_glu": ("gate", "up"), "moe_down": ("w",)}
+# One row each of MLX's own kernels, as it launches them on a row of a router's scores.
+SORT = """
+    threadgroup float values[4 * BN];
+    threadgroup uint order[4 * BN];
+    KernelMergeSort<float, uint, true, BN, 4>::block_sort(
+        x, y, x_shape[1], 1, 1, x_shape[1], x_shape[1], values, order,
+        threadgroup_position_in_grid, thread_position_in_threadgroup);
+"""
+SOFTMAX = """
+    softmax_single_row<T, float>(x, y, x_shape[1], threadgroup_position_in_grid.x, thread_position_in_threadgroup.x,
+        thread_index_in_simdgroup, simdgroup_index_in_threadgroup);
+"""
+
+
+def metal_argsort(x: mx.array) -> mx.array:
+    """mx.argsort, and so mx.argpartition, of x [M, E] of float32 as on Metal."""
+    m, e = x.shape
+    threads = max(32, 1 << (-(-e // 4) - 1).bit_length())
+    kernel = emulator.metal_kernel("sort", ["x"], ["y"], SORT, header=stock.include("utils", "sort"))
+    (y,) = kernel(
+        inputs=[x],
+        template=[("BN", threads)],
+        grid=(threads, m, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[x.shape],
+        output_dtypes=[mx.uint32],
+    )
+    return y
+
+
+def metal_softmax(x: mx.array) -> mx.array:
+    """mx.softmax(x [M, E], precise=True) as on Metal."""
+    threads = -(-x.shape[1] // 128) * 32
+    header = "#define SOFTMAX_N_READS 4\n" + stock.include("utils", "softmax")
+    kernel = emulator.metal_kernel("softmax", ["x"], ["y"], SOFTMAX, header=header)
+    (y,) = kernel(
+        inputs=[x],
+        template=[("T", x.dtype)],
+        grid=(threads * x.shape[0], 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[x.shape],
+        output_dtypes=[x.dtype],
+    )
+    return y
+
+
+def draw(gate: tuple, down: tuple, h: int, i: int, e: int, dtype: mx.Dtype) -> Experts:
+    """Experts of two formats (mode, bits, group size), always the same ones."""
+    mx.random.seed(h + i + e)
+    made = []
+    for (mode, bits, group), shape in ((gate, (e, i, h)), (gate, (e, i, h)), (down, (e, h, i))):
+        w, scales, *biases = mx.quantize(mx.random.normal(shape).astype(dtype) * 0.2, group, bits, mode=mode)
+        made.append(Quantized(w, scales, biases[0] if biases else None, group, bits, mode, shape[1:2]))
+    return Experts(*made)
+
+
+BASE = ("affine", 4, 32)
+
+
+@pytest.fixture(scope="module")
+def base() -> Experts:
+    return draw(BASE, BASE, 64, 32, 160, mx.float32)
+
+
+def visits(rows: list[list[int]], e: int) -> mx.array:
+    """Logits with which row i visits rows[i], the later the better."""
+    logits = np.full((len(rows), e), -9.0, np.float32)
+    for i, visited in enumerate(rows):
+        logits[i, visited] = np.linspace(0.5, 2, len(visited))
+    return mx.array(logits)
+
+
+def routed(logits, routing, bias=None) -> Pairs:
+    with emulator.emulated():
+        return route_metal(logits, routing, bias)
+
+
+def by_row(pairs: Pairs, m: int) -> list[dict[int, float]]:
+    """Each row's experts with their weights, in ascending order; the lists are checked on the way."""
+    tokens, weights, experts, starts, places = (np.array(a) for a in pairs)
+    count = len(tokens)
+    distinct = int((experts >= 0).sum())
+    assert (np.diff(experts[:distinct]) > 0).all()
+    assert (experts[distinct:] == -1).all()
+    assert (starts[distinct:] == count).all()
+    rows: list[dict[int, float]] = [{} for _ in range(m)]
+    for slot in range(distinct):
+        visitors = tokens[starts[slot] : starts[slot + 1]]
+        assert len(visitors) > 0
+        assert (np.diff(visitors) > 0).all()
+        for place in range(starts[slot], starts[slot + 1]):
+            rows[tokens[place]][int(experts[slot])] = weights[place]
+    in_order = [sorted(row) for row in rows]
+    place_expert = np.repeat(experts[:distinct], np.diff(starts[: distinct + 1]))
+    assert place_expert[places].reshape(m, -1).tolist() == in_order
+    assert [tokens[p] for p in places] == [row for row in range(m) for _ in range(count // m)]
+    return [dict(sorted(row.items())) for row in rows]
+
+
+def test_metal_sorts_stably():
+    """What the order of equal scores rests on; NaN is last."""
+    x = np.random.default_rng(0).integers(-3, 3, (3, 160)).astype(np.float32)
+    x[1, ::7] = np.nan
+    x[2] = 0.5
+    assert np.array_equal(np.array(metal_argsort(mx.array(x))), np.argsort(x, axis=-1, kind="stable"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("m", [1, 5])
+def test_blocks_of_mlx_lm(family, m):
+    block, routing, limit, inputs = make(family)
+    x = mx.random.normal((m, moe_blocks.H))
+    logits, more = inputs(x)
+    arguments = (x, logits, moe_blocks.experts_of(block), routing)
+    with emulator.emulated() as launches:
+        y = verify_moe(*arguments, limit=limit, **more)
+    assert len(launches) == 3
+    want = exact(block(x[None])[0])
+    assert relative_error(y, want) < 1e-5
+    assert relative_error(verify_moe(*arguments, limit=limit, **more), want) < 1e-5
+    if limit is not None:
+        assert relative_error(verify_moe_ref(*arguments, **more), want) > 1e-2
+
+
+def selected_by(family, logits, routing, bias):
+    """(experts, weights) of the family's own function on the CPU."""
+    block = make(family)[0]
+    if routing.kind == "softmax":
+        scores = mx.softmax(logits, axis=-1, precise=True)
+        experts = mx.argpartition(scores, kth=-routing.top_k, axis=-1)[..., -routing.top_k :]
+        weights = mx.take_along_axis(scores, experts, axis=-1)
+        return experts, weights / weights.sum(axis=-1, keepdims=True)
+    module = __import__(type(block.gate).__module__, fromlist=["x"])
+    if family.startswith("step"):
+        return module.moe_gate_select(logits, bias, routing.top_k, routing.scale, routing.norm)
+    args = (routing.top_k, routing.n_group, routing.topk_group, routing.scale, routing.norm)
+    return module.group_expert_select(logits, bias, *args)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "clamped" not in f])
+def test_experts_are_those_of_mlx_lm(family):
+    routing, e, cases = make(family)[1], moe_blocks.E, []
+    with emulator.emulated():
+        for seed in range(6):
+            mx.random.seed(seed)
+            logits, bias = mx.random.normal((8, e)) * 3, mx.random.normal((e,)) * (0.1 if seed % 2 else 2)
+            bias = None if routing.kind == "softmax" else bias
+            cases.append((selected_by(family, logits, routing, bias), route_metal(logits, routing, bias)))
+    for (experts, weights), pairs in cases:
+        for row, found in enumerate(by_row(pairs, 8)):
+            want = dict(zip(experts[row].tolist(), weights[row].tolist(), strict=True))
+            assert list(found) == sorted(want)
+            assert np.allclose([want[e] for e in found], list(found.values()), rtol=2e-6)
+
+
+def test_a_group_that_lost_beats_negative_scores():
+    """Its scores count as 0, not as minus infinity."""
+    routing = Routing("sigmoid", 8, n_group=8, topk_group=1, norm=False)
+    logits, bias = mx.zeros((1, 160)), mx.full((160,), -3.0)
+    bias[40:44] = 1.0  # all others of group 2 are at -2.5, those of other groups at 0
+    assert list(by_row(routed(logits, routing, bias), 1)[0]) == [0, 1, 2, 3, 40, 41, 42, 43]
+    assert route_ref(logits, routing, bias)[0].tolist() == [[40, 41, 42, 43, 0, 1, 2, 3]]
+
+
+def test_equal_scores():
+    """As MLX's stable sort has them: the first of negated sigmoids, the last softmaxes; the first groups lose."""
+    logits = np.random.default_rng(3).integers(-1, 2, (8, 160)).astype(np.float32)
+    logits[0], logits[1, 3:] = 1, 0.25
+    logits[2] = np.where(np.arange(160) % 40 == 11, 2, -0.0)
+    logits[3, :80], logits[3, 80:] = 0.0, -0.0
+    logits = mx.array(logits)
+    order = metal_argsort(-mx.sigmoid(logits))
+    sigmoid = by_row(routed(logits, Routing("sigmoid", 8), mx.zeros(160)), 8)
+    assert [list(row) for row in sigmoid] == np.sort(np.array(order[:, :8]), axis=-1).tolist()
+    order = metal_argsort(metal_softmax(logits))
+    softmax = by_row(routed(logits, Routing("softmax", 8)), 8)
+    assert [list(row) for row in softmax] == np.sort(np.array(order[:, -8:]), axis=-1).tolist()
+    groups = by_row(routed(logits[:1], Routing("sigmoid", 8, 8, 3), mx.zeros(160)), 1)
+    assert list(groups[0]) == list(range(100, 108))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("norm", [False, True])
+def test_softmax_has_the_bits_of_mlx(dtype, norm):
+    """Selected after rounding, so equal ones are many in 16 bits."""
+    mx.random.seed(1)
+    logits = (mx.random.normal((8, 160)) * mx.arange(1, 9)[:, None] / 8).astype(dtype)
+    scores = metal_softmax(logits)
+    experts = metal_argsort(scores.astype(mx.float32))[:, -16:]
+    weights = mx.take_along_axis(scores, experts, axis=-1)
+    if norm:
+        weights = weights / weights.astype(mx.float32).sum(axis=-1, keepdims=True).astype(dtype)
+    got = by_row(routed(logits, Routing("softmax", 16, norm=norm)), 8)
+    for row, found in enumerate(got):
+        want = dict(zip(experts[row].tolist(), weights[row].astype(mx.float32).tolist(), strict=True))
+        assert list(found) == sorted(want)
+        rtol = 0 if not norm else 1e-2 if dtype == mx.bfloat16 else 1e-6
+        assert np.allclose([want[e] for e in found], list(found.values()), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
+def test_logits_that_are_no_numbers(kind):
+    """They are worst for a sigmoid, best for a softmax, as in MLX's sort; other rows stay as they are."""
+    mx.random.seed(2)
+    logits = mx.random.normal((8, 160))
+    bias = mx.zeros(160) if kind == "sigmoid" else None
+    routing = Routing(kind, 8)
+    clean = by_row(routed(logits, routing, bias), 8)
+    logits[2, 5], logits[3], logits[4, 7], logits[5, 1:] = float("nan"), float("nan"), float("inf"), float("-inf")
+    found = by_row(routed(logits, routing, bias), 8)
+    assert [found[i] for i in (0, 1, 6, 7)] == [clean[i] for i in (0, 1, 6, 7)]
+    assert all(len(row) == 8 for row in found)
+    assert list(found[3]) == (list(range(8)) if kind == "sigmoid" else list(range(152, 160)))
+    if kind == "sigmoid":
+        assert 5 not in found[2]
+        assert 7 in found[4]
+
+
+def staircase(row: int) -> list[int]:
+    """Of the experts from 9 on the next has one row more each, up to 8."""
+    return [9 + i for i in range(row, 8)] + [40 + 8 * row + i for i in range(row)]
+
+
+LOADS = {
+    "one expert of each row": [[7, *range(40 + 8 * row, 47 + 8 * row)] for row in range(8)],
+    "all alike": [[3, 1, 4, 15, 9, 2, 6, 5]] * 8,
+    "all different": [list(range(8 * row, 8 * row + 8)) for row in range(8)],
+    "1 to 8 rows of an expert": [staircase(row) for row in range(8)],
+    "neighbours share": [[*random.Random(row // 3).sample(range(20, 158), 6), 159, 2 * row] for row in range(8)],
+    "three rows": [[0, 1, 2, 3, 4, 5, 6, 159], [9, 8, 7, 6, 5, 4, 3, 159], [20, 21, 22, 23, 24, 25, 26, 159]],
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_each_distinct_expert_is_requested_once(load, base):
+    rows = LOADS[load]
+    m, distinct = len(rows), len(set(itertools.chain(*rows)))
+    mx.random.seed(0)
+    x, routing = mx.random.normal((m, 64)), Routing("sigmoid", 8, scale=2.5)
+    with emulator.emulated() as launches:
+        y = verify_moe(x, visits(rows, 160), base, routing, bias=mx.zeros(160))
+    assert [launch.kernel for launch in launches] == ["moe_route", "moe_glu", "moe_down"]
+    assert relative_error(y, exact(verify_moe_ref(x, visits(rows, 160), base, routing))) < 1e-5
+    for launch in launches[1:]:
+        for name in WEIGHTS[launch.kernel]:
+            assert launch[name].reread == 1.0
+            assert launch[name].bytes_read == distinct * base.gate.w[0].nbytes
+
+
+def test_the_table_says_so():
+    console = Console(width=100, file=StringIO())
+    console.print(experts_table((1, 8)))
+    found = [re.findall(r"[\d.]+", line.replace("verify_moe", "")) for line in console.file.getvalue().splitlines()]
+    mlx_one, mlx, one, ours = (line for line in found if len(line) == 6)
+    assert mlx_one == ["1", "4", "4", "3", "1.00", "12"]
+    assert one == mlx_one
+    assert mlx[:4] == ours[:4] == ["8", mlx[1], "32", "3"]
+    assert float(mlx[4]) == round(32 / int(mlx[1]), 2)
+    assert ours[4:] == ["1.00", str(3 * int(mlx[1]))]
+
+
+def test_mlx_requests_an_expert_for_each_pair(base):
+    rows = mx.array(LOADS["1 to 8 rows of an expert"])
+    x, gate = mx.ones((8, 1, 64)), base.gate
+    pairs = mx.arange(64) // 8
+    _, traffic = stock.gather_qmv(x, gate.w, gate.scales, gate.biases, pairs, rows.flatten(), group_size=32, bits=4)
+    assert traffic["w"].bytes_read == 64 * gate.w[0].nbytes
+
+
+def gathered(x: mx.array, weights: Quantized, experts: list[int], options: emulator.Options) -> mx.array:
+    """Row i of x times the experts[i]-th matrix, by MLX's own kernel."""
+    arrays, pairs = (weights.w, weights.scales, weights.biases), mx.arange(len(experts))
+    format_ = {"group_size": weights.group_size, "bits": weights.bits}
+    x = x[:, None]
+    return stock.gather_qmv(x, *arrays, pairs, mx.array(experts), options=options, **format_)[0][:, 0]
+
+
+def assert_products_exact(gate, down, h, i, dtype, limit, contraction, rows):
+    """One expert for each row, whose weight is 1: what comes out is the product."""
+    experts, options = draw(gate, down, h, i, 6, dtype), emulator.Options(fp_contract=contraction)
+    x = mx.random.normal((len(rows), h)).astype(dtype)
+    with emulator.emulated(options):
+        y = verify_moe(x, visits([[e] for e in rows], 6), experts, Routing("sigmoid", 1), limit=limit)
+    opened, linear = (gathered(x, w, rows, options) for w in (experts.gate, experts.up))
+    assert limit is None or mx.any(opened > limit)
+    assert same_bits(y, gathered(activation(opened, linear, limit, options), experts.down, rows, options))
+
+
+@pytest.mark.parametrize(
+    ("gate", "down", "h", "i", "dtype", "limit", "contraction", "rows"),
+    [  # the K of gate and up, and that of down: of qmv_fast, where a multiple of 256 or 512, or of qmv
+        (("affine", 4, 64), ("affine", 6, 64), 512, 64, mx.bfloat16, None, "fast", [5, 0, 5, 2, 5, 5, 0, 5]),
+        (("affine", 3, 32), ("affine", 8, 32), 64, 256, mx.float32, 0.7, "on", [1, 1, 1, 4, 2, 4, 4, 4]),
+        (("nvfp4", 4, 16), ("mxfp8", 8, 32), 160, 32, mx.float16, None, "fast", [3] * 8),
+        (("affine", 2, 32), ("affine", 5, 32), 96, 32, mx.float32, None, "off", [0, 1, 2, 3, 4, 5, 1, 2]),
+    ],
+)
+def test_products_have_the_bits_of_mlx(gate, down, h, i, dtype, limit, contraction, rows):
+    assert_products_exact(gate, down, h, i, dtype, limit, contraction, rows)
+
+
+@sweep
+@pytest.mark.parametrize("contraction", CONTRACTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sweep(dtype, contraction):
+    rng = random.Random(f"{dtype}{contraction}")
+    for gate, k in itertools.product(FORMATS, (512, 384)):
+        down, i = rng.choice(FORMATS), rng.choice((128, 256, 384))
+        rows = [rng.choice((rng.randrange(6), 3)) for _ in range(8)]
+        assert_products_exact(gate, down, k, i, dtype, rng.choice((None, 0.7)), contraction, rows)
+
+
+@pytest.mark.parametrize("load", ["1 to 8 rows of an expert", "neighbours share"])
+def test_a_row_has_the_bits_that_it_has_alone(load, base):
+    rows = LOADS[load]
+    mx.random.seed(4)
+    x, shared, logits = mx.random.normal((8, 64)), mx.random.normal((8, 64)), visits(rows, 160)
+    routing, bias = Routing("sigmoid", 8, scale=2.5), mx.zeros(160)
+    with emulator.emulated(emulator.Options(fp_contract="fast", order=7)):
+        for m in (8, 3, 2):
+            together = verify_moe(x[:m], logits[:m], base, routing, bias=bias, shared=shared[:m])
+            for i in range(m) if m == 8 else ():
+                one = slice(i, i + 1)
+                alone = verify_moe(x[one], logits[one], base, routing, bias=bias, shared=shared[one])
+                assert same_bits(together[one], alone)
+            if m == 8:
+                all_rows = together
+            assert same_bits(together, all_rows[:m])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_a_spoilt_row_leaves_the_others(value, base):
+    mx.random.seed(4)
+    x, logits = mx.random.normal((8, 64)), visits(LOADS["1 to 8 rows of an expert"], 160)
+    routing, bias, kept = Routing("sigmoid", 8), mx.zeros(160), mx.array([0, 1, 2, 3, 4, 6, 7])
+    with emulator.emulated():
+        clean = verify_moe(x, logits, base, routing, bias=bias)
+        spoilt = verify_moe(mx.where(mx.arange(8)[:, None] == 5, value, x), logits, base, routing, bias=bias)
+    assert same_bits(clean[kept], spoilt[kept])
+    assert not mx.all(mx.isfinite(spoilt[5]))
+
+
+@pytest.mark.parametrize("m", [1, 8])
+def test_every_expert(m):
+    """top_k = E, 16 of a row: the most pairs that there can be; one row of 4 experts: the smallest arrays."""
+    for e in (16, 4) if m == 1 else (16,):
+        experts, routing = draw(BASE, BASE, 64, 32, e, mx.float32), Routing("sigmoid", e, norm=False)
+        x, logits = mx.random.normal((m, 64)), mx.random.normal((m, e))
+        with emulator.emulated():
+            y = verify_moe(x, logits, experts, routing)
+        want = exact(verify_moe_ref(x, logits, experts, routing))
+        assert relative_error(y, want) < 1e-5
+        assert relative_error(verify_moe(x, logits, experts, routing), want) < 1e-6
+
+
+def plain(x, logits, experts, routing, shared, shared_gate):
+    """mlx-lm's operations in x's type."""
+    visited, weights = route_ref(logits, routing, None)
+    take = [mx.dequantize(w.w, w.scales, w.biases, **w.format)[visited] for w in vars(experts).values()]
+    gate, up = (w @ x[:, None, :, None] for w in take[:2])
+    y = (take[2] @ (gate * mx.sigmoid(gate) * up)).squeeze(-1)
+    return (y * weights[..., None].astype(x.dtype)).sum(axis=1) + mx.sigmoid(shared_gate) * shared
+
+
+def test_its_error_is_at_most_twice_that_of_plain_operations():
+    experts, routing = draw(("affine", 4, 64), ("affine", 4, 64), 128, 64, 160, mx.bfloat16), Routing("softmax", 8)
+    shapes = ((8, 128), (8, 160), (8, 128), (8, 1))
+    x, logits, *shared = (mx.random.normal(shape).astype(mx.bfloat16) for shape in shapes)
+    with emulator.emulated():
+        y = verify_moe(x, logits, experts, routing, shared=shared[0], shared_gate=shared[1])
+    full = [a.astype(mx.float32) for a in shared]
+    want = exact(verify_moe_ref(x.astype(mx.float32), logits, experts, routing, shared=full[0], shared_gate=full[1]))
+    errors = [np.square(exact(a) - want).mean() ** 0.5 for a in (y, plain(x, logits, experts, routing, *shared))]
+    assert y.dtype == mx.bfloat16
+    assert errors[0] < 2 * errors[1]
+    assert errors[0] < 0.01 * np.abs(want).max()
+
+
+def test_types_that_differ(base):
+    """x of 16 bits with scales of 32: computed in 32, given back in 16."""
+    mx.random.seed(6)
+    x, logits, bias = mx.random.normal((2, 64)).astype(mx.bfloat16), mx.random.normal((2, 160)), mx.zeros(160)
+    with emulator.emulated():
+        y = verify_moe(x, logits, base, Routing("sigmoid", 8), bias=bias)
+        full = verify_moe(x.astype(mx.float32), logits, base, Routing("sigmoid", 8), bias=bias)
+    assert same_bits(y, full.astype(mx.bfloat16))
+
+
+def test_what_it_does_not_take(base):
+    x, logits, routing = mx.zeros((2, 64)), mx.zeros((2, 160)), Routing("softmax", 8)
+    with pytest.raises(ValueError, match="x has 63 columns; the weights have 64"):
+        verify_moe(x[:, :63], logits, base, routing)
+    with pytest.raises(ValueError, match=r"logits are \(2, 159\); 2 rows and 160 experts need \(2, 160\)"):
+        verify_moe(x, logits[:, :159], base, routing)
+    with pytest.raises(ValueError, match="shared_gate is given without shared"):
+        verify_moe(x, logits, base, routing, shared_gate=mx.zeros((2, 1)))
+    with pytest.raises(ValueError, match="a bias is given; softmax routing has none"):
+        verify_moe(x, logits, base, routing, bias=mx.zeros(160))
+    with pytest.raises(ValueError, match="top_k is 161; there are 160 experts"):
+        verify_moe(x, logits, base, Routing("sigmoid", 161))
+    with pytest.raises(ValueError, match="n_group is 3; groups of equal size, at least 2, cannot hold 160 experts"):
+        verify_moe(x, logits, base, Routing("sigmoid", 8, 3, 2))
+    with pytest.raises(ValueError, match=r"gate is \[160, 32, 64\] of 4 bits \(affine, 32\) and up \[160, 64, 32\]"):
+        Experts(base.gate, base.down, base.down)
+    with pytest.raises(ValueError, match=r"down is \[160, 32, 64\].* it must be \[160, 64, 32\]"):
+        Experts(base.gate, base.up, base.up)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tanh", 8), "kind is 'tanh'; it must be 'sigmoid' or 'softmax'"),
+        (("sigmoid", 0), "top_k is 0; it must be at least 1"),
+        (("sigmoid", 8, 4, 5), "topk_group is 5; it must be from 1 to n_group, which is 4"),
+        (("softmax", 8, 4, 2), "softmax routing has no groups, eps or scale"),
+    ],
+)
+def test_routings_that_there_are_not(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Routing(*arguments)
+
+
+def test_what_the_kernels_leave_to_the_reference(base):
+    """More than 8 rows, 512 experts or 16 of a row; other types."""
+    x, logits = mx.zeros((9, 64)), mx.zeros((9, 160))
+    with emulator.emulated() as launches:
+        verify_moe(x, logits, base, Routing("softmax", 8))
+        verify_moe(x[:2], logits[:2], base, Routing("softmax", 17))
+    assert not launches
