@@ -13,18 +13,17 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SHARED = ("shared_experts", "share_expert", "shared_expert")
 
 
-def routing_of(block: Any) -> tuple[Routing, mx.array | None]:
-    """How a block's router chooses, and the bias of its choice.
+def routing_of(block: Any) -> Routing:
+    """How a block's router chooses.
 
     The least denominator, 1e-20, is Step-3.5's and MiMo's; without it the others divide 0 by 0 where it matters.
     """
     gate = block.gate
     if isinstance(gate, (nn.Linear, nn.QuantizedLinear)):
-        return Routing("softmax", block.top_k, norm=block.norm_topk_prob), None
+        return Routing("softmax", block.top_k, norm=block.norm_topk_prob)
     groups = {"n_group": gate.n_group, "topk_group": gate.topk_group} if hasattr(gate, "n_group") else {}
     norm = gate.norm_topk_prob and (gate.top_k > 1 or not groups)
-    bias = gate.e_score_correction_bias if groups else gate.router_bias
-    return Routing("sigmoid", gate.top_k, **groups, norm=norm, eps=1e-20, scale=gate.routed_scaling_factor), bias
+    return Routing("sigmoid", gate.top_k, **groups, norm=norm, eps=1e-20, scale=gate.routed_scaling_factor)
 
 
 def quantized(linear: Any) -> Quantized:
@@ -53,10 +52,23 @@ class Mixture:
     def __init__(self, block: Any):
         self.block, self.rows = block, frozenset()
         self.limit: float | None = getattr(block.switch_mlp.activation, "limit", None)
+        self.routing = routing_of(block)
+        self.linears = [block.switch_mlp[name] for name in PROJECTIONS]
+
+    def serves(self, x: mx.array) -> bool:
+        """Not where a projection has been replaced since, as by an adapter around it, or experts are sharded."""
+        same = all(self.block.switch_mlp[n] is m for n, m in zip(PROJECTIONS, self.linears, strict=True))
+        return rows_of(x) in self.rows and same and getattr(self.block, "sharding_group", None) is None
+
+    @property
+    def bias(self) -> mx.array | None:
+        """Of the choice only."""
+        names = ("e_score_correction_bias", "router_bias")
+        return next((self.block.gate[name] for name in names if name in self.block.gate), None)
 
     @property
     def experts(self) -> Experts:
-        return Experts(*(quantized(self.block.switch_mlp[name]) for name in PROJECTIONS))
+        return Experts(*map(quantized, self.linears))
 
     @property
     def shape(self) -> str:
@@ -69,8 +81,7 @@ class Mixture:
     @property
     def width(self) -> int:
         """Of x and the router's logits, side by side."""
-        gate = self.block.switch_mlp.gate_proj
-        return gate.input_dims + gate.num_experts
+        return self.linears[0].input_dims + self.linears[0].num_experts
 
     def logits(self, x: mx.array) -> mx.array:
         """The router's, [M, E]."""
@@ -83,24 +94,24 @@ class Mixture:
         return site.ours(x)[0] if site is not None and rows_of(x) in site.rows else x @ router.weight.T
 
     def fused(self, x: mx.array, logits: mx.array, **shared: mx.array | None) -> mx.array:
-        routing, bias = routing_of(self.block)
-        return verify_moe(x, logits, self.experts, routing, bias=bias, limit=self.limit, **shared)
+        return verify_moe(x, logits, self.experts, self.routing, bias=self.bias, limit=self.limit, **shared)
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [self.fused(*self._split(x))]
 
     def truth(self, x: mx.array) -> list[mx.array]:
-        (x, logits), (routing, bias) = self._split(x), routing_of(self.block)
-        return [verify_moe_ref(x.astype(mx.float32), logits, self.experts, routing, bias=bias, limit=self.limit)]
+        x, logits = self._split(x)
+        more = {"bias": self.bias, "limit": self.limit}
+        return [verify_moe_ref(x.astype(mx.float32), logits, self.experts, self.routing, **more)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        (x, logits), (routing, bias) = self._split(x), routing_of(self.block)
-        chosen, weights = route_ref(logits, routing, bias)
+        x, logits = self._split(x)
+        chosen, weights = route_ref(logits, self.routing, self.bias)
         y = self.block.switch_mlp(x, chosen)
         return [(y * weights[..., None]).sum(axis=-2).astype(y.dtype)]
 
     def _split(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        rows, logits = mx.split(x, [self.block.switch_mlp.gate_proj.input_dims], axis=-1)
+        rows, logits = mx.split(x, [self.linears[0].input_dims], axis=-1)
         return rows, logits
 
 
@@ -110,7 +121,7 @@ class VerifyMoE:
     mixture: Mixture
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        if rows_of(x) not in self.mixture.rows or getattr(self, "sharding_group", None) is not None:
+        if not self.mixture.serves(x):
             return super().__call__(x)  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
         name = next((name for name in SHARED if self.get(name) is not None), None)
