@@ -1,10 +1,10 @@
 """`norm_rope`: RMS norm per head, rotary positions and heads first, for queries and keys in one launch.
 
-Squares are summed, and angles computed, as MLX's two kernels do, so that each row has the same bits whatever the others
-are.
+Squares are summed, and angles computed, as MLX's two kernels do; a row has the same bits whatever the others are.
 """
 
 import math
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,7 +66,9 @@ class Rope:
         """The kernel's `freqs`."""
         if self.freqs is not None:
             return self.freqs.astype(mx.float32)
-        return mx.array([math.log2(mx.array(self.base, mx.float32).item())])
+        assert self.base is not None
+        (base,) = struct.unpack("f", struct.pack("f", self.base))  # as MLX keeps it
+        return mx.array([math.log2(base)], mx.float32)
 
     @cached_property
     def factors(self) -> mx.array:
