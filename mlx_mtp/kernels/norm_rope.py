@@ -70,12 +70,11 @@ class Rope:
         (base,) = struct.unpack("f", struct.pack("f", self.base))  # as MLX keeps it
         return mx.array([math.log2(base)], mx.float32)
 
-    @cached_property
-    def factors(self) -> mx.array:
-        return mx.array([self.scale, self.mscale], mx.float32)
-
-    def layout(self, D: int) -> mx.array:
-        return mx.array([D, self.dims, *((2, 1) if self.traditional else (1, self.dims // 2))], mx.int32)
+    def settings(self, D: int, eps: float) -> list[mx.array]:
+        """The kernel's `layout`, `factors` and `eps`."""
+        steps = (2, 1) if self.traditional else (1, self.dims // 2)
+        layout = _source.constants(mx.int32, D, self.dims, *steps)
+        return [layout, _source.constants(mx.float32, self.scale, self.mscale), _source.constants(mx.float32, eps)]
 
 
 def norm_rope_ref(
@@ -118,9 +117,8 @@ def _norm_rope_metal(
     dtype = q.dtype if weights is None else mx.result_type(q, weights[0])
     template = [("T", q.dtype), ("O", dtype), ("NORM", weights is not None)]
     template += [("FREQS", rope.freqs is not None), ("BLOCKS", -(-D // BLOCK))]
-    settings = [offset, rope.rates, rope.layout(D), rope.factors, mx.array([eps], mx.float32)]
     queries, keys = _source.kernel("norm_rope", INPUTS, OUTPUTS, ("rms",), strided=True)(
-        inputs=[q, k, *(weights or (rope.rates, rope.rates)), *settings],
+        inputs=[q, k, *(weights or (rope.rates, rope.rates)), offset, rope.rates, *rope.settings(D, eps)],
         template=template,
         grid=(32, Hq + Hk, L),
         threadgroup=(32, 1, 1),
