@@ -258,6 +258,20 @@ def test_other_modules_are_not():
 
 
 @linux_only
+def test_views_are_read_where_they_lie():
+    q, k, weights = heads(2, 64, BF16)
+    spread = [mx.repeat(weights[name], 2)[::2] for name in ("q_weight", "k_weight")]
+    odd, even, rope = q[..., 1::2].astype(F16), k[..., ::2].astype(F16), Rope(32, freqs=freqs(32))
+    with emulator.emulated():
+        got = norm_rope(q, k, 9, Rope(64, base=1e4), q_weight=spread[0], k_weight=spread[1], eps=EPS)
+        want = norm_rope(mx.contiguous(q), mx.contiguous(k), 9, Rope(64, base=1e4), **weights)
+        assert all(map(same_bits, got, want))
+        got = norm_rope(odd, even, 9, Rope(32, freqs=mx.repeat(freqs(32), 3)[::3]))
+        want = norm_rope(mx.contiguous(odd), mx.contiguous(even), 9, rope)
+        assert all(map(same_bits, got, want))
+
+
+@linux_only
 def test_heads_that_the_kernel_does_not_take():
     rope = Rope(32, base=1e4)
     q, k, _ = heads(2, 260, F32)

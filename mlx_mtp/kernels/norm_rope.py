@@ -89,7 +89,7 @@ def norm_rope_ref(
     head_dim: int | None = None,
 ) -> Heads:
     """`norm_rope` in MLX's own ops."""
-    D = head_dim or k.shape[-1]
+    D = k.shape[-1] if head_dim is None else head_dim
     queries, keys = (_rotated(x[..., :D], w, eps, offset, rope) for x, w in ((q, q_weight), (k, k_weight)))
     return queries, keys
 
@@ -143,6 +143,7 @@ def norm_rope(
 
     q: [1, L, Hq, D or more], k: [1, L, Hk, D or more], float16, bfloat16 or float32, of any strides: the first
         D = `head_dim` values of a head count. None: all of k's.
+    rope.freqs and the weights may be views, too.
     offset: the position of row 0, an int or an integer array of one value. q_weight, k_weight: [D], both or none.
 
     Raises ValueError where shapes do not match, or only one weight is given.
@@ -158,7 +159,15 @@ def norm_rope(
     return norm_rope_ref(q, k, offset, rope, q_weight=q_weight, k_weight=k_weight, eps=eps, head_dim=D)
 
 
-def _check(q, k, offset, rope: Rope, q_weight, k_weight, D: int) -> None:
+def _check(
+    q: mx.array,
+    k: mx.array,
+    offset: mx.array | int,
+    rope: Rope,
+    q_weight: mx.array | None,
+    k_weight: mx.array | None,
+    D: int,
+) -> None:
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2]:
         raise ValueError(f"q has shape {q.shape} and k {k.shape}; they must be [B, L, heads, values], of one B and L")
     if not rope.dims <= D <= min(q.shape[-1], k.shape[-1]):
