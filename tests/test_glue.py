@@ -261,7 +261,7 @@ def test_other_modules_are_not():
 def test_views_are_read_where_they_lie():
     q, k, weights = heads(2, 64, BF16)
     spread = [mx.repeat(weights[name], 2)[::2] for name in ("q_weight", "k_weight")]
-    odd, even, rope = q[..., 1::2].astype(F16), k[..., ::2].astype(F16), Rope(32, freqs=freqs(32))
+    odd, even, rope = q.astype(F16)[..., 1::2], k.astype(F16)[..., ::2], Rope(32, freqs=freqs(32))
     with emulator.emulated():
         got = norm_rope(q, k, 9, Rope(64, base=1e4), q_weight=spread[0], k_weight=spread[1], eps=EPS)
         want = norm_rope(mx.contiguous(q), mx.contiguous(k), 9, Rope(64, base=1e4), **weights)
