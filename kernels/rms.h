@@ -1,8 +1,9 @@
 // Root mean square normalization in the order of MLX's kernel: a thread takes four neighbouring values.
+// Contracted across statements, bits are MLX's where rows are multiples of four: MLX sums the last few in other code.
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-constant constexpr int READS = 4;
+static constant constexpr int READS = 4;
 
 METAL_FUNC float plus_squares(float sum, const thread float* values) {
   UNROLL

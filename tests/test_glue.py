@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from exact import bits_of, same_bits
+from exact import same_bits
 from metal_cases import exact, linux_only
 from mlx_lm.models import rope_utils
 
@@ -64,7 +64,7 @@ def tree(lanes: np.ndarray) -> np.ndarray:
 @linux_only
 @pytest.mark.parametrize(
     ("H", "M", "dtype", "weights", "threads"),
-    [(100, 5, BF16, BF16, 32), (64, 2, F16, F32, 32), (515, 3, F32, BF16, 160), (4101, 2, F32, F32, 1024)],
+    [(100, 5, BF16, BF16, 32), (64, 2, F16, F32, 32), (515, 3, BF16, BF16, 160), (4101, 2, F32, F32, 1024)],
 )
 def test_sum_and_norm(H, M, dtype, weights, threads):
     x, r = (normal(1, M, H, dtype=dtype, seed=i) for i in range(2))
@@ -131,21 +131,22 @@ def rotated(x: np.ndarray, rope: Rope, offset: int) -> np.ndarray:
     return x
 
 
-def heads(L, D, dtype, wide=0):
-    """q of 3 heads and k of 2, views of one product, with `wide` values more behind a query, and two norms' weights."""
+def heads(L, D, dtype, wide=0, weights=None):
+    """q of 3 heads and k of 2, views of one product, `wide` values more behind each query; weights of both norms."""
     product = normal(1, L, 3 * (D + wide) + 2 * D, dtype=dtype)
     q, k = mx.split(product, [3 * (D + wide)], axis=-1)
-    weights = {"q_weight": normal(D, dtype=dtype, seed=1), "k_weight": normal(D, dtype=dtype, seed=2), "eps": EPS}
-    return q.reshape(1, L, 3, D + wide), k.reshape(1, L, 2, D), weights
+    q_weight, k_weight = (normal(D, dtype=weights or dtype, seed=i) for i in (1, 2))
+    norms = {"q_weight": q_weight, "k_weight": k_weight, "eps": EPS}
+    return q.reshape(1, L, 3, D + wide), k.reshape(1, L, 2, D), norms
 
 
 CASES = [
     (BF16, 128, 4, 7, True, Rope(128, base=1e6)),
-    (F16, 192, 3, 131072, True, Rope(64, traditional=True, base=5e6, scale=0.25)),
+    (F32, 192, 3, 131072, True, Rope(64, traditional=True, base=5e6, scale=0.25)),
     (F32, 80, 2, 131072, False, Rope(80, base=1e4)),
     (F32, 80, 5, 0, False, Rope(64, traditional=True, base=1e4)),
-    (BF16, 64, 3, 40000, False, Rope(64, traditional=True, freqs=freqs(64), mscale=1.19)),
-    (F16, 6, 4, 131072, True, Rope(4, base=1e4)),
+    (F16, 64, 3, 40000, False, Rope(64, traditional=True, freqs=freqs(64), mscale=1.19)),
+    (BF16, 6, 4, 131072, True, Rope(4, base=1e4)),
 ]
 
 
@@ -182,9 +183,19 @@ def test_position_0_leaves_the_norm(dtype, D):
 
 
 @linux_only
+def test_position_0_leaves_the_product_with_mscale():
+    """Both factors and their product in the rows' type, as mlx-lm multiplies."""
+    q, k, _ = heads(1, 64, F16)
+    rope = Rope(48, freqs=freqs(48), mscale=1.1906)
+    with emulator.emulated():
+        got = norm_rope(q, k, 0, rope)
+    assert all(map(same_bits, got, norm_rope_ref(q, k, 0, rope)))
+
+
+@linux_only
 @pytest.mark.parametrize(("dtype", "contraction", "norm"), [(BF16, "fast", True), (F32, "off", False)])
 def test_a_row_of_heads_has_the_bits_it_has_alone(dtype, contraction, norm):
-    q, k, weights = heads(4, 80, dtype)
+    q, k, weights = heads(4, 80, dtype, weights=F32)
     rope, more = Rope(64, base=1e4), weights if norm else {}
     with emulator.emulated(emulator.Options(fp_contract=contraction)):
         together = norm_rope(q, k, 1000, rope, **more)
@@ -198,9 +209,8 @@ def test_a_row_of_heads_has_the_bits_it_has_alone(dtype, contraction, norm):
 
 @linux_only
 def test_weights_of_another_type_decide_the_result():
-    q, k, weights = heads(2, 32, BF16)
-    weights = weights | {name: weights[name].astype(F32) for name in ("q_weight", "k_weight")}
-    with emulator.emulated() as launches:
+    q, k, weights = heads(2, 32, BF16, weights=F32)
+    with emulator.emulated(emulator.Options(fp_contract="fast")) as launches:
         got = norm_rope(q, k, 3, Rope(32, base=1e4), **weights)
     assert len(launches) == 1
     want = norm_rope_ref(q, k, 3, Rope(32, base=1e4), **weights)
@@ -245,6 +255,20 @@ def test_other_modules_are_not():
     assert Rope.of(rope_utils.initialize_rope(32, 1e4, False, {"type": "dynamic", "factor": 2.0}, 512)) is None
     assert Rope.of(Other(32)) is None
     assert Rope.of(nn.Linear(2, 2)) is None
+
+
+@linux_only
+def test_views_are_read_where_they_lie():
+    q, k, weights = heads(2, 64, BF16)
+    spread = [mx.repeat(weights[name], 2)[::2] for name in ("q_weight", "k_weight")]
+    odd, even, rope = q.astype(F16)[..., 1::2], k.astype(F16)[..., ::2], Rope(32, freqs=freqs(32))
+    with emulator.emulated():
+        got = norm_rope(q, k, 9, Rope(64, base=1e4), q_weight=spread[0], k_weight=spread[1], eps=EPS)
+        want = norm_rope(mx.contiguous(q), mx.contiguous(k), 9, Rope(64, base=1e4), **weights)
+        assert all(map(same_bits, got, want))
+        got = norm_rope(odd, even, 9, Rope(32, freqs=mx.repeat(freqs(32), 3)[::3]))
+        want = norm_rope(mx.contiguous(odd), mx.contiguous(even), 9, rope)
+        assert all(map(same_bits, got, want))
 
 
 @linux_only

@@ -38,6 +38,12 @@ def _made(
     return maker(name=op, **names, source=source, header=header, ensure_row_contiguous=not strided)
 
 
+@functools.cache
+def constants(dtype: mx.Dtype, *values: float) -> mx.array:
+    """The values as an array, made once: a launch of every layer of every step reads it."""
+    return mx.array(values, dtype)
+
+
 def on_metal() -> bool:
     """Whether kernels can run: there is Metal, and the default device is the GPU."""
     return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)

@@ -24,7 +24,7 @@ def _add_norm_metal(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> t
     threads = min(-(-H // (READS * 32)) * 32, MOST_THREADS)
     normed = mx.result_type(x, weight)
     outputs = _source.kernel("add_norm", INPUTS, OUTPUTS, ("rms",))(
-        inputs=[x.reshape(rows, H), r.reshape(rows, H), weight, mx.array([eps], mx.float32)],
+        inputs=[x.reshape(rows, H), r.reshape(rows, H), weight, _source.constants(mx.float32, eps)],
         template=[("T", x.dtype), ("O", normed), ("CHUNKS", chunks)],
         grid=(rows * threads, 1, 1),
         threadgroup=(threads, 1, 1),

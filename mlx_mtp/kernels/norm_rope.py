@@ -1,10 +1,10 @@
 """`norm_rope`: RMS norm per head, rotary positions and heads first, for queries and keys in one launch.
 
-Squares are summed, and angles computed, as MLX's two kernels do, so that each row has the same bits whatever the others
-are.
+Squares are summed, and angles computed, as MLX's two kernels do; a row has the same bits whatever the others are.
 """
 
 import math
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,14 +66,15 @@ class Rope:
         """The kernel's `freqs`."""
         if self.freqs is not None:
             return self.freqs.astype(mx.float32)
-        return mx.array([math.log2(mx.array(self.base, mx.float32).item())])
+        assert self.base is not None
+        (base,) = struct.unpack("f", struct.pack("f", self.base))  # as MLX keeps it
+        return mx.array([math.log2(base)], mx.float32)
 
-    @cached_property
-    def factors(self) -> mx.array:
-        return mx.array([self.scale, self.mscale], mx.float32)
-
-    def layout(self, D: int) -> mx.array:
-        return mx.array([D, self.dims, *((2, 1) if self.traditional else (1, self.dims // 2))], mx.int32)
+    def settings(self, D: int, eps: float) -> list[mx.array]:
+        """The kernel's `layout`, `factors` and `eps`."""
+        steps = (2, 1) if self.traditional else (1, self.dims // 2)
+        layout = _source.constants(mx.int32, D, self.dims, *steps)
+        return [layout, _source.constants(mx.float32, self.scale, self.mscale), _source.constants(mx.float32, eps)]
 
 
 def norm_rope_ref(
@@ -88,7 +89,7 @@ def norm_rope_ref(
     head_dim: int | None = None,
 ) -> Heads:
     """`norm_rope` in MLX's own ops."""
-    D = head_dim or k.shape[-1]
+    D = k.shape[-1] if head_dim is None else head_dim
     queries, keys = (_rotated(x[..., :D], w, eps, offset, rope) for x, w in ((q, q_weight), (k, k_weight)))
     return queries, keys
 
@@ -116,9 +117,8 @@ def _norm_rope_metal(
     dtype = q.dtype if weights is None else mx.result_type(q, weights[0])
     template = [("T", q.dtype), ("O", dtype), ("NORM", weights is not None)]
     template += [("FREQS", rope.freqs is not None), ("BLOCKS", -(-D // BLOCK))]
-    settings = [offset, rope.rates, rope.layout(D), rope.factors, mx.array([eps], mx.float32)]
     queries, keys = _source.kernel("norm_rope", INPUTS, OUTPUTS, ("rms",), strided=True)(
-        inputs=[q, k, *(weights or (rope.rates, rope.rates)), *settings],
+        inputs=[q, k, *(weights or (rope.rates, rope.rates)), offset, rope.rates, *rope.settings(D, eps)],
         template=template,
         grid=(32, Hq + Hk, L),
         threadgroup=(32, 1, 1),
@@ -143,6 +143,7 @@ def norm_rope(
 
     q: [1, L, Hq, D or more], k: [1, L, Hk, D or more], float16, bfloat16 or float32, of any strides: the first
         D = `head_dim` values of a head count. None: all of k's.
+    rope.freqs and the weights may be views, too.
     offset: the position of row 0, an int or an integer array of one value. q_weight, k_weight: [D], both or none.
 
     Raises ValueError where shapes do not match, or only one weight is given.
@@ -158,7 +159,15 @@ def norm_rope(
     return norm_rope_ref(q, k, offset, rope, q_weight=q_weight, k_weight=k_weight, eps=eps, head_dim=D)
 
 
-def _check(q, k, offset, rope: Rope, q_weight, k_weight, D: int) -> None:
+def _check(
+    q: mx.array,
+    k: mx.array,
+    offset: mx.array | int,
+    rope: Rope,
+    q_weight: mx.array | None,
+    k_weight: mx.array | None,
+    D: int,
+) -> None:
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2]:
         raise ValueError(f"q has shape {q.shape} and k {k.shape}; they must be [B, L, heads, values], of one B and L")
     if not rope.dims <= D <= min(q.shape[-1], k.shape[-1]):
