@@ -118,7 +118,7 @@ class GLU:
     """Gate, up and SwiGLU of an MLP in one launch."""
 
     op = "verify_glu"
-    candidates = tuple(VERIFY_ROWS)
+    candidates = (1, *VERIFY_ROWS)
 
     def __init__(self, mlp: Any):
         self.mlp, self.rows = mlp, frozenset()
