@@ -31,16 +31,12 @@ quantized_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
 UNROLL
 for (int r = 0; r < RESULTS; r++) {
   const int n = begin + r;
-  int start = 0, end = ends[0];
-  for (int p = 1; n >= end && p < ends_shape[0]; p++) {
-    start = end;
-    end = ends[p];
-  }
+  const int2 at = place_of(ends, ends_shape[0], n);
   UNROLL
   for (int m = 0; m < ROWS; m++) {
     const float sum = lanes_sum<LANES>(result[m][r]);
     if (lane % LANES == 0 && n < N && first + m >= own) {
-      y[size_t(M) * start + size_t(first + m) * (end - start) + n - start] = static_cast<T>(sum);
+      y[size_t(M) * at.x + size_t(first + m) * (at.y - at.x) + n - at.x] = static_cast<T>(sum);
     }
   }
 }

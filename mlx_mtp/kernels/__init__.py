@@ -10,6 +10,7 @@ from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
 from .verify_qmm import verify_qmm, verify_qmm_ref
+from .verify_qmm_mma import verify_qmm_mma, verify_qmm_mma_ref
 
 __all__ = [
     "Quantized",
@@ -24,5 +25,7 @@ __all__ = [
     "verify_glu",
     "verify_glu_ref",
     "verify_qmm",
+    "verify_qmm_mma",
+    "verify_qmm_mma_ref",
     "verify_qmm_ref",
 ]

@@ -92,6 +92,29 @@ def multiplied(x: mx.array, weights: Quantized) -> mx.array:
     return (x.astype(mx.float32) @ w.T).astype(weights.dtype(x))
 
 
+def arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+    """w, scales and biases as kernels take them: affine ones in x's type, scales twice where there are no biases."""
+    w, scales, biases = weights.w, weights.scales, weights.biases
+    if biases is not None:
+        scales, biases = scales.astype(dtype), biases.astype(dtype)
+    if small(weights):
+        w, scales = mx.tile(w, (DEVICE, 1)), mx.tile(scales, (DEVICE, 1))
+        biases = None if biases is None else mx.tile(biases, (DEVICE, 1))
+    return w, scales, scales if biases is None else biases
+
+
+def format_template(weights: Quantized, dtype: mx.Dtype) -> list[tuple[str, object]]:
+    """What every kernel's template says of x and the weights."""
+    stored, fp = (weights.scales.dtype, True) if weights.biases is None else (dtype, False)
+    return [("T", dtype), ("S", stored), ("BITS", weights.bits), ("GROUP", weights.group_size), ("FP", fp)]
+
+
+def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
+    """Each linear's [..., N_p] of a flat y, where one's rows lie behind another's: contiguous, and no copies."""
+    m, starts = x.size // weights.k, (0, *weights.ends[:-1])
+    return [y[m * a : m * b].reshape(*x.shape[:-1], b - a) for a, b in zip(starts, weights.ends, strict=True)]
+
+
 def launch(
     op: str,
     x: mx.array,
@@ -111,18 +134,12 @@ def launch(
     dtype, m = x.dtype, x.shape[0]
     groups, rows = row_groups(m)
     values, lanes_per_row = lanes(weights)
-    w, scales, biases = weights.w, weights.scales, weights.biases
-    if biases is not None:
-        scales, biases = scales.astype(dtype), biases.astype(dtype)
-    if small(weights):
-        w, scales = mx.tile(w, (DEVICE, 1)), mx.tile(scales, (DEVICE, 1))
-        biases = None if biases is None else mx.tile(biases, (DEVICE, 1))
     made = kernel(op, ("w", "scales", "biases", "x", last[0]), ("y",), ("quantized", *headers))
     (y,) = made(
-        inputs=[w, scales, scales if biases is None else biases, x, last[1]],
+        inputs=[*arrays(weights, dtype), x, last[1]],
         template=[
-            *(("T", dtype), ("S", scales.dtype), ("BITS", weights.bits), ("GROUP", weights.group_size)),
-            *(("FP", biases is None), ("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), *template),
+            *format_template(weights, dtype),
+            *(("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), *template),
         ],
         grid=(32 * groups, SIMDGROUPS * -(-columns // (SIMDGROUPS * (32 // lanes_per_row) * per_lanes)), 1),
         threadgroup=(32, SIMDGROUPS, 1),

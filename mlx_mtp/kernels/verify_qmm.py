@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from ._quantized import Quantized, check_columns, launch, multiplied, supported
+from ._quantized import Quantized, check_columns, launch, multiplied, parts, supported
 from ._source import on_metal
 
 RESULTS = 4  # weight rows that share the x in a lane's registers
@@ -15,11 +15,9 @@ def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
 
 def _verify_qmm_metal(x: mx.array, weights: Quantized) -> list[mx.array]:
     flat = x.reshape(-1, weights.k).astype(weights.dtype(x))
-    m, last = flat.shape[0], ("ends", weights.ends_array)
+    last = ("ends", weights.ends_array)
     y = launch("verify_qmm", flat, weights, last=last, per_lanes=RESULTS, columns=weights.ends[-1])
-    # One weight's rows lie behind another's: each is contiguous, and no copy.
-    starts = (0, *weights.ends[:-1])
-    return [y[m * a : m * b].reshape(*x.shape[:-1], b - a) for a, b in zip(starts, weights.ends, strict=True)]
+    return parts(y, x, weights)
 
 
 def verify_qmm(x: mx.array, weights: Quantized) -> list[mx.array]:
