@@ -3,11 +3,10 @@
 // Inputs   w [>= N, K * BITS / 32] uint32; scales, biases [>= N, K / GROUP] (floating-point formats: scales twice);
 //          x [M, K]; ends [P] int32, where each of the P weights that w stacks along N ends
 // Output   y [M * N]: for each weight in turn its [M, N_p]
-// Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS
+// Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
-//          y: 2 per 2 * (32 / LANES) * 4 weight rows;  group of threads (32, 2, 1)
+//          y: 2 per 2 * (32 / LANES) * RESULTS weight rows;  group of threads (32, 2, 1)
 
-constexpr int RESULTS = 4;
 const int M = x_shape[0], K = x_shape[1], N = ends[ends_shape[0] - 1];
 const int lane = thread_index_in_simdgroup;
 

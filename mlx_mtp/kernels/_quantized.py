@@ -7,13 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._rows import row_groups
+from ._rows import MOST_ROWS, row_groups
 from ._source import kernel
 
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SIMDGROUPS = 2  # in a group of threads
+WEIGHTS_ONCE = 8  # rows of x for which the weights are requested once
 DEVICE = 8  # arrays of fewer elements are not in device memory, where the kernels look for them
 
 
@@ -115,6 +116,16 @@ def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
     return [y[m * a : m * b].reshape(*x.shape[:-1], b - a) for a, b in zip(starts, weights.ends, strict=True)]
 
 
+def tiles(m: int) -> tuple[int, int, int]:
+    """(groups of rows of x, rows in each, rows of weights whose sums a lane holds for each): at most 20 sums.
+
+    More than five rows are still one group, with half the rows of weights: x is then requested twice as often, but it
+    is small and cached, the weights are neither.
+    """
+    groups, rows = row_groups(m, WEIGHTS_ONCE)
+    return groups, rows, 4 if rows <= MOST_ROWS else 2
+
+
 def launch(
     op: str,
     x: mx.array,
@@ -123,25 +134,26 @@ def launch(
     last: tuple[str, mx.array],
     template: Sequence[tuple[str, object]] = (),
     headers: Sequence[str] = (),
-    per_lanes: int,
     columns: int,
 ) -> mx.array:
     """Launch `op` over x [M, K]: flat [M * columns].
 
-    `last` is the op's last input, by name; `template` what it takes besides the weights' format; `per_lanes` how many
-    of the columns the lanes that share a weight row make.
+    `last` is the op's last input, by name; `template` what it takes besides the weights' format. Each column is made of
+    the same number of weight rows.
     """
     dtype, m = x.dtype, x.shape[0]
-    groups, rows = row_groups(m)
+    groups, rows, results = tiles(m)
     values, lanes_per_row = lanes(weights)
+    columns_per_group = SIMDGROUPS * (32 // lanes_per_row) * results * columns // weights.ends[-1]
     made = kernel(op, ("w", "scales", "biases", "x", last[0]), ("y",), ("quantized", *headers))
     (y,) = made(
         inputs=[*arrays(weights, dtype), x, last[1]],
         template=[
             *format_template(weights, dtype),
-            *(("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), *template),
+            *(("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), ("RESULTS", results)),
+            *template,
         ],
-        grid=(32 * groups, SIMDGROUPS * -(-columns // (SIMDGROUPS * (32 // lanes_per_row) * per_lanes)), 1),
+        grid=(32 * groups, SIMDGROUPS * -(-columns // columns_per_group), 1),
         threadgroup=(32, SIMDGROUPS, 1),
         output_shapes=[(m * columns,)],
         output_dtypes=[dtype],

@@ -1,9 +1,9 @@
 """`verify_qmm_mma`: rows of x times quantized weights by 8x8 matrix products, for 5 to 8 rows of the fast lane.
 
-Fixed is the order of a sum: blocks of 128 values of K in turn to four simdgroups, a block in 16 steps of eight products
-whose sums are paired, then the four simdgroups' sums in turn. So a row's result depends on nothing but that row, its
-weights, and how the GPU sums the eight products of a step: neither on other rows, which are columns of the matrix
-product, nor on their number, nor on what is stacked. It has not the bits of MLX's kernels.
+Fixed is the order of a sum: blocks of 128 values of K in turn to four simdgroups, a block in 16 steps of eight
+products whose sums are paired, then the four simdgroups' sums in turn. So a row's result depends on nothing but that
+row, its weights, and how the GPU sums the eight products of a step: neither on other rows, which are columns of the
+matrix product, nor on their number, nor on what is stacked. It has not the bits of MLX's kernels.
 """
 
 import mlx.core as mx
