@@ -138,8 +138,8 @@ def launch(
 ) -> mx.array:
     """Launch `op` over x [M, K]: flat [M * columns].
 
-    `last` is the op's last input, by name; `template` what it takes besides the weights' format. Each column is made of
-    the same number of weight rows.
+    `last` is the op's last input, by name; `template` what it takes besides the weights' format. Each column is made
+    of the same number of weight rows.
     """
     dtype, m = x.dtype, x.shape[0]
     groups, rows, results = tiles(m)
