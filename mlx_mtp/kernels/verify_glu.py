@@ -6,8 +6,6 @@ from ._quantized import Quantized, check_columns, launch, multiplied, small, sup
 from ._source import on_metal
 from .verify_qmm import verify_qmm
 
-PAIRS = 2  # of a gate row and an up row that share the x in a lane's registers
-
 
 def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
     """silu(gate) * up of the projections rounded to x's type; with a limit both are clamped as Step-3.5 does."""
@@ -31,7 +29,6 @@ def _verify_glu_metal(x: mx.array, weights: Quantized, limit: float | None) -> m
         last=("limit", mx.array([limit or 0.0], dtype)),
         template=[("CLAMPED", limit is not None)],
         headers=("activations",),
-        per_lanes=PAIRS,
         columns=columns,
     )
     return y.reshape(*x.shape[:-1], columns)
