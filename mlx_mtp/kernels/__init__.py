@@ -9,6 +9,14 @@ from .conv_verify import conv_verify, conv_verify_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
+from .verify_head import (
+    verify_head,
+    verify_head_draw,
+    verify_head_draw_ref,
+    verify_head_ref,
+    verify_head_top,
+    verify_head_top_ref,
+)
 from .verify_qmm import verify_qmm, verify_qmm_ref
 
 __all__ = [
@@ -23,6 +31,12 @@ __all__ = [
     "verify_gemv_ref",
     "verify_glu",
     "verify_glu_ref",
+    "verify_head",
+    "verify_head_draw",
+    "verify_head_draw_ref",
+    "verify_head_ref",
+    "verify_head_top",
+    "verify_head_top_ref",
     "verify_qmm",
     "verify_qmm_ref",
 ]
