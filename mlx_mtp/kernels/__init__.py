@@ -10,6 +10,8 @@ from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
 from .verify_head import (
+    draw_ref,
+    top_ref,
     verify_head,
     verify_head_draw,
     verify_head_draw_ref,
@@ -23,10 +25,12 @@ __all__ = [
     "Quantized",
     "conv_verify",
     "conv_verify_ref",
+    "draw_ref",
     "gated_delta_verify",
     "gated_delta_verify_ref",
     "on_metal",
     "served",
+    "top_ref",
     "verify_gemv",
     "verify_gemv_ref",
     "verify_glu",
