@@ -15,7 +15,8 @@
     (then `hidden` is the port's own, and deals the caches out).
 
 What the loop calls is Port's: `hidden(tokens, cache)` (the residual stream before the final norm), `logits(hidden)`,
-`capture(hidden)` (what a head reads of it), `embed(tokens, depth)`, `draft_logits(depth, output)`, `no_hidden()`.
+`capture(hidden)` (what a head reads of it), `embed(tokens, depth)`, `draft_logits(depth, output)`, `no_hidden()`;
+`choice(hidden)` and `draft_choice(depth, output)` choose tokens where the logits themselves are not asked for.
 Nothing outside this package knows a family by name.
 
 A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,
