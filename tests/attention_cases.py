@@ -87,10 +87,10 @@ def stored(x: mx.array, case: Case, seen: np.ndarray, slots: int):
 
 
 def attended(drawn: Drawn, *, slots: int | None = None, limit: int | None = None, hidden: int = 0) -> mx.array:
-    """verify_attention over buffers in which only what the queries see is any good; the last `hidden` are not either."""
+    """verify_attention over buffers that hold only what the queries see, and of that not the last `hidden`."""
     case = drawn.case
     last = case.offset + case.L - hidden
-    seen = np.array([p for p in range(case.seen(0)[0], last)])
+    seen = np.arange(case.seen(0)[0], last)
     k, v = (stored(x, case, seen, slots or case.slots) for x in (drawn.keys, drawn.values))
     return verify_attention(
         *(drawn.q, k, v, mx.array([case.offset])),

@@ -11,12 +11,14 @@ from exact import CONTRACTIONS, DTYPES, same_bits
 from metal_cases import exact, linux_only, relative_error
 
 from mlx_mtp import cache, emulator
+from mlx_mtp.cli.emulate_attention import attention_table
+from mlx_mtp.emulator.stock import sdpa_vector
+from mlx_mtp.emulator.stock_attention import fused, sdpa_vector_2pass
 from mlx_mtp.kernels import verify_attention, verify_attention_ref
 from mlx_mtp.kernels._merge import merge
 from mlx_mtp.kernels.verify_attention import geometry
 
 pytestmark = linux_only
-FLOOR = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}  # relative to the largest value: a rounding or two
 
 CASES = [
     Case(),
@@ -52,7 +54,7 @@ def check(case: Case, contraction: str) -> None:
             assert same_bits(y[:, : i + 1], hidden[:, : i + 1]), f"row {i} beside wild ones"
             assert mx.all(mx.isnan(hidden[:, i + 1 :]))
     want = in_float64(drawn)
-    assert error(y, want) <= max(2 * error(by_stock(drawn), want), FLOOR[case.dtype])
+    assert error(y, want) <= 2 * error(by_stock(drawn), want)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -66,7 +68,7 @@ def test_rows_are_what_they_are_alone_when_contracted(contraction):
 
 
 def test_at_every_place_of_a_ring():
-    for offset in range(0, 210):
+    for offset in [*range(4), *range(36, 44), *range(66, 78), *range(140, 148), 214]:
         case = Case(L=3, offset=offset, slots=72, window=40, start=2)
         with emulator.emulated():
             y = attended(draw(case), limit=offset + case.L + offset % 7)
@@ -74,7 +76,7 @@ def test_at_every_place_of_a_ring():
 
 
 def test_at_every_place_of_a_buffer():
-    for offset in [*range(0, 70), *range(250, 262)]:
+    for offset in [*range(4), *range(26, 34), *range(60, 66), *range(250, 258)]:
         case = Case(L=3, offset=offset, slots=offset + 3)
         with emulator.emulated():
             y = attended(draw(case))
@@ -88,8 +90,8 @@ def test_it_sees_what_a_cache_shows(window, bits):
     kv = cache.make_cache(window, start=3, bits=bits, group_size=32)
     kv.update_and_fetch(*mx.random.normal((2, 1, 1, 20, 32)))
     kv.seek(mx.array([20]), 20)
-    for back in (2, 0, 1, *[0] * 20):
-        q, k, v = mx.random.normal((3, 1, 2, 3, 32)) * mx.array([1.0, 1.0, 1.0])[:, None, None, None, None]
+    for back in (2, 0, 1, *[0] * 14):
+        q, k, v = mx.random.normal((3, 1, 2, 3, 32))
         offset, mask = kv.offset, kv.make_mask(3)
         seen = kv.update_and_fetch(k[:, :1], v[:, :1])
         whole = kv.parts if bits is None else (kv.parts[:3], kv.parts[3:])
@@ -124,8 +126,33 @@ def test_keys_and_values_are_asked_for_once(case, factor):
     assert traffic.threadgroup_bytes <= 32768
 
 
+def test_mlx_asks_for_them_once_per_query_and_head():
+    assert [fused(*x) for x in ((8, 4), (2, 12), (4, 12), (9, 1))] == [True, True, False, False]
+    q, (k, v) = mx.random.normal((1, 8, 3, 64)), mx.random.normal((2, 1, 2, 100, 64))
+    want = exact(mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, mask="causal"))
+    y, traffic = sdpa_vector(q, k, v, scale=0.125, causal=True)
+    assert relative_error(y, want) < 2e-6
+    unseen = 1 / 100  # by the first of the three queries two positions, by the second one
+    assert traffic["keys"].reread == traffic["values"].reread == pytest.approx(12 * (1 - unseen))
+    y, first, second = sdpa_vector_2pass(q, k, v, scale=0.125, causal=True)
+    assert relative_error(y, want) < 2e-6
+    assert first["keys"].reread >= 12 * (1 - unseen)
+    assert second["partials"].reread == 1.0
+
+
+def test_the_table_of_the_command():
+    table = attention_table()
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert [row[:5] for row in rows[-4:]] == [
+        ("MLX sdpa_vector", "2", "12", "23.96x", "23.96x"),
+        ("verify_attention", "2", "12", "1.00x", "1.00x"),
+        ("MLX sdpa_vector", "8", "12", "not fused", "not fused"),
+        ("verify_attention", "8", "12", "1.00x", "1.00x"),
+    ]
+
+
 def test_a_group_of_threads_has_room():
-    """32 KB of shared memory; sums, scores and some 40 others in 128 registers, and all threads' in a core's 208 KB."""
+    """32 KB of shared memory; sums, scores and 32 more in 128 registers, those of all threads in 208 KB."""
     for Dv in (32, 64, 96, 128, 192, 256, 512):
         for rows in (*range(1, 17), *range(24, 129, 8)):
             groups, chosen = geometry(rows, Dv)
@@ -199,13 +226,16 @@ def test_what_it_does_not_take():
     assert verify_attention_ref(q, kv, kv, offset, scale=1.0).shape == (1, 2, 128)
 
 
-@pytest.mark.skipif(not os.environ.get("MLX_MTP_SWEEP"), reason="all shapes: MLX_MTP_SWEEP=1 pytest -k sweep")
+@pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="all shapes: MLX_MTP_SWEEP=1 pytest -k sweep")
 @pytest.mark.parametrize("seed", range(150))
 def test_sweep(seed):
     random = np.random.default_rng(seed)
     window = random.choice([None, 32, 64, 128, 300])
     D, Dv = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (32, 32)][random.integers(7)]
-    offset, L = int(random.choice([0, 5, 31, 60, 255, 300, 511])) + int(random.integers(4)), int(random.integers(1, 9))
+    offset, L = (
+        int(random.choice([0, 5, 31, 60, 255, 300, 511])) + int(random.integers(4)),
+        int(random.integers(1, 9)),
+    )
     case = Case(
         Hkv=int(random.integers(1, 3)),
         G=int(random.integers(1, 17)),
