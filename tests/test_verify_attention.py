@@ -67,6 +67,22 @@ def test_rows_are_what_they_are_alone_when_contracted(contraction):
     check(CASES[3], contraction)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_an_infinity_reaches_those_that_see_it(window):
+    """In values that the first query alone sees, all, or only those behind it."""
+    case = Case(G=3, L=3, offset=61, slots=72, window=window)
+    drawn = draw(case)
+    for position, column in ((case.seen(0)[0], 3), (50, 9), (62, 18), (63, 31)):
+        drawn.values[0, 0, position, column] = float("inf") if column % 2 else float("nan")
+    with emulator.emulated():
+        y = attended(drawn)
+        alone = [attended(drawn.rows(i, i + 1)) for i in range(3)]
+    want = in_float64(drawn)
+    assert (~np.isfinite(want)).sum(1).tolist() == ([6, 9, 12] if window is None else [6, 6, 9])
+    assert np.array_equal(exact(y), exact(mx.concatenate(alone, axis=1)), equal_nan=True)
+    assert np.allclose(exact(y)[0], want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_at_every_place_of_a_ring():
     for offset in [*range(4), *range(36, 44), *range(66, 78), *range(140, 148), 214]:
         case = Case(L=3, offset=offset, slots=72, window=40, start=2)
