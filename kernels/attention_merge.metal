@@ -4,13 +4,13 @@
 //          and its sum of p = exp(score - largest). R = G * L: row g * L + i is head g of the KV head's G at query i
 //          sinks [Hq], read with SINKS; gate [L, Hq] (GATE 1) or [L, Hq * Dv] (GATE 2) of T, logits; Hq = Hkv * G
 // Output   y [L, Hq * Dv] of T
-// Template T, L, SINKS, GATE
+// Template T, SINKS, GATE
 // Grid     (Dv, Hq, L), any group of threads
 //
 // A chunk in which a row saw nothing (sum 0) is passed over, so that bits do not depend on how many there are.
 
 const int Hkv = partials_shape[0], chunks = partials_shape[1], R = partials_shape[2], Dv = partials_shape[3];
-const int G = R / L;
+const int L = threads_per_grid.z, G = R / L;
 const int d = thread_position_in_grid.x, head = thread_position_in_grid.y, i = thread_position_in_grid.z;
 const size_t first = size_t(head / G) * chunks * R + head % G * L + i;
 

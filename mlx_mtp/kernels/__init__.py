@@ -7,6 +7,7 @@ from ._quantized import Quantized, served
 from ._source import on_metal
 from .conv_verify import conv_verify, conv_verify_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
+from .verify_attention import verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
@@ -20,6 +21,8 @@ __all__ = [
     "gated_delta_verify_ref",
     "on_metal",
     "served",
+    "verify_attention",
+    "verify_attention_ref",
     "verify_gemv",
     "verify_gemv_ref",
     "verify_glu",

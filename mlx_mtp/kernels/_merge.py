@@ -30,7 +30,6 @@ def merge(
         inputs=[partials, ml, ml if sinks is None else sinks, ml if gate is None else gate.astype(dtype)],
         template=[
             ("T", dtype),
-            ("L", rows),
             ("SINKS", sinks is not None),
             ("GATE", 0 if gate is None else 1 if gate.size == rows * heads else 2),
         ],

@@ -1,0 +1,167 @@
+// Attention of a few neighbouring queries to the positions of a KV cache, CHUNK of them at a time; `attention_merge` puts
+// the chunks together. A group of threads serves all R = G * L rows of a KV head, or as many as its registers hold sums of:
+// keys and values are asked for once for all of them.
+//
+// Inputs   q [1, Hq, L, D] of T, Hq = G * Hkv; keys [1, Hkv, S, D], values [1, Hkv, S, DV] of T, or with BITS as mx.quantize
+//          makes them, with their scales and biases (BITS 0: anything); offset [1] int32, the first query's position;
+//          sight [2] int32: no query looks before the first number (but at itself), nor at more than the second's number
+//          of positions (0: all); scale [1] float
+// Outputs  partials [Hkv, chunks, R, DV] float, the sums of p v; ml [Hkv, chunks, R, 2] float, the largest score and the
+//          sum of p = exp(score - largest); row g * L + i is head g of the KV head's G at query i
+// Template T, D, DV, BITS, GROUP; RING: position p is in slot p % S, else p; CHUNK; TILE: keys whose scores are kept;
+//          BLOCKS of 8 rows; PARTS: 8 PARTS columns of the values to a simdgroup
+// Grid     (chunks, Hkv, R / (8 BLOCKS)) groups of DV / (8 PARTS) simdgroups; the first chunk holds the oldest position that is seen
+//
+// A row's largest score is brought up to date, and its sums scaled, every 32 positions, whatever TILE. All sums are of
+// float, in an order of positions alone. Positions that no row sees are not read.
+
+constexpr int SIMDGROUPS = DV / (8 * PARTS), QUADS = 8 * SIMDGROUPS, ROWS = 8 * BLOCKS;
+constexpr int PASSES = (ROWS + QUADS - 1) / QUADS, UNITS = TILE / 32;
+constexpr int STRIDE = TILE + 4; // 8 rows in 8 different banks
+threadgroup float scores[ROWS * STRIDE];
+threadgroup float alphas[ROWS * UNITS];
+
+const int L = q_shape[2], Hkv = keys_shape[1], S = keys_shape[2];
+const int R = q_shape[1] / Hkv * L;
+const int lane = thread_index_in_simdgroup, simdgroup = simdgroup_index_in_threadgroup;
+const int row = fragment_row(lane), column = fragment_column(lane);
+const int quad = thread_index_in_threadgroup / 4;
+const int kv = threadgroup_position_in_grid.y;
+const int own = threadgroup_position_in_grid.z * ROWS, rows = R - own;
+const device T* queries = q + (size_t(kv) * R + own) * D;
+
+const Sight sees{own, int(offset[0]), L, int(sight[0]), int(sight[1])};
+const int oldest = sees.oldest(sees.first), last = sees.last();
+const int chunk = oldest / CHUNK + threadgroup_position_in_grid.x;
+const int begin = max(chunk * CHUNK, oldest / TILE * TILE), end = min((chunk + 1) * CHUNK, last + 1);
+
+Fragment out[BLOCKS][PARTS];
+UNROLL
+for (int b = 0; b < BLOCKS; b++) {
+  UNROLL
+  for (int t = 0; t < PARTS; t++) {
+    out[b][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  }
+}
+float largest[PASSES], sum[PASSES];
+UNROLL
+for (int pass = 0; pass < PASSES; pass++) {
+  largest[pass] = -INFINITY;
+  sum[pass] = 0.0f;
+}
+
+for (int tile = begin; tile < end; tile += TILE) {
+  // Scores: 8 keys to a simdgroup.
+  for (int k = 8 * simdgroup; k < TILE; k += 8 * SIMDGROUPS) {
+    Fragment products[BLOCKS];
+    UNROLL
+    for (int b = 0; b < BLOCKS; b++) {
+      products[b] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+    if (sees.any(tile + k, 8)) {
+      const int position = tile + k + row;
+      const bool there = position >= oldest && position <= last;
+      const size_t slot = size_t(kv) * S + (RING ? position % S : position);
+      for (int d = 0; d < D; d += 32) {
+        float key[8] = {};
+        if (there) {
+          load_values<8, BITS, GROUP>(keys, key_scales, key_biases, slot, D, d + 4 * column, key);
+        }
+        add_scores(key, queries + d, rows, D, lane, products);
+      }
+    }
+    UNROLL
+    for (int b = 0; b < BLOCKS; b++) {
+      threadgroup float* to = scores + (8 * b + column) * STRIDE + k + row;
+      to[0] = products[b].thread_elements()[0] * scale[0];
+      to[STRIDE] = products[b].thread_elements()[1] * scale[0];
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // Scores become p: four lanes to a row, each with every fourth key.
+  UNROLL
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int r = pass * QUADS + quad;
+    if (r < ROWS) {
+      const int position = sees.position(r), from = sees.oldest(position);
+      UNROLL
+      for (int u = 0; u < UNITS; u++) {
+        threadgroup float* p = scores + r * STRIDE + 32 * u + lane % 4;
+        float score[8], top = largest[pass], unit = 0.0f;
+        UNROLL
+        for (int j = 0; j < 8; j++) {
+          const int key = tile + 32 * u + 4 * j + lane % 4;
+          score[j] = key >= from && key <= position ? p[4 * j] : -INFINITY;
+          top = score[j] > top ? score[j] : top;
+        }
+        top = quad_max(top);
+        UNROLL
+        for (int j = 0; j < 8; j++) {
+          const float rate = score[j] == -INFINITY ? 0.0f : metal::fast::exp(score[j] - top);
+          p[4 * j] = rate;
+          unit += rate;
+        }
+        // A row that saw nothing new, or nothing before, stays exactly as it is.
+        const bool same = largest[pass] == top || largest[pass] == -INFINITY;
+        const float alpha = same ? 1.0f : metal::fast::exp(largest[pass] - top);
+        sum[pass] = fma(sum[pass], alpha, quad_sum(unit));
+        largest[pass] = top;
+        if (lane % 4 == 0) {
+          alphas[r * UNITS + u] = alpha;
+        }
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // Values: 8 PARTS columns to a simdgroup.
+  for (int u = 0; u < UNITS; u++) {
+    if (!sees.any(tile + 32 * u, 32)) {
+      continue;
+    }
+    UNROLL
+    for (int b = 0; b < BLOCKS; b++) {
+      const float alpha = alphas[(8 * b + row) * UNITS + u];
+      UNROLL
+      for (int t = 0; t < PARTS; t++) {
+        out[b][t].thread_elements()[0] *= alpha;
+        out[b][t].thread_elements()[1] *= alpha;
+      }
+    }
+    for (int k = 32 * u; k < 32 * u + 32; k += 8) {
+      if (sees.any(tile + k, 8)) {
+        const int position = tile + k + row;
+        float value[2 * PARTS] = {};
+        if (position >= oldest && position <= last) {
+          const size_t slot = size_t(kv) * S + (RING ? position % S : position);
+          const int at = 8 * PARTS * simdgroup + PARTS * column;
+          load_values<2 * PARTS, BITS, GROUP>(values, value_scales, value_biases, slot, DV, at, value);
+        }
+        add_values(value, scores + k, STRIDE, tile + k, sees, lane, out);
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+const size_t base = (size_t(kv) * threadgroups_per_grid.x + threadgroup_position_in_grid.x) * R + own;
+UNROLL
+for (int b = 0; b < BLOCKS; b++) {
+  if (8 * b + row < rows) {
+    device float* to = partials + (base + 8 * b + row) * DV + 8 * PARTS * simdgroup + PARTS * column;
+    UNROLL
+    for (int t = 0; t < PARTS; t++) {
+      to[2 * t] = out[b][t].thread_elements()[0];
+      to[2 * t + 1] = out[b][t].thread_elements()[1];
+    }
+  }
+}
+UNROLL
+for (int pass = 0; pass < PASSES; pass++) {
+  const int r = pass * QUADS + quad;
+  if (r < min(rows, ROWS) && lane % 4 == 0) {
+    ml[2 * (base + r)] = largest[pass];
+    ml[2 * (base + r) + 1] = sum[pass];
+  }
+}

@@ -1,0 +1,174 @@
+"""`verify_attention`: a few queries share one pass over a KV cache, each with the bits that it has alone."""
+
+import mlx.core as mx
+
+from ._merge import merge
+from ._quantized import DEVICE, DTYPES
+from ._source import kernel, on_metal
+
+Stored = mx.array | tuple[mx.array, ...]  # keys or values: as they are, or what mx.quantize makes of them
+
+NAMES = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
+INPUTS = ("q", *NAMES, "offset", "sight", "scale")
+CHUNK, CHUNK_OF_WINDOW = 256, 128  # positions that one group of threads takes; a window has few, for all cores
+MEMORY = 32768  # bytes that a group of threads may share
+
+
+def _parts(stored: Stored) -> tuple[mx.array, ...]:
+    return (stored,) if isinstance(stored, mx.array) else tuple(stored)
+
+
+def _plain(stored: Stored, group_size: int, bits: int | None) -> mx.array:
+    """Keys or values in float32."""
+    w, *rest = _parts(stored)
+    if not rest:
+        return w.astype(mx.float32)
+    scales, biases = (x.astype(mx.float32) for x in rest)
+    return mx.dequantize(w, scales, biases, group_size=group_size, bits=bits, dtype=mx.float32)
+
+
+def _visible(offset: mx.array, rows: int, slots: int, window: int | None, start: int) -> mx.array:
+    """Boolean [L, S]: the slots that each query sees."""
+    queries, slot = offset + mx.arange(rows)[:, None], mx.arange(slots)[None]
+    last = offset + (rows - 1)
+    positions = slot if window is None else last - (last - slot) % slots
+    mask = (positions <= queries) & (positions >= mx.minimum(start, queries))
+    return mask if window is None else mask & (positions > queries - window)
+
+
+def verify_attention_ref(
+    q: mx.array,
+    keys: Stored,
+    values: Stored,
+    offset: mx.array,
+    *,
+    scale: float,
+    window: int | None = None,
+    start: int = 0,
+    sinks: mx.array | None = None,
+    gate: mx.array | None = None,
+    group_size: int = 64,
+    bits: int | None = None,
+) -> mx.array:
+    """`verify_attention` by a mask over the whole buffers, in float32, rounded before the gate."""
+    k, v = (_plain(x, group_size, bits) for x in (keys, values))
+    _, Hq, L, _ = q.shape
+    Hkv, S, Dv = v.shape[1:]
+    mask = _visible(offset, L, S, window, start)
+    grouped = q.astype(mx.float32).reshape(Hkv, Hq // Hkv, L, -1)
+    scores = mx.where(mask, scale * (grouped @ k[0][:, None].swapaxes(-1, -2)), -float("inf"))
+    if sinks is not None:
+        extra = sinks.astype(mx.float32).reshape(Hkv, -1, 1, 1)
+        scores = mx.concatenate([mx.broadcast_to(extra, (*scores.shape[:-1], 1)), scores], axis=-1)
+    p = mx.softmax(scores, axis=-1)[..., -S:]
+    # A slot that no query sees may hold anything, and 0 times an infinity is not 0.
+    v = mx.where(mx.any(mask, axis=0)[:, None], v[0], 0.0)
+    y = (p @ v[:, None]).reshape(Hq, L, Dv).swapaxes(0, 1).astype(q.dtype)
+    if gate is not None:
+        y = y * mx.sigmoid(gate.astype(q.dtype).reshape(L, Hq, -1))
+    return y.reshape(1, L, Hq * Dv)
+
+
+def geometry(rows: int, Dv: int) -> tuple[int, dict[str, int]]:
+    """(groups that share out R rows, template): what fits in registers and shared memory. No bits depend on it."""
+    parts = 4 if Dv > 192 else 2
+    blocks, most = -(-rows // 8), 16 if Dv <= 192 else 8 if Dv <= 256 else 4
+    groups = -(-blocks // most)
+    blocks = -(-blocks // groups)
+    roomy = Dv // (8 * parts) > 4 and 8 * blocks * (64 + 4 + 2) * 4 <= MEMORY
+    return groups, {"TILE": 64 if roomy else 32, "BLOCKS": blocks, "PARTS": parts}
+
+
+def _verify_attention_metal(
+    q: mx.array, keys: Stored, values: Stored, offset: mx.array, scale: float, limit: int, window: int | None,
+    start: int, sinks: mx.array | None, gate: mx.array | None, group_size: int, bits: int | None,
+) -> mx.array:  # fmt: skip
+    k, v = _parts(keys), _parts(values)
+    _, Hq, L, D = q.shape
+    Hkv, Dv = k[0].shape[1], _width(v, bits)
+    R, chunk = Hq // Hkv * L, CHUNK if window is None else CHUNK_OF_WINDOW
+    chunks = -(-limit // chunk)
+    if window is not None:
+        chunks = min(chunks, (window + L - 3) // chunk + 2)  # that window + L - 1 neighbours are in, at most
+    groups, chosen = geometry(R, Dv)
+    threads = 32 * Dv // (8 * chosen["PARTS"])
+    partials, ml = kernel("verify_attention", INPUTS, ("partials", "ml"), ("attention",))(
+        inputs=[
+            *(q, *(k if len(k) == 3 else k * 3), *(v if len(v) == 3 else v * 3), offset),
+            *(mx.array([start, window or 0], mx.int32), mx.array([scale], mx.float32)),
+        ],
+        template=[
+            *(("T", q.dtype), ("D", D), ("DV", Dv), ("BITS", bits or 0), ("GROUP", group_size)),
+            *(("RING", window is not None), ("CHUNK", chunk), *chosen.items()),
+        ],
+        grid=(threads * chunks, Hkv, groups),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(Hkv, chunks, R, Dv), (Hkv, chunks, R, 2)],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    return merge(partials, ml, L, q.dtype, sinks=sinks, gate=gate)
+
+
+def _width(parts: tuple[mx.array, ...], bits: int | None) -> int:
+    return parts[0].shape[-1] * (32 // bits if bits else 1)
+
+
+def _supported(q: mx.array, keys: Stored, values: Stored, group_size: int, bits: int | None) -> bool:
+    """Whether the kernel takes these: whole blocks of 32 dimensions, one type, a known format."""
+    k, v = _parts(keys), _parts(values)
+    widths = q.shape[-1] % 32 == 0 and _width(v, bits) % 32 == 0 and _width(v, bits) <= 512
+    stored = k + v if bits is None else k[1:] + v[1:]
+    typed = q.dtype in DTYPES and all(x.dtype == q.dtype for x in stored)
+    packed = bits is None or (bits in (4, 8) and group_size in (32, 64, 128))
+    return widths and typed and packed and min(x.size for x in k + v) >= DEVICE
+
+
+def verify_attention(
+    q: mx.array,
+    keys: Stored,
+    values: Stored,
+    offset: mx.array,
+    *,
+    scale: float,
+    limit: int,
+    window: int | None = None,
+    start: int = 0,
+    sinks: mx.array | None = None,
+    gate: mx.array | None = None,
+    group_size: int = 64,
+    bits: int | None = None,
+) -> mx.array:
+    """Attention of L neighbouring queries to a whole KV buffer that holds their own rows: [1, L, Hq * Dv] as q.
+
+    q: [1, Hq, L, D] float16, bfloat16 or float32, Hq = G * Hkv.
+    keys, values: [1, Hkv, S, D] and [1, Hkv, S, Dv] of q's dtype, or with `bits` (4 or 8) of what mx.quantize makes.
+    offset: [1] int32, the position of the first query, and `limit` >= offset + L. Position p is in slot p, with a
+        `window` in slot p % S, S >= window + L - 1.
+    start: positions below are not seen, but by themselves. sinks: [Hq], logits that join each softmax.
+    gate: logits [1, L, Hq] or [1, L, Hq * Dv]; the rounded output is multiplied with their sigmoid.
+
+    On Metal a row's bits are those of its query alone, and keys and values are asked for once for all queries and
+    heads of a KV head (of up to 128 rows; Dv = 256: 64); elsewhere the reference. Raises ValueError where heads,
+    widths, gate or parts do not fit.
+    """
+    _check(q, _parts(keys), _parts(values), gate, bits)
+    if on_metal() and _supported(q, keys, values, group_size, bits):
+        more = (scale, limit, window, start, sinks, gate, group_size, bits)
+        return _verify_attention_metal(q, keys, values, offset, *more)
+    masks = {"window": window, "start": start, "sinks": sinks, "gate": gate}
+    return verify_attention_ref(q, keys, values, offset, scale=scale, **masks, group_size=group_size, bits=bits)
+
+
+def _check(
+    q: mx.array, k: tuple[mx.array, ...], v: tuple[mx.array, ...], gate: mx.array | None, bits: int | None
+) -> None:
+    heads, kv_heads = q.shape[1], k[0].shape[1]
+    if len(k) != (1 if bits is None else 3) or len(v) != len(k):
+        raise ValueError(f"bits is {bits}, keys are {len(k)} arrays, values {len(v)}; 1 without bits, else 3")
+    if q.shape[0] != 1 or heads % kv_heads:
+        raise ValueError(f"q has shape {q.shape}, keys {k[0].shape}; one sequence, and whole groups of heads")
+    if q.shape[-1] != _width(k, bits):
+        raise ValueError(f"q has {q.shape[-1]} columns; the keys have {_width(k, bits)}")
+    rows, width = q.shape[2], heads * _width(v, bits)
+    if gate is not None and gate.shape not in ((1, rows, heads), (1, rows, width)):
+        raise ValueError(f"gate has shape {gate.shape}; it must be {(1, rows, heads)} or {(1, rows, width)}")
