@@ -247,6 +247,14 @@ def staircase(row: int) -> list[int]:
     return [9 + i for i in range(row, 8)] + [40 + 8 * row + i for i in range(row)]
 
 
+def test_the_denominator():
+    """With eps a sum of 0 leaves weights of 0; without it they are no numbers, as in the families without it."""
+    logits, bias = mx.full((1, 160), -200.0), mx.zeros(160)
+    for eps, want in ((1e-20, 0.0), (0.0, float("nan"))):
+        found = by_row(routed(logits, Routing("sigmoid", 8, eps=eps), bias), 1)[0]
+        assert np.array_equal(list(found.values()), [want] * 8, equal_nan=True)
+
+
 LOADS = {
     "one expert of each row": [[7, *range(40 + 8 * row, 47 + 8 * row)] for row in range(8)],
     "all alike": [[3, 1, 4, 15, 9, 2, 6, 5]] * 8,
@@ -325,6 +333,31 @@ def test_products_have_the_bits_of_mlx(gate, down, h, i, dtype, limit, contracti
     assert_products_exact(gate, down, h, i, dtype, limit, contraction, rows)
 
 
+def low() -> tuple:
+    """x, logits, experts, routing and what is shared, in 16 bits."""
+    experts = draw(("affine", 4, 64), ("affine", 4, 64), 128, 64, 160, mx.bfloat16)
+    shapes = ((8, 128), (8, 160), (8, 128), (8, 1))
+    x, logits, shared, gate = (mx.random.normal(shape).astype(mx.bfloat16) for shape in shapes)
+    return x, logits, experts, Routing("softmax", 8), shared, gate
+
+
+def test_products_are_summed_by_expert_in_float32():
+    """Rounded products, in ascending order of their experts; then in x's type what is shared."""
+    x, logits, experts, routing, shared, gate = low()
+    with emulator.emulated():
+        y = verify_moe(x, logits, experts, routing, shared=shared, shared_gate=0 * gate)
+    rows, options = by_row(routed(logits, routing), 8), emulator.Options()
+    visited = [e for row in rows for e in row]
+    x = mx.repeat(x, 8, axis=0)
+    opened, linear = (gathered(x, w, visited, options) for w in (experts.gate, experts.up))
+    products = gathered(activation(opened, linear, None, options), experts.down, visited, options)
+    sums = np.zeros((8, 128), np.float32)
+    for i in range(8):
+        weights = np.array([list(row.values())[i] for row in rows], np.float32)
+        sums += weights[:, None] * np.array(products.reshape(8, 8, 128)[:, i].astype(mx.float32))
+    assert same_bits(y, mx.array(sums).astype(mx.bfloat16) + shared / 2)
+
+
 @sweep
 @pytest.mark.parametrize("contraction", CONTRACTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -389,9 +422,7 @@ def plain(x, logits, experts, routing, shared, shared_gate):
 
 
 def test_its_error_is_at_most_twice_that_of_plain_operations():
-    experts, routing = draw(("affine", 4, 64), ("affine", 4, 64), 128, 64, 160, mx.bfloat16), Routing("softmax", 8)
-    shapes = ((8, 128), (8, 160), (8, 128), (8, 1))
-    x, logits, *shared = (mx.random.normal(shape).astype(mx.bfloat16) for shape in shapes)
+    x, logits, experts, routing, *shared = low()
     with emulator.emulated():
         y = verify_moe(x, logits, experts, routing, shared=shared[0], shared_gate=shared[1])
     full = [a.astype(mx.float32) for a in shared]
