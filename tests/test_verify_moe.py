@@ -132,10 +132,9 @@ def test_metal_sorts_stably():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("m", [1, 5])
-def test_blocks_of_mlx_lm(family, m):
+def test_blocks_of_mlx_lm(family):
     block, routing, limit, inputs = make(family)
-    x = mx.random.normal((m, moe_blocks.H))
+    x = mx.random.normal((5, moe_blocks.H))
     logits, more = inputs(x)
     arguments = (x, logits, moe_blocks.experts_of(block), routing)
     with emulator.emulated() as launches:
@@ -341,21 +340,39 @@ def low() -> tuple:
     return x, logits, experts, Routing("softmax", 8), shared, gate
 
 
-def test_products_are_summed_by_expert_in_float32():
-    """Rounded products, in ascending order of their experts; then in x's type what is shared."""
+def summed(x, experts: Experts, rows: list[dict[int, float]]) -> mx.array:
+    """Products of MLX's own kernels, weighted and added in float32, each row's experts in ascending order."""
+    options, visited = emulator.Options(), [e for row in rows for e in row]
+    m, k = len(rows), len(rows[0])
+    x = mx.repeat(x, k, axis=0)
+    opened, linear = (gathered(x, w, visited, options) for w in (experts.gate, experts.up))
+    products = gathered(activation(opened, linear, None, options), experts.down, visited, options)
+    terms = np.array(products.reshape(m, k, -1).astype(mx.float32))
+    sums = np.zeros_like(terms[:, 0])
+    for i in range(k):
+        sums += np.array([list(row.values())[i] for row in rows], np.float32)[:, None] * terms[:, i]
+    return mx.array(sums).astype(x.dtype)
+
+
+def test_sums_are_of_rounded_products():
+    """Then, in x's type, what is shared is added."""
     x, logits, experts, routing, shared, gate = low()
     with emulator.emulated():
         y = verify_moe(x, logits, experts, routing, shared=shared, shared_gate=0 * gate)
-    rows, options = by_row(routed(logits, routing), 8), emulator.Options()
-    visited = [e for row in rows for e in row]
-    x = mx.repeat(x, 8, axis=0)
-    opened, linear = (gathered(x, w, visited, options) for w in (experts.gate, experts.up))
-    products = gathered(activation(opened, linear, None, options), experts.down, visited, options)
-    sums = np.zeros((8, 128), np.float32)
-    for i in range(8):
-        weights = np.array([list(row.values())[i] for row in rows], np.float32)
-        sums += weights[:, None] * np.array(products.reshape(8, 8, 128)[:, i].astype(mx.float32))
-    assert same_bits(y, mx.array(sums).astype(mx.bfloat16) + shared / 2)
+    assert same_bits(y, summed(x, experts, by_row(routed(logits, routing), 8)) + shared / 2)
+
+
+def test_sums_are_in_the_order_of_experts(base):
+    mx.random.seed(7)
+    x, logits, routing, bias = (
+        mx.random.normal((8, 64)),
+        mx.random.normal((8, 160)),
+        Routing("sigmoid", 8),
+        mx.zeros(160),
+    )
+    with emulator.emulated():
+        y = verify_moe(x, logits, base, routing, bias=bias)
+    assert same_bits(y, summed(x, base, by_row(routed(logits, routing, bias), 8)))
 
 
 @sweep
