@@ -34,7 +34,8 @@ class Experts:
 
     def dtype(self, x: mx.array) -> mx.Dtype:
         """The type that MLX computes the three products in."""
-        return self.down.dtype(mx.zeros(0, self.up.dtype(mx.zeros(0, self.gate.dtype(x)))))
+        affine = [(w.scales, w.biases) for w in (self.gate, self.up, self.down) if w.biases is not None]
+        return mx.result_type(x, *(a for pair in affine for a in pair))
 
 
 def _named(weights: Quantized) -> str:
@@ -84,10 +85,11 @@ def _values(weights: Quantized) -> int:
     return fast if weights.k % (32 * fast) == 0 else pack
 
 
-def _format(weights: Quantized, dtype: mx.Dtype, scales: mx.array) -> list[tuple[str, object]]:
+def _template(weights: Quantized, dtype: mx.Dtype, scales: mx.array, m: int) -> list[tuple[str, object]]:
+    """What both products are compiled for; an expert is visited by at most ROWS rows."""
     return [
         *(("T", dtype), ("S", scales.dtype), ("BITS", weights.bits), ("GROUP", weights.group_size)),
-        *(("FP", weights.biases is None), ("VALUES", _values(weights))),
+        *(("FP", weights.biases is None), ("VALUES", _values(weights)), ("ROWS", 1 << (m - 1).bit_length())),
     ]
 
 
@@ -110,7 +112,7 @@ def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None)
     )
     (h,) = made(
         inputs=[*gate, *up, x, mx.array([limit or 0.0], x.dtype), pairs.tokens, pairs.experts, pairs.starts],
-        template=[*_format(experts.gate, x.dtype, gate[1]), ("CLAMPED", limit is not None)],
+        template=[*_template(experts.gate, x.dtype, gate[1], x.shape[0]), ("CLAMPED", limit is not None)],
         grid=(32, n // COLUMNS, count),
         threadgroup=(32, GLU_SIMDGROUPS, 1),
         output_shapes=[(count, n)],
@@ -127,7 +129,7 @@ def _down_metal(
     shared: mx.array | None,
     shared_gate: mx.array | None,
 ) -> mx.array:
-    n, arrays = down.w.shape[1], _arrays(down, h.dtype)
+    m, n, arrays = h.shape[0] // routing.top_k, down.w.shape[1], _arrays(down, h.dtype)
     kind = 0 if shared is None else 1 if shared_gate is None else 2
     made = kernel(
         "moe_down",
@@ -154,10 +156,10 @@ def _down_metal(
             *(*arrays, h, pairs.weights, pairs.experts, pairs.starts, pairs.places, routing.sizes),
             *(h if a is None else a.astype(h.dtype) for a in (shared, shared_gate)),
         ],
-        template=[*_format(down, h.dtype, arrays[1]), ("SHARED", kind), ("SIMDGROUPS", DOWN_SIMDGROUPS)],
+        template=[*_template(down, h.dtype, arrays[1], m), ("SHARED", kind), ("SIMDGROUPS", DOWN_SIMDGROUPS)],
         grid=(32, DOWN_SIMDGROUPS * n // COLUMNS, 1),
         threadgroup=(32, DOWN_SIMDGROUPS, 1),
-        output_shapes=[(h.shape[0] // routing.top_k, n)],
+        output_shapes=[(m, n)],
         output_dtypes=[h.dtype],
     )
     return y
