@@ -2,12 +2,14 @@
 
     python bench/roofline.py [--chip "M3 Ultra"] [--model GLM-4.5] [--context 4096] [--forms]
 
-An operation takes t = max(a, b) + min(a, b) / 3, with a = bytes / (GB/s x share), b = instructions / (fp32 TFLOPS / 2 x
-share); a pass is the sum over all layers' operations plus launches x 1.6 us. The two shares of a chip are fitted to
-published times of one and two rows; published times of three to eight are then predicted, and the errors shown. Exits
-with 1 if one is off by more than 25% without a named reason. Bytes: stock MLX reads an expert once for each token that
-visits it, ours each visited expert once; weights and KV come from memory once a pass on either side, caches serving
-repeated requests. Ours is a plan: its launches are placeholders (`LAUNCHES` in roofline_cost.py).
+An operation takes t = max(a, b) + min(a, b) / 3, with a = bytes / (GB/s x share) and b = instructions / (fp32 TFLOPS
+/ 2 x share); a pass is the sum over all layers' operations plus launches x 1.6 us. A chip's two shares are fitted to
+published times of one and two rows; published times of three to eight are then predicted and the errors shown. Exits
+with 1 if one is off by more than 25% without a named reason.
+
+Bytes: stock MLX reads an expert once for each token that visits it, ours each visited expert once. Weights and KV
+come from memory once a pass on either side: caches serve what a launch requests again. Ours is a plan, its launches are
+placeholders (`LAUNCHES` in roofline_cost.py).
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from dataclasses import replace
 import click
 from rich.console import Console
 from rich.table import Table
-from roofline_cost import CHIPS, FORM, FORMS, LAUNCH, Chip, Pass, of_model, seconds, step_times
+from roofline_cost import CHIPS, FORM, FORMS, LAUNCH, Chip, Pass, of_model, of_op, phases, seconds, step_times
 from roofline_fit import (
     Prediction,
     Row,
@@ -26,7 +28,7 @@ from roofline_fit import (
     read_unused,
     validate,
 )
-from roofline_models import MODELS, Model
+from roofline_models import MODELS, Attention, Model
 
 ROWS = (2, 4, 8)
 SIDES = {
@@ -34,8 +36,21 @@ SIDES = {
     "ours, independent routing": {"ours": True},
     "ours, observed routing": {"ours": True, "shared": True},
 }
-# Of M = 1, from shares of a roofline published by omlx#2238; not fitted.
-PLAIN = (("M3 Ultra", "Qwen3.6-35B-A3B", 0.338), ("M3 Ultra", "Qwen3.6-27B", 0.939))
+# Plain steps, from shares of 692 GB/s published by omlx#2238; not fitted.
+PLAIN = (
+    ("M3 Ultra", "Qwen3.6-35B-A3B", 0.338, ""),
+    ("M3 Ultra", "Qwen3.6-27B", 0.939, "; avlp12, which is fitted, has 29.7 ms"),
+)
+# GB/s of the cache that stock MLX's attention reached: query heads, KV heads, width, context, rows; not fitted.
+ATTENTION = (
+    ("mlx#4076", "M5 Pro", (8, 1, 128), 8192, 1, 190),
+    ("mlx#4380", "M5 Pro", (12, 1, 128), 8192, 1, 124),
+    ("mlx#4380", "M5 Pro", (16, 1, 128), 8192, 1, 99),
+    ("MTPLX", "M5 Max 40c", (24, 4, 256), 131072, 1, 387),
+    ("MTPLX", "M5 Max 40c", (24, 4, 256), 131072, 4, 160),
+    ("mlx#3837", "M1 Ultra", (32, 4, 256), 100000, 1, 178),
+    ("mlx#3837", "M1 Ultra", (32, 4, 256), 100000, 2, 76),
+)
 
 
 def new_table(title: str, *columns: str, left: int = 1, caption: str | None = None) -> Table:
@@ -63,7 +78,7 @@ def comparison(fitted: Sequence[Prediction], tested: Sequence[Prediction]) -> Ta
     table = new_table("predicted T(M)/T(1) beside published", *columns, left=3)
     for made, note in ((fitted, "fitted"), (tested, None)):
         for p in sorted(made, key=lambda p: (p.row.kind, p.row.chip, p.row.source, p.row.m)):
-            row, ratios = p.row, (f"{p.row.ratio:.2f}", f"{p.ratio:.2f}", f"{p.error:+.0%}")
+            row, ratios = p.row, (f"{p.row.ratio:.2f}", f"{p.ratio:.2f}", f"{p.error:+.1%}")
             table.add_row(row.source, row.chip, row.what, str(row.m), str(row.base), *ratios, note or p.verdict)
         table.add_section()
     return table
@@ -74,9 +89,10 @@ def summary(tested: Sequence[Prediction]) -> list[str]:
     lines = []
     for name in ("all", "projection", "forward"):
         middle, most, within, number = errors(p for p in tested if name in ("all", p.row.kind))
-        figures = f"{within} of {number} within 25%, median error {middle:.0%}, greatest {most:.0%}"
+        figures = f"{within} of {number} within 25%, median error {middle:.1%}, greatest {most:.1%}"
         lines.append(f"predicted, not fitted (M = 3..8), {name}: {figures}")
-    return lines
+    beyond = [p for p in tested if p.verdict != "ok"]
+    return lines + [f"predicted badly, {p.row.source} M = {p.row.m}: {p.error:+.1%}, {p.verdict}" for p in beyond]
 
 
 def unused() -> Table:
@@ -88,15 +104,26 @@ def unused() -> Table:
 
 def plain_checks(chips: dict[str, Chip]) -> list[str]:
     lines = []
-    for chip, model, share in PLAIN:
+    for chip, model, share, note in PLAIN:
         step = MODELS[model]
-        published = (step.shared_bytes + step.routed_bytes) / (share * 692e9)
-        predicted = step_times(step, chips[chip], Pass(1, context=512), (1,))[1]
-        figures = (
-            f"{published * 1e3:.1f} ms published, {predicted * 1e3:.1f} predicted ({predicted / published - 1:+.0%})"
+        published = (step.shared_bytes + step.routed_bytes) / (share * 692e9) * 1e3
+        predicted = step_times(step, chips[chip], Pass(1, context=512), (1,))[1] * 1e3
+        error = f"{predicted / published - 1:+.1%}{note}"
+        lines.append(
+            f"predicted plain step, {chip} {model}: {predicted:.1f} ms, omlx#2238 {published:.1f} ms, {error}"
         )
-        lines.append(f"predicted, not fitted (M = 1), {chip} {model}, omlx#2238: {figures}")
     return lines
+
+
+def attention_checks(chips: dict[str, Chip]) -> Table:
+    columns = "source", "chip", "query heads/KV heads, width", "context", "M", "published", "predicted", "error"
+    table = new_table("predicted GB/s of stock MLX's attention beside published; neither fitted nor a test", *columns)
+    for source, chip, (heads, kv, width), context, m, published in ATTENTION:
+        costs = of_op(Attention(heads, kv, width), Pass(m, context=context), chips[chip])
+        predicted = costs.nbytes.sum() / seconds(costs, chips[chip]) / 1e9
+        figures = f"{published}", f"{predicted:.0f}", f"{predicted / published - 1:+.1%}"
+        table.add_row(source, chip, f"{heads}/{kv}, {width}", str(context), str(m), *figures)
+    return table
 
 
 def ratios(model: Model, chip: Chip, context: int) -> dict[str, dict[int, float]]:
@@ -127,7 +154,7 @@ def detail(name: str, chip: Chip, context: int) -> list[Table]:
     times = new_table(f"predicted: {name} on {chip.name}, {context} tokens of context, ms", "M", *sides, left=0)
     for m in range(1, 9):
         times.add_row(str(m), *(f"{side[m] * 1e3:.1f} ({side[m] / side[1]:.2f})" for side in sides.values()))
-    columns = "side", "phase", "GB", "GB requested", "ms of bytes", "10^9 instructions", "ms of instructions"
+    columns = "side", "phase", "GB", "GB requested", "ms of bytes", "10^9 instructions", "ms of these", "ms"
     parts = new_table(f"predicted phases of {name} at M = 4 on {chip.name}", *columns, left=2)
     for side, options in SIDES.items():
         costs = of_model(MODELS[name], Pass(4, context=context, **options), chip)
@@ -135,10 +162,10 @@ def detail(name: str, chip: Chip, context: int) -> list[Table]:
             here = [i for i, found in enumerate(costs.names) if found == phase]
             columns = (costs.count * x for x in (costs.nbytes, costs.requested, costs.instructions))
             nbytes, requested, counted = (x[here].sum() / 1e9 for x in columns)
-            memory, issue = nbytes / chip.bandwidth * 1e12, counted / chip.rate * 1e12
-            figures = f"{nbytes:.2f}", f"{requested:.2f}", f"{memory:.2f}", f"{counted:.1f}", f"{issue:.2f}"
-            parts.add_row(side, phase, *figures)
-        parts.add_row(side, f"{costs.launches:.0f} launches", "", "", f"{costs.launches * LAUNCH * 1e3:.2f}")
+            alone = nbytes / chip.bandwidth * 1e12, counted / chip.rate * 1e12
+            figures = (nbytes, requested, alone[0], counted, alone[1], phases(costs, chip)[here].sum() * 1e3)
+            parts.add_row(side, phase, *(f"{x:.2f}" for x in figures))
+        parts.add_row(side, f"{costs.launches:.0f} launches", *[""] * 5, f"{costs.launches * LAUNCH * 1e3:.2f}")
         parts.add_section()
     return [times, parts]
 
@@ -150,7 +177,7 @@ def tried(rows: Sequence[Row]) -> Table:
         for form in FORMS:
             fitted, tested = validate(rows, form, caches)
             near, far = errors(fitted), errors(tested)
-            figures = *(f"{x:.0%}" for x in (*near[:2], *far[:2])), f"{far[2]} of {far[3]}"
+            figures = *(f"{x:.1%}" for x in (*near[:2], *far[:2])), f"{far[2]} of {far[3]}"
             used = " *" * (form == FORM and caches)
             table.add_row(form + used, "repeated requests" if caches else "none", *figures)
     return table
@@ -167,9 +194,10 @@ def main(only: str | None, models: tuple[str, ...], context: int, forms: bool) -
     fitted, tested = validate(rows)
     shown = list(models) or list(MODELS)
     if only:
+        console.print(comparison(*([p for p in made if p.row.chip == only] for made in (fitted, tested))))
         console.print(*(table for name in shown for table in detail(name, chips[only], context)))
     else:
-        console.print(constants(chips, rows), comparison(fitted, tested), unused())
+        console.print(constants(chips, rows), comparison(fitted, tested), attention_checks(chips), unused())
         console.print(*(overview(name, chips, context) for name in shown))
     if forms:
         console.print(tried(rows))

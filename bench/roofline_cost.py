@@ -1,8 +1,8 @@
 """Time of a pass on a chip: bytes from memory and instructions of every operation, and launches.
 
-One operation: form(bytes / usable bandwidth, instructions / usable issue rate), see FORMS; a pass: their sum over all
-layers, plus its launches. An instruction is one a lane of a GPU core issues, a fused multiply-add is one; peak issue rate
-is fp32 TFLOPS / 2. Instructions per weight are read off the kernels' inner loops, not fitted.
+One operation: form(bytes / usable bandwidth, instructions / usable issue rate), see FORMS; a pass: their sum over
+all layers, plus its launches. An instruction is what a lane of a GPU core issues, a fused multiply-add is one; the
+peak issue rate is fp32 TFLOPS / 2. Instructions per weight are read off the kernels' inner loops, not fitted.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,16 @@ FORMS: dict[str, Callable] = {
 }
 FORM = "max + a third"
 
-# Instructions per weight: (once for the rows that share it, for each row). A load is not counted.
-QMV = (
-    0.0,
-    3.94,
-)  # mask, convert, multiply-add; of x (for 4 outputs) convert, scale, sum; 3 for 16 weights under one scale
+# Instructions per weight: (once for the rows that share it, for each row). Loads are not counted.
+QMV = 0.0, 3.94  # mask, convert, multiply-add; of x, for 4 outputs, convert, scale, sum; 3 more for 16 weights
 WIDE = 3.0, 2.125  # mask, convert, scale; per row convert x, multiply-add, 1 for a chunk of 8
 OURS = 2.0, 1.94  # as QMV, mask and convert once
-QMM_ROWS, MATRIX = 32, 0.8  # the tile's rows; share of the multiply-add rate of simdgroup_matrix
-SHARED_ROWS = 5  # rows in registers, of qmv_wide and of ours
+SHARED_ROWS = 5  # most rows in registers, of qmv_wide and of ours
+TILE_ROWS, MATRIX = 32, 0.8  # rows that matrix kernels pad to; simdgroup_matrix's share of the multiply-add rate
 
 # Instructions per cached value, query head and row: converts, multiply-adds, sums over lanes, rescaling.
 SDPA, SDPA_OURS = 3.6, 2.6  # ours converts a value once for all rows and heads
+GEMV = 2.125  # a row of a product with values in 16 bits
 SCORES = 12  # bytes of traffic per score of unfused attention: 6 passes in 16 bits
 
 # One launch on the GPU, 1.2 us (two reports), and its share of a command buffer: 20 us for 50. Not fitted.
@@ -54,7 +52,7 @@ LAUNCHES = {
     "deepseek experts": (45, 43, 43),
 }
 
-# Rows that route as a published count has it, 39 distinct of 64 visits at 8 rows of 8 of 256 experts, are as if drawn from
+# A published count of real routing, 39 distinct of 64 visits at 8 rows of 8 of 256 experts, is as if rows drew from
 # this share of all experts.
 OBSERVED_POOL = 0.2105
 
@@ -80,11 +78,17 @@ class Chip:
         return self.tflops * 1e12 / 2 * self.issue
 
     @property
+    def tile(self) -> float:
+        """Instructions per weight of a product padded to a tile; M5's matrix units do four times what its lanes do."""
+        return TILE_ROWS / MATRIX / (4 if self.generation >= 17 else 1)
+
+    @property
     def ultra(self) -> bool:
         return "Ultra" in self.name
 
 
-# Of a range of clocks or estimates the middle; M3 Max, M4 Max, M5 Max with fewer cores in proportion. `usable` is published.
+# The middle of a range of clocks or estimates; fewer cores in proportion; `usable` where one is published; the largest
+# memory sold.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -114,7 +118,7 @@ class Pass:
 
 
 class Cost(NamedTuple):
-    """Of one operation: bytes from memory, instructions, how often its launch requests those bytes, launches of its own."""
+    """Of one operation: bytes, instructions, how often its launch requests the bytes, launches its layer lacks."""
 
     name: str
     nbytes: float
@@ -124,7 +128,7 @@ class Cost(NamedTuple):
 
 
 def distinct(total: int, top: int, rows: int, shared: bool = False) -> float:
-    """Expected distinct experts that `rows` tokens visit, each choosing `top` of the pool: pool x (1 - (1 - top / pool)^rows).
+    """Expected distinct experts that `rows` tokens visit: pool x (1 - (1 - top / pool)^rows).
 
     Independent: the pool is all experts. Shared: OBSERVED_POOL of them, never fewer than `top`.
     """
@@ -142,13 +146,13 @@ def batch_limit(chip: Chip, n: int, k: int) -> int:
 
 def linear(op: Linear, at: Pass, chip: Chip) -> Cost:
     """The kernel that is chosen, how often it requests the weights, and its instructions for each of them."""
-    once, each, passes = *OURS, ceil(at.m / SHARED_ROWS)
-    if not at.ours and 1 < at.m >= batch_limit(chip, op.n, op.k):
-        once, each, passes = WIDE[0] + QMM_ROWS / MATRIX, 0.0, 1
-    elif not at.ours and at.m > 1 and chip.generation >= 15 and at.mlx >= 0.32:
-        once, each = WIDE
-    elif not at.ours or at.m == 1:
-        once, each, passes = *QMV, at.m
+    once, each, passes = *QMV, at.m
+    if at.m > 1 and at.ours:
+        once, each, passes = *OURS, ceil(at.m / SHARED_ROWS)
+    elif at.m >= batch_limit(chip, op.n, op.k):
+        once, each, passes = WIDE[0] + chip.tile, 0.0, 1
+    elif at.m > 1 and chip.generation >= 15 and at.mlx >= 0.32:
+        once, each, passes = *WIDE, ceil(at.m / SHARED_ROWS)
     return Cost(op.name, op.nbytes, op.weights * (passes * once + at.m * each), passes)
 
 
@@ -161,10 +165,11 @@ def experts(op: Experts, at: Pass) -> Cost:
     return Cost(op.name, visited * op.nbytes, op.weights * (visited * OURS[0] + pairs * OURS[1]))
 
 
-def attention(op: Attention, at: Pass) -> Cost:
+def attention(op: Attention, at: Pass, chip: Chip) -> Cost:
     """K and V of each KV head: stock MLX requests them for every query head and row, ours once.
 
-    Stock MLX's fused kernel takes rows x (query heads of a KV head) up to 32, else scores go through memory.
+    Stock MLX's fused kernel takes rows x (query heads of a KV head) up to 32. Else scores go through memory, between
+    a product with K (a row at a time from M3 on, else padded to a tile) and one with V (padded).
     """
     length = min(at.context, op.window or at.context)
     values = 2 * length * op.kv * op.dim  # 2 bytes each
@@ -174,18 +179,18 @@ def attention(op: Attention, at: Pass) -> Cost:
     if group * at.m <= 32:
         return Cost(op.name, 2 * values, values * group * at.m * SDPA, group * at.m)
     scores = op.heads * at.m * length
-    return Cost(op.name, 2 * values + SCORES * scores, values * group * at.m * WIDE[1], group, UNFUSED_LAUNCHES)
+    counted = values * group * ((GEMV * at.m if chip.generation >= 15 else chip.tile) + chip.tile) / 2
+    return Cost(op.name, 2 * values + SCORES * scores, counted, group, UNFUSED_LAUNCHES)
 
 
 def latent(op: Latent, at: Pass, chip: Chip) -> Cost:
-    """Absorbed: all heads read the latent cache. Stock MLX at 2 rows or more: the whole cache expanded to heads first."""
+    """Absorbed: all heads read the latent cache. mlx-lm at 2 rows or more expands the whole cache to heads first."""
     nbytes, scores = 2 * at.context * (op.rank + op.rope), op.heads * at.m * at.context * SCORES
     if at.ours or at.m == 1:
-        each = op.heads * (2 * op.rank + op.rope)
-        return Cost(op.name, nbytes + scores, at.context * each * at.m / MATRIX, 1, UNFUSED_LAUNCHES)
+        counted = at.context * op.heads * (2 * op.rank + op.rope) * at.m * GEMV
+        return Cost(op.name, nbytes + scores, counted, 1, UNFUSED_LAUNCHES)
     expanded = at.context * op.heads * (op.nope + op.value)
-    matrix = MATRIX * (4 if chip.generation >= 17 else 1)  # M5 has matrix units of four times its lanes' rate
-    counted = expanded * (op.rank / matrix + WIDE[1] * at.m)
+    counted = expanded * (op.rank * chip.tile / TILE_ROWS + SDPA * at.m)
     return Cost(op.name, nbytes + 4 * expanded + scores, counted, 1, UNFUSED_LAUNCHES + 2)
 
 
@@ -196,7 +201,7 @@ def cost(op: Op, at: Pass, chip: Chip) -> Cost:
         case Experts():
             return experts(op, at)
         case Attention():
-            return attention(op, at)
+            return attention(op, at, chip)
         case Latent():
             return latent(op, at, chip)
         case State():
@@ -204,7 +209,7 @@ def cost(op: Op, at: Pass, chip: Chip) -> Cost:
 
 
 class Costs(NamedTuple):
-    """A pass as arrays over its operations: how many of each, bytes from memory and requested, instructions; launches."""
+    """A pass, as arrays over its operations: how many of each, bytes from memory, bytes requested, instructions."""
 
     names: list[str]
     count: np.ndarray
@@ -235,7 +240,7 @@ def of_model(model: Model, at: Pass, chip: Chip) -> Costs:
     return collect(rows, at, launches)
 
 
-def of_linear(op: Linear, at: Pass, chip: Chip) -> Costs:
+def of_op(op: Op, at: Pass, chip: Chip) -> Costs:
     return collect([(1, cost(op, at, chip))], at, 1)
 
 

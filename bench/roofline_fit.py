@@ -1,8 +1,8 @@
-"""The two constants of each chip, from published times of one and two rows; the published times of 3..8 rows, predicted.
+"""The two constants of each chip, fitted to published times of one and two rows; those of three to eight, predicted.
 
-For each chip the shares of bandwidth and of issue rate are the most likely ones given the chip's rows of M <= 2 (each taken
-to be right within 10%) and a prior: published or 85% of the bandwidth within 10%, and of the issue rate what all chips
-together say, within 30%. A chip without rows keeps the prior.
+For each chip the shares of bandwidth and of issue rate are the most likely ones, given its rows of M <= 2 (taken to
+be right within 10%) and a prior: of the bandwidth what is published, else 85%, within 10%; of the issue rate what the
+rows of M <= 2 of all chips together say, within 30%. A chip without rows keeps the prior.
 """
 
 import csv
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from roofline_cost import CHIPS, FORM, FORMS, LAUNCH, Chip, Costs, Pass, of_linear, of_model, seconds
+from roofline_cost import CHIPS, FORM, FORMS, LAUNCH, Chip, Costs, Pass, of_op, of_model, seconds
 from roofline_models import MODELS, Linear, dense_70b
 
 DATA = Path(__file__).parent / "data"
@@ -23,9 +23,9 @@ ERROR, BANDWIDTH_PRIOR, ISSUE_PRIOR = 0.10, 0.10, 0.30
 BANDWIDTHS = np.linspace(0.6, 1.0, 81)
 ISSUES = np.geomspace(0.2, 3.0, 272)  # 1% apart
 
-# Why a row may be off. A row within 25% counts as such, whatever stands here; one beyond it without a reason is a FAIL.
+# Why a row may be off by more than 25%; one without a reason is then a FAIL.
 REASONS = {
-    "spread": "this chip's shapes span 1.73-3.03 at M=8; the model knows no shapes, and no one number is within 25% of both",
+    "spread": "the chip's shapes span 1.73-3.03 at M=8: the model knows no shapes, no number is within 25% of both",
 }
 
 
@@ -52,7 +52,7 @@ class Row:
     def costs(self, m: int, caches: bool = True) -> Costs:
         at, chip = Pass(m, context=CONTEXT, mlx=self.mlx, caches=caches), CHIPS[self.chip]
         if self.linear:
-            found = of_linear(self.linear, at, chip)
+            found = of_op(self.linear, at, chip)
             return found._replace(nbytes=0 * found.nbytes) if self.warm else found
         return of_model(MODELS.get(self.what) or dense_70b(), at, chip)
 
@@ -80,15 +80,10 @@ def read_rows(path: Path = DATA / "verify_published.csv") -> list[Row]:
 
 def parse(line: dict[str, str]) -> Row:
     n = line["n"] and Linear(line["what"], int(line["n"]), int(line["k"]), int(line["bits"]), int(line["group"]))
+    base_ms = float(line["base_ms"]) if line["base_ms"] else None
     return Row(
         *(line[name] for name in ("source", "kind", "chip", "what")),
-        *(
-            n or None,
-            float(line["mlx"]),
-            line["warm"] == "1",
-            int(line["base"]),
-            float(line["base_ms"]) if line["base_ms"] else None,
-        ),
+        *(n or None, float(line["mlx"]), line["warm"] == "1", int(line["base"]), base_ms),
         *(int(line["m"]), float(line["ratio"]), line["reason"]),
     )
 
@@ -106,7 +101,7 @@ def on_grid(costs: Costs, chip: Chip, form: str) -> np.ndarray:
 
 
 def misfit(rows: Iterable[Row], chip: Chip, form: str, caches: bool) -> np.ndarray:
-    """Sum of squared errors over their expected size, for every pair of shares; only what is of M <= 2 is looked at."""
+    """Sum of squares of (error / its expected size) for every pair of shares; looks at M <= 2 only."""
     total = (np.log(BANDWIDTHS / chip.usable) / BANDWIDTH_PRIOR)[:, None] ** 2 + 0 * ISSUES
     timed = {(row.source, row.base): row for row in rows if row.base <= 2 and row.base_ms}
     for row in timed.values():

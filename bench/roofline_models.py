@@ -1,4 +1,4 @@
-"""What one forward pass of a released model reads and multiplies: its layers as lists of a few kinds of operations."""
+"""What one forward pass of a released model reads and multiplies: layers as lists of a few kinds of operations."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -117,9 +117,8 @@ class Model:
     @property
     def total_bytes(self) -> float:
         """Of all weights; the embedding is as large as the head."""
-        return (
-            self.shared_bytes + self.head.nbytes + sum(count * op.total * op.nbytes for count, op in self.experts())
-        )
+        routed = sum(count * op.total * op.nbytes for count, op in self.experts())
+        return self.shared_bytes + self.head.nbytes + routed
 
 
 def gqa(h: int, heads: int, kv: int, dim: int, *, window: int | None = None, gate: int = 0) -> tuple[Op, ...]:
