@@ -79,15 +79,20 @@ class Chip:
 
     @property
     def tile(self) -> float:
-        """Instructions per weight of a product padded to a tile; M5's matrix units do four times what its lanes do."""
-        return TILE_ROWS / MATRIX / (4 if self.generation >= 17 else 1)
+        """Instructions per weight of a product padded to a tile, at the matrix units' own rate (`issue` cancels)."""
+        return TILE_ROWS / MATRIX * self.issue / (4 if self.generation >= 17 else 1)  # M5's have four times the rate
+
+    @property
+    def family(self) -> str:
+        """From M3 on integer and float instructions issue side by side."""
+        return "M3 and later" if self.generation >= 15 else "M1 and M2"
 
     @property
     def ultra(self) -> bool:
         return "Ultra" in self.name
 
 
-# The middle of a range of clocks or estimates; fewer cores in proportion; `usable` where one is published; the largest
+# The middle of a range of clocks or estimates; fewer cores in proportion; `usable` where one is published; the most
 # memory sold.
 CHIPS = {
     chip.name: chip

@@ -1,8 +1,8 @@
 """The two constants of each chip, fitted to published times of one and two rows; those of three to eight, predicted.
 
 For each chip the shares of bandwidth and of issue rate are the most likely ones, given its rows of M <= 2 (taken to
-be right within 10%) and a prior: of the bandwidth what is published, else 85%, within 10%; of the issue rate what the
-rows of M <= 2 of all chips together say, within 30%. A chip without rows keeps the prior.
+be right within 10%) and a prior: of the bandwidth what is published, else 85%, within 10%; of the issue rate, within
+30%, what the rows of M <= 2 of its family (M1 and M2; M3 and later) say together. A chip without rows keeps the prior.
 """
 
 import csv
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from roofline_cost import CHIPS, FORM, FORMS, LAUNCH, Chip, Costs, Pass, of_op, of_model, seconds
+from roofline_cost import CHIPS, FORM, FORMS, LAUNCH, Chip, Costs, Pass, of_model, of_op, seconds
 from roofline_models import MODELS, Linear, dense_70b
 
 DATA = Path(__file__).parent / "data"
@@ -49,8 +49,8 @@ class Row:
     ratio: float
     reason: str
 
-    def costs(self, m: int, caches: bool = True) -> Costs:
-        at, chip = Pass(m, context=CONTEXT, mlx=self.mlx, caches=caches), CHIPS[self.chip]
+    def costs(self, m: int, chip: Chip, caches: bool = True) -> Costs:
+        at = Pass(m, context=CONTEXT, mlx=self.mlx, caches=caches)
         if self.linear:
             found = of_op(self.linear, at, chip)
             return found._replace(nbytes=0 * found.nbytes) if self.warm else found
@@ -105,10 +105,10 @@ def misfit(rows: Iterable[Row], chip: Chip, form: str, caches: bool) -> np.ndarr
     total = (np.log(BANDWIDTHS / chip.usable) / BANDWIDTH_PRIOR)[:, None] ** 2 + 0 * ISSUES
     timed = {(row.source, row.base): row for row in rows if row.base <= 2 and row.base_ms}
     for row in timed.values():
-        total += (np.log(on_grid(row.costs(row.base, caches), chip, form) * 1e3 / row.base_ms) / ERROR) ** 2
+        total += (np.log(on_grid(row.costs(row.base, chip, caches), chip, form) * 1e3 / row.base_ms) / ERROR) ** 2
     for row in rows:
         if row.m <= 2:
-            times = [on_grid(row.costs(m, caches), chip, form) for m in (row.m, row.base)]
+            times = [on_grid(row.costs(m, chip, caches), chip, form) for m in (row.m, row.base)]
             ratio = times[0] / times[1]
             total += (np.log(ratio / row.ratio) / ERROR) ** 2
     return total
@@ -120,19 +120,22 @@ def fit(rows: Sequence[Row], form: str = FORM, caches: bool = True) -> dict[str,
     for row in rows:
         by_chip[row.chip].append(row)
     misfits = {name: misfit(of_chip, CHIPS[name], form, caches) for name, of_chip in by_chip.items()}
-    pooled = ISSUES[np.argmin(sum(found.min(axis=0) for found in misfits.values()))]
-    fitted = {name: replace(chip, issue=float(pooled)) for name, chip in CHIPS.items()}
-    for name, found in misfits.items():
+    fitted = {}
+    for name, chip in CHIPS.items():
+        alike = [found for other, found in misfits.items() if CHIPS[other].family == chip.family]
+        pooled = ISSUES[np.argmin(sum(found.min(axis=0) for found in alike))]
         penalty = (np.log(ISSUES / pooled) / ISSUE_PRIOR) ** 2
+        found = misfits[name] if name in misfits else misfit([], chip, form, caches)
         best = np.unravel_index(np.argmin(found + penalty), found.shape)
-        fitted[name] = replace(CHIPS[name], usable=float(BANDWIDTHS[best[0]]), issue=float(ISSUES[best[1]]))
+        fitted[name] = replace(chip, usable=float(BANDWIDTHS[best[0]]), issue=float(ISSUES[best[1]]))
     return fitted
 
 
 def predict(rows: Iterable[Row], chips: dict[str, Chip], form: str = FORM, caches: bool = True) -> list[Prediction]:
     made = []
     for row in rows:
-        times = [seconds(row.costs(m, caches), chips[row.chip], form) for m in (row.m, row.base)]
+        chip = chips[row.chip]
+        times = [seconds(row.costs(m, chip, caches), chip, form) for m in (row.m, row.base)]
         made.append(Prediction(row, times[0] / times[1]))
     return made
 
