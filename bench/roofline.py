@@ -202,7 +202,7 @@ def main(only: str | None, models: tuple[str, ...], context: int, forms: bool) -
     if forms:
         console.print(tried(rows))
     console.print("\n".join(summary(tested) + plain_checks(chips)))
-    raise SystemExit(any(p.verdict == "FAIL" for p in tested))
+    raise SystemExit(int(any(p.verdict == "FAIL" for p in tested)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 For each chip the shares of bandwidth and of issue rate are the most likely ones, given its rows of M <= 2 (taken to
 be right within 10%) and a prior: of the bandwidth what is published, else 85%, within 10%; of the issue rate, within
-30%, what the rows of M <= 2 of its family (M1 and M2; M3 and later) say together. A chip without rows keeps the prior.
+30%, what all rows of M <= 2 of its family (M1 and M2; M3 and later) say. A chip without rows keeps the prior.
 """
 
 import csv
