@@ -19,15 +19,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 from roofline_cost import CHIPS, FORM, FORMS, LAUNCH, Chip, Pass, of_model, of_op, phases, seconds, step_times
-from roofline_fit import (
-    Prediction,
-    Row,
-    errors,
-    fit,
-    read_rows,
-    read_unused,
-    validate,
-)
+from roofline_fit import Prediction, Row, errors, fit, predict, read_rows, read_unused, split
 from roofline_models import MODELS, Attention, Model
 
 ROWS = (2, 4, 8)
@@ -175,7 +167,7 @@ def tried(rows: Sequence[Row]) -> Table:
     table = new_table("predicted with other forms of t(a, b), each fitted anew to M <= 2", *columns, left=2)
     for caches in (True, False):
         for form in FORMS:
-            fitted, tested = validate(rows, form, caches)
+            fitted, tested = split(predict(rows, fit(rows, form, caches), form, caches))
             near, far = errors(fitted), errors(tested)
             figures = *(f"{x:.1%}" for x in (*near[:2], *far[:2])), f"{far[2]} of {far[3]}"
             used = " *" * (form == FORM and caches)
@@ -191,7 +183,7 @@ def tried(rows: Sequence[Row]) -> Table:
 def main(only: str | None, models: tuple[str, ...], context: int, forms: bool) -> None:
     console, rows = Console(width=150), read_rows()
     chips = fit(rows)
-    fitted, tested = validate(rows)
+    fitted, tested = split(predict(rows, chips))
     shown = list(models) or list(MODELS)
     if only:
         console.print(comparison(*([p for p in made if p.row.chip == only] for made in (fitted, tested))))

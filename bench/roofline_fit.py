@@ -20,8 +20,8 @@ DATA = Path(__file__).parent / "data"
 CONTEXT = 512  # of published whole passes, "short"
 WITHIN = 0.25
 ERROR, BANDWIDTH_PRIOR, ISSUE_PRIOR = 0.10, 0.10, 0.30
-BANDWIDTHS = np.linspace(0.6, 1.0, 81)
-ISSUES = np.geomspace(0.2, 3.0, 272)  # 1% apart
+BANDWIDTHS = np.linspace(0.6, 1.0, 41)
+ISSUES = np.geomspace(0.2, 3.0, 136)  # 2% apart
 
 # Why a row may be off by more than 25%; one without a reason is then a FAIL.
 REASONS = {
@@ -140,9 +140,9 @@ def predict(rows: Iterable[Row], chips: dict[str, Chip], form: str = FORM, cache
     return made
 
 
-def validate(rows: Sequence[Row], form: str = FORM, caches: bool = True) -> tuple[list[Prediction], list[Prediction]]:
-    """Ratios of the rows that were fitted (M <= 2), and of those that were not."""
-    made = predict(rows, fit(rows, form, caches), form, caches)
+def split(made: Iterable[Prediction]) -> tuple[list[Prediction], list[Prediction]]:
+    """Those that were fitted (M <= 2), and those that were not."""
+    made = list(made)
     return [p for p in made if p.row.m <= 2], [p for p in made if p.row.m > 2]
 
 
