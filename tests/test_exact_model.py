@@ -22,7 +22,13 @@ STEP = {
     **{"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "moe_intermediate_size": 32},
     **{"share_expert_dim": 64, "swiglu_limits_shared": [0, 0, 0, 0.5]},
 }
-HYBRID = {**QWEN_TEXT, "intermediate_size": 64, "head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 16}
+HYBRID = {
+    **QWEN_TEXT,
+    "intermediate_size": 64,
+    "head_dim": 32,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+}
 PROMPT, LENGTH = [1, 2, 3, 4, 1], 8
 EVERY = {"verify_attention", "attention_merge", "add_norm", "norm_rope"}
 OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY}

@@ -14,6 +14,15 @@ from .verify_attention import verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
 from .verify_head import (
+    draw_ref,
+    top_ref,
+    verify_head,
+    verify_head_draw,
+    verify_head_draw_ref,
+    verify_head_ref,
+    verify_head_top,
+    verify_head_top_ref,
+)
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
 from .verify_moe import Experts, verify_moe, verify_moe_ref
 from .verify_qmm import verify_qmm, verify_qmm_ref

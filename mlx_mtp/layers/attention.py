@@ -90,11 +90,15 @@ class NormRope:
         return self._flat(self.fused(*self._split(x), device_offset(self.OFFSET)), len(x))
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        return self._flat(placed(self.module, *self._split(x), device_offset(self.OFFSET), self.form.head_dim), len(x))
+        return self._flat(
+            placed(self.module, *self._split(x), device_offset(self.OFFSET), self.form.head_dim), len(x)
+        )
 
     def alone(self, x: mx.array) -> list[mx.array]:
         found = [
-            self._flat(placed(self.module, *self._split(x[i : i + 1]), mx.array([self.OFFSET + i]), self.form.head_dim), 1)
+            self._flat(
+                placed(self.module, *self._split(x[i : i + 1]), mx.array([self.OFFSET + i]), self.form.head_dim), 1
+            )
             for i in range(len(x))
         ]
         return [mx.concatenate(list(rows)) for rows in zip(*found, strict=True)]
