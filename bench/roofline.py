@@ -55,7 +55,8 @@ def new_table(title: str, *columns: str, left: int = 1, caption: str | None = No
 def constants(chips: dict[str, Chip], rows: Sequence[Row]) -> Table:
     table = new_table(
         "constants behind what is predicted: two of each chip, fitted to published times of M <= 2",
-        *("chip", "GB/s", "share", "fp32 TF", "share of its issue rate", "fitted to rows of M <= 2"),
+        *("chip", "GB/s", "share", "fp32 TF", "share of its issue rate", "fitted to times of M <= 2"),
+        caption="M5 Ultra and M6 are left out: no figures of their compute",
     )
     for name, chip in chips.items():
         used = sum(row.chip == name and row.m <= 2 for row in rows)
