@@ -12,7 +12,7 @@ METAL_FUNC int fragment_column(int lane) {
   return lane / 8 % 2 * 4 + lane % 2 * 2;
 }
 
-// The queries of rows from `row` on: row r of a KV head is position first + r % L, and sees from `oldest` of that to itself.
+// The queries of rows from `row` on: row r of a KV head is position first + r % L, and sees from its `oldest` to itself.
 struct Sight {
   int row, first, L, start, window; // window 0: all
 

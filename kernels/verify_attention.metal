@@ -2,18 +2,20 @@
 // the chunks together. A group of threads serves all R = G * L rows of a KV head, or as many as its registers hold sums of:
 // keys and values are asked for once for all of them.
 //
-// Inputs   q [1, Hq, L, D] of T, Hq = G * Hkv; keys [1, Hkv, S, D], values [1, Hkv, S, DV] of T, or with BITS as mx.quantize
-//          makes them, with their scales and biases (BITS 0: anything); offset [1] int32, the first query's position;
+// Inputs   q [1, Hq, L, D] of T, Hq = G * Hkv; keys [1, Hkv, S, D], values [1, Hkv, S, DV] of T, or with BITS as
+//          mx.quantize makes them, with their scales and biases (BITS 0: anything); offset [1] int32, the first query's position;
 //          sight [2] int32: no query looks before the first number (but at itself), nor at more than the second's number
 //          of positions (0: all); scale [1] float
 // Outputs  partials [Hkv, chunks, R, DV] float, the sums of p v; ml [Hkv, chunks, R, 2] float, the largest score and the
 //          sum of p = exp(score - largest); row g * L + i is head g of the KV head's G at query i
 // Template T, D, DV, BITS, GROUP; RING: position p is in slot p % S, else p; CHUNK; TILE: keys whose scores are kept;
 //          BLOCKS of 8 rows; PARTS: 8 PARTS columns of the values to a simdgroup
-// Grid     (chunks, Hkv, R / (8 BLOCKS)) groups of DV / (8 PARTS) simdgroups; the first chunk holds the oldest position that is seen
+// Grid     (chunks, Hkv, R / (8 BLOCKS)) groups of DV / (8 PARTS) simdgroups; the first chunk holds the oldest position
+//          that is seen
 //
 // A row's largest score is brought up to date, and its sums scaled, every 32 positions, whatever TILE. All sums are of
-// float, in an order of positions alone. Positions that no row sees are not read.
+// float, in an order of positions alone; exponentials are the fast ones, as in MLX's attention, of arguments up to 0.
+// Positions that no row sees are not read.
 
 constexpr int SIMDGROUPS = DV / (8 * PARTS), QUADS = 8 * SIMDGROUPS, ROWS = 8 * BLOCKS;
 constexpr int PASSES = (ROWS + QUADS - 1) / QUADS, UNITS = TILE / 32;
@@ -23,7 +25,7 @@ threadgroup float alphas[ROWS * UNITS];
 
 const int L = q_shape[2], Hkv = keys_shape[1], S = keys_shape[2];
 const int R = q_shape[1] / Hkv * L;
-const int lane = thread_index_in_simdgroup, simdgroup = simdgroup_index_in_threadgroup;
+const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
 const int row = fragment_row(lane), column = fragment_column(lane);
 const int quad = thread_index_in_threadgroup / 4;
 const int kv = threadgroup_position_in_grid.y;
@@ -52,7 +54,7 @@ for (int pass = 0; pass < PASSES; pass++) {
 
 for (int tile = begin; tile < end; tile += TILE) {
   // Scores: 8 keys to a simdgroup.
-  for (int k = 8 * simdgroup; k < TILE; k += 8 * SIMDGROUPS) {
+  for (int k = 8 * simd; k < TILE; k += 8 * SIMDGROUPS) {
     Fragment products[BLOCKS];
     UNROLL
     for (int b = 0; b < BLOCKS; b++) {
@@ -135,7 +137,7 @@ for (int tile = begin; tile < end; tile += TILE) {
         float value[2 * PARTS] = {};
         if (position >= oldest && position <= last) {
           const size_t slot = size_t(kv) * S + (RING ? position % S : position);
-          const int at = 8 * PARTS * simdgroup + PARTS * column;
+          const int at = 8 * PARTS * simd + PARTS * column;
           load_values<2 * PARTS, BITS, GROUP>(values, value_scales, value_biases, slot, DV, at, value);
         }
         add_values(value, scores + k, STRIDE, tile + k, sees, lane, out);
@@ -149,7 +151,7 @@ const size_t base = (size_t(kv) * threadgroups_per_grid.x + threadgroup_position
 UNROLL
 for (int b = 0; b < BLOCKS; b++) {
   if (8 * b + row < rows) {
-    device float* to = partials + (base + 8 * b + row) * DV + 8 * PARTS * simdgroup + PARTS * column;
+    device float* to = partials + (base + 8 * b + row) * DV + 8 * PARTS * simd + PARTS * column;
     UNROLL
     for (int t = 0; t < PARTS; t++) {
       to[2 * t] = out[b][t].thread_elements()[0];

@@ -191,12 +191,12 @@ def test_order_of_threads_does_not_matter():
 
 
 def test_rows_beyond_a_group_of_threads():
-    case = Case(G=16, L=5, D=32, Dv=256, offset=30, slots=64)
-    assert geometry(80, 256)[0] == 2
+    case = Case(G=12, L=6, D=32, Dv=256, offset=30, slots=64)
+    assert geometry(72, 256)[0] == 2
     drawn = draw(case)
     with emulator.emulated():
-        y, alone = attended(drawn), attended(drawn.rows(4, 5))
-    assert same_bits(y[:, 4], alone[:, 0])
+        y, alone = attended(drawn), attended(drawn.rows(5, 6))
+    assert same_bits(y[:, 5], alone[:, 0])
     assert error(y, in_float64(drawn)) < 2e-6
 
 

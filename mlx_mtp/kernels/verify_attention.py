@@ -1,5 +1,7 @@
 """`verify_attention`: a few queries share one pass over a KV cache, each with the bits that it has alone."""
 
+import functools
+
 import mlx.core as mx
 
 from ._merge import merge
@@ -80,9 +82,20 @@ def geometry(rows: int, Dv: int) -> tuple[int, dict[str, int]]:
 
 
 def _verify_attention_metal(
-    q: mx.array, keys: Stored, values: Stored, offset: mx.array, scale: float, limit: int, window: int | None,
-    start: int, sinks: mx.array | None, gate: mx.array | None, group_size: int, bits: int | None,
-) -> mx.array:  # fmt: skip
+    q: mx.array,
+    keys: Stored,
+    values: Stored,
+    offset: mx.array,
+    *,
+    scale: float,
+    limit: int,
+    window: int | None,
+    start: int,
+    sinks: mx.array | None,
+    gate: mx.array | None,
+    group_size: int,
+    bits: int | None,
+) -> mx.array:
     k, v = _parts(keys), _parts(values)
     _, Hq, L, D = q.shape
     Hkv, Dv = k[0].shape[1], _width(v, bits)
@@ -153,10 +166,11 @@ def verify_attention(
     """
     _check(q, _parts(keys), _parts(values), gate, bits)
     if on_metal() and _supported(q, keys, values, group_size, bits):
-        more = (scale, limit, window, start, sinks, gate, group_size, bits)
-        return _verify_attention_metal(q, keys, values, offset, *more)
-    masks = {"window": window, "start": start, "sinks": sinks, "gate": gate}
-    return verify_attention_ref(q, keys, values, offset, scale=scale, **masks, group_size=group_size, bits=bits)
+        run = functools.partial(_verify_attention_metal, limit=limit)
+    else:
+        run = verify_attention_ref
+    seen = {"window": window, "start": start, "sinks": sinks, "gate": gate}
+    return run(q, keys, values, offset, scale=scale, group_size=group_size, bits=bits, **seen)
 
 
 def _check(
