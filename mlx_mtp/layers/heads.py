@@ -42,13 +42,17 @@ class Head:
         return Quantized(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode, (m.scales.shape[0],))
 
     @property
+    def bias(self) -> mx.array | None:
+        return self.module.get("bias")
+
+    @property
     def shape(self) -> str:
         w = self.weights
         if isinstance(w, Quantized):
             text = f"{w.ends[0]}x{w.k} {w.bits}-bit {w.mode} g{w.group_size}"
         else:
             text = f"{w.shape[0]}x{w.shape[1]} {str(w.dtype).rpartition('.')[2]}"
-        return text + (" with bias" if "bias" in self.module else "")
+        return text + (" with bias" if self.bias is not None else "")
 
     @property
     def width(self) -> int:
@@ -56,7 +60,7 @@ class Head:
         return w.k if isinstance(w, Quantized) else w.shape[1]
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        return [verify_head(x, self.weights, self.module.get("bias"))]
+        return [verify_head(x, self.weights, self.bias)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         return [mx.argmax(self.logits(x), axis=-1).astype(mx.int32)]
@@ -74,30 +78,26 @@ class Rows:
     x: mx.array
 
     @property
-    def _arguments(self) -> tuple[mx.array, Quantized | mx.array] | None:
-        return (self.x, self.head.weights) if rows_of(self.x) in self.head.rows else None
+    def fused(self) -> bool:
+        return rows_of(self.x) in self.head.rows
 
     def greedy(self) -> mx.array:
         """The greatest logit's token of each row, int32 [M]."""
-        if self._arguments is None:
-            return mx.argmax(self.head.logits(self.x), axis=-1).astype(mx.int32)
-        return verify_head(*self._arguments, self._bias)
+        if self.fused:
+            return self.head.ours(self.x)[0]
+        return mx.argmax(self.head.logits(self.x), axis=-1).astype(mx.int32)
 
     def draw(self, key: mx.array, position: Any, temp: float) -> mx.array:
         """A token of each row at this temperature, int32 [M]; row i's is the draw of position + i under `key`."""
-        if self._arguments is None:
-            return draw_ref(self.head.logits(self.x), key, position, temp)
-        return verify_head_draw(*self._arguments, key, position, temp, self._bias)
+        if self.fused:
+            return verify_head_draw(self.x, self.head.weights, key, position, temp, self.head.bias)
+        return draw_ref(self.head.logits(self.x), key, position, temp)
 
     def top(self, n: int) -> tuple[mx.array, mx.array, mx.array]:
         """The n greatest logits of each row, sorted, float32 [M, n], their tokens, and the logsumexp [M] of all."""
-        if self._arguments is None:
-            return top_ref(self.head.logits(self.x), n)
-        return verify_head_top(*self._arguments, n, self._bias)
-
-    @property
-    def _bias(self) -> mx.array | None:
-        return self.head.module.get("bias")
+        if self.fused:
+            return verify_head_top(self.x, self.head.weights, n, self.head.bias)
+        return top_ref(self.head.logits(self.x), n)
 
 
 def place_heads(model: Any) -> list[Head]:
