@@ -155,13 +155,8 @@ def main(rows: int, names: tuple[str, ...]) -> None:
             site.rows = frozenset(site.candidates)
         after = counts(model, kinds, rows)
         for kind in before:
-            last = kind == list(before)[-1]
-            table.add_row(
-                name if kind == list(before)[0] else "",
-                kind,
-                *map(str, (before[kind], after[kind])),
-                end_section=last,
-            )
+            table.add_row(name, kind, *map(str, (before[kind], after[kind])), end_section=kind == "a plain step")
+            name = ""
     Console().print(table)
 
 

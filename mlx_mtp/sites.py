@@ -158,7 +158,7 @@ def _mixture(block: Any) -> Site:
 
 
 def _sums(model: Any) -> Iterator[Site]:
-    """In each layer and head's block, and between layers; before the final norm where all of the stream goes there."""
+    """In each layer and head's block, and between layers; before the final norm where the whole stream goes there."""
     layers = model.layers
     last = model.model.norm if isinstance(model.spec.capture, str) else None
     following = [*(layer.input_layernorm for layer in layers[1:]), last] if model.BLOCK else []

@@ -30,8 +30,8 @@ def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Line
     """Switch on the model's kernels; the report's lines, and the ops whose bits may depend on the number of rows.
 
     lane: None decides by trial, "exact" and "fast" take what is right, "fast" also products by matrices where a trial
-    finds them faster, "off" takes none. Without a Metal GPU, or for a model that verifies nothing, all stays as it is;
-    by trial also with `lazy` weights, which a trial would read.
+    finds them faster, "off" takes none. Without a Metal GPU, or for a model that verifies nothing, all stays as it
+    is; by trial also with `lazy` weights, which a trial would read.
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()

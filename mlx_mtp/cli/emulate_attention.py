@@ -17,8 +17,8 @@ def attention_table() -> "Table":
     from rich.table import Table
 
     table = Table(title=f"bytes requested / distinct bytes, attention to {POSITIONS} positions of {DIMS}, emulated")
-    table.add_column("kernel")
-    for name in ("queries", "heads per KV head", "keys", "values", "x"):
+    table.add_column("kernel", no_wrap=True)
+    for name in ("q_len", "group", "keys", "values", "queries"):
         table.add_column(name, justify="right")
     for name, rows, group, traffic in _measured():
         cells = [f"{b.reread:.2f}x" for b in _buffers(traffic)] if traffic else ["not fused"] * 3
