@@ -59,7 +59,7 @@ def _products(stock: bool, shape: tuple[int, int], rows: int) -> "Table":
 
     table = Table(
         title=f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated",
-        caption="lines per access: lines of 64 bytes that the 32 lanes of a simdgroup touch in one read of the weights",
+        caption="lines per access: lines of 64 bytes that 32 lanes of a simdgroup touch in one read of the weights",
     )
     table.add_column("kernel", no_wrap=True)
     table.add_column("M", justify="right")
