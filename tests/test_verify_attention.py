@@ -85,7 +85,7 @@ def test_an_infinity_reaches_those_that_see_it(window):
 
 
 def test_at_every_place_of_a_ring():
-    for offset in [*range(4), *range(36, 44), *range(66, 78), *range(140, 148), 214]:
+    for offset in [*range(4), *range(36, 44), *range(66, 78), *range(140, 148), 214, 300, 600]:
         case = Case(L=3, offset=offset, slots=72, window=40, start=2)
         with emulator.emulated():
             y = attended(draw(case), limit=offset + case.L + offset % 7)
