@@ -54,7 +54,8 @@ def check(case: Case, contraction: str) -> None:
             assert same_bits(y[:, : i + 1], hidden[:, : i + 1]), f"row {i} beside wild ones"
             assert mx.all(mx.isnan(hidden[:, i + 1 :]))
     want = in_float64(drawn)
-    assert error(y, want) <= 2 * error(by_stock(drawn), want)
+    # A query that sees itself only is exact in MLX, but for one rounding fewer in what a quantized value is.
+    assert error(y, want) <= 2 * max(error(by_stock(drawn), want), 2**-24)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -84,7 +85,7 @@ def test_an_infinity_reaches_those_that_see_it(window):
 
 
 def test_at_every_place_of_a_ring():
-    for offset in [*range(4), *range(36, 44), *range(66, 78), *range(140, 148), 214]:
+    for offset in [*range(4), *range(36, 44), *range(66, 78), *range(140, 148), 214, 300, 600]:
         case = Case(L=3, offset=offset, slots=72, window=40, start=2)
         with emulator.emulated():
             y = attended(draw(case), limit=offset + case.L + offset % 7)
@@ -205,9 +206,10 @@ def test_merge_of_one_kv_head():
     partials, sums = mx.random.normal((1, 3, 8, 64)), mx.random.uniform(1.0, 2.0, (1, 3, 8))
     largest = mx.random.normal((1, 3, 8))
     sums[:, 1, ::2] = 0.0
-    wild = mx.where((sums == 0.0)[..., None], float("nan"), partials)
+    unseen = sums == 0.0
+    wild = mx.where(unseen[..., None], float("nan"), partials)
     with emulator.emulated():
-        y = merge(wild, mx.stack([largest, sums], -1), 2, mx.float32)
+        y = merge(wild, mx.stack([mx.where(unseen, 1e4, largest), sums], -1), 2, mx.float32)
     p = mx.exp(largest) * (sums > 0)
     want = (partials * p[..., None]).sum(1) / (sums * p).sum(1)[..., None]
     assert relative_error(y, exact(want[0].reshape(4, 2, 64).swapaxes(0, 1).reshape(1, 2, 256))) < 2e-6
