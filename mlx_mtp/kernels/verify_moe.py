@@ -10,6 +10,14 @@ from ._source import kernel, on_metal
 
 COLUMNS = 4  # weight rows of a simdgroup
 GLU_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
+GLU_INPUTS = (
+    *("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases"),
+    *("x", "limit", "tokens", "experts", "starts"),
+)
+DOWN_INPUTS = (
+    *("w", "scales", "biases", "h", "weights", "experts", "starts", "places", "sizes"),
+    *("shared", "shared_gate"),
+)
 
 
 @dataclass(frozen=True)
@@ -103,13 +111,7 @@ def _arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx
 def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
     n, count = experts.gate.w.shape[1], pairs.tokens.size
     gate, up = _arrays(experts.gate, x.dtype), _arrays(experts.up, x.dtype)
-    names = [f"{name}{part}" for name in ("gate", "up") for part in ("", "_scales", "_biases")]
-    made = kernel(
-        "moe_glu",
-        (*names, "x", "limit", "tokens", "experts", "starts"),
-        ("h",),
-        ("quantized", "experts", "activations"),
-    )
+    made = kernel("moe_glu", GLU_INPUTS, ("h",), ("quantized", "experts", "activations"))
     (h,) = made(
         inputs=[*gate, *up, x, mx.array([limit or 0.0], x.dtype), pairs.tokens, pairs.experts, pairs.starts],
         template=[*_template(experts.gate, x.dtype, gate[1], x.shape[0]), ("CLAMPED", limit is not None)],
@@ -131,26 +133,7 @@ def _down_metal(
 ) -> mx.array:
     m, n, arrays = h.shape[0] // routing.top_k, down.w.shape[1], _arrays(down, h.dtype)
     kind = 0 if shared is None else 1 if shared_gate is None else 2
-    made = kernel(
-        "moe_down",
-        *(
-            (
-                "w",
-                "scales",
-                "biases",
-                "h",
-                "weights",
-                "experts",
-                "starts",
-                "places",
-                "sizes",
-                "shared",
-                "shared_gate",
-            ),
-            ("y",),
-        ),
-        ("quantized", "experts", "activations"),
-    )
+    made = kernel("moe_down", DOWN_INPUTS, ("y",), ("quantized", "experts", "activations"))
     (y,) = made(
         inputs=[
             *(*arrays, h, pairs.weights, pairs.experts, pairs.starts, pairs.places, routing.sizes),
