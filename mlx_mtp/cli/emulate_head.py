@@ -58,8 +58,8 @@ def _stock(weights: "Quantized", kernel: str) -> Callable[[int], tuple[float, in
     from ..emulator.stock import quantized_matvec
 
     def measure(m: int) -> tuple[float, int, int]:
-        arrays, format_ = (weights.w, weights.scales, weights.biases), {"group_size": 64, "bits": 4}
-        logits, traffic = quantized_matvec(_x(m, weights.k), *arrays, **format_, kernel=kernel)
+        arrays = weights.w, weights.scales, weights.biases
+        logits, traffic = quantized_matvec(_x(m, weights.k), *arrays, group_size=64, bits=4, kernel=kernel)
         tokens = 4 * m
         return traffic["w"].reread, _written(traffic) + tokens, logits.nbytes
 
