@@ -1,6 +1,6 @@
 """The table of `mlx-mtp emulate` for LM heads: what choosing tokens writes, beside MLX's product and argmax."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 TOP = 20
 
 
-def head_table(vocabulary: int = 1024, width: int = 512, rows: int = 8) -> "Table":
-    """Counts for a 4-bit head (vocabulary, width) in bfloat16 and M = 1..rows; both multiples of 64.
+def head_table(vocabulary: int = 1024, width: int = 512, rows: Sequence[int] = (1, 2, 4, 8)) -> "Table":
+    """Counts for a 4-bit head (vocabulary, width) in bfloat16 at so many rows; both multiples of 64.
 
     Weights: bytes requested over distinct bytes. Written: by all launches. Read back: what a launch reads of what
     another one has written, MLX's argmax each logit once.
@@ -22,14 +22,14 @@ def head_table(vocabulary: int = 1024, width: int = 512, rows: int = 8) -> "Tabl
     from rich.table import Table
 
     table = Table(title=f"tokens of a 4-bit ({vocabulary}, {width}) head, bfloat16, emulated")
-    table.add_column("kernels")
+    table.add_column("kernels", no_wrap=True)
     for name in ("M", "weights", "bytes written", "bytes read back"):
         table.add_column(name, justify="right")
     for name, measure in _measures(vocabulary, width):
-        for m in range(1, rows + 1):
+        for m in rows:
             reread, written, read_back = measure(m)
             cells = (str(m), f"{reread:.2f}x", str(written), str(read_back))
-            table.add_row(name if m == 1 else "", *cells, end_section=m == rows)
+            table.add_row(name if m == rows[0] else "", *cells, end_section=m == rows[-1])
     return table
 
 
