@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ._merge import merge
 from ._quantized import DEVICE, DTYPES
-from ._source import kernel, on_metal
+from ._source import constants, kernel, on_metal
 
 Stored = mx.array | tuple[mx.array, ...]  # keys or values: as they are, or what mx.quantize makes of them
 
@@ -108,7 +108,7 @@ def _verify_attention_metal(
     partials, ml = kernel("verify_attention", INPUTS, ("partials", "ml"), ("attention",))(
         inputs=[
             *(q, *(k if len(k) == 3 else k * 3), *(v if len(v) == 3 else v * 3), offset),
-            *(mx.array([start, window or 0], mx.int32), mx.array([scale], mx.float32)),
+            *(constants(mx.int32, start, window or 0), constants(mx.float32, scale)),
         ],
         template=[
             *(("T", q.dtype), ("D", D), ("DV", Dv), ("BITS", bits or 0), ("GROUP", group_size)),

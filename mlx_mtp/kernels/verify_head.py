@@ -101,7 +101,7 @@ def _verify_head_metal(
     groups = -(-m // MOST_ROWS)
     key, position, inverse = noise or (mx.zeros(2, mx.uint32), mx.zeros(1, mx.uint32), mx.zeros(1))
     inputs += [("x", x), ("bias", x if bias is None else bias.astype(x.dtype))]
-    inputs += [("key", key), ("position", position), ("inverse", inverse), ("n", mx.array([n]))]
+    inputs += [("key", key), ("position", position), ("inverse", inverse), ("n", _source.constants(mx.int32, n))]
     names, arrays = zip(*inputs, strict=True)
     template += [("T", x.dtype), ("ROWS", -(-m // groups)), ("TILE", tile(n)), ("BIAS", bias is not None)]
     template += [("DRAW", noise is not None), ("SUM", with_sum)]
@@ -183,7 +183,7 @@ def verify_head_draw(
         raise ValueError(f"temp={temp}: allowed is more than 0")
     if not (_source.on_metal() and supported(x, weights, bias)):
         return verify_head_draw_ref(x, weights, key, position, temp, bias)
-    noise = (key, mx.array(position).reshape(1).astype(mx.uint32), mx.array([1.0 / temp]))
+    noise = (key, mx.array(position).reshape(1).astype(mx.uint32), _source.constants(mx.float32, 1.0 / temp))
     return _verify_head_metal(x, weights, bias, noise=noise)[1][:, 0]
 
 

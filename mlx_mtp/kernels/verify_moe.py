@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ._quantized import DEVICE, DTYPES, Quantized, check_columns, packs, served, small
 from ._routing import Pairs, Routing, routable, route_metal, route_ref
-from ._source import kernel, on_metal
+from ._source import constants, kernel, on_metal
 
 COLUMNS = 4  # weight rows of a simdgroup
 GLU_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
@@ -113,7 +113,7 @@ def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None)
     gate, up = _arrays(experts.gate, x.dtype), _arrays(experts.up, x.dtype)
     made = kernel("moe_glu", GLU_INPUTS, ("h",), ("quantized", "experts", "activations"))
     (h,) = made(
-        inputs=[*gate, *up, x, mx.array([limit or 0.0], x.dtype), pairs.tokens, pairs.experts, pairs.starts],
+        inputs=[*gate, *up, x, constants(x.dtype, limit or 0.0), pairs.tokens, pairs.experts, pairs.starts],
         template=[*_template(experts.gate, x.dtype, gate[1], x.shape[0]), ("CLAMPED", limit is not None)],
         grid=(32, n // COLUMNS, count),
         threadgroup=(32, GLU_SIMDGROUPS, 1),
