@@ -1,6 +1,6 @@
 """How many operations a layer's verify, a cycle and a plain step are, before and after the kernels.
 
-    python bench/launches.py [--rows 4]
+    python bench/launches.py [--rows 4] [--out bench/results/launches.json]
 
 Counted in recorded graphs of the families at their real depth, in tiny widths, quantized to 4 bits: nothing is
 computed, no GPU is needed. An operation is a launch or more on a GPU. Views are not counted; elementwise operations
@@ -8,9 +8,11 @@ count singly, though mx.compile fuses some (SwiGLU, gates, routing weights); MLX
 count one each. A layer is what it adds to the one before it. A cycle drafts rows - 1 tokens and verifies them.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -46,6 +48,17 @@ def attention(q: mx.array, k: mx.array, v: mx.array, **_: Any) -> mx.array:
     return out
 
 
+DEQUANTIZE = mx.fast.metal_kernel(name="dequantize", input_names=["w", "scales"], output_names=["out"], source=";")
+
+
+def dequantize(w: mx.array, scales: mx.array, *_: Any, group_size: int, **__: Any) -> mx.array:
+    shape = (*scales.shape[:-1], scales.shape[-1] * group_size)
+    (out,) = DEQUANTIZE(
+        inputs=[w, scales], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[shape], output_dtypes=[scales.dtype]
+    )
+    return out
+
+
 def one(x: mx.array, *_: Any, **__: Any) -> mx.array:
     return mx.negative(x)
 
@@ -58,6 +71,7 @@ def as_on_a_mac() -> Iterator[None]:
         stack.enter_context(mock.patch.object(mx, "default_device", return_value=mx.Device(mx.gpu)))
         for name, stand_in in (("rms_norm", one), ("rope", one), ("scaled_dot_product_attention", attention)):
             stack.enter_context(mock.patch.object(mx.fast, name, stand_in))
+        stack.enter_context(mock.patch.object(mx, "dequantize", dequantize))
         yield
 
 
@@ -133,20 +147,24 @@ def of_cycle(model: Any, rows: int) -> Counter:
         return operations(run, hidden, tokens, accepted)
 
 
-def counts(model: Any, layers: dict[str, int], rows: int) -> dict[str, int]:
-    """Operations of a layer of each kind, of a cycle and of a plain step."""
-    found = {kind: up_to(model, i, rows).total() - up_to(model, i - 1, rows).total() for kind, i in layers.items()}
-    return found | {"a cycle": of_cycle(model, rows).total(), "a plain step": of_cycle(model, 1).total()}
+def counts(model: Any, layers: dict[str, int], rows: int) -> dict[str, list[int]]:
+    """Operations of a layer of each kind, of a cycle and of a plain step: at one row, and at `rows`."""
+    found = {}
+    for kind, i in layers.items():
+        found[kind] = [up_to(model, i, m).total() - up_to(model, i - 1, m).total() for m in (1, rows)]
+    return found | {"a plain step, a cycle": [of_cycle(model, m).total() for m in (1, rows)]}
 
 
 @click.command(help=__doc__)
 @click.option("--rows", type=click.IntRange(2, 8), default=4, help="Rows M of the verify.")
 @click.option("--model", "names", multiple=True, type=click.Choice(list(MODELS)), help="Only this one.")
-def main(rows: int, names: tuple[str, ...]) -> None:
-    table = Table(title=f"operations; a verify of {rows} rows")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write the counts to this file, as JSON.")
+def main(rows: int, names: tuple[str, ...], out: Path | None) -> None:
+    table = Table(title=f"operations at one row, and at {rows}")
     for column in ("model", "of", "stock MLX", "with the kernels"):
         table.add_column(column, justify="right" if "MLX" in column or "kernels" in column else "left")
     mx.disable_compile()
+    found: dict[str, Any] = {}
     for name in names or MODELS:
         build, kinds = MODELS[name]
         model = make(build)
@@ -154,10 +172,13 @@ def main(rows: int, names: tuple[str, ...]) -> None:
         for site in switch.place(model):
             site.rows = frozenset(site.candidates)
         after = counts(model, kinds, rows)
+        found[name] = {kind: {"stock": before[kind], "kernels": after[kind]} for kind in before}
         for kind in before:
-            table.add_row(name, kind, *map(str, (before[kind], after[kind])), end_section=kind == "a plain step")
-            name = ""
+            cells = ("{}, {}".format(*side[kind]) for side in (before, after))
+            table.add_row(name if kind == next(iter(kinds)) else "", kind, *cells, end_section=kind not in kinds)
     Console().print(table)
+    if out:
+        out.write_text(json.dumps({"rows": [1, rows], "operations": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

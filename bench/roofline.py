@@ -8,8 +8,8 @@ published times of one and two rows; published times of three to eight are then 
 with 1 if one is off by more than 25% without a named reason.
 
 Bytes: stock MLX reads an expert once for each token that visits it, ours each visited expert once. Weights and KV
-come from memory once a pass on either side: caches serve what a launch requests again. Ours is a plan: its launches
-are placeholders (`LAUNCHES` in roofline_cost.py).
+come from memory once a pass on either side: caches serve what a launch requests again. Launches are those counted by
+`bench/launches.py --out bench/results/launches.json`. Ours is a plan until a Mac has timed it.
 """
 
 from collections.abc import Sequence

@@ -24,8 +24,8 @@ FORM = "max + a third"
 # Instructions per weight: (once for the rows that share it, for each row). Loads are not counted.
 QMV = 0.0, 3.94  # mask, convert, multiply-add; of x, for 4 outputs, convert, scale, sum; 3 more for 16 weights
 WIDE = 3.0, 2.125  # mask, convert, scale; per row convert x, multiply-add, 1 for a chunk of 8
-OURS = 2.0, 1.94  # as QMV, mask and convert once
-SHARED_ROWS = 5  # most rows in registers, of qmv_wide and of ours
+OURS, OURS_MANY = (2.0, 1.94), (2.0, 2.69)  # as QMV, mask and convert once; x for 2 outputs from 7 rows on
+WIDE_ROWS, OURS_ROWS = 5, 8  # most rows that share what is read and decoded
 TILE_ROWS, MATRIX = 32, 0.8  # rows that matrix kernels pad to; simdgroup_matrix's share of the multiply-add rate
 
 # Instructions per cached value, query head and row: converts, multiply-adds, sums over lanes, rescaling.
@@ -37,20 +37,29 @@ SCORES = 12  # bytes of traffic per score of unfused attention: 6 passes in 16 b
 LAUNCH = 1.2e-6 + 20e-6 / 50
 UNFUSED_LAUNCHES = 3
 
-# Launches of one layer: stock MLX, ours for one row, ours for more. Counted by the functions of `bench/launches.py`
-# (tiny layers; the elementwise ones singly). PLACEHOLDERS for ours: to be counted again when more kernels are wired.
-LAUNCHES = {
-    "step dense": (24, 20, 17),
-    "step experts": (56, 52, 46),
-    "glm dense": (24, 21, 18),
-    "glm experts": (49, 46, 43),
-    "qwen delta": (53, 49, 31),
-    "qwen attention": (23, 20, 17),
-    "qwen delta experts": (74, 70, 52),
-    "qwen attention experts": (44, 41, 38),
-    "deepseek dense": (20, 18, 18),
-    "deepseek experts": (45, 43, 43),
+# Launches of one layer: stock MLX, ours for one row, ours for more; as `bench/launches.py --out` has counted them.
+COUNTED = Path(__file__).parent / "results" / "launches.json"
+KINDS = {
+    "step dense": ("Step-3.5-Flash", "dense, sliding"),
+    "step experts": ("Step-3.5-Flash", "experts, sliding"),
+    "glm dense": ("GLM-4.5", "dense"),
+    "glm experts": ("GLM-4.5", "experts"),
+    "qwen delta": ("Qwen3.6-27B", "gated delta"),
+    "qwen attention": ("Qwen3.6-27B", "attention"),
+    "qwen delta experts": ("Qwen3.6-35B-A3B", "gated delta, experts"),
+    "qwen attention experts": ("Qwen3.6-35B-A3B", "attention, experts"),
+    "deepseek dense": ("DeepSeek-V3", "dense"),
+    "deepseek experts": ("DeepSeek-V3", "experts"),
 }
+
+
+def counted_launches() -> dict[str, tuple[int, int, int]]:
+    operations = json.loads(COUNTED.read_text())["operations"]
+    found = {kind: operations[model][layer] for kind, (model, layer) in KINDS.items()}
+    return {kind: (layer["stock"][1], *layer["kernels"]) for kind, layer in found.items()}
+
+
+LAUNCHES = counted_launches()
 
 # A published count of real routing, 39 distinct of 64 visits at 8 rows of 8 of 256 experts, is as if rows drew from
 # this share of all experts.
@@ -153,11 +162,11 @@ def linear(op: Linear, at: Pass, chip: Chip) -> Cost:
     """The kernel that is chosen, how often it requests the weights, and its instructions for each of them."""
     once, each, passes = *QMV, at.m
     if at.m > 1 and at.ours:
-        once, each, passes = *OURS, ceil(at.m / SHARED_ROWS)
+        once, each, passes = *(OURS if at.m <= 6 else OURS_MANY), ceil(at.m / OURS_ROWS)
     elif at.m >= batch_limit(chip, op.n, op.k):
         once, each, passes = WIDE[0] + chip.tile, 0.0, 1
     elif at.m > 1 and chip.generation >= 15 and at.mlx >= 0.32:
-        once, each, passes = *WIDE, ceil(at.m / SHARED_ROWS)
+        once, each, passes = *WIDE, ceil(at.m / WIDE_ROWS)
     return Cost(op.name, op.nbytes, op.weights * (passes * once + at.m * each), passes)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._rows import MOST_ROWS, row_groups
+from ._rows import row_groups
 from ._source import kernel
 
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
@@ -15,6 +15,7 @@ GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8":
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SIMDGROUPS = 2  # in a group of threads
 WEIGHTS_ONCE = 8  # rows of x for which the weights are requested once
+MOST_SUMS = 24  # that a lane keeps in registers
 DEVICE = 8  # arrays of fewer elements are not in device memory, where the kernels look for them
 
 
@@ -122,13 +123,13 @@ def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
 
 
 def tiles(m: int) -> tuple[int, int, int]:
-    """(groups of rows of x, rows in each, rows of weights whose sums a lane holds for each): at most 20 sums.
+    """(groups of rows of x, rows in each, rows of weights whose sums a lane holds for each): at most 24 sums.
 
-    More than five rows are still one group, with half the rows of weights: x is then requested twice as often, but it
+    Seven or eight rows are still one group, with half the rows of weights: x is then requested twice as often, but it
     is small and cached, the weights are neither.
     """
     groups, rows = row_groups(m, WEIGHTS_ONCE)
-    return groups, rows, 4 if rows <= MOST_ROWS else 2
+    return groups, rows, 4 if 4 * rows <= MOST_SUMS else 2
 
 
 def launch(

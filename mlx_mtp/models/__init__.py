@@ -10,7 +10,8 @@
     `IGNORED`       tensors that text decoding does not use, named in the load report,
     `ZERO_CENTRED`  names that tell the hub's norms (stored minus one) from converted ones,
     `INSIDE`        where BASE's `sanitize` expects the tensors of a layer, and what `one_layer()` says it is of,
-    `MLP`, `ROUTER` mlx-lm's modules of a form that a kernel can serve whole,
+    `MLP`, `ROUTER`, `ATTENTION`, `MOE`, `BLOCK`, `NORM`
+                    mlx-lm's modules of a form that kernels can serve whole,
     `MASK_ARRAY`, `NO_KV_BITS`, and `windows()` where layers have windows or states, or no cache
     (then `hidden` is the port's own, and deals the caches out).
 
