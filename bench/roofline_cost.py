@@ -5,9 +5,11 @@ all layers, plus its launches. An instruction is what a lane of a GPU core issue
 peak issue rate is fp32 TFLOPS / 2. Instructions per weight are read off the kernels' inner loops, not fitted.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
