@@ -9,12 +9,28 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 from exact import one_row
+from metal_cases import launch
+from mlx_lm.models import gated_delta, qwen3_next
 
-from mlx_mtp import emulator, kernels
+from mlx_mtp import kernels
 from mlx_mtp.emulator import stock
 from mlx_mtp.kernels import Quantized
+from mlx_mtp.layers import gated_delta as delta_layers
 
-SILU = "uint i = thread_position_in_grid.x; T rate = Sigmoid()(x[i]); y[i] = Multiply()(x[i], rate);"
+SILU = "out[i] = Multiply()(a[i], Sigmoid()(a[i]));"
+DECAY = """
+    T step = Add()(static_cast<T>(b[i]), static_cast<T>(c[i]));
+    T soft = LogAddExp()(step, T(0));
+    float rate = Negative()(Exp()(static_cast<float>(a[i])));
+    float exponent = Multiply()(rate, static_cast<float>(soft));
+    out[i] = Exp()(exponent);
+"""
+GATED = """
+    float gate = static_cast<float>(a[i]);
+    float open = Multiply()(gate, Sigmoid()(gate));
+    float product = Multiply()(open, static_cast<float>(b[i]));
+    out[i] = static_cast<T>(product);
+"""
 
 
 def quantized_matmul(x, w, scales, biases=None, transpose=True, group_size=64, bits=4, mode="affine"):
@@ -46,19 +62,29 @@ def conv1d(x, w, stride=1, padding=0, dilation=1, groups=1):
     return sums.astype(x.dtype)
 
 
-def silu(x):
+def elementwise(body, *arrays, dtype, T=None, options=None):
+    """MLX's operators of the wheel's headers on a[i], b[i], ..., all of one shape, as a compiled kernel has them."""
     header = stock.include("utils", "unary_ops", "binary_ops")
-    kernel = emulator.metal_kernel("silu", ["x"], ["y"], SILU, header=header)
-    grid, group = (x.size, 1, 1), (min(x.size, 32), 1, 1)
-    (y,) = kernel(
-        inputs=[x],
-        template=[("T", x.dtype)],
-        grid=grid,
-        threadgroup=group,
-        output_shapes=[x.shape],
-        output_dtypes=[x.dtype],
-    )
-    return y
+    body = f"uint i = thread_position_in_grid.x; {body}"
+    template = [("T", T or arrays[0].dtype)]
+    return launch(body, *arrays, dtype=dtype, header=header, template=template, options=options)
+
+
+def silu(x, options=None):
+    return elementwise(SILU, x, dtype=x.dtype, options=options)
+
+
+def sigmoid(x, options=None):
+    return elementwise("out[i] = Sigmoid()(a[i]);", x, dtype=x.dtype, options=options)
+
+
+def compute_g(A_log, a, dt_bias, options=None):
+    arrays = mx.broadcast_arrays(A_log, a, dt_bias)
+    return elementwise(DECAY, *arrays, dtype=mx.float32, T=mx.result_type(a, dt_bias), options=options)
+
+
+def precise_swiglu(h, gate, x, options=None):
+    return elementwise(GATED, gate, x, dtype=h.dtype, T=h.dtype, options=options)
 
 
 def rms_norm(x, weight, eps):
@@ -81,6 +107,10 @@ def stock_ops():
         stack.enter_context(mock.patch.object(mx, "conv1d", conv1d))
         stack.enter_context(mock.patch.object(mx.fast, "scaled_dot_product_attention", attention(sdpa)))
         stack.enter_context(mock.patch.object(nn, "silu", silu))
+        stack.enter_context(mock.patch.object(mx, "sigmoid", sigmoid))
         stack.enter_context(mock.patch.object(mx.fast, "rms_norm", rms_norm))
+        stack.enter_context(mock.patch.object(gated_delta, "compute_g", compute_g))
+        stack.enter_context(mock.patch.object(delta_layers, "compute_g", compute_g))
+        stack.enter_context(mock.patch.object(qwen3_next, "precise_swiglu", precise_swiglu))
         stack.enter_context(mock.patch.object(mx.fast, "rope", rope))
         yield
