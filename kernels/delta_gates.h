@@ -7,8 +7,7 @@ METAL_FUNC T softplus(T x) {
     return metal::numeric_limits<T>::quiet_NaN();
   }
   const T most = metal::max(x, T(0)), least = metal::min(x, T(0));
-  const T infinite = metal::numeric_limits<T>::infinity();
-  return least == -infinite || most == infinite ? most : most + log1p(metal::exp(least - most));
+  return most + log1p(metal::exp(least - most));
 }
 
 // exp(-exp(A_log) * softplus(step))

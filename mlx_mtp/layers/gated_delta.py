@@ -54,7 +54,7 @@ class GatedDelta:
         behind = cache.behind(qkv, self.conv_kernel_size)
         heads = {"key_heads": self.num_k_heads, "head_dim": self.head_k_dim}
         layer = Gates(a, b, self.A_log, self.dt_bias)
-        q, k, v, *gates, rows = delta_inputs(qkv, behind, self.conv1d.weight, layer, **heads, accepted=accepted)
+        q, k, v, g, beta, rows = delta_inputs(qkv, behind, self.conv1d.weight, layer, **heads, accepted=accepted)
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
         if accepted is not None:
             old_k, old_v, old_a, old_b, *old_gates = cache.tape
@@ -62,8 +62,8 @@ class GatedDelta:
         state = cache.committed
         if state is None:
             state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
-        y, state = gated_delta_verify(q, (k, v, *gates), state, tape=tape, accepted=accepted, last=cache.final)
-        cache.advance(state, state, rows, (k, v, a, b, *gates))  # the one of the two that it keeps
+        y, state = gated_delta_verify(q, (k, v, g, beta), state, tape=tape, accepted=accepted, last=cache.final)
+        cache.advance(state, state, rows, (k, v, a, b, g, beta))  # the one of the two that it keeps
         return gated_norm(y, z, self.norm.weight, self.norm.eps)
 
     def _gates(self: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:

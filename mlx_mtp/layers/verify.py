@@ -196,7 +196,7 @@ class Recurrence:
     """
 
     op = "gated_delta_verify"
-    candidates = tuple(VERIFY_ROWS)
+    candidates = (1, *VERIFY_ROWS)
     PROMPT, TAPE, ACCEPTED = 5, 4, 2  # rows before those that are tried
 
     def __init__(self, layer: Any, make_cache: Callable[[], Any]):
