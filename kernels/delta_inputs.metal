@@ -1,9 +1,9 @@
 // What a gated-delta recurrence reads of new rows: their causal depthwise convolution, on rows that follow the first n
 // of a tape, with SiLU; q and k normed per head; and the gates. One simdgroup for each unit of each row.
 //
-// Inputs   of any strides: before [1, taps-1+P, C]: the rows before and on the tape; x [1, T, C]; w [C, taps, 1] of T
-//          accepted [1] int: n, from 0 to P
-//          a, b [1, T, Hv]; A_log, dt_bias [Hv]
+// Inputs   of any strides: before [1, taps-1+P, C]: the rows before and on the tape; w [C, taps, 1]; both of T
+//          x [1, T, G, C/G] of T, each group's share of q, k and v; accepted [1] int: n, from 0 to P
+//          a, b [1, T, G', Hv/G']; A_log, dt_bias [Hv]
 //          layout [2] int: key heads Hk, values D of one. scales [2] of T: of q and of k. eps [1] float
 // Outputs  q, k [1, T, Hk, D], v [1, T, C - 2 Hk D], rows [1, taps-1+T, C]: those before the new ones, and these, of T
 //          g [1, T, Hv] float, beta [1, T, Hv] of B
@@ -12,8 +12,9 @@
 //
 // Sums are taken in float, from the oldest tap on, and rounded to T; everything behind them rounds as MLX's ops do.
 
-const int C = x_shape[2], taps = w_shape[1], behind = taps - 1, Hv = a_shape[2];
+const int C = w_shape[0], taps = w_shape[1], behind = taps - 1, Hv = A_log_shape[0];
 const int Hk = layout[0], D = layout[1], keys = Hk * D;
+const int group_keys = keys / x_shape[2], group_values = (C - 2 * keys) / x_shape[2], group_heads = a_shape[3];
 const int n = clamp(int(accepted[0]), 0, int(before_shape[1]) - behind);
 const int unit = thread_position_in_grid.y, row = thread_position_in_grid.z, t = row - behind;
 const int lane = thread_index_in_simdgroup;
@@ -23,10 +24,11 @@ const int start = normed ? unit * D : 2 * keys + (unit - 2 * Hk) * BLOCKS * 128;
 if (start >= C && !normed) {
   const int head = (unit - 2 * Hk - (C - 2 * keys + BLOCKS * 128 - 1) / (BLOCKS * 128)) * 32 + lane;
   if (t >= 0 && head < Hv) {
-    const A step = static_cast<A>(a[t * a_strides[1] + head * a_strides[2]]) +
+    const int group = head / group_heads, inner = head % group_heads;
+    const A step = static_cast<A>(a[t * a_strides[1] + group * a_strides[2] + inner * a_strides[3]]) +
         static_cast<A>(dt_bias[head * dt_bias_strides[0]]);
     g[t * Hv + head] = decay(static_cast<float>(A_log[head * A_log_strides[0]]), step);
-    beta[t * Hv + head] = sigmoid(static_cast<B>(b[t * b_strides[1] + head * b_strides[2]]));
+    beta[t * Hv + head] = sigmoid(static_cast<B>(b[t * b_strides[1] + group * b_strides[2] + inner * b_strides[3]]));
   }
   return;
 }
@@ -47,12 +49,14 @@ for (int block = 0; block < BLOCKS; block++) {
   for (int i = 0; i < READS; i++) {
     const int c = start + (block * 32 + lane) * READS + i;
     if (c < end) {
+      const int part = min(c / keys, 2), inner = c - part * keys, width = part < 2 ? group_keys : group_values;
+      const int64_t place = inner / width * x_strides[2] + (part * group_keys + inner % width) * x_strides[3];
       T newest = T(0);
       float sum = 0.0f;
       for (int tap = 0; tap < taps; tap++) {
         const int from = t + tap;
         newest = from < behind ? before[(n + from) * before_strides[1] + c * before_strides[2]]
-                               : x[(from - behind) * x_strides[1] + c * x_strides[2]];
+                               : x[(from - behind) * x_strides[1] + place];
         sum += static_cast<float>(newest) * static_cast<float>(w[c * w_strides[0] + tap * w_strides[1]]);
       }
       rows[size_t(row) * C + c] = newest;

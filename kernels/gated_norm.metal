@@ -1,13 +1,15 @@
 // The RMS norm of each head times a weight, times silu(z), which is taken in float; one simdgroup for each head.
 //
-// Inputs   of any strides: y [1, T, H, D] of T, z [1, T, H, D], weight [D]. eps [1] float
+// Inputs   of any strides: y [1, T, H, D] of T; z [1, T, G, H D / G]; weight [D]. eps [1] float
 // Outputs  out [1, T, H, D] of T
 // Template T, O (the type that T and the weight's promote to), BLOCKS (of 128 values of a head)
 // Grid     (32, H, T), threadgroup (32, any, 1)
 
 const int H = y_shape[2], D = y_shape[3];
 const int head = thread_position_in_grid.y, row = thread_position_in_grid.z, lane = thread_index_in_simdgroup;
-const int64_t own = row * y_strides[1] + head * y_strides[2], gates = row * z_strides[1] + head * z_strides[2];
+const int first = head * D % z_shape[3];  // in its group
+const int64_t own = row * y_strides[1] + head * y_strides[2];
+const int64_t gates = row * z_strides[1] + head * D / z_shape[3] * z_strides[2] + first * z_strides[3];
 
 float kept[BLOCKS][READS] = {};
 float squares = 0.0f;

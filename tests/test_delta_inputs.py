@@ -160,6 +160,27 @@ def test_views_are_read_where_they_lie():
     assert all(map(same, got, want))
 
 
+def regrouped(x: mx.array, *widths: int) -> mx.array:
+    """The parts of [1, T, C] cut into a group for each head, inside of a wider product."""
+    parts = [mx.unflatten(part, 2, (HEADS, -1)) for part in mx.split(x, list(widths), axis=-1)]
+    return mx.concatenate([*parts, parts[0]], axis=-1)[..., : x.shape[2] // HEADS]
+
+
+@linux_only
+@pytest.mark.parametrize("fused", [True, False])
+def test_heads_in_groups_are_the_heads(fused):
+    """A product whose groups hold a key head's q, k and v and more, read where it lies."""
+    x, before, weight, gates, heads = start(2, 3, F32, hv=2 * HEADS)
+    grouped = gates._replace(a=regrouped(gates.a), b=regrouped(gates.b))
+    at = mx.array([1])
+    op = delta_inputs if fused else delta_inputs_ref
+    with emulator.emulated() as launches:
+        want = op(x, before, weight, gates, **heads, accepted=at)
+        got = op(regrouped(x, HEADS * D, 2 * HEADS * D), before, weight, grouped, **heads, accepted=at)
+    assert len(launches) == 2 * fused
+    assert all(map(same, got, want))
+
+
 @linux_only
 def test_a_count_beyond_the_tape_stays_on_it():
     x, before, weight, gates, heads = start(4, 1, F32)
@@ -207,5 +228,9 @@ def test_what_is_refused():
         delta_inputs(x, before[:, :2], weight, gates, **heads, accepted=mx.array([0]))
     with pytest.raises(ValueError, match="before has 5 rows; it must have 3 rows without `accepted`"):
         delta_inputs(x, before, weight, gates, **heads)
-    with pytest.raises(ValueError, match="x has 88 channels; q and k of 4 heads of 12 need 96"):
+    with pytest.raises(
+        ValueError, match=r"x has shape \(1, 1, 1, 88\); .* 88 channels, 96 of them q and k of 4 heads"
+    ):
         delta_inputs(x, before[:, :3], weight, gates, key_heads=4, head_dim=D)
+    with pytest.raises(ValueError, match=r"x has shape \(1, 1, 4, 22\); .* \[1, T, G, C/G\] for 88 channels"):
+        delta_inputs(x.reshape(1, 1, 4, 22), before[:, :3], weight, gates, **heads)

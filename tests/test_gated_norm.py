@@ -64,6 +64,9 @@ def test_views_are_read_where_they_lie():
         assert same(gated_norm(half, apart, mx.repeat(weight, 3)[::3], EPS), want)
         assert same(gated_norm(y, turned[1], weight, EPS), want)
         assert same(gated_norm(turned[0], z, weight, EPS), want)
+        groups = mx.contiguous(mx.pad(z.reshape(1, 3, 1, 256), [(0, 0)] * 3 + [(3, 0)]))[..., 3:]
+        assert same(gated_norm(y, groups, weight, EPS), want)
+        assert same(gated_norm_ref(y, groups, weight, EPS), gated_norm_ref(y, z, weight, EPS))
 
 
 @pytest.mark.parametrize(("dtype", "weights"), [(F32, F32), (BF16, BF16), (BF16, F32)])

@@ -21,7 +21,7 @@ SIMDGROUPS = 4
 
 
 class Gates(NamedTuple):
-    """a and b [1, T, Hv] of the rows; A_log and dt_bias [Hv] of the layer."""
+    """a and b [1, T, Hv] or, in groups, [1, T, G, Hv/G] of the rows; A_log and dt_bias [Hv] of the layer."""
 
     a: mx.array
     b: mx.array
@@ -53,17 +53,23 @@ def delta_inputs_ref(
     """`delta_inputs` in plain ops, with sums in float32."""
     if accepted is not None:
         before = mx.take(before, accepted + mx.arange(weight.shape[1] - 1), axis=1)
-    rows = mx.concatenate([before, x], axis=1)
-    sums = mx.conv1d(rows.astype(mx.float32), weight.astype(mx.float32), groups=x.shape[2])
-    keys = key_heads * head_dim
+    x = _grouped(x)
+    keys, groups = key_heads * head_dim, x.shape[2]
+    parts = mx.split(x, [keys // groups, 2 * keys // groups], axis=-1)
+    rows = mx.concatenate([before, mx.concatenate([part.flatten(2) for part in parts], axis=-1)], axis=1)
+    sums = mx.conv1d(rows.astype(mx.float32), weight.astype(mx.float32), groups=weight.shape[0])
     q, k, v = mx.split(nn.silu(sums.astype(x.dtype)), [keys, 2 * keys], axis=-1)
     q, k = (
         scale * mx.fast.rms_norm(heads.reshape(*x.shape[:2], key_heads, head_dim), None, EPS / head_dim)
         for heads, scale in zip((q, k), _scales(head_dim), strict=True)
     )
-    a, b, A_log, dt_bias = gates
+    (a, b), (A_log, dt_bias) = (gate.flatten(2) for gate in gates[:2]), gates[2:]
     g = mx.exp(-mx.exp(A_log.astype(mx.float32)) * nn.softplus(a + dt_bias))
     return DeltaInputs(q, k, v, g, mx.sigmoid(b), rows)
+
+
+def _grouped(x: mx.array) -> mx.array:
+    return x if x.ndim == 4 else x[:, :, None]
 
 
 def _scales(head_dim: int) -> tuple[float, float]:
@@ -74,7 +80,7 @@ def _scales(head_dim: int) -> tuple[float, float]:
 def _delta_inputs_metal(
     x: mx.array, before: mx.array, weight: mx.array, gates: Gates, heads: tuple[int, int], accepted: mx.array | None
 ) -> DeltaInputs:
-    (_, T, C), taps, Hv, (Hk, D) = x.shape, weight.shape[1], gates.a.shape[2], heads
+    (C, taps, _), T, Hv, (Hk, D) = weight.shape, x.shape[1], gates.A_log.size, heads
     values, blocks = C - 2 * Hk * D, -(-D // BLOCK)
     units = 2 * Hk - (-values // (blocks * BLOCK)) - (-Hv // 32)
     if accepted is None:
@@ -108,20 +114,23 @@ def delta_inputs(
     """SiLU of a causal depthwise convolution over new rows that follow the first `accepted` rows of a tape, cut into
     q and k, normed to unit length per head and q scaled by head_dim ** -0.5, and v; and the gates of the rows.
 
-    x: [1, T, C] float16, bfloat16 or float32. before: [1, taps-1+P, C], the rows before and on the tape of P rows,
-        of which those after the accepted may hold anything. weight: [C, taps, 1]. Both of x's dtype.
+    x: [1, T, C] float16, bfloat16 or float32; or [1, T, G, C/G], the heads in G groups, each with its q, k and v.
+    before: [1, taps-1+P, C], the rows before and on the tape of P rows, q, k and v of all heads; rows after the
+        accepted may hold anything. weight: [C, taps, 1]. Both of x's dtype.
     gates: of any of these dtypes; g = exp(-exp(A_log) softplus(a + dt_bias)) is float32, beta = sigmoid(b) of b's.
     accepted: [1] int32, from 0 to P. None: there is no tape, P = 0. Any array may be a view.
 
-    Raises ValueError where `before` has too few rows, a tape and no `accepted`, or C too few channels for the heads.
+    Raises ValueError where `before` has too few rows, a tape and no `accepted`, or x not the heads' channels.
     """
     tape = before.shape[1] - (weight.shape[1] - 1)
     if tape < 0 or (tape > 0 and accepted is None):
         needed = f"{weight.shape[1] - 1} rows" + (" without `accepted`" if tape > 0 else " or more")
         raise ValueError(f"before has {before.shape[1]} rows; it must have {needed}")
-    if x.shape[2] < 2 * key_heads * head_dim:
-        heads = f"q and k of {key_heads} heads of {head_dim}"
-        raise ValueError(f"x has {x.shape[2]} channels; {heads} need {2 * key_heads * head_dim}")
+    x, gates = _grouped(x), gates._replace(a=_grouped(gates.a), b=_grouped(gates.b))
+    C, keys = weight.shape[0], 2 * key_heads * head_dim
+    if x.shape[2] * x.shape[3] != C or keys > C or key_heads % x.shape[2]:
+        heads = f"{C} channels, {keys} of them q and k of {key_heads} heads"
+        raise ValueError(f"x has shape {x.shape}; it must be [1, T, G, C/G] for {heads}")
     alike = x.dtype == before.dtype == weight.dtype and {x.dtype, *(gate.dtype for gate in gates)} <= set(TYPES)
     if _source.on_metal() and alike and head_dim <= BLOCK * MOST_BLOCKS:
         return _delta_inputs_metal(x, before, weight, gates, (key_heads, head_dim), accepted)

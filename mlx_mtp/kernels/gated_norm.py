@@ -17,6 +17,7 @@ SIMDGROUPS = 4
 
 def gated_norm_ref(y: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
     """`gated_norm` in MLX's own ops."""
+    z = z.reshape(y.shape)
     normed = mx.fast.rms_norm(y, weight, eps).astype(mx.float32)
     return (nn.silu(z.astype(mx.float32)) * normed).astype(y.dtype)
 
@@ -37,11 +38,12 @@ def _gated_norm_metal(y: mx.array, z: mx.array, weight: mx.array, eps: float) ->
 def gated_norm(y: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
     """mx.fast.rms_norm(y, weight, eps) * silu(z), the product in float32: [B, T, H, D] in y's dtype.
 
-    y, z: [B, T, H, D] float16, bfloat16 or float32, each its own; they may be views. weight: [D].
+    y: [B, T, H, D], z: [B, T, G, H D / G], its heads in groups of whole ones; float16, bfloat16 or float32, each its
+        own, and views if need be. weight: [D].
     Raises ValueError where y and z, or weight and D, do not match.
     """
-    if y.ndim != 4 or y.shape != z.shape:
-        raise ValueError(f"y has shape {y.shape} and z {z.shape}; they must have the same, [B, T, heads, values]")
+    if y.ndim != 4 or z.ndim != 4 or y.shape[:2] != z.shape[:2] or y.size != z.size or z.shape[3] % y.shape[3]:
+        raise ValueError(f"y has shape {y.shape} and z {z.shape}; they must be the same heads, [B, T, heads, values]")
     if weight.shape != y.shape[-1:]:
         raise ValueError(f"weight has shape {weight.shape}; for these heads it must be {y.shape[-1:]}")
     known = {y.dtype, z.dtype, weight.dtype} <= set(TYPES)

@@ -27,13 +27,16 @@ class GatedDelta:
         z = self.in_proj_z(x).reshape(*x.shape[:2], self.num_v_heads, self.head_v_dim)
         return self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x)
 
+    def grouped(self: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """`inputs`, or views of the products [B, S, G, ..] where these have the heads in groups."""
+        return self.inputs(x)
+
     def __call__(self: Any, x: mx.array, mask: None = None, cache: Any = None) -> mx.array:
         """x [1, S, H] -> [1, S, H]."""
         if cache is None:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         B, S, _ = x.shape
-        qkv, z, b, a = self.inputs(x)
-        y = (self.fused if S in self.verify_rows else self.plain)(qkv, z, b, a, cache)
+        y = self.fused(*self.grouped(x), cache) if S in self.verify_rows else self.plain(*self.inputs(x), cache)
         return self.out_proj(y.reshape(B, S, -1))
 
     def plain(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
@@ -49,9 +52,12 @@ class GatedDelta:
         return self.norm(y, z)
 
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
-        """`plain` in three launches: the tape's accepted rows are read again by the one that reads the new ones."""
+        """`plain` in three launches; that of the recurrence reads the tape's accepted rows again, and then the new.
+
+        Takes the inputs as they are or `grouped`.
+        """
         accepted, tape = cache.accepted, None
-        behind = cache.behind(qkv, self.conv_kernel_size)
+        behind = cache.behind(qkv.flatten(2), self.conv_kernel_size)  # its shape is read, and no more
         heads = {"key_heads": self.num_k_heads, "head_dim": self.head_k_dim}
         layer = Gates(a, b, self.A_log, self.dt_bias)
         q, k, v, g, beta, rows = delta_inputs(qkv, behind, self.conv1d.weight, layer, **heads, accepted=accepted)
@@ -63,7 +69,8 @@ class GatedDelta:
         if state is None:
             state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
         y, state = gated_delta_verify(q, (k, v, g, beta), state, tape=tape, accepted=accepted, last=cache.final)
-        cache.advance(state, state, rows, (k, v, a, b, g, beta))  # the one of the two that it keeps
+        kept = k, v, a.flatten(2), b.flatten(2), g, beta
+        cache.advance(state, state, rows, kept)  # the one of the two states that it keeps
         return gated_norm(y, z, self.norm.weight, self.norm.eps)
 
     def _gates(self: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
