@@ -25,7 +25,7 @@ STEP = {
 HYBRID = {**QWEN_TEXT, "intermediate_size": 64, "head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 16}
 PROMPT, LENGTH = [1, 2, 3, 4, 1], 8
 EVERY = {"verify_attention", "attention_merge", "add_norm", "norm_rope"}
-OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY}
+OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY | {"delta_inputs", "gated_delta_verify", "gated_norm"}}
 
 
 def quantized(weights: dict, dtype=mx.bfloat16) -> dict:
