@@ -1,85 +1,42 @@
-"""How many operations a layer's verify of four rows is, before and after the kernels: counted in recorded graphs.
+"""How many operations a layer's verify, a cycle and a plain step are, before and after the kernels.
 
-    python bench/launches.py
+    python bench/launches.py [--rows 4] [--out bench/results/launches.json]
 
-An operation is a launch or more on a GPU. Views are not counted; elementwise operations count singly, though
-mx.compile fuses some (SwiGLU, gates, routing weights); MLX's fused norms, RoPE and attention count one each.
-Layers of the families in tiny widths, quantized to 4 bits; nothing is computed, no GPU is needed.
+Counted in recorded graphs of the families at their real depth, in tiny widths, quantized to 4 bits: nothing is
+computed, no GPU is needed. An operation is a launch or more on a GPU. Views are not counted; elementwise operations
+count singly, though mx.compile fuses some (SwiGLU, gates, routing weights); MLX's fused norms, RoPE and attention
+count one each. A layer is what it adds to the one before it. A cycle drafts rows - 1 tokens and verifies them.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import click
 import mlx.core as mx
 import mlx.nn as nn
-from rich.console import Console
-from rich.table import Table
 
 with mock.patch.object(mx.metal, "is_available", return_value=True):
     from mlx_lm.models import gated_delta  # noqa: F401 makes its kernels when it is imported
 
-from mlx_lm.models import glm4_moe
+from launches_models import MODELS, WIDTH
+from rich.console import Console
+from rich.table import Table
 
 from mlx_mtp import switch
-from mlx_mtp.models import glm4_moe as glm_port
-from mlx_mtp.models import qwen3_5 as qwen_port
-from mlx_mtp.models import step3p5 as step_port
-from mlx_mtp.prompt_cache import make_prompt_cache
+from mlx_mtp.decode import cycle
+from mlx_mtp.draft import Run, prime
+from mlx_mtp.prompt_cache import PromptCache, make_prompt_cache
+from mlx_mtp.sampling import Picker
 
-ROWS = 4
 VIEWS = {
-    "Broadcast",
-    "ExpandDims",
-    "Flatten",
-    "Full",
-    "Reshape",
-    "Slice",
-    "Split",
-    "Squeeze",
-    "Transpose",
+    *("Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"),
     "Unflatten",
 }
-STEP = step_port.ModelArgs(
-    **{"model_type": "step3p5", "hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 64},
-    **{"num_attention_heads": 4, "num_attention_groups": 2, "head_dim": 32, "intermediate_size": 128},
-    **{"moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 64, "share_expert_dim": 64},
-    **{
-        "moe_layers_enum": "1",
-        "layer_types": ["full_attention", "sliding_attention"],
-        "swiglu_limits_shared": [0, 7],
-    },
-)
-QWEN = qwen_port.ModelArgs(
-    model_type="qwen3_5",
-    text_config={
-        **{"model_type": "qwen3_5_text", "hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 64},
-        **{"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32},
-        **{"linear_value_head_dim": 32, "full_attention_interval": 4, "tie_word_embeddings": False},
-    },
-)
-GLM = glm4_moe.ModelArgs(
-    **{"model_type": "glm4_moe", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128},
-    **{"max_position_embeddings": 512, "moe_intermediate_size": 64, "norm_topk_prob": True, "n_group": 1},
-    **{"num_attention_heads": 4, "head_dim": 32, "topk_group": 1, "n_shared_experts": 1, "n_routed_experts": 8},
-    **{"routed_scaling_factor": 1.0, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_hidden_layers": 2},
-    **{"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "use_qk_norm": True},
-    **{"tie_word_embeddings": False, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_scaling": None},
-)
-LAYERS: dict[str, tuple[Callable[[], Any], int]] = {
-    "Step-3.5, dense": (lambda: step_port.Model(STEP), 0),
-    "Step-3.5, experts": (lambda: step_port.Model(STEP), 1),
-    "Qwen3.5, gated delta": (lambda: qwen_port.Model(QWEN), 0),
-    "Qwen3.5, attention": (lambda: qwen_port.Model(QWEN), 3),
-    "GLM-4.5, dense": (lambda: glm_port.Model(GLM), 0),
-    "GLM-4.5, experts": (lambda: glm_port.Model(GLM), 1),
-}
-
-
 ATTENTION = mx.fast.metal_kernel(name="attention", input_names=["q", "k", "v"], output_names=["out"], source=";")
 
 
@@ -87,6 +44,17 @@ def attention(q: mx.array, k: mx.array, v: mx.array, **_: Any) -> mx.array:
     shape = (*q.shape[:-1], v.shape[-1])
     (out,) = ATTENTION(
         inputs=[q, k, v], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[shape], output_dtypes=[q.dtype]
+    )
+    return out
+
+
+DEQUANTIZE = mx.fast.metal_kernel(name="dequantize", input_names=["w", "scales"], output_names=["out"], source=";")
+
+
+def dequantize(w: mx.array, scales: mx.array, *_: Any, group_size: int, **__: Any) -> mx.array:
+    shape = (*scales.shape[:-1], scales.shape[-1] * group_size)
+    (out,) = DEQUANTIZE(
+        inputs=[w, scales], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[shape], output_dtypes=[scales.dtype]
     )
     return out
 
@@ -103,51 +71,114 @@ def as_on_a_mac() -> Iterator[None]:
         stack.enter_context(mock.patch.object(mx, "default_device", return_value=mx.Device(mx.gpu)))
         for name, stand_in in (("rms_norm", one), ("rope", one), ("scaled_dot_product_attention", attention)):
             stack.enter_context(mock.patch.object(mx.fast, name, stand_in))
+        stack.enter_context(mock.patch.object(mx, "dequantize", dequantize))
         yield
 
 
-def operations(fn: Callable[[mx.array], Any], x: mx.array) -> Counter:
+def operations(fn: Callable[..., Any], *arrays: mx.array) -> Counter:
     """The primitives of a graph that are no views, by name."""
-    names = []
-    mx.export_function(lambda event: names.append(event["name"]) if event["type"] == "primitive" else None, fn, x)
+    names: list[str] = []
+    mx.export_function(
+        lambda event: names.append(event["name"]) if event["type"] == "primitive" else None, fn, *arrays
+    )
     return Counter(name for name in names if name not in VIEWS)
 
 
-def verify(model: Any, index: int) -> Counter:
-    """A layer's verify, with a verify before it of which two rows were accepted; recorded as on a Mac."""
-    layer, x = model.layers[index], mx.zeros((1, ROWS, 128), mx.bfloat16)
-    cache = make_prompt_cache(model).layers[index]
+def make(build: Callable[[], Any]) -> Any:
+    model = build()
+    nn.quantize(model, group_size=32, bits=4, class_predicate=lambda _, m: hasattr(m, "to_quantized"))
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+def reached(model: Any, rows: int) -> PromptCache:
+    """Caches after a prompt and a verify whose last drafts were rejected; the heads have read it all."""
+    cache, tokens = make_prompt_cache(model), [1] * rows
     cache.reserve(64)
-    layer(x, mask=cache.make_mask(ROWS), cache=cache)
-    cache.seek(mx.array([ROWS]), ROWS)
-    layer(x, mask=cache.make_mask(ROWS, return_array=True), cache=cache)
-    cache.seek(mx.array([ROWS + 2]), 2 * ROWS)
-    mx.eval(cache.parts)
-    mask = cache.make_mask(ROWS, return_array=True)
+    hidden = model.hidden(mx.array(tokens)[None], cache.layers)
+    cache.tokens = tokens
+    cache.push(hidden)
+    prime(model, cache, 0, rows - 1, step=rows)
+    cache.start_drafting()
+    _seek(cache.layers, rows, rows)
+    model.hidden(mx.array(tokens)[None], cache.layers)
+    _seek(cache.layers, rows + 1, 2 * rows)
+    mx.eval(cache.arrays)
+    return cache
+
+
+def _seek(caches: list[Any], offset: int, limit: int) -> None:
+    at = mx.array([offset])
+    for cache in caches:
+        cache.seek(at, limit)
+
+
+def up_to(model: Any, last: int, rows: int) -> Counter:
+    """The verify of all layers up to `last`."""
+    cache, x = reached(model, rows).layers, mx.zeros((1, rows, WIDTH), mx.bfloat16)
+
+    def run(x: mx.array) -> list[mx.array]:
+        masks: dict[Any, Any] = {}
+        for layer, kv in zip(model.layers[: last + 1], cache, strict=False):
+            if kv.window not in masks:
+                masks[kv.window] = kv.make_mask(rows, return_array=True)
+            x = layer(x, mask=masks[kv.window], cache=kv)
+        return [x, *(part for kv in cache[: last + 1] for part in kv.parts)]
+
     with as_on_a_mac():
-        return operations(lambda x: layer(x, mask=mask, cache=cache), x)
+        return operations(run, x)
+
+
+def of_cycle(model: Any, rows: int) -> Counter:
+    """A cycle that drafts rows - 1 tokens; rows = 1: a plain step, without heads."""
+    cache = reached(model, 4)
+    cache.drafting = cache.drafting and rows > 1
+    hidden, tokens = mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros(rows, mx.int32)
+    accepted = mx.zeros(1, mx.int32)
+    mx.eval(hidden, tokens, accepted)
+
+    def run(hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
+        before = Run.of(hidden, tokens, accepted, tokens[1:], None)
+        after = cycle(model, cache, before, 4, rows - 1, Picker(), [])
+        return [after.packed, *cache.arrays]
+
+    with as_on_a_mac():
+        return operations(run, hidden, tokens, accepted)
+
+
+def counts(model: Any, layers: dict[str, int], rows: int) -> dict[str, list[int]]:
+    """Operations of a layer of each kind, of a cycle and of a plain step: at one row, and at `rows`."""
+    found = {}
+    for kind, i in layers.items():
+        found[kind] = [up_to(model, i, m).total() - up_to(model, i - 1, m).total() for m in (1, rows)]
+    return found | {"a plain step, a cycle": [of_cycle(model, m).total() for m in (1, rows)]}
 
 
 @click.command(help=__doc__)
-def main() -> None:
-    table = Table(title=f"operations of one layer's verify of {ROWS} rows")
-    for column in ("layer", "stock MLX", "of these products", "with the kernels", "of these kernels"):
-        table.add_column(column, justify="left" if column == "layer" else "right")
+@click.option("--rows", type=click.IntRange(2, 8), default=4, help="Rows M of the verify.")
+@click.option("--model", "names", multiple=True, type=click.Choice(list(MODELS)), help="Only this one.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write the counts to this file, as JSON.")
+def main(rows: int, names: tuple[str, ...], out: Path | None) -> None:
+    table = Table(title=f"operations at one row, and at {rows}")
+    for column in ("model", "of", "stock MLX", "with the kernels"):
+        table.add_column(column, justify="right" if "MLX" in column or "kernels" in column else "left")
     mx.disable_compile()
-    for name, (make, index) in LAYERS.items():
-        model = make()
-        nn.quantize(model, group_size=32, bits=4, class_predicate=lambda _, m: hasattr(m, "to_quantized"))
-        model.set_dtype(mx.bfloat16)
-        mx.eval(model.parameters())
-        before = verify(model, index)
+    found: dict[str, Any] = {}
+    for name in names or MODELS:
+        build, kinds = MODELS[name]
+        model = make(build)
+        before = counts(model, kinds, rows)
         for site in switch.place(model):
             site.rows = frozenset(site.candidates)
-        after = verify(model, index)
-        products = before["QuantizedMatmul"] + before["Matmul"]
-        kernels = after["CustomKernel"] - (model.windows()[index] != "recurrent")  # but for attention's stand-in
-        counts = (before.total(), products, after.total(), kernels)
-        table.add_row(name, *map(str, counts))
+        after = counts(model, kinds, rows)
+        found[name] = {kind: {"stock": before[kind], "kernels": after[kind]} for kind in before}
+        for kind in before:
+            cells = ("{}, {}".format(*side[kind]) for side in (before, after))
+            table.add_row(name if kind == next(iter(kinds)) else "", kind, *cells, end_section=kind not in kinds)
     Console().print(table)
+    if out:
+        out.write_text(json.dumps({"rows": [1, rows], "operations": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

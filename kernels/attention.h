@@ -12,18 +12,18 @@ METAL_FUNC int fragment_column(int lane) {
   return lane / 8 % 2 * 4 + lane % 2 * 2;
 }
 
-// The queries: row r of a KV head is position first + r % L, and sees from `oldest` of its position to itself.
+// The queries of rows from `row` on: row r of a KV head is position first + r % L, and sees from its `oldest` to itself.
 struct Sight {
-  int first, L, start, window; // window 0: all
+  int row, first, L, start, window; // window 0: all
 
   METAL_FUNC int last() const { return first + L - 1; }
-  METAL_FUNC int position(int row) const { return first + row % L; }
+  METAL_FUNC int position(int r) const { return first + (row + r) % L; }
   METAL_FUNC int oldest(int position) const {
     const int begin = start < position ? start : position;
     const int reach = window > 0 ? position - window + 1 : 0;
     return reach > begin ? reach : begin;
   }
-  METAL_FUNC bool sees(int row, int key) const { return key <= position(row) && key >= oldest(position(row)); }
+  METAL_FUNC bool sees(int r, int key) const { return key <= position(r) && key >= oldest(position(r)); }
   // Of N neighbouring positions: whether any query sees any of them, and whether all see all.
   METAL_FUNC bool any(int begin, int N) const { return begin <= last() && begin + N > oldest(first); }
   METAL_FUNC bool all(int begin, int N) const { return begin + N - 1 <= first && begin >= oldest(last()); }
@@ -69,7 +69,7 @@ METAL_FUNC void load_values(
 // dimensions 4 c + t at index c, so that a lane's values are neighbours: 8 of its key, 4 of each of its two queries.
 template <int BLOCKS, typename T>
 METAL_FUNC void add_scores(
-    const thread float* key, const device T* q, int R, int D, int lane, thread Fragment (&scores)[BLOCKS]) {
+    const thread float* key, const device T* q, int rows, int D, int lane, thread Fragment (&scores)[BLOCKS]) {
   Fragment keys[4];
   UNROLL
   for (int t = 0; t < 4; t++) {
@@ -80,8 +80,8 @@ METAL_FUNC void add_scores(
   for (int b = 0; b < BLOCKS; b++) {
     const int row = 8 * b + fragment_column(lane);
     const device T* from = q + 4 * fragment_row(lane);
-    const vec<T, 4> even = *reinterpret_cast<const device vec<T, 4>*>(from + min(row, R - 1) * D);
-    const vec<T, 4> odd = *reinterpret_cast<const device vec<T, 4>*>(from + min(row + 1, R - 1) * D);
+    const vec<T, 4> even = *reinterpret_cast<const device vec<T, 4>*>(from + min(row, rows - 1) * D);
+    const vec<T, 4> odd = *reinterpret_cast<const device vec<T, 4>*>(from + min(row + 1, rows - 1) * D);
     UNROLL
     for (int t = 0; t < 4; t++) {
       Fragment queries;

@@ -1,9 +1,9 @@
 // Products of the rows that visit one expert with four rows of its weights, which are requested once.
 
-constant constexpr int COLUMNS = 4;    // weight rows that a simdgroup takes
-constant constexpr int MOST_VISITS = 8; // rows of x that visit an expert
+constant constexpr int COLUMNS = 4; // weight rows that a simdgroup takes
 
-// One expert's matrix [N, K], N a multiple of COLUMNS, and where the rows of x begin that visit it: `count` of them, then the last again.
+// One expert's matrix [N, K], N a multiple of COLUMNS, and where the rows of x begin that visit it: `count` of them, then
+// the last again.
 template <typename T, typename S>
 struct Visit {
   const device uint8_t* w;
@@ -11,7 +11,7 @@ struct Visit {
   const device S* biases;
   const device T* x;
   int N, K, count;
-  int rows[MOST_VISITS];
+  int rows[8];
 };
 
 // Lane COLUMNS * m + c gets the product of row m with weight row begin + c. More than 4 rows go with 2 weight rows at a
@@ -41,8 +41,19 @@ METAL_FUNC float rows_product(const thread Visit<T, S>& visit, int begin, int la
   return own;
 }
 
-// The same, with `expert`'s matrix of w, for the fewest of 1, 2, 4 and 8 rows.
-template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES>
+// The same, by the fewest of 1, 2, 4, ... ROWS rows that hold those of the visit.
+template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS>
+METAL_FUNC float visit_product(const thread Visit<T, S>& visit, int begin, int lane) {
+  if constexpr (ROWS > 1) {
+    if (visit.count <= ROWS / 2) {
+      return visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS / 2>(visit, begin, lane);
+    }
+  }
+  return rows_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane);
+}
+
+// The same, with `expert`'s matrix of w.
+template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS>
 METAL_FUNC float expert_product(
     const device uint32_t* w,
     const device S* scales,
@@ -55,14 +66,5 @@ METAL_FUNC float expert_product(
   visit.w = (const device uint8_t*)w + row * (visit.K / 8 * BITS);
   visit.scales = scales + row * groups;
   visit.biases = biases + row * groups;
-  if (visit.count == 1) {
-    return rows_product<T, S, BITS, FP, GROUP, VALUES, 1>(visit, begin, lane);
-  }
-  if (visit.count == 2) {
-    return rows_product<T, S, BITS, FP, GROUP, VALUES, 2>(visit, begin, lane);
-  }
-  if (visit.count <= 4) {
-    return rows_product<T, S, BITS, FP, GROUP, VALUES, 4>(visit, begin, lane);
-  }
-  return rows_product<T, S, BITS, FP, GROUP, VALUES, 8>(visit, begin, lane);
+  return visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane);
 }

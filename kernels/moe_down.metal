@@ -4,8 +4,8 @@
 //          twice); h [P, K]; from moe_route: weights [P] float32, experts [P], starts [P + 1], places [P]; sizes [4] int32,
 //          the first is top_k; shared [M, N] of T; shared_gate [M] of T
 // Output   y [M, N]
-// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, SHARED (0: not, 1: added, 2: added times
-//          sigmoid(shared_gate)), SIMDGROUPS
+// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: at least M),
+//          SHARED (0: not, 1: added, 2: added times sigmoid(shared_gate)), SIMDGROUPS
 // Grid     x: 32; y: SIMDGROUPS per 4 values of N;  group of threads (32, SIMDGROUPS, 1)
 
 constexpr int MOST_PAIRS = 128;
@@ -19,11 +19,11 @@ for (int slot = worker; slot < P && starts[slot] < P; slot += SIMDGROUPS) {
   const int start = starts[slot], end = starts[slot + 1];
   Visit<T, S> visit = {nullptr, nullptr, nullptr, h, N, K, end - start};
   UNROLL
-  for (int m = 0; m < MOST_VISITS; m++) {
+  for (int m = 0; m < ROWS; m++) {
     visit.rows[m] = min(start + m, end - 1) * K;
   }
   const float product =
-      expert_product<T, S, BITS, FP, GROUP, VALUES>(w, scales, biases, visit, experts[slot], begin, lane);
+      expert_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(w, scales, biases, visit, experts[slot], begin, lane);
   if (start + lane / COLUMNS < end) {
     products[start * COLUMNS + lane] = float(static_cast<T>(product));
   }

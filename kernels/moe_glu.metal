@@ -4,7 +4,7 @@
 //          formats: scales twice); x [M, K]; limit [1] of T, where the two are clamped; from moe_route: tokens [P], experts
 //          [P], starts [P + 1]
 // Output   h [P, N], in the order of tokens
-// Template T (x, limit, h), S (scales), BITS, GROUP, FP, VALUES, CLAMPED
+// Template T (x, limit, h), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: at least M), CLAMPED
 // Grid     x: 32; y: 2 per 8 values of N; z: P, one for each distinct expert;  group of threads (32, 2, 1)
 
 const int slot = threadgroup_position_in_grid.z, lane = thread_index_in_simdgroup;
@@ -17,13 +17,13 @@ if (start == end) {
 
 Visit<T, S> visit = {nullptr, nullptr, nullptr, x, N, K, end - start};
 UNROLL
-for (int m = 0; m < MOST_VISITS; m++) {
+for (int m = 0; m < ROWS; m++) {
   visit.rows[m] = tokens[min(start + m, end - 1)] * K;
 }
 float opened = 0, linear = 0;
 _Pragma("clang loop unroll(disable)")
 for (int i = 0; i < 2; i++) {
-  const float product = expert_product<T, S, BITS, FP, GROUP, VALUES>(
+  const float product = expert_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(
       i == 0 ? gate : up,
       i == 0 ? gate_scales : up_scales,
       i == 0 ? gate_biases : up_biases,

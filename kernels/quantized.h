@@ -238,3 +238,14 @@ template <int LANES>
 METAL_FUNC float lanes_sum(float result) {
   return LANES == 4 ? quad_sum(result) : simd_sum(result);
 }
+
+// (start, end) of the weight that row n of a stack belongs to; `ends`: where each of them ends.
+template <typename Ends>
+METAL_FUNC int2 place_of(Ends ends, int weights, int n) {
+  int start = 0, end = ends[0];
+  for (int p = 1; n >= end && p < weights; p++) {
+    start = end;
+    end = ends[p];
+  }
+  return int2(start, end);
+}

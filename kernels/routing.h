@@ -1,11 +1,11 @@
 // A router's selection: places in an order that puts NaN last, as MLX's sort does, and the softmax of a row.
 
-// Where x stands in ascending order: 0 is before all numbers, the greatest is NaN. Both zeros stand in one place.
+// Where x stands in ascending order: 0 is before all numbers, the greatest is NaN. No score or sum of them is -0.
 METAL_FUNC uint place_of(float x) {
   if (metal::isnan(x)) {
     return 0xffffffffu;
   }
-  const uint bits = x == 0 ? 0u : as_type<uint>(x);
+  const uint bits = as_type<uint>(x);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 

@@ -1,18 +1,21 @@
 // Attention of a few neighbouring queries to the positions of a KV cache, CHUNK of them at a time; `attention_merge` puts
-// the chunks together. Each group of threads serves all R = G * L rows of a KV head, so that keys and values are asked for once.
+// the chunks together. A group of threads serves all R = G * L rows of a KV head, or as many as its registers hold sums of:
+// keys and values are asked for once for all of them.
 //
-// Inputs   q [1, Hq, L, D] of T, Hq = G * Hkv; keys [1, Hkv, S, D], values [1, Hkv, S, DV] of T, or with BITS as mx.quantize
-//          makes them, with their scales and biases (BITS 0: anything); offset [1] int32, the first query's position;
+// Inputs   q [1, Hq, L, D] of T, Hq = G * Hkv; keys [1, Hkv, S, D], values [1, Hkv, S, DV] of T, or with BITS as
+//          mx.quantize makes them, with their scales and biases (BITS 0: anything); offset [1] int32, the first query's position;
 //          sight [2] int32: no query looks before the first number (but at itself), nor at more than the second's number
 //          of positions (0: all); scale [1] float
 // Outputs  partials [Hkv, chunks, R, DV] float, the sums of p v; ml [Hkv, chunks, R, 2] float, the largest score and the
 //          sum of p = exp(score - largest); row g * L + i is head g of the KV head's G at query i
 // Template T, D, DV, BITS, GROUP; RING: position p is in slot p % S, else p; CHUNK; TILE: keys whose scores are kept;
-//          BLOCKS = ceil(R / 8); PARTS: 8 PARTS columns of the values to a simdgroup
-// Grid     (chunks, Hkv) groups of DV / (8 PARTS) simdgroups; the first chunk holds the oldest position that is seen
+//          BLOCKS of 8 rows; PARTS: 8 PARTS columns of the values to a simdgroup
+// Grid     (chunks, Hkv, R / (8 BLOCKS)) groups of DV / (8 PARTS) simdgroups; the first chunk holds the oldest position
+//          that is seen
 //
 // A row's largest score is brought up to date, and its sums scaled, every 32 positions, whatever TILE. All sums are of
-// float, in an order of positions alone. Positions that no row sees are not read.
+// float, in an order of positions alone; exponentials are the fast ones, as in MLX's attention, of arguments up to 0.
+// Positions that no row sees are not read.
 
 constexpr int SIMDGROUPS = DV / (8 * PARTS), QUADS = 8 * SIMDGROUPS, ROWS = 8 * BLOCKS;
 constexpr int PASSES = (ROWS + QUADS - 1) / QUADS, UNITS = TILE / 32;
@@ -22,13 +25,14 @@ threadgroup float alphas[ROWS * UNITS];
 
 const int L = q_shape[2], Hkv = keys_shape[1], S = keys_shape[2];
 const int R = q_shape[1] / Hkv * L;
-const int lane = thread_index_in_simdgroup, simdgroup = simdgroup_index_in_threadgroup;
+const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
 const int row = fragment_row(lane), column = fragment_column(lane);
 const int quad = thread_index_in_threadgroup / 4;
 const int kv = threadgroup_position_in_grid.y;
-const device T* queries = q + size_t(kv) * R * D;
+const int own = threadgroup_position_in_grid.z * ROWS, rows = R - own;
+const device T* queries = q + (size_t(kv) * R + own) * D;
 
-const Sight sees{int(offset[0]), L, int(sight[0]), int(sight[1])};
+const Sight sees{own, int(offset[0]), L, int(sight[0]), int(sight[1])};
 const int oldest = sees.oldest(sees.first), last = sees.last();
 const int chunk = oldest / CHUNK + threadgroup_position_in_grid.x;
 const int begin = max(chunk * CHUNK, oldest / TILE * TILE), end = min((chunk + 1) * CHUNK, last + 1);
@@ -50,7 +54,7 @@ for (int pass = 0; pass < PASSES; pass++) {
 
 for (int tile = begin; tile < end; tile += TILE) {
   // Scores: 8 keys to a simdgroup.
-  for (int k = 8 * simdgroup; k < TILE; k += 8 * SIMDGROUPS) {
+  for (int k = 8 * simd; k < TILE; k += 8 * SIMDGROUPS) {
     Fragment products[BLOCKS];
     UNROLL
     for (int b = 0; b < BLOCKS; b++) {
@@ -65,7 +69,7 @@ for (int tile = begin; tile < end; tile += TILE) {
         if (there) {
           load_values<8, BITS, GROUP>(keys, key_scales, key_biases, slot, D, d + 4 * column, key);
         }
-        add_scores(key, queries + d, R, D, lane, products);
+        add_scores(key, queries + d, rows, D, lane, products);
       }
     }
     UNROLL
@@ -82,15 +86,15 @@ for (int tile = begin; tile < end; tile += TILE) {
   for (int pass = 0; pass < PASSES; pass++) {
     const int r = pass * QUADS + quad;
     if (r < ROWS) {
-      const int own = sees.position(r), from = sees.oldest(own);
+      const int position = sees.position(r), from = sees.oldest(position);
       UNROLL
       for (int u = 0; u < UNITS; u++) {
         threadgroup float* p = scores + r * STRIDE + 32 * u + lane % 4;
         float score[8], top = largest[pass], unit = 0.0f;
         UNROLL
         for (int j = 0; j < 8; j++) {
-          const int position = tile + 32 * u + 4 * j + lane % 4;
-          score[j] = position >= from && position <= own ? p[4 * j] : -INFINITY;
+          const int key = tile + 32 * u + 4 * j + lane % 4;
+          score[j] = key >= from && key <= position ? p[4 * j] : -INFINITY;
           top = score[j] > top ? score[j] : top;
         }
         top = quad_max(top);
@@ -133,7 +137,7 @@ for (int tile = begin; tile < end; tile += TILE) {
         float value[2 * PARTS] = {};
         if (position >= oldest && position <= last) {
           const size_t slot = size_t(kv) * S + (RING ? position % S : position);
-          const int at = 8 * PARTS * simdgroup + PARTS * column;
+          const int at = 8 * PARTS * simd + PARTS * column;
           load_values<2 * PARTS, BITS, GROUP>(values, value_scales, value_biases, slot, DV, at, value);
         }
         add_values(value, scores + k, STRIDE, tile + k, sees, lane, out);
@@ -143,11 +147,11 @@ for (int tile = begin; tile < end; tile += TILE) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-const size_t base = (size_t(kv) * threadgroups_per_grid.x + threadgroup_position_in_grid.x) * R;
+const size_t base = (size_t(kv) * threadgroups_per_grid.x + threadgroup_position_in_grid.x) * R + own;
 UNROLL
 for (int b = 0; b < BLOCKS; b++) {
-  if (8 * b + row < R) {
-    device float* to = partials + (base + 8 * b + row) * DV + 8 * PARTS * simdgroup + PARTS * column;
+  if (8 * b + row < rows) {
+    device float* to = partials + (base + 8 * b + row) * DV + 8 * PARTS * simd + PARTS * column;
     UNROLL
     for (int t = 0; t < PARTS; t++) {
       to[2 * t] = out[b][t].thread_elements()[0];
@@ -158,7 +162,7 @@ for (int b = 0; b < BLOCKS; b++) {
 UNROLL
 for (int pass = 0; pass < PASSES; pass++) {
   const int r = pass * QUADS + quad;
-  if (r < R && lane % 4 == 0) {
+  if (r < min(rows, ROWS) && lane % 4 == 0) {
     ml[2 * (base + r)] = largest[pass];
     ml[2 * (base + r) + 1] = sum[pass];
   }

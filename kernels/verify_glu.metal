@@ -3,11 +3,11 @@
 // Inputs   w [2 * H, K * BITS / 32] uint32, gate's rows before up's; scales, biases [2 * H, K / GROUP] (floating-point
 //          formats: scales twice); x [M, K]; limit [1] of T, where the two are clamped
 // Output   y [M, H]
-// Template T (x, limit, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, CLAMPED
+// Template T (x, limit, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS, CLAMPED
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
-//          y: 2 per 2 * (32 / LANES) * 2 values of H;  group of threads (32, 2, 1)
+//          y: 2 per 2 * (32 / LANES) * RESULTS / 2 values of H;  group of threads (32, 2, 1)
 
-constexpr int PAIRS = 2;
+constexpr int PAIRS = RESULTS / 2;
 const int M = x_shape[0], K = x_shape[1], H = w_shape[0] / 2;
 const int lane = thread_index_in_simdgroup;
 
@@ -19,13 +19,13 @@ if (begin >= H) {
   return;
 }
 
-int outputs[2 * PAIRS];
+int outputs[RESULTS];
 UNROLL
 for (int r = 0; r < PAIRS; r++) {
   outputs[r] = min(begin + r, H - 1);
   outputs[PAIRS + r] = H + outputs[r];
 }
-float result[ROWS][2 * PAIRS] = {};
+float result[ROWS][RESULTS] = {};
 quantized_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
     (const device uint8_t*)w, scales, biases, x + size_t(first) * K, outputs, K, lane % LANES, result);
 

@@ -3,11 +3,10 @@
 // Inputs   w [>= N, K * BITS / 32] uint32; scales, biases [>= N, K / GROUP] (floating-point formats: scales twice);
 //          x [M, K]; ends [P] int32, where each of the P weights that w stacks along N ends
 // Output   y [M * N]: for each weight in turn its [M, N_p]
-// Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS
+// Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
-//          y: 2 per 2 * (32 / LANES) * 4 weight rows;  group of threads (32, 2, 1)
+//          y: 2 per 2 * (32 / LANES) * RESULTS weight rows;  group of threads (32, 2, 1)
 
-constexpr int RESULTS = 4;
 const int M = x_shape[0], K = x_shape[1], N = ends[ends_shape[0] - 1];
 const int lane = thread_index_in_simdgroup;
 
@@ -31,16 +30,12 @@ quantized_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
 UNROLL
 for (int r = 0; r < RESULTS; r++) {
   const int n = begin + r;
-  int start = 0, end = ends[0];
-  for (int p = 1; n >= end && p < ends_shape[0]; p++) {
-    start = end;
-    end = ends[p];
-  }
+  const int2 at = place_of(ends, ends_shape[0], n);
   UNROLL
   for (int m = 0; m < ROWS; m++) {
     const float sum = lanes_sum<LANES>(result[m][r]);
     if (lane % LANES == 0 && n < N && first + m >= own) {
-      y[size_t(M) * start + size_t(first + m) * (end - start) + n - start] = static_cast<T>(sum);
+      y[size_t(M) * at.x + size_t(first + m) * (at.y - at.x) + n - at.x] = static_cast<T>(sum);
     }
   }
 }

@@ -63,7 +63,7 @@ def prefill(
         progress(len(prompt), len(prompt))
     row = hidden[:, -1:]
     none = mx.zeros(0, mx.int32)
-    tokens, logprobs = picker(model.logits(row)[0], cache.offset, cache.tokens, none)
+    tokens, logprobs = picker.pick(model, row, cache.offset, cache.tokens, none)
     return Run.of(row, tokens, NONE_ACCEPTED, none, logprobs)
 
 
@@ -93,7 +93,7 @@ def cycle(model: Any, cache: PromptCache, run: Run, base: int, k: int, picker: P
         cache.push(run.hidden)
     position = cache.layers[0].offset + 1
     hidden = model.hidden(mx.concatenate([run.newest(), drafts])[None] if k else run.newest()[None], cache.layers)
-    tokens, logprobs = picker(model.logits(hidden)[0], position, history, drafts)
+    tokens, logprobs = picker.pick(model, hidden, position, history, drafts)
     accepted = NONE_ACCEPTED
     if k:
         accepted = accept(drafts, tokens)

@@ -78,7 +78,7 @@ def draft(model: Any, cache: PromptCache, run: Run, k: int) -> mx.array:
 
 def _guess(model: Any, depth: int, row: mx.array) -> mx.array:
     """The token that a head's output row [1, 1, H] stands for, int32 []."""
-    return model.mtp[depth].token(mx.argmax(model.draft_logits(depth, row))).astype(mx.int32)
+    return model.mtp[depth].token(model.draft_choice(depth, row)).astype(mx.int32)
 
 
 def _recycle(model: Any, cache: PromptCache, row: mx.array, drafts: mx.array, k: int) -> mx.array:

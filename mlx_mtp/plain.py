@@ -37,6 +37,9 @@ class Plain:
     def logits(self, hidden: mx.array) -> mx.array:
         return hidden
 
+    def choice(self, hidden: mx.array) -> None:
+        """None: `hidden` is the logits."""
+
 
 def load_plain(path: Path, config: dict, *, lazy: bool, ports: str) -> tuple[Any, tuple[str, ...]]:
     """(mlx-lm's model, tensors of the checkpoint that it does not know); ValueError where it cannot be loaded."""

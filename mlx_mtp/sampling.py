@@ -6,12 +6,14 @@ else, so the same seed gives the same text whatever was drafted.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+MOST_TOP = 64  # of a row's logits that a model's `choice` gives without computing the others
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,17 @@ class Sampling:
         """No draw: at temperature 0, and where 1 / temp would overflow in 16 bits."""
         return self.temp < 1 / 65504
 
+    @property
+    def unfiltered(self) -> bool:
+        """Temperature alone."""
+        return self.top_k == 0 and not 0 < self.top_p < 1 and self.min_p == 0 and self.xtc_probability == 0
+
+    @property
+    def top(self) -> int:
+        """How many of the greatest logits, with the sum of all, are enough to draw from; 0: all are needed."""
+        whole = self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1)
+        return 0 if whole or self.top_k > MOST_TOP else self.top_k
+
     def draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
         """One token [1] from logprobs [1, V]."""
         if self.greedy:
@@ -70,6 +83,22 @@ class Sampling:
             logprobs = apply_top_k(logprobs, self.top_k)
         return mx.random.categorical(logprobs * (1.0 / self.temp), key=dice)
 
+    def draw_top(self, logprobs: mx.array, tokens: mx.array, key: mx.array) -> mx.array:
+        """As `draw`, from the top_k greatest logprobs [1, n] of a row, sorted, and their tokens [1, n]."""
+        _, dice = mx.random.split(key)
+        if 0 < self.top_p < 1:
+            above = mx.cumsum(mx.exp(logprobs), axis=-1, inclusive=False)
+            kept = (above < self.top_p).sum(axis=-1, keepdims=True)
+            least = mx.take_along_axis(logprobs, kept - 1, axis=-1)
+            logprobs = mx.where(logprobs < least, -float("inf"), logprobs)
+        if self.min_p > 0:
+            logprobs = apply_min_p(logprobs, self.min_p)
+        # By token, in which order a draw from the whole row adds up its probabilities.
+        order = mx.argsort(tokens, axis=-1)
+        logprobs, tokens = (mx.take_along_axis(a, order, axis=-1) for a in (logprobs, tokens))
+        chosen = mx.random.categorical(logprobs * (1.0 / self.temp), key=dice)
+        return mx.take_along_axis(tokens, chosen[:, None], axis=-1)[0]
+
 
 @dataclass
 class Picker:
@@ -85,6 +114,29 @@ class Picker:
     processors: Sequence[LogitsProcessor] = ()
     logprobs: bool = False
     key: mx.array = field(default_factory=lambda: mx.zeros(2, mx.uint32))
+
+    def pick(self, model: Any, hidden: mx.array, position, history: list[int], drafts: mx.array):
+        """As for the logits of hidden rows [1, M, H], which are not computed where the model can choose without."""
+        choice = model.choice(hidden) if self._needs_no_logits else None
+        if choice is None:
+            return self(model.logits(hidden)[0], position, history, drafts)
+        return self._chosen(choice, position), None
+
+    @property
+    def _needs_no_logits(self) -> bool:
+        if self.sampler is not None or self.processors or self.logprobs:
+            return False
+        return self.options.greedy or self.options.unfiltered or self.options.top > 0
+
+    def _chosen(self, choice: Any, position) -> mx.array:
+        if self.options.greedy:
+            return choice.greedy()
+        if self.options.unfiltered:
+            return choice.draw(self.key, position, self.options.temp)
+        values, tokens, total = choice.top(self.options.top)
+        rows = zip(values - total[:, None], tokens, strict=True)
+        drawn = [self.options.draw_top(v[None], t[None], self._key(position + i)) for i, (v, t) in enumerate(rows)]
+        return mx.concatenate(drawn).astype(mx.int32)
 
     def __call__(self, logits: mx.array, position, history: list[int], drafts: mx.array):
         """logits [M, V] for positions position.. -> tokens [M] int32 and logprobs [M, V] or None.
@@ -107,8 +159,11 @@ class Picker:
     def _draw(self, logprobs: mx.array, position) -> mx.array:
         if self.sampler is not None:
             return self.sampler(logprobs)
+        return self.options.draw(logprobs, self._key(position))
+
+    def _key(self, position) -> mx.array:
         step = mx.array(position).reshape(1).astype(mx.uint32)
-        return self.options.draw(logprobs, self.key + mx.pad(step, (1, 0)))
+        return self.key + mx.pad(step, (1, 0))
 
 
 def random_key(seed: int | None) -> mx.array:

@@ -14,12 +14,14 @@ from .layers.block import Sum, VerifyBlock, VerifyNorm
 from .layers.draft_head import DraftHead
 from .layers.experts import Mixture, VerifyMoE, servable
 from .layers.gated_delta import GatedDelta
+from .layers.heads import Head, place_heads
 from .layers.mla import AbsorbedMLA, LatentAttention
 from .layers.port import Port
 from .layers.sparse_mla import SparseMLA
 from .layers.verify import (
     GLU,
     Dense,
+    Matrices,
     Recurrence,
     Stack,
     VerifyDense,
@@ -39,7 +41,7 @@ TOGETHER = (
     ("in_proj_qkvz", "in_proj_ba"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-Site = Stack | GLU | Dense | Recurrence | Attention | NormRope | LatentAttention | Mixture | Sum
+Site = Stack | Matrices | GLU | Dense | Recurrence | Attention | NormRope | LatentAttention | Mixture | Sum | Head
 
 
 def place(model: Port) -> list[Site]:
@@ -58,6 +60,7 @@ def place(model: Port) -> list[Site]:
         *_attentions(model),
         *(_mixture(module) for module in modules if type(module) in model.MOE and servable(module)),
         *_sums(model),
+        *place_heads(model),
     ]
 
 
@@ -155,7 +158,7 @@ def _mixture(block: Any) -> Site:
 
 
 def _sums(model: Any) -> Iterator[Site]:
-    """In each layer and head's block, and between layers; before the final norm where all of the stream goes there."""
+    """In each layer and head's block, and between layers; before the final norm where the whole stream goes there."""
     layers = model.layers
     last = model.model.norm if isinstance(model.spec.capture, str) else None
     following = [*(layer.input_layernorm for layer in layers[1:]), last] if model.BLOCK else []

@@ -13,11 +13,12 @@ from .kernels import on_metal
 from .layers.attention import NormRope, VerifyAttention
 from .layers.block import Sum
 from .layers.experts import Mixture
+from .layers.heads import Head
 from .layers.mamba2 import Mamba2
 from .layers.port import Port
-from .layers.verify import GLU, VERIFY_ROWS
+from .layers.verify import GLU, VERIFY_ROWS, Matrices, Stack
 from .sites import Site, place, tied
-from .trial import Memory, Trial, Verdict, decide, in_words
+from .trial import Key, Memory, Trial, Verdict, decide, in_words
 
 PER_HEAD = (MultiLinear, QuantizedMultiLinear)
 UNSERVED = (nn.QuantizedLinear, nn.QQLinear)
@@ -28,8 +29,9 @@ Lines = tuple[str, ...]
 def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Lines, Lines]:
     """Switch on the model's kernels; the report's lines, and the ops whose bits may depend on the number of rows.
 
-    lane: None decides by trial, "exact" and "fast" take what is right, "off" takes none. Without a Metal GPU, or for
-    a model that verifies nothing, all stays as it is; by trial also with `lazy` weights, which a trial would read.
+    lane: None decides by trial, "exact" and "fast" take what is right, "fast" also products by matrices where a trial
+    finds them faster, "off" takes none. Without a Metal GPU, or for a model that verifies nothing, all stays as it
+    is; by trial also with `lazy` weights, which a trial would read.
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
@@ -39,11 +41,21 @@ def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Line
         why = "asked for" if lane else "a trial would read all of the lazy weights"
         return (f"none: {why}",), ("all products", *(line for line in others_not_exact(model) if line != FORMATS))
     sites = place(model)
+    verdicts = _switched(model, sites, lane)
+    if lane == "fast":
+        # Where matrices are faster than the exact kernels, which are on by now.
+        matrices = [Matrices(site) for site in sites if isinstance(site, Stack)]
+        verdicts |= _switched(model, matrices, None)
+        sites += matrices
+    return in_words(verdicts), (*rows_not_exact(sites), *others_not_exact(model))
+
+
+def _switched(model: Port, sites: Sequence[Site], lane: str | None) -> dict[Key, Verdict]:
     dtype = model.no_hidden().dtype
     tried = trials(sites, dtype)
     verdicts = decide(tried, lane=lane, memory=Memory(_fingerprint(tried)))
     switch(sites, verdicts, dtype)
-    return in_words(verdicts), (*rows_not_exact(sites), *others_not_exact(model))
+    return verdicts
 
 
 def _fingerprint(tried: Iterable[Trial]) -> str:
@@ -57,7 +69,10 @@ def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[Trial]:
     for site in sites:
         alike.setdefault((site.op, f"{site.shape} {str(dtype).rpartition('.')[2]}"), []).append(site)
     found = [
-        Trial(op, shape, rows, pairs, of_shape[0].width, dtype, _of(of_shape, "alone"), _of(of_shape, "truth"))
+        Trial(
+            *(op, shape, rows, pairs, of_shape[0].width, dtype, _of(of_shape, "alone"), _of(of_shape, "truth")),
+            bits=getattr(of_shape[0], "bits", True),
+        )
         for (op, shape), of_shape in alike.items()
         for pairs in [[(site.ours, site.stock) for site in of_shape]]
         for rows in of_shape[0].candidates
@@ -70,7 +85,7 @@ def _of(sites: Sequence[Site], name: str) -> list[Callable] | None:
     return [getattr(site, name) for site in sites] if hasattr(sites[0], name) else None
 
 
-def switch(sites: Iterable[Site], verdicts: Mapping[tuple[str, str, int], Verdict], dtype: mx.Dtype) -> None:
+def switch(sites: Iterable[Site], verdicts: Mapping[Key, Verdict], dtype: mx.Dtype) -> None:
     """Let each site serve the row counts that its verdicts allow."""
     for site in sites:
         site.rows = frozenset(trial.rows for trial in trials([site], dtype) if verdicts[trial.key].on)
@@ -92,7 +107,9 @@ def rows_not_exact(sites: Sequence[Site]) -> Lines:
 
 def _rows_apart(site: Site) -> set[int]:
     """The row counts at which MLX's own operations take the place of a kernel that has other bits."""
-    if isinstance(site, GLU | NormRope | Sum) or (isinstance(site, Mixture) and not site.rows):
+    if isinstance(site, Matrices):
+        return set(site.rows)
+    if isinstance(site, GLU | NormRope | Sum | Head) or (isinstance(site, Mixture) and not site.rows):
         return set()  # MLX's rows are each what they are alone, and ours are the same or are not used at all
     return set(site.candidates if hasattr(site, "truth") else VERIFY_ROWS) - site.rows
 

@@ -1,10 +1,32 @@
-"""Fixtures: tiny checkpoints on disk, loaded once per session."""
+"""Fixtures: tiny checkpoints on disk, loaded once per session. And what makes many small tests fast."""
+
+import gc
+import os
+
+# Before MLX, NumPy or PyTorch is imported, here or in a test's process: one small product is slower on more threads.
+for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_threads, "1")
 
 import mlx.core as mx
 import pytest
 import tiny
 
 import mlx_mtp
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Neighbouring tests go to the same worker, which then makes what they share once."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
 
 
 @pytest.fixture(autouse=True)

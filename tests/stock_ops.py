@@ -100,7 +100,7 @@ def precise_swiglu(h, gate, x, options=None):
 
 
 def rms_norm(x, weight, eps):
-    """MLX's kernel is not in its wheel: ours, which repeats its order of sums, stands for it, on one row at a time."""
+    """MLX's kernel is not in its wheel: ours, which repeats its order of sums, stands for it."""
     weight = mx.ones(x.shape[-1:], x.dtype) if weight is None else weight
     return kernels.add_norm(x, mx.zeros_like(x), weight, eps)[1]
 

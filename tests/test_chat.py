@@ -63,7 +63,7 @@ def answer(session, text):
 
 
 @pytest.mark.parametrize("template", [PLAIN, REWRITING], ids=["plain", "rewriting"])
-@pytest.mark.parametrize("seed", [0, 2, 5])
+@pytest.mark.parametrize("seed", [0, 2])
 def test_turns_equal_full_prefills(tiny_models, template, seed):
     model, _ = tiny_models(seed, vocab_size=len(VOCAB))
     session = make_session(model, template, system_prompt="ijij")
@@ -99,7 +99,7 @@ def test_a_rewritten_answer_costs_one_turn(model):
 @pytest.mark.parametrize("template", [PLAIN, REWRITING], ids=["plain", "rewriting"])
 @pytest.mark.parametrize("how", ["close", "stopping"])
 def test_stopped_at_every_token(model, template, how):
-    for n in range(1, 13, 1 if template == PLAIN else 3):
+    for n in range(1, 13, 1 if (template, how) == (PLAIN, "close") else 3):
         session = make_session(model, template)
         answer(session, "abcdefgh")
         responses = session.ask("cab")

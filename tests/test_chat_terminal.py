@@ -1,4 +1,4 @@
-"""`mlx-mtp chat` as a process: pipes, signals, and a real terminal."""
+"""`mlx-mtp chat`: pipes, signals, and a real terminal."""
 
 import os
 import pty
@@ -13,6 +13,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from command_line import call, run
 from prompt_toolkit.data_structures import Point, Size
 from prompt_toolkit.layout.screen import Char
 
@@ -21,10 +22,6 @@ from mlx_mtp.cli.progress import PromptProgress
 from mlx_mtp.cli.terminal import StopOnInterrupt
 
 COMMAND = [sys.executable, "-m", "mlx_mtp", "chat"]
-
-
-def chat(*flags, stdin):
-    return subprocess.run([*COMMAND, *map(str, flags)], input=stdin, capture_output=True, text=True, timeout=120)
 
 
 QUESTIONS = ["What does os.path.join do?", "What does len do?"]
@@ -47,7 +44,7 @@ def test_piped_conversation():
         "/exit now",
         "no",
     ]
-    result = chat("-m", 20, "--pipeline", stdin="\n".join(lines))
+    result = run("chat", "-m", 20, "--pipeline", stdin="\n".join(lines))
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout + result.stderr
     footers = [line for line in result.stdout.splitlines() if " reused · " in line]
@@ -68,8 +65,8 @@ def test_piped_conversation():
 def test_the_text_does_not_depend_on_drafting():
     switched = "\n".join([QUESTIONS[0], "/mtp off", QUESTIONS[1], "/mtp on", QUESTIONS[0], "/exit", "never read"])
     plain = "\n".join([QUESTIONS[0], QUESTIONS[1], QUESTIONS[0]])
-    texts = [chat("-m", 40, "--quiet", "--no-mtp", stdin=plain)]
-    texts.append(chat("-m", 40, "--quiet", stdin=switched))
+    texts = [call("chat", "-m", 40, "--quiet", "--no-mtp", stdin=plain)]
+    texts.append(call("chat", "-m", 40, "--quiet", stdin=switched))
     assert texts[0].stderr == texts[1].stderr == ""
     said = [line for line in texts[1].stdout.splitlines() if not line.startswith("MTP o")]
     assert said == texts[0].stdout.splitlines()
@@ -77,14 +74,15 @@ def test_the_text_does_not_depend_on_drafting():
 
 def test_seeded_turns():
     stdin = "\n".join([QUESTIONS[0], QUESTIONS[0]])
-    runs = {chat("--quiet", "--temp", 1, "-m", 20, *flags, stdin=stdin).stdout for flags in ([], ["--seed", 0])}
+    command = ["chat", "--quiet", "--temp", 1, "-m", 20]
+    runs = {call(*command, *flags, stdin=stdin).stdout for flags in ([], ["--seed", 0])}
     assert len(runs) == 1
-    assert runs != {chat("--quiet", "--temp", 1, "-m", 20, "--seed", 1, stdin=stdin).stdout}
+    assert runs != {call(*command, "--seed", 1, stdin=stdin).stdout}
 
 
 @pytest.mark.parametrize("flags", [["--nope"], ["--temp", "-1"], ["-m", "0"], ["--num-draft-tokens", "9"]])
 def test_bad_flags(flags):
-    result = chat(*flags, stdin="")
+    result = call("chat", *flags)
     assert result.returncode == 2
     assert next(line for line in result.stderr.splitlines() if "demo" not in line).startswith("error: ")
     assert "Traceback" not in result.stderr

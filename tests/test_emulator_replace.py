@@ -95,17 +95,49 @@ def test_emulate_prints_the_table():
 
 
 def test_emulate_prints_ours_beside_mlxs():
-    result = CliRunner().invoke(main, ["emulate", "--rows", "2"], env={"COLUMNS": "120"})
+    result = CliRunner().invoke(main, ["emulate", "--of", "products", "--rows", "2"], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
     table, name = {}, ""
     for line in (line for line in result.output.splitlines() if "│" in line):
         kernel, _, weights, _, x, *_ = (cell.strip() for cell in line.split("│")[1:-1])
         name = kernel or name
         table.setdefault(name, []).append((float(weights[:-1]), float(x[:-1])))
-    for kernel in ("verify_qmm", "verify_glu", "verify_gemv"):
+    for kernel in ("verify_qmm", "verify_glu", "verify_gemv", "verify_qmm_mma"):
         assert [weights for weights, _ in table[kernel]] == [1.0, 1.0]
         quarters = [x / 4 + 0.005 for _, x in table["MLX qmv_wide"]]  # of two digits
         assert all(x <= quarter for (_, x), quarter in zip(table[kernel], quarters, strict=True))
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of each row; a kernel is named in its first only."""
+    found, kernel = [], ""
+    result = CliRunner().invoke(main, ["emulate", f"--of={table}"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    for line in (line for line in result.output.splitlines() if "│" in line):
+        first, *cells = (cell.strip() for cell in line.split("│")[1:-1])
+        kernel = first or kernel
+        found.append([kernel, *cells])
+    return found
+
+
+def test_keys_and_values_are_requested_once_for_all_queries_and_heads():
+    rows = rows_of("attention")
+    ours = [row for row in rows if row[0] == "verify_attention"]
+    assert {(q, group) for _, q, group, *_ in ours} >= {("1", "4"), ("8", "12")}
+    assert all(keys == values == "1.00x" for _, _, _, keys, values, _ in ours)
+    stock = {(q, group): keys for name, q, group, keys, *_ in rows if name == "MLX sdpa_vector"}
+    assert stock["1", "4"] == "4.00x"
+    assert float(stock["2", "12"][:-1]) > 23
+    assert stock["8", "12"] == "not fused"
+
+
+def test_experts_are_requested_once_and_no_logits_are_written():
+    weights = {(name, m): again for name, m, _, _, again, _ in rows_of("experts")}
+    assert {again for (name, _), again in weights.items() if name == "verify_moe"} == {"1.00x"}
+    assert float(weights["MLX gather_qmv", "8"][:-1]) > 2
+    heads = {(name, m): int(written) for name, m, _, written, _ in rows_of("head")}
+    assert heads["MLX qmv_wide + argmax", "8"] >= 8 * 1024 * 2
+    assert heads["verify_head", "8"] < heads["MLX qmv_wide + argmax", "8"] / 20
 
 
 def test_emulate_says_what_is_wrong():

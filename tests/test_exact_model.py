@@ -22,10 +22,17 @@ STEP = {
     **{"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "moe_intermediate_size": 32},
     **{"share_expert_dim": 64, "swiglu_limits_shared": [0, 0, 0, 0.5]},
 }
-HYBRID = {**QWEN_TEXT, "intermediate_size": 64, "head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 16}
+HYBRID = {
+    **QWEN_TEXT,
+    "intermediate_size": 64,
+    "head_dim": 32,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+}
 PROMPT, LENGTH = [1, 2, 3, 4, 1], 8
 EVERY = {"verify_attention", "attention_merge", "add_norm", "norm_rope"}
-OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY | {"delta_inputs", "gated_delta_verify", "gated_norm"}}
+DELTA = {"delta_inputs", "gated_delta_verify", "gated_norm"}
+OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY | DELTA}
 
 
 def quantized(weights: dict, dtype=mx.bfloat16) -> dict:

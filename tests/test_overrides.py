@@ -26,11 +26,15 @@ def ours(model, k, n=24):
 def test_the_text_stays(tmp_path, name):
     path, _, plain = families.build(name, tmp_path)
     truth = tiny.greedy(plain, PROMPT, 24)
+    tried = []
     for overrides in VALUES:
         model = mlx_mtp.load_model(path, mtp_overrides=overrides)
         (field, value), *_ = overrides.items()
         assert getattr(model.spec, field) == value or value == "shared_or_own"
-        assert ours(model, min(4, model.max_draft_tokens)) == truth, overrides
+        if model.spec not in tried:  # half of the values are the family's own
+            assert ours(model, min(4, model.max_draft_tokens)) == truth, overrides
+            tried.append(model.spec)
+    assert len(tried) > 3
 
 
 @pytest.mark.parametrize("name", ["mimo_v2_flash", "step3p5"])

@@ -61,7 +61,9 @@ def stacked(modules: list) -> Stack:
 def only_products(monkeypatch):
     """Trials of attention, experts and norms, which have tests of their own, take long in the emulator."""
     place = switch.place
-    monkeypatch.setattr(switch, "place", lambda model: [s for s in place(model) if isinstance(s, Stack | GLU | Dense)])
+    monkeypatch.setattr(
+        switch, "place", lambda model: [s for s in place(model) if isinstance(s, Stack | GLU | Dense)]
+    )
 
 
 @pytest.fixture

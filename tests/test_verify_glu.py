@@ -36,8 +36,8 @@ def test_rows_have_the_bits_of_one_row(mode, bits, group, k, h, m, dtype, limit,
         assert mx.any(nn.silu(gate) > limit)
         assert mx.any(mx.abs(up) > limit)
     assert len(launches) == 1
-    if h % 2 == 0:
-        assert launches[0]["w"].reread == (1.0 if m <= 5 else 2.0)
+    if h % 2 == 0 or m > 5:  # else the last tile has one pair of rows for two
+        assert launches[0]["w"].reread == 1.0
     want = exact(verify_glu_ref(x.astype(mx.float32), weights, limit))
     assert relative_error(y, want) < {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}[dtype]
 

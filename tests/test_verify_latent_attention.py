@@ -1,6 +1,7 @@
 """verify_latent_attention: the formula, a row's own bits whatever is around it, and one latent read for all rows."""
 
 import os
+import sys
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_mtp.layers.mla import AbsorbedMLA
 
 F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32
 NAN, INF = float("nan"), float("inf")
+MODULE = sys.modules["mlx_mtp.kernels.verify_latent_attention"]  # whose name in the package is the function's
 LAUNCHES = ["latent_scores", "latent_values", "attention_merge"]
 
 
@@ -74,23 +76,25 @@ def stock(q, q_pe, latent, k_pe, offset):
 
 
 def check_values(heads, L, dv, dr, S, offset, dtype, start=0):
-    """Against float64, with an error of at most twice that of plain ops in the same type."""
+    """Against float64: rounded to the type only at the end. Returns launches, error, and that of plain ops."""
     q, q_pe, latent, k_pe = draw(heads, L, dv, dr, S, dtype)
     want = in_float64(q, q_pe, latent, k_pe, offset, start)
-    plain = error(stock(q, q_pe, latent, k_pe, offset), want) if start == 0 else INF
     got, launches = attend(q, q_pe, spoilt(latent, offset + L), spoilt(k_pe, offset + L), offset, start=start)
     assert got.dtype == dtype
-    assert error(got, want) <= min(2 * plain, np.abs(want).max() * {F32: 2e-6, F16: 1e-3, BF16: 8e-3}[dtype])
-    return launches
+    rounded = np.abs(want) * {F32: 2**-24, F16: 2**-11, BF16: 2**-8}[dtype]
+    assert (np.abs(exact(got) - want) <= rounded + 3e-6 * np.abs(want).max()).all()
+    return launches, error(got, want), error(stock(q, q_pe, latent, k_pe, offset), want)
 
 
 @linux_only
 def test_values_at_the_sizes_of_released_models():
     """128 heads, 512 and 64 (DeepSeek-V3); the latent is read once as keys and once as values."""
-    launches = check_values(128, 3, 512, 64, 32, 20, BF16)
+    launches, ours, plain = check_values(128, 3, 512, 64, 32, 20, BF16)
+    assert ours < plain
     for name in LAUNCHES[:2]:
         assert launches[name]["latent"].bytes_read == 23 * 512 * 2
     assert launches["latent_scores"]["k_pe"].bytes_read == 23 * 64 * 2
+    assert launches["latent_values"]["ml"].bytes_written == 2 * 4 * 128 * 3
     assert launches["latent_scores"].threadgroup_bytes == 576 * 16 * 2
     assert launches["latent_values"].threadgroup_bytes == 32768
 
@@ -102,8 +106,22 @@ def test_values_at_the_sizes_of_released_models():
 )
 def test_values_in_float32(heads, offset, S, start):
     """The first row of all, the ends of chunks and buffers, and a cache that holds nothing before `start`."""
-    launches = check_values(heads, 3, 64, 16, S, offset, F32, start)
+    launches, *_ = check_values(heads, 3, 64, 16, S, offset, F32, start)
     assert launches["latent_values"]["latent"].reread == 1.0
+
+
+@linux_only
+def test_errors_in_float32():
+    """At most twice those of plain ops; of several draws, since one may fall well or ill for either."""
+    _, ours, plain = zip(*(check_values(4, 3, 64, 16, 300, 290, F32) for _ in range(6)), strict=True)
+    assert sum(ours) < 2 * sum(plain)
+
+
+@pytest.fixture
+def unrounded(monkeypatch):
+    """The last launch writes float32: 16 bits would hide most of what differs in the sums."""
+    merge = MODULE.merge
+    monkeypatch.setattr(MODULE, "merge", lambda out, ml, rows, dtype: merge(out, ml, rows, F32))
 
 
 def rows_alone(q, q_pe, latent, k_pe, offset, rows, options, S):
@@ -115,18 +133,22 @@ def rows_alone(q, q_pe, latent, k_pe, offset, rows, options, S):
 
 
 @linux_only
-@pytest.mark.parametrize("contraction", ["off", "fast"])
-def test_a_row_has_the_bits_that_it_has_alone(contraction):
-    """Whatever L, the other rows and their slots, the slots that no row sees, the capacity and the limit."""
-    heads, L, offset = 34, 8, 250
+@pytest.mark.parametrize(("contraction", "offset"), [("off", 250), ("fast", 250), ("fast", 292)])
+@pytest.mark.usefixtures("unrounded")
+def test_a_row_has_the_bits_that_it_has_alone(contraction, offset):
+    """Whatever L, the other rows and their slots, the slots that no row sees, the capacity and the limit.
+
+    The rows go on in another chunk, or in another tile, than they began in.
+    """
+    heads, L = 34, 8
     q, q_pe, latent, k_pe = draw(heads, L, 32, 8, 320, F16)
     options = emulator.Options(fp_contract=contraction)
     many, _ = attend(q, q_pe, latent, k_pe, offset, options=options)
-    for i, one in rows_alone(q, q_pe, latent, k_pe, offset, (0, 2, 5, 7), options, 259):
+    for i, one in rows_alone(q, q_pe, latent, k_pe, offset, (0, 2, 5, 7), options, offset + 9):
         assert same_bits(one, many[:, :, i : i + 1])
     options = emulator.Options(fp_contract=contraction, order="reverse")
     q[:, :, 5], q[:, 3, 1], latent[:, :, offset + 4 :] = NAN, INF, NAN
-    among, _ = attend(q, q_pe, latent, k_pe, offset, limit=258, options=options)
+    among, _ = attend(q, q_pe, latent, k_pe, offset, limit=offset + 8, options=options)
     assert np.array_equal(bits_of(among[:, :, [0, 2, 3]]), bits_of(many[:, :, [0, 2, 3]]))
     assert same_bits(among[:, 4:, 1], many[:, 4:, 1])
     assert np.isnan(np.array(among[:, :, 4:])).all()
@@ -144,6 +166,13 @@ def test_extremes():
         want = verify_latent_attention_ref(q, q_pe, buffer, k_pe, mx.array([offset]), scale=scale_of(q, q_pe))
         assert mx.allclose(got, want, atol=2e-3, equal_nan=True)
         assert mx.isnan(got).all() == (value != -INF)
+
+
+@linux_only
+@pytest.mark.parametrize(("offset", "limit"), [(290, 280), (400, 300)])
+def test_nothing_is_read_beyond_the_buffers(offset, limit):
+    """Where offset or limit is not what it must be, the output is not either; that is all."""
+    attend(*draw(34, 1, 32, 8, 300, F16), offset, limit)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -182,21 +211,41 @@ def test_what_does_not_fit():
             verify_latent_attention(q, q_pe, latent, k_pe, mx.array([0]), scale=1.0, limit=limit)
 
 
-@linux_only
-@pytest.mark.skipif(not os.environ.get("MLX_MTP_SWEEP"), reason="minutes of compiling: MLX_MTP_SWEEP=1 runs it")
-@pytest.mark.parametrize("contraction", ["off", "on", "fast"])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
-def test_sweep(dtype, contraction):
-    """Random heads, rows, widths and places: values, traffic, and each row's bits alone."""
+sweep = pytest.mark.skipif(
+    not os.environ.get("MLX_MTP_SWEEP"), reason="minutes of compiling: MLX_MTP_SWEEP=1 runs it"
+)
+
+
+def swept(dtype):
+    """Random heads, rows, widths and places: arguments of `draw` less the dtype, and offset."""
     chosen = np.random.default_rng(dtype.size)
     for dv, dr in ((32, 8), (64, 16), (96, 24), (512, 64)):
         for L in (1, 2, 5, 8):
             heads = int(chosen.integers(1, 41 if dv < 512 else 9))
             S = int(chosen.integers(L, 600))
             offset = int(chosen.choice([0, S - L, min(S - L, 256 - L + 1), chosen.integers(0, S - L + 1)]))
-            launches = check_values(heads, L, dv, dr, S, offset, dtype)
-            assert launches["latent_values"]["latent"].reread == launches["latent_scores"]["latent"].reread == 1.0
-            parts, options = draw(heads, L, dv, dr, S, dtype), emulator.Options(fp_contract=contraction)
-            many, _ = attend(*parts, offset, options=options)
-            for i, one in rows_alone(*parts, offset, {0, L // 2, L - 1}, options, offset + L):
-                assert same_bits(one, many[:, :, i : i + 1])
+            yield (heads, L, dv, dr, S), max(offset, 0)
+
+
+@sweep
+@linux_only
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_sweep_of_values(dtype):
+    for shape, offset in swept(dtype):
+        launches, ours, plain = check_values(*shape, offset, dtype)
+        assert dtype == F32 or ours <= 2 * plain
+        assert launches["latent_values"]["latent"].reread == launches["latent_scores"]["latent"].reread == 1.0
+
+
+@sweep
+@linux_only
+@pytest.mark.parametrize("contraction", ["off", "on", "fast"])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.usefixtures("unrounded")
+def test_sweep_of_bits(dtype, contraction):
+    options = emulator.Options(fp_contract=contraction)
+    for shape, offset in swept(dtype):
+        parts, L = draw(*shape, dtype), shape[1]
+        many, _ = attend(*parts, offset, options=options)
+        for i, one in rows_alone(*parts, offset, {0, L // 2, L - 1}, options, offset + L):
+            assert same_bits(one, many[:, :, i : i + 1])

@@ -1,4 +1,4 @@
-"""verify_qmm: every row with the bits of MLX's one-row kernel, and the weights requested once for five rows."""
+"""verify_qmm: every row with the bits of MLX's one-row kernel, and the weights requested once for eight rows."""
 
 import itertools
 import os
@@ -13,7 +13,7 @@ from metal_cases import exact, linux_only, relative_error
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
 from mlx_mtp.kernels import on_metal, verify_qmm, verify_qmm_ref
-from mlx_mtp.kernels._quantized import supported
+from mlx_mtp.kernels._quantized import supported, tiles
 
 pytestmark = linux_only
 sweep = pytest.mark.skipif("MLX_MTP_SWEEP" not in os.environ, reason="half an hour: run with MLX_MTP_SWEEP=1")
@@ -134,17 +134,24 @@ def test_several_linears_in_one_launch():
     assert traffic["w"].bytes_read == (1 + 3 / 45) * weights.w.nbytes  # the last tile has one of four rows
 
 
-def test_weights_are_requested_once_for_five_rows():
+def test_weights_are_requested_once_for_eight_rows():
     requested = {}
-    for m in range(1, 11):
+    for m in range(1, 12):
         x, weights = draw("affine", 4, 64, (64, 1024), m, mx.float32)
         _, traffic = emulated(x, weights)
-        requested[m] = [traffic[name].reread for name in ("w", "scales", "biases")]
-    assert {m: w for m, (w, _, _) in requested.items()} == dict.fromkeys(range(1, 6), 1.0) | dict.fromkeys(
-        range(6, 11), 2.0
-    )
+        requested[m] = [traffic[name].reread for name in ("w", "scales", "biases", "x")]
+    once, twice = range(1, 9), range(9, 12)
+    assert {m: w for m, (w, *_) in requested.items()} == dict.fromkeys(once, 1.0) | dict.fromkeys(twice, 2.0)
     # Four lanes share a group's scale, and each asks for it.
-    assert all(scales == biases == 4 * w for w, scales, biases in requested.values())
+    assert all(scales == biases == 4 * w for w, scales, biases, _ in requested.values())
+    # From seven rows on a lane has two rows of weights instead of four; 9 and 11 rows are two groups that share one.
+    assert [x for *_, x in requested.values()] == [16] * 6 + [32] * 2 + [16 * 10 / 9, 16, 16 * 12 / 11]
+
+
+def test_a_lane_has_at_most_24_sums():
+    assert [tiles(m) for m in (1, 5, 6, 8, 9, 11, 16, 17)] == [
+        (1, 1, 4), (1, 5, 4), (1, 6, 4), (1, 8, 2), (2, 5, 4), (2, 6, 4), (2, 8, 2), (3, 6, 4)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("bits", "k"), [(4, 1024), (8, 1024), (3, 512), (4, 128), (6, 320)])

@@ -7,6 +7,7 @@ import click
 
 if TYPE_CHECKING:
     import mlx.core as mx
+    from rich.table import Table
 
     from ..emulator import Traffic
 
@@ -16,37 +17,58 @@ if TYPE_CHECKING:
 COLUMNS = {"weights": ("w", "keys"), "scales": ("scales",), "x": ("x", "queries")}
 
 
+TABLES = ("products", "attention", "experts", "head")
+
+
 @click.command()
-@click.option("--stock", is_flag=True, help="MLX's own kernels only, from the installed wheel.")
+@click.option("--of", "tables", type=click.Choice(TABLES), multiple=True, help="Only this table; may be repeated.")
+@click.option("--stock", is_flag=True, help="Only MLX's own kernels for products, from the installed wheel.")
 @click.option(
-    "--shape", nargs=2, type=click.IntRange(min=64), default=(64, 1024), help="Rows and columns of the matrix."
+    "--shape",
+    nargs=2,
+    type=click.IntRange(min=64),
+    default=(64, 1024),
+    help="Rows and columns of the products' matrix.",
 )
 @click.option("--rows", type=click.IntRange(1, 32), default=8, help="Most rows M of the verify.")
-def emulate(stock: bool, shape: tuple[int, int], rows: int) -> None:
+def emulate(tables: tuple[str, ...], stock: bool, shape: tuple[int, int], rows: int) -> None:
     """Count the memory traffic of Metal kernels at M = 1, 2, ... rows, without a GPU: ours beside MLX's own.
 
-    Counts, not times.
+    Counts, not times: of products with a matrix, attention, a mixture of experts, and an LM head.
     """
     from rich.console import Console
-    from rich.table import Table
+
+    from .emulate_attention import attention_table
+    from .emulate_experts import experts_table
+    from .emulate_head import head_table
 
     if shape[1] % 64:
         raise click.BadParameter(
             f"{shape[1]} columns; must be a multiple of 64, the group of the scales", param_hint="--shape"
         )
-    table = Table(title=f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated")
-    table.add_column("kernel")
+    console = Console()
+    for name in ("products",) if stock else tables or TABLES:
+        if name == "products":
+            console.print(_products(stock, shape, rows))
+        else:
+            console.print({"attention": attention_table, "experts": experts_table, "head": head_table}[name]())
+
+
+def _products(stock: bool, shape: tuple[int, int], rows: int) -> "Table":
+    from rich.table import Table
+
+    table = Table(
+        title=f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated",
+        caption="lines per access: lines of 64 bytes that 32 lanes of a simdgroup touch in one read of the weights",
+    )
+    table.add_column("kernel", no_wrap=True)
     table.add_column("M", justify="right")
     for name in (*COLUMNS, "KiB requested", "lines per access"):
         table.add_column(name, justify="right")
     for kernel, measure in _kernels(stock, *shape):
         for m in range(1, rows + 1):
             table.add_row(kernel if m == 1 else "", str(m), *_cells(measure(m)), end_section=m == rows)
-    console = Console()
-    console.print(table)
-    console.print(
-        "lines per access: lines of 64 bytes that the 32 lanes of a simdgroup touch in one read of the weights"
-    )
+    return table
 
 
 def _kernels(stock: bool, n: int, k: int) -> Iterator[tuple[str, "Callable[[int], Traffic]"]]:
@@ -65,7 +87,7 @@ def _ours(n: int, k: int) -> dict[str, dict[str, "Callable[[int], Traffic]"]]:
     """Our kernels by the one of MLX's that they stand beside: products with a 4-bit, or an unquantized, (n, k)."""
     import mlx.core as mx
 
-    from ..kernels import Quantized, verify_gemv, verify_glu, verify_qmm
+    from ..kernels import Quantized, verify_gemv, verify_glu, verify_qmm, verify_qmm_mma
 
     dense = mx.ones((n, k))
     whole = Quantized(*mx.quantize(dense, 64, 4), 64, 4, "affine", (n,))
@@ -74,6 +96,7 @@ def _ours(n: int, k: int) -> dict[str, dict[str, "Callable[[int], Traffic]"]]:
         "qmv_wide": {
             "verify_qmm": _traffic(lambda x: verify_qmm(x, whole), k),
             "verify_glu": _traffic(lambda x: verify_glu(x, halves), k),
+            "verify_qmm_mma": _traffic(lambda x: verify_qmm_mma(x, whole), k),
         },
         "": {"verify_gemv": _traffic(lambda x: verify_gemv(x, dense), k)},
     }

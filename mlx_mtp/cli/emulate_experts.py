@@ -20,7 +20,7 @@ def experts_table(rows: Sequence[int] = (1, 2, 4, 8), experts: int = 16, top_k: 
     from rich.table import Table
 
     table = Table(title=f"4-bit experts, {top_k} of {experts} for a row, emulated")
-    table.add_column("kernel")
+    table.add_column("kernel", no_wrap=True)
     for name in ("M", "distinct experts / pairs", "launches", "weights", "KiB of weights"):
         table.add_column(name, justify="right")
     made = _experts(experts)

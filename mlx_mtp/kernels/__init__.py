@@ -14,9 +14,20 @@ from .norm_rope import Rope, norm_rope, norm_rope_ref
 from .verify_attention import verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
+from .verify_head import (
+    draw_ref,
+    top_ref,
+    verify_head,
+    verify_head_draw,
+    verify_head_draw_ref,
+    verify_head_ref,
+    verify_head_top,
+    verify_head_top_ref,
+)
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
 from .verify_moe import Experts, verify_moe, verify_moe_ref
 from .verify_qmm import verify_qmm, verify_qmm_ref
+from .verify_qmm_mma import verify_qmm_mma, verify_qmm_mma_ref
 
 __all__ = [
     "DeltaInputs",
@@ -29,6 +40,7 @@ __all__ = [
     "add_norm_ref",
     "delta_inputs",
     "delta_inputs_ref",
+    "draw_ref",
     "gated_delta_verify",
     "gated_delta_verify_ref",
     "gated_norm",
@@ -38,16 +50,25 @@ __all__ = [
     "on_metal",
     "route_ref",
     "served",
+    "top_ref",
     "verify_attention",
     "verify_attention_ref",
     "verify_gemv",
     "verify_gemv_ref",
     "verify_glu",
     "verify_glu_ref",
+    "verify_head",
+    "verify_head_draw",
+    "verify_head_draw_ref",
+    "verify_head_ref",
+    "verify_head_top",
+    "verify_head_top_ref",
     "verify_latent_attention",
     "verify_latent_attention_ref",
     "verify_moe",
     "verify_moe_ref",
     "verify_qmm",
+    "verify_qmm_mma",
+    "verify_qmm_mma_ref",
     "verify_qmm_ref",
 ]

@@ -14,6 +14,8 @@ BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SIMDGROUPS = 2  # in a group of threads
+WEIGHTS_ONCE = 8  # rows of x for which the weights are requested once
+MOST_SUMS = 24  # that a lane keeps in registers
 DEVICE = 8  # arrays of fewer elements are not in device memory, where the kernels look for them
 
 
@@ -97,6 +99,39 @@ def multiplied(x: mx.array, weights: Quantized) -> mx.array:
     return (x.astype(mx.float32) @ w.T).astype(weights.dtype(x))
 
 
+def arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+    """w, scales and biases as kernels take them: affine ones in x's type, scales twice where there are no biases."""
+    w, scales, biases = weights.w, weights.scales, weights.biases
+    if biases is not None:
+        scales, biases = scales.astype(dtype), biases.astype(dtype)
+    if small(weights):
+        w, scales = mx.tile(w, (DEVICE, 1)), mx.tile(scales, (DEVICE, 1))
+        biases = None if biases is None else mx.tile(biases, (DEVICE, 1))
+    return w, scales, scales if biases is None else biases
+
+
+def format_template(weights: Quantized, dtype: mx.Dtype) -> list[tuple[str, object]]:
+    """What every kernel's template says of x and the weights."""
+    stored, fp = (weights.scales.dtype, True) if weights.biases is None else (dtype, False)
+    return [("T", dtype), ("S", stored), ("BITS", weights.bits), ("GROUP", weights.group_size), ("FP", fp)]
+
+
+def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
+    """Each linear's [..., N_p] of a flat y, where one's rows lie behind another's: contiguous, and no copies."""
+    m, starts = x.size // weights.k, (0, *weights.ends[:-1])
+    return [y[m * a : m * b].reshape(*x.shape[:-1], b - a) for a, b in zip(starts, weights.ends, strict=True)]
+
+
+def tiles(m: int) -> tuple[int, int, int]:
+    """(groups of rows of x, rows in each, rows of weights whose sums a lane holds for each): at most 24 sums.
+
+    Seven or eight rows are still one group, with half the rows of weights: x is then requested twice as often, but it
+    is small and cached, the weights are neither.
+    """
+    groups, rows = row_groups(m, WEIGHTS_ONCE)
+    return groups, rows, 4 if 4 * rows <= MOST_SUMS else 2
+
+
 def launch(
     op: str,
     x: mx.array,
@@ -105,31 +140,26 @@ def launch(
     last: tuple[str, mx.array],
     template: Sequence[tuple[str, object]] = (),
     headers: Sequence[str] = (),
-    per_lanes: int,
     columns: int,
 ) -> mx.array:
     """Launch `op` over x [M, K]: flat [M * columns].
 
-    `last` is the op's last input, by name; `template` what it takes besides the weights' format; `per_lanes` how many
-    of the columns the lanes that share a weight row make.
+    `last` is the op's last input, by name; `template` what it takes besides the weights' format. Each column is made
+    of the same number of weight rows.
     """
     dtype, m = x.dtype, x.shape[0]
-    groups, rows = row_groups(m)
+    groups, rows, results = tiles(m)
     values, lanes_per_row = lanes(weights)
-    w, scales, biases = weights.w, weights.scales, weights.biases
-    if biases is not None:
-        scales, biases = scales.astype(dtype), biases.astype(dtype)
-    if small(weights):
-        w, scales = mx.tile(w, (DEVICE, 1)), mx.tile(scales, (DEVICE, 1))
-        biases = None if biases is None else mx.tile(biases, (DEVICE, 1))
+    columns_per_group = SIMDGROUPS * (32 // lanes_per_row) * results * columns // weights.ends[-1]
     made = kernel(op, ("w", "scales", "biases", "x", last[0]), ("y",), ("quantized", *headers))
     (y,) = made(
-        inputs=[w, scales, scales if biases is None else biases, x, last[1]],
+        inputs=[*arrays(weights, dtype), x, last[1]],
         template=[
-            *(("T", dtype), ("S", scales.dtype), ("BITS", weights.bits), ("GROUP", weights.group_size)),
-            *(("FP", biases is None), ("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), *template),
+            *format_template(weights, dtype),
+            *(("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), ("RESULTS", results)),
+            *template,
         ],
-        grid=(32 * groups, SIMDGROUPS * -(-columns // (SIMDGROUPS * (32 // lanes_per_row) * per_lanes)), 1),
+        grid=(32 * groups, SIMDGROUPS * -(-columns // columns_per_group), 1),
         threadgroup=(32, SIMDGROUPS, 1),
         output_shapes=[(m * columns,)],
         output_dtypes=[dtype],

@@ -1,13 +1,13 @@
 """How the rows of a verify are shared out among threadgroups."""
 
-MOST_ROWS = 5  # that a thread keeps sums of in registers
+MOST_ROWS = 5  # that a thread keeps sums of in registers, each with four rows of weights
 
 
-def row_groups(m: int) -> tuple[int, int]:
-    """(groups, rows in each): the fewest groups of at most five rows that hold m >= 1 rows, evenly filled.
+def row_groups(m: int, most: int = MOST_ROWS) -> tuple[int, int]:
+    """(groups, rows in each): the fewest groups of at most `most` rows that hold m >= 1 rows, evenly filled.
 
     The last group begins at m - rows, so it may share rows with the one before; only its own are its to store.
     """
     assert m >= 1, f"{m} rows"
-    groups = -(-m // MOST_ROWS)
+    groups = -(-m // most)
     return groups, -(-m // groups)

@@ -1,16 +1,17 @@
-"""`verify_attention`: a few queries share one pass over a KV cache, each with bits that depend on its own row only."""
+"""`verify_attention`: a few queries share one pass over a KV cache, each with the bits that it has alone."""
+
+import functools
 
 import mlx.core as mx
 
 from ._merge import merge
 from ._quantized import DEVICE, DTYPES
-from ._source import kernel, on_metal
+from ._source import constants, kernel, on_metal
 
 Stored = mx.array | tuple[mx.array, ...]  # keys or values: as they are, or what mx.quantize makes of them
 
 NAMES = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
 INPUTS = ("q", *NAMES, "offset", "sight", "scale")
-MOST_ROWS = 128  # heads of a KV head times queries
 CHUNK, CHUNK_OF_WINDOW = 256, 128  # positions that one group of threads takes; a window has few, for all cores
 MEMORY = 32768  # bytes that a group of threads may share
 
@@ -70,18 +71,31 @@ def verify_attention_ref(
     return y.reshape(1, L, Hq * Dv)
 
 
-def geometry(rows: int, Dv: int) -> dict[str, int]:
-    """Tile and share of a simdgroup, by R and Dv: what fits in registers and shared memory. No bits depend on it."""
-    blocks = -(-rows // 8)
-    parts = 4 if Dv >= 128 and blocks <= 8 else 2
-    fits = 8 * blocks * (64 + 4 + 2) * 4 <= MEMORY and Dv // (8 * parts) > 4
-    return {"TILE": 64 if fits else 32, "BLOCKS": blocks, "PARTS": parts}
+def geometry(rows: int, Dv: int) -> tuple[int, dict[str, int]]:
+    """(groups that share out R rows, template): what fits in registers and shared memory. No bits depend on it."""
+    parts = 4 if Dv > 192 else 2
+    blocks, most = -(-rows // 8), 16 if Dv <= 192 else 8 if Dv <= 256 else 4
+    groups = -(-blocks // most)
+    blocks = -(-blocks // groups)
+    roomy = Dv // (8 * parts) > 4 and 8 * blocks * (64 + 4 + 2) * 4 <= MEMORY
+    return groups, {"TILE": 64 if roomy else 32, "BLOCKS": blocks, "PARTS": parts}
 
 
 def _verify_attention_metal(
-    q: mx.array, keys: Stored, values: Stored, offset: mx.array, scale: float, limit: int, window: int | None,
-    start: int, sinks: mx.array | None, gate: mx.array | None, group_size: int, bits: int | None,
-) -> mx.array:  # fmt: skip
+    q: mx.array,
+    keys: Stored,
+    values: Stored,
+    offset: mx.array,
+    *,
+    scale: float,
+    limit: int,
+    window: int | None,
+    start: int,
+    sinks: mx.array | None,
+    gate: mx.array | None,
+    group_size: int,
+    bits: int | None,
+) -> mx.array:
     k, v = _parts(keys), _parts(values)
     _, Hq, L, D = q.shape
     Hkv, Dv = k[0].shape[1], _width(v, bits)
@@ -89,18 +103,18 @@ def _verify_attention_metal(
     chunks = -(-limit // chunk)
     if window is not None:
         chunks = min(chunks, (window + L - 3) // chunk + 2)  # that window + L - 1 neighbours are in, at most
-    chosen = geometry(R, Dv)
+    groups, chosen = geometry(R, Dv)
     threads = 32 * Dv // (8 * chosen["PARTS"])
     partials, ml = kernel("verify_attention", INPUTS, ("partials", "ml"), ("attention",))(
         inputs=[
             *(q, *(k if len(k) == 3 else k * 3), *(v if len(v) == 3 else v * 3), offset),
-            *(mx.array([start, window or 0], mx.int32), mx.array([scale], mx.float32)),
+            *(constants(mx.int32, start, window or 0), constants(mx.float32, scale)),
         ],
         template=[
             *(("T", q.dtype), ("D", D), ("DV", Dv), ("BITS", bits or 0), ("GROUP", group_size)),
             *(("RING", window is not None), ("CHUNK", chunk), *chosen.items()),
         ],
-        grid=(threads * chunks, Hkv, 1),
+        grid=(threads * chunks, Hkv, groups),
         threadgroup=(threads, 1, 1),
         output_shapes=[(Hkv, chunks, R, Dv), (Hkv, chunks, R, 2)],
         output_dtypes=[mx.float32, mx.float32],
@@ -113,14 +127,13 @@ def _width(parts: tuple[mx.array, ...], bits: int | None) -> int:
 
 
 def _supported(q: mx.array, keys: Stored, values: Stored, group_size: int, bits: int | None) -> bool:
-    """Whether the kernel takes these: whole blocks of 32 dimensions, few enough rows, one type, a known format."""
+    """Whether the kernel takes these: whole blocks of 32 dimensions, one type, a known format."""
     k, v = _parts(keys), _parts(values)
-    rows = q.shape[1] // k[0].shape[1] * q.shape[2]
     widths = q.shape[-1] % 32 == 0 and _width(v, bits) % 32 == 0 and _width(v, bits) <= 512
     stored = k + v if bits is None else k[1:] + v[1:]
     typed = q.dtype in DTYPES and all(x.dtype == q.dtype for x in stored)
     packed = bits is None or (bits in (4, 8) and group_size in (32, 64, 128))
-    return widths and rows <= MOST_ROWS and typed and packed and min(x.size for x in k + v) >= DEVICE
+    return widths and typed and packed and min(x.size for x in k + v) >= DEVICE
 
 
 def verify_attention(
@@ -138,24 +151,26 @@ def verify_attention(
     group_size: int = 64,
     bits: int | None = None,
 ) -> mx.array:
-    """Attention of L neighbouring queries to a whole KV buffer that holds their own rows: [1, L, Hq * Dv], of q's dtype.
+    """Attention of L neighbouring queries to a whole KV buffer that holds their own rows: [1, L, Hq * Dv] as q.
 
     q: [1, Hq, L, D] float16, bfloat16 or float32, Hq = G * Hkv.
-    keys, values: [1, Hkv, S, D] and [1, Hkv, S, Dv] of q's dtype, or with `bits` (4 or 8) what mx.quantize makes of them.
+    keys, values: [1, Hkv, S, D] and [1, Hkv, S, Dv] of q's dtype, or with `bits` (4 or 8) of what mx.quantize makes.
     offset: [1] int32, the position of the first query, and `limit` >= offset + L. Position p is in slot p, with a
         `window` in slot p % S, S >= window + L - 1.
     start: positions below are not seen, but by themselves. sinks: [Hq], logits that join each softmax.
     gate: logits [1, L, Hq] or [1, L, Hq * Dv]; the rounded output is multiplied with their sigmoid.
 
-    On Metal a row's bits are those of its query alone, and keys and values are asked for once for all queries and heads
-    of a KV head; elsewhere the reference. Raises ValueError where heads, widths, gate or parts do not fit.
+    On Metal a row's bits are those of its query alone, and keys and values are asked for once for all queries and
+    heads of a KV head (of up to 128 rows; Dv = 256: 64); elsewhere the reference. Raises ValueError where heads,
+    widths, gate or parts do not fit.
     """
     _check(q, _parts(keys), _parts(values), gate, bits)
     if on_metal() and _supported(q, keys, values, group_size, bits):
-        more = (scale, limit, window, start, sinks, gate, group_size, bits)
-        return _verify_attention_metal(q, keys, values, offset, *more)
-    masks = {"window": window, "start": start, "sinks": sinks, "gate": gate}
-    return verify_attention_ref(q, keys, values, offset, scale=scale, **masks, group_size=group_size, bits=bits)
+        run = functools.partial(_verify_attention_metal, limit=limit)
+    else:
+        run = verify_attention_ref
+    seen = {"window": window, "start": start, "sinks": sinks, "gate": gate}
+    return run(q, keys, values, offset, scale=scale, group_size=group_size, bits=bits, **seen)
 
 
 def _check(

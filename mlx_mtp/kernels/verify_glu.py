@@ -3,10 +3,8 @@
 import mlx.core as mx
 
 from ._quantized import Quantized, check_columns, launch, multiplied, small, supported
-from ._source import on_metal
+from ._source import constants, on_metal
 from .verify_qmm import verify_qmm
-
-PAIRS = 2  # of a gate row and an up row that share the x in a lane's registers
 
 
 def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
@@ -28,10 +26,9 @@ def _verify_glu_metal(x: mx.array, weights: Quantized, limit: float | None) -> m
         "verify_glu",
         x.reshape(-1, weights.k).astype(dtype),
         weights,
-        last=("limit", mx.array([limit or 0.0], dtype)),
+        last=("limit", constants(dtype, limit or 0.0)),
         template=[("CLAMPED", limit is not None)],
         headers=("activations",),
-        per_lanes=PAIRS,
         columns=columns,
     )
     return y.reshape(*x.shape[:-1], columns)

@@ -8,7 +8,7 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 import mlx.core as mx
 
 from ._merge import merge
-from ._source import kernel, on_metal
+from ._source import constants, kernel, on_metal
 
 Parts = tuple[mx.array, mx.array]  # latent and k_pe
 
@@ -59,7 +59,7 @@ def _scores_metal(
     fragments = 4 if rows >= 256 else 2
     tiles, simdgroups = -(-limit // keys), _simdgroups(rows, 8 * fragments)
     scores, peaks = kernel("latent_scores", SCORED, ("scores", "peaks"), ("latent_attention",))(
-        inputs=[q, q_pe, *parts, mx.array([scale], mx.float32), offset, mx.array([start], mx.int32)],
+        inputs=[q, q_pe, *parts, constants(mx.float32, scale), offset, constants(mx.int32, start)],
         template=[("T", q.dtype), ("DV", dv), ("DR", q_pe.shape[-1]), ("KEYS", keys), ("FRAGMENTS", fragments)],
         grid=(32 * tiles, simdgroups, 1),
         threadgroup=(32, simdgroups, 1),
@@ -77,7 +77,7 @@ def _values_metal(
     width = 64 if dtype.size == 2 and dv % 64 == 0 else 32
     chunks, simdgroups = -(-limit // CHUNK), _simdgroups(rows, 16)
     out, ml = kernel("latent_values", WEIGHED, ("out", "ml"), ("latent_attention",))(
-        inputs=[scores, peaks, latent, offset, mx.array([L], mx.int32)],
+        inputs=[scores, peaks, latent, offset, constants(mx.int32, L)],
         template=[("T", dtype), ("DV", dv), ("KEYS", _keys(dtype)), ("CHUNK", CHUNK), ("SLICE", width)],
         grid=(32 * (dv // width), simdgroups * chunks, 1),
         threadgroup=(32, simdgroups, 1),

@@ -6,10 +6,18 @@ import mlx.core as mx
 
 from ._quantized import DEVICE, DTYPES, Quantized, check_columns, packs, served, small
 from ._routing import Pairs, Routing, routable, route_metal, route_ref
-from ._source import kernel, on_metal
+from ._source import constants, kernel, on_metal
 
 COLUMNS = 4  # weight rows of a simdgroup
 GLU_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
+GLU_INPUTS = (
+    *("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases"),
+    *("x", "limit", "tokens", "experts", "starts"),
+)
+DOWN_INPUTS = (
+    *("w", "scales", "biases", "h", "weights", "experts", "starts", "places", "sizes"),
+    *("shared", "shared_gate"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,8 @@ class Experts:
 
     def dtype(self, x: mx.array) -> mx.Dtype:
         """The type that MLX computes the three products in."""
-        return self.down.dtype(mx.zeros(0, self.up.dtype(mx.zeros(0, self.gate.dtype(x)))))
+        affine = [(w.scales, w.biases) for w in (self.gate, self.up, self.down) if w.biases is not None]
+        return mx.result_type(x, *(a for pair in affine for a in pair))
 
 
 def _named(weights: Quantized) -> str:
@@ -84,10 +93,11 @@ def _values(weights: Quantized) -> int:
     return fast if weights.k % (32 * fast) == 0 else pack
 
 
-def _format(weights: Quantized, dtype: mx.Dtype, scales: mx.array) -> list[tuple[str, object]]:
+def _template(weights: Quantized, dtype: mx.Dtype, scales: mx.array, m: int) -> list[tuple[str, object]]:
+    """What both products are compiled for; an expert is visited by at most ROWS rows."""
     return [
         *(("T", dtype), ("S", scales.dtype), ("BITS", weights.bits), ("GROUP", weights.group_size)),
-        *(("FP", weights.biases is None), ("VALUES", _values(weights))),
+        *(("FP", weights.biases is None), ("VALUES", _values(weights)), ("ROWS", 1 << (m - 1).bit_length())),
     ]
 
 
@@ -101,16 +111,10 @@ def _arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx
 def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
     n, count = experts.gate.w.shape[1], pairs.tokens.size
     gate, up = _arrays(experts.gate, x.dtype), _arrays(experts.up, x.dtype)
-    names = [f"{name}{part}" for name in ("gate", "up") for part in ("", "_scales", "_biases")]
-    made = kernel(
-        "moe_glu",
-        (*names, "x", "limit", "tokens", "experts", "starts"),
-        ("h",),
-        ("quantized", "experts", "activations"),
-    )
+    made = kernel("moe_glu", GLU_INPUTS, ("h",), ("quantized", "experts", "activations"))
     (h,) = made(
-        inputs=[*gate, *up, x, mx.array([limit or 0.0], x.dtype), pairs.tokens, pairs.experts, pairs.starts],
-        template=[*_format(experts.gate, x.dtype, gate[1]), ("CLAMPED", limit is not None)],
+        inputs=[*gate, *up, x, constants(x.dtype, limit or 0.0), pairs.tokens, pairs.experts, pairs.starts],
+        template=[*_template(experts.gate, x.dtype, gate[1], x.shape[0]), ("CLAMPED", limit is not None)],
         grid=(32, n // COLUMNS, count),
         threadgroup=(32, GLU_SIMDGROUPS, 1),
         output_shapes=[(count, n)],
@@ -127,37 +131,18 @@ def _down_metal(
     shared: mx.array | None,
     shared_gate: mx.array | None,
 ) -> mx.array:
-    n, arrays = down.w.shape[1], _arrays(down, h.dtype)
+    m, n, arrays = h.shape[0] // routing.top_k, down.w.shape[1], _arrays(down, h.dtype)
     kind = 0 if shared is None else 1 if shared_gate is None else 2
-    made = kernel(
-        "moe_down",
-        *(
-            (
-                "w",
-                "scales",
-                "biases",
-                "h",
-                "weights",
-                "experts",
-                "starts",
-                "places",
-                "sizes",
-                "shared",
-                "shared_gate",
-            ),
-            ("y",),
-        ),
-        ("quantized", "experts", "activations"),
-    )
+    made = kernel("moe_down", DOWN_INPUTS, ("y",), ("quantized", "experts", "activations"))
     (y,) = made(
         inputs=[
             *(*arrays, h, pairs.weights, pairs.experts, pairs.starts, pairs.places, routing.sizes),
             *(h if a is None else a.astype(h.dtype) for a in (shared, shared_gate)),
         ],
-        template=[*_format(down, h.dtype, arrays[1]), ("SHARED", kind), ("SIMDGROUPS", DOWN_SIMDGROUPS)],
+        template=[*_template(down, h.dtype, arrays[1], m), ("SHARED", kind), ("SIMDGROUPS", DOWN_SIMDGROUPS)],
         grid=(32, DOWN_SIMDGROUPS * n // COLUMNS, 1),
         threadgroup=(32, DOWN_SIMDGROUPS, 1),
-        output_shapes=[(h.shape[0] // routing.top_k, n)],
+        output_shapes=[(m, n)],
         output_dtypes=[h.dtype],
     )
     return y

@@ -2,10 +2,8 @@
 
 import mlx.core as mx
 
-from ._quantized import Quantized, check_columns, launch, multiplied, supported
+from ._quantized import Quantized, check_columns, launch, multiplied, parts, supported
 from ._source import on_metal
-
-RESULTS = 4  # weight rows that share the x in a lane's registers
 
 
 def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
@@ -15,17 +13,15 @@ def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
 
 def _verify_qmm_metal(x: mx.array, weights: Quantized) -> list[mx.array]:
     flat = x.reshape(-1, weights.k).astype(weights.dtype(x))
-    m, last = flat.shape[0], ("ends", weights.ends_array)
-    y = launch("verify_qmm", flat, weights, last=last, per_lanes=RESULTS, columns=weights.ends[-1])
-    # One weight's rows lie behind another's: each is contiguous, and no copy.
-    starts = (0, *weights.ends[:-1])
-    return [y[m * a : m * b].reshape(*x.shape[:-1], b - a) for a, b in zip(starts, weights.ends, strict=True)]
+    last = ("ends", weights.ends_array)
+    y = launch("verify_qmm", flat, weights, last=last, columns=weights.ends[-1])
+    return parts(y, x, weights)
 
 
 def verify_qmm(x: mx.array, weights: Quantized) -> list[mx.array]:
     """x [..., K] times each of the stacked linears: a list of [..., N_p].
 
-    On Metal each row's bits are those of MLX's kernel for one row, and up to 5 rows share one request of the weights.
+    On Metal each row's bits are those of MLX's kernel for one row, and up to 8 rows share one request of the weights.
     Elsewhere, or for a format that `supported` denies: dequantized and multiplied in float32. Raises ValueError where
     x has another number of columns.
     """

@@ -68,8 +68,13 @@ class NormRope:
 
     @property
     def shape(self) -> str:
-        normed = " normed" if "q_norm" in self.module else ""
-        return f"{self.form} {self.rope}{normed}{' gated' if self.form.gate == 'value' else ''}"
+        angles = "freqs" if self.rope.base is None else f"base {self.rope.base:g}"
+        marks = {
+            "traditional": self.rope.traditional,
+            "normed": "q_norm" in self.module,
+            "gated": self.form.gate == "value",
+        }
+        return " ".join([f"{self.form} rope {self.rope.dims} {angles}", *(name for name, on in marks.items() if on)])
 
     @property
     def width(self) -> int:
@@ -90,11 +95,15 @@ class NormRope:
         return self._flat(self.fused(*self._split(x), device_offset(self.OFFSET)), len(x))
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        return self._flat(placed(self.module, *self._split(x), device_offset(self.OFFSET), self.form.head_dim), len(x))
+        return self._flat(
+            placed(self.module, *self._split(x), device_offset(self.OFFSET), self.form.head_dim), len(x)
+        )
 
     def alone(self, x: mx.array) -> list[mx.array]:
         found = [
-            self._flat(placed(self.module, *self._split(x[i : i + 1]), mx.array([self.OFFSET + i]), self.form.head_dim), 1)
+            self._flat(
+                placed(self.module, *self._split(x[i : i + 1]), mx.array([self.OFFSET + i]), self.form.head_dim), 1
+            )
             for i in range(len(x))
         ]
         return [mx.concatenate(list(rows)) for rows in zip(*found, strict=True)]
@@ -227,7 +236,8 @@ class VerifyAttention:
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows, form = rows_of(x), self.attention.form
-        fused, placing = rows in self.attention.rows, self.placing is not None and rows in self.placing.rows
+        fused = rows in self.attention.rows
+        placing = self.placing if self.placing and rows in self.placing.rows else None
         if cache is None or not (fused or placing):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         q, k, v = (
@@ -240,7 +250,7 @@ class VerifyAttention:
         )
         gate = None if form.gate is None else self.g_proj(x) if form.gate == "head" else q[..., form.head_dim :]
         offset = cache.offset
-        q, k = self.placing.fused(q, k, offset) if placing else placed(self, q, k, offset, form.head_dim)
+        q, k = placing.fused(q, k, offset) if placing else placed(self, q, k, offset, form.head_dim)
         if form.value_scale is not None:
             v = v * form.value_scale
         views = cache.update_and_fetch(k, v.swapaxes(1, 2))

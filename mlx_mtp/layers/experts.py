@@ -72,11 +72,12 @@ class Mixture:
 
     @property
     def shape(self) -> str:
-        gate = self.block.switch_mlp.gate_proj
-        form = (
-            f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims} {gate.bits}-bit {gate.mode} g{gate.group_size}"
-        )
-        return f"{form} {routing_of(self.block)[0]}" + ("" if self.limit is None else f" limit {self.limit:g}")
+        (gate, _, down), routing = self.linears, self.routing
+        dims = f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims}"
+        formats = "/".join(dict.fromkeys(f"{m.bits}-bit {m.mode} g{m.group_size}" for m in (gate, down)))
+        groups = f" of {routing.topk_group}/{routing.n_group} groups" if routing.n_group > 1 else ""
+        limit = "" if self.limit is None else f" limit {self.limit:g}"
+        return f"{dims} {formats} {routing.kind} top {routing.top_k}{groups}{limit}"
 
     @property
     def width(self) -> int:

@@ -38,7 +38,7 @@ class LatentAttention:
 
     @rows.setter
     def rows(self, rows: frozenset[int]) -> None:
-        self.on, self.tried = rows, None  # what a trial has read is let go
+        self.on, self.tried = rows, list[mx.array]()  # what a trial has read is let go
 
     @property
     def dims(self) -> list[int]:
@@ -79,22 +79,25 @@ class LatentAttention:
     def stock(self, x: mx.array) -> list[mx.array]:
         latent, k_pe = (part[:, :, : self.OFFSET + len(x)] for part in self._before(x.dtype))
         seen = mx.arange(self.OFFSET + len(x))[None] <= self.OFFSET + mx.arange(len(x))[:, None]
-        return [self._flat(self.module.attend(*self._queries(x), latent, latent, k_pe, seen))]
+        q, q_pe = self._queries(x)
+        return [self._flat(self.module.attend(q, q_pe, latent, latent, k_pe, seen))]
 
     def _read(self, x: mx.array, offset: int, op: Callable[..., mx.array] = verify_latent_attention) -> mx.array:
         parts = [part.astype(x.dtype) for part in self._before(x.dtype)]
-        return self._flat(self.fused(*self._queries(x), parts, offset, offset + len(x), op=op))
+        q, q_pe = self._queries(x)
+        return self._flat(self.fused(q, q_pe, parts, offset, offset + len(x), op=op))
 
-    def _queries(self, x: mx.array) -> list[mx.array]:
+    def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:
         heads = x.reshape(1, len(x), self.module.num_heads, -1).swapaxes(1, 2)
-        return mx.split(heads, self.dims[:1], axis=-1)
+        q, q_pe = mx.split(heads, self.dims[:1], axis=-1)
+        return q, q_pe
 
     def _flat(self, out: mx.array) -> mx.array:
         return out.swapaxes(1, 2).reshape(out.shape[2], -1)
 
     def _before(self, dtype: mx.Dtype) -> list[mx.array]:
         """Random latent rows and keys wherever a row of the trial may look; made once."""
-        if self.tried is None:
+        if not self.tried:
             shape = (1, 1, self.SLOTS)
             self.tried = [mx.random.normal((*shape, d), dtype, key=mx.random.key(d)) for d in self.dims]
             mx.eval(self.tried)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..spec import MTPSpec
+from .heads import Rows, head_on
 from .mtp_head import MTPHead
 
 # A head's tensors as DeepSeek and its followers name them.
@@ -134,10 +135,25 @@ class Port:
             return self.language.lm_head(normed)
         return self.model.embed_tokens.as_linear(normed)
 
-    def logits(self, hidden: mx.array) -> mx.array:
+    def unembedding(self, depth: int | None = None) -> Any:
+        """The module that `unembed` is of, or the LM head that the head of `depth` has for its own."""
+        if depth is not None and "head" in self.mtp[depth]:
+            return self.mtp[depth].head
+        return self.language.lm_head if "lm_head" in self.language else self.model.embed_tokens
+
+    def normed(self, hidden: mx.array) -> mx.array:
+        """What the LM head reads of hidden rows."""
         if not isinstance(self.spec.capture, str):
             hidden = hidden[..., : self.model.norm.weight.size]
-        return self.unembed(self.model.norm(hidden))
+        return self.model.norm(hidden)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return self.unembed(self.normed(hidden))
+
+    def choice(self, hidden: mx.array) -> Rows | None:
+        """What chooses tokens of hidden rows [1, M, H] without their logits; None where they have to be computed."""
+        head = head_on(self.unembedding())
+        return None if head is None else Rows(head, self.normed(hidden)[0])
 
     def capture(self, hidden: mx.array) -> mx.array:
         if not isinstance(self.spec.capture, str):
@@ -148,6 +164,13 @@ class Port:
         head: Any = self.mtp[depth]
         normed = head.norm(output)
         return head.head(normed) if "head" in head else self.unembed(normed)
+
+    def draft_choice(self, depth: int, output: mx.array) -> mx.array:
+        """The greatest of `draft_logits` of an output row [1, 1, H], int32 []."""
+        head = head_on(self.unembedding(depth))
+        if head is None:
+            return mx.argmax(self.draft_logits(depth, output)).astype(mx.int32)
+        return Rows(head, self.mtp[depth].norm(output)[0]).greedy()[0]
 
     def no_hidden(self) -> mx.array:
         return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)

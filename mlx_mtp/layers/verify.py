@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import Quantized, verify_gemv, verify_glu, verify_qmm
+from ..kernels import Quantized, verify_gemv, verify_glu, verify_qmm, verify_qmm_mma, verify_qmm_ref
 
 VERIFY_ROWS = range(2, 9)
 
@@ -27,7 +27,7 @@ class Stack:
     op = "verify_qmm"
 
     def __init__(self, modules: Sequence[Any]):
-        self.modules, self.rows = list(modules), frozenset()
+        self.modules, self.rows, self.matrix_rows = list(modules), frozenset(), frozenset()
         self.read: tuple[mx.array | None, list[Any]] = (None, [])
         self._stack()
 
@@ -69,6 +69,8 @@ class Stack:
         return (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
 
     def ours(self, x: mx.array) -> list[mx.array]:
+        if rows_of(x) in self.matrix_rows:
+            return verify_qmm_mma(x, self.weights)
         if rows_of(x) > 1:
             return verify_qmm(x, self.weights)
         w = self.weights
@@ -90,6 +92,44 @@ class Stack:
         if not any(part is not None for part in parts):
             self.read = (None, [])
         return y
+
+
+class Matrices:
+    """A Stack's product by matrices, at the row counts where that is faster than its exact kernel; its own bits."""
+
+    op = "verify_qmm_mma"
+    candidates = (5, 6, 7, 8)
+    bits = False
+
+    def __init__(self, stack: Stack):
+        self.stack = stack
+
+    @property
+    def rows(self) -> frozenset[int]:
+        return self.stack.matrix_rows
+
+    @rows.setter
+    def rows(self, rows: frozenset[int]) -> None:
+        self.stack.matrix_rows = rows
+        self.stack.rows |= rows
+
+    @property
+    def shape(self) -> str:
+        return self.stack.shape
+
+    @property
+    def width(self) -> int:
+        return self.stack.width
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        return verify_qmm_mma(x, self.stack.weights)
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        """What it has to be faster than, and half as accurate as: the exact kernel, whose bits are MLX's."""
+        return verify_qmm(x, self.stack.weights)
+
+    def truth(self, x: mx.array) -> list[mx.array]:
+        return verify_qmm_ref(x.astype(mx.float32), self.stack.weights)
 
 
 class VerifyLinear(nn.QuantizedLinear):
@@ -118,7 +158,7 @@ class GLU:
     """Gate, up and SwiGLU of an MLP in one launch."""
 
     op = "verify_glu"
-    candidates = tuple(VERIFY_ROWS)
+    candidates = (1, *VERIFY_ROWS)
 
     def __init__(self, mlp: Any):
         self.mlp, self.rows = mlp, frozenset()
@@ -134,9 +174,11 @@ class GLU:
         return self.stack.width
 
     def serves(self, x: mx.array) -> bool:
-        """Not where gate or up has been replaced since, as by an adapter around it."""
+        """Not where gate or up has been replaced since, as by an adapter, or is faster by matrices."""
         gate, up = self.stack.modules
-        return rows_of(x) in self.rows and self.mlp.gate_proj is gate and self.mlp.up_proj is up
+        return (
+            rows_of(x) in self.rows - self.stack.matrix_rows and self.mlp.gate_proj is gate and self.mlp.up_proj is up
+        )
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [verify_glu(x, self.stack.weights, self.limit)]

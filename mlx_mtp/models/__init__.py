@@ -10,12 +10,14 @@
     `IGNORED`       tensors that text decoding does not use, named in the load report,
     `ZERO_CENTRED`  names that tell the hub's norms (stored minus one) from converted ones,
     `INSIDE`        where BASE's `sanitize` expects the tensors of a layer, and what `one_layer()` says it is of,
-    `MLP`, `ROUTER` mlx-lm's modules of a form that a kernel can serve whole,
+    `MLP`, `ROUTER`, `ATTENTION`, `MOE`, `BLOCK`, `NORM`
+                    mlx-lm's modules of a form that kernels can serve whole,
     `MASK_ARRAY`, `NO_KV_BITS`, and `windows()` where layers have windows or states, or no cache
     (then `hidden` is the port's own, and deals the caches out).
 
 What the loop calls is Port's: `hidden(tokens, cache)` (the residual stream before the final norm), `logits(hidden)`,
-`capture(hidden)` (what a head reads of it), `embed(tokens, depth)`, `draft_logits(depth, output)`, `no_hidden()`.
+`capture(hidden)` (what a head reads of it), `embed(tokens, depth)`, `draft_logits(depth, output)`, `no_hidden()`;
+`choice(hidden)` and `draft_choice(depth, output)` choose tokens where the logits themselves are not asked for.
 Nothing outside this package knows a family by name.
 
 A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,

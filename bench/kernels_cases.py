@@ -1,0 +1,148 @@
+"""The cases of `kernels.py`: sites in the shapes of released models, in bfloat16, with random weights."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import deepseek_v3, glm4_moe, mimo_v2_flash, qwen3_5, step3p5
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
+
+from mlx_mtp.cache import Ring, make_cache
+from mlx_mtp.kernels import Rope
+from mlx_mtp.layers.attention import Attention, Form, NormRope
+from mlx_mtp.layers.block import Sum
+from mlx_mtp.layers.experts import Mixture
+from mlx_mtp.layers.heads import Head
+from mlx_mtp.layers.mla import LatentAttention
+from mlx_mtp.layers.verify import GLU, Dense, Matrices, Recurrence, Stack
+from mlx_mtp.models import deepseek_v3 as deepseek_port
+from mlx_mtp.models.qwen3_5 import GatedDeltaNet
+from mlx_mtp.recurrent_cache import RecurrentCache
+
+# Qwen3.6-27B's layers, as far as attention and gated delta read them.
+QWEN = {
+    **{"model_type": "qwen3_5_text", "hidden_size": 5120, "linear_num_value_heads": 48, "linear_num_key_heads": 16},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+    **{"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256},
+}
+STEP = {
+    **{"model_type": "step3p5", "hidden_size": 4096, "num_hidden_layers": 2, "vocab_size": 128896},
+    **{"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128, "intermediate_size": 11264},
+    **{"layer_types": ["full_attention", "sliding_attention"]},
+    **{"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8}},
+}
+GLM = {
+    **{"hidden_size": 5120, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128},
+    **{"attention_bias": True, "use_qk_norm": True, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    **{"rope_theta": 1e6},
+}
+MIMO = {
+    **{"hidden_size": 4096, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192},
+    **{"swa_v_head_dim": 128, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334, "attention_value_scale": 0.707},
+    **{"add_swa_attention_sink_bias": True},
+}
+DEEPSEEK = {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def in_bfloat16(made: Any) -> Any:
+    made.set_dtype(mx.bfloat16)
+    return made
+
+
+def linear(n: int, k: int, bits: int = 4, group_size: int = 64) -> nn.QuantizedLinear:
+    return in_bfloat16(nn.QuantizedLinear(k, n, bias=False, group_size=group_size, bits=bits))
+
+
+def stack(*heights: int, k: int, **more) -> Stack:
+    return Stack([linear(n, k, **more) for n in heights])
+
+
+def glu(h: int, k: int) -> GLU:
+    gate, up = linear(h, k), linear(h, k)
+    gate.site = up.site = Stack([gate, up])
+    return GLU(SimpleNamespace(gate_proj=gate, up_proj=up))
+
+
+def dense(n: int, k: int) -> Dense:
+    return Dense(in_bfloat16(nn.Linear(k, n, bias=False)))
+
+
+def qwen(kind: type) -> Any:
+    return in_bfloat16(kind(qwen3_5.TextModelArgs.from_dict(QWEN)))
+
+
+def step(layer: int) -> Any:
+    return in_bfloat16(step3p5.Step3p5Attention(step3p5.ModelArgs.from_dict(STEP), layer))
+
+
+def attention(module: Any, window: int | None = None) -> Attention:
+    return Attention(module, Form.of(module), partial(make_cache, Ring(window) if window else None))
+
+
+def norm_rope(module: Any) -> NormRope:
+    rope = Rope.of(module.rope)
+    assert rope is not None
+    return NormRope(module, Form.of(module), rope)
+
+
+def glm() -> Any:
+    return in_bfloat16(glm4_moe.Attention(SimpleNamespace(**GLM)))
+
+
+def mimo() -> Any:
+    return in_bfloat16(mimo_v2_flash.Attention(SimpleNamespace(**MIMO), is_sliding_window=True))
+
+
+def latent() -> LatentAttention:
+    return LatentAttention(in_bfloat16(deepseek_port.Attention(replace(deepseek_v3.ModelArgs(), **DEEPSEEK))))
+
+
+def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
+    """Random bits for weights: to quantize so many would take more memory than the layer."""
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    switch = nn.Module()
+    for name, (n, k) in shapes.items():
+        switch[name] = QuantizedSwitchLinear(k, n, 1, bias=False)
+        switch[name].weight = mx.random.randint(0, 2**32 - 1, (count, n, k // 8), mx.uint32)
+        scales = mx.random.uniform(0.5, 1, (count, n, k // 64)).astype(mx.bfloat16) / k
+        switch[name].scales, switch[name].biases = scales, -8 * scales
+    switch.activation = SwiGLU()
+    gate = nn.Module()
+    gate.top_k, gate.norm_topk_prob, gate.routed_scaling_factor = top_k, True, 1.0
+    gate.router_bias = mx.zeros(count)
+    return Mixture(SimpleNamespace(gate=gate, switch_mlp=switch))
+
+
+CASES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "Qwen3.6-27B q, k, v": ("verify_qmm", lambda: stack(12288, 1024, 1024, k=5120)),
+    "Qwen3.6-27B qkv, z, b, a": ("verify_qmm", lambda: stack(10240, 6144, 48, 48, k=5120)),
+    "Qwen3.6-27B down": ("verify_qmm", lambda: stack(5120, k=17408)),
+    "Qwen3.6-27B LM head": ("verify_qmm", lambda: stack(248320, k=5120)),
+    "Step-3.5 q, k, v, g": ("verify_qmm", lambda: stack(12288, 1024, 1024, 96, k=4096)),
+    "Step-3.5 LM head, 8 bits": ("verify_qmm", lambda: stack(128896, k=4096, bits=8)),
+    "Qwen3.6-27B gate, up": ("verify_glu", lambda: glu(17408, 5120)),
+    "Step-3.5 shared expert": ("verify_glu", lambda: glu(1280, 4096)),
+    "Qwen3.6-27B q, k, v by matrices": ("verify_qmm_mma", lambda: Matrices(stack(12288, 1024, 1024, k=5120))),
+    "Qwen3.6-27B down by matrices": ("verify_qmm_mma", lambda: Matrices(stack(5120, k=17408))),
+    "GLM-4.5 router": ("verify_gemv", lambda: dense(160, 5120)),
+    "Qwen3.5 shared expert's gate": ("verify_gemv", lambda: dense(1, 2048)),
+    "eh_proj": ("verify_gemv", lambda: dense(4096, 8192)),
+    "Qwen3.6-27B recurrence": ("gated_delta_verify", lambda: Recurrence(qwen(GatedDeltaNet), RecurrentCache)),
+    "Step-3.5 attention": ("verify_attention", lambda: attention(step(0))),
+    "Step-3.5 sliding attention": ("verify_attention", lambda: attention(step(1), 512)),
+    "GLM-4.5 attention": ("verify_attention", lambda: attention(glm())),
+    "Qwen3.6-27B attention": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention))),
+    "MiMo-V2-Flash sliding attention": ("verify_attention", lambda: attention(mimo(), 128)),
+    "DeepSeek-V3 attention": ("verify_latent_attention", latent),
+    "Step-3.5 experts": ("verify_moe", lambda: experts(288, 1280, 4096, 8)),
+    "Qwen3.6-35B-A3B experts": ("verify_moe", lambda: experts(256, 512, 2048, 8)),
+    "Qwen3.6-27B tokens": ("verify_head", lambda: Head(linear(248320, 5120))),
+    "Step-3.5 tokens, 8 bits": ("verify_head", lambda: Head(linear(128896, 4096, bits=8))),
+    "Step-3.5 sum and norm": ("add_norm", lambda: Sum(in_bfloat16(nn.RMSNorm(4096)))),
+    "Step-3.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(step(0))),
+    "GLM-4.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(glm())),
+}

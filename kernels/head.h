@@ -1,0 +1,67 @@
+// Choosing among logits: their order, and the best of a tile of a row's.
+
+struct Choice {
+  float value;
+  int index;
+};
+
+// The greater value first; of equal ones the lower index.
+METAL_FUNC bool precedes(Choice a, Choice b) {
+  return a.value > b.value || (a.value == b.value && a.index < b.index);
+}
+
+METAL_FUNC Choice before_all() {
+  return {INFINITY, -1};
+}
+
+METAL_FUNC Choice after_all() {
+  return {-INFINITY, 0x7fffffff};
+}
+
+METAL_FUNC Choice simd_first(Choice own) {
+  const float value = simd_max(own.value);
+  return {value, simd_min(own.value == value ? own.index : 0x7fffffff)};
+}
+
+// The first n of a tile, in order, by one simdgroup; lane l holds the values l, l + 32, ... NaN counts as -infinity,
+// so that nothing is chosen for it. SUM: values[n] is the sum of exp(value - values[0]), where NaN remains.
+template <int TILE, bool SUM>
+METAL_FUNC void keep_first(
+    const threadgroup float* tile, int begin, int n, int lane, device float* values, device int* indices) {
+  float own[TILE / 32];
+  _Pragma("clang loop unroll(full)")
+  for (int i = 0; i < TILE / 32; i++) {
+    const float value = tile[32 * i + lane];
+    own[i] = isnan(value) ? -INFINITY : value;
+  }
+  float greatest = 0.0f;
+  Choice last = before_all();
+  for (int j = 0; j < n; j++) {
+    Choice next = after_all();
+    _Pragma("clang loop unroll(full)")
+    for (int i = 0; i < TILE / 32; i++) {
+      const Choice candidate = {own[i], begin + 32 * i + lane};
+      if (precedes(last, candidate) && precedes(candidate, next)) {
+        next = candidate;
+      }
+    }
+    last = simd_first(next);
+    greatest = j == 0 ? last.value : greatest;
+    if (lane == 0) {
+      values[j] = last.value;
+      indices[j] = last.index;
+    }
+  }
+  if (SUM) {
+    float sum = 0.0f;
+    _Pragma("clang loop unroll(full)")
+    for (int i = 0; i < TILE / 32; i++) {
+      const float value = tile[32 * i + lane];
+      sum += value == greatest ? 1.0f : metal::precise::exp(value - greatest);
+    }
+    sum = simd_sum(sum);
+    if (lane == 0) {
+      values[n] = sum;
+    }
+  }
+}

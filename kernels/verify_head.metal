@@ -1,0 +1,55 @@
+// The best of each tile of x Wᵀ (+ bias), W quantized: rows of x together, each logit with the bits it has alone.
+//
+// Inputs   w [N, K * BITS / 32] uint32; scales, biases [N, K / GROUP] (floating-point formats: scales twice); x [M, K];
+//          bias [N] (not read without BIAS); key [2] uint32, position [1] uint32, inverse [1] float (read with DRAW);
+//          n [1] int32, at most TILE
+// Output   values [M, tiles, n (+ 1 with SUM)] float, indices [M, tiles, n] int32; see keep_first
+// Template T (x, bias), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, TILE, BIAS, DRAW, SUM
+// Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
+//          y: 8 per tile of TILE weight rows;  group of threads (32, 8, 1)
+
+constexpr int SIMDS = 8, RESULTS = ROWS > 5 ? 2 : 4;
+constexpr int WIDTH = 32 / LANES * RESULTS; // weight rows of a simdgroup at a time
+threadgroup float logits[ROWS * TILE];
+const int M = x_shape[0], K = x_shape[1], N = w_shape[0];
+const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
+
+const int own = threadgroup_position_in_grid.x * ROWS, first = min(own, M - ROWS);
+const int tile = threadgroup_position_in_grid.y, begin = tile * TILE;
+for (int i = thread_index_in_threadgroup; i < ROWS * TILE; i += 32 * SIMDS) {
+  logits[i] = -INFINITY;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+for (int at = simd * WIDTH + lane / LANES * RESULTS; at < min(TILE, N - begin); at += SIMDS * WIDTH) {
+  int outputs[RESULTS];
+  UNROLL
+  for (int r = 0; r < RESULTS; r++) {
+    outputs[r] = min(begin + at + r, N - 1);
+  }
+  float result[ROWS][RESULTS] = {};
+  quantized_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
+      (const device uint8_t*)w, scales, biases, x + size_t(first) * K, outputs, K, lane % LANES, result);
+  UNROLL
+  for (int r = 0; r < RESULTS; r++) {
+    UNROLL
+    for (int m = 0; m < ROWS; m++) {
+      const T value = static_cast<T>(lanes_sum<LANES>(result[m][r]));
+      if (lane % LANES == 0 && begin + at + r < N) {
+        logits[m * TILE + at + r] = float(BIAS ? static_cast<T>(value + bias[outputs[r]]) : value);
+      }
+    }
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+for (int m = simd; m < ROWS; m += SIMDS) {
+  if (first + m >= own) {
+    if (DRAW) {
+      add_noise(logits + m * TILE, TILE, begin, N, lane, uint2(key[0], key[1]), position[0] + first + m, inverse[0]);
+    }
+    const size_t part = size_t(first + m) * ((N - 1) / TILE + 1) + tile;
+    keep_first<TILE, SUM>(
+        logits + m * TILE, begin, n[0], lane, values + part * (n[0] + SUM), indices + part * n[0]);
+  }
+}

@@ -1,0 +1,203 @@
+"""`verify_head`: an LM head straight to tokens, a draw, or the first n; no logits are written.
+
+Of each tile of the vocabulary a threadgroup keeps the first n, greatest first and of equal ones the lowest index, and
+a second launch merges the tiles. Logits have the bits of `verify_qmm` and `verify_gemv`; a NaN is never chosen (so on
+Metal's argmax; on a CPU's the first NaN is) unless nothing is greater than -infinity, where the token is 0.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from . import _source
+from ._quantized import DTYPES, Quantized, check_columns, lanes, small
+from ._quantized import supported as supported_format
+from .verify_gemv import supported as supported_product
+
+Weights = Quantized | mx.array  # [N, K], quantized or not
+Top = tuple[mx.array, mx.array, mx.array]
+
+MOST_TOP = 64
+MOST_ROWS = 8  # that a thread keeps sums of in registers, of fewer weight rows at a time than `verify_qmm`'s
+SIMDGROUPS = 8  # in a group of threads
+LEAST_COLUMNS = 8  # of fewer a bias is not in device memory
+
+
+def logits_ref(x: mx.array, weights: Weights, bias: mx.array | None = None) -> mx.array:
+    """x [M, K] -> [M, N], by MLX's own product."""
+    if isinstance(weights, mx.array):
+        return x @ weights.T if bias is None else mx.addmm(bias, x, weights.T)
+    w, scales, biases = weights.w, weights.scales, weights.biases
+    y = mx.quantized_matmul(x, w, scales=scales, biases=biases, transpose=True, **weights.format)
+    return y if bias is None else y + bias
+
+
+def argmax_ref(logits: mx.array) -> mx.array:
+    return mx.argmax(logits, axis=-1).astype(mx.int32)
+
+
+def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.array:
+    """Row i of logits [M, N]: a draw of mx.random.categorical's, with the second half of the key of position + i."""
+    first, drawn = mx.array(position).reshape(1).astype(mx.uint32), []
+    for i, row in enumerate(logits.astype(mx.float32) * (1.0 / temp)):
+        dice = mx.random.split(key + mx.pad(first + i, (1, 0)))[1]
+        drawn.append(mx.argmax(row + mx.random.gumbel(row.shape, key=dice)))
+    return mx.stack(drawn).astype(mx.int32)
+
+
+def top_ref(logits: mx.array, n: int) -> Top:
+    """The first n of logits [M, N] and the logarithm of the sum of all exponentials."""
+    logits = logits.astype(mx.float32)
+    order = mx.argsort(-logits, axis=-1)[:, :n]  # stable: of equal ones the lowest index
+    values = mx.take_along_axis(logits, order, axis=-1)
+    return values, order.astype(mx.int32), mx.logsumexp(logits, axis=-1)
+
+
+def verify_head_ref(x: mx.array, weights: Weights, bias: mx.array | None = None) -> mx.array:
+    return argmax_ref(logits_ref(x, weights, bias))
+
+
+def verify_head_draw_ref(
+    x: mx.array, weights: Weights, key: mx.array, position: Any, temp: float, bias: mx.array | None = None
+) -> mx.array:
+    return draw_ref(logits_ref(x, weights, bias), key, position, temp)
+
+
+def verify_head_top_ref(x: mx.array, weights: Weights, n: int, bias: mx.array | None = None) -> Top:
+    return top_ref(logits_ref(x, weights, bias), n)
+
+
+def tile(n: int) -> int:
+    """Weight rows of which the first n are kept."""
+    return 128 if n <= 8 else 256 if n <= 16 else 512
+
+
+def _product(x: mx.array, weights: Weights) -> tuple[str, str, list, list]:
+    """The kernel for these weights and its header, and what is its own of its inputs and template arguments."""
+    if isinstance(weights, mx.array):
+        inputs = [("w", weights.astype(x.dtype))]
+        return "verify_head_dense", "gemv_rows", inputs, [("LANES", 4 if weights.shape[1] <= 64 else 32)]
+    values, lanes_per_row = lanes(weights)
+    scales, biases = weights.scales, weights.biases
+    if biases is not None:
+        scales, biases = scales.astype(x.dtype), biases.astype(x.dtype)
+    inputs = [("w", weights.w), ("scales", scales), ("biases", scales if biases is None else biases)]
+    format_ = [("S", scales.dtype), ("BITS", weights.bits), ("GROUP", weights.group_size), ("FP", biases is None)]
+    return "verify_head", "quantized", inputs, [*format_, ("VALUES", values), ("LANES", lanes_per_row)]
+
+
+def _verify_head_metal(
+    x: mx.array,
+    weights: Weights,
+    bias: mx.array | None,
+    n: int = 1,
+    noise: tuple[mx.array, mx.array, mx.array] | None = None,
+    with_sum: bool = False,
+) -> tuple[mx.array, mx.array]:
+    """The first n of each row [M, n], in `values` with the logsumexp behind them where it is asked for."""
+    x = x.astype(_dtype(x, weights, bias))
+    (m, _), columns = x.shape, _columns(weights)
+    op, header, inputs, template = _product(x, weights)
+    groups = -(-m // MOST_ROWS)
+    key, position, inverse = noise or (mx.zeros(2, mx.uint32), mx.zeros(1, mx.uint32), mx.zeros(1))
+    inputs += [("x", x), ("bias", x if bias is None else bias.astype(x.dtype))]
+    inputs += [("key", key), ("position", position), ("inverse", inverse), ("n", _source.constants(mx.int32, n))]
+    names, arrays = zip(*inputs, strict=True)
+    template += [("T", x.dtype), ("ROWS", -(-m // groups)), ("TILE", tile(n)), ("BIAS", bias is not None)]
+    template += [("DRAW", noise is not None), ("SUM", with_sum)]
+    tiles = -(-columns // tile(n))
+    parts = _source.kernel(op, names, ("values", "indices"), (header, "random", "head"))(
+        inputs=list(arrays),
+        template=template,
+        grid=(32 * groups, SIMDGROUPS * tiles, 1),
+        threadgroup=(32, SIMDGROUPS, 1),
+        output_shapes=[(m, tiles, n + with_sum), (m, tiles, n)],
+        output_dtypes=[mx.float32, mx.int32],
+    )
+    values, tokens = _source.kernel("verify_head_merge", ("values", "indices"), ("best", "tokens"), ("head",))(
+        inputs=parts,
+        template=[("SUM", with_sum)],
+        grid=(32 * SIMDGROUPS * m, 1, 1),
+        threadgroup=(32 * SIMDGROUPS, 1, 1),
+        output_shapes=[(m, n + with_sum), (m, n)],
+        output_dtypes=[mx.float32, mx.int32],
+    )
+    return values, tokens
+
+
+def _columns(weights: Weights) -> int:
+    return (weights if isinstance(weights, mx.array) else weights.scales).shape[0]
+
+
+def _dtype(x: mx.array, weights: Weights, bias: mx.array | None) -> mx.Dtype:
+    own = [weights] if isinstance(weights, mx.array) else []
+    dtype = mx.result_type(x, *own) if own else weights.dtype(x)  # type: ignore[union-attr]
+    return dtype if bias is None else mx.result_type(mx.zeros(0, dtype), bias)
+
+
+def supported(x: mx.array, weights: Weights, bias: mx.array | None = None) -> bool:
+    """Whether the kernels choose: a float type that a bias does not change, and eight tokens or more."""
+    if _columns(weights) < LEAST_COLUMNS or x.size == 0:
+        return False
+    if isinstance(weights, mx.array):
+        n, k = weights.shape
+        return _dtype(x, weights, bias) in DTYPES and k < 16 * n and supported_product(x, weights, bias)
+    same = _dtype(x, weights, bias) == weights.dtype(x)
+    return same and supported_format(x, weights) and not small(weights)
+
+
+def _check(x: mx.array, weights: Weights, bias: mx.array | None) -> None:
+    if x.ndim != 2:
+        raise ValueError(f"x has shape {x.shape}; it must be (M, K)")
+    if isinstance(weights, Quantized):
+        check_columns(x, weights)
+    elif weights.ndim != 2 or x.shape[1] != weights.shape[1]:
+        raise ValueError(f"x has shape {x.shape}; its last axis must be that of the weights {weights.shape}")
+    if bias is not None and bias.shape != (_columns(weights),):
+        raise ValueError(f"bias has shape {bias.shape}; it must be ({_columns(weights)},), a value per token")
+
+
+def verify_head(x: mx.array, weights: Weights, bias: mx.array | None = None) -> mx.array:
+    """The greatest logit's token [M] int32 of each row x [M, K]; of equal ones the lowest.
+
+    weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]. Where `supported` says no, and without
+    Metal, MLX's own product and argmax. Raises ValueError for shapes that do not fit.
+    """
+    _check(x, weights, bias)
+    if not (_source.on_metal() and supported(x, weights, bias)):
+        return verify_head_ref(x, weights, bias)
+    return _verify_head_metal(x, weights, bias)[1][:, 0]
+
+
+def verify_head_draw(
+    x: mx.array, weights: Weights, key: mx.array, position: Any, temp: float, bias: mx.array | None = None
+) -> mx.array:
+    """A token [M] int32 drawn from softmax(logits / temp) of each row x [M, K]; row i's by position + i.
+
+    key: uint32 [2]; a row is drawn with the second half of the split of key + [0, position + i], from whose bits the
+        noise of each token is that of mx.random.gumbel. position: an integer or int32 [] or [1].
+    weights, bias: as in `verify_head`. Raises ValueError for shapes that do not fit and for temp <= 0.
+    """
+    _check(x, weights, bias)
+    if temp <= 0:
+        raise ValueError(f"temp={temp}: allowed is more than 0")
+    if not (_source.on_metal() and supported(x, weights, bias)):
+        return verify_head_draw_ref(x, weights, key, position, temp, bias)
+    noise = (key, mx.array(position).reshape(1).astype(mx.uint32), _source.constants(mx.float32, 1.0 / temp))
+    return _verify_head_metal(x, weights, bias, noise=noise)[1][:, 0]
+
+
+def verify_head_top(x: mx.array, weights: Weights, n: int, bias: mx.array | None = None) -> Top:
+    """The n greatest logits of each row x [M, K]: values [M, n] float32, sorted, and tokens [M, n] int32; of equal
+    ones the lower token first. And the logsumexp [M] float32 of all logits.
+
+    weights, bias: as in `verify_head`. Raises ValueError for shapes that do not fit and for an n that is not
+    between 1 and 64 or exceeds N.
+    """
+    _check(x, weights, bias)
+    if not 1 <= n <= min(MOST_TOP, _columns(weights)):
+        raise ValueError(f"n={n}: allowed is 1 to {min(MOST_TOP, _columns(weights))}")
+    if not (_source.on_metal() and supported(x, weights, bias)):
+        return verify_head_top_ref(x, weights, n, bias)
+    values, tokens = _verify_head_metal(x, weights, bias, n, with_sum=True)
+    return values[:, :n], tokens, values[:, n]

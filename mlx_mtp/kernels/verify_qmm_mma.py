@@ -1,0 +1,46 @@
+"""`verify_qmm_mma`: rows of x times quantized weights by 8x8 matrix products, for 5 to 8 rows of the fast lane.
+
+Fixed is the order of a sum: blocks of 128 values of K in turn to four simdgroups, a block in 16 steps of eight
+products whose sums are paired, then the four simdgroups' sums in turn. So a row's result depends on nothing but that
+row, its weights, and how the GPU sums the eight products of a step: neither on other rows, which are columns of the
+matrix product, nor on their number, nor on what is stacked. It has not the bits of MLX's kernels.
+"""
+
+import mlx.core as mx
+
+from ._quantized import Quantized, arrays, check_columns, format_template, parts, supported
+from ._source import kernel, on_metal
+from .verify_qmm import verify_qmm_ref
+
+SIDE = 8  # of a matrix
+SPLIT = 4  # simdgroups that share K
+TALL = 2048  # weight rows from which on a simdgroup has two tiles of them, and asks for x half as often
+
+verify_qmm_mma_ref = verify_qmm_ref
+
+
+def _verify_qmm_mma_metal(x: mx.array, weights: Quantized) -> list[mx.array]:
+    flat, n = x.reshape(-1, weights.k).astype(weights.dtype(x)), weights.ends[-1]
+    m, tiles = flat.shape[0], 2 if n >= TALL else 1
+    made = kernel("verify_qmm_mma", ("w", "scales", "biases", "x", "ends"), ("y",), ("quantized", "fragments"))
+    (y,) = made(
+        inputs=[*arrays(weights, flat.dtype), flat, weights.ends_array],
+        template=[*format_template(weights, flat.dtype), ("TILES", tiles)],
+        grid=(32 * -(-m // SIDE), SPLIT * -(-n // (SIDE * tiles)), 1),
+        threadgroup=(32, SPLIT, 1),
+        output_shapes=[(m * n,)],
+        output_dtypes=[flat.dtype],
+    )
+    return parts(y, x, weights)
+
+
+def verify_qmm_mma(x: mx.array, weights: Quantized) -> list[mx.array]:
+    """x [..., K] times each of the stacked linears: a list of [..., N_p], accumulated in float32.
+
+    On Metal up to 8 rows share one request of the weights. Elsewhere, or for a format that `supported` denies:
+    dequantized and multiplied in float32. Raises ValueError where x has another number of columns.
+    """
+    check_columns(x, weights)
+    return (
+        _verify_qmm_mma_metal(x, weights) if on_metal() and supported(x, weights) else verify_qmm_mma_ref(x, weights)
+    )

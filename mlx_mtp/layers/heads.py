@@ -1,0 +1,124 @@
+"""The LM head as a choice of tokens, in one pass over its weights and without writing logits.
+
+A head is on for some numbers of rows, and for none at first. For the others it chooses from the module's logits by
+the same rules, so that what it chooses does not depend on which they are.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..kernels import (
+    Quantized,
+    draw_ref,
+    served,
+    top_ref,
+    verify_head,
+    verify_head_draw,
+    verify_head_top,
+)
+from .verify import VERIFY_ROWS, rows_of
+
+KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+
+
+class Head:
+    """The choice among a module's logits: an LM head's, or those of the embedding that is tied to it."""
+
+    op = "verify_head"
+    candidates = (1, *VERIFY_ROWS)
+
+    def __init__(self, module: Any):
+        self.module, self.rows = module, frozenset[int]()
+
+    @property
+    def weights(self) -> Quantized | mx.array:
+        """Those that the module has now."""
+        m = self.module
+        if "scales" not in m:
+            return m.weight
+        return Quantized(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode, (m.scales.shape[0],))
+
+    @property
+    def bias(self) -> mx.array | None:
+        return self.module.get("bias")
+
+    @property
+    def shape(self) -> str:
+        w = self.weights
+        if isinstance(w, Quantized):
+            text = f"{w.ends[0]}x{w.k} {w.bits}-bit {w.mode} g{w.group_size}"
+        else:
+            text = f"{w.shape[0]}x{w.shape[1]} {str(w.dtype).rpartition('.')[2]}"
+        return text + (" with bias" if self.bias is not None else "")
+
+    @property
+    def width(self) -> int:
+        w = self.weights
+        return w.k if isinstance(w, Quantized) else w.shape[1]
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        return [verify_head(x, self.weights, self.bias)]
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        return [mx.argmax(self.logits(x), axis=-1).astype(mx.int32)]
+
+    def logits(self, x: mx.array) -> mx.array:
+        tied = isinstance(self.module, (nn.Embedding, nn.QuantizedEmbedding))
+        return self.module.as_linear(x) if tied else self.module(x)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a head, on for some numbers of rows, chooses for x [M, K]."""
+
+    head: Head
+    x: mx.array
+
+    @property
+    def fused(self) -> bool:
+        return rows_of(self.x) in self.head.rows
+
+    def greedy(self) -> mx.array:
+        """The greatest logit's token of each row, int32 [M]."""
+        if self.fused:
+            return self.head.ours(self.x)[0]
+        return mx.argmax(self.head.logits(self.x), axis=-1).astype(mx.int32)
+
+    def draw(self, key: mx.array, position: Any, temp: float) -> mx.array:
+        """A token of each row at this temperature, int32 [M]; row i's is the draw of position + i under `key`."""
+        if self.fused:
+            return verify_head_draw(self.x, self.head.weights, key, position, temp, self.head.bias)
+        return draw_ref(self.head.logits(self.x), key, position, temp)
+
+    def top(self, n: int) -> tuple[mx.array, mx.array, mx.array]:
+        """The n greatest logits of each row, sorted, float32 [M, n], their tokens, and the logsumexp [M] of all."""
+        if self.fused:
+            return verify_head_top(self.x, self.head.weights, n, self.head.bias)
+        return top_ref(self.head.logits(self.x), n)
+
+
+def place_heads(model: Any) -> list[Head]:
+    """A head, off, on each module whose logits the model chooses from: its LM head, or the embedding tied to it, and
+    the draft heads' own. None where a kernel does not know the format."""
+    found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
+    heads = []
+    for module in found.values():
+        if isinstance(module, KINDS) and _served(module):
+            module.choice = Head(module)
+            heads.append(module.choice)
+    return heads
+
+
+def _served(module: Any) -> bool:
+    if "scales" not in module:
+        return True
+    return served(module.mode, module.bits, module.group_size) and module.get("global_scale") is None
+
+
+def head_on(module: Any) -> Head | None:
+    """The module's head, where it is on for any number of rows."""
+    head = getattr(module, "choice", None)
+    return head if head is not None and head.rows else None

@@ -1,0 +1,37 @@
+"""The command line in a process of its own, and in this one, where the seconds of a new interpreter show nothing."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import warnings
+
+from click.testing import CliRunner
+
+from mlx_mtp.cli import main
+
+
+def run(*args, stdin="", **env):
+    """As a user meets it."""
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_mtp", *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
+    )
+
+
+def call(*args, stdin=""):
+    """The same, less what only a new process shows: imports, streams that are files, the interpreter's end."""
+    terminated, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("transformers")
+    level = logger.level
+    try:
+        with warnings.catch_warnings():
+            result = CliRunner().invoke(main, [*map(str, args)], input=stdin, catch_exceptions=False)
+    finally:
+        signal.signal(signal.SIGTERM, terminated)
+        logger.setLevel(level)
+    return subprocess.CompletedProcess(args, result.exit_code, result.stdout, result.stderr)

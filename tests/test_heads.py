@@ -1,0 +1,184 @@
+"""Models whose heads choose tokens without logits: the same text, drafted or not, and the same draws."""
+
+from types import SimpleNamespace
+
+import drafters
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import tiny
+from metal_cases import linux_only
+
+import mlx_mtp
+from mlx_mtp import emulator, trial_run
+from mlx_mtp.layers.heads import Head, place_heads
+from mlx_mtp.sampling import Picker, Sampling
+
+PROMPT = [1, 2, 3, 4, 1]
+FILTERS = [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.7, "min_p": 0.05}, {"top_p": 0.02}]
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    config = {**tiny.CONFIG, "vocab_size": 41}
+    path = tiny.save(tmp_path_factory.mktemp("step"), config, tiny.random_weights(config))
+    return mlx_mtp.load_model(path)
+
+
+@pytest.fixture
+def heads(step):
+    placed = place_heads(step)
+    yield placed
+    for head in placed:
+        del head.module.choice
+
+
+def text(model, k, **options):
+    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=7, num_draft_tokens=k, seed=5, **options)
+    return [token for token, _, _ in steps]
+
+
+@linux_only
+@pytest.mark.parametrize(
+    "options", [{}, {"temp": 1.0}, {"temp": 1.0, "top_k": 5, "top_p": 0.9}], ids=["greedy", "draw", "top_k"]
+)
+def test_the_same_text_however_much_was_drafted(step, heads, options):
+    """Also where the head is on for one number of rows only, and where it is off: a draw of temperature alone is
+    another one there, of the same distribution."""
+    expected, kernels = None, set()
+    if "top_k" in options or not options:
+        expected = text(step, 0, **options)
+    for rows in ({1, 3}, {3}):
+        for head in heads:
+            head.rows = frozenset(rows)
+        for k in (0, 2):
+            with emulator.emulated(emulator.Options(traffic=False)) as launches:
+                found = text(step, k, **options)
+            kernels |= {launch.kernel for launch in launches}
+            expected = expected or found
+            assert found == expected
+    assert kernels == {"verify_head_dense", "verify_head_merge"}
+
+
+@linux_only
+def test_no_logits_are_computed(step, heads, monkeypatch):
+    for head in heads:
+        head.rows = frozenset({1, 3})
+    monkeypatch.setattr(step, "unembed", None)
+    monkeypatch.setattr(Head, "logits", None)
+    with emulator.emulated(emulator.Options(traffic=False)):
+        for options in ({}, {"temp": 1.0}, {"temp": 1.0, "top_k": 5}):
+            assert len(text(step, 2, **options)) == 7
+
+
+def test_heads_are_off_at_first(step, heads):
+    assert [head.rows for head in heads] == [frozenset()] * 4
+    assert step.choice(step.no_hidden()) is None
+    assert text(step, 2) == text(step, 0)
+
+
+class NeedsLogits(Exception):
+    def __init__(self, hidden):
+        super().__init__()
+
+    @classmethod
+    def throw(cls, hidden):
+        raise cls(hidden)
+
+
+NEEDING = [
+    Picker(processors=[lambda tokens, logits: logits]),
+    Picker(logprobs=True),
+    Picker(sampler=lambda logprobs: mx.argmax(logprobs, axis=-1)),
+    Picker(Sampling(temp=1.0, top_p=0.9)),
+    Picker(Sampling(temp=1.0, min_p=0.1)),
+    Picker(Sampling(temp=1.0, top_k=65)),
+    Picker(Sampling(temp=1.0, xtc_probability=0.5)),
+    Picker(Sampling(temp=1.0, top_k=3, xtc_probability=0.5)),
+    Picker(Sampling(temp=1.0, top_k=3, min_p=0.1, min_tokens_to_keep=2)),
+]
+
+
+@pytest.mark.parametrize("picker", NEEDING)
+def test_what_needs_logits_gets_them(picker):
+    """Processors, logprobs, a user's sampler, and filters that read the whole row."""
+    model = SimpleNamespace(logits=NeedsLogits.throw, choice=None)
+    with pytest.raises(NeedsLogits):
+        picker.pick(model, mx.zeros((1, 1, 4)), 0, [], mx.zeros(0, mx.int32))
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_draws_from_the_top_are_those_from_the_whole_row(filters):
+    """With the filters before top-k, which see the whole distribution: token by token, ties included."""
+    sampling = Sampling(temp=0.8, top_k=6, **filters)
+    found, expected = [], []
+    for seed in range(60):
+        logits = mx.random.normal((1, 50), key=mx.random.key(seed)) * 3
+        logits = mx.round(logits) if seed % 3 == 0 else logits
+        key, total = mx.random.key(seed + 100), mx.logsumexp(logits, axis=-1, keepdims=True)
+        expected.append(sampling.draw(logits - total, key).item())
+        tokens = mx.argsort(-logits, axis=-1)[:, : sampling.top]
+        kept = mx.take_along_axis(logits, tokens, axis=-1) - total
+        found.append(sampling.draw_top(kept, tokens, key).item())
+    assert found == expected
+    assert len(set(found)) > 10
+
+
+def build_headed(name, path):
+    """The drafter's own head has seven tokens, which no kernel serves."""
+    if name == "eagle":
+        config = {**drafters.GQA, "model_type": "mistral", "mlx_lm": "llama", "tie_word_embeddings": True}
+        directory, _ = families.headless(path / "target", config)
+        return mlx_mtp.load_model(directory, draft_model=drafters.save(path / "drafter", drafters.CONFIG, 32))
+    return mlx_mtp.load_model(families.build(name, path, **({"vocab_size": 13} if name != "mimo" else {}))[0])
+
+
+def is_head(path, module):
+    return path.endswith(("embed_tokens", "lm_head", "head")) and module.weight.shape[0] > 8
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("name", "count", "quantized"),
+    [("eagle", 2, True), ("eagle", 2, False), ("mimo", 1, True), ("nemotron_h", 1, False)],
+)
+def test_drafts_are_chosen_likewise(name, count, quantized, tmp_path):
+    """By a head of the draft's own, one that it shares, and an embedding that is tied to it."""
+    model = build_headed(name, tmp_path)
+    if quantized:
+        nn.quantize(model, 32, 4, class_predicate=is_head)
+    off = text(model, 1)
+    heads = place_heads(model)
+    assert len(heads) == count
+    output = mx.random.normal((1, 1, model.mtp[0].norm.weight.size))
+    expected = mx.argmax(model.draft_logits(0, output)).item()
+    assert model.draft_choice(0, output).item() == expected
+    for head in heads:
+        head.rows = frozenset({1, 2})
+    with emulator.emulated(emulator.Options(traffic=False)) as launches:
+        assert model.draft_choice(0, output).item() == expected
+        assert text(model, 1) == off
+    product = "verify_head" if quantized else "verify_head_dense"
+    assert {product, "verify_head_merge"} <= {launch.kernel for launch in launches}
+
+
+@linux_only
+def test_a_trial_judges_them(step, heads, monkeypatch):
+    monkeypatch.setattr(trial_run, "DRAWS", 2)
+    head = heads[0]
+    assert head.shape == "41x32 float32"
+    assert head.candidates == tuple(range(1, 9))
+    pairs = [(head.ours, head.stock)]
+    with emulator.emulated(emulator.Options(traffic=False)):
+        for rows in (1, 4):
+            trial = trial_run.Trial(head.op, head.shape, rows, pairs, head.width, mx.float32)
+            assert trial_run.check(trial) is None
+        wrong = [(lambda x: [mx.maximum(y, 1) for y in head.ours(x)], head.stock)]
+        trial = trial_run.Trial(head.op, head.shape, 4, wrong, head.width, mx.float32)
+        always = trial_run.Trial(
+            head.op, head.shape, 4, [(lambda x: [head.ours(x)[0] + 1], head.stock)], 32, mx.float32
+        )
+        assert "differs from one row alone" in str(trial_run.check(always))
+    assert np.isfinite(trial_run.time_pair(trial))

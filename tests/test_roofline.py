@@ -1,0 +1,234 @@
+"""The roofline of bench/: bytes against real modules, experts against enumeration, what validation may look at."""
+
+import sys
+from dataclasses import replace
+from importlib import import_module
+from itertools import combinations, product
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from mlx.utils import tree_flatten
+from mlx_lm.models import deepseek_v3
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from mlx_mtp.models import glm4_moe, qwen3_5, qwen3_5_moe, step3p5
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+models, cost, fit, roofline = (
+    import_module(name) for name in ("roofline_models", "roofline_cost", "roofline_fit", "roofline")
+)
+launches = import_module("launches")
+
+Pass, M3_ULTRA = cost.Pass, cost.CHIPS["M3 Ultra"]
+
+
+@pytest.mark.parametrize(("total", "top", "rows"), [(5, 2, 2), (5, 2, 3), (6, 3, 2), (4, 1, 4), (3, 3, 2)])
+def test_independent_experts_are_the_mean_of_all_choices(total, top, rows):
+    choices = list(combinations(range(total), top))
+    union = [len(set().union(*chosen)) for chosen in product(choices, repeat=rows)]
+    assert cost.distinct(total, top, rows) == pytest.approx(np.mean(union))
+
+
+def test_observed_routing_is_that_of_published_counts():
+    assert cost.distinct(256, 8, 8, shared=True) == pytest.approx(39, abs=0.1)
+    assert cost.distinct(64, 4, 2, shared=True) / 4 == pytest.approx(1.74, rel=0.05)  # GLM-4.7-Flash, not fitted
+    assert cost.distinct(256, 8, 1, shared=True) == pytest.approx(8)
+    assert cost.distinct(8, 4, 3, shared=True) == 4  # the pool holds one token's experts at least
+
+
+@pytest.mark.parametrize(("bits", "group"), [(2, 128), (4, 32), (4, 64), (8, 64), (3, 64)])
+def test_bytes_of_a_linear_are_those_of_the_module(bits, group):
+    made = nn.QuantizedLinear(256, 96, bias=False, group_size=group, bits=bits)
+    made.set_dtype(mx.bfloat16)
+    assert models.Linear("", 96, 256, bits, group).nbytes == sum(x.nbytes for _, x in tree_flatten(made.parameters()))
+
+
+def test_bytes_of_experts_are_those_of_the_modules():
+    op, shapes = models.Experts(128, 64, 6, 2), ((128, 64), (128, 64), (64, 128))
+    made = [SwitchLinear(*shape, 6, bias=False).to_quantized(group_size=64, bits=4) for shape in shapes]
+    for layer in made:
+        layer.set_dtype(mx.bfloat16)
+    assert op.total * op.nbytes == sum(x.nbytes for layer in made for _, x in tree_flatten(layer.parameters()))
+    at = Pass(3)
+    assert cost.cost(op, at, M3_ULTRA).nbytes == 3 * op.top * op.nbytes
+    visited = cost.distinct(6, 2, 3)
+    assert cost.cost(op, replace(at, ours=True), M3_ULTRA).nbytes == pytest.approx(visited * op.nbytes)
+
+
+def qwen_with_experts():
+    config = launches.QWEN.text_config | {"model_type": "qwen3_5_moe_text", "norm_topk_prob": True}
+    config |= {"num_experts": 8, "num_experts_per_tok": 2}
+    config |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    return qwen3_5_moe.Model(qwen3_5_moe.ModelArgs(model_type="qwen3_5_moe", text_config=config))
+
+
+def deepseek():
+    sizes = {"q_lora_rank": 48, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 16, "v_head_dim": 24}
+    experts = {"n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 64, "hidden_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128}
+    return deepseek_v3.Model(deepseek_v3.ModelArgs(**sizes, **experts, **layers, **heads, n_group=1, topk_group=1))
+
+
+EXPERTS, FFN = models.moe(128, 64, 8, 2), models.mlp(128, 128)
+LAYERS = {
+    "step dense": (lambda: step3p5.Model(launches.STEP), 0, (*models.gqa(128, 4, 2, 32, gate=4), *FFN)),
+    "step experts": (lambda: step3p5.Model(launches.STEP), 1, (*models.gqa(128, 4, 2, 32, gate=4), *EXPERTS)),
+    "glm experts": (lambda: glm4_moe.Model(launches.GLM), 1, (*models.gqa(128, 4, 2, 32), *EXPERTS)),
+    "qwen delta": (lambda: qwen3_5.Model(launches.QWEN), 0, (*models.delta(128, 2, 4, 32), *FFN)),
+    "qwen attention": (lambda: qwen3_5.Model(launches.QWEN), 3, (*models.gqa(128, 4, 2, 32, gate=128), *FFN)),
+    "qwen experts": (qwen_with_experts, 3, (*models.gqa(128, 4, 2, 32, gate=128), *EXPERTS)),
+    "deepseek experts": (deepseek, 1, (*models.mla(128, 4, 48, 64, 32, 16, 24), *EXPERTS)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_have_the_weights_of_the_ports(name):
+    make, index, ops = LAYERS[name]
+    parameters = tree_flatten(make().layers[index].parameters())
+    small = ("conv1d", "shared_expert_gate")
+    real = sum(x.size for path, x in parameters if x.ndim > 1 and not any(part in path for part in small))
+    products = [op for op in ops if isinstance(op, models.Linear | models.Experts)]
+    counted = sum(op.weights * getattr(op, "total", 1) for op in products)
+    assert counted == real
+
+
+# Section 6 of the notes on the verify path; those marked "about" there are rounder than the sums here.
+SIZES = [
+    ("Qwen3.6-35B-A3B", "routed_bytes", 0.57, 0.02),
+    ("Qwen3.6-35B-A3B", "shared_bytes", 1.05, 0.06),
+    ("Step-3.5-Flash", "routed_bytes", 3.0, 0.02),
+    ("Step-3.5-Flash", "shared_bytes", 3.0, 0.18),  # "about 3"; 11 B active are 3.0 + 3.5 at 4.5 bits
+    ("GLM-4.5", "routed_bytes", 9.5, 0.02),
+    ("GLM-4.5", "shared_bytes", 8.6, 0.06),
+    ("Qwen3.6-27B", "total_bytes", 15.2, 0.02),
+    # Parameters by the models' cards, at 4.5 bits.
+    ("Qwen3.6-35B-A3B", "total_bytes", 35 * 0.5625, 0.03),
+    ("Step-3.5-Flash", "total_bytes", 196 * 0.5625, 0.03),
+    ("GLM-4.5", "total_bytes", 355 * 0.5625, 0.03),
+    ("DeepSeek-V3", "total_bytes", 671 * 0.5625, 0.03),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "gb", "within"), SIZES)
+def test_sizes_of_released_models(name, size, gb, within):
+    assert getattr(models.MODELS[name], size) / 1e9 == pytest.approx(gb, rel=within)
+
+
+# Section 0 of the design: shared and routed GB, total and chosen experts, floors of T(2) and T(4).
+FLOORS = [
+    (15.2, 0, 1, 1, 1.00, 1.00),
+    (1.05, 0.57, 256, 8, 1.34, 1.99),
+    (3.0, 3.0, 288, 8, 1.49, 2.42),
+    (8.6, 9.5, 160, 8, 1.50, 2.42),
+]
+
+
+@pytest.mark.parametrize(("shared", "routed", "total", "top", "two", "four"), FLOORS)
+def test_floors_of_the_design(shared, routed, total, top, two, four):
+    floors = [(shared + routed * cost.distinct(total, top, m) / top) / (shared + routed) for m in (2, 4)]
+    assert floors == pytest.approx([two, four], abs=0.006)
+
+
+def test_cache_bytes():
+    keys = mx.zeros((2, 4, 100, 256), mx.bfloat16)  # K and V of Qwen3.6-27B's layer
+    op = models.Attention(24, 4, 256)
+    assert cost.cost(op, Pass(1, context=100), M3_ULTRA).nbytes == keys.nbytes
+    windowed = replace(op, window=10)
+    assert cost.cost(windowed, Pass(1, context=100), M3_ULTRA).nbytes == keys.nbytes / 10
+    per_token = 16 * cost.cost(op, Pass(1, context=1), M3_ULTRA).nbytes
+    assert per_token == pytest.approx(65.5e3, rel=0.01)  # section 6
+    latent = cost.cost(models.Latent(128, 512, 64, 128, 128), Pass(1, context=100, ours=True), M3_ULTRA)
+    assert latent.nbytes == 100 * (576 * 2 + 128 * cost.SCORES)
+
+
+def requests(chip, m, ours=False, **more):
+    return cost.cost(models.Linear("", 17408, 5120), Pass(m, ours=ours, **more), cost.CHIPS[chip]).requests
+
+
+def test_requests_of_the_kernels_that_are_chosen():
+    assert [requests("M4 Pro", m) for m in range(1, 9)] == [1, 1, 1, 1, 1, 2, 2, 2]
+    assert [requests("M4 Pro", m, mlx=0.31) for m in (1, 4, 8)] == [1, 4, 8]
+    assert [requests("M2 Max", m) for m in (1, 5, 6, 8)] == [1, 5, 1, 1]  # padded tiles from 6 rows on
+    assert [requests("M1 Ultra", m) for m in (1, 6, 8)] == [1, 6, 8]
+    assert [requests("M1 Max", m, ours=True) for m in (1, 5, 6, 8)] == [1, 1, 2, 2]
+    op, at = models.Attention(24, 4, 256), Pass(5)
+    assert cost.cost(op, at, M3_ULTRA).requests == 30
+    assert cost.cost(op, at, M3_ULTRA).launches == 0
+    assert cost.cost(op, Pass(6), M3_ULTRA).launches == cost.UNFUSED_LAUNCHES
+    assert cost.cost(op, replace(at, ours=True), M3_ULTRA).requests == 1
+
+
+def test_more_rows_never_cost_less_and_ours_no_more_than_stock():
+    chips = fit.fit(fit.read_rows())
+    for name in ("M2 Max", "M3 Ultra", "M5 Max 40c"):
+        for model in models.MODELS.values():
+            stock, free, near = roofline.ratios(model, chips[name], 4096).values()
+            for side in (free, near):
+                assert sorted(side.values()) == list(side.values())
+                assert all(side[m] <= stock[m] for m in range(1, 7))  # from 7 rows on M2's padded tiles may be ahead
+            assert all(near[m] <= free[m] for m in near)
+
+
+def test_seconds_of_one_operation_by_hand():
+    chip = replace(M3_ULTRA, gbps=1000, tflops=2, usable=0.5, issue=0.25)  # 500 GB/s, 250 G instructions/s
+    costs = cost.of_op(models.Linear("", 1000, 1000), Pass(2), chip)
+    memory, issue = 562500 / 500e9, 1e6 * (3 + 2 * 2.125) / 250e9
+    assert cost.seconds(costs, chip) == pytest.approx(issue + memory / 3 + 1.6e-6)
+    assert cost.seconds(costs, chip, "max") == pytest.approx(issue + 1.6e-6)
+
+
+def test_launches_of_a_pass():
+    model = models.Model((models.Layer("glm dense", 3, models.mlp(64, 64)),), models.Linear("", 64, 64))
+    counts = [cost.of_model(model, Pass(m, ours=ours), M3_ULTRA).launches for m, ours in ((4, 0), (1, 1), (4, 1))]
+    assert counts == [3 + 3 * n for n in cost.LAUNCHES["glm dense"]]
+
+
+def test_fit_looks_at_two_rows_at_most():
+    rows = fit.read_rows()
+    before = fit.fit(rows)
+    assert fit.fit([replace(row, ratio=9 * row.ratio) if row.m > 2 else row for row in rows]) == before
+    assert fit.fit([replace(row, ratio=1.5 * row.ratio) if row.m == 2 else row for row in rows]) != before
+
+
+def test_published_rows_are_those_of_the_notes():
+    rows = fit.read_rows()
+    assert len({(row.source, row.m) for row in rows}) == len(rows)
+    assert all(row.base <= 2 <= row.m <= 8 and row.m > row.base for row in rows)
+    assert all((row.linear is not None) == (row.kind == "projection") for row in rows)
+    assert sum(bool(row.reason) for row in rows) <= 1
+    assert all(line["why"] for line in fit.read_unused())
+
+
+def run(monkeypatch, rows):
+    monkeypatch.setattr(roofline, "read_rows", lambda: rows)
+    monkeypatch.setattr(roofline, "detail", lambda *_: [])
+    return CliRunner().invoke(roofline.main, ["--chip", "M3 Max 40c", "--model", "Qwen3.6-27B"])
+
+
+def test_a_row_that_is_off_without_a_reason_fails(monkeypatch):
+    rows = fit.read_rows()
+    good = run(monkeypatch, rows)
+    assert good.exit_code == 0, good.output
+    assert "FAIL" not in good.output
+    at = next(i for i, row in enumerate(rows) if row.chip == "M3 Max 40c" and row.m == 8)
+    for factor in (0.6, 1.6):
+        bad = run(monkeypatch, [*rows[:at], replace(rows[at], ratio=factor * rows[at].ratio), *rows[at + 1 :]])
+        assert bad.exit_code == 1
+        assert "FAIL" in bad.output
+    rows[at] = replace(rows[at], ratio=1.6 * rows[at].ratio, reason="spread")
+    named = run(monkeypatch, rows)
+    assert named.exit_code == 0
+    assert "unexplained" in named.output
+
+
+def test_everything_printed_says_that_it_is_predicted():
+    lines = CliRunner().invoke(roofline.main, ["--model", "GLM-4.5"]).output.splitlines()
+    tables = [i for i, line in enumerate(lines) if line.lstrip().startswith("┏")]
+    assert len(tables) == 5
+    assert all("predicted" in lines[i - 1] for i in tables)
+    assert sum(line.startswith("predicted") for line in lines) >= 6
