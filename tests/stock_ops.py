@@ -9,12 +9,38 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 from exact import one_row
+from metal_cases import launch
+from mlx_lm.models import gated_delta, qwen3_next
 
-from mlx_mtp import emulator, kernels
+from mlx_mtp import kernels
 from mlx_mtp.emulator import stock
 from mlx_mtp.kernels import Quantized
+from mlx_mtp.layers import gated_delta as delta_layers
 
-SILU = "uint i = thread_position_in_grid.x; T rate = Sigmoid()(x[i]); y[i] = Multiply()(x[i], rate);"
+# What mx.compile makes of elementwise functions of a, b and c: MLX's operators, each of which rounds to its type.
+# One kernel for all of them: one to compile.
+ELEMENTWISE = """
+    uint i = thread_position_in_grid.x;
+    if (d[0] == SIGMOID) {
+        out[i] = Sigmoid()(static_cast<T>(a[i]));
+    } else if (d[0] == SILU) {
+        T x = static_cast<T>(a[i]), rate = Sigmoid()(x);
+        T product = Multiply()(x, rate);
+        out[i] = product;
+    } else if (d[0] == DECAY) {
+        T step = Add()(static_cast<T>(b[i]), static_cast<T>(c[i]));
+        T soft = LogAddExp()(step, T(0));
+        float rate = Negative()(Exp()(static_cast<float>(a[i])));
+        float exponent = Multiply()(rate, static_cast<float>(soft));
+        out[i] = Exp()(exponent);
+    } else {
+        float gate = static_cast<float>(a[i]);
+        float open = Multiply()(gate, Sigmoid()(gate));
+        float product = Multiply()(open, static_cast<float>(b[i]));
+        out[i] = static_cast<T>(product);
+    }
+"""
+CODES = {"SIGMOID": 0, "SILU": 1, "DECAY": 2, "SWIGLU": 3}
 
 
 def quantized_matmul(x, w, scales, biases=None, transpose=True, group_size=64, bits=4, mode="affine"):
@@ -46,19 +72,31 @@ def conv1d(x, w, stride=1, padding=0, dilation=1, groups=1):
     return sums.astype(x.dtype)
 
 
-def silu(x):
+def elementwise(name, *arrays, dtype, T, options=None):
+    """One of CODES on one to three arrays of a shape, with T for the type that MLX computes in."""
     header = stock.include("utils", "unary_ops", "binary_ops")
-    kernel = emulator.metal_kernel("silu", ["x"], ["y"], SILU, header=header)
-    grid, group = (x.size, 1, 1), (min(x.size, 32), 1, 1)
-    (y,) = kernel(
-        inputs=[x],
-        template=[("T", x.dtype)],
-        grid=grid,
-        threadgroup=group,
-        output_shapes=[x.shape],
-        output_dtypes=[x.dtype],
+    template = [("T", T), *CODES.items()]
+    found = launch(
+        ELEMENTWISE, *(arrays * 3)[:3], mx.array([CODES[name]]), header=header, template=template, options=options
     )
-    return y
+    return found.astype(dtype)
+
+
+def silu(x, options=None):
+    return elementwise("SILU", x, dtype=x.dtype, T=x.dtype, options=options)
+
+
+def sigmoid(x, options=None):
+    return elementwise("SIGMOID", x, dtype=x.dtype, T=x.dtype, options=options)
+
+
+def compute_g(A_log, a, dt_bias, options=None):
+    arrays = mx.broadcast_arrays(A_log, a, dt_bias)
+    return elementwise("DECAY", *arrays, dtype=mx.float32, T=mx.result_type(a, dt_bias), options=options)
+
+
+def precise_swiglu(h, gate, x, options=None):
+    return elementwise("SWIGLU", gate, x, dtype=h.dtype, T=h.dtype, options=options)
 
 
 def rms_norm(x, weight, eps):
@@ -81,6 +119,10 @@ def stock_ops():
         stack.enter_context(mock.patch.object(mx, "conv1d", conv1d))
         stack.enter_context(mock.patch.object(mx.fast, "scaled_dot_product_attention", attention(sdpa)))
         stack.enter_context(mock.patch.object(nn, "silu", silu))
+        stack.enter_context(mock.patch.object(mx, "sigmoid", sigmoid))
         stack.enter_context(mock.patch.object(mx.fast, "rms_norm", rms_norm))
+        stack.enter_context(mock.patch.object(gated_delta, "compute_g", compute_g))
+        stack.enter_context(mock.patch.object(delta_layers, "compute_g", compute_g))
+        stack.enter_context(mock.patch.object(qwen3_next, "precise_swiglu", precise_swiglu))
         stack.enter_context(mock.patch.object(mx.fast, "rope", rope))
         yield

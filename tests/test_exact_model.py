@@ -31,7 +31,8 @@ HYBRID = {
 }
 PROMPT, LENGTH = [1, 2, 3, 4, 1], 8
 EVERY = {"verify_attention", "attention_merge", "add_norm", "norm_rope"}
-OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY}
+DELTA = {"delta_inputs", "gated_delta_verify", "gated_norm"}
+OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY | DELTA}
 
 
 def quantized(weights: dict, dtype=mx.bfloat16) -> dict:

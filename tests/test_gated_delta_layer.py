@@ -1,4 +1,4 @@
-"""Gated-delta layers whose convolution and recurrence are kernels: verifies rolled back, and their caches."""
+"""Gated-delta layers that are three kernels between projections: verifies rolled back, and their caches."""
 
 import families
 import mlx.core as mx
@@ -18,7 +18,7 @@ from mlx_mtp.recurrent_cache import RecurrentCache
 from mlx_mtp.trial import decide
 
 ALL = frozenset(range(1, 100))
-KERNELS = ["conv_verify", "gated_delta_verify"]
+KERNELS = ["delta_inputs", "gated_delta_verify", "gated_norm"]
 HEADS = {"linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_value_head_dim": 8}
 
 
@@ -91,7 +91,7 @@ def test_mlx_lms_path_agrees():
     """Up to rounding: the CPU's convolution and exponentials are not those of the kernels."""
     layer = Fed(128, mx.float32)
     x, fused, plain = layer.rows(30), RecurrentCache(), RecurrentCache()
-    with emulator.emulated(emulator.Options(traffic=False)) as launches:
+    with emulator.emulated(emulator.Options(fp_contract="fast", traffic=False)) as launches:
         y, _ = roll(layer, fused, x, start=0, until=25, seed=1)
         want, _ = roll(layer, plain, x, start=0, until=25, seed=1, fused=lambda: False)
     assert {launch.kernel for launch in launches} > set(KERNELS)
@@ -141,9 +141,9 @@ def test_texts_and_saved_caches(tmp_path, name):
 
 
 @linux_only
-@pytest.mark.parametrize(("ratio", "rows"), [(2.0, set(range(2, 9))), (0.5, set())])
+@pytest.mark.parametrize(("ratio", "rows"), [(2.0, set(range(1, 9))), (0.5, set())])
 def test_a_trial_leaves_no_states_behind(monkeypatch, ratio, rows):
-    """Convolution and recurrence are tried behind rows of their own, on a tape; then these are let go."""
+    """What lies between projections is tried behind rows of their own, on a tape; then these are let go."""
     layer = Fed(32, mx.float32)
     site = Recurrence(layer, RecurrentCache)
     monkeypatch.setattr(trial_run, "DRAWS", 1)

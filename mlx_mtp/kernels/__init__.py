@@ -7,8 +7,9 @@ from ._quantized import Quantized, served
 from ._routing import Routing, route_ref
 from ._source import on_metal
 from .add_norm import add_norm, add_norm_ref
-from .conv_verify import conv_verify, conv_verify_ref
+from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
+from .gated_norm import gated_norm, gated_norm_ref
 from .norm_rope import Rope, norm_rope, norm_rope_ref
 from .verify_attention import verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
@@ -29,17 +30,21 @@ from .verify_qmm import verify_qmm, verify_qmm_ref
 from .verify_qmm_mma import verify_qmm_mma, verify_qmm_mma_ref
 
 __all__ = [
+    "DeltaInputs",
     "Experts",
+    "Gates",
     "Quantized",
     "Rope",
     "Routing",
     "add_norm",
     "add_norm_ref",
-    "conv_verify",
-    "conv_verify_ref",
+    "delta_inputs",
+    "delta_inputs_ref",
     "draw_ref",
     "gated_delta_verify",
     "gated_delta_verify_ref",
+    "gated_norm",
+    "gated_norm_ref",
     "norm_rope",
     "norm_rope_ref",
     "on_metal",

@@ -231,19 +231,19 @@ class Dense:
 
 
 class Recurrence:
-    """Convolution and recurrence of a gated-delta layer, behind its projections.
+    """What a gated-delta layer is between its projections: convolution, norms, gates and recurrence.
 
     Rows depend on those before them: `alone` is what mlx-lm's one-row steps give for them, one after the other.
     `make_cache` makes a layer's cache, empty.
     """
 
     op = "gated_delta_verify"
-    candidates = tuple(VERIFY_ROWS)
+    candidates = (1, *VERIFY_ROWS)
     PROMPT, TAPE, ACCEPTED = 5, 4, 2  # rows before those that are tried
 
     def __init__(self, layer: Any, make_cache: Callable[[], Any]):
         self.layer, self.make_cache = layer, make_cache
-        self.widths = [layer.conv_dim, layer.conv_dim + layer.num_v_heads]
+        self.ends = list(itertools.accumulate((layer.conv_dim, layer.value_dim, layer.num_v_heads)))
         self.before: list[Any] = []
 
     @property
@@ -261,7 +261,7 @@ class Recurrence:
 
     @property
     def width(self) -> int:
-        return self.layer.conv_dim + 2 * self.layer.num_v_heads
+        return self.ends[-1] + self.layer.num_v_heads
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [self._read(self.layer.fused, x, self._cache(x, tape=True))]
@@ -275,7 +275,9 @@ class Recurrence:
 
     def _read(self, path: Callable[..., mx.array], x: mx.array, cache: Any) -> mx.array:
         """Rows x [M, width] through a path of the layer: [M, Hv * Dv]."""
-        return path(*mx.split(x[None], self.widths, axis=-1), cache).reshape(len(x), -1)
+        qkv, z, b, a = mx.split(x[None], self.ends, axis=-1)
+        z = z.reshape(1, len(x), self.layer.num_v_heads, self.layer.head_v_dim)
+        return path(qkv, z, b, a, cache).reshape(len(x), -1)
 
     def _cache(self, x: mx.array, *, tape: bool) -> Any:
         """A cache that has read a few rows, the last of them on a tape of which some are accepted, or all singly."""

@@ -25,6 +25,13 @@ class GatedDeltaNet(GatedDelta, qwen3_next.Qwen3NextGatedDeltaNet):
         q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
         return mx.concatenate([t.reshape(*x.shape[:2], -1) for t in (q, k, v)], axis=-1), z, b, a
 
+    def grouped(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        products = self.in_proj_qkvz(x), self.in_proj_ba(x)
+        qkvz, ba = (mx.unflatten(y, 2, (self.num_k_heads, -1)) for y in products)
+        qkv, z = mx.split(qkvz, [self.conv_dim // self.num_k_heads], axis=-1)
+        b, a = mx.split(ba, 2, axis=-1)
+        return qkv, z, b, a
+
 
 class Model(Port, qwen3_next.Model):
     """The port; see the contract in `mlx_mtp.models`."""

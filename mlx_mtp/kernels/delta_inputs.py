@@ -1,0 +1,137 @@
+"""What the recurrence of a gated-delta layer reads of new rows, in one launch: convolution, norms of q and k, gates.
+
+Rows are summed as MLX's depthwise kernel does: in float32, from the oldest tap on, rounded once. All behind the sums
+rounds as MLX's ops do: SiLU, norm and beta in the rows' types, the decay g in float32. The depthwise kernel and the
+norm are not in MLX's wheel: tests compare these with formulations of their own.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+from mlx import nn
+
+from . import _source
+
+TYPES = (mx.float16, mx.bfloat16, mx.float32)
+INPUTS = ("before", "accepted", "x", "w", "a", "b", "A_log", "dt_bias", "layout", "scales", "eps")
+OUTPUTS = ("q", "k", "v", "rows", "g", "beta")
+EPS = 1e-6  # added to a head's sum of squares
+BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
+SIMDGROUPS = 4
+
+
+class Gates(NamedTuple):
+    """a and b [1, T, Hv] or, in groups, [1, T, G, Hv/G] of the rows; A_log and dt_bias [Hv] of the layer."""
+
+    a: mx.array
+    b: mx.array
+    A_log: mx.array
+    dt_bias: mx.array
+
+
+class DeltaInputs(NamedTuple):
+    """q, k [1, T, Hk, D] and v [1, T, C - 2 Hk D]; the decay g and beta [1, T, Hv]; the rows for the next call."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    g: mx.array
+    beta: mx.array
+    rows: mx.array
+
+
+def delta_inputs_ref(
+    x: mx.array,
+    before: mx.array,
+    weight: mx.array,
+    gates: Gates,
+    *,
+    key_heads: int,
+    head_dim: int,
+    accepted: mx.array | None = None,
+) -> DeltaInputs:
+    """`delta_inputs` in plain ops, with sums in float32."""
+    if accepted is not None:
+        before = mx.take(before, accepted + mx.arange(weight.shape[1] - 1), axis=1)
+    x = _grouped(x)
+    keys, groups = key_heads * head_dim, x.shape[2]
+    parts = mx.split(x, [keys // groups, 2 * keys // groups], axis=-1)
+    rows = mx.concatenate([before, mx.concatenate([part.flatten(2) for part in parts], axis=-1)], axis=1)
+    sums = mx.conv1d(rows.astype(mx.float32), weight.astype(mx.float32), groups=weight.shape[0])
+    q, k, v = mx.split(nn.silu(sums.astype(x.dtype)), [keys, 2 * keys], axis=-1)
+    q, k = (
+        scale * mx.fast.rms_norm(heads.reshape(*x.shape[:2], key_heads, head_dim), None, EPS / head_dim)
+        for heads, scale in zip((q, k), _scales(head_dim), strict=True)
+    )
+    (a, b), (A_log, dt_bias) = (gate.flatten(2) for gate in gates[:2]), gates[2:]
+    g = mx.exp(-mx.exp(A_log.astype(mx.float32)) * nn.softplus(a + dt_bias))
+    return DeltaInputs(q, k, v, g, mx.sigmoid(b), rows)
+
+
+def _grouped(x: mx.array) -> mx.array:
+    return x if x.ndim == 4 else x[:, :, None]
+
+
+def _scales(head_dim: int) -> tuple[float, float]:
+    """Of q and k after an RMS norm: unit lengths, and in q the recurrence's scale."""
+    return (head_dim**-0.5) ** 2, head_dim**-0.5
+
+
+def _delta_inputs_metal(
+    x: mx.array, before: mx.array, weight: mx.array, gates: Gates, heads: tuple[int, int], accepted: mx.array | None
+) -> DeltaInputs:
+    (C, taps, _), T, Hv, (Hk, D) = weight.shape, x.shape[1], gates.A_log.size, heads
+    values, blocks = C - 2 * Hk * D, -(-D // BLOCK)
+    units = 2 * Hk - (-values // (blocks * BLOCK)) - (-Hv // 32)
+    if accepted is None:
+        accepted = _source.constants(mx.int32, 0)
+    eps = _source.constants(mx.float32, EPS * _scales(D)[1] ** 2)
+    settings = [_source.constants(mx.int32, Hk, D), _source.constants(x.dtype, *_scales(D)), eps]
+    sums = mx.result_type(gates.a, gates.dt_bias)
+    q, k, v, rows, g, beta = _source.kernel(
+        "delta_inputs", INPUTS, OUTPUTS, ("rms", "activations", "delta_gates"), strided=True
+    )(
+        inputs=[before, accepted, x, weight, *gates, *settings],
+        template=[("T", x.dtype), ("A", sums), ("B", gates.b.dtype), ("BLOCKS", blocks)],
+        grid=(32, units, taps - 1 + T),
+        threadgroup=(32, SIMDGROUPS, 1),
+        output_shapes=[(1, T, Hk, D), (1, T, Hk, D), (1, T, values), (1, taps - 1 + T, C), (1, T, Hv), (1, T, Hv)],
+        output_dtypes=[x.dtype] * 4 + [mx.float32, gates.b.dtype],
+    )
+    return DeltaInputs(q, k, v, g, beta, rows)
+
+
+def delta_inputs(
+    x: mx.array,
+    before: mx.array,
+    weight: mx.array,
+    gates: Gates,
+    *,
+    key_heads: int,
+    head_dim: int,
+    accepted: mx.array | None = None,
+) -> DeltaInputs:
+    """SiLU of a causal depthwise convolution over new rows that follow the first `accepted` rows of a tape, cut into
+    q and k, normed to unit length per head and q scaled by head_dim ** -0.5, and v; and the gates of the rows.
+
+    x: [1, T, C] float16, bfloat16 or float32; or [1, T, G, C/G], the heads in G groups, each with its q, k and v.
+    before: [1, taps-1+P, C], the rows before and on the tape of P rows, q, k and v of all heads; rows after the
+        accepted may hold anything. weight: [C, taps, 1]. Both of x's dtype.
+    gates: of any of these dtypes; g = exp(-exp(A_log) softplus(a + dt_bias)) is float32, beta = sigmoid(b) of b's.
+    accepted: [1] int32, from 0 to P. None: there is no tape, P = 0. Any array may be a view.
+
+    Raises ValueError where `before` has too few rows, a tape and no `accepted`, or x not the heads' channels.
+    """
+    tape = before.shape[1] - (weight.shape[1] - 1)
+    if tape < 0 or (tape > 0 and accepted is None):
+        needed = f"{weight.shape[1] - 1} rows" + (" without `accepted`" if tape > 0 else " or more")
+        raise ValueError(f"before has {before.shape[1]} rows; it must have {needed}")
+    x, gates = _grouped(x), gates._replace(a=_grouped(gates.a), b=_grouped(gates.b))
+    C, keys = weight.shape[0], 2 * key_heads * head_dim
+    if x.shape[2] * x.shape[3] != C or keys > C or key_heads % x.shape[2]:
+        heads = f"{C} channels, {keys} of them q and k of {key_heads} heads"
+        raise ValueError(f"x has shape {x.shape}; it must be [1, T, G, C/G] for {heads}")
+    alike = x.dtype == before.dtype == weight.dtype and {x.dtype, *(gate.dtype for gate in gates)} <= set(TYPES)
+    if _source.on_metal() and alike and head_dim <= BLOCK * MOST_BLOCKS:
+        return _delta_inputs_metal(x, before, weight, gates, (key_heads, head_dim), accepted)
+    return delta_inputs_ref(x, before, weight, gates, key_heads=key_heads, head_dim=head_dim, accepted=accepted)
