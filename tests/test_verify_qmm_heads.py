@@ -16,7 +16,7 @@ pytestmark = linux_only
 sweep = pytest.mark.skipif("MLX_MTP_SWEEP" not in os.environ, reason="ten minutes: run with MLX_MTP_SWEEP=1")
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
 KS = (64, 128, 192, 256, 320, 512, 1024)
-# Of each kernel for one row: qmv_quad, whose queries lie beside rotated values; qmv; qmv_fast. GLM-4.7's K are 192 and 512.
+# Of each kernel for one row: qmv_quad, qmv (GLM-4.7's 192) and qmv_fast; queries lie beside rotated values.
 CASES = [
     *(("affine", 4, 64, 128, 24, 3, 3, 64, BF16, "on"), ("affine", 8, 32, 64, 65, 2, 8, 0, F32, "fast")),
     *(("affine", 4, 64, 192, 13, 3, 4, 64, F16, "fast"), ("affine", 4, 64, 512, 20, 2, 6, 0, BF16, "off")),

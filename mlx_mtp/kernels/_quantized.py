@@ -159,8 +159,8 @@ def launch(
 ) -> mx.array:
     """Launch `op` over m rows of x, of each head: y of `shape`, else flat [m * columns].
 
-    `more`: the op's inputs behind these, by name; `template`: what it takes besides the weights' format. Each column is
-    made of the same number of weight rows.
+    `more`: the op's inputs behind these, by name; `template`: what it takes besides the weights' format. Each column
+    is made of the same number of weight rows.
     """
     more = more or {}
     groups, rows, results = tiles(m)

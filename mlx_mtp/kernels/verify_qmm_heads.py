@@ -35,9 +35,9 @@ def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool) -> m
     """x [1, M, H, D >= K], of each head the first K values, times its matrix: [1, H, M, N], or without `heads_first`
     [1, M, H, N].
 
-    weights: w [H, N, K * bits / 32], scales and biases [H, N, K / group_size]. On Metal each row of a head has the bits
-    of MLX's kernel for one row, and up to 8 rows share one request of the weights. Elsewhere, or for a format that the
-    kernels do not know: dequantized and multiplied in float32. Raises ValueError where the shapes do not fit.
+    weights: w [H, N, K * bits / 32], scales and biases [H, N, K / group_size]. On Metal each row of a head has the
+    bits of MLX's kernel for one row, and up to 8 rows share one request of the weights. Elsewhere, or for a format
+    that the kernels do not know: dequantized and multiplied in float32. Raises ValueError where shapes do not fit.
     """
     if weights.w.ndim != 3:
         raise ValueError(f"w has shape {weights.w.shape}; it must have three axes, the first of heads")

@@ -127,9 +127,7 @@ class AbsorbedMLA:
             out = self.attend(q, q_pe, latent, latent, k_pe, mask)
         return self.output(self.unembed_out(out))
 
-    def placed(
-        self: Any, q: mx.array, x: mx.array, offset: Offset
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    def placed(self: Any, q: mx.array, x: mx.array, offset: Offset) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Of rows x [1, L, H] and what is projected of them, q [1, L, heads * D]: q [1, L, heads, D], of which the
         first values have no position; the others rotated [1, heads, L, D]; and what a cache keeps, latent rows and
         rotated keys [1, 1, L, D].

@@ -53,7 +53,9 @@ class PerHead:
 
     def stock(self, x: mx.array) -> list[mx.array]:
         w, heads = self.weights, x.reshape(1, len(x), self.heads, -1).swapaxes(1, 2)
-        return self._flat(mx.quantized_matmul(heads, w.w, scales=w.scales, biases=w.biases, transpose=True, **w.format))
+        return self._flat(
+            mx.quantized_matmul(heads, w.w, scales=w.scales, biases=w.biases, transpose=True, **w.format)
+        )
 
     def _flat(self, y: mx.array) -> list[mx.array]:
         return [y.swapaxes(1, 2).reshape(y.shape[2], -1)]

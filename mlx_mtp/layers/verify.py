@@ -48,7 +48,7 @@ class Stack:
                 module.update({name: whole[name][a:b] for name in stored})
             mx.eval(whole, [module.parameters() for module in self.modules])
             mx.clear_cache()  # what they were before has sizes that nothing else asks for
-        watched = sorted({*stored, "bias"})
+        watched = dict.fromkeys((*stored, "bias"))
         self.parts = [(module, name, module.get(name)) for module in self.modules for name in watched]
         form = first.group_size, first.bits, first.mode
         self.stacked = Quantized(whole["weight"], whole["scales"], whole["biases"], *form, ends, whole["bias"])
