@@ -158,6 +158,10 @@ def test_kernels_around_the_attention(monkeypatch):
     module, latent = layer.unembed_out, mx.random.normal((1, 1, 3, 64))
     w = mx.dequantize(module.weight, module.scales, module.biases, 32, 4)
     assert mx.allclose(module(latent), latent @ w.swapaxes(1, 2), atol=1e-4), "rows that all heads share"
+    for name, array in module.parameters().items():
+        module[name] = array + array
+        weights = module.site.weights
+        assert weights.w is module.weight and weights.scales is module.scales and weights.biases is module.biases
 
 
 def calls(layer: Any, q: mx.array, x: mx.array, out: mx.array, offset: int) -> list[mx.array]:
