@@ -1,9 +1,10 @@
 // y[m, n] = sum over k of x[m, k] * W[n, k], W quantized: rows of x together, each with the bits that it has alone.
 //
 // Inputs   w [>= N, K * BITS / 32] uint32; scales, biases [>= N, K / GROUP] (floating-point formats: scales twice);
-//          x [M, K]; ends [P] int32, where each of the P weights that w stacks along N ends
+//          x [M, K]; ends [P] int32, where each of the P weights that w stacks along N ends; bias [N] of T, where BIAS:
+//          added to the rounded sum
 // Output   y [M * N]: for each weight in turn its [M, N_p]
-// Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS
+// Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS, BIAS
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
 //          y: 2 per 2 * (32 / LANES) * RESULTS weight rows;  group of threads (32, 2, 1)
 
@@ -35,7 +36,11 @@ for (int r = 0; r < RESULTS; r++) {
   for (int m = 0; m < ROWS; m++) {
     const float sum = lanes_sum<LANES>(result[m][r]);
     if (lane % LANES == 0 && n < N && first + m >= own) {
-      y[size_t(M) * at.x + size_t(first + m) * (at.y - at.x) + n - at.x] = static_cast<T>(sum);
+      T value = static_cast<T>(sum);
+      if constexpr (BIAS) {
+        value = value + bias[n];
+      }
+      y[size_t(M) * at.x + size_t(first + m) * (at.y - at.x) + n - at.x] = value;
     }
   }
 }

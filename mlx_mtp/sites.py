@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.models.mla import QuantizedMultiLinear
 
 from .cache import Ring, make_cache
 from .kernels import Rope, served
@@ -16,6 +17,7 @@ from .layers.experts import Mixture, VerifyMoE, servable
 from .layers.gated_delta import GatedDelta
 from .layers.heads import Head, place_heads
 from .layers.mla import AbsorbedMLA, LatentAttention
+from .layers.per_head import PerHead, VerifyMultiLinear
 from .layers.port import Port
 from .layers.sparse_mla import SparseMLA
 from .layers.verify import (
@@ -41,7 +43,20 @@ TOGETHER = (
     ("in_proj_qkvz", "in_proj_ba"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-Site = Stack | Matrices | GLU | Dense | Recurrence | Attention | NormRope | LatentAttention | Mixture | Sum | Head
+Site = (
+    Stack
+    | Matrices
+    | GLU
+    | Dense
+    | PerHead
+    | Recurrence
+    | Attention
+    | NormRope
+    | LatentAttention
+    | Mixture
+    | Sum
+    | Head
+)
 
 
 def place(model: Port) -> list[Site]:
@@ -58,6 +73,7 @@ def place(model: Port) -> list[Site]:
         *sites,
         *(Recurrence(module, RecurrentCache) for module in modules if isinstance(module, GatedDelta)),
         *_attentions(model),
+        *(site for module in modules if isinstance(module, AbsorbedMLA) for site in _per_head(module)),
         *(_mixture(module) for module in modules if type(module) in model.MOE and servable(module)),
         *_sums(model),
         *place_heads(model),
@@ -136,8 +152,7 @@ def _attentions(model: Any) -> Iterator[Site]:
             if type(module) in kinds:
                 yield from _attention(module, partial(make_cache, rings[window]))
             elif isinstance(module, AbsorbedMLA) and not isinstance(module, SparseMLA):
-                module.latent = LatentAttention(module)
-                yield module.latent
+                yield from _latent(module)
 
 
 def _attention(module: Any, make: Callable[[], Any]) -> Iterator[Site]:
@@ -149,6 +164,23 @@ def _attention(module: Any, make: Callable[[], Any]) -> Iterator[Site]:
     yield module.attention
     if module.placing:
         yield module.placing
+
+
+def _latent(module: Any) -> Iterator[Site]:
+    module.latent, rope = LatentAttention(module), Rope.of(module.rope)
+    yield module.latent
+    if rope:
+        width = module.qk_rope_head_dim
+        module.placing = NormRope(module, Form(module.num_heads, 1, width, width, None, None), rope)
+        yield module.placing
+
+
+def _per_head(attention: Any) -> Iterator[Site]:
+    """What latent attention reads has the heads first, and what reads its values has the rows first."""
+    for module, heads_first in ((attention.embed_q, True), (attention.unembed_out, False)):
+        if type(module) is QuantizedMultiLinear and _served(module):
+            module.site, module.__class__ = PerHead(module, heads_first=heads_first), VerifyMultiLinear
+            yield module.site
 
 
 def _mixture(block: Any) -> Site:

@@ -120,7 +120,7 @@ def others_not_exact(model: Any) -> Lines:
     found = {
         FORMATS: any(type(m) in UNSERVED or tied(model, m) for m in modules),
         "attention": any("o_proj" in m and not _attends(m) for m in modules),
-        "latent attention's products per head": any(isinstance(m, PER_HEAD) for m in modules),
+        "latent attention's products per head": any(type(m) in PER_HEAD for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
         "adapters": any("lora_a" in m for m in modules),

@@ -45,6 +45,11 @@ CODES = {"SIGMOID": 0, "SILU": 1, "DECAY": 2, "SWIGLU": 3}
 
 def quantized_matmul(x, w, scales, biases=None, transpose=True, group_size=64, bits=4, mode="affine"):
     assert transpose
+    if w.ndim == 3:  # a matrix per head, x [1, heads, L, K]
+        parts = [(w, scales) if biases is None else (w, scales, biases)]
+        heads = zip(x[0], *parts[0], strict=True)
+        format_ = {"group_size": group_size, "bits": bits, "mode": mode}
+        return mx.stack([quantized_matmul(*of_head, **format_) for of_head in heads])[None]
     weights = Quantized(w, scales, biases, group_size, bits, mode, (w.shape[0],))
     return one_row(x.reshape(-1, x.shape[-1]), weights).reshape(*x.shape[:-1], -1)
 

@@ -7,11 +7,16 @@ from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from exact import same_bits
 from families import FAMILIES
+from metal_cases import linux_only
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
+from stock_ops import stock_ops
 
+from mlx_mtp import emulator, sites, switch, trial_run
 from mlx_mtp.layers.mla import ABSORBED_ROWS
 
 LENGTH = 4096
@@ -31,10 +36,10 @@ SIZES = {
 VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Split", "Squeeze", "Transpose", "Unflatten"}
 
 
-def layers(port: str) -> tuple[Any, Any]:
+def layers(port: str, **changes: int) -> tuple[Any, Any]:
     """Our attention layer and mlx-lm's, which expands the cache for two rows and more, of the same weights."""
     module = importlib.import_module(f"mlx_mtp.models.{port}")
-    args = module.ModelArgs.from_dict({**FAMILIES[port].config, **SIZES})
+    args = module.ModelArgs.from_dict({**FAMILIES[port].config, **SIZES, **changes})
     layer = module.Attention(args)
     plain = layer.__class__.__mro__[2](args)
     plain.update(layer.parameters())
@@ -125,6 +130,46 @@ def _after(layer: Any, x: mx.array, past: tuple[mx.array, mx.array], i: int) -> 
     for j in range(i):
         layer(x[:, j : j + 1], None, cache)
     return layer(x[:, i : i + 1], None, cache)
+
+
+@linux_only
+def test_kernels_around_the_attention(monkeypatch):
+    """Products per head and rotations: rows have the bits of one row, in trials and where the layer calls them."""
+    monkeypatch.setattr(trial_run, "DRAWS", 1)
+    monkeypatch.setattr(trial_run, "LAYERS", 1)
+    layer, _ = layers("deepseek_v3", qk_nope_head_dim=32)
+    nn.quantize(layer, 32, 4, class_predicate=lambda path, _: path in ("embed_q", "unembed_out"))
+    found = [site for site in (*sites._latent(layer), *sites._per_head(layer)) if site is not layer.latent]
+    assert [site.op for site in found] == ["norm_rope", "verify_qmm_heads", "verify_qmm_heads"]
+    assert not switch.others_not_exact(layer)
+    assert [line[:31] for line in switch.rows_not_exact(found)] == ["2 layers' verify_qmm_heads at M"]
+    q, out = mx.random.normal((1, 3, 8 * 40)), mx.random.normal((1, 3, 8, 64)).swapaxes(1, 2)
+    x = mx.random.normal((1, 3, SIZES["hidden_size"]))
+    with stock_ops(), emulator.emulated():
+        assert not any(trial_run.check(trial) for trial in switch.trials(found, mx.float32) if trial.rows == 3)
+        singly = [calls(layer, q[:, i : i + 1], x[:, i : i + 1], out[:, :, i : i + 1], i) for i in range(3)]
+    for site in found:
+        site.rows = frozenset(site.candidates)
+    with emulator.emulated() as launches:
+        together = calls(layer, q, x, out, 0)
+    assert [launch.kernel for launch in launches] == ["norm_rope", "verify_qmm_heads", "verify_qmm_heads"]
+    for one, all_ in zip(zip(*singly, strict=True), together, strict=True):
+        assert same_bits(mx.concatenate(one, axis=2), all_)
+    module, latent = layer.unembed_out, mx.random.normal((1, 1, 3, 64))
+    w = mx.dequantize(module.weight, module.scales, module.biases, 32, 4)
+    assert mx.allclose(module(latent), latent @ w.swapaxes(1, 2), atol=1e-4), "rows that all heads share"
+    for name, array in module.parameters().items():
+        module[name] = array + array
+        weights = module.site.weights
+        assert weights.w is module.weight and weights.scales is module.scales and weights.biases is module.biases
+
+
+def calls(layer: Any, q: mx.array, x: mx.array, out: mx.array, offset: int) -> list[mx.array]:
+    """Where `layer` rotates queries and keys, and multiplies per head."""
+    q, q_pe, _, k_pe = layer.placed(q, x, 7 + offset)
+    made = [q_pe, k_pe, layer.absorbed(q), layer.unembed_out(out)]
+    mx.eval(made)
+    return made
 
 
 @pytest.mark.slow

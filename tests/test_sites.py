@@ -23,6 +23,9 @@ ATTENDED = {
     "qwen3_next": "verify_attention",
     "step3p5": "verify_attention",
 }
+LATENT = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite")
+PER_HEAD = {"kv_lora_rank": 32, "qk_nope_head_dim": 32}  # what can be quantized
+QUANTIZED = ("_proj", "embed_q", "unembed_out")
 MIXED = set(ATTENDED) - {"mimo", "qwen3_5", "nemotron_h"}
 
 
@@ -34,9 +37,14 @@ def load(name, path):
     elif name == "qwen3_5_moe":
         families.build(name, path, text_config={**families.FAMILIES[name].config["text_config"], **WIDTHS})
     else:
-        families.build(name, path, **(WIDTHS if name in MIXED else {}))
+        changes = (WIDTHS if name in {*MIXED, *LATENT} else {}) | (PER_HEAD if name in LATENT else {})
+        families.build(name, path, **changes)
     model = mlx_mtp.load_model(path)
-    nn.quantize(model, 32, 8, class_predicate=lambda path, m: path.endswith("_proj") and "switch_mlp" in path)
+
+    def chosen(path, module):
+        return path.endswith(QUANTIZED) and ("switch_mlp" in path or not path.endswith("_proj"))
+
+    nn.quantize(model, 32, 8, class_predicate=chosen)
     return model
 
 
@@ -54,7 +62,11 @@ def text_of(model, k):
     return [token for token, _, _ in steps]
 
 
-@pytest.mark.parametrize("name", sorted(ATTENDED))
+def attentions(model):
+    return len(model.mtp) + sum(window != "recurrent" for window in model.windows())
+
+
+@pytest.mark.parametrize("name", sorted({*ATTENDED, *LATENT}))
 def test_text_with_all_sites_on(name, tmp_path):
     model = load(name, tmp_path)
     text, found = text_of(model, 0), sites.place(model)
@@ -62,5 +74,8 @@ def test_text_with_all_sites_on(name, tmp_path):
         site.rows = frozenset(site.candidates)
     assert [text_of(model, k) for k in (0, 2)] == [text] * 2
     ops = Counter(site.op for site in found)
-    assert ops[ATTENDED[name]] == len(model.mtp) + sum(window != "recurrent" for window in model.windows())
-    assert (ops["verify_moe"] > 0) is (name in MIXED)
+    assert name not in ATTENDED or ops[ATTENDED[name]] == attentions(model)
+    assert ops["verify_qmm_heads"] == (2 * attentions(model) if name in LATENT else 0)
+    if "verify_latent_attention" in ops:
+        assert ops["norm_rope"] == ops["verify_latent_attention"]
+    assert (ops["verify_moe"] > 0) is (name in MIXED or name in LATENT)

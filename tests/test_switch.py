@@ -161,11 +161,18 @@ def test_a_stack_is_one_launch_and_keeps_nothing():
 
 
 @pytest.mark.parametrize("heights", [(24,), (24, 8)])
-def test_weights_loaded_after_the_switch_count(heights):
-    modules, others = linears(*heights), linears(*heights)
+@pytest.mark.parametrize("changed", ["all", "a bias", "a first bias"])
+def test_weights_loaded_after_the_switch_count(heights, changed):
+    modules, others = linears(*heights, bias=changed == "a bias"), linears(*heights)
     stack = stacked(modules)
-    for module, other in zip(modules, others, strict=True):
-        module.load_weights(tree_flatten(other.parameters()))
+    if changed == "all":
+        for module, other in zip(modules, others, strict=True):
+            module.load_weights(tree_flatten(other.parameters()))
+    else:
+        modules[-1].bias = mx.full((heights[-1],), 7.0)
+        for module, other in zip(modules, others, strict=True):
+            other.update(module.parameters(), strict=False)
+            other.bias = module.get("bias", 0.0)
     for x in mx.random.normal((2, 1, 3, 64)):
         with emulator.emulated() as launches:
             outputs = [module(x) for module in modules]
@@ -206,6 +213,25 @@ def test_other_row_counts_are_mlxs(m):
     with emulator.emulated() as launches:
         assert all(same_bits(linear(x), want) for linear, want in zip(modules, plain, strict=True))
     assert not launches
+
+
+@pytest.mark.parametrize(
+    ("with_bias", "counts"),
+    [
+        ((), [{"QuantizedMatmul": 1}, {"CustomKernel": 1}]),
+        ((0, 1), [{"QuantizedMatmul": 1, "Add": 1}, {"CustomKernel": 1}]),
+        ((1,), [{"QuantizedMatmul": 1, "Add": 1}, {"CustomKernel": 1, "Add": 1}]),
+    ],
+)
+def test_biases_that_all_have_are_no_operations(on_paper, with_bias, counts):
+    modules = linears(24, 8)
+    for i in with_bias:
+        modules[i].bias = mx.ones(modules[i].scales.shape[0])
+    stack = stacked(modules)
+    stack.rows |= {1}
+    found = [recorded(lambda x: [m(x) for m in modules], mx.random.normal((1, m, 64))) for m in (1, 3)]
+    assert found == counts
+    assert stack.shape.endswith(("g32", " with some biases", " with bias")[len(with_bias)])
 
 
 def test_one_row_of_several_linears_is_one_product(on_paper):

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -124,6 +125,20 @@ def test_arrays_too_small_for_device_memory(n, k, bits, group):
     assert weights.scales.size < 8
     assert min(traffic[name].size for name in ("w", "scales", "biases")) >= 8 * 4  # bytes
     assert same_bits(y, one_row(x, weights))
+
+
+@pytest.mark.parametrize(("dtype", "contraction"), [(mx.bfloat16, "on"), (mx.float32, "fast")])
+def test_a_bias_is_added_to_the_rounded_product(dtype, contraction):
+    """Also one of another type, in an operation of its own, as MLX adds it."""
+    x, weights = draw("affine", 4, 64, (45, 512), 3, dtype, parts=(16, 17, 24, 45))
+    want = one_row(x, weights, emulator.Options(fp_contract=contraction))
+    for type_ in {dtype, mx.float32}:
+        bias = (mx.random.normal((45,)) * 100).astype(type_)
+        outputs, traffic = emulated(x, replace(weights, bias=bias), fp_contract=contraction)
+        assert same_bits(mx.concatenate(outputs, axis=-1), want + bias)
+        assert "bias" in traffic.buffers
+        reference = verify_qmm_ref(x, replace(weights, bias=bias))
+        assert relative_error(reference[2], exact(want + bias)[:, 17:24]) < 2e-2
 
 
 def test_several_linears_in_one_launch():

@@ -27,6 +27,7 @@ from .verify_head import (
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
 from .verify_moe import Experts, verify_moe, verify_moe_ref
 from .verify_qmm import verify_qmm, verify_qmm_ref
+from .verify_qmm_heads import verify_qmm_heads, verify_qmm_heads_ref
 from .verify_qmm_mma import verify_qmm_mma, verify_qmm_mma_ref
 
 __all__ = [
@@ -68,6 +69,8 @@ __all__ = [
     "verify_moe",
     "verify_moe_ref",
     "verify_qmm",
+    "verify_qmm_heads",
+    "verify_qmm_heads_ref",
     "verify_qmm_mma",
     "verify_qmm_mma_ref",
     "verify_qmm_ref",

@@ -1,6 +1,6 @@
 """Quantized weights as the kernels take them, and what their launches share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ class Quantized:
     """Weights of one or several linears that read the same x, stacked along N.
 
     w [N, K * bits / 32] uint32; scales, biases [N, K / group_size] (biases: affine only); `ends`: where each linear
-    ends along N.
+    ends along N. bias [N]: added to the rounded product, where the op says so.
     """
 
     w: mx.array
@@ -34,6 +34,7 @@ class Quantized:
     bits: int
     mode: str
     ends: tuple[int, ...]
+    bias: mx.array | None = None
 
     @cached_property
     def ends_array(self) -> mx.array:
@@ -64,10 +65,14 @@ def served(mode: str, bits: int, group_size: int) -> bool:
     return bits in BITS.get(mode, ()) and group_size in GROUP_SIZES[mode]
 
 
+def known(x: mx.array, weights: Quantized) -> bool:
+    """Whether the kernels know the format, and x is of 16 or 32 bits."""
+    return served(weights.mode, weights.bits, weights.group_size) and weights.dtype(x) in DTYPES and x.size > 0
+
+
 def supported(x: mx.array, weights: Quantized) -> bool:
-    """Whether the kernels take these: a format they know, and x of 16 or 32 bits."""
-    known = served(weights.mode, weights.bits, weights.group_size)
-    return known and weights.dtype(x) in DTYPES and weights.w.ndim == 2 and x.size > 0
+    """Whether the kernels of one matrix take these."""
+    return known(x, weights) and weights.w.ndim == 2
 
 
 def small(weights: Quantized) -> bool:
@@ -105,8 +110,9 @@ def arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.
     if biases is not None:
         scales, biases = scales.astype(dtype), biases.astype(dtype)
     if small(weights):
-        w, scales = mx.tile(w, (DEVICE, 1)), mx.tile(scales, (DEVICE, 1))
-        biases = None if biases is None else mx.tile(biases, (DEVICE, 1))
+        times = (DEVICE, *[1] * (w.ndim - 1))
+        w, scales = mx.tile(w, times), mx.tile(scales, times)
+        biases = None if biases is None else mx.tile(biases, times)
     return w, scales, scales if biases is None else biases
 
 
@@ -120,6 +126,13 @@ def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
     """Each linear's [..., N_p] of a flat y, where one's rows lie behind another's: contiguous, and no copies."""
     m, starts = x.size // weights.k, (0, *weights.ends[:-1])
     return [y[m * a : m * b].reshape(*x.shape[:-1], b - a) for a, b in zip(starts, weights.ends, strict=True)]
+
+
+def biased(products: Sequence[mx.array], weights: Quantized) -> list[mx.array]:
+    """Each linear's [..., N_p], plus its part of the bias in an operation of its own."""
+    if weights.bias is None:
+        return list(products)
+    return [y + b for y, b in zip(products, mx.split(weights.bias, list(weights.ends[:-1])), strict=True)]
 
 
 def tiles(m: int) -> tuple[int, int, int]:
@@ -137,31 +150,34 @@ def launch(
     x: mx.array,
     weights: Quantized,
     *,
-    last: tuple[str, mx.array],
+    m: int,
+    more: Mapping[str, mx.array] | None = None,
     template: Sequence[tuple[str, object]] = (),
     headers: Sequence[str] = (),
     columns: int,
+    heads: int = 1,
+    shape: tuple[int, ...] | None = None,
 ) -> mx.array:
-    """Launch `op` over x [M, K]: flat [M * columns].
+    """Launch `op` over m rows of x, of each head: y of `shape`, else flat [m * columns].
 
-    `last` is the op's last input, by name; `template` what it takes besides the weights' format. Each column is made
-    of the same number of weight rows.
+    `more`: the op's inputs behind these, by name; `template`: what it takes besides the weights' format. Each column
+    is made of the same number of weight rows.
     """
-    dtype, m = x.dtype, x.shape[0]
+    more = more or {}
     groups, rows, results = tiles(m)
     values, lanes_per_row = lanes(weights)
     columns_per_group = SIMDGROUPS * (32 // lanes_per_row) * results * columns // weights.ends[-1]
-    made = kernel(op, ("w", "scales", "biases", "x", last[0]), ("y",), ("quantized", *headers))
+    made = kernel(op, ("w", "scales", "biases", "x", *more), ("y",), ("quantized", *headers))
     (y,) = made(
-        inputs=[*arrays(weights, dtype), x, last[1]],
+        inputs=[*arrays(weights, x.dtype), x, *more.values()],
         template=[
-            *format_template(weights, dtype),
+            *format_template(weights, x.dtype),
             *(("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), ("RESULTS", results)),
             *template,
         ],
-        grid=(32 * groups, SIMDGROUPS * -(-columns // columns_per_group), 1),
+        grid=(32 * groups, SIMDGROUPS * -(-columns // columns_per_group), heads),
         threadgroup=(32, SIMDGROUPS, 1),
-        output_shapes=[(m * columns,)],
-        output_dtypes=[dtype],
+        output_shapes=[shape or (m * columns,)],
+        output_dtypes=[x.dtype],
     )
     return y

@@ -22,11 +22,13 @@ def _activated(products: list[mx.array], limit: float | None) -> mx.array:
 
 def _verify_glu_metal(x: mx.array, weights: Quantized, limit: float | None) -> mx.array:
     dtype, columns = weights.dtype(x), weights.ends[0]
+    flat = x.reshape(-1, weights.k).astype(dtype)
     y = launch(
         "verify_glu",
-        x.reshape(-1, weights.k).astype(dtype),
+        flat,
         weights,
-        last=("limit", constants(dtype, limit or 0.0)),
+        m=flat.shape[0],
+        more={"limit": constants(dtype, limit or 0.0)},
         template=[("CLAMPED", limit is not None)],
         headers=("activations",),
         columns=columns,

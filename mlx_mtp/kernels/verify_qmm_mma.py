@@ -8,7 +8,7 @@ matrix product, nor on their number, nor on what is stacked. It has not the bits
 
 import mlx.core as mx
 
-from ._quantized import Quantized, arrays, check_columns, format_template, parts, supported
+from ._quantized import Quantized, arrays, biased, check_columns, format_template, parts, supported
 from ._source import kernel, on_metal
 from .verify_qmm import verify_qmm_ref
 
@@ -31,11 +31,11 @@ def _verify_qmm_mma_metal(x: mx.array, weights: Quantized) -> list[mx.array]:
         output_shapes=[(m * n,)],
         output_dtypes=[flat.dtype],
     )
-    return parts(y, x, weights)
+    return biased(parts(y, x, weights), weights)
 
 
 def verify_qmm_mma(x: mx.array, weights: Quantized) -> list[mx.array]:
-    """x [..., K] times each of the stacked linears: a list of [..., N_p], accumulated in float32.
+    """x [..., K] times each of the stacked linears, plus `weights.bias`: a list of [..., N_p]. Sums are of float32.
 
     On Metal up to 8 rows share one request of the weights. Elsewhere, or for a format that `supported` denies:
     dequantized and multiplied in float32. Raises ValueError where x has another number of columns.

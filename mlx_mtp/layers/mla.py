@@ -14,7 +14,8 @@ import mlx.nn as nn
 
 from ..kernels import verify_latent_attention, verify_latent_attention_ref
 from ..spec import MTPSpec
-from .attention import on_device
+from .attention import NormRope, on_device
+from .per_head import VerifyMultiLinear
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
 from .verify import VERIFY_ROWS
 
@@ -112,6 +113,7 @@ class AbsorbedMLA:
     """Mixin in front of mlx-lm's MLA attention modules."""
 
     latent: LatentAttention | None = None
+    placing: NormRope | None = None
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
         """x [1, L, H] -> [1, L, H]; `mask` is None or boolean [L, S]."""
@@ -119,24 +121,39 @@ class AbsorbedMLA:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         offset = cache.offset
         q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q, q_pe = self.queries(q, offset)
-        latent, k_pe = cache.update_and_fetch(*self.latents(x, offset))
+        q, q_pe, *rows = self.placed(q, x, offset)
+        latent, k_pe = cache.update_and_fetch(*rows)
+        q = self.absorbed(q)
         if self.latent is not None and x.shape[1] in self.latent.rows:
-            out = self.latent.fused(self.embed_q(q), q_pe, cache.parts, offset, cache.limit, cache.start)
+            out = self.latent.fused(q, q_pe, cache.parts, offset, cache.limit, cache.start)
         else:
-            out = self.attend(self.embed_q(q), q_pe, latent, latent, k_pe, mask)
+            out = self.attend(q, q_pe, latent, latent, k_pe, mask)
         return self.output(self.unembed_out(out))
 
-    def queries(self: Any, q: mx.array, offset: Offset) -> tuple[mx.array, mx.array]:
-        """Projected rows [1, L, heads * D] -> queries without and with position, [1, heads, L, D]."""
-        q = q.reshape(1, -1, self.num_heads, self.q_head_dim).transpose(0, 2, 1, 3)
-        q, q_pe = mx.split(q, [self.qk_nope_head_dim], axis=-1)
-        return q, self.rope(q_pe, offset)
-
-    def latents(self: Any, x: mx.array, offset: Offset) -> tuple[mx.array, mx.array]:
-        """What a cache keeps of x [1, L, H]: latent rows and keys with position, [1, 1, L, D]."""
+    def placed(self: Any, q: mx.array, x: mx.array, offset: Offset) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Of rows x [1, L, H] and what is projected of them, q [1, L, heads * D]: q [1, L, heads, D], of which the
+        first values have no position; the others rotated [1, heads, L, D]; and what a cache keeps, latent rows and
+        rotated keys [1, 1, L, D].
+        """
+        q = q.reshape(1, -1, self.num_heads, self.q_head_dim)
         latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
-        return self.kv_a_layernorm(latent)[:, None], self.rope(k_pe[:, None], offset)
+        q_pe, k_pe = q[..., self.qk_nope_head_dim :], k_pe[:, :, None]
+        if self.placing is not None and x.shape[1] in self.placing.rows:
+            q_pe, k_pe = self.placing.fused(q_pe, k_pe, offset)
+        else:
+            q_pe, k_pe = (self.rope(each.swapaxes(1, 2), offset) for each in (q_pe, k_pe))
+        return q, q_pe, self.kv_a_layernorm(latent)[:, None], k_pe
+
+    def absorbed(self: Any, q: mx.array) -> mx.array:
+        """Queries [1, L, heads, D] without their rotated values, times their heads' matrices: [1, heads, L, D]."""
+        embed = self.embed_q
+        if isinstance(embed, VerifyMultiLinear) and q.shape[1] in embed.site.rows:
+            return embed.site.product(q)
+        return embed(self.unplaced(q))
+
+    def unplaced(self: Any, q: mx.array) -> mx.array:
+        """Queries [1, L, heads, D] without their rotated values, heads first."""
+        return q[..., : self.qk_nope_head_dim].swapaxes(1, 2)
 
     def attend(
         self: Any, q: mx.array, q_pe: mx.array, k: mx.array, v: mx.array, k_pe: mx.array, mask: mx.array | None

@@ -37,21 +37,21 @@ class SparseMLA(AbsorbedMLA):
             return super().__call__(x, mask, cache)
         offset = cache.offset
         compressed = self.q_a_layernorm(self.q_a_proj(x))
-        q, q_pe = self.queries(self.q_b_proj(compressed), offset)
+        q, q_pe, *rows = self.placed(self.q_b_proj(compressed), x, offset)
         if "indexer" in self:
-            latent, k_pe, keys = cache.update_and_fetch(*self.latents(x, offset), self.index_keys(x, offset))
+            latent, k_pe, keys = cache.update_and_fetch(*rows, self.index_keys(x, offset))
             chosen = self.choose(x, compressed, keys, mask, offset)
             if self.handed_on:
                 self.handed_on.slots = chosen
         else:
-            latent, k_pe = cache.update_and_fetch(*self.latents(x, offset))
+            latent, k_pe = cache.update_and_fetch(*rows)
             chosen = self.handed_on.slots
         if x.shape[1] > ABSORBED_ROWS:
             if chosen is not None:
                 mask = among(chosen, mask, latent.shape[2])
             k, v = self.embed_q(latent, transpose=False), self.unembed_out(latent)
-            return self.output(self.attend(q, q_pe, k, v, k_pe, mask))
-        q = self.embed_q(q)
+            return self.output(self.attend(self.unplaced(q), q_pe, k, v, k_pe, mask))
+        q = self.absorbed(q)
         if chosen is None:
             out = self.attend(q, q_pe, latent, latent, k_pe, mask)
         else:

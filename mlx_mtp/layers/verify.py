@@ -22,7 +22,10 @@ def rows_of(x: mx.array) -> int:
 
 
 class Stack:
-    """Quantized linears that read the same x, stacked along N. Their own weights become views of the stack."""
+    """Quantized linears that read the same x, stacked along N. Their own weights become views of the stack.
+
+    So do their biases where each has one, of one type; else those that there are are added to the products.
+    """
 
     op = "verify_qmm"
 
@@ -35,6 +38,9 @@ class Stack:
         first = self.modules[0]
         ends = tuple(itertools.accumulate(module.scales.shape[0] for module in self.modules))
         whole: dict[str, Any] = {name: first.get(name) for name in ("weight", "scales", "biases")}
+        types = {None if (bias := module.get("bias")) is None else bias.dtype for module in self.modules}
+        self.mixed = len(types) > 1
+        whole["bias"] = None if self.mixed else first.get("bias")
         stored = [name for name, array in whole.items() if array is not None]
         if len(self.modules) > 1:
             whole |= {name: mx.concatenate([module[name] for module in self.modules]) for name in stored}
@@ -42,9 +48,10 @@ class Stack:
                 module.update({name: whole[name][a:b] for name in stored})
             mx.eval(whole, [module.parameters() for module in self.modules])
             mx.clear_cache()  # what they were before has sizes that nothing else asks for
-        self.parts = [(module, name, module[name]) for module in self.modules for name in stored]
-        w, scales, biases = whole.values()
-        self.stacked = Quantized(w, scales, biases, first.group_size, first.bits, first.mode, ends)
+        watched = dict.fromkeys((*stored, "bias"))
+        self.parts = [(module, name, module.get(name)) for module in self.modules for name in watched]
+        form = first.group_size, first.bits, first.mode
+        self.stacked = Quantized(whole["weight"], whole["scales"], whole["biases"], *form, ends, whole["bias"])
 
     @property
     def weights(self) -> Quantized:
@@ -57,7 +64,8 @@ class Stack:
     def shape(self) -> str:
         w = self.weights
         parts = "+".join(str(b - a) for a, b in zip((0, *w.ends), w.ends, strict=False))
-        return f"{parts}x{w.k} {w.bits}-bit {w.mode} g{w.group_size}"
+        bias = " with bias" if w.bias is not None else " with some biases" if self.mixed else ""
+        return f"{parts}x{w.k} {w.bits}-bit {w.mode} g{w.group_size}{bias}"
 
     @property
     def width(self) -> int:
@@ -70,16 +78,24 @@ class Stack:
 
     def ours(self, x: mx.array) -> list[mx.array]:
         if rows_of(x) in self.matrix_rows:
-            return verify_qmm_mma(x, self.weights)
+            return self.biased(verify_qmm_mma(x, self.weights))
         if rows_of(x) > 1:
-            return verify_qmm(x, self.weights)
+            return self.biased(verify_qmm(x, self.weights))
         w = self.weights
         y = mx.quantized_matmul(x, w.w, scales=w.scales, biases=w.biases, transpose=True, **w.format)
-        return list(mx.split(y, list(w.ends[:-1]), axis=-1))
+        y = y if w.bias is None else y + w.bias
+        return self.biased(list(mx.split(y, list(w.ends[:-1]), axis=-1)))
+
+    def biased(self, products: list[mx.array]) -> list[mx.array]:
+        """The products, plus the biases that are not stacked."""
+        if not self.mixed:
+            return products
+        return [y if m.get("bias") is None else y + m.bias for m, y in zip(self.modules, products, strict=True)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         format_, parts = self.weights.format, [(m.weight, m.scales, m.get("biases")) for m in self.modules]
-        return [mx.quantized_matmul(x, w, scales=s, biases=b, transpose=True, **format_) for w, s, b in parts]
+        found = [mx.quantized_matmul(x, w, scales=s, biases=b, transpose=True, **format_) for w, s, b in parts]
+        return [y if m.get("bias") is None else y + m.bias for m, y in zip(self.modules, found, strict=True)]
 
     def part(self, x: mx.array, index: int) -> mx.array:
         """The product of the linear `index`; the others' are kept for who asks with the same x, and then let go."""
@@ -122,14 +138,14 @@ class Matrices:
         return self.stack.width
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        return verify_qmm_mma(x, self.stack.weights)
+        return self.stack.biased(verify_qmm_mma(x, self.stack.weights))
 
     def stock(self, x: mx.array) -> list[mx.array]:
         """What it has to be faster than, and half as accurate as: the exact kernel, whose bits are MLX's."""
-        return verify_qmm(x, self.stack.weights)
+        return self.stack.biased(verify_qmm(x, self.stack.weights))
 
     def truth(self, x: mx.array) -> list[mx.array]:
-        return verify_qmm_ref(x.astype(mx.float32), self.stack.weights)
+        return self.stack.biased(verify_qmm_ref(x.astype(mx.float32), self.stack.weights))
 
 
 class VerifyLinear(nn.QuantizedLinear):
@@ -139,10 +155,7 @@ class VerifyLinear(nn.QuantizedLinear):
     index: int
 
     def __call__(self, x: mx.array) -> mx.array:
-        if rows_of(x) not in self.site.rows:
-            return super().__call__(x)
-        y = self.site.part(x, self.index)
-        return y + self["bias"] if "bias" in self else y
+        return self.site.part(x, self.index) if rows_of(x) in self.site.rows else super().__call__(x)
 
 
 class VerifyEmbedding(nn.QuantizedEmbedding):
