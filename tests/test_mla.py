@@ -161,7 +161,8 @@ def test_kernels_around_the_attention(monkeypatch):
     for name, array in module.parameters().items():
         module[name] = array + array
         weights = module.site.weights
-        assert weights.w is module.weight and weights.scales is module.scales and weights.biases is module.biases
+        kept = weights.w is module.weight, weights.scales is module.scales, weights.biases is module.biases
+        assert all(kept), name
 
 
 def calls(layer: Any, q: mx.array, x: mx.array, out: mx.array, offset: int) -> list[mx.array]:
