@@ -1,5 +1,7 @@
 """verify_glu: the bits of MLX's one-row products followed by its own activation."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -66,6 +68,17 @@ def test_without_metal_it_is_the_reference():
     gate, up = mx.split(products, 2, axis=-1)
     want = mx.clip(nn.silu(gate), None, 2.0) * mx.clip(up, -2.0, 2.0)
     assert relative_error(verify_glu(x, weights, 2.0), exact(want)) < 1e-5
+
+
+def test_with_a_bias_the_activation_follows_the_product():
+    x, weights = draw("affine", 4, 64, (24, 512), 3, mx.float32, parts=(12, 24))
+    weights = replace(weights, bias=mx.random.normal((24,)) * 10)
+    with emulator.emulated() as launches:
+        y = verify_glu(x, weights)
+    assert [launch.kernel for launch in launches] == ["verify_qmm"]
+    gate, up = mx.split(one_row(x, weights) + weights.bias, 2, axis=-1)
+    assert mx.allclose(y, nn.silu(gate) * up, rtol=1e-4)
+    assert mx.allclose(y, verify_glu_ref(x, weights), rtol=1e-3)
 
 
 def test_what_it_does_not_take():

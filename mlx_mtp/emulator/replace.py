@@ -23,7 +23,7 @@ def _makes_kernels(module: ModuleType) -> bool:
     spec = getattr(module, "__spec__", None)
     if spec is None or not str(spec.origin or "").endswith(".py"):
         return False
-    if mx not in vars(module).values():
+    if not any(value is mx for value in vars(module).values()):  # arrays compare by element
         return False
     try:
         return "metal_kernel(" in inspect.getsource(module)

@@ -2,14 +2,14 @@
 
 import mlx.core as mx
 
-from ._quantized import Quantized, check_columns, launch, multiplied, small, supported
+from ._quantized import Quantized, check_columns, launch, small, supported
 from ._source import constants, on_metal
-from .verify_qmm import verify_qmm
+from .verify_qmm import verify_qmm, verify_qmm_ref
 
 
 def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
     """silu(gate) * up of the projections rounded to x's type; with a limit both are clamped as Step-3.5 does."""
-    return _activated(list(mx.split(multiplied(x, weights), 2, axis=-1)), limit)
+    return _activated(verify_qmm_ref(x, weights), limit)
 
 
 def _activated(products: list[mx.array], limit: float | None) -> mx.array:
@@ -40,12 +40,13 @@ def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None) -> m
     """swiglu(x times gate, x times up) [..., H] of x [..., K], gate and up [H, K] stacked in `weights`.
 
     With `limit` silu(gate) is at most that, and up within its negative and it (Step-3.5). On Metal each row has the
-    bits of MLX's one-row kernels followed by its activation; elsewhere the reference. Raises ValueError where x has
-    another number of columns, or `weights` is not two of one height.
+    bits of MLX's one-row kernels followed by its activation, in one launch unless there is a `weights.bias`;
+    elsewhere the reference. Raises ValueError where x has another number of columns, or `weights` is not two of one
+    height.
     """
     check_columns(x, weights)
     if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:
         raise ValueError(f"the weights end at {weights.ends}; gate and up must have the same number of rows")
-    if on_metal() and supported(x, weights) and not small(weights):
+    if on_metal() and supported(x, weights) and not small(weights) and weights.bias is None:
         return _verify_glu_metal(x, weights, limit)
     return _activated(verify_qmm(x, weights), limit)
