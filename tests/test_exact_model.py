@@ -30,7 +30,7 @@ HYBRID = {
     "linear_value_head_dim": 16,
 }
 PROMPT, LENGTH = [1, 2, 3, 4, 1], 8
-EVERY = {"verify_attention", "attention_merge", "add_norm", "norm_rope"}
+EVERY = {"verify_attention", "attention_merge", "add_norm", "norm_rope", "verify_head"}
 DELTA = {"delta_inputs", "gated_delta_verify", "gated_norm"}
 OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY | DELTA}
 
@@ -70,19 +70,15 @@ def in_place_of_metal():
 
 def recorded(model):
     """[(position of the first row, tokens fed, logits of the rows)] of each pass of the target from here on."""
-    passes, hidden, logits = [], model.hidden, model.logits
+    passes, hidden = [], model.hidden
 
     def hidden_recorded(tokens, cache):
-        attention = next(c for c in cache if c.window != "recurrent")
-        passes.append([int(mx.array(attention.offset).item()), tokens[0].tolist(), None])
-        return hidden(tokens, cache)
+        at = int(mx.array(next(c for c in cache if c.window != "recurrent").offset).item())
+        rows = hidden(tokens, cache)
+        passes.append([at, tokens[0].tolist(), model.logits(rows)[0]])
+        return rows
 
-    def logits_recorded(rows):
-        found = logits(rows)
-        passes[-1][2] = found[0]
-        return found
-
-    model.hidden, model.logits = hidden_recorded, logits_recorded
+    model.hidden = hidden_recorded
     return passes
 
 
