@@ -53,7 +53,7 @@ def quantized(weights: dict, dtype=mx.bfloat16) -> dict:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     quantization = {"quantization": {"group_size": 32, "bits": 4}}
-    step = {**tiny.CONFIG, **STEP}
+    step = {**tiny.CONFIG, **STEP, "vocab_size": 16}
     paths = {"step": tmp_path_factory.mktemp("step"), "hybrid": tmp_path_factory.mktemp("hybrid")}
     tiny.save(paths["step"], step | quantization, quantized(tiny.random_weights(step)))
     hybrid = families.FAMILIES["qwen3_5"].config | {"text_config": HYBRID}
