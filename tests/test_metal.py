@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 import tiny
+from test_exact_model import checkpoints  # noqa: F401 a fixture
 
 import mlx_mtp
 
@@ -34,3 +35,16 @@ def test_cycles_are_in_place_on_the_gpu(tiny_models, k):
     for _ in steps:
         pass
     assert mx.get_peak_memory() - before < cache.layers[0].nbytes
+
+
+@pytest.mark.metal
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["step", "hybrid"])
+def test_every_kernel_is_right_on_the_gpu(checkpoints, name):  # noqa: F811
+    """Each has the bits it should have, by the load's own check, and the text does not depend on what is drafted."""
+    model = mlx_mtp.load_model(checkpoints[name], kernels="exact")
+    assert all("off" not in line for line in model.report().kernels)
+    assert model.report().not_exact == ()
+    steps = [mlx_mtp.generate_step([1, 2, 3, 4, 1], model, max_tokens=60, num_draft_tokens=k) for k in range(4)]
+    texts = [[token for token, _, _ in step] for step in steps]
+    assert texts == texts[:1] * 4
