@@ -79,8 +79,8 @@ def step(layer: int) -> Any:
     return in_bfloat16(step3p5.Step3p5Attention(step3p5.ModelArgs.from_dict(STEP), layer))
 
 
-def attention(module: Any, window: int | None = None) -> Attention:
-    return Attention(module, Form.of(module), partial(make_cache, Ring(window) if window else None))
+def attention(module: Any, window: int | None = None, **format_: int) -> Attention:
+    return Attention(module, Form.of(module), partial(make_cache, Ring(window) if window else None, **format_))
 
 
 def norm_rope(module: Any) -> NormRope:
@@ -136,6 +136,8 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Step-3.5 sliding attention": ("verify_attention", lambda: attention(step(1), 512)),
     "GLM-4.5 attention": ("verify_attention", lambda: attention(glm())),
     "Qwen3.6-27B attention": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention))),
+    "Qwen3.6-27B attention, 8 bits": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention), bits=8)),
+    "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention), bits=4)),
     "MiMo-V2-Flash sliding attention": ("verify_attention", lambda: attention(mimo(), 128)),
     "DeepSeek-V3 attention": ("verify_latent_attention", latent),
     "Step-3.5 experts": ("verify_moe", lambda: experts(288, 1280, 4096, 8)),

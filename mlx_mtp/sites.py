@@ -1,7 +1,7 @@
 """Which modules of a loaded model a kernel takes the place of: swapped for ones that have a site, all of them off."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ TOGETHER = (
     ("in_proj_qkvz", "in_proj_ba"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
+KV_BITS, KV_GROUPS = (8, 4), (64, 32)  # of quantized caches: the default group, else one that fits the head
 Site = (
     Stack
     | Matrices
@@ -139,29 +140,35 @@ def _become(module: Any, mixin: type) -> None:
 
 def _attentions(model: Any) -> Iterator[Site]:
     """Of the layers, and of the heads' blocks, each with caches of its window."""
-    windowed = [*zip(model.cached_layers(), model.windows(), strict=True)]
-    windowed += [(head.block, head.window) for head in model.mtp]
+    pairs = zip(model.cached_layers(), model.windows(), strict=True)
+    windowed = [(layer, window, model.NO_KV_BITS) for layer, window in pairs]
+    windowed += [(head.block, head.window, getattr(head, "NO_KV_BITS", model.NO_KV_BITS)) for head in model.mtp]
     kinds = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, DraftHead))}
     rings: dict[Any, Any] = {None: None}
-    for layer, window in windowed:
+    for layer, window, unquantized in windowed:
         if window == RecurrentCache.window:
             continue
         if window not in rings:
             rings[window] = Ring(window)
         for _, module in layer.named_modules():
             if type(module) in kinds:
-                yield from _attention(module, partial(make_cache, rings[window]))
+                yield from _attention(module, rings[window], () if unquantized else KV_BITS)
             elif isinstance(module, AbsorbedMLA) and not isinstance(module, SparseMLA):
                 yield from _latent(module)
 
 
-def _attention(module: Any, make: Callable[[], Any]) -> Iterator[Site]:
+def _attention(module: Any, ring: Ring | None, kv_bits: Sequence[int]) -> Iterator[Site]:
     form = Form.of(module)
     rope = Rope.of(module.rope) if "rope" in module else None
-    module.attention = Attention(module, form, make)
+    module.attention = Attention(module, form, partial(make_cache, ring))
     module.placing = None if rope is None else NormRope(module, form, rope)
+    group_size = next((g for g in KV_GROUPS if form.head_dim % g == form.value_dim % g == 0), None)
+    if group_size:
+        formats = [{"bits": bits, "group_size": group_size} for bits in kv_bits]
+        module.attention.quantized = [Attention(module, form, partial(make_cache, ring, **f)) for f in formats]
     _become(module, VerifyAttention)
     yield module.attention
+    yield from module.attention.quantized
     if module.placing:
         yield module.placing
 

@@ -64,7 +64,10 @@ def _fingerprint(tried: Iterable[Trial]) -> str:
 
 
 def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[Trial]:
-    """One per op, shape and number of rows, over all sites of that shape, for x of `dtype`; the fewest rows first."""
+    """One per op, shape and number of rows, over all sites of that shape, for x of `dtype`.
+
+    The fewest rows first, and last what is asked for seldom.
+    """
     alike: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
         alike.setdefault((site.op, f"{site.shape} {str(dtype).rpartition('.')[2]}"), []).append(site)
@@ -77,7 +80,8 @@ def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[Trial]:
         for pairs in [[(site.ours, site.stock) for site in of_shape]]
         for rows in of_shape[0].candidates
     ]
-    return sorted(found, key=lambda trial: trial.rows)
+    seldom = {op for (op, _), (site, *_) in alike.items() if getattr(site, "seldom", False)}
+    return sorted(found, key=lambda trial: (trial.op in seldom, trial.rows))
 
 
 def _of(sites: Sequence[Site], name: str) -> list[Callable] | None:

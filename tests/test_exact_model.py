@@ -13,7 +13,7 @@ from qwen import QWEN_TEXT
 from stock_ops import stock_ops
 
 import mlx_mtp
-from mlx_mtp import emulator, trial_run
+from mlx_mtp import emulator, sites, trial_run
 from mlx_mtp.layers.attention import Attention
 from mlx_mtp.prompt_cache import make_prompt_cache
 
@@ -102,6 +102,7 @@ class Singly:
 def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch):
     monkeypatch.setattr(trial_run, "DRAWS", 1)
     monkeypatch.setattr(trial_run, "LAYERS", 1)
+    monkeypatch.setattr(sites, "KV_BITS", ())
     monkeypatch.setattr(Attention, "OFFSET", 250)
     monkeypatch.setattr(Attention, "SLOTS", 512)
     with in_place_of_metal() as launches:

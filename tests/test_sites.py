@@ -1,14 +1,20 @@
 """Every family with all sites on computes what mlx-lm's modules compute: on a CPU the kernels' references run."""
 
 from collections import Counter
+from dataclasses import replace
 
 import families
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+from metal_cases import linux_only
+from mlx_lm.models import qwen3
 
 import mlx_mtp
-from mlx_mtp import sites
+from mlx_mtp import emulator, sites, switch, trial_run
+from mlx_mtp.cache import Ring, make_cache
+from mlx_mtp.layers.attention import Attention
 
 WIDTHS = {"moe_intermediate_size": 32}
 ATTENDED = {
@@ -26,6 +32,11 @@ ATTENDED = {
 LATENT = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite")
 PER_HEAD = {"kv_lora_rank": 32, "qk_nope_head_dim": 32}  # what can be quantized
 QUANTIZED = ("_proj", "embed_q", "unembed_out")
+QWEN3 = {
+    **{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5, "rope_theta": 1e4},
+    **{"max_position_embeddings": 512, "tie_word_embeddings": True},
+}
 MIXED = set(ATTENDED) - {"mimo", "qwen3_5", "nemotron_h"}
 
 
@@ -55,6 +66,27 @@ def test_what_has_a_site(tmp_path):
     assert found["verify_attention"] == found["norm_rope"] == layers + heads
     assert found["verify_moe"] == layers - 1
     assert found["add_norm"] == 2 * layers + heads
+
+
+@linux_only
+@pytest.mark.parametrize("window", [None, 12])
+def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch):
+    monkeypatch.setattr(Attention, "OFFSET", 30)
+    monkeypatch.setattr(Attention, "SLOTS", 256)
+    monkeypatch.setattr(trial_run, "DRAWS", 1)
+    module = qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3))
+    plain, *quantized, placing = sites._attention(module, window and Ring(window), sites.KV_BITS)
+    assert placing.op == "norm_rope"
+    assert module.attention.of(make_cache(window, bits=4, group_size=32)) is quantized[1]
+    assert module.attention.of(make_cache(window, bits=4, group_size=64)) is None
+    for site in (plain, *quantized):
+        tried = next(t for t in switch.trials([site], mx.float16) if t.rows == 3)
+        ours, stock = tried.pairs[0]
+        with emulator.emulated(emulator.Options(traffic=False)) as launches:
+            assert trial_run.check(tried) is None
+            wrong = replace(tried, pairs=[(lambda x, ours=ours: [1.1 * ours(x)[0]], stock)], bits=False)
+            assert "errs by" in trial_run.check(wrong)
+        assert {launch.kernel for launch in launches} == {"verify_attention", "attention_merge"}
 
 
 def text_of(model, k):

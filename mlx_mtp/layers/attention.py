@@ -5,7 +5,7 @@ cache's whole buffers. The latter's rows have bits of their own, so plain decodi
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,16 +126,42 @@ def placed(module: Any, q: mx.array, k: mx.array, offset: int | mx.array, head_d
     return (q, k) if rope is None else (rope(q, offset=offset), rope(k, offset=offset))
 
 
-class Attention:
-    """The attention behind its projections, over a cache."""
+def cache_format(cache: Any) -> tuple[int, int] | None:
+    """(bits, group size) of a cache's keys and values; None where they are not quantized."""
+    return (cache.bits, cache.group_size) if hasattr(cache, "bits") else None
 
-    op = "verify_attention"
+
+def keys_and_values(parts: Sequence[mx.array]) -> tuple[Any, Any]:
+    """Of a cache's buffers: two arrays, or two triples."""
+    half = len(parts) // 2
+    return (parts[0], parts[1]) if half == 1 else (tuple(parts[:half]), tuple(parts[half:]))
+
+
+class Attention:
+    """The attention behind its projections, over a cache of one format; `quantized` has those of other formats."""
+
     candidates = (1, *VERIFY_ROWS)
     OFFSET, SLOTS = 2000, 2048  # where the rows of a trial are, in caches of what size
 
     def __init__(self, module: Any, form: Form, make_cache: Callable[[], Any]):
         self.module, self.form, self.make_cache = module, form, make_cache
+        self.format = cache_format(make_cache())
+        self.quantized: list[Attention] = []
         self.rows = frozenset()
+
+    @property
+    def op(self) -> str:
+        return "verify_attention" + ("" if self.format is None else f" of {self.format[0]}-bit caches")
+
+    @property
+    def seldom(self) -> bool:
+        """Asked for by few, and tried after all else."""
+        return self.format is not None
+
+    def of(self, cache: Any) -> "Attention | None":
+        """The site that reads this cache; None where none knows its format."""
+        wanted = cache_format(cache)
+        return next((site for site in (self, *self.quantized) if site.format == wanted), None)
 
     @property
     def rows(self) -> frozenset[int]:
@@ -167,12 +193,11 @@ class Attention:
         op: Callable[..., mx.array] = verify_attention,
     ) -> mx.array:
         """Queries [1, Hq, L, D] at positions from `offset` on, whose keys `cache` holds: [1, L, Hq * Dv]."""
-        half = len(cache.parts) // 2
-        keys, values = cache.parts if half == 1 else (cache.parts[:half], cache.parts[half:])
-        more = {"bits": cache.bits, "group_size": cache.group_size} if half > 1 else {}
-        where = {"limit": cache.limit, "window": cache.window, "start": cache.start}
-        scale = self.module.scale
-        return op(q, keys, values, on_device(offset), scale=scale, sinks=self.sinks, gate=gate, **where, **more)
+        more: dict[str, Any] = {"limit": cache.limit, "window": cache.window, "start": cache.start}
+        if self.format is not None:
+            more["bits"], more["group_size"] = self.format
+        scale, stored = self.module.scale, keys_and_values(cache.parts)
+        return op(q, *stored, on_device(offset), scale=scale, sinks=self.sinks, gate=gate, **more)
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [self._read(x, self.OFFSET)]
@@ -186,14 +211,14 @@ class Attention:
 
     def stock(self, x: mx.array) -> list[mx.array]:
         parts, masks = self._before(x.dtype)
-        keys, values = (part[..., : masks[len(x)].shape[-1], :] for part in parts)
-        out = mx.fast.scaled_dot_product_attention(
-            self._queries(x), keys, values, scale=self.module.scale, mask=masks[len(x)], sinks=self.sinks
-        )
-        return [out.swapaxes(1, 2).reshape(len(x), -1)]
+        mask, q = masks[len(x)], self._queries(x)
+        stored = keys_and_values([part[..., : mask.shape[-1], :] for part in parts])
+        how = {"cache": self.make_cache(), "scale": self.module.scale, "mask": mask, "sinks": self.sinks}
+        return [scaled_dot_product_attention(q, *stored, **how).swapaxes(1, 2).reshape(len(x), -1)]
 
     def _read(self, x: mx.array, offset: int, op: Callable[..., mx.array] = verify_attention) -> mx.array:
-        cache = self._filled([part.astype(x.dtype) for part in self._before(x.dtype)[0]])
+        parts = self._before(x.dtype)[0]
+        cache = self._filled(parts if self.format else [part.astype(x.dtype) for part in parts])
         return self.fused(self._queries(x), cache, device_offset(offset), None, op)[0]
 
     def _queries(self, x: mx.array) -> mx.array:
@@ -208,6 +233,9 @@ class Attention:
                 mx.random.normal((1, self.form.kv_heads, slots, width), dtype, key=mx.random.key(seed))
                 for seed, width in enumerate((self.form.head_dim, self.form.value_dim))
             ]
+            if self.format is not None:
+                bits, group_size = self.format
+                parts = [stored for part in parts for stored in mx.quantize(part, group_size, bits)]
             masks = {}
             for rows in self.candidates:
                 cache = self._filled(parts)
@@ -236,7 +264,8 @@ class VerifyAttention:
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows, form = rows_of(x), self.attention.form
-        fused = rows in self.attention.rows
+        site = None if cache is None else self.attention.of(cache)
+        fused = site if site and rows in site.rows else None
         placing = self.placing if self.placing and rows in self.placing.rows else None
         if cache is None or not (fused or placing):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
@@ -256,7 +285,7 @@ class VerifyAttention:
         views = cache.update_and_fetch(k, v.swapaxes(1, 2))
         gate = None if gate is None else gate.reshape(1, rows, -1)
         if fused:
-            return self.o_proj(self.attention.fused(q, cache, offset, gate))
+            return self.o_proj(fused.fused(q, cache, offset, gate))
         return self.o_proj(self._attended(q, views, mask, cache, gate))
 
     def _attended(self: Any, q: mx.array, views: Any, mask: Any, cache: Any, gate: mx.array | None) -> mx.array:
