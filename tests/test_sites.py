@@ -61,11 +61,44 @@ def load(name, path):
 
 def test_what_has_a_site(tmp_path):
     """Attention and experts of each layer and head; sums within and between layers, but not behind a head's block."""
-    found = Counter(site.op for site in sites.place(load("step3p5", tmp_path)))
+    model = load("step3p5", tmp_path)
+    found = Counter(site.op for site in sites.place(model))
     layers, heads = tiny.CONFIG["num_hidden_layers"], 3
     assert found["verify_attention"] == found["norm_rope"] == layers + heads
     assert found["verify_moe"] == layers - 1
     assert found["add_norm"] == 2 * layers + heads
+    following = [*(layer.input_layernorm for layer in model.layers[1:]), model.model.norm]
+    assert all(layer.after.norm is norm for layer, norm in zip(model.layers, following, strict=True))
+    assert all(head.block.after is None for head in model.mtp)
+
+
+def test_a_norm_takes_the_sum_before_it_and_no_other(tmp_path):
+    model = load("mimo", tmp_path)
+    sites.place(model)
+    total, norm = model.layers[0].middle, model.layers[0].post_attention_layernorm
+    total.rows = frozenset({2})
+    x, r = mx.random.normal((2, 1, 2, 32))
+    h = total(x, r)
+    assert mx.allclose(norm(x), mx.fast.rms_norm(x, norm.weight, norm.eps))
+    h = total(x, r)
+    assert mx.allclose(norm(h), mx.fast.rms_norm(x + r, norm.weight, norm.eps))
+    assert total.read == (None, None)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("on_the_host", [False, True])
+def test_attention_of_a_cache_that_begins_late(window, on_the_host):
+    """As a draft head's: positions before `start` hold nothing."""
+    module, x = qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), mx.random.normal((1, 9, 64))
+    (attention, *_), outputs = sites._attention(module, window and Ring(window), ()), []
+    for rows in (frozenset(), frozenset({3})):
+        attention.rows, cache = rows, make_cache(window, start=4)
+        cache.seek(4, 4)
+        module(x[:, :6], cache.make_mask(6), cache)
+        if not on_the_host:
+            cache.seek(mx.array([10]), 20)
+        outputs.append(module(x[:, 6:], cache.make_mask(3), cache))
+    assert mx.allclose(*outputs, atol=1e-5)
 
 
 @linux_only
@@ -89,9 +122,12 @@ def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch):
         assert {launch.kernel for launch in launches} == {"verify_attention", "attention_merge"}
 
 
-def text_of(model, k):
-    steps = mlx_mtp.generate_step([1, 2, 3, 4, 1, 2], model, max_tokens=24, num_draft_tokens=k, prefill_step_size=5)
-    return [token for token, _, _ in steps]
+def decoded(model, k):
+    """Text, and how many drafts of each depth were right; windows wrap."""
+    windows, stats = [w for w in model.windows() if isinstance(w, int)], mlx_mtp.Stats()
+    more = {"max_tokens": 44 if windows else 16, "num_draft_tokens": k, "prefill_step_size": 5}
+    steps = mlx_mtp.generate_step([1, 2, 3, 4, 1, 2], model, stats=stats, **more)
+    return [token for token, _, _ in steps], stats.acceptance
 
 
 def attentions(model):
@@ -99,12 +135,12 @@ def attentions(model):
 
 
 @pytest.mark.parametrize("name", sorted({*ATTENDED, *LATENT}))
-def test_text_with_all_sites_on(name, tmp_path):
+def test_text_and_drafts_with_all_sites_on(name, tmp_path):
     model = load(name, tmp_path)
-    text, found = text_of(model, 0), sites.place(model)
+    before, found = [decoded(model, k) for k in (0, 2)], sites.place(model)
     for site in found:
         site.rows = frozenset(site.candidates)
-    assert [text_of(model, k) for k in (0, 2)] == [text] * 2
+    assert [decoded(model, k) for k in (0, 2)] == before
     ops = Counter(site.op for site in found)
     assert name not in ATTENDED or ops[ATTENDED[name]] == attentions(model)
     assert ops["verify_qmm_heads"] == (2 * attentions(model) if name in LATENT else 0)
