@@ -12,7 +12,7 @@ METAL_FUNC T softplus(T x) {
 
 // exp(-exp(A_log) * softplus(step))
 template <typename T>
-METAL_FUNC float decay(float A_log, T step) {
+METAL_FUNC float decay_of(float A_log, T step) {
   const float rate = -metal::precise::exp(A_log);
   const float exponent = rate * static_cast<float>(softplus(step));
   return metal::precise::exp(exponent);
