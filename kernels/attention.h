@@ -16,17 +16,17 @@ METAL_FUNC int fragment_column(int lane) {
 struct Sight {
   int row, first, L, start, window; // window 0: all
 
-  METAL_FUNC int last() const { return first + L - 1; }
-  METAL_FUNC int position(int r) const { return first + (row + r) % L; }
-  METAL_FUNC int oldest(int position) const {
+  METAL_FUNC int last() const thread { return first + L - 1; }
+  METAL_FUNC int position(int r) const thread { return first + (row + r) % L; }
+  METAL_FUNC int oldest(int position) const thread {
     const int begin = start < position ? start : position;
     const int reach = window > 0 ? position - window + 1 : 0;
     return reach > begin ? reach : begin;
   }
-  METAL_FUNC bool sees(int r, int key) const { return key <= position(r) && key >= oldest(position(r)); }
+  METAL_FUNC bool sees(int r, int key) const thread { return key <= position(r) && key >= oldest(position(r)); }
   // Of N neighbouring positions: whether any query sees any of them, and whether all see all.
-  METAL_FUNC bool any(int begin, int N) const { return begin <= last() && begin + N > oldest(first); }
-  METAL_FUNC bool all(int begin, int N) const { return begin + N - 1 <= first && begin >= oldest(last()); }
+  METAL_FUNC bool any(int begin, int N) const thread { return begin <= last() && begin + N > oldest(first); }
+  METAL_FUNC bool all(int begin, int N) const thread { return begin + N - 1 <= first && begin >= oldest(last()); }
 };
 
 // N neighbouring values of a row from column `at` on, N | at, as floats. BITS 0: they are of type W; else quantized.

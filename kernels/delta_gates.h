@@ -1,6 +1,7 @@
 // The gates of a gated-delta layer with the bits of MLX's elementwise kernels: every operation rounds to its type.
 
 // log(1 + exp(x)), in the steps of a log-add-exp with 0.
+// Its exp and log are of the precision that compile options say, as they are in the kernels that mx.compile makes.
 template <typename T>
 METAL_FUNC T softplus(T x) {
   if (metal::isnan(x)) {
@@ -12,7 +13,7 @@ METAL_FUNC T softplus(T x) {
 
 // exp(-exp(A_log) * softplus(step))
 template <typename T>
-METAL_FUNC float decay(float A_log, T step) {
+METAL_FUNC float decay_of(float A_log, T step) {
   const float rate = -metal::precise::exp(A_log);
   const float exponent = rate * static_cast<float>(softplus(step));
   return metal::precise::exp(exponent);

@@ -27,7 +27,7 @@ if (start >= C && !normed) {
     const int group = head / group_heads, inner = head % group_heads;
     const A step = static_cast<A>(a[t * a_strides[1] + group * a_strides[2] + inner * a_strides[3]]) +
         static_cast<A>(dt_bias[head * dt_bias_strides[0]]);
-    g[t * Hv + head] = decay(static_cast<float>(A_log[head * A_log_strides[0]]), step);
+    g[t * Hv + head] = decay_of(static_cast<float>(A_log[head * A_log_strides[0]]), step);
     beta[t * Hv + head] = sigmoid(static_cast<B>(b[t * b_strides[1] + group * b_strides[2] + inner * b_strides[3]]));
   }
   return;

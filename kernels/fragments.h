@@ -30,7 +30,8 @@ struct Runs {
   float scale[2], bias[2];
 
   template <typename S>
-  METAL_FUNC void load(const device uint8_t* w, const device S* scales, const device S* biases, int k, int K) {
+  METAL_FUNC void load(
+      const device uint8_t* w, const device S* scales, const device S* biases, int k, int K) thread {
     if (k + 2 * RUN <= K) {
       load_bytes<2 * RUN * BITS / 8>(w + k / 8 * BITS, words);
     } else {
@@ -51,7 +52,7 @@ struct Runs {
     }
   }
 
-  METAL_FUNC float at(int run, int i) const {
+  METAL_FUNC float at(int run, int i) const thread {
     const int s = SCALES == 2 ? run : 0;
     return weight_of<BITS, FP>(code_at<BITS>(words, run * RUN + i), scale[s], bias[s]);
   }

@@ -60,7 +60,7 @@ for (int p = lane; p < pairs; p += 32) {
     rate = 1.0f / freqs[p * freqs_strides[0]];
   } else {
     const float share = static_cast<float>(p) / static_cast<float>(pairs);
-    rate = metal::exp2(-share * freqs[0]);
+    rate = metal::precise::exp2(-share * freqs[0]);
   }
   const float angle = position * rate;
   const float cosine = metal::fast::cos(angle), sine = metal::fast::sin(angle);

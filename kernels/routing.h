@@ -21,7 +21,7 @@ METAL_FUNC int expert_at(int i, int lane) {
 struct Softmax {
   float highest, factor;
 
-  METAL_FUNC float operator()(float x) const {
+  METAL_FUNC float operator()(float x) const thread {
     return metal::fast::exp(x - highest) * factor;
   }
 };

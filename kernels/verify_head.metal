@@ -1,4 +1,4 @@
-// The best of each tile of x Wᵀ (+ bias), W quantized: rows of x together, each logit with the bits it has alone.
+// The best of each tile of x W^T (+ bias), W quantized: rows of x together, each logit with the bits it has alone.
 //
 // Inputs   w [N, K * BITS / 32] uint32; scales, biases [N, K / GROUP] (floating-point formats: scales twice); x [M, K];
 //          bias [N] (not read without BIAS); key [2] uint32, position [1] uint32, inverse [1] float (read with DRAW);

@@ -1,4 +1,4 @@
-// The best of each tile of x wᵀ (+ bias): rows of x together, each logit in the bits of MLX's gemv on its row alone.
+// The best of each tile of x w^T (+ bias): rows of x together, each logit in the bits of MLX's gemv on its row alone.
 //
 // Inputs   w [N, K] and x [M, K] of T, N >= 4; bias [N] of T (not read without BIAS); key [2] uint32, position [1] uint32,
 //          inverse [1] float (read with DRAW); n [1] int32, at most TILE

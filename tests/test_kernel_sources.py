@@ -1,0 +1,34 @@
+"""What Apple's compiler asks of our sources, and the emulator's clang does not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+FILES = sorted(p for p in (Path(__file__).parents[1] / "kernels").iterdir() if p.suffix in (".h", ".metal"))
+METHOD = re.compile(r"^  (?:template <[^>]*>\s+)?METAL_FUNC [^;{]*?\)([^;{)]*)\{", re.MULTILINE)
+MATHS = re.compile(r"(?<!precise::)(?<!fast::)\b(?:exp|exp2|log|log2|pow|rsqrt|sqrt|sin|cos|tanh)\(")
+AS_COMPILED = ("delta_gates.h",)  # its functions are those of kernels that mx.compile makes, with options like ours
+
+
+def code(path: Path) -> str:
+    return re.sub(r"//.*", "", path.read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_sources_are_ascii(path):
+    """MLX hands them to Metal as such."""
+    assert path.read_text().isascii()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_methods_are_of_thread_space(path):
+    """Else, in Metal 4.1, `this` is of the generic space, and no member is a `thread` pointer or reference."""
+    for method in METHOD.finditer(code(path)):
+        assert "thread" in method[1].split(), method[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_functions_say_how_precise_they_are(path):
+    """Without that they may be fast ones here, where MLX compiles at run time, and precise ones in its library."""
+    assert path.name in AS_COMPILED or not MATHS.findall(code(path))
