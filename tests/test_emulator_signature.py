@@ -157,6 +157,19 @@ def test_wrong_arguments(change, message):
         kernel(**{**call, "output_dtypes": [mx.float32], **change})
 
 
+def test_a_metal_function_has_31_buffers():
+    names = [f"a{i}" for i in range(16)]
+    body = " ".join(f"// {name}_shape" for name in names[:14]) + "\nout[0] = a0[0];"
+
+    def run(count):
+        return launch(body, *[mx.zeros(8)] * count, out=(1,), names=names)
+
+    assert run(16).shape == (1,)  # 16 inputs, 14 shapes, 1 output
+    names.append("a16")
+    with pytest.raises(emulator.CompileError, match="32 buffers"):
+        run(17)
+
+
 def test_wrong_kernels():
     with pytest.raises(ValueError, match="output_names"):
         emulator.metal_kernel("none", [], [], "")

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .errors import CompileError
+
+MOST_BUFFERS = 31  # of a Metal function
 MAX_CONSTANT_SIZE = 8
 
 TYPE_NAMES = {
@@ -158,6 +161,8 @@ def make_signature(
     for i, (output, dtype) in enumerate(zip(output_names, output_dtypes, strict=True)):
         type_ = f"atomic<{type_name(dtype)}>" if atomic_outputs else type_name(dtype)
         parameters.append(Parameter(output, "output", i, f"device {type_}* {output}", False))
+    if len(parameters) > MOST_BUFFERS:
+        raise CompileError(f"kernel {name} has {len(parameters)} buffers, shapes and strides included; Metal has 31")
     return Signature(
         name=function_name(name, arguments, inputs, output_dtypes),
         template=tuple(arguments),
