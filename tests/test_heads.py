@@ -165,6 +165,20 @@ def test_drafts_are_chosen_likewise(name, count, quantized, tmp_path):
 
 
 @linux_only
+def test_a_choice_is_two_launches(step, heads):
+    """What only a draw reads is not made anew for every choice."""
+    names, x = [], mx.zeros((2, 32))
+
+    def note(event):
+        if event["type"] == "primitive":
+            names.append(event["name"])
+
+    with emulator.emulated():
+        mx.export_function(note, heads[0].ours, x)
+    assert "Full" not in names
+
+
+@linux_only
 def test_a_trial_judges_them(step, heads, monkeypatch):
     monkeypatch.setattr(trial_run, "DRAWS", 2)
     head = heads[0]

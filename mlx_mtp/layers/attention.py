@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from ..kernels import Rope, norm_rope, verify_attention, verify_attention_ref
+from ..kernels import Rope, attention_served, norm_rope, verify_attention, verify_attention_ref
 from .verify import VERIFY_ROWS, rows_of
 
 Pair = tuple[mx.array, mx.array]
@@ -46,14 +46,21 @@ class Form:
     def of(cls, module: Any) -> "Form":
         names = ("num_heads", "n_heads", "num_attention_heads"), ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
         heads, kv_heads = (next(getattr(module, n) for n in alike if hasattr(module, n)) for alike in names)
-        head_dim, value_dim = (module[n].weight.shape[0] // kv_heads for n in ("k_proj", "v_proj"))
-        doubled = module.q_proj.weight.shape[0] == 2 * heads * head_dim
+        width, head_dim, value_dim = (
+            _columns(module[n]) // of for n, of in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))
+        )
+        doubled = width == 2 * head_dim
         gate = "value" if doubled else "head" if getattr(module, "use_head_wise_attn_gate", False) else None
         return cls(heads, kv_heads, head_dim, value_dim, gate, getattr(module, "value_scale", None))
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         return f"{self.heads}/{self.kv_heads}x{dims}"
+
+
+def _columns(linear: Any) -> int:
+    """Of its product; an adapter has the linear that it changes inside."""
+    return linear.get("linear", linear).weight.shape[0]
 
 
 class NormRope:
@@ -158,6 +165,10 @@ class Attention:
     def width(self) -> int:
         return self.form.heads * self.form.head_dim
 
+    def serves(self, q: mx.array, cache: Any) -> bool:
+        """Whether what the cache holds is of a form that the kernel takes."""
+        return attention_served(q, *_stored(cache), group_size=getattr(cache, "group_size", 64), bits=_bits(cache))
+
     def fused(
         self,
         q: mx.array,
@@ -167,9 +178,8 @@ class Attention:
         op: Callable[..., mx.array] = verify_attention,
     ) -> mx.array:
         """Queries [1, Hq, L, D] at positions from `offset` on, whose keys `cache` holds: [1, L, Hq * Dv]."""
-        half = len(cache.parts) // 2
-        keys, values = cache.parts if half == 1 else (cache.parts[:half], cache.parts[half:])
-        more = {"bits": cache.bits, "group_size": cache.group_size} if half > 1 else {}
+        keys, values = _stored(cache)
+        more = {} if _bits(cache) is None else {"bits": cache.bits, "group_size": cache.group_size}
         where = {"limit": cache.limit, "window": cache.window, "start": cache.start}
         scale = self.module.scale
         return op(q, keys, values, on_device(offset), scale=scale, sinks=self.sinks, gate=gate, **where, **more)
@@ -224,6 +234,16 @@ class Attention:
         return cache
 
 
+def _bits(cache: Any) -> int | None:
+    return getattr(cache, "bits", None)
+
+
+def _stored(cache: Any) -> tuple[Any, Any]:
+    """Its keys and its values, each as it is or as mx.quantize makes it."""
+    half = len(cache.parts) // 2
+    return cache.parts if half == 1 else (cache.parts[:half], cache.parts[half:])
+
+
 def _in_float32(*arrays: mx.array, limit: int, **more: Any) -> mx.array:
     return verify_attention_ref(*arrays, **more)
 
@@ -238,16 +258,13 @@ class VerifyAttention:
         rows, form = rows_of(x), self.attention.form
         fused = rows in self.attention.rows
         placing = self.placing if self.placing and rows in self.placing.rows else None
-        if cache is None or not (fused or placing):
+        if len(x) > 1 or not hasattr(cache, "parts") or not (fused or placing):  # mlx-lm's caches have no parts
             return super().__call__(x, mask, cache)  # type: ignore[misc]
-        q, k, v = (
-            y.reshape(1, rows, heads, -1)
-            for y, heads in (
-                (self.q_proj(x), form.heads),
-                (self.k_proj(x), form.kv_heads),
-                (self.v_proj(x), form.kv_heads),
-            )
-        )
+        # Widths are said, so that projections that were sharded since are an error.
+        width = form.head_dim * (2 if form.gate == "value" else 1)
+        q = self.q_proj(x).reshape(1, rows, form.heads, width)
+        k = self.k_proj(x).reshape(1, rows, form.kv_heads, form.head_dim)
+        v = self.v_proj(x).reshape(1, rows, form.kv_heads, form.value_dim)
         gate = None if form.gate is None else self.g_proj(x) if form.gate == "head" else q[..., form.head_dim :]
         offset = cache.offset
         q, k = placing.fused(q, k, offset) if placing else placed(self, q, k, offset, form.head_dim)
@@ -255,7 +272,7 @@ class VerifyAttention:
             v = v * form.value_scale
         views = cache.update_and_fetch(k, v.swapaxes(1, 2))
         gate = None if gate is None else gate.reshape(1, rows, -1)
-        if fused:
+        if fused and self.attention.serves(q, cache):
             return self.o_proj(self.attention.fused(q, cache, offset, gate))
         return self.o_proj(self._attended(q, views, mask, cache, gate))
 
