@@ -15,6 +15,7 @@ import mlx_mtp
 from mlx_mtp import emulator, sites, switch
 from mlx_mtp.cache import LinearKVCache, make_cache
 from mlx_mtp.layers.attention import Attention
+from mlx_mtp.layers.experts import Mixture
 
 WIDTHS = {"moe_intermediate_size": 32}
 ATTENDED = {
@@ -101,32 +102,30 @@ def test_latent_rows_in_a_ring_are_read_by_mlx(tmp_path):
     assert [text_of(model, k, **options) for k in (0, 1)] == [text] * 2
 
 
+PROJECTIONS = [f"self_attn.{letter}_proj" for letter in "qkvo"]
+
+
 @pytest.mark.parametrize("placed_first", [False, True])
 @pytest.mark.parametrize(
     ("name", "keys"),
-    [("step3p5", "self_attn.{}_proj"), ("qwen3_next", "self_attn.{}_proj"), ("qwen3_next", "mlp.gate")],
+    [("step3p5", PROJECTIONS), ("qwen3_next", PROJECTIONS), ("qwen3_next", ["mlp.gate"])],
+    ids=["projections", "projections with gates", "router"],
 )
 def test_adapters_around_what_kernels_read(name, keys, placed_first, tmp_path):
     """Loaded with the model, as `adapter_path` does, or later: a projection's width and a router are behind them."""
     model = load(name, tmp_path)
-    if placed_first:
-        all_on(model)
-    named = [f"{layer}.{keys.format(letter)}" for layer in ("self_attn", "mlp") for letter in "qkvo"]
-    named = [key.removeprefix("self_attn.").removeprefix("mlp.") for key in named]
-    linear_to_lora_layers(model, 8, {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": named})
+    found = sites.place(model) if placed_first else []
+    linear_to_lora_layers(model, 8, {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": keys})
     adapters = [module for module in model.modules() if "lora_b" in module]
     for module in adapters:
         module.lora_b = mx.random.normal(module.lora_b.shape) * 0.1
-    assert adapters
-    found = [] if placed_first else all_on(model)
-    on = {type(site) for site in found}
-    for site in found:
-        site.rows = frozenset()
+    found = found or sites.place(model)
     text = text_of(model, 0)
     for site in found:
         site.rows = frozenset(site.candidates)
-    assert text_of(model, 0) == text_of(model, 1) == text
-    assert placed_first or {Attention, sites.Mixture} <= on
+    assert adapters
+    assert {Attention, Mixture} <= {type(site) for site in found}
+    assert [text_of(model, k) for k in (0, 1)] == [text] * 2
 
 
 def test_other_caches_and_batches_are_mlxs(tmp_path):
@@ -164,7 +163,8 @@ def test_attention_serves_what_its_kernel_takes(tmp_path):
 @linux_only
 @pytest.mark.parametrize("name", ["qwen3_5", "mimo"])
 def test_what_is_not_exact_without_kernels(name, tmp_path):
+    model = load(name, tmp_path)
     with emulator.emulated():
-        _, not_exact = switch.switch_on(load(name, tmp_path), "off")
+        _, not_exact = switch.switch_on(model, "off")
     assert ("the gated delta rule" in not_exact) is (name == "qwen3_5")
     assert {"all products", "attention"} <= {*not_exact}

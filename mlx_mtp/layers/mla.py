@@ -55,7 +55,7 @@ class LatentAttention:
         return self.module.num_heads * sum(self.dims)
 
     def serves(self, q: mx.array, cache: Any) -> bool:
-        """Whether position p of the cache is in slot p: not in a ring, nor in mlx-lm's caches, which have no parts."""
+        """Whether they are on, and position p is in slot p: not in a ring. mlx-lm's caches have no parts."""
         return q.shape[2] in self.rows and hasattr(cache, "parts") and cache.window is None
 
     def fused(
