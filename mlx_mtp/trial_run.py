@@ -15,6 +15,8 @@ LAYERS = 2  # per draw, others each time
 CHAINS, FASTEST = 22, 3  # of each side, and those that count
 CHAIN_SECONDS = 0.001  # so a trial takes about 44 ms
 CHAIN_STEPS = (2, 256)
+# Roundings of a result that a kernel may err by, per bytes of a value: a truth in 32 bits is rounded at each step itself.
+ROUNDINGS = {2: 1, 4: 16}
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
@@ -91,7 +93,7 @@ def _bits_wrong(trial: Trial, layer: int, x: mx.array, draw: int) -> str | None:
 
 
 def _error_wrong(trial: Trial, layer: int, x: mx.array) -> str | None:
-    """Whether one layer errs more than twice as much as stock MLX, beyond a rounding of the result."""
+    """Whether one layer errs more than twice as much as stock MLX, and by more than ROUNDINGS of the result."""
     if trial.truth is None:
         return None
     ours, stock = trial.pairs[layer]
@@ -102,8 +104,8 @@ def _error_wrong(trial: Trial, layer: int, x: mx.array) -> str | None:
     except Exception as e:
         return f"{FAILS} {first_line(e)}"
     for y, theirs, t in zip(found, stock(x), truth, strict=True):
-        rounding = mx.finfo(y.dtype).eps * _rms(t)
-        error, allowed = _rms(y - t), max(2 * _rms(theirs - t), rounding)
+        roundings = ROUNDINGS[y.dtype.size] * mx.finfo(y.dtype).eps * _rms(t)
+        error, allowed = _rms(y - t), max(2 * _rms(theirs - t), roundings)
         if not error <= allowed:
             return f"errs by {error:.2g} where {allowed:.2g} is allowed"
     return None

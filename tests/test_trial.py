@@ -355,3 +355,22 @@ def test_a_right_kernel_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(v.on for v in decide([trial(rows=m) for m in (2, 8)], lane="exact").values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "right"), [(mx.float32, 1e-6, True), (mx.float32, 1e-5, False), (mx.bfloat16, 2e-2, False)]
+)
+def test_what_a_kernel_may_err_by_where_stock_does_not(dtype, error, right):
+    """A truth in float32 is no more exact than a kernel in float32 whose sums have another order."""
+
+    def truth(x):
+        return [x.astype(mx.float32) * 3]
+
+    def ours(x):
+        return [(x.astype(mx.float32) * (3 + 3 * error)).astype(x.dtype)]
+
+    def same(x):
+        return [x * 3]
+
+    wrong = check(Trial("op", "s", 3, [(ours, same)], K, dtype, truth=[truth]))
+    assert wrong is None if right else "errs by" in wrong
