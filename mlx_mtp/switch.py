@@ -112,9 +112,10 @@ def _rows_apart(site: Site) -> set[int]:
     """The row counts at which MLX's own operations take the place of a kernel that has other bits."""
     if isinstance(site, Matrices):
         return set(site.rows)
-    if isinstance(site, GLU | NormRope | Sum | Head) or (isinstance(site, Mixture) and not site.rows):
+    if isinstance(site, GLU | NormRope | Sum) or (isinstance(site, Mixture | Head) and not site.rows):
         return set()  # MLX's rows are each what they are alone, and ours are the same or are not used at all
-    return set(site.candidates if hasattr(site, "truth") else VERIFY_ROWS) - site.rows
+    own = hasattr(site, "truth") or isinstance(site, Head)  # a head's choice is MLX's, but not its sums for a draw
+    return set(site.candidates if own else VERIFY_ROWS) - site.rows
 
 
 def others_not_exact(model: Any) -> Lines:

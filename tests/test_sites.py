@@ -168,3 +168,13 @@ def test_what_is_not_exact_without_kernels(name, tmp_path):
         _, not_exact = switch.switch_on(model, "off")
     assert ("the gated delta rule" in not_exact) is (name == "qwen3_5")
     assert {"all products", "attention"} <= {*not_exact}
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"), [((), ()), (range(1, 9), ()), ((1, 2, 3), ("1 layers' verify_head at M=4, 5, 6, 7, 8",))]
+)
+def test_a_head_that_is_on_for_some_rows_is_listed(rows, lines, tmp_path):
+    """The sum of all exponentials, which a draw among the first n reads, has other bits in MLX."""
+    head = next(site for site in sites.place(load("mimo", tmp_path)) if site.op == "verify_head")
+    head.rows = frozenset(rows)
+    assert switch.rows_not_exact([head]) == lines
