@@ -222,6 +222,10 @@ class SlidingKVCache(LinearKVCache):
             return slice(min(self.start, self.offset), self.offset + rows)
         return slice(0, min(self.ring.slots, _round_up(self.limit + rows)))
 
+    def used(self) -> Parts:
+        """All of it: a ring does not grow."""
+        return self.parts
+
     def _past(self) -> range:
         """The positions, before its own, that the next row's window reaches back to."""
         return range(max(self.offset - self.window + 1, min(self.start, self.offset)), self.offset)

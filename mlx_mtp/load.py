@@ -58,8 +58,9 @@ def load(
     lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros, and no
         kernel is on by trial.
     tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
-    kernels: "off", "exact" or "fast" Metal kernels in place of MLX's own ("fast" has none besides the exact ones
-        yet); None is MLX_MTP_KERNELS, and where that is not set those that a trial here finds right and faster.
+    kernels: "off", "exact" or "fast" Metal kernels in place of MLX's own ("fast" has products by matrices, too,
+        whose bits are not MLX's); None is MLX_MTP_KERNELS, and where that is not set those that a trial here finds
+        right and faster.
     Raises ValueError, in one line, for a checkpoint that is damaged or of an unknown kind.
     """
     lane = requested(kernels)

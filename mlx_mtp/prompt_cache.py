@@ -226,10 +226,12 @@ def make_prompt_cache(
 ) -> PromptCache:
     """An empty cache for `model`, with room for `num_draft_tokens` heads (None: all it has).
 
-    kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values (None: not quantized).
+    kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values (None: not quantized). The attention
+        kernel, and with it a row's bits whatever is drafted, is for None, 4 and 8.
     quantized_kv_start: with kv_bits, positions before this one are read unquantized, as in mlx-lm; the switch
         comes exactly there, so that it does not depend on drafting.
-    max_kv_size: full-attention layers keep only this many last positions. Raises ValueError on a bad value.
+    max_kv_size: full-attention layers keep only this many last positions; latent attention has no kernel for that.
+        Raises ValueError on a bad value.
     """
     if kv_group_size not in GROUP_SIZES:
         raise ValueError(f"kv_group_size={kv_group_size}: allowed are 32, 64 and 128")

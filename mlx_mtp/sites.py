@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.nn as nn
@@ -105,7 +105,7 @@ def _swapped(model: Port, module: Any) -> list[Site]:
         return _stacked([module])
     if kind in model.MLP and _is_stacked(module):
         module.glu = GLU(module)
-        module.__class__ = type(kind.__name__, (VerifyMLP, kind), {})
+        _become(module, VerifyMLP)
         return [module.glu]
     tie = tied(model, module)
     if kind is nn.QuantizedEmbedding and tie and _served(module):
@@ -113,7 +113,8 @@ def _swapped(model: Port, module: Any) -> list[Site]:
     elif kind is nn.Linear or (kind is nn.Embedding and tie):
         module.site, module.__class__ = Dense(module), VerifyDense if kind is nn.Linear else VerifyDenseEmbedding
     elif kind in model.ROUTER:
-        module.site, module.__class__ = Dense(module), type(kind.__name__, (VerifyRouter, kind), {})
+        module.site = Dense(module)
+        _become(module, VerifyRouter)
     else:
         return []
     return [module.site]
@@ -134,8 +135,13 @@ def _is_stacked(mlp: Any) -> bool:
 
 
 def _become(module: Any, mixin: type) -> None:
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (mixin, kind), {})
+    module.__class__ = _mixed(mixin, type(module))
+
+
+@cache
+def _mixed(mixin: type, kind: type) -> type:
+    """One class for all modules of a kind."""
+    return type(kind.__name__, (mixin, kind), {})
 
 
 def _attentions(model: Any) -> Iterator[Site]:

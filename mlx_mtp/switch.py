@@ -13,6 +13,7 @@ from .kernels import on_metal
 from .layers.attention import NormRope, VerifyAttention
 from .layers.block import Sum
 from .layers.experts import Mixture
+from .layers.gated_delta import GatedDelta
 from .layers.heads import Head
 from .layers.mamba2 import Mamba2
 from .layers.port import Port
@@ -39,7 +40,9 @@ def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Line
         return ("none: decoded one row at a time",), ()
     if lane == "off" or (lane is None and lazy):
         why = "asked for" if lane else "a trial would read all of the lazy weights"
-        return (f"none: {why}",), ("all products", *(line for line in others_not_exact(model) if line != FORMATS))
+        recurrent = any(isinstance(module, GatedDelta) for module in model.modules())  # type: ignore[attr-defined]
+        others = [line for line in others_not_exact(model) if line != FORMATS]
+        return (f"none: {why}",), ("all products", *(["the gated delta rule"] if recurrent else []), *others)
     sites = place(model)
     verdicts = _switched(model, sites, lane)
     if lane == "fast":
@@ -113,9 +116,10 @@ def _rows_apart(site: Site) -> set[int]:
     """The row counts at which MLX's own operations take the place of a kernel that has other bits."""
     if isinstance(site, Matrices):
         return set(site.rows)
-    if isinstance(site, GLU | NormRope | Sum | Head) or (isinstance(site, Mixture) and not site.rows):
+    if isinstance(site, GLU | NormRope | Sum) or (isinstance(site, Mixture | Head) and not site.rows):
         return set()  # MLX's rows are each what they are alone, and ours are the same or are not used at all
-    return set(site.candidates if hasattr(site, "truth") else VERIFY_ROWS) - site.rows
+    own = hasattr(site, "truth") or isinstance(site, Head)  # a head's choice is MLX's, but not its sums for a draw
+    return set(site.candidates if own else VERIFY_ROWS) - site.rows
 
 
 def others_not_exact(model: Any) -> Lines:

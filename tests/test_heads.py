@@ -164,6 +164,21 @@ def test_drafts_are_chosen_likewise(name, count, quantized, tmp_path):
     assert {product, "verify_head_merge"} <= {launch.kernel for launch in launches}
 
 
+def test_a_choice_is_two_launches(heads, monkeypatch):
+    """What only a draw reads is not made anew for every choice. Recorded, and not computed."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    names, x = [], mx.zeros((2, 32))
+
+    def note(event):
+        if event["type"] == "primitive":
+            names.append(event["name"])
+
+    mx.export_function(note, heads[0].ours, x)
+    assert names.count("CustomKernel") == 2
+    assert "Full" not in names
+
+
 @linux_only
 def test_a_trial_judges_them(step, heads, monkeypatch):
     monkeypatch.setattr(trial_run, "DRAWS", 2)

@@ -99,6 +99,17 @@ def test_saved_and_loaded(tiny_models, tmp_path, bits):
     assert stats.accepted == other.accepted
 
 
+def test_a_ring_that_is_not_full_is_saved_whole(tiny_models, tmp_path):
+    """Of more slots than buffers grow by, so that what was not reached would be cut off."""
+    model, _ = tiny_models(0, sliding_window=300)
+    cache, prompt = mlx_mtp.make_prompt_cache(model), [i % 5 for i in range(200)]
+    answer = texts(model, prompt, 1, 0, cache)
+    save_prompt_cache(tmp_path / "cache.safetensors", cache)
+    again = load_prompt_cache(tmp_path / "cache.safetensors", model)
+    turn = [*answer, *prompt]
+    assert texts(model, turn, 9, 3, again) == texts(model, turn, 9, 3, cache)
+
+
 def test_not_a_cache_file(tiny_models, tmp_path):
     model, _ = tiny_models(0)
     file = tmp_path / "x.safetensors"

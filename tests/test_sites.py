@@ -10,11 +10,14 @@ import pytest
 import tiny
 from metal_cases import linux_only
 from mlx_lm.models import qwen3
+from mlx_lm.models.cache import KVCache
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_mtp
 from mlx_mtp import emulator, sites, switch, trial_run
-from mlx_mtp.cache import Ring, make_cache
+from mlx_mtp.cache import LinearKVCache, Ring, make_cache
 from mlx_mtp.layers.attention import Attention
+from mlx_mtp.layers.experts import Mixture
 
 WIDTHS = {"moe_intermediate_size": 32}
 ATTENDED = {
@@ -130,6 +133,19 @@ def decoded(model, k):
     return [token for token, _, _ in steps], stats.acceptance
 
 
+def text_of(model, k, **options):
+    options = {"max_tokens": 24, "num_draft_tokens": k, "prefill_step_size": 5} | options
+    steps = mlx_mtp.generate_step([1, 2, 3, 4, 1, 2], model, **options)
+    return [token for token, _, _ in steps]
+
+
+def all_on(model):
+    found = sites.place(model)
+    for site in found:
+        site.rows = frozenset(site.candidates)
+    return found
+
+
 def attentions(model):
     return len(model.mtp) + sum(window != "recurrent" for window in model.windows())
 
@@ -137,9 +153,7 @@ def attentions(model):
 @pytest.mark.parametrize("name", sorted({*ATTENDED, *LATENT}))
 def test_text_and_drafts_with_all_sites_on(name, tmp_path):
     model = load(name, tmp_path)
-    before, found = [decoded(model, k) for k in (0, 2)], sites.place(model)
-    for site in found:
-        site.rows = frozenset(site.candidates)
+    before, found = [decoded(model, k) for k in (0, 2)], all_on(model)
     assert [decoded(model, k) for k in (0, 2)] == before
     ops = Counter(site.op for site in found)
     assert name not in ATTENDED or ops[ATTENDED[name]] == attentions(model)
@@ -147,3 +161,90 @@ def test_text_and_drafts_with_all_sites_on(name, tmp_path):
     if "verify_latent_attention" in ops:
         assert ops["norm_rope"] == ops["verify_latent_attention"]
     assert (ops["verify_moe"] > 0) is (name in MIXED or name in LATENT)
+
+
+def test_latent_rows_in_a_ring_are_read_by_mlx(tmp_path):
+    """As `max_kv_size` makes them: position p is not in slot p, and the ring is full before the text ends."""
+    model, options = load("deepseek_v3", tmp_path), {"max_tokens": 60, "max_kv_size": 8}
+    text = text_of(model, 0, **options)
+    all_on(model)
+    assert [text_of(model, k, **options) for k in (0, 1)] == [text] * 2
+
+
+PROJECTIONS = [f"self_attn.{letter}_proj" for letter in "qkvo"]
+
+
+@pytest.mark.parametrize("placed_first", [False, True])
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("step3p5", PROJECTIONS), ("qwen3_next", PROJECTIONS), ("qwen3_next", ["mlp.gate"])],
+    ids=["projections", "projections with gates", "router"],
+)
+def test_adapters_around_what_kernels_read(name, keys, placed_first, tmp_path):
+    """Loaded with the model, as `adapter_path` does, or later: a projection's width and a router are behind them."""
+    model = load(name, tmp_path)
+    found = sites.place(model) if placed_first else []
+    linear_to_lora_layers(model, 8, {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": keys})
+    adapters = [module for module in model.modules() if "lora_b" in module]
+    for module in adapters:
+        module.lora_b = mx.random.normal(module.lora_b.shape) * 0.1
+    found = found or sites.place(model)
+    text = text_of(model, 0)
+    for site in found:
+        site.rows = frozenset(site.candidates)
+    assert adapters
+    assert {Attention, Mixture} <= {type(site) for site in found}
+    assert [text_of(model, k) for k in (0, 1)] == [text] * 2
+
+
+def test_other_caches_and_batches_are_mlxs(tmp_path):
+    """mlx-lm's caches have no whole buffers to read, and neighbouring rows of a batch are no neighbours."""
+    model = load("mimo", tmp_path)
+    batch = mx.array([[1, 2], [3, 4]])
+
+    def outputs():
+        return [
+            model.model(x, [make() for _ in model.layers])
+            for x, make in ((batch[:1], KVCache), (batch, LinearKVCache))
+        ]
+
+    expected = outputs()
+    all_on(model)
+    assert all(mx.allclose(a, b, atol=1e-5) for a, b in zip(outputs(), expected, strict=True))
+
+
+@linux_only
+def test_attention_serves_what_its_kernel_takes(tmp_path):
+    """Else rows have the bits of a reference, which depend on their number."""
+    model = load("step3p5", tmp_path)
+    site = next(site for site in sites.place(model) if isinstance(site, Attention))
+    rows = mx.random.normal((1, 2, 1, 64))
+    served = {}
+    with emulator.emulated():
+        for bits in (None, 3, 4, 6, 8):
+            cache = make_cache(None, bits=bits)
+            cache.update_and_fetch(rows, rows)
+            known = site.of(cache)
+            served[bits] = known is not None and known.serves(rows, cache)
+        assert not known.serves(rows.astype(mx.bfloat16), cache)
+    assert served == {None: True, 3: False, 4: True, 6: False, 8: True}
+
+
+@linux_only
+@pytest.mark.parametrize("name", ["qwen3_5", "mimo"])
+def test_what_is_not_exact_without_kernels(name, tmp_path):
+    model = load(name, tmp_path)
+    with emulator.emulated():
+        _, not_exact = switch.switch_on(model, "off")
+    assert ("the gated delta rule" in not_exact) is (name == "qwen3_5")
+    assert {"all products", "attention"} <= {*not_exact}
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"), [((), ()), (range(1, 9), ()), ((1, 2, 3), ("1 layers' verify_head at M=4, 5, 6, 7, 8",))]
+)
+def test_a_head_that_is_on_for_some_rows_is_listed(rows, lines, tmp_path):
+    """The sum of all exponentials, which a draw among the first n reads, has other bits in MLX."""
+    head = next(site for site in sites.place(load("mimo", tmp_path)) if site.op == "verify_head")
+    head.rows = frozenset(rows)
+    assert switch.rows_not_exact([head]) == lines

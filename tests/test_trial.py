@@ -355,3 +355,53 @@ def test_a_right_kernel_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(v.on for v in decide([trial(rows=m) for m in (2, 8)], lane="exact").values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "right"), [(mx.float32, 1e-6, True), (mx.float32, 1e-5, False), (mx.bfloat16, 2e-2, False)]
+)
+def test_what_a_kernel_may_err_by_where_stock_does_not(dtype, error, right):
+    """A truth in float32 is no more exact than a kernel in float32 whose sums have another order."""
+
+    def truth(x):
+        return [x.astype(mx.float32) * 3]
+
+    def ours(x):
+        return [(x.astype(mx.float32) * (3 + 3 * error)).astype(x.dtype)]
+
+    def same(x):
+        return [x * 3]
+
+    wrong = check(Trial("op", "s", 3, [(ours, same)], K, dtype, truth=[truth]))
+    assert wrong is None if right else "errs by" in wrong
+
+
+def thrice(x):
+    return [x.astype(mx.float32) * 3]
+
+
+def of_its_own(ours):
+    """A trial of an op with an arithmetic of its own, in bfloat16."""
+    return Trial("op", "s", 3, [(ours, lambda x: [x * 3])], K, mx.bfloat16, truth=[thrice])
+
+
+def test_every_row_of_an_arithmetic_of_its_own_is_accurate_and_its_own():
+    """A wrong value in one row is little of all rows together, and too much of its own."""
+
+    def right(x):
+        return [thrice(x)[0].astype(x.dtype)]
+
+    def one_value(x):
+        wrong = (mx.arange(K) == 0) & (mx.abs(x[:, :1]) > 1) & (mx.abs(x[:, 1:2]) < 0.3)
+        return [mx.where(wrong, 1.04, 1).astype(x.dtype) * right(x)[0]]
+
+    def mixing(x):
+        return [right(x)[0] + x.sum(axis=0) / 2**20]
+
+    def failing(x):
+        raise RuntimeError("no such thing")
+
+    assert check(of_its_own(right)) is None
+    assert "of 3 errs by" in check(of_its_own(one_value))
+    assert "changes with NaN in another row" in check(of_its_own(mixing))
+    assert check(of_its_own(failing)) == "fails with RuntimeError: no such thing"

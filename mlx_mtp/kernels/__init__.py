@@ -11,7 +11,7 @@ from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .gated_norm import gated_norm, gated_norm_ref
 from .norm_rope import Rope, norm_rope, norm_rope_ref
-from .verify_attention import verify_attention, verify_attention_ref
+from .verify_attention import attention_served, verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_glu import verify_glu, verify_glu_ref
 from .verify_head import (
@@ -39,6 +39,7 @@ __all__ = [
     "Routing",
     "add_norm",
     "add_norm_ref",
+    "attention_served",
     "delta_inputs",
     "delta_inputs_ref",
     "draw_ref",

@@ -136,6 +136,13 @@ def _supported(q: mx.array, keys: Stored, values: Stored, group_size: int, bits:
     return widths and typed and packed and min(x.size for x in k + v) >= DEVICE
 
 
+def attention_served(
+    q: mx.array, keys: Stored, values: Stored, *, group_size: int = 64, bits: int | None = None
+) -> bool:
+    """Whether `verify_attention` gives rows bits of their own: on Metal its reference does not, and reads slowly."""
+    return not on_metal() or _supported(q, keys, values, group_size, bits)
+
+
 def verify_attention(
     q: mx.array,
     keys: Stored,

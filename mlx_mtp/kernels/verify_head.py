@@ -20,6 +20,7 @@ Top = tuple[mx.array, mx.array, mx.array]
 MOST_TOP = 64
 MOST_ROWS = 8  # that a thread keeps sums of in registers, of fewer weight rows at a time than `verify_qmm`'s
 SIMDGROUPS = 8  # in a group of threads
+UNREAD = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # key, position and 1 / temp where nothing is drawn
 LEAST_COLUMNS = 8  # of fewer a bias is not in device memory
 
 
@@ -99,7 +100,7 @@ def _verify_head_metal(
     (m, _), columns = x.shape, _columns(weights)
     op, header, inputs, template = _product(x, weights)
     groups = -(-m // MOST_ROWS)
-    key, position, inverse = noise or (mx.zeros(2, mx.uint32), mx.zeros(1, mx.uint32), mx.zeros(1))
+    key, position, inverse = noise or [_source.constants(*unread) for unread in UNREAD]
     inputs += [("x", x), ("bias", x if bias is None else bias.astype(x.dtype))]
     inputs += [("key", key), ("position", position), ("inverse", inverse), ("n", _source.constants(mx.int32, n))]
     names, arrays = zip(*inputs, strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from ..kernels import Rope, norm_rope, verify_attention, verify_attention_ref
+from ..kernels import Rope, attention_served, norm_rope, verify_attention, verify_attention_ref
 from .verify import VERIFY_ROWS, rows_of
 
 Pair = tuple[mx.array, mx.array]
@@ -46,14 +46,21 @@ class Form:
     def of(cls, module: Any) -> "Form":
         names = ("num_heads", "n_heads", "num_attention_heads"), ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
         heads, kv_heads = (next(getattr(module, n) for n in alike if hasattr(module, n)) for alike in names)
-        head_dim, value_dim = (module[n].weight.shape[0] // kv_heads for n in ("k_proj", "v_proj"))
-        doubled = module.q_proj.weight.shape[0] == 2 * heads * head_dim
+        width, head_dim, value_dim = (
+            _columns(module[n]) // of for n, of in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))
+        )
+        doubled = width == 2 * head_dim
         gate = "value" if doubled else "head" if getattr(module, "use_head_wise_attn_gate", False) else None
         return cls(heads, kv_heads, head_dim, value_dim, gate, getattr(module, "value_scale", None))
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         return f"{self.heads}/{self.kv_heads}x{dims}"
+
+
+def _columns(linear: Any) -> int:
+    """Of its product; an adapter has the linear that it changes inside."""
+    return linear.get("linear", linear).weight.shape[0]
 
 
 class NormRope:
@@ -184,6 +191,11 @@ class Attention:
     def width(self) -> int:
         return self.form.heads * self.form.head_dim
 
+    def serves(self, q: mx.array, cache: Any) -> bool:
+        """Whether what the cache holds is of a form that the kernel takes."""
+        bits, group_size = self.format or (None, 64)
+        return attention_served(q, *keys_and_values(cache.parts), group_size=group_size, bits=bits)
+
     def fused(
         self,
         q: mx.array,
@@ -267,16 +279,13 @@ class VerifyAttention:
         site = None if cache is None else self.attention.of(cache)
         fused = site if site and rows in site.rows else None
         placing = self.placing if self.placing and rows in self.placing.rows else None
-        if cache is None or not (fused or placing):
+        if cache is None or len(x) > 1 or not hasattr(cache, "parts") or not (fused or placing):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
-        q, k, v = (
-            y.reshape(1, rows, heads, -1)
-            for y, heads in (
-                (self.q_proj(x), form.heads),
-                (self.k_proj(x), form.kv_heads),
-                (self.v_proj(x), form.kv_heads),
-            )
-        )
+        # Widths are said, so that projections that were sharded since are an error.
+        width = form.head_dim * (2 if form.gate == "value" else 1)
+        q = self.q_proj(x).reshape(1, rows, form.heads, width)
+        k = self.k_proj(x).reshape(1, rows, form.kv_heads, form.head_dim)
+        v = self.v_proj(x).reshape(1, rows, form.kv_heads, form.value_dim)
         gate = None if form.gate is None else self.g_proj(x) if form.gate == "head" else q[..., form.head_dim :]
         offset = cache.offset
         q, k = placing.fused(q, k, offset) if placing else placed(self, q, k, offset, form.head_dim)
@@ -284,7 +293,7 @@ class VerifyAttention:
             v = v * form.value_scale
         views = cache.update_and_fetch(k, v.swapaxes(1, 2))
         gate = None if gate is None else gate.reshape(1, rows, -1)
-        if fused:
+        if fused and fused.serves(q, cache):
             return self.o_proj(fused.fused(q, cache, offset, gate))
         return self.o_proj(self._attended(q, views, mask, cache, gate))
 

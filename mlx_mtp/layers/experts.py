@@ -3,7 +3,6 @@
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
 from ..kernels import Experts, Quantized, Routing, route_ref, served, verify_moe, verify_moe_ref
@@ -19,7 +18,7 @@ def routing_of(block: Any) -> Routing:
     The least denominator, 1e-20, is Step-3.5's and MiMo's; without it the others divide 0 by 0 where it matters.
     """
     gate = block.gate
-    if isinstance(gate, (nn.Linear, nn.QuantizedLinear)):
+    if not hasattr(gate, "routed_scaling_factor"):  # a linear, or an adapter around one
         return Routing("softmax", block.top_k, norm=block.norm_topk_prob)
     groups = {"n_group": gate.n_group, "topk_group": gate.topk_group} if hasattr(gate, "n_group") else {}
     norm = gate.norm_topk_prob and (gate.top_k > 1 or not groups)
@@ -54,6 +53,7 @@ class Mixture:
         self.limit: float | None = getattr(block.switch_mlp.activation, "limit", None)
         self.routing = routing_of(block)
         self.linears = [block.switch_mlp[name] for name in PROJECTIONS]
+        self.made: tuple[list[Any], Experts] | None = None
 
     def serves(self, x: mx.array) -> bool:
         """Not where a projection has been replaced since, as by an adapter around it, or experts are sharded."""
@@ -68,7 +68,11 @@ class Mixture:
 
     @property
     def experts(self) -> Experts:
-        return Experts(*map(quantized, self.linears))
+        """The weights that the projections have now."""
+        arrays = [linear.get(name) for linear in self.linears for name in ("weight", "scales", "biases")]
+        if self.made is None or any(a is not b for a, b in zip(arrays, self.made[0], strict=True)):
+            self.made = arrays, Experts(*map(quantized, self.linears))
+        return self.made[1]
 
     @property
     def shape(self) -> str:
@@ -87,7 +91,7 @@ class Mixture:
     def logits(self, x: mx.array) -> mx.array:
         """The router's, [M, E]."""
         router = self.block.gate
-        if isinstance(router, (nn.Linear, nn.QuantizedLinear)):
+        if self.routing.kind == "softmax":
             return router(x)
         if "gate" in router:
             return router.gate(x)

@@ -54,6 +54,10 @@ class LatentAttention:
     def width(self) -> int:
         return self.module.num_heads * sum(self.dims)
 
+    def serves(self, q: mx.array, cache: Any) -> bool:
+        """Whether they are on, and position p is in slot p: not in a ring. mlx-lm's caches have no parts."""
+        return q.shape[2] in self.rows and hasattr(cache, "parts") and cache.window is None
+
     def fused(
         self,
         q: mx.array,
@@ -124,7 +128,7 @@ class AbsorbedMLA:
         q, q_pe, *rows = self.placed(q, x, offset)
         latent, k_pe = cache.update_and_fetch(*rows)
         q = self.absorbed(q)
-        if self.latent is not None and x.shape[1] in self.latent.rows:
+        if self.latent is not None and self.latent.serves(q, cache):
             out = self.latent.fused(q, q_pe, cache.parts, offset, cache.limit, cache.start)
         else:
             out = self.attend(q, q_pe, latent, latent, k_pe, mask)
