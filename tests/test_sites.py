@@ -12,6 +12,7 @@ from metal_cases import linux_only
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from test_heads import build_headed
 
 import mlx_mtp
 from mlx_mtp import emulator, sites, switch, trial_run
@@ -161,6 +162,14 @@ def test_text_and_drafts_with_all_sites_on(name, tmp_path):
     if "verify_latent_attention" in ops:
         assert ops["norm_rope"] == ops["verify_latent_attention"]
     assert (ops["verify_moe"] > 0) is (name in MIXED or name in LATENT)
+
+
+def test_text_with_a_drafter_and_all_sites_on(tmp_path):
+    """Whose attention has a kernel, too, and reads twice the width."""
+    model = build_headed("eagle", tmp_path)
+    text, found = text_of(model, 0), all_on(model)
+    assert [text_of(model, k) for k in (0, 1)] == [text] * 2
+    assert Counter(site.op for site in found)["verify_attention"] == attentions(model)
 
 
 def test_latent_rows_in_a_ring_are_read_by_mlx(tmp_path):
