@@ -279,7 +279,8 @@ class VerifyAttention:
         site = None if cache is None else self.attention.of(cache)
         fused = site if site and rows in site.rows else None
         placing = self.placing if self.placing and rows in self.placing.rows else None
-        if cache is None or len(x) > 1 or not hasattr(cache, "parts") or not (fused or placing):
+        alone = len(x) == 1 and hasattr(cache, "parts")  # mlx-lm's caches have none
+        if cache is None or not alone or not (fused or placing):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         # Widths are said, so that projections that were sharded since are an error.
         width = form.head_dim * (2 if form.gate == "value" else 1)
