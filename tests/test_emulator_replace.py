@@ -11,6 +11,7 @@ from mlx_lm.models import gated_delta, ssm
 
 from mlx_mtp import emulator
 from mlx_mtp.cli import main
+from mlx_mtp.cli.emulate_head import head_table
 from mlx_mtp.emulator import compile as compiling
 
 pytestmark = linux_only
@@ -135,9 +136,10 @@ def test_experts_are_requested_once_and_no_logits_are_written():
     weights = {(name, m): again for name, m, _, _, again, _ in rows_of("experts")}
     assert {again for (name, _), again in weights.items() if name == "verify_moe"} == {"1.00x"}
     assert float(weights["MLX gather_qmv", "8"][:-1]) > 2
-    heads = {(name, m): int(written) for name, m, _, written, _ in rows_of("head")}
-    assert heads["MLX qmv_wide + argmax", "8"] >= 8 * 1024 * 2
-    assert heads["verify_head", "8"] < heads["MLX qmv_wide + argmax", "8"] / 20
+    columns = (column.cells for column in head_table(rows=(8,)).columns)
+    heads = {name: int(written) for name, _, _, written, _ in zip(*columns, strict=True)}
+    assert heads["MLX qmv_wide + argmax"] >= 8 * 1024 * 2
+    assert heads["verify_head"] < heads["MLX qmv_wide + argmax"] / 20
 
 
 def test_emulate_says_what_is_wrong():

@@ -11,7 +11,6 @@ from exact import CONTRACTIONS, DTYPES, same_bits
 from metal_cases import exact, linux_only, relative_error
 
 from mlx_mtp import cache, emulator
-from mlx_mtp.cli.emulate_attention import attention_table
 from mlx_mtp.emulator.stock import sdpa_vector
 from mlx_mtp.emulator.stock_attention import fused, sdpa_vector_2pass
 from mlx_mtp.kernels import verify_attention, verify_attention_ref
@@ -155,17 +154,6 @@ def test_mlx_asks_for_them_once_per_query_and_head():
     assert relative_error(y, want) < 2e-6
     assert first["keys"].reread >= 12 * (1 - unseen)
     assert second["partials"].reread == 1.0
-
-
-def test_the_table_of_the_command():
-    table = attention_table()
-    rows = list(zip(*(column.cells for column in table.columns), strict=True))
-    assert [row[:5] for row in rows[-4:]] == [
-        ("MLX sdpa_vector", "2", "12", "23.96x", "23.96x"),
-        ("verify_attention", "2", "12", "1.00x", "1.00x"),
-        ("MLX sdpa_vector", "8", "12", "not fused", "not fused"),
-        ("verify_attention", "8", "12", "1.00x", "1.00x"),
-    ]
 
 
 def test_a_group_of_threads_has_room():

@@ -3,8 +3,6 @@
 import itertools
 import os
 import random
-import re
-from io import StringIO
 
 import mlx.core as mx
 import moe_blocks
@@ -13,10 +11,8 @@ import pytest
 from exact import CONTRACTIONS, DTYPES, FORMATS, activation, same_bits
 from metal_cases import exact, linux_only, relative_error
 from moe_blocks import FAMILIES, make
-from rich.console import Console
 
 from mlx_mtp import emulator
-from mlx_mtp.cli.emulate_experts import experts_table
 from mlx_mtp.emulator import stock
 from mlx_mtp.kernels import Experts, Quantized, Routing, verify_moe, verify_moe_ref
 from mlx_mtp.kernels._routing import Pairs, route_metal, route_ref
@@ -277,18 +273,6 @@ def test_each_distinct_expert_is_requested_once(load, base):
         for name in WEIGHTS[launch.kernel]:
             assert launch[name].reread == 1.0
             assert launch[name].bytes_read == distinct * base.gate.w[0].nbytes
-
-
-def test_the_table_says_so():
-    console = Console(width=100, file=StringIO())
-    console.print(experts_table((1, 8)))
-    found = [re.findall(r"[\d.]+", line.replace("verify_moe", "")) for line in console.file.getvalue().splitlines()]
-    mlx_one, mlx, one, ours = (line for line in found if len(line) == 6)
-    assert mlx_one == ["1", "4", "4", "3", "1.00", "12"]
-    assert one == mlx_one
-    assert mlx[:4] == ours[:4] == ["8", mlx[1], "32", "3"]
-    assert float(mlx[4]) == round(32 / int(mlx[1]), 2)
-    assert ours[4:] == ["1.00", str(3 * int(mlx[1]))]
 
 
 def test_mlx_requests_an_expert_for_each_pair(base):
