@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, mimo_v2_flash, qwen3_5, step3p5
+from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
 from mlx_mtp.cache import Ring, make_cache
@@ -18,6 +19,7 @@ from mlx_mtp.layers.block import Sum
 from mlx_mtp.layers.experts import Mixture
 from mlx_mtp.layers.heads import Head
 from mlx_mtp.layers.mla import LatentAttention
+from mlx_mtp.layers.per_head import PerHead
 from mlx_mtp.layers.verify import GLU, Dense, Matrices, Recurrence, Stack
 from mlx_mtp.models import deepseek_v3 as deepseek_port
 from mlx_mtp.models.qwen3_5 import GatedDeltaNet
@@ -101,6 +103,10 @@ def latent() -> LatentAttention:
     return LatentAttention(in_bfloat16(deepseek_port.Attention(replace(deepseek_v3.ModelArgs(), **DEEPSEEK))))
 
 
+def per_head() -> PerHead:
+    return PerHead(in_bfloat16(QuantizedMultiLinear(128, 512, 128, 64, 4, "affine")), heads_first=True)
+
+
 def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
     """Random bits for weights: to quantize so many would take more memory than the layer."""
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
@@ -140,6 +146,7 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention), bits=4)),
     "MiMo-V2-Flash sliding attention": ("verify_attention", lambda: attention(mimo(), 128)),
     "DeepSeek-V3 attention": ("verify_latent_attention", latent),
+    "DeepSeek-V3 queries per head": ("verify_qmm_heads", per_head),
     "Step-3.5 experts": ("verify_moe", lambda: experts(288, 1280, 4096, 8)),
     "Qwen3.6-35B-A3B experts": ("verify_moe", lambda: experts(256, 512, 2048, 8)),
     "Qwen3.6-27B tokens": ("verify_head", lambda: Head(linear(248320, 5120))),
