@@ -92,7 +92,7 @@ def states(model, cache) -> list[mx.array]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"qwen3_5"}))  # whose recurrence is Qwen3-Next's
 def test_states_do_not_drift(tmp_path, record_property, name):
     """After 512 tokens of verifies and rollbacks a state is that of decoding them singly, or reading them in one go.
 
