@@ -58,3 +58,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "metal" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def on_paper(monkeypatch):
+    """Kernels are chosen and recorded in graphs, and nothing is computed."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    mx.disable_compile()
+    yield
+    mx.enable_compile()

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo_v2_flash, qwen3_moe, qwen3_next, step3p5
 
+from mlx_mtp import emulator
 from mlx_mtp.kernels import Experts, Quantized, Routing
+from mlx_mtp.kernels._routing import Pairs, route_metal
 
 H, INNER, E, TOP_K = 64, 32, 160, 8
 LIMIT = 0.02
@@ -118,3 +121,38 @@ def make(family: str):
     block, routing, inputs = FAMILIES[family]()
     nn.quantize(block.switch_mlp, 32, 4)
     return block, routing, LIMIT if "clamped" in family else None, inputs
+
+
+def visits(rows: list[list[int]], e: int) -> mx.array:
+    """Logits with which row i visits rows[i], the later the better."""
+    logits = np.full((len(rows), e), -9.0, np.float32)
+    for i, visited in enumerate(rows):
+        logits[i, visited] = np.linspace(0.5, 2, len(visited))
+    return mx.array(logits)
+
+
+def routed(logits, routing, bias=None) -> Pairs:
+    with emulator.emulated():
+        return route_metal(logits, routing, bias)
+
+
+def by_row(pairs: Pairs, m: int) -> list[dict[int, float]]:
+    """Each row's experts with their weights, in ascending order; the lists are checked on the way."""
+    tokens, weights, experts, starts, places = (np.array(a) for a in pairs)
+    count = len(tokens)
+    distinct = int((experts >= 0).sum())
+    assert (np.diff(experts[:distinct]) > 0).all()
+    assert (experts[distinct:] == -1).all()
+    assert (starts[distinct:] == count).all()
+    rows: list[dict[int, float]] = [{} for _ in range(m)]
+    for slot in range(distinct):
+        visitors = tokens[starts[slot] : starts[slot + 1]]
+        assert len(visitors) > 0
+        assert (np.diff(visitors) > 0).all()
+        for place in range(starts[slot], starts[slot + 1]):
+            rows[tokens[place]][int(experts[slot])] = weights[place]
+    in_order = [sorted(row) for row in rows]
+    place_expert = np.repeat(experts[:distinct], np.diff(starts[: distinct + 1]))
+    assert place_expert[places].reshape(m, -1).tolist() == in_order
+    assert [tokens[p] for p in places] == [row for row in range(m) for _ in range(count // m)]
+    return [dict(sorted(row.items())) for row in rows]

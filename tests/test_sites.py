@@ -116,6 +116,8 @@ def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch):
     assert placing.op == "norm_rope"
     assert module.attention.of(make_cache(window, bits=4, group_size=32)) is quantized[1]
     assert module.attention.of(make_cache(window, bits=4, group_size=64)) is None
+    ops = [trial.op for trial in switch.trials([*quantized, plain], mx.float16)]
+    assert ops[:8] == ["verify_attention"] * 8  # what is asked for seldom comes last
     for site in (plain, *quantized):
         tried = next(t for t in switch.trials([site], mx.float16) if t.rows == 3)
         ours, stock = tried.pairs[0]
@@ -256,3 +258,29 @@ def test_a_head_that_is_on_for_some_rows_is_listed(rows, lines, tmp_path):
     head = next(site for site in sites.place(load("mimo", tmp_path)) if site.op == "verify_head")
     head.rows = frozenset(rows)
     assert switch.rows_not_exact([head]) == lines
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe", "step3p5"])
+def test_sites_compute_what_mlxs_modules_do(name, tmp_path):
+    """What a load's check compares with: a mistake that ours and its truth share would pass there."""
+    mx.random.seed(0)
+    for site in sites.place(load(name, tmp_path)):
+        x = mx.random.normal((3, site.width))
+        for ours, stock in zip(site.ours(x), site.stock(x), strict=True):
+            assert mx.allclose(ours, stock, rtol=1e-3, atol=1e-4 * mx.abs(stock).max().item()), (site.op, site.shape)
+
+
+def test_experts_within_adapters_are_mlxs(tmp_path):
+    model = load("step3p5", tmp_path)
+    found = all_on(model)
+    text = text_of(model, 0)
+    keys = [f"mlp.switch_mlp.{name}_proj" for name in ("gate", "up", "down")]
+    linear_to_lora_layers(model, 8, {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": keys})
+    adapters = [module for module in model.modules() if "lora_b" in module]
+    for module in adapters:
+        module.lora_b = mx.random.normal(module.lora_b.shape)
+    adapted = text_of(model, 0)
+    for site in found:
+        site.rows = frozenset()
+    assert adapters
+    assert text_of(model, 0) == adapted != text

@@ -5,65 +5,20 @@ import os
 import random
 
 import mlx.core as mx
-import moe_blocks
 import numpy as np
 import pytest
 from exact import CONTRACTIONS, DTYPES, FORMATS, activation, same_bits
 from metal_cases import exact, linux_only, relative_error
-from moe_blocks import FAMILIES, make
+from moe_blocks import by_row, routed, visits
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
 from mlx_mtp.kernels import Experts, Quantized, Routing, verify_moe, verify_moe_ref
-from mlx_mtp.kernels._routing import Pairs, route_metal, route_ref
+from mlx_mtp.kernels._routing import route_ref
 
 pytestmark = linux_only
 sweep = pytest.mark.skipif("MLX_MTP_SWEEP" not in os.environ, reason="half an hour: run with MLX_MTP_SWEEP=1")
 WEIGHTS = {"moe_glu": ("gate", "up"), "moe_down": ("w",)}
-# One row each of MLX's own kernels, as it launches them on a row of a router's scores.
-SORT = """
-    threadgroup float values[4 * BN];
-    threadgroup uint order[4 * BN];
-    KernelMergeSort<float, uint, true, BN, 4>::block_sort(
-        x, y, x_shape[1], 1, 1, x_shape[1], x_shape[1], values, order,
-        threadgroup_position_in_grid, thread_position_in_threadgroup);
-"""
-SOFTMAX = """
-    softmax_single_row<T, float>(x, y, x_shape[1], threadgroup_position_in_grid.x, thread_position_in_threadgroup.x,
-        thread_index_in_simdgroup, simdgroup_index_in_threadgroup);
-"""
-
-
-def metal_argsort(x: mx.array) -> mx.array:
-    """mx.argsort, and so mx.argpartition, of x [M, E] of float32 as on Metal."""
-    m, e = x.shape
-    threads = max(32, 1 << (-(-e // 4) - 1).bit_length())
-    kernel = emulator.metal_kernel("sort", ["x"], ["y"], SORT, header=stock.include("utils", "sort"))
-    (y,) = kernel(
-        inputs=[x],
-        template=[("BN", threads)],
-        grid=(threads, m, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[x.shape],
-        output_dtypes=[mx.uint32],
-    )
-    return y
-
-
-def metal_softmax(x: mx.array) -> mx.array:
-    """mx.softmax(x [M, E], precise=True) as on Metal."""
-    threads = -(-x.shape[1] // 128) * 32
-    header = "#define SOFTMAX_N_READS 4\n" + stock.include("utils", "softmax")
-    kernel = emulator.metal_kernel("softmax", ["x"], ["y"], SOFTMAX, header=header)
-    (y,) = kernel(
-        inputs=[x],
-        template=[("T", x.dtype)],
-        grid=(threads * x.shape[0], 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[x.shape],
-        output_dtypes=[x.dtype],
-    )
-    return y
 
 
 def draw(gate: tuple, down: tuple, h: int, i: int, e: int, dtype: mx.Dtype) -> Experts:
@@ -84,170 +39,9 @@ def base() -> Experts:
     return draw(BASE, BASE, 64, 32, 160, mx.float32)
 
 
-def visits(rows: list[list[int]], e: int) -> mx.array:
-    """Logits with which row i visits rows[i], the later the better."""
-    logits = np.full((len(rows), e), -9.0, np.float32)
-    for i, visited in enumerate(rows):
-        logits[i, visited] = np.linspace(0.5, 2, len(visited))
-    return mx.array(logits)
-
-
-def routed(logits, routing, bias=None) -> Pairs:
-    with emulator.emulated():
-        return route_metal(logits, routing, bias)
-
-
-def by_row(pairs: Pairs, m: int) -> list[dict[int, float]]:
-    """Each row's experts with their weights, in ascending order; the lists are checked on the way."""
-    tokens, weights, experts, starts, places = (np.array(a) for a in pairs)
-    count = len(tokens)
-    distinct = int((experts >= 0).sum())
-    assert (np.diff(experts[:distinct]) > 0).all()
-    assert (experts[distinct:] == -1).all()
-    assert (starts[distinct:] == count).all()
-    rows: list[dict[int, float]] = [{} for _ in range(m)]
-    for slot in range(distinct):
-        visitors = tokens[starts[slot] : starts[slot + 1]]
-        assert len(visitors) > 0
-        assert (np.diff(visitors) > 0).all()
-        for place in range(starts[slot], starts[slot + 1]):
-            rows[tokens[place]][int(experts[slot])] = weights[place]
-    in_order = [sorted(row) for row in rows]
-    place_expert = np.repeat(experts[:distinct], np.diff(starts[: distinct + 1]))
-    assert place_expert[places].reshape(m, -1).tolist() == in_order
-    assert [tokens[p] for p in places] == [row for row in range(m) for _ in range(count // m)]
-    return [dict(sorted(row.items())) for row in rows]
-
-
-def test_metal_sorts_stably():
-    """What the order of equal scores rests on; NaN is last."""
-    x = np.random.default_rng(0).integers(-3, 3, (3, 160)).astype(np.float32)
-    x[1, ::7] = np.nan
-    x[2] = 0.5
-    assert np.array_equal(np.array(metal_argsort(mx.array(x))), np.argsort(x, axis=-1, kind="stable"))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_blocks_of_mlx_lm(family):
-    block, routing, limit, inputs = make(family)
-    x = mx.random.normal((5, moe_blocks.H))
-    logits, more = inputs(x)
-    arguments = (x, logits, moe_blocks.experts_of(block), routing)
-    with emulator.emulated() as launches:
-        y = verify_moe(*arguments, limit=limit, **more)
-    assert len(launches) == 3
-    want = exact(block(x[None])[0])
-    assert relative_error(y, want) < 1e-5
-    assert relative_error(verify_moe(*arguments, limit=limit, **more), want) < 1e-5
-    if limit is not None:
-        assert relative_error(verify_moe_ref(*arguments, **more), want) > 1e-2
-
-
-def selected_by(family, logits, routing, bias):
-    """(experts, weights) of the family's own function on the CPU."""
-    block = make(family)[0]
-    if routing.kind == "softmax":
-        scores = mx.softmax(logits, axis=-1, precise=True)
-        experts = mx.argpartition(scores, kth=-routing.top_k, axis=-1)[..., -routing.top_k :]
-        weights = mx.take_along_axis(scores, experts, axis=-1)
-        return experts, weights / weights.sum(axis=-1, keepdims=True)
-    module = __import__(type(block.gate).__module__, fromlist=["x"])
-    if family.startswith("step"):
-        return module.moe_gate_select(logits, bias, routing.top_k, routing.scale, routing.norm)
-    args = (routing.top_k, routing.n_group, routing.topk_group, routing.scale, routing.norm)
-    return module.group_expert_select(logits, bias, *args)
-
-
-@pytest.mark.parametrize("family", [f for f in FAMILIES if "clamped" not in f])
-def test_experts_are_those_of_mlx_lm(family):
-    routing, e, cases = make(family)[1], moe_blocks.E, []
-    with emulator.emulated():
-        for seed in range(6):
-            mx.random.seed(seed)
-            logits, bias = mx.random.normal((8, e)) * 3, mx.random.normal((e,)) * (0.1 if seed % 2 else 2)
-            bias = None if routing.kind == "softmax" else bias
-            cases.append((selected_by(family, logits, routing, bias), route_metal(logits, routing, bias)))
-    for (experts, weights), pairs in cases:
-        for row, found in enumerate(by_row(pairs, 8)):
-            want = dict(zip(experts[row].tolist(), weights[row].tolist(), strict=True))
-            assert list(found) == sorted(want)
-            assert np.allclose([want[e] for e in found], list(found.values()), rtol=2e-6)
-
-
-def test_a_group_that_lost_beats_negative_scores():
-    """Its scores count as 0, not as minus infinity."""
-    routing = Routing("sigmoid", 8, n_group=8, topk_group=1, norm=False)
-    logits, bias = mx.zeros((1, 160)), mx.full((160,), -3.0)
-    bias[40:44] = 1.0  # all others of group 2 are at -2.5, those of other groups at 0
-    assert list(by_row(routed(logits, routing, bias), 1)[0]) == [0, 1, 2, 3, 40, 41, 42, 43]
-    assert route_ref(logits, routing, bias)[0].tolist() == [[40, 41, 42, 43, 0, 1, 2, 3]]
-
-
-def test_equal_scores():
-    """As MLX's stable sort has them: the first of negated sigmoids, the last softmaxes; the first groups lose."""
-    logits = np.random.default_rng(3).integers(-1, 2, (8, 160)).astype(np.float32)
-    logits[0], logits[1, 3:] = 1, 0.25
-    logits[2] = np.where(np.arange(160) % 40 == 11, 2, -0.0)
-    logits[3, :80], logits[3, 80:] = 0.0, -0.0
-    logits = mx.array(logits)
-    order = metal_argsort(-mx.sigmoid(logits))
-    sigmoid = by_row(routed(logits, Routing("sigmoid", 8), mx.zeros(160)), 8)
-    assert [list(row) for row in sigmoid] == np.sort(np.array(order[:, :8]), axis=-1).tolist()
-    order = metal_argsort(metal_softmax(logits))
-    softmax = by_row(routed(logits, Routing("softmax", 8)), 8)
-    assert [list(row) for row in softmax] == np.sort(np.array(order[:, -8:]), axis=-1).tolist()
-    groups = by_row(routed(logits[:1], Routing("sigmoid", 8, 8, 3), mx.zeros(160)), 1)
-    assert list(groups[0]) == list(range(100, 108))
-
-
-@pytest.mark.parametrize(("dtype", "e"), [(mx.float32, 512), (mx.bfloat16, 160)])
-@pytest.mark.parametrize("norm", [False, True])
-def test_softmax_has_the_bits_of_mlx(dtype, e, norm):
-    """Selected after rounding, so equal ones are many in 16 bits."""
-    mx.random.seed(1)
-    logits = (mx.random.normal((8, e)) * mx.arange(1, 9)[:, None] / 8).astype(dtype)
-    scores = metal_softmax(logits)
-    experts = metal_argsort(scores.astype(mx.float32))[:, -16:]
-    weights = mx.take_along_axis(scores, experts, axis=-1)
-    if norm:
-        weights = weights / weights.astype(mx.float32).sum(axis=-1, keepdims=True).astype(dtype)
-    got = by_row(routed(logits, Routing("softmax", 16, norm=norm)), 8)
-    for row, found in enumerate(got):
-        want = dict(zip(experts[row].tolist(), weights[row].astype(mx.float32).tolist(), strict=True))
-        assert list(found) == sorted(want)
-        rtol = 0 if not norm else 1e-2 if dtype == mx.bfloat16 else 1e-6
-        assert np.allclose([want[expert] for expert in found], list(found.values()), rtol=rtol, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
-def test_logits_that_are_no_numbers(kind):
-    """They are worst for a sigmoid, best for a softmax, as in MLX's sort; other rows stay as they are."""
-    mx.random.seed(2)
-    logits = mx.random.normal((8, 160))
-    bias = mx.zeros(160) if kind == "sigmoid" else None
-    routing = Routing(kind, 8)
-    clean = by_row(routed(logits, routing, bias), 8)
-    logits[2, 5], logits[3], logits[4, 7], logits[5, 1:] = float("nan"), float("nan"), float("inf"), float("-inf")
-    found = by_row(routed(logits, routing, bias), 8)
-    assert [found[i] for i in (0, 1, 6, 7)] == [clean[i] for i in (0, 1, 6, 7)]
-    assert all(len(row) == 8 for row in found)
-    assert list(found[3]) == (list(range(8)) if kind == "sigmoid" else list(range(152, 160)))
-    if kind == "sigmoid":
-        assert 5 not in found[2]
-        assert 7 in found[4]
-
-
 def staircase(row: int) -> list[int]:
     """Of the experts from 9 on the next has one row more each, up to 8."""
     return [9 + i for i in range(row, 8)] + [40 + 8 * row + i for i in range(row)]
-
-
-def test_the_denominator():
-    """With eps a sum of 0 leaves weights of 0; without it they are no numbers, as in the families without it."""
-    logits, bias = mx.full((1, 160), -200.0), mx.zeros(160)
-    for eps, want in ((1e-20, 0.0), (0.0, float("nan"))):
-        found = by_row(routed(logits, Routing("sigmoid", 8, eps=eps), bias), 1)[0]
-        assert np.array_equal(list(found.values()), [want] * 8, equal_nan=True)
 
 
 LOADS = {

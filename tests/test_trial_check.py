@@ -1,0 +1,153 @@
+"""The check of one kernel beside stock MLX: what is right, what is wrong, and what a kernel may err by."""
+
+import math
+from itertools import groupby
+
+import mlx.core as mx
+import pytest
+from test_trial import WEIGHTS, K, fails, off_by_one_bit, stock, trial
+
+from mlx_mtp import trial_run
+from mlx_mtp.trial import Trial, check
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_what_is_right(rows, dtype):
+    assert check(trial(rows=rows, dtype=dtype)) is None
+
+
+ONLY_DRAW_4 = trial().x(4)[0, 0].item()
+LAST = WEIGHTS[-1]
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        (off_by_one_bit(0), "row 1 of 3 differs from one row alone"),
+        (off_by_one_bit(2), "row 3 of 3 differs from one row alone"),
+        (off_by_one_bit(when=lambda x, w: x[0, 0].item() == ONLY_DRAW_4), "row 1 of 3 differs"),
+        (off_by_one_bit(when=lambda x, w: w is LAST), "row 1 of 3 differs"),
+        (lambda w: lambda x: [x * w, x + w + 0 * x.sum()], "with NaN in another"),
+        (lambda w: lambda x: [x * w, mx.where(mx.isinf(x).any(), 0, x + w)], "changes with infinity in another row"),
+        (lambda w: lambda x: [x * w], "gives [((3, 16), 'mlx.core.float32')] where stock MLX gives [(("),
+        (lambda w: lambda x: [x * w, (x + w)[:, :8]], "where stock MLX gives"),
+        (lambda w: lambda x: [x * w, (x + w).view(mx.uint32)], "where stock MLX gives"),
+        (fails(RuntimeError("no such function\nat line 3")), "fails with RuntimeError: no such function"),
+        (fails(ValueError()), "fails with ValueError"),
+    ],
+)
+def test_what_is_wrong(ours, words):
+    assert words in (check(trial(ours)) or "nothing")
+
+
+def test_a_nan_of_another_sign_is_a_nan():
+    weights = [mx.where(mx.arange(K) == 3, math.nan, w) for w in WEIGHTS]
+
+    def other_sign(w):
+        return lambda x: [mx.where(mx.isnan(y), -y, y) for y in stock(w)(x)]
+
+    assert check(trial(other_sign, weights=weights)) is None
+    assert "differs" in str(check(trial(lambda w: stock(mx.where(mx.arange(K) == 3, math.nan, w)))))
+    assert "differs" in str(check(trial(lambda w: stock(mx.nan_to_num(w)), weights=weights)))
+
+
+def test_bits_are_compared_not_values():
+    same_value = Trial("op", "s", 2, [(lambda x: [mx.zeros_like(x)], lambda x: [-mx.zeros_like(x)])], K, mx.float16)
+    assert check(same_value) == "row 1 of 2 differs from one row alone"
+    same_nan = Trial("op", "s", 2, [(lambda x: [x * math.nan], lambda x: [x * math.nan])], K, mx.float32)
+    assert check(same_nan) is None
+
+
+def test_outputs_of_any_type_are_compared():
+    def ours(x):
+        return [mx.argmax(x, axis=-1), x > 0, x.astype(mx.bfloat16)]
+
+    def wrong(x):
+        return [*ours(x)[:1], x >= x, x.astype(mx.bfloat16)]
+
+    assert check(Trial("op", "s", 4, [(ours, ours)], K, mx.float32)) is None
+    assert "differs" in check(Trial("op", "s", 4, [(wrong, ours)], K, mx.float32))
+
+
+def test_any_row_may_leak_into_any_other():
+    for rows in (2, 5, 8):
+        for pair in [(a, b) for a in range(rows) for b in range(rows) if a != b]:
+            spoilt = [trial_run._spoilt(rows, draw) for draw in range(trial_run.DRAWS)]
+            assert any(s[pair[0]] and not s[pair[1]] for s in spoilt), pair
+
+
+def test_another_seed_draws_other_values():
+    drawn = []
+    ours = off_by_one_bit(when=lambda x, w: drawn.append(x[0, 0].item()))
+    for seed in (0, 1):
+        assert check(trial(ours), seed) is None
+    values = {value for value in drawn if math.isfinite(value)}
+    assert len(values) == 2 * trial_run.DRAWS
+
+
+def test_many_layers_are_visited_far_apart():
+    visited = []
+    layers = [(lambda x, i=i: visited.append(i) or [x], lambda x: [x]) for i in range(60)]
+    assert check(Trial("op", "s", 2, layers, K, mx.float32)) is None
+    assert [i for i, _ in groupby(visited)] == list(range(0, 60, 5))
+
+
+def test_only_the_kernels_own_failures_are_reasons():
+    with pytest.raises(KeyboardInterrupt):
+        check(trial(fails(KeyboardInterrupt())))
+    with pytest.raises(RuntimeError, match="stock"):
+        check(Trial("op", "s", 2, [(stock(LAST), fails(RuntimeError("stock"))(0))], K, mx.float32))
+
+
+# The clock.
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "right"), [(mx.float32, 1e-6, True), (mx.float32, 1e-5, False), (mx.bfloat16, 2e-2, False)]
+)
+def test_what_a_kernel_may_err_by_where_stock_does_not(dtype, error, right):
+    """A truth in float32 is no more exact than a kernel in float32 whose sums have another order."""
+
+    def truth(x):
+        return [x.astype(mx.float32) * 3]
+
+    def ours(x):
+        return [(x.astype(mx.float32) * (3 + 3 * error)).astype(x.dtype)]
+
+    def same(x):
+        return [x * 3]
+
+    wrong = check(Trial("op", "s", 3, [(ours, same)], K, dtype, truth=[truth]))
+    assert wrong is None if right else "errs by" in wrong
+
+
+def thrice(x):
+    return [x.astype(mx.float32) * 3]
+
+
+def of_its_own(ours):
+    """A trial of an op with an arithmetic of its own, in bfloat16."""
+    return Trial("op", "s", 3, [(ours, lambda x: [x * 3])], K, mx.bfloat16, truth=[thrice])
+
+
+def test_every_row_of_an_arithmetic_of_its_own_is_accurate_and_its_own():
+    """A wrong value in one row is little of all rows together, and too much of its own."""
+
+    def right(x):
+        return [thrice(x)[0].astype(x.dtype)]
+
+    def one_value(x):
+        wrong = (mx.arange(K) == 0) & (mx.abs(x[:, :1]) > 1) & (mx.abs(x[:, 1:2]) < 0.3)
+        return [mx.where(wrong, 1.04, 1).astype(x.dtype) * right(x)[0]]
+
+    def mixing(x):
+        return [right(x)[0] + x.sum(axis=0) / 2**20]
+
+    def failing(x):
+        raise RuntimeError("no such thing")
+
+    assert check(of_its_own(right)) is None
+    assert "of 3 errs by" in check(of_its_own(one_value))
+    assert "changes with NaN in another row" in check(of_its_own(mixing))
+    assert check(of_its_own(failing)) == "fails with RuntimeError: no such thing"
