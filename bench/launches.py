@@ -28,10 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_mtp import switch
-from mlx_mtp.decode import cycle
+from mlx_mtp.controller import Fixed, Plan
+from mlx_mtp.cycle import Decoder, Flight, propose, verify
 from mlx_mtp.draft import Run, prime
 from mlx_mtp.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.sampling import Picker
+from mlx_mtp.stats import Stats
 
 VIEWS = {
     *("Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"),
@@ -99,8 +101,10 @@ def reached(model: Any, rows: int) -> PromptCache:
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)
     cache.tokens = tokens
     cache.push(hidden)
-    prime(model, cache, 0, rows - 1, step=rows)
-    cache.start_drafting()
+    prime(model, cache, tokens, 0, rows - 1, step=rows)
+    cache.to_device()
+    if cache.heads:
+        cache.wake(rows - 1)
     _seek(cache.layers, rows, rows)
     model.hidden(mx.array(tokens)[None], cache.layers)
     _seek(cache.layers, rows + 1, 2 * rows)
@@ -132,16 +136,17 @@ def up_to(model: Any, last: int, rows: int) -> Counter:
 
 def of_cycle(model: Any, rows: int) -> Counter:
     """A cycle that drafts rows - 1 tokens; rows = 1: a plain step, without heads."""
-    cache = reached(model, 4)
-    cache.drafting = cache.drafting and rows > 1
+    cache, plan = reached(model, 4), Plan("heads", rows - 1)
+    d = Decoder(model, cache, Picker(), Fixed(rows - 1), Stats(), step=256)
     hidden, tokens = mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros(rows, mx.int32)
     accepted = mx.zeros(1, mx.int32)
     mx.eval(hidden, tokens, accepted)
 
     def run(hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
-        before = Run.of(hidden, tokens, accepted, tokens[1:], None)
-        after = cycle(model, cache, before, 4, rows - 1, Picker(), [])
-        return [after.packed, *cache.arrays]
+        last = Flight(plan, cache.mark(), tokens[1:])
+        last.run, last.base = Run.of(hidden, tokens, accepted, tokens[1:], None), 4
+        drafts = propose(d, last, plan) if rows > 1 else last.run.drafts
+        return [verify(d, last.run, drafts).packed, *cache.arrays]
 
     with as_on_a_mac():
         return operations(run, hidden, tokens, accepted)

@@ -3,175 +3,93 @@
 One cycle is one graph. While it runs the next one is built on top of its arrays; when its tokens have arrived
 (the cycle's one device-to-host read) the next is submitted, so that every cache write finds its buffer free and
 happens in place. Where the next one needs those tokens (processors do) it is built when they are out. What a cycle
-accepted stays on the device: the next cycle's shapes do not depend on it.
+accepted stays on the device: the next cycle's shapes do not depend on it. How many tokens that one drafts was decided
+before, from the cycles that had ended by then.
 """
 
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
-from .accept import accept
-from .draft import Run, draft, prime
-from .prompt_cache import Mark, PromptCache
-from .sampling import Picker
-from .stats import Stats
+from .cycle import PROMPT, Decoder, Flight, begin, read, start, submit
+from .lookup import Text
+from .prefill import NO_DRAFTS, prefill
+from .prompt_cache import Mark
 
 Yielded = tuple[int, mx.array | None, bool]
-NONE_ACCEPTED = mx.zeros(1, mx.int32)
 
 
 @dataclass
 class Rest:
-    """Where the caches come to rest if the caller stops now: `shown` tokens into `run`, which began at `base`."""
+    """Where the caches come to rest if the caller stops now: `shown` + 1 rows into a cycle.
 
-    run: Run
-    base: int
+    mark: what the heads have read, and the states that these rows are still to be added to.
+    """
+
+    flight: Flight
     shown: int
     mark: Mark
 
 
-def prefill(
-    model: Any,
-    cache: PromptCache,
-    prompt: list[int],
-    picker: Picker,
-    *,
-    k: int,
-    step: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> Run:
-    """Read the prompt in chunks of `step` and choose the first new token.
-
-    Heads with a window wait until that token is out: what they can see of a prompt is bounded (`PromptCache.reach`).
-    """
-    hidden = model.no_hidden()
-    done = 0
-    while done < len(prompt):
-        if progress:
-            progress(done, len(prompt))
-        cache.quantize_at(cache.offset)
-        chunk = prompt[done : done + int(min(step, cache.room(cache.offset)))]
-        done += len(chunk)
-        hidden = _read_chunk(model, cache, chunk)
-        if k and cache.reach is None:
-            prime(model, cache, cache.primed, cache.offset - 1, step=step)
-        mx.eval(hidden, cache.arrays)
-        mx.clear_cache()
-    if progress:
-        progress(len(prompt), len(prompt))
-    row = hidden[:, -1:]
-    none = mx.zeros(0, mx.int32)
-    tokens, logprobs = picker.pick(model, row, cache.offset, cache.tokens, none)
-    return Run.of(row, tokens, NONE_ACCEPTED, none, logprobs)
-
-
-def _read_chunk(model: Any, cache: PromptCache, chunk: list[int]) -> mx.array:
-    """Put one chunk of the prompt into the target's caches; an interruption leaves all of it or nothing."""
-    mark = cache.mark()
-    try:
-        hidden = model.hidden(mx.array(chunk)[None], cache.layers)
-    except BaseException:
-        cache.restore(mark)
-        raise
-    cache.tokens = cache.tokens + chunk
-    cache.push(hidden)
-    return hidden
-
-
-def cycle(model: Any, cache: PromptCache, run: Run, base: int, k: int, picker: Picker, history: list[int]) -> Run:
-    """Build one cycle on top of `run`, whose first row is position `base`: draft k tokens, verify, accept, commit.
-
-    `history`: the tokens up to the newest one, read only where the sampling needs it on the host.
-    """
-    cache.bound(base, run.tokens.size)
-    if cache.drafting:
-        drafts = draft(model, cache, run, k)
-    else:
-        drafts = run.drafts
-        cache.push(run.hidden)
-    position = cache.layers[0].offset + 1
-    hidden = model.hidden(mx.concatenate([run.newest(), drafts])[None] if k else run.newest()[None], cache.layers)
-    tokens, logprobs = picker.pick(model, hidden, position, history, drafts)
-    accepted = NONE_ACCEPTED
-    if k:
-        accepted = accept(drafts, tokens)
-        cache.rollback(k - accepted)
-    return Run.of(hidden, tokens, accepted, drafts, logprobs)
-
-
-def submit(cache: PromptCache, run: Run, stats: Stats) -> None:
-    """Start computing a cycle. Every so often wait for its two halves instead, to learn what each costs."""
-    if stats.times_next():
-        stats.time_halves(run.drafts, run.packed)
-    logprobs = [] if run.logprobs is None else [run.logprobs]
-    mx.async_eval(run.packed, *logprobs, *cache.arrays)
-
-
 def decode(
-    model: Any,
-    cache: PromptCache,
+    d: Decoder,
     prompt: list[int],
-    picker: Picker,
-    stats: Stats,
     *,
-    k: int,
     max_tokens: int,
     stop_tokens: Collection[int],
-    prefill_step_size: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> Generator[Yielded, None, None]:
     """Yield (token, its logprobs [V] or None, whether it was drafted) until a limit or a stop token.
 
     However it ends, the cache then holds all tokens but the last one yielded.
     """
-    stats.start()
-    run = first = prefill(model, cache, prompt, picker, k=k, step=prefill_step_size, progress=progress)
-    known, base, left = list(cache.tokens), cache.offset - 1, max_tokens
-    cache.pop_row()
-    submit(cache, run, stats)
-    mark = cache.mark()
-    rest = Rest(run, base, 0, mark)
+    d.stats.start()
+    flight = first = _prompt(d, prompt, progress)
+    newest, left = flight.after, max_tokens
+    rest = Rest(flight, 0, newest)
     try:
         while left != 0:
-            following = None
             # The first token goes out before anything else is done, the heads' reading of the prompt included.
-            if run is not first and not picker.processors and cache.builds_ahead(base + run.tokens.size, k + 1):
-                following = cycle(model, cache, run, base, k, picker, known)
-            tokens, accepted = run.read()
-            stats.arrived(accepted, run.drafts.size)
+            late = None if flight is first else d.needs_host(flight)
+            following = None if late or flight is first else begin(d, flight)
+            tokens, accepted = read(d, flight)
             tokens, last = _cut(tokens, left, stop_tokens)
-            known += tokens
+            d.text.extend(tokens)
             if following and not last:
-                mark.release()
-                submit(cache, following, stats)
+                newest, rest = following.before, Rest(flight, -1, following.before)
+                submit(d, flight, following, accepted)
             for i, token in enumerate(tokens):
-                rest = Rest(run, base, i, mark)
-                stats.yields()
-                yield token, None if run.logprobs is None else run.logprobs[i], i < accepted
+                rest = Rest(flight, i, newest)
+                d.stats.yields()
+                yield token, None if flight.run.logprobs is None else flight.run.logprobs[i], i < accepted
+                d.stats.resumed()
             if last:
                 return
-            stats.resumed()
             if following is None:
-                _catch_up(model, cache, base, accepted, k, prefill_step_size)
-                fitting = int(min(k, cache.room(base + accepted + 1) - 1))
-                following = cycle(model, cache, run, base, fitting, picker, known)
-                mark.release()
-                submit(cache, following, stats)
-            run, base, left = following, base + accepted + 1, left - len(tokens)
-            cache.advance(base)
-            mark = cache.mark()
+                d.stats.builds_late(late)
+                position = flight.base + accepted + 1
+                d.cache.quantize_at(position)
+                following = begin(d, flight, d.cache.room(position) - 1)
+                newest, rest = following.before, Rest(flight, len(tokens) - 1, following.before)
+                submit(d, flight, following, accepted)
+            flight, newest, left = following, following.after, left - len(tokens)
     finally:
-        _settle(cache, known, rest, mark)
+        _settle(d, rest, newest)
 
 
-def _catch_up(model: Any, cache: PromptCache, base: int, accepted: int, k: int, step: int) -> None:
-    """What a cycle needs that was not built ahead: heads that have read the prompt, caches quantized when due."""
-    if k and not cache.drafting:
-        prime(model, cache, base - sum(rows.shape[1] for rows in cache.backlog), base, step=step)
-        cache.start_drafting()
-    cache.quantize_at(base + accepted + 1)
+def _prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] | None) -> Flight:
+    """Read the prompt and submit the choice of the first token, as the first of all cycles."""
+    cache = d.cache
+    heads = d.control.max_drafts > 0
+    run = prefill(d.model, cache, prompt, d.picker, heads=heads, step=d.step, progress=progress)
+    d.text = Text(cache.tokens)
+    cache.pop_row()
+    start(d, run)
+    mark = cache.mark()
+    flight = Flight(PROMPT, mark, NO_DRAFTS)
+    flight.run, flight.after, flight.base = run, mark, cache.offset - 1
+    return flight
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:
@@ -182,9 +100,13 @@ def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[li
     return tokens, False
 
 
-def _settle(cache: PromptCache, known: list[int], rest: Rest, newest: Mark) -> None:
+def _settle(d: Decoder, rest: Rest, newest: Mark) -> None:
     """Bring the caches to rest: drop the cycle built but not submitted, take back what was not shown."""
+    cache, flight = d.cache, rest.flight
     cache.restore(newest)
-    cache.primed, cache.kept, cache.backlog = rest.mark.primed, rest.mark.kept, list(rest.mark.backlog)
-    cache.push(rest.run.hidden[:, : rest.shown + 1])
-    cache.settle(known[: rest.base + rest.shown + 1])
+    rest.mark.release()
+    cache.restore(rest.mark)
+    rows = rest.shown + 1
+    if rows:
+        cache.push(flight.run.hidden[:, :rows])
+    cache.settle(d.text.tokens[: flight.base + rows].tolist())

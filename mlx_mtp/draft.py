@@ -98,11 +98,12 @@ def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
     return mx.where(mx.arange(longer.size) == index, token, longer)
 
 
-def prime(model: Any, cache: PromptCache, first: int, end: int, *, step: int) -> None:
+def prime(model: Any, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
     """Let every head read positions first..end-1, the rows at the head of the backlog, `step` at a time.
 
-    Positions are host integers here, and token `end` is known. Where rows were skipped because no head's window
-    reaches them, the heads start anew at `first`, and depth j where depth j-1's outputs are exact.
+    Positions are host integers here, and `tokens` [end + 1] are known; nothing is evaluated. Where rows
+    were skipped because no head's window reaches them, the heads start anew at `first`, and depth j where depth j-1's
+    outputs are exact.
     """
     if not cache.heads or first >= end:
         return
@@ -112,9 +113,8 @@ def prime(model: Any, cache: PromptCache, first: int, end: int, *, step: int) ->
     hidden = model.capture(rows)
     for lo in range(first, end, step):
         hi = min(lo + step, end)
-        _read(model, cache, hidden[:, lo - first : hi - first], lo)
+        _read(model, cache, hidden[:, lo - first : hi - first], tokens[lo : hi + 1], lo)
         cache.primed, cache.backlog = hi, [rows[:, hi - first :]]
-        mx.eval(cache.arrays)
 
 
 def _start_at(cache: PromptCache, first: int) -> None:
@@ -124,10 +124,10 @@ def _start_at(cache: PromptCache, first: int) -> None:
         first += kv.window
 
 
-def _read(model: Any, cache: PromptCache, hidden: mx.array, lo: int) -> None:
-    """One pass of all depths over hidden rows [1, n, H] of positions lo..lo+n-1."""
+def _read(model: Any, cache: PromptCache, hidden: mx.array, text: Any, lo: int) -> None:
+    """One pass of all depths over hidden rows [1, n, H] of positions lo..lo+n-1, whose `text` ends at token lo+n."""
     hi = lo + hidden.shape[1]
-    tokens = mx.array(cache.tokens[lo + 1 : hi + 1])[None]
+    tokens = mx.array(text[1:])[None]
     kept, base = [], lo
     for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
         begin = min(max(base, kv.start), hi)

@@ -11,6 +11,8 @@ from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .controller import Fixed
+from .cycle import Decoder
 from .decode import Yielded, decode
 from .prompt_cache import PromptCache, make_prompt_cache
 from .sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
@@ -59,6 +61,7 @@ def generate_step(
     *,
     max_tokens: int = 256,
     num_draft_tokens: int | None = None,
+    prompt_lookup: bool = False,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: PromptCache | None = None,
@@ -119,16 +122,12 @@ def generate_step(
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens = k, len(tokens)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed))
+    control = Fixed(k, max_lookup=7 if prompt_lookup else 0)
     return decode(
-        model,
-        cache,
+        Decoder(model, cache, picker, control, stats, prefill_step_size),
         tokens,
-        picker,
-        stats,
-        k=k,
         max_tokens=max_tokens,
         stop_tokens=frozenset(stop_tokens),
-        prefill_step_size=prefill_step_size,
         progress=prompt_progress_callback,
     )
 

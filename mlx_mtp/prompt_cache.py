@@ -69,7 +69,7 @@ class PromptCache:
     tokens had been decoded one by one. To go on, pass that token and what follows it as the next prompt.
 
     primed:  positions that the heads have read.
-    drafting: the heads are live and positions are on the device; otherwise hidden rows wait in the backlog.
+    live:    the heads follow the target, cycle by cycle; otherwise hidden rows wait in the backlog.
     backlog: the target's hidden rows [1, r, H] that they have not read yet, ending at the last position held.
     kept:    for depths 1.., the previous depth's output [1, 1, H] at position primed - 1.
     reach:   how many last rows the heads' windows can see at all; None where a head attends to everything.
@@ -83,7 +83,7 @@ class PromptCache:
         self.backlog: list[mx.array] = []
         self.kept = kept
         self.quantizing: Quantizing | None = None
-        self.drafting = False
+        self.live = False
 
     @property
     def offset(self) -> int:
@@ -123,13 +123,41 @@ class PromptCache:
         if self.heads:
             self.backlog[-1] = self.backlog[-1][:, :-1]
 
-    def start_drafting(self) -> None:
-        """Hand positions to the device: one shared array offset for the target, one for the heads."""
-        self.drafting = True
-        for caches, offset in ((self.layers, self.layers[0].offset), (self.heads, self.primed)):
-            shared = mx.array([offset])
-            for c in caches:
-                c.seek(shared, offset)
+    @property
+    def behind(self) -> int:
+        """Rows that wait in the backlog."""
+        return sum(rows.shape[1] for rows in self.backlog)
+
+    def wake(self, base: int) -> None:
+        """Let the heads, which have read all before position `base`, follow the target from now on."""
+        self.to_device()
+        if not self.live:
+            assert self.primed == base, "rows that the heads have not read"
+            self.live = True
+            self._share(self.heads, self.primed)
+
+    def idle(self, base: int) -> None:
+        """Let the heads stand at position `base`, all before which live heads have read."""
+        if self.live:
+            self.live, self.primed = False, base
+            for c in self.heads:
+                c.seek(base, base)
+
+    def to_device(self) -> None:
+        """Hand the target's position to the device, so that it can roll back there."""
+        if isinstance(self.layers[0].offset, int):
+            self._share(self.layers, self.layers[0].offset)
+
+    def to_host(self, position: int) -> None:
+        """Take the target's position back from the device, where the host knows it to be `position`."""
+        if not isinstance(self.layers[0].offset, int):
+            for c in self.layers:
+                c.seek(position, position)
+
+    def _share(self, caches: list, position: int) -> None:
+        shared = mx.array([position])
+        for c in caches:
+            c.seek(shared, position)
 
     def rollback(self, n: mx.array) -> None:
         """Take the last n positions of the target back, for a device-side n."""
@@ -139,7 +167,7 @@ class PromptCache:
 
     def advance(self, base: int) -> None:
         """Note that the run now under way began at position `base`; live heads have read all before it."""
-        if self.drafting:
+        if self.live:
             self.primed = base
 
     def heads_follow(self) -> None:
@@ -151,7 +179,7 @@ class PromptCache:
         """Tell the caches how far, at most, a run of `rows` rows from position `base` has brought them."""
         for c in self.layers:
             c.limit = base + rows
-        for c in self.heads:
+        for c in self.heads if self.live else ():
             c.limit = base
 
     def mark(self) -> Mark:
@@ -173,7 +201,7 @@ class PromptCache:
 
     def snapshot(self) -> Snapshot:
         """Remember this moment (the caches must be at rest)."""
-        assert not self.drafting, "a snapshot in the middle of a generation"
+        assert not self.live, "a snapshot in the middle of a generation"
         held = [(c, c.parts, c.start) for c in self._all() if isinstance(c, SlidingKVCache | RecurrentCache)]
         return Snapshot(self.offset, self.primed, self.kept, list(self.backlog), held)
 
@@ -194,9 +222,11 @@ class PromptCache:
         """Whether the target can step back to a snapshot: always, but for mlx-lm's own caches."""
         return all(c.rewinds for c in self.layers if isinstance(c, PlainCache))
 
-    def builds_ahead(self, position: int, rows: int) -> bool:
-        """Whether a cycle of `rows` rows from `position` on may be built before it is known to be wanted."""
-        return self.room(position) >= rows and not any(isinstance(c, PlainCache) for c in self.layers)
+    def needs_host(self, position: int, rows: int) -> str | None:
+        """Why a cycle of `rows` rows from `position` on cannot be built before it is known to be wanted."""
+        if any(isinstance(c, PlainCache) for c in self.layers):
+            return "caches that cannot step back"
+        return "quantizing the caches" if self.room(position) < rows else None
 
     def quantize_at(self, position: int) -> None:
         """Quantize the target's caches if that is due before `position` is read."""
@@ -207,7 +237,7 @@ class PromptCache:
 
     def settle(self, tokens: list[int]) -> None:
         """Come to rest holding `tokens`: every position is a host integer again."""
-        self.tokens, self.drafting = tokens, False
+        self.tokens, self.live = tokens, False
         for c in self.layers:
             c.seek(len(tokens), len(tokens))
         for c in self.heads:

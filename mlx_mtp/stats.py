@@ -1,34 +1,55 @@
-"""What a generation did: cycles, drafts kept per depth, and where the time went."""
+"""What a generation did: cycles, drafts kept per depth, what the host waited for, and where the time went."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
 TIMED_EVERY = 16
+WAITED = 0.05  # share of a cycle's time that the host must have waited, for it to be the device's
 
 
 @dataclass
 class Stats:
     """Counters of one generation; times in seconds.
 
-    drafted, accepted: per depth, the drafts verified and those that were right (with all before them).
-    prefill_time: until the first token had arrived, the heads' reading of the prompt included.
-    decode_time:  spent in cycles after that; the caller's own time between two tokens is left out.
+    drafted, accepted: per depth, the heads' drafts verified and those that were right (with all before them).
+    lookups:       cycles that verified drafts of prompt lookup; lookup_drafted, lookup_accepted: these drafts.
+    lengths:       cycles by the number of drafts that they verified.
+    waits:         host reads in cycles: one of each, and one more where the heads' confidence is read (p_min).
+    built_late:    cycles that were built when the tokens of the one before had arrived, by the reason; the first one,
+                   before which the prompt's token goes out, is not counted.
+    prefill_time:  until the first token had arrived, the heads' reading of the prompt included.
+    decode_time:   spent in cycles after that; the caller's own time between two tokens is left out.
+    wait_time:     the part of it in which the host waited for the device.
+    phases:        set it to have `draft_time`: every 16th cycle is then computed in two halves, with a wait for each.
     """
 
+    phases: bool = False
     num_draft_tokens: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     cycles: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    lookups: int = 0
+    lookup_drafted: int = 0
+    lookup_accepted: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
+    waits: int = 0
+    built_late: dict[str, int] = field(default_factory=dict)
     prefill_time: float = 0.0
     decode_time: float = 0.0
+    wait_time: float = 0.0
     _halves: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _tic: float = 0.0
     _prompt_read: bool = False
     _first_token: float = 0.0
+    _arrival: float = 0.0
+    _caller: float = 0.0
+    _late: bool = False
 
     @property
     def prompt_tps(self) -> float:
@@ -44,16 +65,21 @@ class Stats:
     @property
     def tokens_per_cycle(self) -> float:
         """Tokens that one verify yields on average, the target's own included; 1.0 is plain decoding."""
-        return 1 + sum(self.accepted) / self.cycles if self.cycles else 0.0
+        return 1 + (sum(self.accepted) + self.lookup_accepted) / self.cycles if self.cycles else 0.0
 
     @property
     def acceptance(self) -> list[float]:
-        """Per depth, the share of drafts that were kept."""
+        """Per depth, the share of the heads' drafts that were kept."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
 
     @property
+    def host_ms(self) -> float:
+        """Milliseconds of a cycle, on average, in which the host did not wait: it built and submitted graphs."""
+        return 1000 * (self.decode_time - self.wait_time) / self.cycles if self.cycles else 0.0
+
+    @property
     def draft_time(self) -> float:
-        """The heads' part of `decode_time`, by the shares of the cycles that were timed in two halves."""
+        """The heads' part of `decode_time`, by the shares of the cycles that were timed in halves (see `phases`)."""
         return self.decode_time * self._halves[0] / (sum(self._halves) or 1.0)
 
     @property
@@ -63,50 +89,94 @@ class Stats:
 
     def add(self, other: "Stats") -> None:
         """Count another generation in; both drafted alike, or one not at all."""
-        for name in ("prompt_tokens", "generation_tokens", "cycles", "prefill_time", "decode_time"):
+        sums = ("prompt_tokens", "generation_tokens", "cycles", "prefill_time", "decode_time", "wait_time", "waits")
+        for name in (*sums, "lookups", "lookup_drafted", "lookup_accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
         for mine, theirs in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
             mine.extend([0] * (len(theirs) - len(mine)))
             for depth, count in enumerate(theirs):
                 mine[depth] += count
+        self.lengths = dict(Counter(self.lengths) + Counter(other.lengths))
+        self.built_late = dict(Counter(self.built_late) + Counter(other.built_late))
         self._halves = [a + b for a, b in zip(self._halves, other._halves, strict=True)]
 
     def start(self) -> None:
         self.drafted, self.accepted = [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
         self._tic = time.perf_counter()
 
-    def times_next(self) -> bool:
-        """Whether the cycle about to be submitted is one of those timed in two halves."""
-        return self._prompt_read and self.num_draft_tokens > 0 and self.cycles % TIMED_EVERY == 0
-
-    def time_halves(self, drafts: mx.array, verified: mx.array) -> None:
-        """Compute a cycle here and now, drafts first; lazy evaluation allows no cheaper way to tell them apart."""
-        for half, array in enumerate((drafts, verified)):
+    def time_phases(self, run: Any) -> None:
+        """Every so often compute a cycle here and now, drafts first, to learn what each half costs."""
+        if not self._prompt_read or not self.num_draft_tokens or self.cycles % TIMED_EVERY:
+            return
+        for half, array in enumerate((run.drafts, run.packed)):
             tic = time.perf_counter()
             mx.eval(array)
             self._halves[half] += time.perf_counter() - tic
 
-    def arrived(self, accepted: int, drafted: int) -> None:
-        """Note that the tokens of the prompt's run (first call) or of a cycle have been read."""
+    def reads(self, run: Any, source: str) -> tuple[list[int], int, float | None]:
+        """Wait for a run: its right tokens, how many of them are drafts from `source`, and its seconds.
+
+        The seconds are None where the caller's time hides them, and for the prompt's run, which comes first.
+        """
+        tic = time.perf_counter()
+        tokens, accepted = run.read()
         now = time.perf_counter()
         if not self._prompt_read:
             self._prompt_read, self.prefill_time = True, now - self._tic
-            self._first_token = now
+            self._first_token, seconds = now, None
         else:
             self.cycles += 1
+            self.waits += 1
             self.decode_time += now - self._tic
-            for depth in range(drafted):
-                self.drafted[depth] += 1
-                self.accepted[depth] += depth < accepted
-        self._tic = now
+            self.wait_time += now - tic
+            self._count(run.drafts.size, accepted, source)
+            seconds = self._seconds(now, now - tic)
+        self._tic = self._arrival = now
+        self._caller, self._late = 0.0, False
+        return tokens, accepted, seconds
+
+    def _count(self, drafted: int, accepted: int, source: str) -> None:
+        self.lengths[drafted] = self.lengths.get(drafted, 0) + 1
+        if source == "lookup":
+            self.lookups += 1
+            self.lookup_drafted += drafted
+            self.lookup_accepted += accepted
+            return
+        for depth in range(drafted):
+            self.drafted[depth] += 1
+            self.accepted[depth] += depth < accepted
+
+    def _seconds(self, now: float, waited: float) -> float | None:
+        """From the last arrival to this one; a cycle that was under way meanwhile ran in the caller's time, too."""
+        elapsed = now - self._arrival
+        if self._late:
+            return elapsed - self._caller
+        hidden = waited < WAITED * elapsed and self._caller > WAITED * elapsed
+        return None if hidden else elapsed
+
+    def reads_confidence(self, confidence: mx.array, least: float) -> int:
+        """Wait for the heads: how many of the first drafts they are sure of."""
+        tic = time.perf_counter()
+        values: Any = confidence.tolist()
+        self.waits += 1
+        self.wait_time += time.perf_counter() - tic
+        return next((i for i, value in enumerate(values) if value < least), len(values))
 
     def yields(self) -> None:
         """Stop the clock: a token goes to the caller."""
+        now = time.perf_counter()
         self.generation_tokens += 1
-        self.decode_time += time.perf_counter() - self._tic
-        self._tic = time.perf_counter()
+        self.decode_time += now - self._tic
+        self._tic = now
 
     def resumed(self) -> None:
         """Start the clock again."""
-        self._tic = time.perf_counter()
+        now = time.perf_counter()
+        self._caller, self._tic = self._caller + now - self._tic, now
+
+    def builds_late(self, reason: str | None) -> None:
+        """Note that the next cycle is built only now; there is no reason to note behind the prompt."""
+        self._late = True
+        if reason:
+            self.built_late[reason] = self.built_late.get(reason, 0) + 1

@@ -2,13 +2,13 @@
 
 import mlx.core as mx
 
-from mlx_mtp import decode
+from mlx_mtp import cycle
 
-real = decode.draft
+real = cycle.draft
 
 
 class Oracle:
-    """Drafts the true continuation, but wrong at the positions in `wrong`; stands in for `decode.draft`."""
+    """Drafts the true continuation, but wrong at the positions in `wrong`; stands in for `cycle.draft`."""
 
     def __init__(self, truth: list[int], wrong: set[int], vocab: int):
         drafts = [(t + 1) % vocab if i in wrong else t for i, t in enumerate(truth)]

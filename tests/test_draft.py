@@ -6,7 +6,7 @@ import tiny
 from mlx_lm.models.base import create_causal_mask
 
 import mlx_mtp
-from mlx_mtp import decode
+from mlx_mtp import cycle
 
 
 def head_outputs(model, tokens, hidden, drafts):
@@ -41,14 +41,14 @@ def test_drafts_equal_recomputation(tiny_models, monkeypatch, length, step):
     model, _ = tiny_models(1, vocab_size=4)
     mx.random.seed(length)
     prompt = mx.random.randint(0, 4, (length,)).tolist()
-    calls, real = [], decode.draft
+    calls, real = [], cycle.draft
 
     def spy(model, cache, run, k):
         drafts = real(model, cache, run, k)
         calls.append((cache.layers[0].offset, drafts, list(cache.kept)))
         return drafts
 
-    monkeypatch.setattr(decode, "draft", spy)
+    monkeypatch.setattr(cycle, "draft", spy)
     steps = mlx_mtp.generate_step(prompt, model, max_tokens=30, num_draft_tokens=3, prefill_step_size=step)
     text = prompt + [token for token, _, _ in steps]
     assert len(calls) > 5

@@ -13,7 +13,7 @@ from mlx_lm.models.base import create_causal_mask
 from oracle import Oracle
 
 import mlx_mtp
-from mlx_mtp import decode
+from mlx_mtp import cycle
 
 V = families.V
 EXPERTS = {
@@ -93,7 +93,7 @@ def test_right_wrong_and_partly_right_drafts(drafted, truth, monkeypatch, every)
     prompt = [1, 2, 3, 4, 5]
     text = prompt + truth(tuple(prompt))
     wrong = set(range(5, len(text), every)) if every else set()
-    monkeypatch.setattr(decode, "draft", Oracle(text, wrong, V))
+    monkeypatch.setattr(cycle, "draft", Oracle(text, wrong, V))
     tokens, stats = ours(drafted[0], prompt, 26, 4)
     assert tokens == text[5:31]
     assert (stats.acceptance == [1.0] * 4) is (not wrong)
@@ -195,14 +195,14 @@ def test_drafts_equal_a_forward_from_scratch(tmp_path, monkeypatch, layout, leng
     model = mlx_mtp.load_model(directory, draft_model=drafter)
     counts = (1, 2, 5) if new else (2, 2, 2)
     assert model.spec.capture == counts
-    calls, real = [], decode.draft
+    calls, real = [], cycle.draft
 
     def spy(model, cache, run, k):
         drafts = real(model, cache, run, k)
         calls.append((cache.layers[0].offset, drafts))
         return drafts
 
-    monkeypatch.setattr(decode, "draft", spy)
+    monkeypatch.setattr(cycle, "draft", spy)
     mx.random.seed(length)
     prompt = mx.random.randint(0, V, (length,)).tolist()
     text = prompt + ours(model, prompt, 24, 4, prefill_step_size=7)[0]

@@ -10,7 +10,7 @@ from mlx_lm.models.base import create_causal_mask
 from oracle import Oracle
 
 import mlx_mtp
-from mlx_mtp import decode
+from mlx_mtp import cycle
 
 # Loading has tests of these too; decoding them does nothing that a variant of theirs does not do.
 SIMPLER = ("glm4_moe_untied", "glm_moe_dsa", "nemotron_h")
@@ -49,7 +49,7 @@ def test_right_wrong_and_partly_right_drafts(family, truth, monkeypatch, every):
     model, prompt = family[0], [1, 2, 3, 4, 5]
     text = prompt + truth(tuple(prompt))
     wrong = set(range(5, len(text), every)) if every else set()
-    monkeypatch.setattr(decode, "draft", Oracle(text, wrong, families.V))
+    monkeypatch.setattr(cycle, "draft", Oracle(text, wrong, families.V))
     tokens, stats = ours(model, prompt, 25, 3)
     assert tokens == text[5:30]
     assert (stats.acceptance == [1.0] * 3) is (not wrong)
@@ -96,14 +96,14 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
     model, plain = family
     mx.random.seed(length)
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
-    calls, real = [], decode.draft
+    calls, real = [], cycle.draft
 
     def spy(model, cache, run, k):
         drafts = real(model, cache, run, k)
         calls.append((cache.layers[0].offset, drafts))
         return drafts
 
-    monkeypatch.setattr(decode, "draft", spy)
+    monkeypatch.setattr(cycle, "draft", spy)
     k = 3
     text = prompt + ours(model, prompt, 24, k, prefill_step_size=7)[0]
     assert len(calls) > 5
@@ -123,7 +123,7 @@ def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, s
     expected = truth(tuple(prompt))[:20]
     cache = mlx_mtp.make_prompt_cache(model)
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "draft", Oracle(prompt + expected, {16}, families.V))
+        patch.setattr(cycle, "draft", Oracle(prompt + expected, {16}, families.V))
         steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=20)
         text = [token for _, (token, _, _) in zip(range(stop), steps, strict=False)]
         steps.close()

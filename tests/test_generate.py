@@ -65,7 +65,7 @@ def test_responses(demo):
 
 def test_stats_add_up(demo):
     model, tokenizer = demo
-    *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=120)
+    *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=120, stats=mlx_mtp.Stats(phases=True))
     stats = last.stats
     assert stats.drafted == [stats.cycles] * 3
     assert stats.accepted == sorted(stats.accepted, reverse=True)

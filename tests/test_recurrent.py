@@ -8,7 +8,7 @@ import tiny
 from test_lossless import Oracle
 
 import mlx_mtp
-from mlx_mtp import decode
+from mlx_mtp import cycle
 from mlx_mtp.layers.mamba2 import STEPPED_ROWS
 from mlx_mtp.recurrent_cache import RecurrentCache
 
@@ -29,7 +29,7 @@ def test_every_accepted_part(tmp_path, monkeypatch, name):
     for k in (1, 2, 3, 5):
         rng = np.random.default_rng(k)
         wrong = set(np.flatnonzero(rng.random(len(truth)) < 0.2).tolist())
-        monkeypatch.setattr(decode, "draft", Oracle(truth, wrong, families.V))
+        monkeypatch.setattr(cycle, "draft", Oracle(truth, wrong, families.V))
         stats = mlx_mtp.Stats()
         assert text(model, prompt, 60, k, stats=stats) == truth[len(prompt) :], f"k={k}"
         kept = [stats.drafted[0] - 1, *stats.accepted]  # one at least is wrong, and one is kept to its end

@@ -1,0 +1,141 @@
+"""One cycle: what it drafts is planned, its graph is built, it is submitted, and its tokens are read."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+
+from .accept import accept
+from .controller import Controller, Cycle, Fixed, Plan
+from .draft import Run, draft, prime
+from .lookup import Text
+from .prefill import NO_DRAFTS, NONE_ACCEPTED
+from .prompt_cache import Mark, PromptCache
+from .sampling import Picker
+from .stats import Stats
+
+PROMPT = Plan()  # of the prompt's own run, which is no cycle
+
+
+@dataclass
+class Decoder:
+    """What every cycle of one generation needs.
+
+    control: decides what a cycle does, and is told what each did.
+    step:    rows that idle heads read at a time when they are needed again.
+    p_min:   least probability of a draft that is verified, in cycles whose plan says so.
+    text:    the tokens that the host has read.
+    """
+
+    model: Any
+    cache: PromptCache
+    picker: Picker
+    control: Controller | Fixed
+    stats: Stats
+    step: int
+    p_min: float = 0.0
+    text: Text = field(default_factory=Text)
+
+    def needs_host(self, flight: "Flight") -> str | None:
+        """Why the cycle after this one cannot be built before this one's tokens have been read."""
+        if self.picker.processors:
+            return "logits processors"
+        rows = 1 + max(self.control.max_drafts, self.control.max_lookup)
+        return self.cache.needs_host(flight.base + flight.run.tokens.size, rows)
+
+
+@dataclass
+class Flight:
+    """A cycle from when it is begun until its tokens have been read.
+
+    run:    with p_min, known when it is submitted.
+    before: the caches as its predecessor leaves them, once heads that were behind have caught up.
+    after:  the caches as it leaves them itself, known with `base`, the position of its first row.
+    """
+
+    plan: Plan
+    before: Mark
+    drafts: mx.array
+    matched: int = 0
+    caught_up: int = 0
+    run: Run = field(init=False)
+    after: Mark = field(init=False)
+    base: int = field(init=False)
+
+
+def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
+    """Plan the cycle after `last`, with at most `most` drafts, and build its graph."""
+    cache, base = d.cache, last.base
+    matched = d.text.matched() if d.control.max_lookup else 0
+    plan = d.control.plan(matched, 0 if cache.live else cache.behind)
+    plan = replace(plan, k=int(min(plan.k, most)))
+    caught_up = 0
+    if plan.k and plan.source == "heads" and not cache.live:
+        caught_up = cache.behind
+        prime(d.model, cache, d.text.tokens, base - caught_up, base, step=d.step)
+    before = cache.mark()
+    new = Flight(plan, before, propose(d, last, plan), matched, caught_up)
+    if not plan.p_min:
+        new.run = verify(d, last.run, new.drafts)
+    return new
+
+
+def propose(d: Decoder, last: Flight, plan: Plan) -> mx.array:
+    """The drafts behind a cycle's rows, int32 [plan.k]; heads that are not asked stay where they are, before them."""
+    cache, run, base = d.cache, last.run, last.base
+    cache.bound(base, run.tokens.size)
+    if plan.k and plan.source == "heads":
+        cache.wake(base)
+        return draft(d.model, cache, run, plan.k)
+    cache.idle(base)
+    if plan.k:
+        cache.to_device()
+        return d.text.continued(base + 1, run.tokens, run.accepted + 1, plan.k)
+    if not run.drafts.size:
+        cache.to_host(base + 1)
+    return NO_DRAFTS
+
+
+def verify(d: Decoder, run: Run, drafts: mx.array) -> Run:
+    """The target's own tokens after the newest one and after each draft, and how many drafts equal them."""
+    cache, k = d.cache, drafts.size
+    position = cache.layers[0].offset + 1
+    hidden = d.model.hidden(mx.concatenate([run.newest(), drafts])[None] if k else run.newest()[None], cache.layers)
+    tokens, logprobs = d.picker.pick(d.model, hidden, position, d.text.tokens, drafts)
+    accepted = NONE_ACCEPTED
+    if k:
+        accepted = accept(drafts, tokens)
+        cache.rollback(k - accepted)
+    return Run.of(hidden, tokens, accepted, drafts, logprobs)
+
+
+def read(d: Decoder, flight: Flight) -> tuple[list[int], int]:
+    """Wait for a cycle: its right tokens and how many of them are drafts. The only host read of a cycle."""
+    run, plan = flight.run, flight.plan
+    tokens, accepted, seconds = d.stats.reads(run, plan.source)
+    if plan is not PROMPT:
+        d.control.observe(Cycle(plan, run.drafts.size, accepted, seconds, flight.caught_up, flight.matched))
+    return tokens, accepted
+
+
+def submit(d: Decoder, last: Flight, new: Flight, accepted: int) -> None:
+    """Start computing `new`, now that `accepted` drafts of the cycle before are known to be right."""
+    last.after.release()
+    new.before.release()
+    if new.plan.p_min:
+        passed = d.stats.reads_confidence(new.drafts, d.p_min)
+        new.run = verify(d, last.run, new.drafts[:passed])
+    start(d, new.run)
+    if not d.cache.live:
+        d.cache.push(last.run.hidden[:, : accepted + 1])
+    new.base = last.base + accepted + 1
+    d.cache.advance(new.base)
+    new.after = d.cache.mark()
+
+
+def start(d: Decoder, run: Run) -> None:
+    """Hand a run's graph to the device, with all that the next one builds on."""
+    if d.stats.phases:
+        d.stats.time_phases(run)
+    logprobs = [] if run.logprobs is None else [run.logprobs]
+    mx.async_eval(run.packed, *logprobs, *d.cache.arrays)

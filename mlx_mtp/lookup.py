@@ -1,0 +1,74 @@
+"""Prompt lookup: where the last tokens have occurred before, what followed them is the draft.
+
+The search runs on the device, behind tokens that the host has not read yet, so that such a cycle is built ahead like
+any other. The host searches the text it knows only to tell whether a lookup promises anything. Source of the idea:
+Saxena, "Prompt Lookup Decoding" (2023).
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+SHORTEST = 3  # tokens that a match has at least
+LONGEST = 8  # tokens of a match that are compared
+CANDIDATES = 64  # newest matches whose length the host compares
+
+
+class Text:
+    """The tokens of a conversation that the host knows."""
+
+    def __init__(self, tokens: Sequence[int] = ()):
+        self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [N]."""
+        return self._buffer[: self._size]
+
+    def extend(self, tokens: list[int]) -> None:
+        end = self._size + len(tokens)
+        if end > self._buffer.size:
+            self._buffer = np.concatenate([self.tokens, np.zeros(end, np.int32)])
+        self._buffer[self._size : end] = tokens
+        self._size = end
+
+    def matched(self) -> int:
+        """How many of the last tokens have occurred before in this order: 0, or SHORTEST to LONGEST."""
+        text = self.tokens
+        if text.size <= SHORTEST:
+            return 0
+        same = np.ones(text.size - SHORTEST, bool)
+        for i, token in enumerate(text[-SHORTEST:]):
+            same &= text[i : i + same.size] == token
+        ends = np.flatnonzero(same)[-CANDIDATES:] + SHORTEST
+        suffix = text[: -LONGEST - 1 : -1]
+        return max((_common(text[max(0, end - LONGEST) : end][::-1], suffix) for end in ends), default=0)
+
+    def continued(self, end: int, tokens: mx.array, right: mx.array, k: int) -> mx.array:
+        """What followed the last occurrence of the longest match, int32 [k], behind `end` tokens and `tokens` [R].
+
+        right: int32 [1] on the device, how many of the latter belong to the text. Where the match reaches the end its
+        continuation repeats itself; where nothing matches, the drafts are arbitrary.
+        """
+        blank = mx.full((LONGEST,), -1, mx.int32)
+        padded = mx.concatenate([blank, mx.array(self._buffer[:end]), tokens])
+        size, length = padded.size - LONGEST, end + right
+        same = mx.ones((size,), mx.int32)
+        matched = mx.zeros((size,), mx.int32)
+        for i in range(LONGEST):  # end e: the i-th token before it is padded[LONGEST + e - 1 - i]
+            first = LONGEST - 1 - i
+            same = same * (padded[first : first + size] == mx.take(padded, length + first))
+            matched = matched + same
+        ends = mx.arange(size)
+        found = (ends < length) & (matched >= SHORTEST)
+        source = mx.argmax(mx.where(found, matched * size + ends, -1), keepdims=True)
+        ahead = mx.arange(k) % mx.maximum(length - source, 1)
+        return mx.take(padded, LONGEST + source + ahead)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common prefix."""
+    size = min(a.size, b.size)
+    same = a[:size] == b[:size]
+    return size if same.all() else int(same.argmin())
