@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from .accept import accept
-from .draft import Run, draft, prime
+from .draft import Drafts, Run, draft, prime
+from .draft_choice import DraftChooser
 from .prompt_cache import Mark, PromptCache
 from .sampling import Picker
 from .stats import Stats
@@ -87,13 +88,13 @@ def cycle(model: Any, cache: PromptCache, run: Run, base: int, k: int, picker: P
     """
     cache.bound(base, run.tokens.size)
     if cache.drafting:
-        drafts = draft(model, cache, run, k)
+        drafted = draft(model, cache, run, k, DraftChooser.of(picker))
     else:
-        drafts = run.drafts
+        drafted = Drafts(run.drafts)
         cache.push(run.hidden)
-    position = cache.layers[0].offset + 1
+    drafts, position = drafted.tokens, cache.layers[0].offset + 1
     hidden = model.hidden(mx.concatenate([run.newest(), drafts])[None] if k else run.newest()[None], cache.layers)
-    tokens, logprobs = picker.pick(model, hidden, position, history, drafts)
+    tokens, logprobs = picker.pick(model, hidden, position, history, drafts, drafted.q)
     accepted = NONE_ACCEPTED
     if k:
         accepted = accept(drafts, tokens)
