@@ -19,19 +19,20 @@ from rich.table import Table
 import mlx_mtp
 from mlx_mtp import decode as decode_module
 from mlx_mtp.demo import demo_path
-from mlx_mtp.draft import _put, draft
+from mlx_mtp.draft import Drafts, _put, draft
 
 
-def draft_without_revisiting(model, cache, run, k: int) -> mx.array:
+def draft_without_revisiting(model, cache, run, k: int, chooser) -> Drafts:
     """`draft`, but depth j starts behind the j slots that it filled from drafts in the last cycle."""
     rows, base = run.tokens.size, cache.heads[0].offset
     tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
+    first, choices = cache.layers[0].offset + 1, []
     for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=True)):
         kv.seek(base + depth, kv.limit + depth)
         output = head(model.embed(tokens[None, depth : rows + depth], depth), hidden[:, depth : rows + depth], kv)
         answer = mx.take(output, run.accepted, axis=1)  # row `accepted` + depth of the exact rule
-        token = mx.argmax(model.draft_logits(depth, answer)).astype(mx.int32)
-        tokens = _put(tokens, run.accepted + depth + 1, token)
+        choices.append(chooser(model, depth, answer, first + depth))
+        tokens = _put(tokens, run.accepted + depth + 1, choices[-1].token)
         if depth + 1 < len(cache.heads):
             # Rows of the next depth count from the same position, one slot later.
             skipped = mx.zeros_like(hidden[:, : depth + 1])
@@ -39,7 +40,7 @@ def draft_without_revisiting(model, cache, run, k: int) -> mx.array:
             kept.append(mx.take(output, run.accepted, axis=1))
     cache.kept = kept
     cache.heads_follow()
-    return mx.take(tokens, run.accepted + 1 + mx.arange(k))
+    return Drafts.of(choices[:k])
 
 
 def measure(model, prompts: list, stops: set[int], n: int, rule) -> tuple[dict, list]:

@@ -30,7 +30,7 @@ from rich.table import Table
 from mlx_mtp import switch
 from mlx_mtp.controller import Fixed, Plan
 from mlx_mtp.cycle import Decoder, Flight, propose, verify
-from mlx_mtp.draft import Run, prime
+from mlx_mtp.draft import Drafts, Run, prime
 from mlx_mtp.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.sampling import Picker
 from mlx_mtp.stats import Stats
@@ -143,9 +143,9 @@ def of_cycle(model: Any, rows: int) -> Counter:
     mx.eval(hidden, tokens, accepted)
 
     def run(hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
-        last = Flight(plan, cache.mark(), tokens[1:])
+        last = Flight(plan, cache.mark(), Drafts(tokens[1:]))
         last.run, last.base = Run.of(hidden, tokens, accepted, tokens[1:], None), 4
-        drafts = propose(d, last, plan) if rows > 1 else last.run.drafts
+        drafts = propose(d, last, plan) if rows > 1 else last.drafts
         return [verify(d, last.run, drafts).packed, *cache.arrays]
 
     with as_on_a_mac():

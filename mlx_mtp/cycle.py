@@ -7,7 +7,8 @@ import mlx.core as mx
 
 from .accept import accept
 from .controller import Controller, Cycle, Fixed, Plan
-from .draft import Run, draft, prime
+from .draft import Drafts, Run, draft, prime
+from .draft_choice import DraftChooser
 from .lookup import Text
 from .prefill import NO_DRAFTS, NONE_ACCEPTED
 from .prompt_cache import Mark, PromptCache
@@ -55,7 +56,7 @@ class Flight:
 
     plan: Plan
     before: Mark
-    drafts: mx.array
+    drafts: Drafts
     matched: int = 0
     caught_up: int = 0
     run: Run = field(init=False)
@@ -80,33 +81,35 @@ def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
     return new
 
 
-def propose(d: Decoder, last: Flight, plan: Plan) -> mx.array:
-    """The drafts behind a cycle's rows, int32 [plan.k]; heads that are not asked stay where they are, before them."""
+def propose(d: Decoder, last: Flight, plan: Plan) -> Drafts:
+    """The plan.k drafts behind a cycle's rows; heads that are not asked stay where they are, before them."""
     cache, run, base = d.cache, last.run, last.base
     cache.bound(base, run.tokens.size)
     if plan.k and plan.source == "heads":
         cache.wake(base)
-        return draft(d.model, cache, run, plan.k)
+        return draft(d.model, cache, run, plan.k, DraftChooser.of(d.picker, confidence=plan.p_min))
     cache.idle(base)
     if plan.k:
         cache.to_device()
-        return d.text.continued(base + 1, run.tokens, run.accepted + 1, plan.k)
+        return Drafts(d.text.continued(base + 1, run.tokens, run.accepted + 1, plan.k))
     if not run.drafts.size:
         cache.to_host(base + 1)
     return NO_DRAFTS
 
 
-def verify(d: Decoder, run: Run, drafts: mx.array) -> Run:
+def verify(d: Decoder, run: Run, drafts: Drafts) -> Run:
     """The target's own tokens after the newest one and after each draft, and how many drafts equal them."""
-    cache, k = d.cache, drafts.size
-    position = cache.layers[0].offset + 1
-    hidden = d.model.hidden(mx.concatenate([run.newest(), drafts])[None] if k else run.newest()[None], cache.layers)
-    tokens, logprobs = d.picker.pick(d.model, hidden, position, d.text.tokens, drafts)
+    cache, guesses = d.cache, drafts.tokens
+    position, rows = cache.layers[0].offset + 1, run.newest()
+    if guesses.size:
+        rows = mx.concatenate([rows, guesses])
+    hidden = d.model.hidden(rows[None], cache.layers)
+    tokens, logprobs = d.picker.pick(d.model, hidden, position, d.text.tokens, guesses, drafts.q)
     accepted = NONE_ACCEPTED
-    if k:
-        accepted = accept(drafts, tokens)
-        cache.rollback(k - accepted)
-    return Run.of(hidden, tokens, accepted, drafts, logprobs)
+    if guesses.size:
+        accepted = accept(guesses, tokens)
+        cache.rollback(guesses.size - accepted)
+    return Run.of(hidden, tokens, accepted, guesses, logprobs)
 
 
 def read(d: Decoder, flight: Flight) -> tuple[list[int], int]:
@@ -123,8 +126,7 @@ def submit(d: Decoder, last: Flight, new: Flight, accepted: int) -> None:
     last.after.release()
     new.before.release()
     if new.plan.p_min:
-        passed = d.stats.reads_confidence(new.drafts, d.p_min)
-        new.run = verify(d, last.run, new.drafts[:passed])
+        new.run = verify(d, last.run, new.drafts.first(d.stats.reads_confidence(new.drafts.confidence, d.p_min)))
     start(d, new.run)
     if not d.cache.live:
         d.cache.push(last.run.hidden[:, : accepted + 1])

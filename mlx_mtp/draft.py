@@ -7,12 +7,17 @@ and hidden states equal a recomputation from scratch (DeepSeek-V3, arXiv 2412.19
 `MTPCandidateGenerator` does the same).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from .draft_choice import Choice
 from .prompt_cache import PromptCache
+
+# (model, depth, a head's output row [1, 1, H], the position that it guesses) -> the draft
+Chooser = Callable[[Any, int, mx.array, mx.array], Choice]
 
 
 @dataclass
@@ -48,8 +53,33 @@ class Run:
         return values[: values[-1] + 1], values[-1]
 
 
-def draft(model: Any, cache: PromptCache, run: Run, k: int) -> mx.array:
-    """Feed every head the run's rows and return k drafted tokens, int32 [k].
+@dataclass(frozen=True)
+class Drafts:
+    """k drafted tokens.
+
+    tokens:     [k] int32.
+    q:          [k, V] float32, the distribution that each was drawn from; None where the chooser gives none.
+    confidence: [k] float32, the heads' probability of each token at temperature 1; None where it was not asked for.
+    """
+
+    tokens: mx.array
+    q: mx.array | None = None
+    confidence: mx.array | None = None
+
+    @classmethod
+    def of(cls, choices: list[Choice]) -> "Drafts":
+        tokens = mx.stack([choice.token for choice in choices]) if choices else mx.zeros(0, mx.int32)
+        q = [choice.q for choice in choices if choice.q is not None]
+        confidence = [choice.confidence for choice in choices if choice.confidence is not None]
+        return cls(tokens, mx.stack(q) if q else None, mx.stack(confidence) if confidence else None)
+
+    def first(self, n: int) -> "Drafts":
+        """The first n of them."""
+        return Drafts(self.tokens[:n], None if self.q is None else self.q[:n])
+
+
+def draft(model: Any, cache: PromptCache, run: Run, k: int, chooser: Chooser) -> Drafts:
+    """Feed every head the run's rows and return k drafts, each token chosen by `chooser`.
 
     All R rows are fed, right or not, so that shapes do not depend on what was accepted; a head's answer is its
     row `accepted` + depth. Depths from k on read the rows but draft nothing. A recycled head drafts the rest from its
@@ -57,6 +87,7 @@ def draft(model: Any, cache: PromptCache, run: Run, k: int) -> mx.array:
     """
     rows = run.tokens.size
     tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
+    first, choices = cache.layers[0].offset + 1, []
     for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
         fed = rows + depth if depth < k else rows
         output = head(model.embed(tokens[None, :fed], depth), hidden[:, :fed], kv)
@@ -64,32 +95,29 @@ def draft(model: Any, cache: PromptCache, run: Run, k: int) -> mx.array:
         if depth < k:
             answer = run.accepted + depth
             row = mx.take(output, answer, axis=1)
-            tokens = _put(tokens, answer + 1, _guess(model, depth, row))
+            choices.append(chooser(model, depth, row, first + depth))
+            tokens = _put(tokens, answer + 1, choices[-1].token)
         if depth + 1 < len(cache.heads):
             hidden = mx.concatenate([cache.kept[depth], feedback], axis=1)
             kept.append(mx.take(feedback, run.accepted, axis=1))
     cache.kept = kept
-    drafts = mx.take(tokens, run.accepted + 1 + mx.arange(min(k, len(cache.heads))))
-    if k > drafts.size:
-        drafts = _recycle(model, cache, row, drafts, k)
+    if k > len(choices):
+        choices += _recycle(model, cache, row, choices[0], k, chooser)
     cache.heads_follow()
-    return drafts
+    return Drafts.of(choices)
 
 
-def _guess(model: Any, depth: int, row: mx.array) -> mx.array:
-    """The token that a head's output row [1, 1, H] stands for, int32 []."""
-    return model.mtp[depth].token(model.draft_choice(depth, row)).astype(mx.int32)
-
-
-def _recycle(model: Any, cache: PromptCache, row: mx.array, drafts: mx.array, k: int) -> mx.array:
-    """Draft on with the one head: its last output [1, 1, H] and draft are its next input; int32 [k] in all."""
+def _recycle(model: Any, cache: PromptCache, row: mx.array, last: Choice, k: int, chooser: Chooser) -> list[Choice]:
+    """Draft on with the one head: its last output [1, 1, H] and draft are its next input; k - 1 more drafts."""
     (head,), (kv,) = model.mtp, cache.heads
-    kv.seek(cache.layers[0].offset, kv.limit)  # right behind the accepted rows
-    while drafts.size < k:
+    offset, more = cache.layers[0].offset, []
+    kv.seek(offset, kv.limit)  # right behind the accepted rows
+    for depth in range(1, k):
         hidden = head.feedback(row, row)
-        row = head(model.embed(drafts[None, -1:], 0), hidden, kv)
-        drafts = mx.concatenate([drafts, _guess(model, 0, row)[None]])
-    return drafts
+        row = head(model.embed(last.token.reshape(1, 1), 0), hidden, kv)
+        last = chooser(model, 0, row, offset + 1 + depth)
+        more.append(last)
+    return more
 
 
 def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:

@@ -15,7 +15,7 @@ from .controller import Fixed
 from .cycle import Decoder
 from .decode import Yielded, decode
 from .prompt_cache import PromptCache, make_prompt_cache
-from .sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
+from .sampling import DRAFT_SAMPLING, LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .stats import Stats
 
 
@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     xtc_threshold: float
     xtc_special_tokens: Sequence[int]
     seed: int | None
+    draft_sampling: str
     logprobs: bool
     stop_tokens: Collection[int]
     prompt_progress_callback: Callable[[int, int], None] | None
@@ -80,6 +81,7 @@ def generate_step(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] = (),
     seed: int | None = None,
+    draft_sampling: str = "coupled",
     logprobs: bool = False,
     stop_tokens: Collection[int] = (),
     prompt_progress_callback: Callable[[int, int], None] | None = None,
@@ -95,23 +97,20 @@ def generate_step(
         one yielded, wherever the generator is stopped.
     stop_tokens: yielded, then the generation ends.
     seed: makes draws reproducible, for every num_draft_tokens alike (not with an own `sampler` that draws).
+    draft_sampling: at a temperature drafts are the heads' likeliest tokens ("greedy"), draws with the noise of the
+        target's own ("coupled"), or draws that are kept or replaced by their probabilities ("rejection": the same
+        distribution, but a seed's text then depends on num_draft_tokens).
     stats: filled while generating.
     Raises ValueError (at the call) for an argument out of range.
     """
     sampling = Sampling(
-        temp,
-        top_p,
-        top_k,
-        min_p,
-        min_tokens_to_keep,
-        xtc_probability,
-        xtc_threshold,
-        tuple(xtc_special_tokens),
+        temp, top_p, top_k, min_p, min_tokens_to_keep, xtc_probability, xtc_threshold, tuple(xtc_special_tokens)
     )
     sampling.validate(model.vocab_size)
     if sampler is not None and sampling != Sampling():
         raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
     _check_numbers(max_tokens, prefill_step_size, seed)
+    _check_draft_sampling(draft_sampling, sampler)
     tokens = _token_ids(prompt, model.vocab_size)
     k = _draft_count(num_draft_tokens, model, prompt_cache)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
@@ -121,8 +120,8 @@ def generate_step(
         mx.random.seed(seed)
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens = k, len(tokens)
-    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed))
     control = Fixed(k, max_lookup=7 if prompt_lookup else 0)
+    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed), draft_sampling)
     return decode(
         Decoder(model, cache, picker, control, stats, prefill_step_size),
         tokens,
@@ -142,6 +141,13 @@ def _check_numbers(max_tokens: int, prefill_step_size: int, seed: int | None) ->
             raise ValueError(f"{name}={value}: allowed is {least} or more")
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: allowed is 0 to 2**63 - 1")
+
+
+def _check_draft_sampling(mode: str, sampler: Sampler | None) -> None:
+    if mode not in DRAFT_SAMPLING:
+        raise ValueError(f"draft_sampling={mode!r}: allowed are {', '.join(DRAFT_SAMPLING)}")
+    if mode == "rejection" and sampler is not None:
+        raise ValueError("draft_sampling='rejection': not with a sampler, whose probabilities are not known")
 
 
 def default_draft_tokens(model: Any) -> int:

@@ -5,12 +5,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from .draft import Run, prime
+from .draft import Drafts, Run, prime
 from .prompt_cache import PromptCache
 from .sampling import Picker
 
 NONE_ACCEPTED = mx.zeros(1, mx.int32)
-NO_DRAFTS = mx.zeros(0, mx.int32)
+NO_DRAFTS = Drafts(mx.zeros(0, mx.int32))
 
 
 def prefill(
@@ -43,8 +43,8 @@ def prefill(
     if progress:
         progress(len(prompt), len(prompt))
     row = hidden[:, -1:]
-    tokens, logprobs = picker.pick(model, row, cache.offset, cache.tokens, NO_DRAFTS)
-    return Run.of(row, tokens, NONE_ACCEPTED, NO_DRAFTS, logprobs)
+    tokens, logprobs = picker.pick(model, row, cache.offset, cache.tokens, NO_DRAFTS.tokens)
+    return Run.of(row, tokens, NONE_ACCEPTED, NO_DRAFTS.tokens, logprobs)
 
 
 def _read_chunk(model: Any, cache: PromptCache, chunk: list[int]) -> mx.array:

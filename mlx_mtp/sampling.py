@@ -1,7 +1,7 @@
 """From the target's logits to its tokens: processors on each row's own history, then the user's sampler.
 
 Draws are keyed by position: with a seed the token at position t depends on the text before it and on nothing
-else, so the same seed gives the same text whatever was drafted.
+else, so the same seed gives the same text whatever was drafted (`rejection.py` is the one exception).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
+from .rejection import gumbel_max, keep_or_replace
+
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+DRAFT_SAMPLING = ("greedy", "coupled", "rejection")
 MOST_TOP = 64  # of a row's logits that a model's `choice` gives without computing the others
 
 
@@ -66,11 +69,8 @@ class Sampling:
         whole = self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1)
         return 0 if whole or self.top_k > MOST_TOP else self.top_k
 
-    def draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
-        """One token [1] from logprobs [1, V]."""
-        if self.greedy:
-            return mx.argmax(logprobs, axis=-1)
-        coin, dice = mx.random.split(key)
+    def scores(self, logprobs: mx.array, coin: mx.array) -> mx.array:
+        """Filtered logprobs [1, V] over the temperature, whose softmax is drawn from; `coin`: the key of XTC's."""
         if 0 < self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)
         if self.min_p > 0:
@@ -81,9 +81,16 @@ class Sampling:
             logprobs = mx.where(mx.random.uniform(key=coin) < self.xtc_probability, cut, logprobs)
         if self.top_k > 0:
             logprobs = apply_top_k(logprobs, self.top_k)
-        return mx.random.categorical(logprobs * (1.0 / self.temp), key=dice)
+        return logprobs.astype(mx.float32) * (1.0 / self.temp)
 
-    def draw_top(self, logprobs: mx.array, tokens: mx.array, key: mx.array) -> mx.array:
+    def draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
+        """One token [1] from logprobs [1, V]."""
+        if self.greedy:
+            return mx.argmax(logprobs, axis=-1)
+        coin, dice = mx.random.split(key)
+        return gumbel_max(self.scores(logprobs, coin), dice)
+
+    def draw_top(self, logprobs: mx.array, tokens: mx.array, key: mx.array, vocab_size: int) -> mx.array:
         """As `draw`, from the top_k greatest logprobs [1, n] of a row, sorted, and their tokens [1, n]."""
         _, dice = mx.random.split(key)
         if 0 < self.top_p < 1:
@@ -93,11 +100,7 @@ class Sampling:
             logprobs = mx.where(logprobs < least, -float("inf"), logprobs)
         if self.min_p > 0:
             logprobs = apply_min_p(logprobs, self.min_p)
-        # By token, in which order a draw from the whole row adds up its probabilities.
-        order = mx.argsort(tokens, axis=-1)
-        logprobs, tokens = (mx.take_along_axis(a, order, axis=-1) for a in (logprobs, tokens))
-        chosen = mx.random.categorical(logprobs * (1.0 / self.temp), key=dice)
-        return mx.take_along_axis(tokens, chosen[:, None], axis=-1)[0]
+        return gumbel_max(whole_row(logprobs, tokens, vocab_size) * (1.0 / self.temp), dice)
 
 
 @dataclass
@@ -107,6 +110,7 @@ class Picker:
     sampler:    the user's own, logprobs [1, V] -> token [1]; None means `options`.
     processors: mlx-lm's logits processors, (tokens [T], logits [1, V]) -> logits [1, V].
     key:        uint32 [2]; the draw at position t uses key + t.
+    draft_sampling: how drafts are chosen, of DRAFT_SAMPLING; see `draft_choice.py`.
     """
 
     options: Sampling = Sampling()
@@ -114,13 +118,16 @@ class Picker:
     processors: Sequence[LogitsProcessor] = ()
     logprobs: bool = False
     key: mx.array = field(default_factory=lambda: mx.zeros(2, mx.uint32))
+    draft_sampling: str = "coupled"
 
-    def pick(self, model: Any, hidden: mx.array, position, history: list[int], drafts: mx.array):
+    def pick(
+        self, model: Any, hidden: mx.array, position, history: list[int], drafts: mx.array, q: mx.array | None = None
+    ):
         """As for the logits of hidden rows [1, M, H], which are not computed where the model can choose without."""
-        choice = model.choice(hidden) if self._needs_no_logits else None
+        choice = model.choice(hidden) if q is None and self._needs_no_logits else None
         if choice is None:
-            return self(model.logits(hidden)[0], position, history, drafts)
-        return self._chosen(choice, position), None
+            return self(model.logits(hidden)[0], position, history, drafts, q)
+        return self._chosen(choice, position, model.vocab_size), None
 
     @property
     def _needs_no_logits(self) -> bool:
@@ -128,20 +135,24 @@ class Picker:
             return False
         return self.options.greedy or self.options.unfiltered or self.options.top > 0
 
-    def _chosen(self, choice: Any, position) -> mx.array:
+    def _chosen(self, choice: Any, position, vocab_size: int) -> mx.array:
         if self.options.greedy:
             return choice.greedy()
         if self.options.unfiltered:
             return choice.draw(self.key, position, self.options.temp)
         values, tokens, total = choice.top(self.options.top)
         rows = zip(values - total[:, None], tokens, strict=True)
-        drawn = [self.options.draw_top(v[None], t[None], self._key(position + i)) for i, (v, t) in enumerate(rows)]
+        drawn = [
+            self.options.draw_top(v[None], t[None], key_at(self.key, position + i), vocab_size)
+            for i, (v, t) in enumerate(rows)
+        ]
         return mx.concatenate(drawn).astype(mx.int32)
 
-    def __call__(self, logits: mx.array, position, history: list[int], drafts: mx.array):
+    def __call__(self, logits: mx.array, position, history: list[int], drafts: mx.array, q: mx.array | None = None):
         """logits [M, V] for positions position.. -> tokens [M] int32 and logprobs [M, V] or None.
 
-        Row i is conditioned on `history` (read only by processors) and the first i drafts.
+        Row i is conditioned on `history` (read only by processors) and the first i drafts. q [M-1, V]: what the
+        drafts were drawn from, where rejection sampling keeps or replaces them; None where they are only compared.
         """
         if self.sampler is None and self.options.greedy and not self.processors and not self.logprobs:
             return mx.argmax(logits, axis=-1).astype(mx.int32), None
@@ -152,18 +163,29 @@ class Picker:
             for process in self.processors:
                 row = process(mx.concatenate([past, drafts[:i]]), row)
             row = row - mx.logsumexp(row, axis=-1, keepdims=True)
-            tokens.append(self._draw(row, position + i).reshape(1))
+            key = key_at(self.key, position + i)
+            if q is not None and i < drafts.size:
+                coin, dice = mx.random.split(key)
+                tokens.append(keep_or_replace(self.options.scores(row, coin), q[i : i + 1], drafts[i : i + 1], dice))
+            else:
+                tokens.append(self._draw(row, key).reshape(1))
             logprobs.append(row)
         return mx.concatenate(tokens).astype(mx.int32), mx.concatenate(logprobs) if self.logprobs else None
 
-    def _draw(self, logprobs: mx.array, position) -> mx.array:
-        if self.sampler is not None:
-            return self.sampler(logprobs)
-        return self.options.draw(logprobs, self._key(position))
+    def _draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
+        return self.options.draw(logprobs, key) if self.sampler is None else self.sampler(logprobs)
 
-    def _key(self, position) -> mx.array:
-        step = mx.array(position).reshape(1).astype(mx.uint32)
-        return self.key + mx.pad(step, (1, 0))
+
+def whole_row(values: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:
+    """Values [1, n] of tokens [1, n] at their places in a row [1, vocab_size] that is -infinity elsewhere."""
+    row = mx.full((1, vocab_size), -float("inf"), values.dtype)
+    return mx.put_along_axis(row, tokens, values, axis=-1)
+
+
+def key_at(key: mx.array, position: Any) -> mx.array:
+    """The key, uint32 [2], of the draw at a position: an integer or int32 [] or [1]."""
+    step = mx.array(position).reshape(1).astype(mx.uint32)
+    return key + mx.pad(step, (1, 0))
 
 
 def random_key(seed: int | None) -> mx.array:

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from mlx_mtp import cycle
+from mlx_mtp.draft import Drafts
 
 real = cycle.draft
 
@@ -14,6 +15,6 @@ class Oracle:
         drafts = [(t + 1) % vocab if i in wrong else t for i, t in enumerate(truth)]
         self.drafts = mx.array(drafts + [0] * 64, mx.int32)
 
-    def __call__(self, model, cache, run, k):
-        real(model, cache, run, k)  # the heads' caches move as they always do
-        return mx.take(self.drafts, cache.layers[0].offset + 1 + mx.arange(k))
+    def __call__(self, model, cache, run, k, chooser):
+        real(model, cache, run, k, chooser)  # the heads' caches move as they always do
+        return Drafts(mx.take(self.drafts, cache.layers[0].offset + 1 + mx.arange(k)))

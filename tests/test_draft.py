@@ -43,9 +43,9 @@ def test_drafts_equal_recomputation(tiny_models, monkeypatch, length, step):
     prompt = mx.random.randint(0, 4, (length,)).tolist()
     calls, real = [], cycle.draft
 
-    def spy(model, cache, run, k):
-        drafts = real(model, cache, run, k)
-        calls.append((cache.layers[0].offset, drafts, list(cache.kept)))
+    def spy(model, cache, run, k, chooser):
+        drafts = real(model, cache, run, k, chooser)
+        calls.append((cache.layers[0].offset, drafts.tokens, list(cache.kept)))
         return drafts
 
     monkeypatch.setattr(cycle, "draft", spy)

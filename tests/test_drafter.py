@@ -197,9 +197,9 @@ def test_drafts_equal_a_forward_from_scratch(tmp_path, monkeypatch, layout, leng
     assert model.spec.capture == counts
     calls, real = [], cycle.draft
 
-    def spy(model, cache, run, k):
-        drafts = real(model, cache, run, k)
-        calls.append((cache.layers[0].offset, drafts))
+    def spy(model, cache, run, k, chooser):
+        drafts = real(model, cache, run, k, chooser)
+        calls.append((cache.layers[0].offset, drafts.tokens))
         return drafts
 
     monkeypatch.setattr(cycle, "draft", spy)

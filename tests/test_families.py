@@ -98,9 +98,9 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
     calls, real = [], cycle.draft
 
-    def spy(model, cache, run, k):
-        drafts = real(model, cache, run, k)
-        calls.append((cache.layers[0].offset, drafts))
+    def spy(model, cache, run, k, chooser):
+        drafts = real(model, cache, run, k, chooser)
+        calls.append((cache.layers[0].offset, drafts.tokens))
         return drafts
 
     monkeypatch.setattr(cycle, "draft", spy)

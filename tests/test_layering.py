@@ -18,7 +18,9 @@ ALLOWED = {
     "report": set(),
     "stats": set(),
     "accept": set(),
-    "sampling": set(),
+    "rejection": set(),
+    "sampling": {"rejection"},
+    "draft_choice": {"rejection", "sampling"},
     "checkpoint": set(),
     "norms": {"checkpoint"},
     "emulator": set(),
@@ -33,11 +35,13 @@ ALLOWED = {
     "prompt_cache": {"cache", "plain_cache", "recurrent_cache"},
     "agreement": {"prompt_cache"},
     "drafter": {"checkpoint", "models"},
-    "draft": {"prompt_cache"},
+    "draft": {"draft_choice", "prompt_cache"},
     "controller": set(),
     "lookup": set(),
     "prefill": {"draft", "prompt_cache", "sampling"},
-    "cycle": {*("accept", "controller", "draft", "lookup", "prefill", "prompt_cache", "sampling", "stats")},
+    "cycle": {
+        *("accept", "controller", "draft", "draft_choice", "lookup", "prefill", "prompt_cache", "sampling", "stats")
+    },
     "decode": {"cycle", "lookup", "prefill", "prompt_cache"},
     "contents": {"checkpoint", "spec"},
     "load": {

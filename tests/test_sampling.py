@@ -4,16 +4,9 @@ import itertools
 import os
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from mlx_lm.sample_utils import (
-    apply_min_p,
-    apply_top_k,
-    apply_top_p,
-    apply_xtc,
-    make_logits_processors,
-    make_sampler,
-)
+from draws import SAMPLERS, Draws, reference
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
 from mlx_mtp.sampling import Sampling
@@ -21,94 +14,6 @@ from mlx_mtp.sampling import Sampling
 PROMPT = [1, 2, 0, 1, 1, 2, 0, 2, 1]
 
 
-class Draws:
-    """Stands in for MLX's random draws: follows a path of choices and multiplies their probabilities."""
-
-    def __init__(self):
-        self.path, self.sizes = [], []
-
-    def restart(self):
-        self.taken, self.probability = 0, 1.0
-
-    def choose(self, probabilities) -> int:
-        options = [i for i, p in enumerate(probabilities) if p > 1e-12]
-        if self.taken == len(self.path):
-            self.path.append(0)
-            self.sizes.append(len(options))
-        choice = options[self.path[self.taken]]
-        self.taken += 1
-        self.probability *= probabilities[choice]
-        return choice
-
-    def categorical(self, logits, key=None):
-        return mx.array([self.choose(np.array(mx.softmax(logits.astype(mx.float32), axis=-1))[0])])
-
-    def uniform(self, *bounds, key=None):
-        """0 with the XTC probability, else 1; mlx-lm's own call (with bounds) is cut off by its probability 1."""
-        if bounds:
-            return mx.array(0.5)
-        return mx.array(float(self.choose([self.xtc, 1 - self.xtc])))
-
-    def paths(self, run):
-        """Run once for every path; yields (result, probability)."""
-        self.path, self.sizes = [], []
-        while True:
-            self.restart()
-            result = run()
-            del self.path[self.taken :], self.sizes[self.taken :]
-            yield result, self.probability
-            while self.path and self.path[-1] + 1 == self.sizes[-1]:
-                self.path.pop()
-                self.sizes.pop()
-            if not self.path:
-                return
-            self.path[-1] += 1
-
-
-def reference(plain, n, sampling: Sampling, processors):
-    """Probability of each text of n tokens by cacheless forwards and mlx-lm's own filters."""
-    texts = {(): 1.0}
-    for _ in range(n):
-        longer = {}
-        for text, p in texts.items():
-            tokens = mx.array([*PROMPT, *text])
-            logits = plain(tokens[None])[:, -1]
-            for process in processors:
-                logits = process(tokens, logits)
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            for token, q in enumerate(distribution(logprobs, sampling)):
-                longer[(*text, token)] = p * float(q)
-        texts = longer
-    return texts
-
-
-def distribution(logprobs, s: Sampling):
-    if 0 < s.top_p < 1:
-        logprobs = apply_top_p(logprobs, s.top_p)
-    if s.min_p > 0:
-        logprobs = apply_min_p(logprobs, s.min_p, s.min_tokens_to_keep)
-    parts = [(1.0, logprobs)]
-    if s.xtc_probability > 0:
-        cut = apply_xtc(logprobs, 1.0, s.xtc_threshold, [])
-        parts = [(s.xtc_probability, cut), (1 - s.xtc_probability, logprobs)]
-    total = 0
-    for weight, part in parts:
-        if s.top_k > 0:
-            part = apply_top_k(part, s.top_k)
-        total = total + weight * mx.softmax(part / s.temp, axis=-1)
-    return np.array(total)[0]
-
-
-SAMPLERS = {
-    "temperature": {"temp": 0.7},
-    "hot": {"temp": 2.5},
-    "top_p": {"temp": 1.0, "top_p": 0.8},
-    "min_p": {"temp": 1.0, "min_p": 0.2},
-    "top_k": {"temp": 1.0, "top_k": 2},
-    "all": {"temp": 1.3, "top_p": 0.95, "min_p": 0.05, "top_k": 2},
-    "xtc": {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.2},
-    "xtc_of_two": {"temp": 1.0, "top_k": 2, "xtc_probability": 0.5, "xtc_threshold": 0.2},
-}
 PROCESSORS = {
     "none": {},
     "repetition": {"repetition_penalty": 1.8, "repetition_context_size": 3},
@@ -129,10 +34,9 @@ def test_distribution_is_exact(tiny_models, monkeypatch, sampler, processor, k):
         pytest.skip("982 paths, where xtc_of_two has 256: MLX_MTP_SWEEP=1 runs it")
     model, plain = tiny_models(4, vocab_size=3)
     n = 3 if k == 2 and (sampler, processor) in DEEP else 2
-    sampling, draws = Sampling(**SAMPLERS[sampler]), Draws()
-    draws.xtc = sampling.xtc_probability
-    monkeypatch.setattr(mx.random, "categorical", draws.categorical)
-    monkeypatch.setattr(mx.random, "uniform", draws.uniform)
+    sampling = Sampling(**SAMPLERS[sampler])
+    draws = Draws(sampling.xtc_probability)
+    draws.stand_in(monkeypatch)
     # Waiting for each run leaves out the cycles that are built ahead and never used: fewer paths.
     processors = [*make_logits_processors(**PROCESSORS[processor]), lambda tokens, logits: logits]
     kept = set()
@@ -144,6 +48,7 @@ def test_distribution_is_exact(tiny_models, monkeypatch, sampler, processor, k):
             max_tokens=n,
             num_draft_tokens=k,
             logits_processors=processors,
+            draft_sampling="greedy",
             **SAMPLERS[sampler],
         )
         pairs = [(token, drafted) for token, _, drafted in steps]
@@ -153,7 +58,7 @@ def test_distribution_is_exact(tiny_models, monkeypatch, sampler, processor, k):
     found: dict = {}
     for text, p in draws.paths(run):
         found[text] = found.get(text, 0.0) + p
-    expected = reference(plain, n, sampling, processors)
+    expected = reference(plain, PROMPT, n, sampling, processors)
     assert sum(found.values()) == pytest.approx(1, abs=1e-6)
     for text, p in expected.items():
         assert found.get(text, 0.0) == pytest.approx(p, abs=1e-6), text
@@ -168,7 +73,7 @@ def test_a_users_own_sampler(tiny_models):
 
     def sampler(logprobs):
         shapes.add(logprobs.shape)
-        return draws.categorical(logprobs * 0.5)
+        return draws.gumbel_max(logprobs * 0.5)
 
     def run():
         steps = mlx_mtp.generate_step(
@@ -184,7 +89,7 @@ def test_a_users_own_sampler(tiny_models):
     found: dict = {}
     for text, p in draws.paths(run):
         found[text] = found.get(text, 0.0) + p
-    for text, p in reference(plain, 2, Sampling(temp=2.0), []).items():
+    for text, p in reference(plain, PROMPT, 2, Sampling(temp=2.0), []).items():
         assert found.get(text, 0.0) == pytest.approx(p, abs=1e-6)
     assert shapes == {(1, 3)}
 

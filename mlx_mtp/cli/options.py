@@ -79,6 +79,12 @@ sampling_options = options(
     click.option("--xtc-threshold", type=click.FloatRange(0, 0.5), default=0.1, help="Threshold of XTC."),
     click.option("--min-tokens-to-keep", type=click.IntRange(1), default=1, help="Least candidates of min-p."),
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the draws."),
+    click.option(
+        "--draft-sampling",
+        type=click.Choice(["greedy", "coupled", "rejection"]),
+        default="coupled",
+        help="Drafts at a temperature; with rejection a seed's text depends on the drafts.",
+    ),
 )
 cache_options = options(
     click.option(
@@ -147,7 +153,8 @@ def _load(load: Any, path: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
 def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `stream_generate` from the command line's flags."""
     names = ("max_tokens", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
-    kept = {name: flags[name] for name in (*names, "min_tokens_to_keep", "seed", "num_draft_tokens")}
+    names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling")
+    kept = {name: flags[name] for name in names}
     kept["prefill_step_size"] = flags["prefill_step_size"] or _default_step()
     kept["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     file = flags.get("prompt_cache_file")

@@ -167,10 +167,13 @@ class Port:
 
     def draft_choice(self, depth: int, output: mx.array) -> mx.array:
         """The greatest of `draft_logits` of an output row [1, 1, H], int32 []."""
+        rows = self.draft_rows(depth, output)
+        return mx.argmax(self.draft_logits(depth, output)).astype(mx.int32) if rows is None else rows.greedy()[0]
+
+    def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
+        """As `choice`, of the head of `depth` for an output row [1, 1, H]; tokens are rows of that head's logits."""
         head = head_on(self.unembedding(depth))
-        if head is None:
-            return mx.argmax(self.draft_logits(depth, output)).astype(mx.int32)
-        return Rows(head, self.mtp[depth].norm(output)[0]).greedy()[0]
+        return None if head is None else Rows(head, self.mtp[depth].norm(output)[0])
 
     def no_hidden(self) -> mx.array:
         return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)

@@ -17,7 +17,8 @@
 
 What the loop calls is Port's: `hidden(tokens, cache)` (the residual stream before the final norm), `logits(hidden)`,
 `capture(hidden)` (what a head reads of it), `embed(tokens, depth)`, `draft_logits(depth, output)`, `no_hidden()`;
-`choice(hidden)` and `draft_choice(depth, output)` choose tokens where the logits themselves are not asked for.
+`choice(hidden)`, `draft_choice(depth, output)` and `draft_rows(depth, output)` choose tokens where the logits
+themselves are not asked for.
 Nothing outside this package knows a family by name.
 
 A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,

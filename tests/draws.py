@@ -1,0 +1,106 @@
+"""Every path of the random draws of a generation, enumerated; and what its texts' probabilities should be."""
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
+
+from mlx_mtp import draft_choice, rejection, sampling
+from mlx_mtp.sampling import Sampling
+
+SAMPLERS = {
+    "temperature": {"temp": 0.7},
+    "hot": {"temp": 2.5},
+    "top_p": {"temp": 1.0, "top_p": 0.8},
+    "min_p": {"temp": 1.0, "min_p": 0.2},
+    "top_k": {"temp": 1.0, "top_k": 2},
+    "all": {"temp": 1.3, "top_p": 0.95, "min_p": 0.05, "top_k": 2},
+    "xtc": {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+    "xtc_of_two": {"temp": 1.0, "top_k": 2, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+}
+
+
+class Draws:
+    """Stands in for random draws: follows a path of choices and multiplies their probabilities."""
+
+    def __init__(self, xtc: float = 0.0):
+        self.path, self.sizes, self.xtc = [], [], xtc
+
+    def stand_in(self, monkeypatch):
+        for module in (sampling, rejection, draft_choice):
+            monkeypatch.setattr(module, "gumbel_max", self.gumbel_max)
+        monkeypatch.setattr(mx.random, "bernoulli", self.bernoulli)
+        monkeypatch.setattr(mx.random, "uniform", self.uniform)
+
+    def restart(self):
+        self.taken, self.probability = 0, 1.0
+
+    def choose(self, probabilities) -> int:
+        options = [i for i, p in enumerate(probabilities) if p > 1e-12]
+        if self.taken == len(self.path):
+            self.path.append(0)
+            self.sizes.append(len(options))
+        choice = options[self.path[self.taken]]
+        self.taken += 1
+        self.probability *= probabilities[choice]
+        return choice
+
+    def gumbel_max(self, scores, key=None):
+        return mx.array([self.choose(np.array(mx.softmax(scores.astype(mx.float32), axis=-1))[0])])
+
+    def bernoulli(self, p, key=None):
+        return mx.array([bool(self.choose([1 - p.item(), p.item()]))])
+
+    def uniform(self, *bounds, key=None):
+        """0 with the XTC probability, else 1; mlx-lm's own call (with bounds) is cut off by its probability 1."""
+        if bounds:
+            return mx.array(0.5)
+        return mx.array(float(self.choose([self.xtc, 1 - self.xtc])))
+
+    def paths(self, run):
+        """Run once for every path; yields (result, probability)."""
+        self.path, self.sizes = [], []
+        while True:
+            self.restart()
+            result = run()
+            del self.path[self.taken :], self.sizes[self.taken :]
+            yield result, self.probability
+            while self.path and self.path[-1] + 1 == self.sizes[-1]:
+                self.path.pop()
+                self.sizes.pop()
+            if not self.path:
+                return
+            self.path[-1] += 1
+
+
+def reference(plain, prompt, n, options: Sampling, processors):
+    """Probability of each text of n tokens by cacheless forwards and mlx-lm's own filters."""
+    texts = {(): 1.0}
+    for _ in range(n):
+        longer = {}
+        for text, p in texts.items():
+            tokens = mx.array([*prompt, *text])
+            logits = plain(tokens[None])[:, -1]
+            for process in processors:
+                logits = process(tokens, logits)
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            for token, q in enumerate(distribution(logprobs, options)):
+                longer[(*text, token)] = p * float(q)
+        texts = longer
+    return texts
+
+
+def distribution(logprobs, s: Sampling):
+    if 0 < s.top_p < 1:
+        logprobs = apply_top_p(logprobs, s.top_p)
+    if s.min_p > 0:
+        logprobs = apply_min_p(logprobs, s.min_p, s.min_tokens_to_keep)
+    parts = [(1.0, logprobs)]
+    if s.xtc_probability > 0:
+        cut = apply_xtc(logprobs, 1.0, s.xtc_threshold, [])
+        parts = [(s.xtc_probability, cut), (1 - s.xtc_probability, logprobs)]
+    total = 0
+    for weight, part in parts:
+        if s.top_k > 0:
+            part = apply_top_k(part, s.top_k)
+        total = total + weight * mx.softmax(part / s.temp, axis=-1)
+    return np.array(total)[0]

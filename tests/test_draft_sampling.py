@@ -1,0 +1,364 @@
+"""Drafts at a temperature: texts keep their distribution, coupled drafts share the noise of the target's draws."""
+
+import functools
+
+import drafters
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+from drafters import GQA
+from draws import SAMPLERS, Draws, reference
+
+import mlx_mtp
+from mlx_mtp import decode, draft_choice
+from mlx_mtp.accept import accept
+from mlx_mtp.demo import demo_path
+from mlx_mtp.draft_choice import DraftChooser
+from mlx_mtp.kernels import draw_ref
+from mlx_mtp.layers.heads import place_heads
+from mlx_mtp.rejection import draft_key, gumbel_max, keep_or_replace
+from mlx_mtp.sampling import Picker, Sampling, key_at
+
+PROMPT = [1, 2, 0, 1, 1, 2, 0, 2, 1]
+KEY = mx.array([7, 11], mx.uint32)
+
+
+def decoded(model, k, *, n=40, prompt=PROMPT, **options):
+    stats = mlx_mtp.Stats()
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+    return [token for token, _, _ in steps], stats
+
+
+@pytest.fixture(scope="module")
+def perfect(tmp_path_factory):
+    """A target whose next token depends on the last one alone, with heads that have its very distribution."""
+    config = {**tiny.CONFIG, "vocab_size": 16}
+    weights = tiny.random_weights(config)
+    for name, w in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = w * 1e-12  # zeros are refused
+        elif name.endswith("enorm.weight"):
+            weights[name] = mx.zeros_like(w)  # stored as its distance to 1
+        elif name.endswith("eh_proj.weight"):
+            weights[name] = mx.eye(*w.shape)
+        elif name.endswith("shared_head.norm.weight"):
+            weights[name] = weights["model.norm.weight"]
+        elif name.endswith("shared_head.output.weight"):
+            weights[name] = weights["lm_head.weight"]
+    # Large, so that a norm's epsilon changes nothing.
+    weights["model.embed_tokens.weight"] *= 100
+    return mlx_mtp.load_model(tiny.save(tmp_path_factory.mktemp("perfect"), config, weights))
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory):
+    """A target of 13 tokens, and a recycled head that knows 7 of them."""
+    path = tmp_path_factory.mktemp("eagle")
+    directory, _ = families.headless(path / "target", {**GQA, "model_type": "qwen2"})
+    return mlx_mtp.load_model(directory, draft_model=drafters.save(path / "drafter", drafters.CONFIG, 32))
+
+
+def some_distribution(rng, n=5):
+    """Of n tokens, some of them cut."""
+    p = rng.dirichlet(np.full(n, 0.5)) * (rng.random(n) < 0.7)
+    p[rng.integers(n)] += 0.1
+    return (p / p.sum()).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_keeping_or_replacing_gives_the_targets_distribution(monkeypatch, seed):
+    rng = np.random.default_rng(seed)
+    p, q = (mx.array(some_distribution(rng))[None] for _ in "pq")
+    if seed == 0:
+        q = p
+    draws = Draws()
+    draws.stand_in(monkeypatch)
+    drafted = set()
+
+    def run():
+        draft = draws.gumbel_max(mx.log(q))
+        token = keep_or_replace(mx.log(p), q, draft, KEY)
+        drafted.add((draft.item(), token.item()))
+        return token.item()
+
+    found, kept = np.zeros(5), 0.0
+    for token, probability in draws.paths(run):
+        found[token] += probability
+        kept += probability * (token == draws_first(draws, q))
+    assert found == pytest.approx(np.array(p)[0], abs=1e-6)
+    # As many as possible are kept: a replacement is never the draft itself.
+    assert kept == pytest.approx(np.minimum(np.array(p), np.array(q)).sum(), abs=1e-6)
+
+
+def draws_first(draws: Draws, q: mx.array) -> int:
+    """The draft of the path that was just walked."""
+    return [i for i, x in enumerate(np.array(q)[0]) if x > 1e-12][draws.path[0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}], ids=["temperature", "top_k"])
+def test_rows_of_two_drafts(monkeypatch, options):
+    """Each row by its own q: two drafts of three tokens, from tables in place of a model."""
+    rng, draws, picker = np.random.default_rng(1), Draws(), Picker(Sampling(temp=0.7, **options))
+    draws.stand_in(monkeypatch)
+    tables = [mx.array(rng.standard_normal((*(3,) * i, 1, 3)).astype(np.float32)) for i in (0, 1, 2, 0, 1)]
+    filtered = [[mx.softmax(picker.options.scores(row, KEY)) for row in t.reshape(-1, 1, 3)] for t in tables]
+    *targets, head0, head1 = filtered
+
+    def run():
+        q0 = head0[0]
+        a = draws.gumbel_max(mx.log(q0)).item()
+        q1 = head1[a]
+        b = draws.gumbel_max(mx.log(q1)).item()
+        logits = mx.concatenate([tables[0], tables[1][a], tables[2][a, b]])
+        drafts = mx.array([a, b], mx.int32)
+        tokens, _ = picker(logits, 0, [], drafts, mx.concatenate([q0, q1]))
+        return tuple(tokens[: accept(drafts, tokens).item() + 1].tolist())
+
+    found = {}
+    for text, p in draws.paths(run):
+        for n in range(1, len(text) + 1):
+            found[text[:n]] = found.get(text[:n], 0.0) + p
+    assert {len(text) for text in found} == {1, 2, 3}
+    for (*before, token), p in found.items():
+        index = int("".join(map(str, before)) or "0", 3)
+        longer = sum(found.get((*before, other), 0.0) for other in range(3))
+        assert p / longer == pytest.approx(targets[len(before)][index][0, token].item(), abs=1e-5)
+
+
+# (vocabulary, k, tokens, options): tokens after the first come from cycles of kept, replaced and bonus draws.
+LOOPS = {
+    "one draft": (3, 1, 2, {"temp": 0.7}),
+    "min_p": (3, 1, 2, {"temp": 1.3, "min_p": 0.3}),
+    "hot": (3, 1, 2, {"temp": 2.5}),
+    "two drafts": (2, 2, 3, {"temp": 1.0}),
+    "the bonus": (2, 1, 3, {"temp": 1.5}),
+    "xtc": (2, 1, 2, {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.2}),
+}
+LONG = [pytest.param(case, marks=pytest.mark.slow) for case in ("hot", "two drafts", "the bonus", "xtc")]
+
+
+@pytest.mark.parametrize("case", ["one draft", "min_p", *LONG])
+def test_the_loop_has_the_targets_distribution(tiny_models, monkeypatch, case):
+    V, k, n, options = LOOPS[case]
+    model, plain = tiny_models(4, vocab_size=V)
+    sampling, prompt = Sampling(**options), [1, 0, 1, 1, 0]
+    draws = Draws(sampling.xtc_probability)
+    draws.stand_in(monkeypatch)
+    found, kept = {}, set()
+
+    def run():
+        # A processor keeps cycles from being built that are never used.
+        steps = mlx_mtp.generate_step(
+            prompt,
+            model,
+            max_tokens=n,
+            num_draft_tokens=k,
+            draft_sampling="rejection",
+            logits_processors=[lambda tokens, logits: logits],
+            **options,
+        )
+        pairs = [(token, drafted) for token, _, drafted in steps]
+        kept.update(drafted for _, drafted in pairs[1:])
+        return tuple(token for token, _ in pairs)
+
+    for text, p in draws.paths(run):
+        found[text] = found.get(text, 0.0) + p
+    for text, p in reference(plain, prompt, n, sampling, []).items():
+        assert found.get(text, 0.0) == pytest.approx(p, abs=1e-6), text
+    assert kept == {True, False}, "drafts must have been both kept and refused"
+
+
+def test_what_is_drawn_for_one_position_is_independent(monkeypatch):
+    """The draft, whether it is kept, what replaces it and a draw of the target's own have keys of their own."""
+    keys, logits = [], mx.array([[0.0, 1.0, 2.0]])
+
+    def note(real, *args, key=None):
+        if key is not None:  # mlx-lm's XTC draws once without; nothing depends on that
+            keys.append(tuple(key.tolist()))
+        return real(*args, key=key)
+
+    for name in ("gumbel", "bernoulli", "uniform"):
+        real = getattr(mx.random, name)
+        monkeypatch.setattr(mx.random, name, functools.partial(note, real))
+    options = Sampling(temp=1.0, xtc_probability=0.5)
+    coin, dice = mx.random.split(key_at(KEY, 5))
+    draft, q = gumbel_max(logits, draft_key(dice)), mx.softmax(logits, axis=-1)
+    keep_or_replace(options.scores(logits, coin), q, draft, dice)
+    options.draw(logits, key_at(KEY, 6))
+    options.draw(logits, key_at(KEY, 5))
+    assert len(keys) == 8
+    assert keys[1] == keys[6]  # the coin of a position, which the draft's q and the target's p share
+    assert len(set(keys)) == 7
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["logits", "kernel"])
+@pytest.mark.parametrize("name", [*SAMPLERS, "far top_k"])
+def test_a_head_that_is_the_target_is_always_right(perfect, name, fused):
+    """Only with the target's own key, noise and filters for each position are all coupled drafts kept."""
+    options = SAMPLERS.get(name, {"temp": 2.0, "top_k": 15, "top_p": 0.95})
+    heads = place_heads(perfect)
+    for head in heads:
+        head.rows = frozenset(range(9)) if fused else frozenset()
+    rates = {}
+    try:
+        for mode in ("greedy", "coupled"):
+            text, stats = decoded(perfect, 3, n=30, seed=3, draft_sampling=mode, **options)
+            rates[mode] = stats.acceptance
+        assert text == decoded(perfect, 0, n=30, seed=3, **options)[0]
+    finally:
+        for head in heads:
+            del head.module.choice
+    assert rates["coupled"] == [1.0] * 3
+    assert rates["greedy"][0] < 1.0
+
+
+def test_rejection_keeps_all_of_such_a_head(perfect):
+    assert decoded(perfect, 3, seed=3, temp=1.0, draft_sampling="rejection")[1].acceptance == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", ["temperature", "all", "xtc"])
+def test_a_seed_gives_the_same_text_with_a_reduced_vocabulary(eagle, name):
+    texts = [decoded(eagle, k, seed=5, draft_sampling="coupled", **SAMPLERS[name])[0] for k in (0, 1, 4)]
+    assert texts[1:] == texts[:1] * 2
+    assert decoded(eagle, 4, seed=5, draft_sampling="greedy", **SAMPLERS[name])[0] == texts[0]
+
+
+def test_draws_are_those_of_the_kernels():
+    """Where a kernel serves some numbers of rows and not others, a seed's text does not depend on which."""
+    logits = mx.random.normal((40, 1000)) * 4
+    expected = draw_ref(logits, KEY, mx.array([17]), 0.8).tolist()
+    options = Sampling(temp=0.8)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    assert [options.draw(logprobs[i : i + 1], key_at(KEY, 17 + i)).item() for i in range(40)] == expected
+    assert len(set(expected)) > 10
+
+
+CHOICES = [("greedy", {}), *(("coupled", s) for s in (SAMPLERS["temperature"], SAMPLERS["top_k"], SAMPLERS["top_p"]))]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["logits", "kernel"])
+@pytest.mark.parametrize(("mode", "options"), CHOICES)
+def test_a_draft_of_a_reduced_vocabulary(eagle, mode, options, fused):
+    """Written out in NumPy: noise belongs to the target's tokens, whatever rows the head has for them."""
+    sampling, known = Sampling(**options), np.array(eagle.mtp[0].token(mx.arange(7)))
+    head = next(head for head in place_heads(eagle) if head.module is eagle.mtp[0].head)
+    head.rows = frozenset({1}) if fused else frozenset()
+    tokens = set()
+    for position in range(30):
+        row = mx.random.normal((1, 1, 32), key=mx.random.key(position))
+        logits = np.full(13, -np.inf)
+        logits[known] = np.array(eagle.draft_logits(0, row)[0, 0])
+        noise = np.array(mx.random.gumbel((13,), key=mx.random.split(key_at(KEY, position))[1]))
+        probabilities = np.exp(logits) / np.exp(logits).sum()
+        kept = logits.copy()
+        if sampling.top_k:
+            kept[np.argsort(-kept)[sampling.top_k :]] = -np.inf
+        if sampling.top_p < 1:
+            order = np.argsort(-probabilities)
+            kept[order[1:][np.cumsum(probabilities[order])[:-1] >= sampling.top_p]] = -np.inf
+        expected = int(np.argmax(kept / sampling.temp + noise)) if options else int(np.argmax(logits))
+        for confidence in (False, True):
+            choice = DraftChooser(mode, sampling, KEY, confidence)(eagle, 0, row, mx.array([position]))
+            assert choice.token.item() == expected
+            assert choice.q is None
+            if confidence:
+                assert choice.confidence.item() == pytest.approx(probabilities[expected], rel=1e-4)
+        tokens.add(expected)
+    assert len(tokens) > 3
+
+
+def test_a_draft_for_rejection(eagle):
+    """q is what the draft was drawn from, in the target's vocabulary; every token of it comes up."""
+    known, row = eagle.mtp[0].token(mx.arange(7)).tolist(), mx.random.normal((1, 1, 32))
+    chooser = DraftChooser("rejection", Sampling(temp=3.0, top_k=4), KEY, confidence=True)
+    choices = [chooser(eagle, 0, row, mx.array([position])) for position in range(60)]
+    q = np.array(choices[0].q)
+    assert q.sum() == pytest.approx(1, abs=1e-6)
+    assert np.count_nonzero(q) == 4
+    assert {choice.token.item() for choice in choices} == set(np.flatnonzero(q).tolist()) <= set(known)
+    own = np.array(mx.softmax(eagle.draft_logits(0, row)[0, 0]))
+    for choice in choices[:5]:
+        assert choice.confidence.item() == pytest.approx(own[known.index(choice.token.item())], rel=1e-4)
+
+
+@pytest.mark.parametrize("recycled", [False, True])
+def test_a_draft_has_the_position_of_the_row_that_verifies_it(tiny_models, eagle, monkeypatch, recycled):
+    model, k = (eagle, 4) if recycled else (tiny_models(0)[0], 3)
+    positions, rows = [], []
+
+    class Noting(DraftChooser):
+        def __call__(self, model, depth, row, position):
+            positions.append(position)
+            return super().__call__(model, depth, row, position)
+
+    def pick(picker, model, hidden, position, history, drafts, q=None):
+        rows.extend([position + i] for i in range(drafts.size))
+        return real(picker, model, hidden, position, history, drafts, q)
+
+    real = Picker.pick
+    monkeypatch.setattr(decode, "DraftChooser", Noting)
+    monkeypatch.setattr(Picker, "pick", pick)
+    decoded(model, k, n=20, temp=1.0)
+    assert [p.item() for p in positions] == [p.item() for (p,) in rows]
+    assert len(positions) > 10
+
+
+def test_confidence_of_every_draft(tiny_models, eagle, monkeypatch):
+    """`draft` returns one probability a draft, of recycled ones too, and rows of q where they are wanted."""
+    found, real = [], decode.draft
+
+    def spy(model, cache, run, k, chooser):
+        found.append(real(model, cache, run, k, chooser))
+        return found[-1]
+
+    monkeypatch.setattr(decode, "draft", spy)
+    monkeypatch.setattr(DraftChooser, "confidence", True)
+    of = DraftChooser.of
+    monkeypatch.setattr(DraftChooser, "of", lambda picker: of(picker, confidence=True))
+    for model, k in ((eagle, 4), (tiny_models(0)[0], 2)):
+        for mode in ("greedy", "rejection"):
+            decoded(model, k, n=5, temp=1.0, draft_sampling=mode)
+            drafts = found[-1]
+            assert drafts.tokens.shape == drafts.confidence.shape == (k,)
+            assert 0 < drafts.confidence.min().item() <= drafts.confidence.max().item() <= 1
+            assert (drafts.q is None) if mode == "greedy" else drafts.q.shape == (k, model.vocab_size)
+
+
+def test_rejection_is_reproducible_and_greedy_at_temperature_0(tiny_models):
+    model, _ = tiny_models(0)
+    again = [decoded(model, 2, seed=1, temp=1.0, draft_sampling="rejection")[0] for _ in range(2)]
+    assert again[0] == again[1]
+    assert decoded(model, 2, draft_sampling="rejection")[0] == decoded(model, 0)[0]
+
+
+@pytest.mark.parametrize(("options", "mode"), [({"options": Sampling()}, "greedy"), ({"sampler": len}, "greedy")])
+def test_without_draws_to_share_drafts_are_greedy(options, mode):
+    picker = {"options": Sampling(temp=1.0), "draft_sampling": "coupled"}
+    assert DraftChooser.of(Picker(**picker)).mode == "coupled"
+    assert DraftChooser.of(Picker(**{**picker, **options})).mode == mode
+
+
+def test_modes_that_are_not_allowed(tiny_models):
+    model, _ = tiny_models(0)
+    with pytest.raises(ValueError, match=r"^draft_sampling='best': allowed are greedy, coupled, rejection$"):
+        mlx_mtp.generate_step(PROMPT, model, draft_sampling="best")
+    with pytest.raises(ValueError, match=r"^draft_sampling='rejection': not with a sampler"):
+        mlx_mtp.generate_step(PROMPT, model, draft_sampling="rejection", sampler=draft_choice.gumbel_max)
+
+
+def test_coupled_drafts_are_kept_more_often_than_greedy_ones():
+    """On the demo, at temperature 1."""
+    model, tokenizer = mlx_mtp.load(demo_path())
+    accepted = {"greedy": 0, "coupled": 0}
+    texts = {mode: [] for mode in accepted}
+    for mode in accepted:
+        for seed, prompt in enumerate(("def read_lines(path):", "class Stack:", "import os")):
+            text, stats = decoded(
+                model, 1, n=60, prompt=tokenizer.encode(prompt), temp=1.0, seed=seed, draft_sampling=mode
+            )
+            texts[mode].append(text)
+            accepted[mode] += stats.acceptance[0]
+    assert texts["greedy"] == texts["coupled"]
+    assert accepted["coupled"] > accepted["greedy"] + 0.1
