@@ -5,11 +5,13 @@
 Families at their real depth in tiny widths, 4-bit, so that there is little to compute; mlx-lm's models have the same
 weights, its draft model is the target's first layer with the target's embedding and LM head. Contenders take turns,
 medians are over cycles. Seen from outside: `submit` is the time in mx.async_eval, `wait` in mx.eval, item and tolist,
-`build` all the rest of a cycle. `CPU` is what of a cycle its Python thread ran (time.thread_time), wherever: not its
-waits, not MLX's own threads, and hardly what else runs on the machine. Random weights: acceptance means nothing here.
+`build` all the rest of a cycle. `CPU` is what of each the Python thread ran (time.thread_time): no waits, none of
+MLX's own threads, hardly what else the machine does. On a CPU mx.async_eval returns only when all but a few of the
+operations are done, and its CPU is that of waking up for them: there, `build` is the host's. Random weights:
+acceptance means nothing here.
 
-The second table is the graph building alone as on a Mac, where kernels serve the modules (nothing is computed, no GPU
-is needed), by thread time. The last line is one JSON object.
+The second table is the graph building alone as on a Mac, without and with kernels in the modules' place (nothing is
+computed, no GPU is needed), by thread time. The last line is one JSON object.
 """
 
 import inspect
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +30,7 @@ from unittest import mock
 import click
 import mlx.core as mx
 import mlx.nn as nn
+from decode import environment
 from launches import MODELS, WIDTH, as_on_a_mac, make, reached
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
@@ -37,7 +41,6 @@ from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
-from decode import environment
 from mlx_mtp import switch
 from mlx_mtp.decode import cycle
 from mlx_mtp.draft import Run
@@ -52,30 +55,35 @@ THEIRS = {
 }
 DRAFTS = (0, 1, 3)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
-WARM = 8  # cycles before those that count: heads read the prompt, buffers grow
-PARTS = ("build", "submit", "wait", "total", "CPU")
+WARM = 4  # cycles before those that count: heads read the prompt, buffers grow
+PARTS = ("build", "submit", "wait", "total", "CPU build", "CPU total")
 GPU = mx.Device(mx.gpu)
+
+
+Moment = tuple[float, float, float, float, float]
 
 
 @dataclass
 class Clock:
-    """Wall seconds so far in MLX's calls that submit, and in those that wait."""
+    """Seconds so far in MLX's calls: wall in those that submit, wall in those that wait, thread CPU in both."""
 
-    spent: dict[str, float] = field(default_factory=lambda: {"submit": 0.0, "wait": 0.0})
+    spent: dict[str, float] = field(default_factory=lambda: {"submit": 0.0, "wait": 0.0, "CPU": 0.0})
 
     def timed(self, kind: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            tic = time.perf_counter()
+            wall, thread = time.perf_counter(), time.thread_time()
             try:
                 return fn(*args)
             finally:
-                self.spent[kind] += time.perf_counter() - tic
+                self.spent[kind] += time.perf_counter() - wall
+                self.spent["CPU"] += time.thread_time() - thread
 
         return call
 
-    def now(self) -> tuple[float, float, float, float]:
-        """Submitting, waiting, wall and thread CPU seconds."""
-        return self.spent["submit"], self.spent["wait"], time.perf_counter(), time.thread_time()
+    def now(self) -> Moment:
+        """`spent`, wall and thread seconds."""
+        submit, wait, cpu = self.spent.values()
+        return submit, wait, cpu, time.perf_counter(), time.thread_time()
 
 
 @contextmanager
@@ -89,12 +97,13 @@ def watched() -> Iterator[Clock]:
         yield clock
 
 
-def differences(moments: list[tuple[float, float, float, float]]) -> dict[str, list[float]]:
+def differences(moments: list[Moment]) -> dict[str, list[float]]:
     """Milliseconds of each cycle, by part, from the clock's readings at the cycles' ends."""
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     for before, after in itertools.pairwise(moments):
-        submit, wait, total, cpu = (1000 * (b - a) for a, b in zip(before, after, strict=True))
-        for part, ms in zip(PARTS, (total - submit - wait, submit, wait, total, cpu), strict=True):
+        submit, wait, evaluating, total, cpu = (1000 * (b - a) for a, b in zip(before, after, strict=True))
+        spent = (total - submit - wait, submit, wait, total, cpu - evaluating, cpu)
+        for part, ms in zip(PARTS, spent, strict=True):
             found[part].append(ms)
     return found
 
@@ -171,6 +180,10 @@ def measure(runs: dict[str, Callable[[], Iterator[bool]]], times: int, cycles: i
     return found
 
 
+def _answer(value: Any) -> Any:
+    return value
+
+
 def built(model: Any, k: int, times: int) -> list[float]:
     """Thread milliseconds of building one cycle's graph as on a Mac; it is traced, for it could not run here."""
     cache, rows = reached(model, 4), k + 1
@@ -190,8 +203,8 @@ def built(model: Any, k: int, times: int) -> list[float]:
 
     with ExitStack() as stack:
         stack.enter_context(as_on_a_mac())
-        stack.enter_context(mock.patch.object(mx.metal, "is_available", lambda: True))  # a Mock's call is slow
-        stack.enter_context(mock.patch.object(mx, "default_device", lambda: GPU))
+        for owner, name, answer in ((mx.metal, "is_available", True), (mx, "default_device", GPU)):
+            stack.enter_context(mock.patch.object(owner, name, partial(_answer, answer)))  # a Mock's call is slow
         for _ in range(times + 1):
             mx.export_function(lambda _: None, run, hidden, tokens, accepted)
     return found[1:]
@@ -208,13 +221,13 @@ def builds(name: str, times: int) -> dict[str, dict[str, list[float]]]:
 
 def print_loops(console: Console, name: str, layers: int, found: dict[str, Any], remarks: dict[str, str]) -> None:
     table = Table(title=f"{name}, {layers} layers: ms per cycle")
-    for column in ("loop", *PARTS, "tok/cycle", "CPU per token"):
+    for column in ("loop", *PARTS, "tok/cycle", "CPU build/tok"):
         table.add_column(column, justify="left" if column == "loop" else "right")
     for loop, values in found.items():
         tokens = statistics.mean(values["tokens_per_cycle"])
         medians = [statistics.median(values["ms"][part]) for part in PARTS]
         cells = [f"{ms:.2f}" for ms in medians]
-        table.add_row(loop, *cells, f"{tokens:.2f}", f"{medians[-1] / tokens:.2f}")
+        table.add_row(loop.replace("draft model", "draft"), *cells, f"{tokens:.2f}", f"{medians[4] / tokens:.2f}")
     console.print(table)
     for loop, remark in remarks.items():
         console.print(f"{loop}: {remark}")
@@ -237,9 +250,10 @@ def print_builds(console: Console, found: dict[str, Any]) -> None:
 @click.option("--families", multiple=True, type=click.Choice(list(MODELS)), help="Only these.  [default: all]")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the JSON there too.")
 def main(runs: int, cycles: int, families: tuple[str, ...], out: Path | None) -> None:
-    console, found = Console(width=110), {}
+    console, found = Console(width=118), {}
     for name in families or MODELS:
         model = make(MODELS[name][0])
+        model.set_dtype(mx.float32)  # whose products a CPU has
         loops, remarks = contenders(name, model)
         measured = measure(loops, runs, cycles)
         print_loops(console, name, len(model.layers), measured, remarks)
