@@ -205,7 +205,8 @@ def test_every_expert(m, e):
 def plain(x, logits, experts, routing, shared, shared_gate):
     """mlx-lm's operations in x's type."""
     visited, weights = route_ref(logits, routing, None)
-    take = [mx.dequantize(w.w, w.scales, w.biases, **w.format)[visited] for w in vars(experts).values()]
+    stored = (experts.gate, experts.up, experts.down)
+    take = [mx.dequantize(w.w, w.scales, w.biases, **w.format)[visited] for w in stored]
     gate, up = (w @ x[:, None, :, None] for w in take[:2])
     y = (take[2] @ (gate * mx.sigmoid(gate) * up)).squeeze(-1)
     return (y * weights[..., None].astype(x.dtype)).sum(axis=1) + mx.sigmoid(shared_gate) * shared

@@ -124,6 +124,8 @@ def format_template(weights: Quantized, dtype: mx.Dtype) -> list[tuple[str, obje
 
 def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
     """Each linear's [..., N_p] of a flat y, where one's rows lie behind another's: contiguous, and no copies."""
+    if len(weights.ends) == 1:
+        return [y.reshape(*x.shape[:-1], weights.ends[0])]
     m, starts = x.size // weights.k, (0, *weights.ends[:-1])
     return [y[m * a : m * b].reshape(*x.shape[:-1], b - a) for a, b in zip(starts, weights.ends, strict=True)]
 

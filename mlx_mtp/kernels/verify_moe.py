@@ -1,6 +1,7 @@
 """`verify_moe`: the experts of a few rows, from router logits to their sum; each distinct expert is read once."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -39,6 +40,12 @@ class Experts:
             raise ValueError(
                 f"down is {_named(self.down)}; with gate {_named(self.gate)} it must be [{e}, {self.gate.k}, {i}]"
             )
+
+    @cached_property
+    def known(self) -> bool:
+        """Whether the kernels know the formats, and the arrays are in device memory."""
+        stored = (self.gate, self.up, self.down)
+        return all(served(w.mode, w.bits, w.group_size) and not small(w) for w in stored)
 
     def dtype(self, x: mx.array) -> mx.Dtype:
         """The type that MLX computes the three products in."""
@@ -165,10 +172,7 @@ def _verify_moe_metal(
 
 
 def _supported(x: mx.array, logits: mx.array, experts: Experts, routing: Routing) -> bool:
-    formats = all(
-        served(w.mode, w.bits, w.group_size) and not small(w) for w in (experts.gate, experts.up, experts.down)
-    )
-    return formats and experts.dtype(x) in DTYPES and x.size >= DEVICE and routable(logits, routing)
+    return experts.known and experts.dtype(x) in DTYPES and x.size >= DEVICE and routable(logits, routing)
 
 
 def verify_moe(

@@ -1,5 +1,6 @@
 """A mixture of experts from its router's logits on in three launches, in the place of mlx-lm's modules."""
 
+import operator
 from typing import Any
 
 import mlx.core as mx
@@ -53,26 +54,34 @@ class Mixture:
         self.limit: float | None = getattr(block.switch_mlp.activation, "limit", None)
         self.routing = routing_of(block)
         self.linears = [block.switch_mlp[name] for name in PROJECTIONS]
-        self.made: tuple[list[Any], Experts] | None = None
+        self.parts: list[tuple[Any, str, mx.array | None]] = []
+        self.made: Experts | None = None
 
     def serves(self, x: mx.array) -> bool:
         """Not where a projection has been replaced since, as by an adapter around it, or experts are sharded."""
-        same = all(self.block.switch_mlp[n] is m for n, m in zip(PROJECTIONS, self.linears, strict=True))
+        switch = self.block.switch_mlp
+        same = all(map(operator.is_, map(switch.get, PROJECTIONS), self.linears))
         return rows_of(x) in self.rows and same and getattr(self.block, "sharding_group", None) is None
 
     @property
     def bias(self) -> mx.array | None:
         """Of the choice only."""
-        names = ("e_score_correction_bias", "router_bias")
-        return next((self.block.gate[name] for name in names if name in self.block.gate), None)
+        gate = self.block.gate
+        bias = gate.get("e_score_correction_bias")
+        return gate.get("router_bias") if bias is None else bias
 
     @property
     def experts(self) -> Experts:
         """The weights that the projections have now."""
-        arrays = [linear.get(name) for linear in self.linears for name in ("weight", "scales", "biases")]
-        if self.made is None or any(a is not b for a, b in zip(arrays, self.made[0], strict=True)):
-            self.made = arrays, Experts(*map(quantized, self.linears))
-        return self.made[1]
+        for linear, name, array in self.parts:
+            if linear.get(name) is not array:
+                self.made = None
+                break
+        if self.made is None:
+            names = ("weight", "scales", "biases")
+            self.parts = [(linear, name, linear.get(name)) for linear in self.linears for name in names]
+            self.made = Experts(*map(quantized, self.linears))
+        return self.made
 
     @property
     def shape(self) -> str:

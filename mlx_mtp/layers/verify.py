@@ -56,8 +56,10 @@ class Stack:
     @property
     def weights(self) -> Quantized:
         """Those that the linears have now: weights loaded or cast since they were stacked are stacked again."""
-        if any(module.get(name) is not array for module, name, array in self.parts):
-            self._stack()
+        for module, name, array in self.parts:
+            if module.get(name) is not array:
+                self._stack()
+                break
         return self.stacked
 
     @property
@@ -102,7 +104,7 @@ class Stack:
         read, parts = self.read
         y = parts[index] if read is x else None
         if y is None:
-            parts = list[Any](self.ours(x))
+            parts: list[Any] = list(self.ours(x))
             y, self.read = parts[index], (x, parts)
         parts[index] = None
         if not any(part is not None for part in parts):

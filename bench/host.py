@@ -1,0 +1,272 @@
+"""What a cycle costs the host: our loop at k = 0, 1 and 3, and mlx-lm's plain and speculative loops.
+
+    python bench/host.py [--runs 3] [--cycles 40] [--families GLM-4.5] [--out FILE]
+
+Families at their real depth in tiny widths, 4-bit, so that there is little to compute; mlx-lm's models have the same
+weights, its draft model is the target's first layer with the target's embedding and LM head. Contenders take turns,
+medians are over cycles. Seen from outside: `submit` is the time in mx.async_eval, `wait` in mx.eval, item and tolist,
+`build` all the rest of a cycle. `CPU` is what of each the Python thread ran (time.thread_time): no waits, none of
+MLX's own threads, hardly what else the machine does. On a CPU mx.async_eval returns only when all but a few of the
+operations are done, and its CPU is that of waking up for them: there, `build` is the host's. Random weights:
+acceptance means nothing here.
+
+The second table is the graph building alone as on a Mac, without and with kernels in the modules' place (nothing is
+computed, no GPU is needed, mx.compile is off), by thread time. The last line is one JSON object.
+"""
+
+import inspect
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import mlx.core as mx
+import mlx.nn as nn
+from decode import environment
+from launches import MODELS, WIDTH, as_on_a_mac, make, reached
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step as mlx_lm_generate_step
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models import deepseek_v3, glm4_moe, qwen3_5, qwen3_5_moe, step3p5
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+from rich.console import Console
+from rich.table import Table
+
+import mlx_mtp
+from mlx_mtp import switch
+from mlx_mtp.decode import cycle
+from mlx_mtp.draft import Run
+from mlx_mtp.sampling import Picker
+
+THEIRS = {
+    "Step-3.5-Flash": step3p5.Model,
+    "GLM-4.5": glm4_moe.Model,
+    "Qwen3.6-27B": qwen3_5.Model,
+    "Qwen3.6-35B-A3B": qwen3_5_moe.Model,
+    "DeepSeek-V3": deepseek_v3.Model,
+}
+DRAFTS = (0, 1, 3)
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+WARM = 4  # cycles before those that count: heads read the prompt, buffers grow
+PARTS = ("build", "submit", "wait", "total", "CPU build", "CPU total")
+GPU = mx.Device(mx.gpu)
+
+
+Moment = tuple[float, float, float, float, float]
+
+
+@dataclass
+class Clock:
+    """Seconds so far in MLX's calls: wall in those that submit, wall in those that wait, thread CPU in both."""
+
+    spent: dict[str, float] = field(default_factory=lambda: {"submit": 0.0, "wait": 0.0, "CPU": 0.0})
+
+    def timed(self, kind: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            wall, thread = time.perf_counter(), time.thread_time()
+            try:
+                return fn(*args)
+            finally:
+                self.spent[kind] += time.perf_counter() - wall
+                self.spent["CPU"] += time.thread_time() - thread
+
+        return call
+
+    def now(self) -> Moment:
+        """`spent`, wall and thread seconds."""
+        submit, wait, cpu = self.spent.values()
+        return submit, wait, cpu, time.perf_counter(), time.thread_time()
+
+
+@contextmanager
+def watched() -> Iterator[Clock]:
+    """Time what any loop submits and waits for."""
+    clock = Clock()
+    places = [(mx, "async_eval", "submit"), (mx, "eval", "wait"), (mx.array, "item", "wait")]
+    with ExitStack() as stack:
+        for owner, name, kind in [*places, (mx.array, "tolist", "wait")]:
+            stack.enter_context(mock.patch.object(owner, name, clock.timed(kind, getattr(owner, name))))
+        yield clock
+
+
+def differences(moments: list[Moment]) -> dict[str, list[float]]:
+    """Milliseconds of each cycle, by part, from the clock's readings at the cycles' ends."""
+    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    for before, after in itertools.pairwise(moments):
+        submit, wait, evaluating, total, cpu = (1000 * (b - a) for a, b in zip(before, after, strict=True))
+        spent = (total - submit - wait, submit, wait, total, cpu - evaluating, cpu)
+        for part, ms in zip(PARTS, spent, strict=True):
+            found[part].append(ms)
+    return found
+
+
+def cycles_of(drafted: Iterator[bool], clock: Clock, cycles: int) -> tuple[dict[str, list[float]], float]:
+    """Milliseconds by part of `cycles` cycles, and tokens per cycle. Each cycle ends in a token that is no draft."""
+    moments, tokens = [], 0
+    for from_draft in drafted:
+        if len(moments) > WARM:
+            tokens += 1
+        if not from_draft:
+            moments.append(clock.now())
+        if len(moments) == WARM + cycles + 1:
+            break
+    return differences(moments[WARM:]), tokens / cycles
+
+
+def ours(model: Any, k: int) -> Iterator[bool]:
+    fixed = {"adaptive": False} if "adaptive" in inspect.signature(mlx_mtp.generate_step).parameters else {}
+    steps: Any = mlx_mtp.generate_step(PROMPT, model, max_tokens=4096, num_draft_tokens=k, **fixed)
+    return (step[2] for step in steps)
+
+
+def plain(model: Any) -> Iterator[bool]:
+    return (False for _ in mlx_lm_generate_step(mx.array(PROMPT), model, max_tokens=4096))
+
+
+def speculative(model: Any, draft: Any, k: int) -> Iterator[bool]:
+    steps = speculative_generate_step(mx.array(PROMPT), model, draft, num_draft_tokens=k, max_tokens=4096)
+    return (step[2] for step in steps)
+
+
+def mlx_lm_model(name: str, model: Any, layers: int | None = None) -> Any:
+    """mlx-lm's own, with the weights of ours; of its first `layers` layers."""
+    made = THEIRS[name](model.args if layers is None else replace(model.args, num_hidden_layers=layers))
+    nn.quantize(made, group_size=32, bits=4, class_predicate=lambda _, m: hasattr(m, "to_quantized"))
+    weights = dict(tree_flatten(model.parameters()))
+    made.load_weights([(path, weights[path]) for path, _ in tree_flatten(made.parameters())])
+    return made
+
+
+def contenders(name: str, model: Any) -> tuple[dict[str, Callable[[], Iterator[bool]]], dict[str, str]]:
+    """The loops, and why others do not run, or not as they should."""
+    target = mlx_lm_model(name, model)
+    runs: dict[str, Callable[[], Iterator[bool]]] = {"mlx-lm": lambda: plain(target)}
+    remarks: dict[str, str] = {}
+    caches = make_prompt_cache(target)
+    if can_trim_prompt_cache(caches):
+        draft = mlx_lm_model(name, model, layers=1)
+        for k in DRAFTS[1:]:
+            runs[f"mlx-lm, draft model k={k}"] = lambda k=k: speculative(target, draft, k)
+        windows = {c.max_size for c in caches if hasattr(c, "max_size")}
+        if windows:
+            remarks["mlx-lm, draft model"] = f"what is rejected beyond the window ({windows}) is not taken back"
+    else:
+        kinds = sorted({type(c).__name__ for c in caches if not c.is_trimmable()})
+        remarks["mlx-lm, draft model"] = f"refused: {', '.join(kinds)} cannot be trimmed"
+    for k in DRAFTS:
+        runs[f"k={k}"] = lambda k=k: ours(model, k)
+    return runs, remarks
+
+
+def measure(runs: dict[str, Callable[[], Iterator[bool]]], times: int, cycles: int) -> dict[str, Any]:
+    """By contender: milliseconds of all cycles by part, and tokens per cycle."""
+    found: dict[str, Any] = {name: {"ms": {part: [] for part in PARTS}, "tokens_per_cycle": []} for name in runs}
+    for time_ in range(-1, times):  # the first is a warm-up
+        for name, run in runs.items():
+            with watched() as clock:
+                ms, tokens = cycles_of(run(), clock, cycles if time_ >= 0 else 1)
+            if time_ >= 0:
+                found[name]["tokens_per_cycle"].append(tokens)
+                for part in PARTS:
+                    found[name]["ms"][part] += ms[part]
+    return found
+
+
+def _answer(value: Any) -> Any:
+    return value
+
+
+def built(model: Any, k: int, times: int) -> list[float]:
+    """Thread milliseconds of building one cycle's graph as on a Mac; it is traced, for it could not run here."""
+    cache, rows = reached(model, 4), k + 1
+    cache.drafting = cache.drafting and k > 0
+    hidden, tokens = mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros(rows, mx.int32)
+    accepted, mark, found = mx.zeros(1, mx.int32), cache.mark(), []
+    mx.eval(hidden, tokens, accepted)
+
+    def run(hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
+        before = Run.of(hidden, tokens, accepted, tokens[1:], None)
+        tic = time.thread_time()
+        after = cycle(model, cache, before, 4, k, Picker(), [])
+        found.append(1000 * (time.thread_time() - tic))
+        outputs = [after.packed, *cache.arrays]
+        cache.restore(mark)
+        return outputs
+
+    with ExitStack() as stack:
+        stack.enter_context(as_on_a_mac())
+        for owner, name, answer in ((mx.metal, "is_available", True), (mx, "default_device", GPU)):
+            stack.enter_context(mock.patch.object(owner, name, partial(_answer, answer)))  # a Mock's call is slow
+        mx.disable_compile()  # what it makes cannot be traced
+        stack.callback(mx.enable_compile)
+        for _ in range(times + 1):
+            mx.export_function(lambda _: None, run, hidden, tokens, accepted)
+    return found[1:]
+
+
+def builds(name: str, times: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of building a cycle, by k, of a model without and with kernels."""
+    model = make(MODELS[name][0])
+    stock = {f"k={k}": built(model, k, times) for k in DRAFTS}
+    for site in switch.place(model):
+        site.rows = frozenset(site.candidates)
+    return {"stock": stock, "kernels": {f"k={k}": built(model, k, times) for k in DRAFTS}}
+
+
+def print_loops(console: Console, name: str, layers: int, found: dict[str, Any], remarks: dict[str, str]) -> None:
+    table = Table(title=f"{name}, {layers} layers: ms per cycle")
+    for column in ("loop", *PARTS, "tok/cycle", "CPU build/tok"):
+        table.add_column(column, justify="left" if column == "loop" else "right")
+    for loop, values in found.items():
+        tokens = statistics.mean(values["tokens_per_cycle"])
+        medians = [statistics.median(values["ms"][part]) for part in PARTS]
+        cells = [f"{ms:.2f}" for ms in medians]
+        table.add_row(loop.replace("draft model", "draft"), *cells, f"{tokens:.2f}", f"{medians[4] / tokens:.2f}")
+    console.print(table)
+    for loop, remark in remarks.items():
+        console.print(f"{loop}: {remark}")
+
+
+def print_builds(console: Console, found: dict[str, Any]) -> None:
+    table = Table(title="building a cycle's graph as on a Mac: thread ms, without and with kernels")
+    table.add_column("family")
+    for k in DRAFTS:
+        table.add_column(f"k={k}", justify="right")
+    for name, family in found.items():
+        sides = [{k: statistics.median(ms) for k, ms in family["builds"][side].items()} for side in family["builds"]]
+        table.add_row(name, *(f"{sides[0][k]:.1f}, {sides[1][k]:.1f}" for k in sides[0]))
+    console.print(table)
+
+
+@click.command(help=__doc__)
+@click.option("--runs", default=3, show_default=True)
+@click.option("--cycles", default=40, show_default=True, help="Of each contender in a run.")
+@click.option("--families", multiple=True, type=click.Choice(list(MODELS)), help="Only these.  [default: all]")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the JSON there too.")
+def main(runs: int, cycles: int, families: tuple[str, ...], out: Path | None) -> None:
+    console, found = Console(width=118), {}
+    for name in families or MODELS:
+        model = make(MODELS[name][0])
+        model.set_dtype(mx.float32)  # whose products a CPU has
+        loops, remarks = contenders(name, model)
+        measured = measure(loops, runs, cycles)
+        print_loops(console, name, len(model.layers), measured, remarks)
+        found[name] = {"layers": len(model.layers), "loops": measured, "remarks": remarks}
+        found[name]["builds"] = builds(name, 3 * runs)
+    print_builds(console, found)
+    line = json.dumps({"environment": environment(), "cycles": cycles, "runs": runs, "families": found})
+    print(line)
+    if out:
+        out.write_text(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
