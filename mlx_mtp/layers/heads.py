@@ -112,6 +112,17 @@ def place_heads(model: Any) -> list[Head]:
     return heads
 
 
+def sliced(module: Any, rows: mx.array) -> Any:
+    """A linear layer of these rows of one of KINDS, with the same bits per row."""
+    part: Any = nn.Linear(1, 1, bias=False)
+    if "scales" in module:
+        part = nn.QuantizedLinear(module.group_size, 1, False, module.group_size, module.bits, module.mode)
+    for name in ("weight", "scales", "biases", "bias"):
+        if name in module:
+            part[name] = module[name][rows]
+    return part
+
+
 def _served(module: Any) -> bool:
     if "scales" not in module:
         return True
