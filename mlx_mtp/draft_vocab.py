@@ -115,9 +115,8 @@ def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_si
         raise ValueError(
             f"size={size}: allowed are {least}, for the special tokens alone, to {len(known)}, all that there are"
         )
-    by_count = sorted((token for token in counts if counts[token] and token < vocab_size), key=lambda t: (-counts[t], t))
-    ranked = dict.fromkeys([*sorted(fixed), *by_count, *known])
-    return sorted(list(ranked)[:size])
+    ranked = sorted(known, key=lambda token: (token not in fixed, -counts.get(token, 0), token))
+    return sorted(ranked[:size])
 
 
 def structural(tokenizer: Any) -> set[int]:

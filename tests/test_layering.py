@@ -45,8 +45,8 @@ ALLOWED = {
     "session": {"generate", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},
     "cli": {
-        *("__init__", "demo", "draft_vocab", "emulator", "generate", "kernels", "load", "prompt_cache", "session"),
-        "stats",
+        *("__init__", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "kernels", "load"),
+        *("prompt_cache", "session", "stats"),
     },
     "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
     "__main__": {"cli"},
