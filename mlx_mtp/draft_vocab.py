@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 
@@ -54,7 +54,9 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
         raise ValueError(f"{file}: not a draft vocabulary, no valid JSON ({str(e).partition(chr(10))[0]})") from None
     if not isinstance(entries, dict) or entries.get("format") != FORMAT:
         found = entries.get("format") if isinstance(entries, dict) else type(entries).__name__
-        raise ValueError(f"{file}: format is {found!r}; allowed is {FORMAT}, an object that `mlx-mtp draft-vocab` wrote")
+        raise ValueError(
+            f"{file}: format is {found!r}; allowed is {FORMAT}, an object that `mlx-mtp draft-vocab` wrote"
+        )
     size, tokenizer = entries.get("vocab_size"), entries.get("tokenizer")
     if not _is_integer(size) or size < 1:
         raise ValueError(f"{file}: vocab_size is {size!r}; allowed are integers from 1 on")
@@ -65,7 +67,7 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
     return DraftVocab(tokens, str(file), size, tokenizer)
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

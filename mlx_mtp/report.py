@@ -94,9 +94,7 @@ def _drafted(rows: int, before: int, saved: int) -> str:
 def after_reducing(facts: Report, model: Any, drafted_from: tuple[int, int]) -> Report:
     """The same facts after the LM heads of `model` were cut to so many of so many rows."""
     head_bytes = _nbytes(model.mtp)
-    return replace(
-        facts, head_bytes=head_bytes, drafted_from=drafted_from, saved_bytes=facts.head_bytes - head_bytes
-    )
+    return replace(facts, head_bytes=head_bytes, drafted_from=drafted_from, saved_bytes=facts.head_bytes - head_bytes)
 
 
 def make_report(

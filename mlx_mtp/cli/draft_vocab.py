@@ -33,15 +33,17 @@ def check_folder(_ctx: click.Context, _param: click.Parameter, value: str) -> st
 )
 @click.option("--size", type=click.IntRange(1), help="Number of tokens.  [default: a quarter of the vocabulary]")
 @click.argument("texts", nargs=-1, metavar="[TEXTS]...", type=click.Path(exists=True, allow_dash=True))
-def draft_vocab(model: str | None, trust_remote_code: bool, out: str, size: int | None, texts: tuple[str, ...]) -> None:
+def draft_vocab(
+    model: str | None, trust_remote_code: bool, out: str, size: int | None, texts: tuple[str, ...]
+) -> None:
     """Choose the tokens that a model's heads draft: the most frequent of TEXTS.
 
     TEXTS are files, directories (all files in them but hidden ones) and '-' for standard input; write what the model
     shall write. The rest, or all without TEXTS, are the tokens that the tokenizer ranks first. The model's text does
     not depend on them: what a list lacks is only not drafted.
     """
-    from .. import draft_vocab as lists
     from ..checkpoint import read_config, resolve
+    from ..draft_vocab import most_frequent, write
     from ..load import load_tokenizer
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long texts
@@ -54,8 +56,8 @@ def draft_vocab(model: str | None, trust_remote_code: bool, out: str, size: int 
     counts = _count(tokenizer, _read(texts))
     if texts and not counts:
         raise click.UsageError(f"no text in {', '.join(texts)}")
-    tokens = lists.most_frequent(tokenizer, counts, size or max(1, vocab_size // SHARE), vocab_size)
-    lists.write(out, tokens, vocab_size, tokenizer)
+    tokens = most_frequent(tokenizer, counts, size or max(1, vocab_size // SHARE), vocab_size)
+    write(out, tokens, vocab_size, tokenizer)
     click.echo(f"{out}: {len(tokens):,} of {vocab_size:,} tokens")
     if texts:
         covered = sum(counts[token] for token in tokens)
