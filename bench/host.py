@@ -32,6 +32,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from decode import environment
 from launches import MODELS, WIDTH, as_on_a_mac, make, reached
+from launches import built as graph
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.generate import speculative_generate_step
@@ -42,9 +43,6 @@ from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp import switch
-from mlx_mtp.decode import cycle
-from mlx_mtp.draft import Run
-from mlx_mtp.sampling import Picker
 
 THEIRS = {
     "Step-3.5-Flash": step3p5.Model,
@@ -187,17 +185,14 @@ def _answer(value: Any) -> Any:
 def built(model: Any, k: int, times: int) -> list[float]:
     """Thread milliseconds of building one cycle's graph as on a Mac; it is traced, for it could not run here."""
     cache, rows = reached(model, 4), k + 1
-    cache.drafting = cache.drafting and k > 0
     hidden, tokens = mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros(rows, mx.int32)
     accepted, mark, found = mx.zeros(1, mx.int32), cache.mark(), []
     mx.eval(hidden, tokens, accepted)
 
     def run(hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
-        before = Run.of(hidden, tokens, accepted, tokens[1:], None)
         tic = time.thread_time()
-        after = cycle(model, cache, before, 4, k, Picker(), [])
+        outputs = graph(model, cache, hidden, tokens, accepted)
         found.append(1000 * (time.thread_time() - tic))
-        outputs = [after.packed, *cache.arrays]
         cache.restore(mark)
         return outputs
 

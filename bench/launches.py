@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -136,20 +137,23 @@ def up_to(model: Any, last: int, rows: int) -> Counter:
 
 def of_cycle(model: Any, rows: int) -> Counter:
     """A cycle that drafts rows - 1 tokens; rows = 1: a plain step, without heads."""
-    cache, plan = reached(model, 4), Plan("heads", rows - 1)
-    d = Decoder(model, cache, Picker(), Fixed(rows - 1), Stats(), step=256)
+    cache = reached(model, 4)
     hidden, tokens = mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros(rows, mx.int32)
     accepted = mx.zeros(1, mx.int32)
     mx.eval(hidden, tokens, accepted)
-
-    def run(hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
-        last = Flight(plan, cache.mark(), Drafts(tokens[1:]))
-        last.run, last.base = Run.of(hidden, tokens, accepted, tokens[1:], None), 4
-        drafts = propose(d, last, plan) if rows > 1 else last.drafts
-        return [verify(d, last.run, drafts).packed, *cache.arrays]
-
     with as_on_a_mac():
-        return operations(run, hidden, tokens, accepted)
+        return operations(partial(built, model, cache), hidden, tokens, accepted)
+
+
+def built(model: Any, cache: PromptCache, hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
+    """A cycle on top of rows that ended at position 4, as many drafts as theirs; all that it computes."""
+    plan = Plan("heads", tokens.size - 1)
+    d = Decoder(model, cache, Picker(), Fixed(plan.k), Stats(), step=256)
+    last = Flight(plan, cache.mark(), Drafts(tokens[1:]))
+    last.run, last.base = Run.of(hidden, tokens, accepted, tokens[1:], None), 4
+    # Without drafts a position goes back to the host, with a copy of states that a graph's record has no word for.
+    drafts = propose(d, last, plan) if plan.k else last.drafts
+    return [verify(d, last.run, drafts).packed, *cache.arrays]
 
 
 def counts(model: Any, layers: dict[str, int], rows: int) -> dict[str, list[int]]:

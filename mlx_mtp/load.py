@@ -7,6 +7,7 @@ and errors that name what is wrong.
 import importlib
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .agreement import LEAST, WORDS, agreement, random_tokens
 from .checkpoint import dequantized, read_config, read_tensors, resolve, untrained
 from .contents import Contents, Drafting, only, sort_tensors
+from .draft_vocab import DraftVocab, reduce_heads
+from .draft_vocab import read as read_vocab
 from .drafter import attach_drafter
 from .models import DRAFTERS
 from .norms import conventions, warn_of_unusual
 from .plain import load_plain
-from .report import make_report
+from .report import after_reducing, make_report
 from .switch import switch_on
 from .trial import requested
 
@@ -41,6 +44,7 @@ def load(
     mtp_path: str | Path | None = None,
     mtp_overrides: dict[str, Any] | None = None,
     draft_model: str | Path | None = None,
+    draft_vocab: str | Path | Sequence[int] | None = None,
     revision: str | None = None,
     lazy: bool = False,
     tokenizer_config: dict[str, Any] | None = None,
@@ -54,6 +58,7 @@ def load(
     mtp_overrides: values of MTPSpec's topology, capture, feedback, fuse and head to use in place of the family's,
         for an A/B of what only trained weights can settle.
     draft_model: directory or hub name of a drafter (EAGLE-3) to draft with, instead of heads of the checkpoint's.
+    draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, that the heads choose their drafts from.
     revision: branch, tag or commit on the hub.
     lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros, and no
         kernel is on by trial.
@@ -64,6 +69,7 @@ def load(
     Raises ValueError, in one line, for a checkpoint that is damaged or of an unknown kind.
     """
     lane = requested(kernels)
+    vocab = _read_vocab(draft_vocab, mtp=mtp)
     path = resolve(path_or_hf_repo, revision)
     model = _load(path, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), lazy=lazy)
     if adapter_path is not None:
@@ -74,14 +80,11 @@ def load(
         except Exception as e:
             raise ValueError(f"adapter_path={adapter_path}: cannot be loaded ({_line(e)})") from e
         model.eval()
-    _switch_on(model, lane, lazy=lazy)
-    try:
-        eos = read_config(path).get("eos_token_id")
-        tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
-    except Exception as e:
-        raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
+    tokenizer = load_tokenizer(path, tokenizer_config)
     if not lazy:
         _test_heads(model, path, {"words": tokenizer.encode(WORDS)})
+    _reduce(model, vocab, tokenizer, lazy=lazy)
+    _switch_on(model, lane, lazy=lazy)
     return model, tokenizer
 
 
@@ -92,16 +95,28 @@ def load_model(
     mtp_path: str | Path | None = None,
     mtp_overrides: dict[str, Any] | None = None,
     draft_model: str | Path | None = None,
+    draft_vocab: str | Path | Sequence[int] | None = None,
     lazy: bool = False,
     kernels: str | None = None,
 ) -> Any:
-    """`load` for the model alone, from a local directory."""
+    """`load` for the model alone, from a local directory; whose tokenizer a draft vocabulary is of is not checked."""
     lane = requested(kernels)
+    vocab = _read_vocab(draft_vocab, mtp=mtp)
     model = _load(resolve(path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), lazy=lazy)
-    _switch_on(model, lane, lazy=lazy)
     if not lazy:
         _test_heads(model, Path(path), {})
+    _reduce(model, vocab, None, lazy=lazy)
+    _switch_on(model, lane, lazy=lazy)
     return model
+
+
+def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -> TokenizerWrapper:
+    """The tokenizer of a checkpoint's directory, with config.json's stop tokens."""
+    try:
+        eos = read_config(path).get("eos_token_id")
+        return mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
+    except Exception as e:
+        raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
 
 
 def _load(path: Path, drafting: Drafting, *, lazy: bool) -> Any:
@@ -197,6 +212,25 @@ def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:
     kernels, not_exact = switch_on(model, lane, lazy=lazy)
     facts = replace(model.report(), kernels=kernels, not_exact=not_exact)
     model.report = lambda: facts
+
+
+def _read_vocab(draft_vocab: Any, *, mtp: bool) -> DraftVocab | None:
+    if draft_vocab is not None and not mtp:
+        raise ValueError(f"draft_vocab={draft_vocab}: not together with mtp=False")
+    return None if draft_vocab is None else read_vocab(draft_vocab)
+
+
+def _reduce(model: Any, vocab: DraftVocab | None, tokenizer: Any, *, lazy: bool) -> None:
+    """Let the heads draft from the listed tokens alone, and note in the report what that saves."""
+    if vocab is None:
+        return
+    if not model.mtp:
+        raise ValueError(f"draft_vocab={vocab.source}: the model has no heads that draft; allowed is None")
+    vocab.check(model.vocab_size, tokenizer)
+    facts = after_reducing(model.report(), model, reduce_heads(model, vocab.tokens))
+    model.report = lambda: facts
+    if not lazy:
+        mx.eval([head.parameters() for head in model.mtp])  # lets go of the rows that are not listed
 
 
 def _test_heads(model: Any, path: Path, texts: dict[str, list[int]]) -> None:

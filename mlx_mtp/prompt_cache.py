@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -297,9 +298,13 @@ def make_prompt_cache(
 
 
 def _identity(model: Any, *, heads: bool) -> str:
-    """A digest of the names and shapes of a model's parameters, with its heads' or without."""
+    """A digest of the names and shapes of a model's parameters, with its heads' or without.
+
+    The heads' LM heads are left out: a state does not depend on what they choose from.
+    """
     arrays: Any = tree_flatten(model.parameters())
-    own = [f"{name} {array.shape}" for name, array in arrays if heads or not name.startswith("mtp.")]
+    others = re.compile(r"mtp\.\d+\.(head\.|d2t$)" if heads else r"mtp\.")
+    own = [f"{name} {array.shape}" for name, array in arrays if not others.match(name)]
     return hashlib.sha256("\n".join(sorted(own)).encode()).hexdigest()
 
 

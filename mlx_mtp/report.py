@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,8 @@ class Report:
 
     heads: depths found; declared: what config.json says; source: file or directory the heads came from.
     agreement: by kind of text, how often the first head guesses the target's greedy token; empty where not tested.
+    drafted_from: rows of the LM heads that a draft vocabulary leaves, and how many there were; None without one.
+    saved_bytes: of the heads, by that; negative where rows of a shared LM head had to be copied.
     kernels: which Metal kernels are on, a line each; not_exact: ops whose bits may depend on the number of rows.
     """
 
@@ -37,6 +39,8 @@ class Report:
     ignored: tuple[str, ...] = ()
     expanded: bool = False
     agreement: tuple[tuple[str, float], ...] = ()
+    drafted_from: tuple[int, int] | None = None
+    saved_bytes: int = 0
     kernels: tuple[str, ...] = ()
     not_exact: tuple[str, ...] = ()
 
@@ -56,7 +60,10 @@ class Report:
             ]
         if self.agreement:
             shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
-            rows.append(("self-test", f"the first head agrees with the target on {shares}"))
+            whole = "" if self.drafted_from is None else ", by its whole LM head"
+            rows.append(("self-test", f"the first head agrees with the target on {shares}{whole}"))
+        if self.drafted_from is not None:
+            rows.append(("drafts", _drafted(*self.drafted_from, self.saved_bytes)))
         rows.append(("norms", self.norms))
         if self.expanded:
             rows.append(("precision", "expanded to float32: MLX multiplies experts on a CPU in nothing else"))
@@ -77,6 +84,17 @@ def _broken(text: str) -> list[str]:
 
 def _size(n: int) -> str:
     return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
+
+
+def _drafted(rows: int, before: int, saved: int) -> str:
+    change = f"{_size(saved)} less" if saved >= 0 else f"{_size(-saved)} more for a copy of their rows"
+    return f"from {rows:,} of {before:,} tokens, {change}"
+
+
+def after_reducing(facts: Report, model: Any, drafted_from: tuple[int, int]) -> Report:
+    """The same facts after the LM heads of `model` were cut to so many of so many rows."""
+    head_bytes = _nbytes(model.mtp)
+    return replace(facts, head_bytes=head_bytes, drafted_from=drafted_from, saved_bytes=facts.head_bytes - head_bytes)
 
 
 def make_report(
@@ -113,8 +131,9 @@ def _lm_heads(heads: Any) -> str:
 
 
 def _nbytes(tree: Any) -> int:
-    arrays: Any = [value for _, value in tree_flatten(tree)]
-    return sum(a.nbytes for a in arrays if isinstance(a, mx.array))
+    """Of the arrays of a tree, each counted once."""
+    arrays: Any = {id(value): value for _, value in tree_flatten(tree)}
+    return sum(a.nbytes for a in arrays.values() if isinstance(a, mx.array))
 
 
 def _quantization(modules: Mapping[str, nn.Module]) -> str:

@@ -35,6 +35,7 @@ ALLOWED = {
     "prompt_cache": {"cache", "plain_cache", "recurrent_cache"},
     "agreement": {"prompt_cache"},
     "drafter": {"checkpoint", "models"},
+    "draft_vocab": {"layers"},
     "draft": {"draft_choice", "prompt_cache"},
     "controller": set(),
     "lookup": set(),
@@ -45,13 +46,16 @@ ALLOWED = {
     "decode": {"cycle", "lookup", "prefill", "prompt_cache"},
     "contents": {"checkpoint", "spec"},
     "load": {
-        *("agreement", "checkpoint", "contents", "drafter", "models", "norms", "plain", "report"),
+        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "norms", "plain", "report"),
         *("switch", "trial"),
     },
     "generate": {"controller", "cycle", "decode", "prompt_cache", "sampling", "stats"},
     "session": {"generate", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},
-    "cli": {"__init__", "demo", "emulator", "generate", "kernels", "load", "prompt_cache", "session", "stats"},
+    "cli": {
+        *("__init__", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "kernels", "load"),
+        *("prompt_cache", "session", "stats"),
+    },
     "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
     "__main__": {"cli"},
 }

@@ -62,6 +62,7 @@ model_options = options(
     click.option("--adapter-path", help="Directory of LoRA adapters."),
     click.option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
     click.option("--draft-model", help="Directory or Hugging Face repository of an EAGLE-3 head for the model."),
+    click.option("--draft-vocab", help="File of tokens to draft from; `mlx-mtp draft-vocab` writes one."),
     click.option("--mtp-path", help="File or directory to take the heads from."),
     click.option(
         "--kernels",
@@ -141,6 +142,7 @@ def _load(load: Any, path: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
         mtp=flags["mtp"],
         mtp_path=flags["mtp_path"],
         draft_model=flags["draft_model"],
+        draft_vocab=flags["draft_vocab"],
         tokenizer_config=extra,
         adapter_path=flags["adapter_path"],
         kernels=flags["kernels"],

@@ -22,6 +22,7 @@ from ..kernels import (
 from .verify import VERIFY_ROWS, rows_of
 
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+WHOLE_GROUPS = 128  # values that every group size divides
 
 
 class Head:
@@ -110,6 +111,17 @@ def place_heads(model: Any) -> list[Head]:
             module.choice = Head(module)
             heads.append(module.choice)
     return heads
+
+
+def sliced(module: Any, rows: mx.array) -> Any:
+    """A linear layer of these rows of one of KINDS, with the same bits per row."""
+    part: Any = nn.Linear(1, 1, bias=False)
+    if "scales" in module:
+        part = nn.QuantizedLinear(WHOLE_GROUPS, 1, False, module.group_size, module.bits, module.mode)
+    for name in ("weight", "scales", "biases", "bias"):
+        if name in module:
+            part[name] = module[name][rows]
+    return part
 
 
 def _served(module: Any) -> bool:

@@ -53,6 +53,6 @@ class MTPHead(nn.Module):
             return hidden
         return output if self._spec.feedback == "pre" else self.norm(output)
 
-    def token(self, row: mx.array) -> mx.array:
-        """The target's token that a row of the LM head stands for: its own number."""
-        return row
+    def token(self: Any, row: mx.array) -> mx.array:
+        """The target's token that a row of the LM head stands for: its number, and of a reduced one `d2t` more."""
+        return row + mx.take(self.d2t, row) if "d2t" in self else row

@@ -161,12 +161,13 @@ class Port:
         return hidden if self.spec.capture == "pre" else self.model.norm(hidden)
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
+        """Logits [..., n] of output rows [..., H]; `mtp[depth].token` says which of the target's tokens the n are."""
         head: Any = self.mtp[depth]
         normed = head.norm(output)
         return head.head(normed) if "head" in head else self.unembed(normed)
 
     def draft_choice(self, depth: int, output: mx.array) -> mx.array:
-        """The greatest of `draft_logits` of an output row [1, 1, H], int32 []."""
+        """The number of the greatest of `draft_logits` of an output row [1, 1, H], int32 []."""
         rows = self.draft_rows(depth, output)
         return mx.argmax(self.draft_logits(depth, output)).astype(mx.int32) if rows is None else rows.greedy()[0]
 

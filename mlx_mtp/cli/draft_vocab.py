@@ -1,0 +1,96 @@
+"""`mlx-mtp draft-vocab`: choose the tokens that a model's heads draft, by the user's own texts."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..demo import demo_path
+
+SHARE = 4  # by default one token in so many is kept
+PIECE = 1 << 20  # characters that are encoded at a time
+
+
+def check_folder(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    """Callback: texts take a while to count, so a file that cannot be written is refused before."""
+    if not Path(value).parent.is_dir():
+        raise click.BadParameter(f"{Path(value).parent}: no such directory")
+    return value
+
+
+@click.command("draft-vocab")
+@click.option("--model", help="Local directory or Hugging Face repository.  [default: the demo model]")
+@click.option("--trust-remote-code", is_flag=True, help="Let the tokenizer run code from the checkpoint.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(dir_okay=False, writable=True),
+    callback=check_folder,
+    help="File to write, for --draft-vocab of the other commands.",
+)
+@click.option("--size", type=click.IntRange(1), help="Number of tokens.  [default: a quarter of the vocabulary]")
+@click.argument("texts", nargs=-1, metavar="[TEXTS]...", type=click.Path(exists=True, allow_dash=True))
+def draft_vocab(
+    model: str | None, trust_remote_code: bool, out: str, size: int | None, texts: tuple[str, ...]
+) -> None:
+    """Choose the tokens that a model's heads draft: the most frequent of TEXTS.
+
+    TEXTS are files, directories (all files in them but hidden ones) and '-' for standard input; write what the model
+    shall write. The rest, or all without TEXTS, are the tokens that the tokenizer ranks first. The model's text does
+    not depend on them: what a list lacks is only not drafted.
+    """
+    from ..checkpoint import read_config, resolve
+    from ..draft_vocab import most_frequent, write
+    from ..load import load_tokenizer
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long texts
+    path = resolve(model or demo_path())
+    config = read_config(path)
+    vocab_size = (config | config.get("text_config", {})).get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ValueError(f"{path}/config.json: vocab_size is {vocab_size!r}, expected an integer")
+    tokenizer = load_tokenizer(path, {"trust_remote_code": True} if trust_remote_code else {})
+    counts = _count(tokenizer, _read(texts))
+    if texts and not counts:
+        raise click.UsageError(f"no text in {', '.join(texts)}")
+    tokens = most_frequent(tokenizer, counts, size or max(1, vocab_size // SHARE), vocab_size)
+    write(out, tokens, vocab_size, tokenizer)
+    click.echo(f"{out}: {len(tokens):,} of {vocab_size:,} tokens")
+    if texts:
+        covered = sum(counts[token] for token in tokens)
+        click.echo(f"They are {covered / counts.total():.1%} of the texts' {counts.total():,}.")
+
+
+def _read(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, one by one; what is no UTF-8 is skipped, and said to be."""
+    for name in texts:
+        for file in _files(name):
+            try:
+                raw = click.get_binary_stream("stdin").read() if file is None else file.read_bytes()
+                yield raw.decode()
+            except UnicodeDecodeError:
+                click.echo(f"skipped: {file or 'standard input'} is not UTF-8 text", err=True)
+
+
+def _files(name: str) -> Iterator[Path | None]:
+    """The file of this name, or those below a directory; None is standard input."""
+    if name == "-":
+        yield None
+        return
+    path = Path(name)
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        hidden = file != path and any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.is_file() and not hidden:
+            yield file
+
+
+def _count(tokenizer: Any, texts: Iterable[str]) -> Counter[int]:
+    """How often each token occurs."""
+    counts: Counter[int] = Counter()
+    for text in texts:
+        for start in range(0, len(text), PIECE):
+            counts.update(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False))
+    return counts

@@ -1,0 +1,384 @@
+"""Drafts from a list of tokens: the same texts, the drafts of the whole head among the list, and less memory."""
+
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import drafters
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tiny
+from command_line import call
+
+import mlx_mtp
+from mlx_mtp import decode, draft_vocab
+from mlx_mtp.demo import demo_path
+from mlx_mtp.draft_vocab import most_frequent, reduce_heads
+from mlx_mtp.layers.heads import place_heads, sliced
+
+PROMPT = [1, 3, 2, 4, 0, 1]
+LISTS = {
+    "step3p5": [4, 1],  # three heads with LM heads of their own
+    "glm4_moe_untied": [11, 2, 3, 7, 5],  # one recycled head, whose LM head is the target's
+    "mimo_v2_flash": [2, 3, 5, 11, 7],  # three heads that share the target's
+    "eagle3": [12, 0, 1, 2, 3, 4, 5, 6, 8],  # a drafter that knows 7 tokens
+    "tied": [2, 7, 5, 3, 11],  # a drafter whose LM head is the target's embedding
+}
+
+
+def arguments_of(name, path):
+    """Of `load_model`."""
+    if name == "step3p5":
+        return {"path": tiny.save(path, tiny.CONFIG, tiny.random_weights(tiny.CONFIG))}
+    if name not in ("eagle3", "tied"):
+        return {"path": families.build(name, path)[0]}
+    tie = name == "tied"
+    target, _ = families.headless(
+        path / "target", {**drafters.GQA, "model_type": "qwen2", "tie_word_embeddings": tie}
+    )
+    config = {**drafters.CONFIG, "draft_vocab_size": 13 if tie else 7}
+    weights = drafters.weights(config, families.H)
+    if tie:
+        del weights["lm_head.weight"]
+    return {"path": target, "draft_model": tiny.save(path / "drafter", config, weights)}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """name -> (arguments of `load_model`, the model without a list, its plain text, its model with one of LISTS)"""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            arguments = arguments_of(name, tmp_path_factory.mktemp("vocab"))
+            whole = mlx_mtp.load_model(**arguments)
+            model = mlx_mtp.load_model(**arguments, draft_vocab=LISTS[name])
+            made[name] = arguments, whole, text(whole, k=0), model
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """Every draft that the loop asks for, as arrays."""
+    arrays, real = [], decode.draft
+
+    def recording(*args):
+        arrays.append(real(*args))
+        return arrays[-1]
+
+    monkeypatch.setattr(decode, "draft", recording)
+    return arrays
+
+
+def text(model, n=10, k=None, **options):
+    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k, **options)]
+
+
+def tokens_of(drafted):
+    found = [array.tolist() for array in drafted]
+    drafted.clear()
+    return found
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_text_is_the_targets_and_drafts_are_from_the_list(name, checkpoints, drafted):
+    _, whole, truth, model = checkpoints(name)
+    assert text(model, k=min(3, model.max_draft_tokens)) == truth
+    drafts = {t for drafts in tokens_of(drafted) for t in drafts}
+    assert drafts <= set(LISTS[name])
+    assert drafts
+    assert text(model, n=6, temp=0.9, seed=3) == text(whole, n=6, k=0, temp=0.9, seed=3)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_draft_is_the_whole_heads_best_of_the_list(name, checkpoints):
+    _, whole, _, model = checkpoints(name)
+    chosen = set()
+    for depth, head in enumerate(whole.mtp):
+        known = head.token(mx.arange(whole.unembedding(depth).weight.shape[0])).tolist()
+        outside = mx.array([0.0 if token in LISTS[name] else -mx.inf for token in known])
+        for row in mx.random.normal((20, 1, 1, families.H)):
+            best = known[mx.argmax(whole.draft_logits(depth, row) + outside).item()]
+            assert model.mtp[depth].token(model.draft_choice(depth, row)).item() == best
+            chosen.add(best)
+        rows = mx.array([row for row, token in enumerate(known) if token in LISTS[name]])
+        logits = model.draft_logits(depth, row)
+        assert logits.shape == (1, 1, rows.size)
+        assert mx.allclose(logits, whole.draft_logits(depth, row)[..., rows], atol=1e-5)
+    assert len(chosen) > 1
+
+
+@pytest.mark.parametrize("name", ["step3p5", "glm4_moe_untied", "eagle3"])
+def test_all_tokens_draft_what_no_list_drafts(name, checkpoints, drafted):
+    arguments, whole, truth, _ = checkpoints(name)
+    assert text(whole) == truth
+    expected = tokens_of(drafted)
+    assert text(mlx_mtp.load_model(**arguments, draft_vocab=range(whole.vocab_size))) == truth
+    assert tokens_of(drafted) == expected != []
+
+
+def test_one_token(checkpoints, drafted):
+    arguments, _, truth, _ = checkpoints("glm4_moe_untied")
+    assert text(mlx_mtp.load_model(**arguments, draft_vocab=[6])) == truth
+    assert {t for drafts in tokens_of(drafted) for t in drafts} == {6}
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"),
+    [("affine", 4, 32), ("affine", 3, 64), ("affine", 8, 128), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)],
+)
+def test_quantized_rows_have_the_bits_of_the_whole_product(mode, bits, group_size):
+    rows, x = mx.array([40, 3, 3, 0, 36]), mx.random.normal((3, 128))
+    how = {"group_size": group_size, "bits": bits, "mode": mode}
+    linear = nn.QuantizedLinear.from_linear(nn.Linear(128, 41), **how)
+    linear.bias = mx.random.normal((41,))
+    embedding = nn.QuantizedEmbedding.from_embedding(nn.Embedding(41, 128), **how)
+    for module, product in ((linear, linear(x)), (embedding, embedding.as_linear(x))):
+        part = sliced(module, rows)
+        assert mx.array_equal(part(x), product[:, rows])
+        assert ("biases" in part, "bias" in part) == (mode == "affine", module is linear)
+        assert part.weight.nbytes == module.weight.nbytes // 41 * 5
+
+
+def test_rows_of_layers_that_are_not_quantized():
+    rows, x, linear, embedding = mx.array([8, 0, 5]), mx.random.normal((2, 16)), nn.Linear(16, 9), nn.Embedding(9, 16)
+    assert mx.allclose(sliced(linear, rows)(x), linear(x)[:, rows], atol=1e-6)
+    assert mx.allclose(sliced(embedding, rows)(x), embedding.as_linear(x)[:, rows], atol=1e-6)
+
+
+def test_memory_of_own_heads_falls(tmp_path):
+    V, n, H = 4000, 100, tiny.CONFIG["hidden_size"]
+    config = {**tiny.CONFIG, "vocab_size": V}
+    directory = tiny.save(tmp_path, config, tiny.random_weights(config))
+    held = []
+    for listed in (None, range(n)):
+        before = mx.get_active_memory()
+        model = mlx_mtp.load_model(directory, draft_vocab=listed)
+        report = model.report()
+        held.append((mx.get_active_memory() - before, report.head_bytes))
+        del model
+    saved = 3 * ((V - n) * H * 4 - n * 4)  # d2t is new
+    assert [a - b for a, b in zip(*held, strict=True)] == [pytest.approx(saved, rel=0.02), saved]
+    assert (report.drafted_from, report.saved_bytes) == ((n, V), saved)
+    assert f"drafts     from 100 of 4,000 tokens, {saved / 1e6:.2f} MB less" in str(report)
+
+
+def test_a_shared_head_is_copied_once(checkpoints):
+    _, whole, _, model = checkpoints("mimo_v2_flash")
+    assert len(model.mtp) == 3
+    assert len({id(head.head) for head in model.mtp}) == len({id(head.d2t) for head in model.mtp}) == 1
+    report, copied = model.report(), 5 * families.H * 4 + 5 * 4
+    assert (report.head_bytes - whole.report().head_bytes, -report.saved_bytes) == (copied, copied)
+    assert "MB more for a copy of their rows" in str(report)
+    assert "shared with the target" in str(report)
+    assert report.agreement == whole.report().agreement
+    assert model.lm_head.weight.shape == whole.lm_head.weight.shape
+
+
+def test_kernels_find_the_reduced_heads(checkpoints, monkeypatch):
+    """They are placed on what is there when it is their turn, and choose the same."""
+    seen = []
+
+    def switch_on(model, lane, *, lazy):
+        seen.extend(place_heads(model))
+        return (), ()
+
+    monkeypatch.setattr(sys.modules["mlx_mtp.load"], "switch_on", switch_on)
+    model = mlx_mtp.load_model(**checkpoints("step3p5")[0], draft_vocab=[0, 3, 4])
+    assert [head.module.weight.shape[0] for head in seen] == [5, 3, 3, 3]
+    assert [id(head.module) for head in seen[1:]] == [id(head.head) for head in model.mtp]
+    for row in mx.random.normal((10, 1, 1, families.H)):
+        chosen = []
+        for rows in (frozenset(), frozenset({1})):
+            seen[2].rows = rows
+            chosen.append(model.draft_choice(1, row).item())
+        assert chosen[0] == chosen[1] == mx.argmax(model.draft_logits(1, row)).item()
+
+
+def test_lists_compose(checkpoints):
+    """With a drafter that knows some tokens only, and with a list before."""
+    arguments, _, truth, _ = checkpoints("eagle3")
+    model = mlx_mtp.load_model(**arguments)
+    known = model.mtp[0].token(mx.arange(7)).tolist()
+    assert reduce_heads(model, known[1:5]) == (4, 7)
+    assert reduce_heads(model, [*known[:2], *known[4:]]) == (2, 4)
+    assert model.mtp[0].token(mx.arange(2)).tolist() == [known[1], known[4]]
+    assert text(model) == truth
+    with pytest.raises(ValueError, match="draft_vocab: the drafter knows 2 tokens, and none of the 1 listed"):
+        reduce_heads(model, known[2:3])
+
+
+def test_a_saved_cache_fits_whatever_is_drafted_from(checkpoints, tmp_path):
+    for name in ("step3p5", "mimo_v2_flash"):
+        _, whole, truth, model = checkpoints(name)
+        for one, following in ((whole, model), (model, whole)):
+            cache = mlx_mtp.make_prompt_cache(one)
+            begun = text(one, n=5, prompt_cache=cache)
+            mlx_mtp.save_prompt_cache(tmp_path / f"{name}.safetensors", cache)
+            cache = mlx_mtp.load_prompt_cache(tmp_path / f"{name}.safetensors", following)
+            steps = mlx_mtp.generate_step(begun[-1:], following, max_tokens=5, prompt_cache=cache)
+            assert begun + [token for token, _, _ in steps] == truth
+    with pytest.raises(ValueError, match="another model"):
+        mlx_mtp.load_prompt_cache(tmp_path / "step3p5.safetensors", checkpoints("mimo_v2_flash")[1])
+
+
+def test_weights_that_stay_on_disk(checkpoints):
+    arguments, _, truth, _ = checkpoints("step3p5")
+    assert text(mlx_mtp.load_model(**arguments, draft_vocab=[0, 2], lazy=True)) == truth
+
+
+class Words:
+    """A tokenizer of letters: 0 ends a text, 1 is written by the template, 2 is an added token that nobody uses."""
+
+    def __init__(self, size=13, first="a"):
+        self.eos_token_ids, self.all_special_ids = {0}, [0]
+        self.chat_template = "{{ '<|turn|>' + message }}"
+        self.added_tokens_decoder = {0: "<|end|>", 1: "<|turn|>", 2: "<|unused|>"}
+        self.vocab = {chr(ord(first) + i): i for i in range(size)}
+
+    def get_vocab(self):
+        return self.vocab
+
+
+def test_the_most_frequent_and_the_lowest():
+    words = Words()
+    assert most_frequent(words, {}, 5, 13) == [0, 1, 2, 3, 4]
+    assert most_frequent(words, {9: 5, 7: 5, 4: 1, 12: 6}, 4, 13) == [0, 1, 7, 12]
+    assert most_frequent(words, {9: 5, 7: 5, 4: 1, 12: 6}, 7, 13) == [0, 1, 2, 4, 7, 9, 12]
+    assert most_frequent(words, {12: 6, 11: 1}, 12, 12) == list(range(12))
+    for size, vocab_size in ((1, 13), (14, 13), (13, 12)):
+        with pytest.raises(ValueError, match=rf"size={size}: allowed are 2, .* to {vocab_size}"):
+            most_frequent(words, {}, size, vocab_size)
+
+
+def test_a_list_for_another_model(tmp_path):
+    draft_vocab.write(tmp_path / "v.json", {3, 1}, 13, Words())
+    listed = draft_vocab.read(tmp_path / "v.json")
+    assert (listed.tokens, listed.vocab_size) == ((1, 3), 13)
+    listed.check(13, Words())
+    listed.check(13)
+    with pytest.raises(ValueError, match=r"v\.json: made for 13 tokens; the model has 14"):
+        listed.check(14, Words())
+    with pytest.raises(ValueError, match=r"v\.json: made with another tokenizer, \w{12}; the model's is \w{12}"):
+        listed.check(13, Words(first="b"))
+
+
+GOOD = {"format": 1, "vocab_size": 13, "tokenizer": "ab", "tokens": [1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"format"', "not a draft vocabulary, no valid JSON"),
+        (b"\xff\xfe", "not a draft vocabulary, no valid JSON"),
+        (b"[" * 100_000, "not a draft vocabulary, no valid JSON"),
+        ([1, 2], "format is 'list'; allowed is 1"),
+        ({**GOOD, "format": 2}, "format is 2; allowed is 1"),
+        ({**GOOD, "vocab_size": True}, "vocab_size is True; allowed are integers"),
+        ({**GOOD, "vocab_size": 0}, "vocab_size is 0; allowed are integers from 1 on"),
+        ({**GOOD, "tokenizer": None}, "tokenizer is None; allowed is a digest"),
+        ({**GOOD, "tokens": []}, "the tokens are empty; allowed is a list"),
+        ({**GOOD, "tokens": None}, "the tokens are NoneType; allowed is a list"),
+        ({**GOOD, "tokens": [1, 2.0]}, "token 1 of the list is 2.0; allowed are integers"),
+        ({**GOOD, "tokens": [1, True]}, "token 1 of the list is True; allowed are integers"),
+        ({**GOOD, "tokens": [4, 1, 4]}, "token 2 of the list is 4, once more; allowed is each once"),
+        ({**GOOD, "tokens": [1, 13]}, "token 13 in the list; allowed are 0 to 12"),
+        ({**GOOD, "tokens": [-1, 1]}, "token -1 in the list; allowed are 0 to 12"),
+    ],
+)
+def test_damaged_files(content, message, tmp_path):
+    file = tmp_path / "list.json"
+    file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(ValueError) as e:  # noqa: PT011 - the message is compared below
+        draft_vocab.read(file)
+    assert str(e.value).startswith(f"{file}: {message}")
+    assert "\n" not in str(e.value)
+
+
+def test_wrong_arguments(checkpoints, tmp_path):
+    arguments = checkpoints("step3p5")[0]
+    for listed, message in (
+        ([5], "draft_vocab: token 5 in the list; allowed are 0 to 4"),
+        ([], "draft_vocab: the tokens are empty"),
+        (tmp_path, "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mlx_mtp.load_model(**arguments, draft_vocab=listed)
+    with pytest.raises(ValueError, match=r"draft_vocab=\[1\]: not together with mtp=False"):
+        mlx_mtp.load_model(**arguments, draft_vocab=[1], mtp=False)
+    target = checkpoints("eagle3")[0]["path"]
+    with (
+        pytest.warns(UserWarning, match="no MTP heads found"),
+        pytest.raises(ValueError, match="the model has no heads that draft"),
+    ):
+        mlx_mtp.load_model(target, draft_vocab=[1])
+    other = SimpleNamespace(mtp=[SimpleNamespace()], unembedding=lambda depth: nn.QQLinear(32, 8))
+    with pytest.raises(ValueError, match="an LM head of kind QQLinear; allowed are Linear, QuantizedLinear, Emb"):
+        reduce_heads(other, [1])
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    """A tiny checkpoint with the demo's tokenizer."""
+    config = {**tiny.CONFIG, "vocab_size": 2048, "eos_token_id": 2}
+    path = tiny.save(tmp_path_factory.mktemp("chatty"), config, tiny.random_weights(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_path() / name, path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_line_from_texts_to_text(chatty, tmp_path):
+    texts = tmp_path / "texts"
+    (texts / ".hidden").mkdir(parents=True)
+    (texts / ".hidden" / "a.txt").write_text("zebra")
+    (texts / "b.bin").write_bytes(b"\xff\xff")
+    (texts / "c.py").write_text("import os\n" * 50 + "yield")
+    out = tmp_path / "list.json"
+    result = call("draft-vocab", "--model", chatty, "--out", out, "--size", 7, texts, "-", stdin="<|im_end|>" * 99)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == f"skipped: {texts / 'b.bin'} is not UTF-8 text\n"
+    model, tokenizer = mlx_mtp.load(chatty, draft_vocab=out)
+    counted = tokenizer.encode("import os\n" * 50 + "yield") + [2] * 99
+    listed = draft_vocab.read(out).tokens
+    assert len(listed) == 7
+    assert {0, 1, 2, *tokenizer.encode("import os\nyield")} - set(listed) <= set(tokenizer.encode("yield"))
+    covered = sum(token in listed for token in counted) / len(counted)
+    assert result.stdout.splitlines() == [
+        f"{out}: 7 of 2,048 tokens",
+        f"They are {covered:.1%} of the texts' {len(counted)}.",
+    ]
+    assert model.report().drafted_from == (7, 2048)
+    flags = ("generate", "--model", chatty, "-m", 12, "--verbose", "False", "-p", "import")
+    results = [call(*flags, "--draft-vocab", out), call(*flags, "--num-draft-tokens", 0)]
+    assert results[0].stdout == results[1].stdout != ""
+    assert [r.returncode for r in results] == [0, 0]
+
+
+def test_the_commands_mistakes(chatty, tmp_path):
+    out, empty = tmp_path / "list.json", tmp_path / "empty"
+    empty.mkdir()
+    for arguments, message in (
+        (["--size", 2], "Invalid value for '--size': size=2: allowed are 3"),
+        (["--size", 2049], "Invalid value for '--size': size=2049: allowed are 3"),
+        ([empty], f"no text in {empty}"),
+        ([tmp_path / "none.txt"], "does not exist"),
+        (["--out", tmp_path / "none" / "list.json"], "no such directory"),
+    ):
+        result = call("draft-vocab", "--model", chatty, "--out", out, *arguments)
+        assert result.returncode == 2
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+        assert message in result.stderr
+    assert not out.exists()
+    draft_vocab.write(out, [1], 2048, Words())
+    result = call("generate", "--model", chatty, "--draft-vocab", out)
+    assert f"error: {out}: made with another tokenizer" in result.stderr
+    result = call("draft-vocab", "--model", chatty, "--out", out)
+    assert (result.returncode, result.stdout) == (0, f"{out}: 512 of 2,048 tokens\n")
+    assert draft_vocab.read(out).tokens == tuple(range(512))
