@@ -13,10 +13,12 @@ from .costs import PLAIN, Arm, Costs, Source
 
 # Acceptance: what depth 1 is thought to be before it was seen, how many drafts that counts for, what a cycle forgets.
 GUESS, WEIGHT, KEPT = 0.6, 2.0, 0.95
+OPT_COST = 1.5
 OPTIMISM = 1.0  # sds above the mean at which an arm is judged
 # Plain steps that drafting may have lost by now, and that trying other arms may have: at once, and per step of the run.
 LOST, LOST_SHARE = 3.0, 0.012
 TRIED, TRIED_SHARE = 1.5, 0.015
+STAKE = 0.5  # of what may still be lost, the most that one cycle may put at risk
 SHORTEST = 3  # tokens that must have occurred before
 BUCKETS = (3, 5, 9, 17)  # lengths of match whose drafts are counted together: 3..4, 5..8, 9..16, 17..
 STAY = 16  # cycles over which a catch-up of the heads is paid off
@@ -105,6 +107,7 @@ class Choice:
     tokens: float
     steps: float
     high: float
+    risk: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -125,9 +128,8 @@ class Controller:
         self.lost = 0.0  # plain steps that drafting took beyond its tokens' worth
         self.tried = 0.0  # plain steps that other arms than the best known took beyond their tokens' worth
         self.elapsed = 0.0  # plain steps
-        self.pending = 0.0  # the most that the cycle not yet observed can lose
+        self.pending = -1.0  # the most that the cycle not yet observed can lose
         self.best_rate = 1.0
-        self.started = False
         self.confident = Confident() if p_min and max_drafts else None
         self.explores: list[bool] = []
 
@@ -137,18 +139,17 @@ class Controller:
         matched: how many of the last tokens have occurred before in the same order. behind: rows that idle heads
         would have to read first.
         """
-        if not self.started:
-            self.started = True
-            return self._take(Choice(Plan(), 1.0, 1.0, 1.0), explores=False)
         choices = self._choices(matched, behind)
         plain = choices[0]
-        spare = LOST + LOST_SHARE * self.elapsed - self.lost - self.pending
-        choices = [c for c in choices if c is plain or c.steps - 1 <= spare]
+        if not self.costs.seen[0] and self.pending != 0:  # without the plain step nothing can be judged
+            return self._take(plain, explores=False)
+        spare = LOST + LOST_SHARE * self.elapsed - self.lost - max(self.pending, 0.0)
+        choices = [c for c in choices if c is plain or c.risk <= spare]
         best = max(choices, key=lambda c: c.rate)
         self.best_rate = best.rate
         spare = TRIED + TRIED_SHARE * self.elapsed - self.tried
-        hopeful = max(choices, key=lambda c: c.high)
-        if hopeful is not best and hopeful.steps - hopeful.tokens / best.rate <= spare:
+        hopeful = max((c for c in choices if c is not best), key=lambda c: c.high, default=best)
+        if hopeful.high > best.rate and hopeful.steps - hopeful.tokens / best.rate <= spare:
             return self._take(hopeful, explores=True)
         return self._take(best, explores=False)
 
@@ -184,7 +185,7 @@ class Controller:
             self.tried += max(0.0, steps - tokens / self.best_rate)
 
     def _take(self, choice: Choice, *, explores: bool) -> Plan:
-        self.pending = choice.steps - 1 if choice.plan.k else 0.0
+        self.pending = choice.risk if choice.plan.k else 0.0
         self.explores.append(explores)
         return choice.plan
 
@@ -201,16 +202,18 @@ class Controller:
             expected, high = bucket.tokens(), bucket.tokens(OPTIMISM)
             means |= {("lookup", k): expected[k] for s, k in self.costs.arms if s == "lookup"}
             highs |= {("lookup", k): high[k] for s, k in self.costs.arms if s == "lookup"}
-        best: Arm = max(means, key=lambda arm: means[arm] / self.costs.steps(arm))
         choices = []
         for arm, tokens in means.items():
             source, k = arm
             steps = self.costs.steps(arm)
-            luck = math.exp(OPTIMISM * self.costs.spread(arm, best))
+            luck = math.exp(OPT_COST * self.costs.doubt(arm))
             rate = highs[arm] / steps * luck
+            new = k == 1 and not self.costs.seen[self.costs.index[arm]]
+            risk = (steps * math.exp(self.costs.spread(arm, PLAIN) * (k > 1)) - 1) / (1 if new else STAKE)
             if source == "heads" and k and behind:
                 steps += self.costs.row * behind / STAY
-            choices.append(Choice(Plan(source, k), tokens, steps, rate))
+                risk += self.costs.row * behind
+            choices.append(Choice(Plan(source, k), tokens, steps, rate, risk))
         return choices
 
 

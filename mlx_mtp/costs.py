@@ -23,13 +23,13 @@ VERIFY = (0.02, 0.06, 0.12, 0.25, 0.45, 0.8, 1.2)
 DRAFT = (0.02, 0.06, 0.15)
 BEND = 0.15  # how far a curve strays from its family: sd of the logarithm per unit of log(1 + k)
 NOISE = 0.2  # sd of the logarithm of one cycle's seconds
-TRUST = 0.6  # of these sds where costs are known from a file
-FACTOR = 0.7  # sd of the common factor by which known costs may be off; unknown ones have no scale at all
+TRUST = 1.0  # of these sds where costs are known from a file
+FACTOR = 0.5  # sd of the common factor by which known costs may be off, and of the plain step's own
 UNKNOWN = 5.0
 # Sds that a cycle adds: the machine's clock, rows beyond the first against it, each arm on its own.
 CLOCK, ROWS, OWN = 0.012, 0.006, 0.004
 SURPRISE = 3.0  # sds
-CATCH_UP = 0.02  # plain steps per row that idle heads read, until measured
+CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured
 
 
 def ladder(most: int) -> list[int]:
@@ -61,7 +61,8 @@ class Costs:
             self.mean = np.array([known._log(arm) for arm in self.arms])
             self.cov *= TRUST**2
             self.measured = known.measured & set(self.arms)
-            self.row, factor = known.row, FACTOR
+            self.cov[0, 0] += FACTOR**2
+            self.row, factor = known.row, 2.0
         self.cov += factor**2
         rows = np.array([float(k > 0) for _, k in self.arms])
         self._drift = CLOCK**2 + ROWS**2 * np.outer(rows, rows) + OWN**2 * np.eye(len(rows))
@@ -79,6 +80,10 @@ class Costs:
         i, j = self.index[arm], self.index[other]
         return math.sqrt(max(0.0, self.cov[i, i] + self.cov[j, j] - 2 * self.cov[i, j]))
 
+    def doubt(self, arm: Arm) -> float:
+        """The sd of the logarithm of an arm's cost."""
+        return math.sqrt(self.cov[self.index[arm], self.index[arm]])
+
     def observe(self, arm: Arm, seconds: float, caught_up: int = 0) -> bool:
         """Learn from one cycle; False where its time says nothing about its arm.
 
@@ -93,13 +98,12 @@ class Costs:
         deviation = math.sqrt(self.cov[i, i] + NOISE**2)
         far = abs(surprise) > SURPRISE * deviation or (not self.seen[i] and surprise > 2 * deviation)
         self.seen[i] += 1
-        if far and surprise > 0 and self._suspect != arm:
+        if far and self._suspect != arm:
             self._suspect = arm
             return False
-        if far and surprise < 0:
-            self.cov += surprise**2  # all arms alike
-        elif far:
-            self.cov[i, i] += surprise**2
+        if far:
+            self.cov += surprise**2  # all arms alike, and this one a little on its own
+            self.cov[i, i] += (surprise / 2) ** 2
         if self._suspect == arm:
             self._suspect = None
         column = self.cov[:, i].copy()
