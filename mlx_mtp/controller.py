@@ -14,10 +14,10 @@ from .costs import PLAIN, Arm, Costs, Source
 # Acceptance: what depth 1 is thought to be before it was seen, how many drafts that counts for, what a cycle forgets.
 GUESS, WEIGHT, KEPT = 0.6, 2.0, 0.95
 OPT_COST = 1.5
-OPTIMISM = 1.0  # sds above the mean at which an arm is judged
+OPTIMISM = 0.8  # sds above the mean at which an arm is judged
 # Plain steps that drafting may have lost by now, and that trying other arms may have: at once, and per step of the run.
 LOST, LOST_SHARE = 3.0, 0.012
-TRIED, TRIED_SHARE = 1.5, 0.015
+TRIED, TRIED_SHARE = 2.0, 0.015
 STAKE = 0.5  # of what may still be lost, the most that one cycle may put at risk
 SHORTEST = 3  # tokens that must have occurred before
 BUCKETS = (3, 5, 9, 17)  # lengths of match whose drafts are counted together: 3..4, 5..8, 9..16, 17..

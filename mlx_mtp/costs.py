@@ -27,9 +27,10 @@ TRUST = 1.0  # of these sds where costs are known from a file
 FACTOR = 0.5  # sd of the common factor by which known costs may be off, and of the plain step's own
 UNKNOWN = 5.0
 # Sds that a cycle adds: the machine's clock, rows beyond the first against it, each arm on its own.
-CLOCK, ROWS, OWN = 0.012, 0.006, 0.004
+CLOCK, ROWS, OWN = 0.012, 0.02, 0.004
 SURPRISE = 3.0  # sds
-CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured
+CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
+ROW_MEMORY = 1e5  # weight (1 / variance) beyond which older catch-ups are forgotten
 
 
 def ladder(most: int) -> list[int]:
@@ -52,7 +53,7 @@ class Costs:
         self.mean, self.cov = _prior(self.arms)
         self.seen = np.zeros(len(self.arms), int)  # times measured in this run
         self.row = CATCH_UP  # plain steps per row that idle heads read
-        self._row_weight = 1.0
+        self._row_weight = 1 / CATCH_UP**2
         self.measured: set[Arm] = set()
         self._suspect: Arm | None = None  # the arm whose last cycle was too slow to believe
         self._last = 0.0
@@ -119,9 +120,11 @@ class Costs:
 
     def _learn_rows(self, arm: Arm, seconds: float, rows: int) -> bool:
         """What idle heads' reading takes per row; weighted by rows, because a long catch-up says more."""
-        each = (seconds / self.seconds(PLAIN) - self.steps(arm)) / rows
-        self._row_weight = min(self._row_weight + rows, 256.0)
-        self.row = max(0.0, self.row + rows / self._row_weight * (min(each, 1.0) - self.row))
+        steps = self.steps(arm)
+        each = (seconds / self.seconds(PLAIN) - steps) / rows
+        weight = (rows / (steps * math.hypot(NOISE, self.spread(arm, PLAIN)))) ** 2
+        self._row_weight = min(self._row_weight + weight, ROW_MEMORY)
+        self.row = max(0.0, self.row + min(1.0, weight / self._row_weight) * (each - self.row))
         return True
 
     def _log(self, arm: Arm) -> float:
