@@ -18,6 +18,7 @@ OPTIMISM = 0.8  # sds above the mean at which an arm is judged
 # Plain steps that drafting may have lost by now, and that trying other arms may have: at once, and per step of the run.
 LOST, LOST_SHARE = 3.0, 0.012
 TRIED, TRIED_SHARE = 2.0, 0.015
+REFRESH = 8  # cycles after which the plain step may be measured again
 STAKE = 0.5  # of what may still be lost, the most that one cycle may put at risk
 SHORTEST = 3  # tokens that must have occurred before
 BUCKETS = (3, 5, 9, 17)  # lengths of match whose drafts are counted together: 3..4, 5..8, 9..16, 17..
@@ -132,6 +133,7 @@ class Controller:
         self.best_rate = 1.0
         self.confident = Confident() if p_min and max_drafts else None
         self.explores: list[bool] = []
+        self.since_plain = 0  # cycles since the last plain step
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
         """The next cycle's plan.
@@ -148,8 +150,11 @@ class Controller:
         best = max(choices, key=lambda c: c.rate)
         self.best_rate = best.rate
         spare = TRIED + TRIED_SHARE * self.elapsed - self.tried
-        hopeful = max((c for c in choices if c is not best), key=lambda c: c.high, default=best)
-        if hopeful.high > best.rate and hopeful.steps - hopeful.tokens / best.rate <= spare:
+        stale = self.since_plain >= REFRESH
+        hopeful = max((c for c in choices if c is not plain or stale or c is best), key=lambda c: c.high)
+        if hopeful is best and stale and plain.high > best.rate:
+            hopeful = plain
+        if hopeful is not best and hopeful.steps - hopeful.tokens / best.rate <= spare:
             return self._take(hopeful, explores=True)
         return self._take(best, explores=False)
 
@@ -166,7 +171,7 @@ class Controller:
             self.elapsed *= math.exp(-shift)
         steps = self.costs.steps(arm)
         if cycle.seconds is not None and (believed or cycle.plan.p_min):
-            steps = cycle.seconds / self.costs.seconds(PLAIN)
+            steps *= cycle.seconds / self.costs.seconds(arm)
         self._account(cycle, steps)
         if cycle.plan.p_min and self.confident:
             self.confident.observe(cycle, steps)
@@ -187,6 +192,7 @@ class Controller:
     def _take(self, choice: Choice, *, explores: bool) -> Plan:
         self.pending = choice.risk if choice.plan.k else 0.0
         self.explores.append(explores)
+        self.since_plain = 0 if not choice.plan.k else self.since_plain + 1
         return choice.plan
 
     def _bucket(self, matched: int) -> Acceptance:

@@ -29,6 +29,7 @@ UNKNOWN = 5.0
 # Sds that a cycle adds: the machine's clock, rows beyond the first against it, each arm on its own.
 CLOCK, ROWS, OWN = 0.012, 0.02, 0.004
 SURPRISE = 3.0  # sds
+LEAST = 0.02  # plain steps that any drafts cost at least
 CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
 ROW_MEMORY = 1e5  # weight (1 / variance) beyond which older catch-ups are forgotten
 
@@ -73,8 +74,8 @@ class Costs:
         return math.exp(self._log(arm))
 
     def steps(self, arm: Arm) -> float:
-        """The same in plain steps."""
-        return math.exp(self._log(arm) - self.mean[0])
+        """The same in plain steps; rows never come for nothing, so that an unlucky plain step cannot flatter drafts."""
+        return max(math.exp(self._log(arm) - self.mean[0]), 1 + LEAST * min(arm[1], 1))
 
     def spread(self, arm: Arm, other: Arm) -> float:
         """The sd of the logarithm of one arm's cost over another's."""
