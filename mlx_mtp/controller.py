@@ -1,15 +1,36 @@
-"""How many tokens each cycle drafts."""
+"""How many drafts each cycle verifies: the number whose expected tokens per second are most, zero included.
 
+Costs are measured (`Costs`), acceptance is counted and forgotten at a fixed rate (`Acceptance`). What is not known is
+tried where it could be the best (upper confidence bounds), and two accounts bound what that may cost: one against plain
+decoding, whatever drafts turn out to be worth, and one against the best draft length known.
+"""
+
+import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
+
+from .costs import PLAIN, Arm, Costs, Source
+
+# Acceptance: what depth 1 is thought to be before it was seen, how many drafts that counts for, what a cycle forgets.
+GUESS, WEIGHT, KEPT = 0.6, 2.0, 0.95
+OPT_COST = 1.5
+OPTIMISM = 0.8  # sds above the mean at which an arm is judged
+# Plain steps that drafting may have lost by now, and that trying other arms may have: at once, and per step of the run.
+LOST, LOST_SHARE = 3.0, 0.012
+TRIED, TRIED_SHARE = 2.0, 0.015
+REFRESH = 8  # cycles after which the plain step may be measured again
+STAKE = 0.5  # of what may still be lost, the most that one cycle may put at risk
+SHORTEST = 3  # tokens that must have occurred before
+BUCKETS = (3, 5, 9, 17)  # lengths of match whose drafts are counted together: 3..4, 5..8, 9..16, 17..
+STAY = 16  # cycles over which a catch-up of the heads is paid off
 
 
 @dataclass(frozen=True)
 class Plan:
     """What one cycle does.
 
-    source: where its drafts come from; k: most of them that it verifies, 0 is a plain step.
-    p_min:  the heads' confidence is read first, and only the leading drafts that pass are verified.
+    source: who drafts. k: most drafts it verifies, 0 is a plain step. p_min: the heads' confidence is read first and
+    only the leading drafts that pass are verified.
     """
 
     source: Literal["heads", "lookup"] = "heads"
@@ -17,8 +38,14 @@ class Plan:
     p_min: bool = False
 
 
-class Cycle(NamedTuple):
-    """What a cycle did."""
+@dataclass(frozen=True)
+class Cycle:
+    """What a cycle did.
+
+    verified: drafts verified, fewer than plan.k where p_min cut them, or near the end. accepted: how many were right.
+    seconds: None if not measured. caught_up: rows that idle heads had to read before; its seconds hold that too.
+    matched: what `Controller.plan` was told.
+    """
 
     plan: Plan
     verified: int
@@ -28,19 +55,182 @@ class Cycle(NamedTuple):
     matched: int = 0
 
 
+class Acceptance:
+    """Of the drafts at each depth whose predecessors were right, how many were: a decaying count with a prior.
+
+    A depth that was hardly seen is thought to be like the one before it.
+    """
+
+    def __init__(self, most: int, guess: float = GUESS):
+        self.guess = guess
+        self.right, self.seen = [0.0] * most, [0.0] * most
+
+    def observe(self, verified: int, accepted: int) -> None:
+        for depth in range(min(accepted + 1, verified, len(self.seen))):
+            self.seen[depth] += 1
+            self.right[depth] += depth < accepted
+
+    def forget(self) -> None:
+        self.right = [KEPT * n for n in self.right]
+        self.seen = [KEPT * n for n in self.seen]
+
+    def tokens(self, optimism: float = 0.0) -> list[float]:
+        """Expected tokens of a cycle of 0, 1, .. drafts, each depth taken `optimism` sds above its mean."""
+        expected, reached, p = [1.0], 1.0, self.guess
+        for right, seen in zip(self.right, self.seen, strict=True):
+            p = (WEIGHT * p + right) / (WEIGHT + seen)
+            high = p + optimism * math.sqrt(p * (1 - p) / (WEIGHT + seen + 1))
+            reached *= min(1.0, high)
+            expected.append(expected[-1] + reached)
+        return expected
+
+
 class Fixed:
-    """Always the same number of drafts, and the text's own continuation wherever it has one."""
+    """Always k drafts; the prompt's max_lookup wherever the last tokens occurred before."""
 
     def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False):
-        self.max_drafts, self.max_lookup = k, max_lookup
-        self._heads = Plan("heads", k, p_min and k > 0)
+        self.k, self.max_lookup, self.p_min = k, max_lookup, p_min
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
-        return Plan("lookup", self.max_lookup) if matched and self.max_lookup else self._heads
+        if self.max_lookup and matched >= SHORTEST:
+            return Plan("lookup", self.max_lookup)
+        return Plan("heads", self.k, self.p_min and self.k > 0)
 
     def observe(self, cycle: Cycle) -> None:
-        """Nothing to learn."""
+        pass
 
 
-class Controller(Fixed):
-    """To come."""
+@dataclass(frozen=True)
+class Choice:
+    """A plan with what is expected of it. steps: its cost in plain steps. high: tokens per step if all goes well."""
+
+    plan: Plan
+    tokens: float
+    steps: float
+    high: float
+    risk: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.steps
+
+
+class Controller:
+    """Picks each cycle's plan; `plan` for a cycle may be asked before the cycle before it was observed.
+
+    max_drafts, max_lookup: the most drafts of the heads and of the prompt, 0 for none. p_min: whether reading the
+    heads' confidence may be tried. known: costs of earlier runs.
+    """
+
+    def __init__(self, *, max_drafts: int, max_lookup: int = 0, p_min: bool = False, known: Costs | None = None):
+        self.costs = Costs(max_drafts, max_lookup, known)
+        self.heads = Acceptance(max_drafts)
+        self.prompt = [Acceptance(max_lookup, guess=0.5 + 0.1 * i) for i in range(len(BUCKETS))]
+        self.lost = 0.0  # plain steps that drafting took beyond its tokens' worth
+        self.tried = 0.0  # plain steps that other arms than the best known took beyond their tokens' worth
+        self.elapsed = 0.0  # plain steps
+        self.pending = -1.0  # the most that the cycle not yet observed can lose
+        self.best_rate = 1.0
+        self.confident = Confident() if p_min and max_drafts else None
+        self.explores: list[bool] = []
+        self.since_plain = 0  # cycles since the last plain step
+
+    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+        """The next cycle's plan.
+
+        matched: how many of the last tokens have occurred before in the same order. behind: rows that idle heads
+        would have to read first.
+        """
+        choices = self._choices(matched, behind)
+        plain = choices[0]
+        if not self.costs.seen[0] and self.pending != 0:  # without the plain step nothing can be judged
+            return self._take(plain, explores=False)
+        spare = LOST + LOST_SHARE * self.elapsed - self.lost - max(self.pending, 0.0)
+        choices = [c for c in choices if c is plain or c.risk <= spare]
+        best = max(choices, key=lambda c: c.rate)
+        self.best_rate = best.rate
+        spare = TRIED + TRIED_SHARE * self.elapsed - self.tried
+        stale = self.since_plain >= REFRESH
+        hopeful = max((c for c in choices if c is not plain or stale or c is best), key=lambda c: c.high)
+        if hopeful is best and stale and plain.high > best.rate:
+            hopeful = plain
+        if hopeful is not best and hopeful.steps - hopeful.tokens / best.rate <= spare:
+            return self._take(hopeful, explores=True)
+        return self._take(best, explores=False)
+
+    def observe(self, cycle: Cycle) -> None:
+        """Learn from a cycle."""
+        arm = _arm(cycle)
+        before = self.costs.mean[0]
+        believed = False
+        if cycle.seconds is not None and arm in self.costs.index and not cycle.plan.p_min:
+            believed = self.costs.observe(arm, cycle.seconds, cycle.caught_up)
+        self.costs.drift()
+        shift = float(self.costs.mean[0] - before)
+        if abs(shift) > 1:  # all was measured in wrong units
+            self.elapsed *= math.exp(-shift)
+        steps = self.costs.steps(arm)
+        if cycle.seconds is not None and (believed or cycle.plan.p_min):
+            steps *= cycle.seconds / self.costs.seconds(arm)
+        self._account(cycle, steps)
+        if cycle.plan.p_min and self.confident:
+            self.confident.observe(cycle, steps)
+        elif cycle.plan.source == "lookup":
+            self._bucket(cycle.matched).observe(cycle.verified, cycle.accepted)
+        else:
+            self.heads.observe(cycle.verified, cycle.accepted)
+        self.heads.forget()
+
+    def _account(self, cycle: Cycle, steps: float) -> None:
+        self.elapsed += steps
+        tokens = cycle.accepted + 1
+        if cycle.plan.k:
+            self.lost += steps - tokens
+        if self.explores and self.explores.pop(0):
+            self.tried += max(0.0, steps - tokens / self.best_rate)
+
+    def _take(self, choice: Choice, *, explores: bool) -> Plan:
+        self.pending = choice.risk if choice.plan.k else 0.0
+        self.explores.append(explores)
+        self.since_plain = 0 if not choice.plan.k else self.since_plain + 1
+        return choice.plan
+
+    def _bucket(self, matched: int) -> Acceptance:
+        return self.prompt[max(sum(matched >= least for least in BUCKETS) - 1, 0)]
+
+    def _choices(self, matched: int, behind: int) -> list[Choice]:
+        """Every arm that may run now, the plain step first."""
+        expected, high = self.heads.tokens(), self.heads.tokens(OPTIMISM)
+        means = {("heads", k): expected[k] for s, k in self.costs.arms if s == "heads"}
+        highs = {("heads", k): high[k] for s, k in self.costs.arms if s == "heads"}
+        if matched >= SHORTEST and self.prompt[0].seen:
+            bucket = self._bucket(matched)
+            expected, high = bucket.tokens(), bucket.tokens(OPTIMISM)
+            means |= {("lookup", k): expected[k] for s, k in self.costs.arms if s == "lookup"}
+            highs |= {("lookup", k): high[k] for s, k in self.costs.arms if s == "lookup"}
+        choices = []
+        for arm, tokens in means.items():
+            source, k = arm
+            steps = self.costs.steps(arm)
+            luck = math.exp(OPT_COST * self.costs.doubt(arm))
+            rate = highs[arm] / steps * luck
+            new = k == 1 and not self.costs.seen[self.costs.index[arm]]
+            risk = (steps * math.exp(self.costs.spread(arm, PLAIN) * (k > 1)) - 1) / (1 if new else STAKE)
+            if source == "heads" and k and behind:
+                steps += self.costs.row * behind / STAY
+                risk += self.costs.row * behind
+            choices.append(Choice(Plan(source, k), tokens, steps, rate, risk))
+        return choices
+
+
+class Confident:
+    """The arm that reads the heads' confidence: its own tokens and steps."""
+
+    def observe(self, cycle: Cycle, steps: float) -> None:
+        pass
+
+
+def _arm(cycle: Cycle) -> Arm:
+    """The arm that a cycle's time belongs to."""
+    source: Source = cycle.plan.source
+    return (source, cycle.verified) if cycle.verified else PLAIN

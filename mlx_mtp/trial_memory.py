@@ -1,13 +1,8 @@
 """What trials found, kept in the user's cache directory for the next load."""
 
-import contextlib
 import hashlib
 import json
 import math
-import os
-import platform
-import sys
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from . import __version__
+from . import __version__, machine_file
 from .kernels import _source
 
 FORMAT = 1
@@ -38,7 +33,7 @@ class Memory:
 
     def __init__(self, model: str):
         self.facts = {
-            **_machine(),
+            **machine_file.machine(),
             "mlx": MLX_VERSION,
             "mlx_mtp": __version__,
             "kernels": _kernels(),
@@ -48,7 +43,7 @@ class Memory:
     def recall(self) -> dict[Key, Found]:
         """All findings; none where the file is missing, damaged, of another format or another's."""
         try:
-            kept = json.loads(_file(self.facts).read_text())
+            kept = json.loads(machine_file.file_of(cache_directory(), self.facts).read_text())
             if (kept["format"], kept["facts"]) != (FORMAT, self.facts):
                 return {}
             return dict(_parsed(entry) for entry in kept["found"])
@@ -60,35 +55,14 @@ class Memory:
         entries = [[*key, *finding] for key, finding in found.items()]
         text = json.dumps({"format": FORMAT, "facts": self.facts, "found": entries}, indent=0)
         try:
-            _replace(_file(self.facts), text)
+            machine_file.replace(machine_file.file_of(cache_directory(), self.facts), text)
         except (OSError, RuntimeError) as e:
             warnings.warn(f"what kernels are faster cannot be kept for the next load ({e})", stacklevel=2)
 
 
 def cache_directory() -> Path:
     """Where findings are kept: MLX_MTP_CACHE, else a directory of the user's cache; RuntimeError without a home."""
-    if chosen := os.environ.get("MLX_MTP_CACHE"):
-        return Path(chosen).expanduser()
-    usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / usual) / "mlx_mtp" / "trials"
-
-
-def _file(facts: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return cache_directory() / f"{digest[:32]}.json"
-
-
-def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, work = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(work, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(work)
-        raise
+    return machine_file.cache_directory("trials")
 
 
 def _parsed(entry: list) -> tuple[Key, Found]:
@@ -100,12 +74,6 @@ def _parsed(entry: list) -> tuple[Key, Found]:
     if (wrong is None) != timed or not isinstance(wrong, str | None) or not isinstance(ratio, float | None):
         raise ValueError(entry)
     return (op, shape, rows), Found(wrong, ratio)
-
-
-def _machine() -> dict[str, Any]:
-    device = mx.device_info()
-    facts = {name: device.get(name) for name in ("device_name", "architecture", "memory_size")}
-    return {**facts, "system": f"{platform.system()} {platform.release()}"}
 
 
 def _kernels() -> str:

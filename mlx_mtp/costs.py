@@ -1,0 +1,203 @@
+"""What a cycle costs, learned from the seconds of whole cycles: a Kalman filter over the logarithms of the arms' costs.
+
+An arm is (source, k): k drafts of the heads or of the prompt, verified in k + 1 rows; ("heads", 0) is the plain step.
+Its total is what decisions need; drafting and verifying are told apart only where measurements can (`draft_share`).
+Logarithms make noise of some per cent alike for all arms, and a machine that is slower as a whole a common shift.
+The prior is the mean and the covariance of a family of cost curves, 1 + (verify + draft) k plain steps, so that one
+arm's measurement moves its neighbours, and nothing need be measured to be guessed.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+Source = Literal["heads", "lookup"]
+Arm = tuple[Source, int]
+PLAIN: Arm = ("heads", 0)
+
+# Plain steps that one more row costs to verify (dense and memory-bound ... reference BLAS), and one draft of the heads.
+VERIFY = (0.02, 0.06, 0.12, 0.25, 0.45, 0.8, 1.2)
+DRAFT = (0.02, 0.06, 0.15)
+BEND = 0.15  # how far a curve strays from its family: sd of the logarithm per unit of log(1 + k)
+NOISE = 0.2  # sd of the logarithm of one cycle's seconds
+TRUST = 1.0  # of these sds where costs are known from a file
+FACTOR = 0.5  # sd of the common factor by which known costs may be off, and of the plain step's own
+UNKNOWN = 5.0
+# Sds that a cycle adds: the machine's clock, rows beyond the first against it, each arm on its own.
+CLOCK, ROWS, OWN = 0.012, 0.02, 0.004
+SURPRISE = 3.0  # sds
+LEAST = 0.02  # plain steps that any drafts cost at least
+CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
+ROW_MEMORY = 1e5  # weight (1 / variance) beyond which older catch-ups are forgotten
+
+
+def ladder(most: int) -> list[int]:
+    """Draft lengths worth trying, ascending, 1..most: each up to 8, then a third more each time, and `most`."""
+    rungs = [k for k in (1, 2, 3, 4, 5, 6, 7, 8, 11) if k < most]
+    return [*rungs, most] if most else []
+
+
+class Costs:
+    """Seconds per arm on one machine with one model.
+
+    max_drafts, max_lookup: the most drafts of the heads and of the prompt. known: what earlier runs measured; it may
+    be off, as a whole and in its ratios, and what is measured now outweighs it.
+    """
+
+    def __init__(self, max_drafts: int, max_lookup: int = 0, known: "Costs | None" = None):
+        lookups = [k for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]
+        self.arms: list[Arm] = [PLAIN, *(("heads", k) for k in ladder(max_drafts)), *(("lookup", k) for k in lookups)]
+        self.index = {arm: i for i, arm in enumerate(self.arms)}
+        self.mean, self.cov = _prior(self.arms)
+        self.seen = np.zeros(len(self.arms), int)  # times measured in this run
+        self.row = CATCH_UP  # plain steps per row that idle heads read
+        self._row_weight = 1 / CATCH_UP**2
+        self.measured: set[Arm] = set()
+        self._suspect: Arm | None = None  # the arm whose last cycle was too slow to believe
+        self._last = 0.0
+        factor = UNKNOWN
+        if known is not None and known.measured:
+            self.mean = np.array([known._log(arm) for arm in self.arms])
+            self.cov *= TRUST**2
+            self.measured = known.measured & set(self.arms)
+            self.cov[0, 0] += FACTOR**2
+            self.row, factor = known.row, 2.0
+        self.cov += factor**2
+        rows = np.array([float(k > 0) for _, k in self.arms])
+        self._drift = CLOCK**2 + ROWS**2 * np.outer(rows, rows) + OWN**2 * np.eye(len(rows))
+
+    def seconds(self, arm: Arm) -> float:
+        """What a cycle of this arm takes, as far as is known; any k up to the largest."""
+        return math.exp(self._log(arm))
+
+    def steps(self, arm: Arm) -> float:
+        """The same in plain steps; rows never come for nothing, so that an unlucky plain step cannot flatter drafts."""
+        return max(math.exp(self._log(arm) - self.mean[0]), 1 + LEAST * min(arm[1], 1))
+
+    def spread(self, arm: Arm, other: Arm) -> float:
+        """The sd of the logarithm of one arm's cost over another's."""
+        i, j = self.index[arm], self.index[other]
+        return math.sqrt(max(0.0, self.cov[i, i] + self.cov[j, j] - 2 * self.cov[i, j]))
+
+    def doubt(self, arm: Arm) -> float:
+        """The sd of the logarithm of an arm's cost."""
+        return math.sqrt(self.cov[self.index[arm], self.index[arm]])
+
+    def observe(self, arm: Arm, seconds: float, caught_up: int = 0) -> bool:
+        """Learn from one cycle; False where its time says nothing about its arm.
+
+        The first cycle of an arm compiles its kernels and any may meet the garbage collector: one that is far too slow
+        counts only when the next of its arm is, too. One that is far too fast is believed at once: what was known was
+        such a slow one, or another clock.
+        """
+        i = self.index[arm]
+        if caught_up:
+            return self._learn_rows(arm, seconds, caught_up)
+        surprise = math.log(seconds) - self.mean[i]
+        deviation = math.sqrt(self.cov[i, i] + NOISE**2)
+        far = abs(surprise) > SURPRISE * deviation or (not self.seen[i] and surprise > 2 * deviation)
+        self.seen[i] += 1
+        if far and self._suspect != arm:
+            self._suspect = arm
+            return False
+        if far:
+            self.cov += surprise**2  # all arms alike, and this one a little on its own
+            self.cov[i, i] += (surprise / 2) ** 2
+        if self._suspect == arm:
+            self._suspect = None
+        column = self.cov[:, i].copy()
+        gain = column / (column[i] + NOISE**2)
+        self.mean = self.mean + gain * surprise
+        self.cov = self.cov - np.outer(gain, column)
+        self.measured.add(arm)
+        return True
+
+    def drift(self) -> None:
+        """One cycle has passed: everything is a little less certain."""
+        self.cov = self.cov + self._drift
+
+    def _learn_rows(self, arm: Arm, seconds: float, rows: int) -> bool:
+        """What idle heads' reading takes per row; weighted by rows, because a long catch-up says more."""
+        steps = self.steps(arm)
+        each = (seconds / self.seconds(PLAIN) - steps) / rows
+        weight = (rows / (steps * math.hypot(NOISE, self.spread(arm, PLAIN)))) ** 2
+        self._row_weight = min(self._row_weight + weight, ROW_MEMORY)
+        self.row = max(0.0, self.row + min(1.0, weight / self._row_weight) * (each - self.row))
+        return True
+
+    def _log(self, arm: Arm) -> float:
+        """The logarithm of an arm's cost; between and beyond measured k, straight in log(1 + k)."""
+        if arm in self.index:
+            return float(self.mean[self.index[arm]])
+        source, k = arm
+        own = [(n, self.index[s, n]) for s, n in self.arms if s == source or n == 0]
+        if len(own) < 2:  # no arms of this source
+            own = [(n, i) for (_, n), i in self.index.items()]
+            own.sort()
+        if len(own) < 2:
+            return float(self.mean[0]) + math.log(1 + (VERIFY[3] + DRAFT[1]) * k)
+        at = min(max(bisect_left(own, (k, -1)), 1), len(own) - 1)
+        (a, i), (b, j) = own[at - 1], own[at]
+        share = math.log((1 + k) / (1 + a)) / math.log((1 + b) / (1 + a))
+        return float(self.mean[i] + share * (self.mean[j] - self.mean[i]))
+
+    def draft_share(self, k: int) -> float | None:
+        """The share of drafting in a cycle of k drafts, 0..1; None where nothing tells it from verifying.
+
+        A prompt's k drafts are verified in as many rows and cost nothing to draft.
+        """
+        if {("heads", k), ("lookup", k)} <= self.measured:
+            return max(0.0, 1 - self.seconds(("lookup", k)) / self.seconds(("heads", k)))
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads: seconds per measured arm, plain steps per row of catching up."""
+        arms = [[*arm, self.seconds(arm)] for arm in self.arms if arm in self.measured]
+        return {"seconds": arms, "catch_up": self.row}
+
+    @classmethod
+    def from_json(cls, kept: Any) -> "Costs":
+        """Costs known from an earlier run; ValueError where `to_json` cannot have written this."""
+        try:
+            arms = {(source, k): _positive(seconds) for source, k, seconds in kept["seconds"]}
+            row = float(kept["catch_up"])
+        except (LookupError, TypeError) as e:
+            raise ValueError(f"no costs: {kept!r}") from e
+        good = all(s in ("heads", "lookup") and type(k) is int and 0 <= k <= 64 for s, k in arms)
+        if not good or not 0 <= row < math.inf:
+            raise ValueError(f"no costs: {kept!r}")
+        most = {s: max((k for source, k in arms if source == s), default=0) for s in ("heads", "lookup")}
+        costs = cls(most["heads"], most["lookup"])
+        costs.row = row
+        for arm, seconds in arms.items():
+            if arm in costs.index:
+                costs._set(arm, seconds)
+        return costs
+
+    def _set(self, arm: Arm, seconds: float) -> None:
+        """Measured often: the arm is exactly this, and its neighbours follow."""
+        i = self.index[arm]
+        column = self.cov[:, i].copy()
+        gain = column / (column[i] + 1e-6)
+        self.mean = self.mean + gain * (math.log(seconds) - self.mean[i])
+        self.cov = self.cov - np.outer(gain, column)
+        self.measured.add(arm)
+
+
+def _positive(value: Any) -> float:
+    if not isinstance(value, float) or not 0 < value < math.inf:
+        raise ValueError(f"no time: {value!r}")
+    return value
+
+
+def _prior(arms: Iterable[Arm]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and covariance of log cost in plain steps over the family of curves."""
+    ks = np.array([k for _, k in arms])
+    drafted = np.array([float(source == "heads") for source, _ in arms])
+    curves = np.array([np.log1p((a + d * drafted) * ks) for a in VERIFY for d in DRAFT])
+    length = np.log1p(ks)
+    bend = BEND**2 * np.minimum.outer(length, length)
+    return curves.mean(axis=0), np.cov(curves.T).reshape(len(ks), len(ks)) + bend

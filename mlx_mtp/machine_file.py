@@ -1,0 +1,49 @@
+"""Small JSON files in the user's cache directory about one machine: where they are, what names them, how they change."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+
+def machine() -> dict[str, Any]:
+    """The facts of this machine that times depend on."""
+    device = mx.device_info()
+    facts = {name: device.get(name) for name in ("device_name", "architecture", "memory_size")}
+    return {**facts, "system": f"{platform.system()} {platform.release()}"}
+
+
+def cache_directory(kind: str) -> Path:
+    """Where files of a kind are kept: MLX_MTP_CACHE, else in the user's cache; RuntimeError without a home."""
+    if chosen := os.environ.get("MLX_MTP_CACHE"):
+        return Path(chosen).expanduser() / ("" if kind == "trials" else kind)
+    usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / usual) / "mlx_mtp" / kind
+
+
+def file_of(directory: Path, facts: Mapping[str, Any]) -> Path:
+    """The file whose content these facts decide."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return directory / f"{digest[:32]}.json"
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file at once, so that a reader sees the old one or the new one; OSError leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, work = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(work, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(work)
+        raise

@@ -1,0 +1,125 @@
+"""What cycles cost, kept between runs: whose file it is, damaged ones, directories that cannot be written."""
+
+import json
+import math
+import warnings
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp import cost_memory, machine_file
+from mlx_mtp.cost_memory import CostMemory
+from mlx_mtp.costs import Costs
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "a" / "cache"))
+    monkeypatch.setattr(cost_memory, "_warned", set())
+    return tmp_path / "a" / "cache" / "costs"
+
+
+def measured() -> Costs:
+    costs = Costs(3, 7)
+    for arm, seconds in {("heads", 0): 0.02, ("heads", 1): 0.024, ("lookup", 7): 0.06}.items():
+        for _ in range(9):
+            costs.observe(arm, seconds)
+    return costs
+
+
+def test_kept_costs_are_recalled(directory):
+    costs = measured()
+    CostMemory("m", "auto").keep(costs)
+    known = CostMemory("m", "auto").recall()
+    assert known is not None
+    for arm in (("heads", 0), ("heads", 1), ("lookup", 7)):
+        assert math.isclose(known.seconds(arm), costs.seconds(arm), rel_tol=1e-3)
+    assert known.measured == costs.measured
+    assert len(list(directory.iterdir())) == 1
+
+
+def test_nothing_kept_is_nothing_recalled():
+    assert CostMemory("m", "auto").recall() is None
+
+
+def test_another_model_setting_version_or_machine_has_other_costs(monkeypatch):
+    CostMemory("m", "auto").keep(measured())
+    assert CostMemory("n", "auto").recall() is None
+    assert CostMemory("m", "off").recall() is None
+    for name in ("MLX_VERSION", "__version__"):
+        with monkeypatch.context() as changed:
+            changed.setattr(cost_memory, name, "9.9.9")
+            assert CostMemory("m", "auto").recall() is None
+    with monkeypatch.context() as changed:
+        changed.setattr(mx, "device_info", lambda: {"device_name": "another"})
+        assert CostMemory("m", "auto").recall() is None
+    for name in ("LD_PRELOAD", "OPENBLAS_NUM_THREADS"):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "3")
+            assert CostMemory("m", "auto").recall() is None
+    assert CostMemory("m", "auto").recall() is not None
+
+
+def changed(**values):
+    return lambda kept: json.dumps({**kept, **values})
+
+
+def costs(seconds, catch_up=0.01):
+    return changed(costs={"seconds": seconds, "catch_up": catch_up})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: "",
+        lambda kept: json.dumps(kept)[:-9],
+        lambda kept: "[]",
+        lambda kept: "\udcff",
+        changed(format=0),
+        changed(facts={}),
+        changed(costs=None),
+        changed(costs={}),
+        costs([["heads", 0]]),
+        costs([["heads", 0, "0.1"]]),
+        costs([["heads", 0, -0.1]]),
+        costs([["heads", 0, float("nan")]]),
+        costs([["heads", 0.5, 0.1]]),
+        costs([["heads", 10**9, 0.1]]),
+        costs([["feet", 0, 0.1]]),
+        costs([[["heads"], 0, 0.1]]),
+        costs([["heads", 0, 0.1]], catch_up=None),
+        costs([["heads", 0, 0.1]], catch_up=-1.0),
+    ],
+)
+def test_a_damaged_file_is_no_memory_and_is_replaced(directory, damage):
+    memory = CostMemory("m", "auto")
+    memory.keep(measured())
+    (file,) = directory.iterdir()
+    file.write_text(damage(json.loads(file.read_text())), errors="surrogateescape")
+    assert memory.recall() is None
+    memory.keep(measured())
+    assert memory.recall() is not None
+
+
+def test_a_foreign_file_under_the_name_is_no_memory(directory):
+    CostMemory("n", "auto").keep(measured())
+    (foreign,) = directory.iterdir()
+    own = machine_file.file_of(directory, CostMemory("m", "auto").facts)
+    foreign.rename(own)
+    assert CostMemory("m", "auto").recall() is None
+
+
+def test_a_directory_that_cannot_be_written_is_one_warning(directory):
+    directory.parent.mkdir(parents=True)
+    directory.write_text("a file")
+    with pytest.warns(UserWarning, match=r"cannot be kept for the next run \(.*costs"):
+        CostMemory("m", "auto").keep(measured())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CostMemory("m", "auto").keep(measured())
+    assert CostMemory("m", "auto").recall() is None
+
+
+def test_trials_and_costs_do_not_share_a_directory(directory):
+    assert machine_file.cache_directory("trials") == directory.parent
+    assert machine_file.cache_directory("costs") == directory
