@@ -148,7 +148,7 @@ def of_cycle(model: Any, rows: int) -> Counter:
 def built(model: Any, cache: PromptCache, hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
     """A cycle on top of rows that ended at position 4, as many drafts as theirs; all that it computes."""
     plan = Plan("heads", tokens.size - 1)
-    d = Decoder(model, cache, Picker(), Fixed(plan.k), Stats(), step=256)
+    d = Decoder(model, cache, Picker(), Fixed(plan.k), Stats(), step=256, k=plan.k)
     last = Flight(plan, cache.mark(), Drafts(tokens[1:]))
     last.run, last.base = Run.of(hidden, tokens, accepted, tokens[1:], None), 4
     # Without drafts a position goes back to the host, with a copy of states that a graph's record has no word for.

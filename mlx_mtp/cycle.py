@@ -24,6 +24,7 @@ class Decoder:
 
     control: decides what a cycle does, and is told what each did.
     step:    rows that idle heads read at a time when they are needed again.
+    k, max_lookup: most drafts of the heads in a cycle, and of the text's own past.
     p_min:   least probability of a draft that is verified, in cycles whose plan says so.
     text:    the tokens that the host has read.
     """
@@ -34,6 +35,8 @@ class Decoder:
     control: Controller | Fixed
     stats: Stats
     step: int
+    k: int
+    max_lookup: int = 0
     p_min: float = 0.0
     text: Text = field(default_factory=Text)
 
@@ -41,7 +44,7 @@ class Decoder:
         """Why the cycle after this one cannot be built before this one's tokens have been read."""
         if self.picker.processors:
             return "logits processors"
-        rows = 1 + max(self.control.max_drafts, self.control.max_lookup)
+        rows = 1 + max(self.k, self.max_lookup)
         return self.cache.needs_host(flight.base + flight.run.tokens.size, rows)
 
 
@@ -67,7 +70,7 @@ class Flight:
 def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
     """Plan the cycle after `last`, with at most `most` drafts, and build its graph."""
     cache, base = d.cache, last.base
-    matched = d.text.matched() if d.control.max_lookup else 0
+    matched = d.text.matched() if d.max_lookup else 0
     plan = d.control.plan(matched, 0 if cache.live else cache.behind)
     plan = replace(plan, k=int(min(plan.k, most)))
     caught_up = 0
@@ -126,6 +129,7 @@ def submit(d: Decoder, last: Flight, new: Flight, accepted: int) -> None:
     last.after.release()
     new.before.release()
     if new.plan.p_min:
+        assert new.drafts.confidence is not None
         new.run = verify(d, last.run, new.drafts.first(d.stats.reads_confidence(new.drafts.confidence, d.p_min)))
     start(d, new.run)
     if not d.cache.live:

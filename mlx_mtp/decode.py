@@ -81,8 +81,7 @@ def decode(
 def _prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] | None) -> Flight:
     """Read the prompt and submit the choice of the first token, as the first of all cycles."""
     cache = d.cache
-    heads = d.control.max_drafts > 0
-    run = prefill(d.model, cache, prompt, d.picker, heads=heads, step=d.step, progress=progress)
+    run = prefill(d.model, cache, prompt, d.picker, heads=d.k > 0, step=d.step, progress=progress)
     d.text = Text(cache.tokens)
     cache.pop_row()
     start(d, run)

@@ -11,9 +11,9 @@ from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .controller import Fixed
 from .cycle import Decoder
 from .decode import Yielded, decode
+from .planning import control_for, lookup_drafts, remember
 from .prompt_cache import PromptCache, make_prompt_cache
 from .sampling import DRAFT_SAMPLING, LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .stats import Stats
@@ -24,6 +24,9 @@ class Options(TypedDict, total=False):
 
     max_tokens: int
     num_draft_tokens: int | None
+    adaptive: bool
+    draft_p_min: float
+    prompt_lookup: bool | None
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor] | None
     prompt_cache: PromptCache | None
@@ -62,7 +65,9 @@ def generate_step(
     *,
     max_tokens: int = 256,
     num_draft_tokens: int | None = None,
-    prompt_lookup: bool = False,
+    adaptive: bool = True,
+    draft_p_min: float = 0.0,
+    prompt_lookup: bool | None = None,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: PromptCache | None = None,
@@ -89,8 +94,13 @@ def generate_step(
 ) -> Generator[Yielded, None, None]:
     """Yield (token, logprobs [V] or None, from_draft) for a prompt of token ids [T].
 
-    num_draft_tokens: tokens drafted per cycle; 0 is plain decoding, None one per head, or two with a head that is
-        recycled. It changes the speed, never the text.
+    num_draft_tokens: most tokens that the heads draft per cycle; 0 is plain decoding, None one per head, or two with
+        a head that is recycled. It changes the speed, never the text; nor do the next three.
+    adaptive: draft as many as pays by measured costs and acceptance, perhaps none; False: always num_draft_tokens.
+    draft_p_min: where it pays (without `adaptive`: always), drafts from the first on whose probability, to the head,
+        is less are not verified, at the price of one more wait in such a cycle. 0: never.
+    prompt_lookup: where the last tokens have occurred before, draft what followed them, up to seven tokens. None:
+        where it pays, with `adaptive`. False: never.
     max_tokens: -1 means no limit, 0 only reads the prompt into `prompt_cache`.
     sampler, logits_processors: mlx-lm's callables; a sampler stands in for temp .. xtc_threshold.
     prompt_cache: from `make_prompt_cache`; continued where it stands and left holding every token but the last
@@ -110,6 +120,8 @@ def generate_step(
     if sampler is not None and sampling != Sampling():
         raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
     _check_numbers(max_tokens, prefill_step_size, seed)
+    if not 0 <= draft_p_min <= 1:
+        raise ValueError(f"draft_p_min={draft_p_min}: allowed is between 0 and 1")
     _check_draft_sampling(draft_sampling, sampler)
     tokens = _token_ids(prompt, model.vocab_size)
     k = _draft_count(num_draft_tokens, model, prompt_cache)
@@ -120,15 +132,22 @@ def generate_step(
         mx.random.seed(seed)
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens = k, len(tokens)
-    control = Fixed(k, max_lookup=7 if prompt_lookup else 0)
+    lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
+    control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed), draft_sampling)
-    return decode(
-        Decoder(model, cache, picker, control, stats, prefill_step_size),
-        tokens,
-        max_tokens=max_tokens,
-        stop_tokens=frozenset(stop_tokens),
-        progress=prompt_progress_callback,
+    decoder = Decoder(model, cache, picker, control, stats, prefill_step_size, k, lookup, draft_p_min)
+    stops = frozenset(stop_tokens)
+    return _remembered(
+        decoder, decode(decoder, tokens, max_tokens=max_tokens, stop_tokens=stops, progress=prompt_progress_callback)
     )
+
+
+def _remembered(decoder: Decoder, steps: Generator[Yielded, None, None]) -> Generator[Yielded, None, None]:
+    """The steps, and then what they cost is kept for the next generation."""
+    try:
+        yield from steps
+    finally:
+        remember(decoder.model, decoder.control)
 
 
 DEFAULT_DRAFTS = 2  # of a recycled head, which is right less and less often

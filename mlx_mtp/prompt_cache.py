@@ -297,7 +297,7 @@ def make_prompt_cache(
     return cache
 
 
-def _identity(model: Any, *, heads: bool) -> str:
+def identity(model: Any, *, heads: bool) -> str:
     """A digest of the names and shapes of a model's parameters, with its heads' or without.
 
     The heads' LM heads are left out: a state does not depend on what they choose from.
@@ -321,7 +321,7 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
         "layers": [c.config for c in cache.layers],
         "heads": [c.config for c in cache.heads],
         "quantizing": cache.quantizing and asdict(cache.quantizing),
-        "model": _identity(cache.model, heads=bool(cache.heads)),
+        "model": identity(cache.model, heads=bool(cache.heads)),
     }
     mx.save_safetensors(str(file), arrays, {"mlx_mtp": json.dumps(state)})
 
@@ -338,7 +338,7 @@ def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
     expected = (len(model.windows()), len(model.mtp))
     if shape[0] != expected[0] or shape[1] > expected[1]:
         raise ValueError(f"{file}: has caches for {shape} (layers, heads), the model {expected}")
-    if state.get("model") != _identity(model, heads=bool(shape[1])):
+    if state.get("model") != identity(model, heads=bool(shape[1])):
         raise ValueError(f"{file}: made with another model, whose parameters have other names or shapes")
     rings: dict[int, Ring] = {}
     caches = []

@@ -120,9 +120,7 @@ class Picker:
     key: mx.array = field(default_factory=lambda: mx.zeros(2, mx.uint32))
     draft_sampling: str = "coupled"
 
-    def pick(
-        self, model: Any, hidden: mx.array, position, history: list[int], drafts: mx.array, q: mx.array | None = None
-    ):
+    def pick(self, model: Any, hidden: mx.array, position, history: Any, drafts: mx.array, q: mx.array | None = None):
         """As for the logits of hidden rows [1, M, H], which are not computed where the model can choose without."""
         choice = model.choice(hidden) if q is None and self._needs_no_logits else None
         if choice is None:
@@ -148,11 +146,12 @@ class Picker:
         ]
         return mx.concatenate(drawn).astype(mx.int32)
 
-    def __call__(self, logits: mx.array, position, history: list[int], drafts: mx.array, q: mx.array | None = None):
+    def __call__(self, logits: mx.array, position, history: Any, drafts: mx.array, q: mx.array | None = None):
         """logits [M, V] for positions position.. -> tokens [M] int32 and logprobs [M, V] or None.
 
-        Row i is conditioned on `history` (read only by processors) and the first i drafts. q [M-1, V]: what the
-        drafts were drawn from, where rejection sampling keeps or replaces them; None where they are only compared.
+        Row i is conditioned on `history`, token ids [T] (read only by processors) and the first i drafts. q [M-1, V]:
+        what the drafts were drawn from, where rejection sampling keeps or replaces them; None where they are only
+        compared.
         """
         if self.sampler is None and self.options.greedy and not self.processors and not self.logprobs:
             return mx.argmax(logits, axis=-1).astype(mx.int32), None

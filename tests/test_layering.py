@@ -41,7 +41,6 @@ ALLOWED = {
     "drafter": {"checkpoint", "models"},
     "draft_vocab": {"layers"},
     "draft": {"draft_choice", "prompt_cache"},
-    "controller": set(),
     "lookup": set(),
     "prefill": {"draft", "prompt_cache", "sampling"},
     "cycle": {
@@ -53,7 +52,8 @@ ALLOWED = {
         *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "norms", "plain", "report"),
         *("switch", "trial"),
     },
-    "generate": {"controller", "cycle", "decode", "prompt_cache", "sampling", "stats"},
+    "planning": {"controller", "cost_memory", "costs", "plain_cache", "prompt_cache"},
+    "generate": {"cycle", "decode", "planning", "prompt_cache", "sampling", "stats"},
     "session": {"generate", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},
     "cli": {

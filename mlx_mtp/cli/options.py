@@ -69,7 +69,23 @@ model_options = options(
         type=click.Choice(["off", "exact", "fast"]),
         help="Metal kernels.  [default: MLX_MTP_KERNELS, else those that a trial finds right and faster]",
     ),
-    click.option("--num-draft-tokens", type=click.IntRange(0), help="Drafts per cycle.  [default: all heads]"),
+    click.option(
+        "--num-draft-tokens", type=click.IntRange(0), help="Most drafts per cycle; 0 is plain.  [default: all heads]"
+    ),
+    click.option(
+        "--adaptive/--no-adaptive", default=True, help="Draft as many as pays, by measurement, or always all."
+    ),
+    click.option(
+        "--draft-p-min",
+        type=click.FloatRange(0, 1),
+        default=0.0,
+        help="Where it pays, verify only drafts of at least this probability.",
+    ),
+    click.option(
+        "--prompt-lookup/--no-prompt-lookup",
+        default=None,
+        help="Draft what followed the last tokens before.  [default: where it pays]",
+    ),
 )
 sampling_options = options(
     click.option("--temp", type=click.FloatRange(0), default=0.0, help="Temperature; 0 is greedy."),
@@ -156,6 +172,7 @@ def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dic
     """Keyword arguments of `stream_generate` from the command line's flags."""
     names = ("max_tokens", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling")
+    names += ("adaptive", "draft_p_min", "prompt_lookup")
     kept = {name: flags[name] for name in names}
     kept["prefill_step_size"] = flags["prefill_step_size"] or _default_step()
     kept["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
