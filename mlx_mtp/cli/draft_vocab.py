@@ -1,6 +1,7 @@
 """`mlx-mtp draft-vocab`: choose the tokens that a model's heads draft, by the user's own texts."""
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -69,7 +70,7 @@ def _read(texts: Iterable[str]) -> Iterator[str]:
     for name in texts:
         for file in _files(name):
             try:
-                raw = click.get_binary_stream("stdin").read() if file is None else file.read_bytes()
+                raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
                 yield raw.decode()
             except UnicodeDecodeError:
                 click.echo(f"skipped: {file or 'standard input'} is not UTF-8 text", err=True)
