@@ -26,7 +26,7 @@ def family(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def truth(family):
     """Greedy text of a prompt by a cacheless forward, computed once."""
-    return functools.cache(lambda prompt: tiny.greedy(family[1], list(prompt), 30))
+    return functools.cache(lambda prompt: tiny.greedy(family[1], list(prompt), 20))
 
 
 def ours(model, prompt, n, k, **options):
@@ -41,7 +41,7 @@ def test_greedy_equals_cacheless_forward(family, truth, length):
     mx.random.seed(length)
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
     for k in (k for k in ((0, 1, 3, 6) if length > 1 else (1, 6)) if k <= model.max_draft_tokens):
-        assert ours(model, prompt, 30, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
+        assert ours(model, prompt, 20, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 
 @pytest.mark.parametrize("every", [0, 2, 3, 5])  # not k + 1, which would only ever fall on bonus tokens
@@ -50,8 +50,8 @@ def test_right_wrong_and_partly_right_drafts(family, truth, monkeypatch, every):
     text = prompt + truth(tuple(prompt))
     wrong = set(range(5, len(text), every)) if every else set()
     monkeypatch.setattr(decode, "draft", Oracle(text, wrong, families.V))
-    tokens, stats = ours(model, prompt, 25, 3)
-    assert tokens == text[5:30]
+    tokens, stats = ours(model, prompt, 19, 3)
+    assert tokens == text[5:24]
     assert (stats.acceptance == [1.0] * 3) is (not wrong)
 
 
@@ -105,7 +105,7 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
 
     monkeypatch.setattr(decode, "draft", spy)
     k = 3
-    text = prompt + ours(model, prompt, 24, k, prefill_step_size=7)[0]
+    text = prompt + ours(model, prompt, 16, k, prefill_step_size=7)[0]
     assert len(calls) > 5
     checked = 0
     for offset, drafts in calls:
@@ -120,7 +120,7 @@ def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, s
     """A cache left in the middle of an accepted run, and its copy from a file, go on as if decoded one by one."""
     model, _ = family
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    expected = truth(tuple(prompt))[:20]
+    expected = truth(tuple(prompt))[: stop + 8]
     cache = mlx_mtp.make_prompt_cache(model)
     with monkeypatch.context() as patch:
         patch.setattr(decode, "draft", Oracle(prompt + expected, {16}, families.V))
@@ -133,6 +133,6 @@ def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, s
     copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
     snapshot = cache.snapshot()
     for kept in (cache, copy):
-        assert ours(model, text[-1:], 20 - stop, 2, prompt_cache=kept)[0] == expected[stop:]
+        assert ours(model, text[-1:], 8, 2, prompt_cache=kept)[0] == expected[stop:]
     cache.rewind(snapshot)
-    assert ours(model, text[-1:], 20 - stop, 3, prompt_cache=cache)[0] == expected[stop:]
+    assert ours(model, text[-1:], 8, 3, prompt_cache=cache)[0] == expected[stop:]
