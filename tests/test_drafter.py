@@ -16,6 +16,7 @@ import mlx_mtp
 from mlx_mtp import decode
 
 V = families.V
+LONG = [i % V for i in range(1, 33)]  # texts go on past the end of a ring, 40 slots
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -90,18 +91,18 @@ def test_greedy_equals_cacheless_forward(drafted, truth, length):
 
 @pytest.mark.parametrize("every", [0, 3, 4])
 def test_right_wrong_and_partly_right_drafts(drafted, truth, monkeypatch, every):
-    prompt = [1, 2, 3, 4, 5]
+    prompt = LONG
     text = prompt + truth(tuple(prompt))
-    wrong = set(range(5, len(text), every)) if every else set()
+    wrong = set(range(32, len(text), every)) if every else set()
     monkeypatch.setattr(decode, "draft", Oracle(text, wrong, V))
     tokens, stats = ours(drafted[0], prompt, 19, 4)
-    assert tokens == text[5:24]
+    assert tokens == text[32:51]
     assert (stats.acceptance == [1.0] * 4) is (not wrong)
 
 
 @pytest.mark.parametrize(("k", "stop"), [(0, 1), (3, 1), (3, 4), (5, 9)])
 def test_stop_anywhere_save_and_continue(drafted, truth, tmp_path, k, stop):
-    model, prompt = drafted[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    model, prompt = drafted[0], LONG
     expected = truth(tuple(prompt))[: stop + 8]
     cache = mlx_mtp.make_prompt_cache(model)
     steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=20)

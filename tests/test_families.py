@@ -14,6 +14,7 @@ from mlx_mtp import decode
 
 # Loading has tests of these too; decoding them does nothing that a variant of theirs does not do.
 SIMPLER = ("glm4_moe_untied", "glm_moe_dsa", "nemotron_h")
+LONG = [i % families.V for i in range(1, 33)]  # texts go on past the end of a ring, 40 slots
 
 
 @pytest.fixture(scope="module", params=[name for name in sorted(families.FAMILIES) if name not in SIMPLER])
@@ -46,12 +47,12 @@ def test_greedy_equals_cacheless_forward(family, truth, length):
 
 @pytest.mark.parametrize("every", [0, 2, 3, 5])  # not k + 1, which would only ever fall on bonus tokens
 def test_right_wrong_and_partly_right_drafts(family, truth, monkeypatch, every):
-    model, prompt = family[0], [1, 2, 3, 4, 5]
+    model, prompt = family[0], LONG
     text = prompt + truth(tuple(prompt))
-    wrong = set(range(5, len(text), every)) if every else set()
+    wrong = set(range(32, len(text), every)) if every else set()
     monkeypatch.setattr(decode, "draft", Oracle(text, wrong, families.V))
     tokens, stats = ours(model, prompt, 19, 3)
-    assert tokens == text[5:24]
+    assert tokens == text[32:51]
     assert (stats.acceptance == [1.0] * 3) is (not wrong)
 
 
@@ -91,7 +92,7 @@ def drafts_from_scratch(model, plain, tokens: list[int], k: int) -> list[int]:
     return drafts
 
 
-@pytest.mark.parametrize("length", [1, 3, 20])
+@pytest.mark.parametrize("length", [1, 3, 30])
 def test_drafts_equal_recomputation(family, monkeypatch, length):
     model, plain = family
     mx.random.seed(length)
@@ -119,11 +120,11 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
 def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, stop, k):
     """A cache left in the middle of an accepted run, and its copy from a file, go on as if decoded one by one."""
     model, _ = family
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    prompt = LONG
     expected = truth(tuple(prompt))[: stop + 8]
     cache = mlx_mtp.make_prompt_cache(model)
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "draft", Oracle(prompt + expected, {16}, families.V))
+        patch.setattr(decode, "draft", Oracle(prompt + expected, {38}, families.V))
         steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=20)
         text = [token for _, (token, _, _) in zip(range(stop), steps, strict=False)]
         steps.close()
