@@ -42,7 +42,7 @@ def model(tiny_models):
 
 
 def make_session(model, template=PLAIN, **options):
-    return ChatSession(model, make_tokenizer(template), **{"max_tokens": 30, **options})
+    return ChatSession(model, make_tokenizer(template), **{"max_tokens": 14, **options})
 
 
 def full_prefill(session, text):

@@ -83,7 +83,7 @@ def test_the_network_is_the_engines():
         assert (ours.argmax(axis=-1) == theirs.argmax(axis=-1)).mean().item() > 0.98
 
 
-def a_run(loss, steps: int = 3) -> tuple[list[list[float]], dict]:
+def a_run(loss, steps: int = 2) -> tuple[list[list[float]], dict]:
     model = build(ModelArgs.from_dict(demo_config(64)), 0, DEPTHS)
     trainer = Trainer(model, loss, first=0, steps=steps, peak=1e-3)
     data = batches(itertools.cycle(range(60)), rows=2, slots=64)

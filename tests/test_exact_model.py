@@ -29,7 +29,7 @@ HYBRID = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 16,
 }
-PROMPT, LENGTH = [1, 2, 3, 4, 1], 8
+PROMPT, LENGTH = [1, 2, 3, 4], 6
 EVERY = {"verify_attention", "attention_merge", "add_norm", "norm_rope", "verify_head"}
 DELTA = {"delta_inputs", "gated_delta_verify", "gated_norm"}
 OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY | DELTA}
@@ -124,4 +124,4 @@ def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeyp
                 assert same_bits(rows[i : i + 1], singly.logits(tuple(known[:at] + fed[: i + 1]))), (at, fed, i)
     report = model.report()
     assert all("off" not in line for line in report.kernels)
-    assert all(line.endswith("at M=6, 7, 8") for line in report.not_exact)
+    assert all(line.endswith("at M=5, 6, 7, 8") for line in report.not_exact)

@@ -32,6 +32,14 @@ def drafts_right(model):
     return stats.accepted
 
 
+def assert_alike(ours, theirs):
+    """The same family's facts and parameters, value by value; and so the same drafts."""
+    assert ours.spec == theirs.spec
+    ours, theirs = (dict(tree_flatten(model.parameters())) for model in (ours, theirs))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+
+
 @pytest.fixture(scope="module")
 def raw():
     weights = tiny.random_weights(CONFIG, seed=2)
@@ -67,7 +75,7 @@ def test_sharded_equals_whole(tmp_path, raw, whole):
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     model = mlx_mtp.load_model(path)
     assert text(model) == expected
-    assert drafts_right(model) == drafts_right(mlx_mtp.load_model(whole))
+    assert_alike(model, mlx_mtp.load_model(whole))
     assert sum(drafts_right(model)) > 0
 
     (path / "model-00001.safetensors").unlink()
@@ -89,8 +97,8 @@ def test_sidecars(tmp_path, raw, whole, where):
     mx.save_safetensors(str(file), heads)
     model = mlx_mtp.load_model(path, **options)
     assert file.name in model.report().source
-    assert text(model) == expected
-    assert drafts_right(model) == drafts_right(mlx_mtp.load_model(whole))
+    assert text(model, n=12) == expected[:12]
+    assert_alike(model, mlx_mtp.load_model(whole))
 
 
 def test_mtp_path_replaces_the_checkpoints_own_heads(tmp_path, raw, whole):

@@ -8,6 +8,7 @@ import families
 import mlx.core as mx
 import pytest
 import tiny
+from mlx.utils import tree_flatten
 
 import mlx_mtp
 from mlx_mtp.cli.chat import chat
@@ -23,10 +24,18 @@ def text(model, k=2, n=16):
 
 
 def drafted(model):
-    """(text, how many drafts of each depth were accepted)"""
+    """(text, how many drafts of each depth were accepted, the spec, every parameter)"""
     stats = mlx_mtp.Stats()
-    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=40, num_draft_tokens=2, stats=stats)
-    return [t for t, _, _ in steps], stats.accepted
+    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=6, num_draft_tokens=2, stats=stats)
+    return [t for t, _, _ in steps], stats.accepted, model.spec, dict(tree_flatten(model.parameters()))
+
+
+def assert_alike(ours, theirs):
+    """Two of `drafted`: a head of which one value were another's would hardly show in a short text."""
+    assert ours[:3] == theirs[:3]
+    assert ours[3].keys() == theirs[3].keys()
+    for name, parameter in ours[3].items():
+        assert mx.array_equal(parameter, theirs[3][name]), name
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +63,7 @@ def test_a_sidecar_is_as_good(tmp_path, drafted_as_built, name):
     mx.save_safetensors(str(path / "mtp.safetensors"), apart, {"format": "pt"})
     model = mlx_mtp.load_model(path)
     assert "mtp.safetensors" in str(model.report())
-    assert drafted(model) == whole
+    assert_alike(drafted(model), whole)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,7 +116,7 @@ def test_prefixes_of_unnumbered_heads(tmp_path, drafted_as_built, name, prefix):
     path, weights, usual = drafted_as_built(name)
     moved = {(prefix + n[4:] if n.startswith("mtp.") else n): w for n, w in weights.items()}
     other = tiny.save(tmp_path / "b", json.loads((path / "config.json").read_text()), moved)
-    assert drafted(mlx_mtp.load_model(other)) == usual
+    assert_alike(drafted(mlx_mtp.load_model(other)), usual)
 
 
 @pytest.mark.parametrize("field", ["capture", "feedback", "fuse"])
@@ -164,7 +173,7 @@ def test_fp8_heads_are_dequantized(tmp_path, name):
             rounded[name] = (mx.from_fp8(packed, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
     expected = mlx_mtp.load_model(tiny.save(tmp_path / "b", config, rounded))
     model = mlx_mtp.load_model(tiny.save(tmp_path / "c", config, stored))
-    assert drafted(model) == drafted(expected)
+    assert_alike(drafted(model), drafted(expected))
 
 
 @pytest.fixture(scope="module")

@@ -93,11 +93,12 @@ def states(model, cache) -> list[mx.array]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"qwen3_5"}))  # whose recurrence is Qwen3-Next's
-def test_states_do_not_drift(tmp_path, record_property, name):
+def test_states_do_not_drift(tmp_path, monkeypatch, record_property, name):
     """After 512 tokens of verifies and rollbacks a state is that of decoding them singly, or reading them in one go.
 
-    Memories are made long, so that errors would add up. Measured on a CPU, relative to the largest entry: 0 against
-    single tokens; in one go 3e-6 for Mamba2, whose prompts take another form, and 0 for gated delta.
+    Three drafts of four are right. Memories are made long, so that errors would add up. Measured on a CPU, relative
+    to the largest entry: 0 against single tokens; in one go 3e-6 for Mamba2, whose prompts take another form, and 0
+    for gated delta.
     """
     path, _, _ = families.build(name, tmp_path, seed=1)
     model = mlx_mtp.load_model(path)
@@ -106,9 +107,12 @@ def test_states_do_not_drift(tmp_path, record_property, name):
             module.A_log = module.A_log - 4
     drafted, single, read = (mlx_mtp.make_prompt_cache(model) for _ in range(3))
     stats = mlx_mtp.Stats()
-    tokens = text(model, [1, 2, 3], 512, 3, prompt_cache=drafted, stats=stats)
-    assert stats.cycles < 512
-    assert text(model, [1, 2, 3], 512, 0, prompt_cache=single) == tokens
+    tokens = text(model, [1, 2, 3], 512, 0, prompt_cache=single)
+    truth = [1, 2, 3, *tokens]
+    wrong = set(np.flatnonzero(np.random.default_rng(0).random(len(truth)) < 0.25).tolist())
+    monkeypatch.setattr(decode, "draft", Oracle(truth, wrong, families.V))
+    assert text(model, [1, 2, 3], 512, 3, prompt_cache=drafted, stats=stats) == tokens
+    assert 512 / 4 < stats.cycles < 512 / 2
     text(model, [1, 2, 3, *tokens[:-1]], 0, 0, prompt_cache=read)
     for kind, other in (("single", single), ("in one go", read)):
         pairs = list(zip(states(model, drafted), states(model, other), strict=True))
@@ -123,12 +127,12 @@ def test_kv_bits_are_for_the_attention_layers(tmp_path, start):
     path, _, _ = families.build("nemotron_h", tmp_path, head_dim=32)
     model, prompt = mlx_mtp.load_model(path), [1, 2, 3, 4, 5, 6, 7]
     options = {"kv_bits": 8, "mtp_kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
-    expected = text(model, prompt, 40, 0, **options)
+    expected = text(model, prompt, 24, 0, **options)
     for k in (1, 3):
         cache = mlx_mtp.make_prompt_cache(model, **options)
-        begun = text(model, prompt, 20, k, prompt_cache=cache)
+        begun = text(model, prompt, 12, k, prompt_cache=cache)
         mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
         copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
         for kept in (cache, copy):
             assert [hasattr(c, "bits") for c in kept.layers] == [False, False, True, False]
-            assert begun + text(model, begun[-1:], 20, k, prompt_cache=kept) == expected
+            assert begun + text(model, begun[-1:], 12, k, prompt_cache=kept) == expected

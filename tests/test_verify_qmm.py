@@ -30,7 +30,10 @@ def emulated(x, weights, **options) -> tuple[list[mx.array], emulator.Traffic]:
 
 
 def cases(seed: int) -> list[tuple]:
-    """Every format at a K of each kind that it has, so that each width has each dtype there; N and M change, too."""
+    """Every width at a K of each kind that it has, in two of its groups there; N and M change, too.
+
+    Each width has each dtype and each group, and so has each kind of K.
+    """
     rng = random.Random(seed)
     found = []
     for (i, (mode, bits, group)), (j, kind) in itertools.product(enumerate(FORMATS), enumerate(K_OF)):
@@ -39,6 +42,8 @@ def cases(seed: int) -> list[tuple]:
         k = rng.choice([k for k in K_OF[kind] if k % group == 0] or [128])
         n, m = rng.choice((1, 2, 3, 5, 7, 8, 12, 13, 20, 33)), rng.choice(range(1, 10))
         dtype = DTYPES[(i + j + seed) % 3]
+        if mode == "affine" and i % 3 == (i // 3 + i // 9 + j) % 3:
+            continue
         found.append((mode, bits, group, k, n, m, dtype, CONTRACTIONS[(i // 3 + j + seed) % 3]))
     return found
 
