@@ -6,8 +6,8 @@ Every seed and prompt takes all modes in turn, so that a machine that slows down
 per depth. Expected, and far less noisy: the same with each draft counted by its probability of being kept, given what
 was drafted, from the target's p and the head's q of every row. Of the first draft alone: p(argmax q), the share that
 each mode keeps of all its draws, and the bounds 1 - TV and (1 - TV) / (1 + TV), all on the text of coupled drafts.
-Greedy and coupled drafts give the same texts; rejection gives others, so that its counts compare with theirs over many
-seeds only. Rows are recorded in a pass of their own, which is not timed. The last line is one JSON object.
+Greedy and coupled drafts give the same texts; rejection gives others, so that its counts compare with theirs over
+many seeds only. Rows are recorded in a pass of their own, which is not timed. The last line is one JSON object.
 """
 
 import json
