@@ -5,8 +5,9 @@
 Every seed and prompt takes all modes in turn, so that a machine that slows down slows them all. Counted: drafts kept
 per depth. Expected, and far less noisy: the same with each draft counted by its probability of being kept, given what
 was drafted, from the target's p and the head's q of every row. Of the first draft alone: p(argmax q), the share that
-each mode keeps of all its draws, and the bounds 1 - TV and (1 - TV) / (1 + TV). Rows are recorded in a pass of their
-own, which is not timed. The last line is one JSON object.
+each mode keeps of all its draws, and the bounds 1 - TV and (1 - TV) / (1 + TV), all on the text of coupled drafts.
+Greedy and coupled drafts give the same texts; rejection gives others, so that its counts compare with theirs over
+many seeds only. Rows are recorded in a pass of their own, which is not timed. The last line is one JSON object.
 """
 
 import json
@@ -132,9 +133,7 @@ def print_table(results: dict) -> None:
     columns = ("setting", "mode", "accepted per depth", "expected", "tok/cycle", "expected", "ms/token", "vs greedy")
     table, bounds = Table(*columns), Table("setting", "first draft: p(argmax q)", "coupled", "1-TV", "(1-TV)/(1+TV)")
     for setting, modes in results.items():
-        per_token = {
-            mode: [a / b for a, b in zip(m["seconds"], m["tokens"], strict=True)] for mode, m in modes.items()
-        }
+        per_token = {mode: np.array(m["seconds"]) / m["tokens"] for mode, m in modes.items()}
         for mode, m in modes.items():
             rates = (" / ".join(f"{rate:.1%}" for rate in part["acceptance"]) for part in (m, m["expected"]))
             per_cycle = (f"{part['tokens_per_cycle']:.3f}" for part in (m, m["expected"]))
