@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .costs import PLAIN, Arm, Costs, Source
+from .costs import NOISE, PLAIN, Arm, Costs, Source
 
 # Acceptance: what depth 1 is thought to be before it was seen, how many drafts that counts for, what a cycle forgets.
 GUESS, WEIGHT, KEPT = 0.6, 2.0, 0.95
@@ -20,6 +20,7 @@ LOST, LOST_SHARE = 3.0, 0.012
 TRIED, TRIED_SHARE = 2.0, 0.015
 REFRESH = 8  # cycles after which the plain step may be measured again
 STAKE = 0.5  # of what may still be lost, the most that one cycle may put at risk
+SCATTER = 0.4  # sd of the logarithm of a cycle's tokens
 SHORTEST = 3  # tokens that must have occurred before
 BUCKETS = (3, 5, 9, 17)  # lengths of match whose drafts are counted together: 3..4, 5..8, 9..16, 17..
 STAY = 16  # cycles over which a catch-up of the heads is paid off
@@ -175,11 +176,21 @@ class Controller:
         self._account(cycle, steps)
         if cycle.plan.p_min and self.confident:
             self.confident.observe(cycle, steps)
+            if cycle.seconds is not None and cycle.verified == cycle.plan.k and not cycle.caught_up:
+                self.costs.observe_read(cycle.verified, cycle.seconds)
         elif cycle.plan.source == "lookup":
             self._bucket(cycle.matched).observe(cycle.verified, cycle.accepted)
         else:
             self.heads.observe(cycle.verified, cycle.accepted)
         self.heads.forget()
+        if self.confident:
+            self.confident.forget()
+
+    def _deeper(self, choices: list[Choice]) -> Choice:
+        """One length above the heads' best: what drafts that may stop early are to be compared with."""
+        heads = [c for c in choices if c.plan.source == "heads" and c.plan.k]
+        best = max(range(len(heads)), key=lambda i: heads[i].rate)
+        return heads[min(best + 1, len(heads) - 1)]
 
     def _account(self, cycle: Cycle, steps: float) -> None:
         self.elapsed += steps
@@ -203,7 +214,7 @@ class Controller:
         expected, high = self.heads.tokens(), self.heads.tokens(OPTIMISM)
         means = {("heads", k): expected[k] for s, k in self.costs.arms if s == "heads"}
         highs = {("heads", k): high[k] for s, k in self.costs.arms if s == "heads"}
-        if matched >= SHORTEST and self.prompt[0].seen:
+        if matched >= SHORTEST and any(s == "lookup" for s, _ in self.costs.arms):
             bucket = self._bucket(matched)
             expected, high = bucket.tokens(), bucket.tokens(OPTIMISM)
             means |= {("lookup", k): expected[k] for s, k in self.costs.arms if s == "lookup"}
@@ -220,14 +231,33 @@ class Controller:
                 steps += self.costs.row * behind / STAY
                 risk += self.costs.row * behind
             choices.append(Choice(Plan(source, k), tokens, steps, rate, risk))
+        if self.confident:
+            choices.append(self.confident.choice(self._deeper(choices)))
         return choices
 
 
 class Confident:
-    """The arm that reads the heads' confidence: its own tokens and steps."""
+    """The arm that reads the heads' confidence: what its cycles gave and took, decaying counts.
+
+    How far the heads draft before they stop differs from text to text, so that nothing tells its rate but itself.
+    """
+
+    def __init__(self):
+        self.cycles = self.tokens = self.steps = 0.0
 
     def observe(self, cycle: Cycle, steps: float) -> None:
-        pass
+        self.cycles, self.tokens, self.steps = self.cycles + 1, self.tokens + cycle.accepted + 1, self.steps + steps
+
+    def forget(self) -> None:
+        self.cycles, self.tokens, self.steps = KEPT * self.cycles, KEPT * self.tokens, KEPT * self.steps
+
+    def choice(self, like: Choice) -> Choice:
+        """The arm beside a choice of as many drafts, whose rate it is thought to have until it was seen."""
+        tokens = (self.tokens + WEIGHT * like.tokens) / (self.cycles + WEIGHT)
+        steps = (self.steps + WEIGHT * like.steps) / (self.cycles + WEIGHT)
+        doubt = math.sqrt(NOISE**2 + SCATTER**2) / math.sqrt(self.cycles + WEIGHT)
+        plan = Plan("heads", like.plan.k, p_min=True)
+        return Choice(plan, tokens, steps, tokens / steps * math.exp(OPT_COST * doubt), like.risk)
 
 
 def _arm(cycle: Cycle) -> Arm:

@@ -31,6 +31,7 @@ CLOCK, ROWS, OWN = 0.012, 0.02, 0.004
 SURPRISE = 3.0  # sds
 LEAST = 0.02  # plain steps that any drafts cost at least
 CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
+READ_SHARE = 0.1  # of a newer measurement of the read
 ROW_MEMORY = 1e5  # weight (1 / variance) beyond which older catch-ups are forgotten
 
 
@@ -56,8 +57,8 @@ class Costs:
         self.row = CATCH_UP  # plain steps per row that idle heads read
         self._row_weight = 1 / CATCH_UP**2
         self.measured: set[Arm] = set()
+        self.read: float | None = None  # plain steps that reading the heads' confidence takes
         self._suspect: Arm | None = None  # the arm whose last cycle was too slow to believe
-        self._last = 0.0
         factor = UNKNOWN
         if known is not None and known.measured:
             self.mean = np.array([known._log(arm) for arm in self.arms])
@@ -114,6 +115,11 @@ class Costs:
         self.cov = self.cov - np.outer(gain, column)
         self.measured.add(arm)
         return True
+
+    def observe_read(self, k: int, seconds: float) -> None:
+        """Learn what reading the heads' confidence takes, from a cycle that read it and verified all k drafts."""
+        extra = seconds / self.seconds(PLAIN) - self.steps(("heads", k))
+        self.read = extra if self.read is None else self.read + READ_SHARE * (extra - self.read)
 
     def drift(self) -> None:
         """One cycle has passed: everything is a little less certain."""
