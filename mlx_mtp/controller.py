@@ -1,25 +1,26 @@
 """How many drafts each cycle verifies: the number whose expected tokens per second are most, zero included.
 
 Costs are measured (`Costs`), acceptance is counted and forgotten at a fixed rate (`Acceptance`). What is not known is
-tried where it could be the best (upper confidence bounds), and two accounts bound what that may cost: one against plain
-decoding, whatever drafts turn out to be worth, and one against the best draft length known.
+tried where it could be the best (upper confidence bounds), and two accounts bound what that may cost: one against
+plain decoding, whatever drafts turn out to be worth, and one against the best draft length known.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .costs import PLAIN, Arm, Costs, Source
+from .costs import NOISE, PLAIN, Arm, Costs, Source
 
 # Acceptance: what depth 1 is thought to be before it was seen, how many drafts that counts for, what a cycle forgets.
 GUESS, WEIGHT, KEPT = 0.6, 2.0, 0.95
-OPT_COST = 1.5
-OPTIMISM = 0.8  # sds above the mean at which an arm is judged
-# Plain steps that drafting may have lost by now, and that trying other arms may have: at once, and per step of the run.
+COST_OPTIMISM, OPTIMISM = 1.5, 0.8  # sds of costs and of acceptance by which an arm is judged above its mean
+# Plain steps that drafting may have lost by now, and trying other arms too: at once, and per step of the run.
 LOST, LOST_SHARE = 3.0, 0.012
 TRIED, TRIED_SHARE = 2.0, 0.015
+FIRST_TRY = 8.0  # plain steps
 REFRESH = 8  # cycles after which the plain step may be measured again
 STAKE = 0.5  # of what may still be lost, the most that one cycle may put at risk
+SCATTER = 0.4  # sd of the logarithm of a cycle's tokens
 SHORTEST = 3  # tokens that must have occurred before
 BUCKETS = (3, 5, 9, 17)  # lengths of match whose drafts are counted together: 3..4, 5..8, 9..16, 17..
 STAY = 16  # cycles over which a catch-up of the heads is paid off
@@ -133,6 +134,7 @@ class Controller:
         self.best_rate = 1.0
         self.confident = Confident() if p_min and max_drafts else None
         self.explores: list[bool] = []
+        self.first_try = FIRST_TRY  # elapsed steps at which one draft is tried whatever is thought of its cost
         self.since_plain = 0  # cycles since the last plain step
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
@@ -146,6 +148,10 @@ class Controller:
         if not self.costs.seen[0] and self.pending != 0:  # without the plain step nothing can be judged
             return self._take(plain, explores=False)
         spare = LOST + LOST_SHARE * self.elapsed - self.lost - max(self.pending, 0.0)
+        first = next((c for c in choices if self._never_measured(c)), None)
+        if first and self.elapsed >= self.first_try and spare >= LOST:
+            self.first_try *= 4
+            return self._take(first, explores=True)
         choices = [c for c in choices if c is plain or c.risk <= spare]
         best = max(choices, key=lambda c: c.rate)
         self.best_rate = best.rate
@@ -175,11 +181,25 @@ class Controller:
         self._account(cycle, steps)
         if cycle.plan.p_min and self.confident:
             self.confident.observe(cycle, steps)
+            if cycle.seconds is not None and cycle.verified == cycle.plan.k and not cycle.caught_up:
+                self.costs.observe_read(cycle.verified, cycle.seconds)
         elif cycle.plan.source == "lookup":
             self._bucket(cycle.matched).observe(cycle.verified, cycle.accepted)
         else:
             self.heads.observe(cycle.verified, cycle.accepted)
         self.heads.forget()
+        if self.confident:
+            self.confident.forget()
+
+    def _never_measured(self, choice: Choice) -> bool:
+        """One draft of the heads, of which this run knows nothing: what a file says may be wrong."""
+        return choice.plan == Plan("heads", 1) and not self.costs.seen[self.costs.index["heads", 1]]
+
+    def _deeper(self, choices: list[Choice]) -> Choice:
+        """One length above the heads' best: what drafts that may stop early are to be compared with."""
+        heads = [c for c in choices if c.plan.source == "heads" and c.plan.k]
+        best = max(range(len(heads)), key=lambda i: heads[i].rate)
+        return heads[min(best + 1, len(heads) - 1)]
 
     def _account(self, cycle: Cycle, steps: float) -> None:
         self.elapsed += steps
@@ -201,9 +221,9 @@ class Controller:
     def _choices(self, matched: int, behind: int) -> list[Choice]:
         """Every arm that may run now, the plain step first."""
         expected, high = self.heads.tokens(), self.heads.tokens(OPTIMISM)
-        means = {("heads", k): expected[k] for s, k in self.costs.arms if s == "heads"}
-        highs = {("heads", k): high[k] for s, k in self.costs.arms if s == "heads"}
-        if matched >= SHORTEST and self.prompt[0].seen:
+        means: dict[Arm, float] = {("heads", k): expected[k] for s, k in self.costs.arms if s == "heads"}
+        highs: dict[Arm, float] = {("heads", k): high[k] for s, k in self.costs.arms if s == "heads"}
+        if matched >= SHORTEST and any(s == "lookup" for s, _ in self.costs.arms):
             bucket = self._bucket(matched)
             expected, high = bucket.tokens(), bucket.tokens(OPTIMISM)
             means |= {("lookup", k): expected[k] for s, k in self.costs.arms if s == "lookup"}
@@ -212,22 +232,41 @@ class Controller:
         for arm, tokens in means.items():
             source, k = arm
             steps = self.costs.steps(arm)
-            luck = math.exp(OPT_COST * self.costs.doubt(arm))
+            luck = math.exp(COST_OPTIMISM * self.costs.doubt(arm))
             rate = highs[arm] / steps * luck
-            new = k == 1 and not self.costs.seen[self.costs.index[arm]]
+            new = self._never_measured(Choice(Plan(source, k), tokens, steps, rate))
             risk = (steps * math.exp(self.costs.spread(arm, PLAIN) * (k > 1)) - 1) / (1 if new else STAKE)
             if source == "heads" and k and behind:
                 steps += self.costs.row * behind / STAY
                 risk += self.costs.row * behind
             choices.append(Choice(Plan(source, k), tokens, steps, rate, risk))
+        if self.confident:
+            choices.append(self.confident.choice(self._deeper(choices)))
         return choices
 
 
 class Confident:
-    """The arm that reads the heads' confidence: its own tokens and steps."""
+    """The arm that reads the heads' confidence: what its cycles gave and took, decaying counts.
+
+    How far the heads draft before they stop differs from text to text, so that nothing tells its rate but itself.
+    """
+
+    def __init__(self):
+        self.cycles = self.tokens = self.steps = 0.0
 
     def observe(self, cycle: Cycle, steps: float) -> None:
-        pass
+        self.cycles, self.tokens, self.steps = self.cycles + 1, self.tokens + cycle.accepted + 1, self.steps + steps
+
+    def forget(self) -> None:
+        self.cycles, self.tokens, self.steps = KEPT * self.cycles, KEPT * self.tokens, KEPT * self.steps
+
+    def choice(self, like: Choice) -> Choice:
+        """The arm beside a choice of as many drafts, whose rate it is thought to have until it was seen."""
+        tokens = (self.tokens + WEIGHT * like.tokens) / (self.cycles + WEIGHT)
+        steps = (self.steps + WEIGHT * like.steps) / (self.cycles + WEIGHT)
+        doubt = math.sqrt(NOISE**2 + SCATTER**2) / math.sqrt(self.cycles + WEIGHT)
+        plan = Plan("heads", like.plan.k, p_min=True)
+        return Choice(plan, tokens, steps, tokens / steps * math.exp(COST_OPTIMISM * doubt), like.risk)
 
 
 def _arm(cycle: Cycle) -> Arm:

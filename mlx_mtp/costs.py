@@ -1,4 +1,4 @@
-"""What a cycle costs, learned from the seconds of whole cycles: a Kalman filter over the logarithms of the arms' costs.
+"""What a cycle costs, learned from whole cycles' seconds: a Kalman filter over the logarithms of the arms' costs.
 
 An arm is (source, k): k drafts of the heads or of the prompt, verified in k + 1 rows; ("heads", 0) is the plain step.
 Its total is what decisions need; drafting and verifying are told apart only where measurements can (`draft_share`).
@@ -18,7 +18,7 @@ Source = Literal["heads", "lookup"]
 Arm = tuple[Source, int]
 PLAIN: Arm = ("heads", 0)
 
-# Plain steps that one more row costs to verify (dense and memory-bound ... reference BLAS), and one draft of the heads.
+# Plain steps that one more row costs to verify (memory-bound ... reference BLAS), and one draft of the heads.
 VERIFY = (0.02, 0.06, 0.12, 0.25, 0.45, 0.8, 1.2)
 DRAFT = (0.02, 0.06, 0.15)
 BEND = 0.15  # how far a curve strays from its family: sd of the logarithm per unit of log(1 + k)
@@ -31,6 +31,7 @@ CLOCK, ROWS, OWN = 0.012, 0.02, 0.004
 SURPRISE = 3.0  # sds
 LEAST = 0.02  # plain steps that any drafts cost at least
 CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
+READ_SHARE = 0.1  # of a newer measurement of the read
 ROW_MEMORY = 1e5  # weight (1 / variance) beyond which older catch-ups are forgotten
 
 
@@ -56,8 +57,8 @@ class Costs:
         self.row = CATCH_UP  # plain steps per row that idle heads read
         self._row_weight = 1 / CATCH_UP**2
         self.measured: set[Arm] = set()
-        self._suspect: Arm | None = None  # the arm whose last cycle was too slow to believe
-        self._last = 0.0
+        self.read: float | None = None  # plain steps that reading the heads' confidence takes
+        self._suspect: tuple[Arm | None, bool] | None = None  # the last cycle was not believed: arm, whether too slow
         factor = UNKNOWN
         if known is not None and known.measured:
             self.mean = np.array([known._log(arm) for arm in self.arms])
@@ -74,7 +75,7 @@ class Costs:
         return math.exp(self._log(arm))
 
     def steps(self, arm: Arm) -> float:
-        """The same in plain steps; rows never come for nothing, so that an unlucky plain step cannot flatter drafts."""
+        """The same in plain steps; rows never come for nothing: an unlucky plain step must not flatter drafts."""
         return max(math.exp(self._log(arm) - self.mean[0]), 1 + LEAST * min(arm[1], 1))
 
     def spread(self, arm: Arm, other: Arm) -> float:
@@ -89,9 +90,8 @@ class Costs:
     def observe(self, arm: Arm, seconds: float, caught_up: int = 0) -> bool:
         """Learn from one cycle; False where its time says nothing about its arm.
 
-        The first cycle of an arm compiles its kernels and any may meet the garbage collector: one that is far too slow
-        counts only when the next of its arm is, too. One that is far too fast is believed at once: what was known was
-        such a slow one, or another clock.
+        The first cycle of an arm compiles its kernels and any may meet the garbage collector: one that is far too
+        slow counts only when the arm's next is, too; one that is far too fast when the next of any arm is.
         """
         i = self.index[arm]
         if caught_up:
@@ -100,20 +100,27 @@ class Costs:
         deviation = math.sqrt(self.cov[i, i] + NOISE**2)
         far = abs(surprise) > SURPRISE * deviation or (not self.seen[i] and surprise > 2 * deviation)
         self.seen[i] += 1
-        if far and self._suspect != arm:
-            self._suspect = arm
+        sign = (arm if surprise > 0 else None, surprise > 0)
+        if far and self._suspect != sign:
+            self._suspect = sign
             return False
+        self._suspect = None
         if far:
             self.cov += surprise**2  # all arms alike, and this one a little on its own
             self.cov[i, i] += (surprise / 2) ** 2
-        if self._suspect == arm:
-            self._suspect = None
+            self.seen[:] = 0
+            self.seen[i] = 1
         column = self.cov[:, i].copy()
         gain = column / (column[i] + NOISE**2)
         self.mean = self.mean + gain * surprise
         self.cov = self.cov - np.outer(gain, column)
         self.measured.add(arm)
         return True
+
+    def observe_read(self, k: int, seconds: float) -> None:
+        """Learn what reading the heads' confidence takes, from a cycle that read it and verified all k drafts."""
+        extra = seconds / self.seconds(PLAIN) - self.steps(("heads", k))
+        self.read = extra if self.read is None else self.read + READ_SHARE * (extra - self.read)
 
     def drift(self) -> None:
         """One cycle has passed: everything is a little less certain."""

@@ -1,4 +1,4 @@
-"""Small JSON files in the user's cache directory about one machine: where they are, what names them, how they change."""
+"""Small JSON files about one machine in the user's cache: where they are, what names them, how they change."""
 
 import contextlib
 import hashlib

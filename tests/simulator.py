@@ -9,9 +9,54 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mlx_mtp.controller import Cycle, Plan
+from mlx_mtp.controller import Cycle, Fixed, Plan
+from mlx_mtp.costs import Costs, ladder
 
 DEEPEST = 15
+
+
+def _table(known: dict[int, float]) -> list[float]:
+    """T(1), T(2), .. with straight lines between the row counts that somebody measured."""
+    rows = sorted(known)
+    return [float(np.interp(r, rows, [known[x] for x in rows])) for r in range(1, rows[-1] + 1)]
+
+
+# T(rows) over T(1) of whole forward passes, as users of these machines reported them; the last two: a Linux CPU.
+TABLES = {
+    "flat": _table({1: 1, 16: 1}),
+    "M3 Ultra 27B": _table({1: 1, 7: 2.37, 8: 2.6, 16: 3.54}),
+    "M5 Max 27B": _table({1: 1, 4: 1.28, 8: 2.46}),
+    "M5 Max 27B, another": _table({1: 1, 2: 1.11, 3: 1.34, 4: 1.58}),
+    "M5 Max 70B": _table({1: 1, 3: 1.11, 5: 1.42, 8: 2.2, 12: 3.86}),
+    "M5 Max MoE": _table({1: 1, 2: 1.15, 3: 1.35, 4: 1.55, 5: 1.75, 7: 2.2}),
+    "M4 Max 27B": _table({1: 1, 2: 1.31, 3: 1.68}),
+    "M1 Max MoE": _table({1: 1, 2: 1.27, 4: 1.91, 9: 3.41}),
+    "M3 Ultra GLM-5.2": [1, 2.2, 3.3],
+    "Nemotron": _table({1: 1, 2: 1.593, 3: 1.847, 5: 2.44, 8: 3.321}),
+    "Mac Studio, IQ4_XS": _table({1: 1, 2: 1.42, 3: 1.98, 4: 2.55}),
+    "Mac Studio, Q4_K_S": _table({1: 1, 2: 1.62, 3: 2.32, 4: 3.11}),
+    "reference BLAS": _table({1: 1, 2: 1.54, 3: 2.14, 4: 2.68, 6: 3.95, 8: 4.95}),
+    "OpenBLAS": _table({1: 1, 2: 1.09, 3: 1.25, 4: 1.3, 6: 1.52, 8: 1.76}),
+}
+# Chance per depth that a draft whose predecessors are right is right; the last goes on.
+HEADS = {
+    "useless": [0.0],
+    "perfect": [1.0],
+    "typical": [0.76, 0.8, 0.82],
+    "poor": [0.3],
+    "half": [0.5],
+    "good": [0.9],
+    "decaying": [0.85, 0.7, 0.5, 0.3, 0.15],
+}
+DRIFTS: dict[str, Callable[[float, int], float]] = {
+    "none": lambda at, rows: 1.0,
+    "twice": lambda at, rows: 1 + at,
+    "half": lambda at, rows: 1 - at / 2,
+    "hot": lambda at, rows: 1.4 if at > 0.4 and rows > 1 else 1.0,
+}
+# Factors of the plain step and of the others in a file of known costs, and of what they cost beyond the plain step.
+WRONG = {"true": (1, 1, 1), "x2": (2, 2, 1), "/2": (0.5, 0.5, 1), "plain x2": (2, 1, 1), "plain /2": (0.5, 1, 1)}
+WRONG |= {"ratio x2": (1, 1, 2), "ratio /2": (1, 1, 0.5)}
 
 
 @dataclass
@@ -65,6 +110,57 @@ class Outcome:
     @property
     def rate(self) -> float:
         return self.tokens / self.steps
+
+
+def trace(name: str, tokens: int) -> np.ndarray:
+    """Rates for `text`: one of HEADS, or "a|b" for a change every 100 tokens, or "bursts"."""
+    n = tokens + DEEPEST + 2
+    if name == "bursts":
+        lengths = np.random.default_rng(5).integers(10, 40, n)
+        first = np.repeat(np.arange(n) % 2 == 0, lengths)[:n]
+        return np.where(first[:, None], 0.4, np.full((n, DEEPEST), 0.97))
+    first, second = (_depths(HEADS[part]) for part in (name.split("|") * 2)[:2])
+    return np.where((np.arange(n) // 100 % 2 == 0)[:, None], first, second)
+
+
+def _depths(rates: list[float]) -> np.ndarray:
+    return np.array([*rates, *[rates[-1]] * DEEPEST][:DEEPEST])
+
+
+def known_costs(machine: Machine, most: int, wrong: str) -> Costs:
+    """A file of costs that is wrong in one of the ways of WRONG."""
+    plain, others, beyond = WRONG[wrong]
+    arms = [["heads", 0, plain * machine.second]]
+    for k in ladder(most):
+        steps = others * (1 + beyond * (machine.verify(k + 1) + machine.depth * k - 1))
+        arms.append(["heads", k, steps * machine.second])
+    return Costs.from_json({"seconds": arms, "catch_up": machine.row})
+
+
+@dataclass
+class Comparison:
+    """Ratios of tokens per second, over all seeds together and of the worst seed; best: the best fixed k of all."""
+
+    plain: float
+    best: float
+    worst_plain: float
+    worst_best: float
+    k: int
+
+
+def compare(machine: Machine, rates: np.ndarray, make: Callable, most: int, tokens: int, seeds) -> Comparison:
+    """Run make() and every fixed k up to `most` on the same texts."""
+    ours, fixed = [], [[] for _ in range(most + 1)]
+    for seed in seeds:
+        words = text(rates, seed)
+        ours.append(replay(machine, words, make(), tokens, seed).steps)
+        for k in range(most + 1):
+            fixed[k].append(replay(machine, words, Fixed(k), tokens, seed).steps)
+    mine, others = np.array(ours), np.array(fixed)
+    k = int(others.sum(axis=1).argmin())
+    plain, best = others[0] / mine, others[k] / mine
+    total = others.sum(axis=1) / mine.sum()
+    return Comparison(float(total[0]), float(total[k]), float(plain.min()), float(best.min()), k)
 
 
 def text(rates: np.ndarray, seed: int) -> Text:

@@ -1,0 +1,91 @@
+"""The controller against plain decoding and the best fixed draft length, in the simulator of the tests.
+
+    python bench/controller.py [--seeds 20] [--scenarios 40] [--sample 1]
+
+Scenarios are drawn from all cost tables, traces, drifts and wrong starting costs of tests/simulator.py. Ratios are of
+tokens per second over all seeds together; "worst" is one run. No model runs. The last line is one JSON object.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from simulator import DRIFTS, HEADS, TABLES, WRONG, Machine, compare, known_costs, trace
+
+from mlx_mtp.controller import Controller
+
+TRACES = [*HEADS, "useless|perfect", "perfect|useless", "typical|poor", "poor|typical", "bursts"]
+
+
+def scenario(draw: random.Random) -> dict:
+    """One combination of everything."""
+    return {
+        "table": draw.choice(list(TABLES)),
+        "heads": draw.choice(TRACES),
+        "draft": draw.choice([0.03, 0.08, 0.2]),
+        "most": draw.choice([1, 2, 3, 7, 15]),
+        "tokens": draw.choice([200, 400, 400, 2000]),
+        "drift": draw.choice(list(DRIFTS)),
+        "known": draw.choice([None, *WRONG]),
+        "missing": draw.choice([0.0, 0.0, 0.33]),
+        "row": draw.choice([0.003, 0.01, 0.02]),
+    }
+
+
+def measure(s: dict, seeds: int):
+    """Compare on `seeds` texts."""
+    machine = Machine(
+        TABLES[s["table"]],
+        depth=s["draft"],
+        row=s["row"],
+        noise=0.2,
+        drift=DRIFTS[s["drift"]],
+        missing=s["missing"],
+    )
+
+    def make() -> Controller:
+        known = known_costs(machine, s["most"], s["known"]) if s["known"] else None
+        return Controller(max_drafts=s["most"], known=known)
+
+    return compare(machine, trace(s["heads"], s["tokens"]), make, s["most"], s["tokens"], range(seeds))
+
+
+@click.command()
+@click.option("--seeds", default=20, show_default=True, help="Texts per scenario.")
+@click.option("--scenarios", default=40, show_default=True)
+@click.option("--sample", default=1, show_default=True, help="Which scenarios are drawn.")
+def main(seeds: int, scenarios: int, sample: int) -> None:
+    """Compare the controller with every fixed draft length."""
+    draw = random.Random(sample)
+    rows = [(s, measure(s, seeds)) for s in (scenario(draw) for _ in range(scenarios))]
+    rows.sort(key=lambda row: row[1].best)
+    names = ("table", "heads", "draft", "most", "tokens", "drift", "known", "missing")
+    table = Table(*names, "best k", "to plain", "worst", "to best k", "worst", title="tokens per second, ratio")
+    for s, r in rows:
+        ratios = (r.plain, r.worst_plain, r.best, r.worst_best)
+        table.add_row(*(str(s[name]) for name in names), str(r.k), *(f"{x:.3f}" for x in ratios))
+    Console(width=180).print(table)
+    best = [r.best for _, r in rows]
+    summary = {
+        "scenarios": len(rows),
+        "seeds": seeds,
+        "sample": sample,
+        "plain_at_least_0.97": sum(r.plain >= 0.97 for _, r in rows),
+        "best_at_least_0.95": sum(x >= 0.95 for x in best),
+        "plain_min": round(min(r.plain for _, r in rows), 4),
+        "best_min": round(min(best), 4),
+        "best_median": round(sorted(best)[len(best) // 2], 4),
+        "best_mean": round(sum(best) / len(best), 4),
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

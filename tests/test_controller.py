@@ -1,0 +1,176 @@
+"""The choice of the draft length against fixed ones, on replayed cost tables and acceptance traces."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulator import DRIFTS, TABLES, Machine, Text, compare, known_costs, replay, text, trace
+
+from mlx_mtp.controller import Controller, Cycle, Fixed, Plan
+from mlx_mtp.costs import PLAIN, Costs, ladder
+
+
+def machine(table, **changes):
+    return Machine(TABLES[table], **{"noise": 0.2, **changes})
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_useless_heads_cost_at_most_three_percent(table):
+    result = compare(machine(table), trace("useless", 200), lambda: Controller(max_drafts=7), 0, 200, range(8))
+    assert result.plain >= 0.97
+
+
+# Table, heads, most drafts, tokens, what is known, drift, cycles without a time.
+AGAINST_THE_BEST = [
+    ("M5 Max 27B", "typical", 3, 400, None, "none", 0.0),
+    ("M5 Max 27B", "perfect", 3, 400, "true", "none", 0.0),
+    ("M4 Max 27B", "typical", 3, 400, "x2", "none", 0.33),
+    ("M5 Max 70B", "typical", 7, 400, "true", "none", 0.0),
+    ("M3 Ultra 27B", "poor", 3, 400, "ratio x2", "none", 0.0),
+    ("M1 Max MoE", "typical", 3, 400, "plain x2", "twice", 0.0),
+    ("Mac Studio, IQ4_XS", "typical", 3, 400, "plain /2", "none", 0.0),
+    ("Mac Studio, Q4_K_S", "perfect", 3, 400, "/2", "half", 0.0),
+    ("reference BLAS", "typical", 3, 400, None, "none", 0.0),
+    ("OpenBLAS", "useless|perfect", 3, 400, "true", "none", 0.0),
+    ("OpenBLAS", "typical|poor", 3, 400, None, "hot", 0.0),
+    ("M3 Ultra GLM-5.2", "good", 2, 400, None, "none", 0.0),
+    ("flat", "good", 15, 2000, None, "none", 0.0),
+]
+
+
+@pytest.mark.parametrize(("table", "heads", "most", "tokens", "wrong", "drift", "missing"), AGAINST_THE_BEST)
+def test_close_to_the_best_fixed_length_and_to_plain_decoding(table, heads, most, tokens, wrong, drift, missing):
+    where = machine(table, drift=DRIFTS[drift], missing=missing)
+
+    def make():
+        return Controller(max_drafts=most, known=known_costs(where, most, wrong) if wrong else None)
+
+    result = compare(where, trace(heads, tokens), make, most, tokens, range(8 if tokens < 1000 else 3))
+    assert result.best >= 0.95
+    assert result.plain >= 0.97
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    slopes=st.lists(st.floats(0, 1.2), min_size=3, max_size=3),
+    depth=st.floats(0.03, 0.2),
+    rates=st.lists(st.floats(0, 1), min_size=3, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_never_slower_than_plain_whatever_cycles_cost(slopes, depth, rates, seed):
+    """Without noise, so that luck with the clock is no excuse: the accounts bound what trying costs."""
+    where = Machine(list(1 + np.cumsum([0, *slopes])), depth=depth)
+    words = text(np.tile([*rates, *[rates[-1]] * 12], (230, 1)), seed)
+    outcome = replay(where, words, Controller(max_drafts=3), 200, seed)
+    assert outcome.steps <= 200 / 0.97
+
+
+def test_a_first_cycle_that_compiles_is_not_what_its_length_costs():
+    where = machine("M5 Max 27B", slow_first=20.0, noise=0.05)
+    seen = Controller(max_drafts=3)
+    outcome = replay(where, text(trace("typical", 2000), 1), seen, 2000, 1)
+    assert outcome.steps < 0.75 * 2000
+    assert max(outcome.ks, key=lambda arm: outcome.ks[arm])[1] in (2, 3)
+    assert seen.costs.steps(("heads", 3)) == pytest.approx(1.28 + 3 * where.depth, rel=0.1)
+
+
+def copying(tokens: int, right: float) -> Text:
+    n = tokens + 20
+    rng = np.random.default_rng(3)
+    return Text(rng.random((n, 15)) < 0.3, matched=np.full(n, 12), copied=rng.random(n) < right)
+
+
+def test_prompt_drafts_are_used_where_they_are_right_and_only_there():
+    where = machine("M5 Max 27B")
+    plain = replay(where, copying(400, 0.97), Fixed(0), 400, 1)
+    right = replay(where, copying(400, 0.97), Controller(max_drafts=3, max_lookup=7), 400, 1)
+    assert right.steps < plain.steps / 2
+    wrong = replay(where, copying(400, 0.0), Controller(max_drafts=3, max_lookup=7), 400, 1)
+    assert wrong.steps < plain.steps / 0.95
+    assert sum(n for (source, _), n in wrong.ks.items() if source == "lookup") < 20
+
+
+@pytest.mark.parametrize(("read", "pays"), [(0.0, True), (0.8, False)])
+def test_confidence_is_read_only_where_it_pays(read, pays):
+    """Half the texts' drafts are right and the heads know which."""
+    rng = np.random.default_rng(2)
+    right = np.repeat(rng.random((700, 1)) < 0.5, 15, axis=1)
+    words = Text(right, sure=np.where(right, 0.9, 0.1))
+    where = machine("Nemotron", read=read, depth=0.03)
+    seen = Controller(max_drafts=7, p_min=True)
+    plans = []
+    seen.plan, ask = lambda *a: plans.append(ask(*a)) or plans[-1], seen.plan
+    replay(where, words, seen, 600, 1)
+    used = sum(plan.p_min for plan in plans[len(plans) // 2 :]) / (len(plans) - len(plans) // 2)
+    assert used > 0.5 if pays else used < 0.15
+
+
+def test_plans_stay_within_their_limits():
+    seen = Controller(max_drafts=2, max_lookup=3)
+    for i in range(300):
+        plan = seen.plan(matched=9 * (i % 3 == 0), behind=0)
+        assert plan.k <= (3 if plan.source == "lookup" else 2)
+        assert plan.source == "heads" or i % 3 == 0
+        seen.observe(Cycle(plan, plan.k, plan.k, 0.01, matched=9 * (i % 3 == 0)))
+    none = Controller(max_drafts=0)
+    assert {none.plan() for _ in range(9)} == {Plan()}
+
+
+def test_fixed():
+    fixed = Fixed(3, max_lookup=7, p_min=True)
+    assert fixed.plan() == Plan("heads", 3, p_min=True)
+    assert fixed.plan(matched=3) == Plan("lookup", 7)
+    assert Fixed(2).plan(matched=30) == Plan("heads", 2)
+    assert Fixed(0, p_min=True).plan() == Plan()
+
+
+def test_ladders_are_short_and_reach_the_end():
+    assert ladder(0) == []
+    assert ladder(3) == [1, 2, 3]
+    assert ladder(15)[-1] == 15
+    assert len(ladder(15)) <= 10
+
+
+def test_measured_costs_are_known_and_the_others_follow():
+    costs = Costs(3, 7)
+    for _ in range(50):
+        for arm, seconds in {PLAIN: 0.01, ("heads", 1): 0.016, ("lookup", 3): 0.02, ("heads", 3): 0.025}.items():
+            costs.observe(arm, seconds)
+    assert costs.seconds(PLAIN) == pytest.approx(0.01, rel=0.02)
+    assert costs.steps(("heads", 1)) == pytest.approx(1.6, rel=0.02)
+    assert 1.6 < costs.steps(("heads", 2)) < 2.5
+    assert costs.draft_share(3) == pytest.approx(0.2, abs=0.02)
+    assert costs.draft_share(1) is None
+
+
+def test_one_slow_cycle_is_forgotten_and_two_are_believed():
+    costs = Costs(3)
+    for _ in range(20):
+        costs.observe(PLAIN, 0.01)
+    assert not costs.observe(PLAIN, 0.2)
+    assert costs.seconds(PLAIN) == pytest.approx(0.01, rel=0.05)
+    assert costs.observe(PLAIN, 0.01)
+    assert not costs.observe(PLAIN, 0.2)
+    assert costs.observe(PLAIN, 0.2)
+    assert costs.seconds(PLAIN) > 0.1
+
+
+def test_catching_up_is_no_cost_of_the_arm():
+    costs = Costs(3)
+    for _ in range(30):
+        costs.observe(PLAIN, 0.01)
+        costs.observe(("heads", 1), 0.013)
+    for _ in range(20):
+        costs.observe(("heads", 1), 0.013 + 50 * 0.0005, caught_up=50)
+    assert costs.steps(("heads", 1)) == pytest.approx(1.3, rel=0.05)
+    assert costs.row == pytest.approx(0.05, rel=0.1)
+
+
+def test_reading_the_confidence_has_a_price():
+    costs = Costs(3)
+    for _ in range(30):
+        costs.observe(PLAIN, 0.01)
+        costs.observe(("heads", 2), 0.015)
+    assert costs.read is None
+    costs.observe_read(2, 0.017)
+    assert costs.read == pytest.approx(0.2, rel=0.1)
