@@ -1,10 +1,11 @@
-"""Decoding speed: mlx-lm's own loop, our plain loop, and MTP at k = 1.., on one checkpoint and the same prompts.
+"""Decoding speed: mlx-lm's own loop, our plain loop, MTP at k = 1.., and adaptive, on one checkpoint and prompts.
 
     python bench/decode.py [--model DIR] [--runs 5] [--max-tokens 100] [--out FILE]
 
 Every run takes all contenders in turn, prompt by prompt, so that a machine that slows down slows them all. A speed is
 tokens after the first over the time since the first, summed over prompts; ratios are within a run, their median is
-shown. The texts must be equal. The last line printed is one JSON object with every raw time.
+shown. The texts must be equal. "adaptive" is what a user gets who says nothing; it learns costs while it generates,
+and knows them from one prompt to the next. The last line printed is one JSON object with every raw time.
 """
 
 import json
@@ -15,6 +16,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -64,11 +66,9 @@ def tokens_of_mlx_lm(model, prompt: list[int], n: int, stops: set[int]) -> Itera
             return
 
 
-def tokens_of_ours(model, prompt: list[int], n: int, stops: set[int], k: int, stats) -> Iterator[int]:
+def tokens_of_ours(model, prompt: list[int], n: int, stops: set[int], stats, **options) -> Iterator[int]:
     own = mlx_mtp.Stats()
-    for token, _, _ in mlx_mtp.generate_step(
-        prompt, model, max_tokens=n, num_draft_tokens=k, stop_tokens=stops, stats=own
-    ):
+    for token, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=n, stop_tokens=stops, stats=own, **options):
         yield token
     stats.add(own)
 
@@ -119,7 +119,7 @@ def print_tables(seconds: dict, texts: list, prompts: list, stats: dict) -> None
             statistics.median(a / b for a, b in zip(values, total[base], strict=True)) for base in ("mlx-lm", "k=0")
         ]
         counts = stats.get(name)
-        drafting = counts is not None and counts.num_draft_tokens > 0
+        drafting = counts is not None and any(counts.drafted)
         table.add_row(
             name,
             f"{max(values):.0f}",
@@ -169,12 +169,14 @@ def main(model: str, prompts: Path, runs: int, max_tokens: int, out: Path | None
     ours, tokenizer = mlx_mtp.load(model)
     theirs = plain_mlx_lm(Path(model), ours.report().expanded)
     stops = set(tokenizer.eos_token_ids)
-    stats = {f"k={k}": mlx_mtp.Stats() for k in range(min(ours.max_draft_tokens, 3) + 1)}
+    loops: dict[str, dict] = {
+        f"k={k}": {"num_draft_tokens": k, "adaptive": False} for k in range(min(ours.max_draft_tokens, 3) + 1)
+    }
+    loops["adaptive"] = {}
+    stats = {name: mlx_mtp.Stats() for name in loops}
     contenders = {"mlx-lm": lambda prompt: tokens_of_mlx_lm(theirs, prompt, max_tokens, stops)}
-    for k, (name, counts) in enumerate(stats.items()):
-        contenders[name] = lambda prompt, k=k, counts=counts: tokens_of_ours(
-            ours, prompt, max_tokens, stops, k, counts
-        )
+    for name, options in loops.items():
+        contenders[name] = partial(tokens_of_ours, ours, n=max_tokens, stops=stops, stats=stats[name], **options)
     encoded = read_prompts(tokenizer, prompts)
     seconds, texts = measure(contenders, encoded, runs)
     print_tables(seconds, texts, encoded, stats)

@@ -32,7 +32,8 @@ class DraftChooser:
     """Chooses a draft from a head's output row.
 
     mode: of `sampling.DRAFT_SAMPLING`. options, key: those of the target's draws. confidence: give it with each
-    token; a coupled draw of temperature alone then needs the head's logits, and no kernel for its LM head is used.
+    token (for "rejection", that of the likeliest one); a coupled draw of temperature alone then needs the head's
+    logits, and no kernel for its LM head is used.
     """
 
     mode: str
@@ -84,8 +85,14 @@ class DraftChooser:
             coin, dice = mx.random.split(key)
             scores = self.options.scores(logprobs, coin)
             token, q = gumbel_max(scores, draft_key(dice)), mx.softmax(scores, axis=-1)[0]
-        probability = mx.exp(logprobs[0, token[0]].astype(mx.float32)) if self.confidence else None
+        probability = mx.exp(self._judged(logprobs[0], token[0]).astype(mx.float32)) if self.confidence else None
         return Choice(token[0].astype(mx.int32), q, probability)
+
+    def _judged(self, logprobs: mx.array, token: mx.array) -> mx.array:
+        """The logprob that a draft is verified or left out by. To leave one out for what was drawn would bias what
+        rejection sampling puts in its place: there it is the likeliest token's, known before the draw.
+        """
+        return logprobs.max() if self.mode == "rejection" else logprobs[token]
 
 
 def _tokens(head: Any, n: int) -> mx.array | None:
