@@ -234,8 +234,9 @@ class Controller:
             steps = self.costs.steps(arm)
             luck = math.exp(COST_OPTIMISM * self.costs.doubt(arm))
             rate = highs[arm] / steps * luck
-            new = self._never_measured(Choice(Plan(source, k), tokens, steps, rate))
-            risk = (steps * math.exp(self.costs.spread(arm, PLAIN) * (k > 1)) - 1) / (1 if new else STAKE)
+            shortest = k == min(n for s, n in self.costs.arms if (s == source and n) or not k)
+            new = shortest and not self.costs.seen[self.costs.index[arm]]
+            risk = (steps * math.exp(self.costs.spread(arm, PLAIN) * (not shortest)) - 1) / (1 if new else STAKE)
             if source == "heads" and k and behind:
                 steps += self.costs.row * behind / STAY
                 risk += self.costs.row * behind

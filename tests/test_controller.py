@@ -174,3 +174,24 @@ def test_reading_the_confidence_has_a_price():
     assert costs.read is None
     costs.observe_read(2, 0.017)
     assert costs.read == pytest.approx(0.2, rel=0.1)
+
+
+def test_a_confidence_that_is_dear_to_read_is_left_alone_where_heads_pay_without():
+    words = text(trace("good", 600), 1)
+    words.sure = np.ones(words.right.shape)
+    where = machine("OpenBLAS", read=0.8)
+    without = replay(where, words, Controller(max_drafts=3), 600, 1)
+    offered = replay(where, words, Controller(max_drafts=3, p_min=True), 600, 1)
+    assert offered.steps < 1.05 * without.steps
+
+
+def test_short_matches_that_are_wrong_do_not_spoil_long_ones():
+    seen, used = Controller(max_drafts=0, max_lookup=7), {3: 0, 20: 0}
+    for i in range(400):
+        matched = 20 if i % 2 else 3
+        plan = seen.plan(matched=matched)
+        right = plan.k if matched == 20 else 0
+        seen.observe(Cycle(plan, plan.k, right, 0.01 * (1 + 0.2 * plan.k), matched=matched))
+        used[matched] += plan.k > 0
+    assert used[20] > 150
+    assert used[3] < 50
