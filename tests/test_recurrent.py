@@ -110,7 +110,7 @@ def test_states_do_not_drift(tmp_path, monkeypatch, record_property, name):
     tokens = text(model, [1, 2, 3], 512, 0, prompt_cache=single)
     truth = [1, 2, 3, *tokens]
     wrong = set(np.flatnonzero(np.random.default_rng(0).random(len(truth)) < 0.25).tolist())
-    monkeypatch.setattr(decode, "draft", Oracle(truth, wrong, families.V))
+    monkeypatch.setattr(cycle, "draft", Oracle(truth, wrong, families.V))
     assert text(model, [1, 2, 3], 512, 3, prompt_cache=drafted, stats=stats) == tokens
     assert 512 / 4 < stats.cycles < 512 / 2
     text(model, [1, 2, 3, *tokens[:-1]], 0, 0, prompt_cache=read)
