@@ -5,7 +5,8 @@
 Every run takes all contenders in turn, prompt by prompt, so that a machine that slows down slows them all. A speed is
 tokens after the first over the time since the first, summed over prompts; ratios are within a run, their median is
 shown. The texts must be equal. "adaptive" is what a user gets who says nothing; it learns costs while it generates,
-and knows them from one prompt to the next. The last line printed is one JSON object with every raw time.
+and knows them from one prompt to the next. It is run with heads of random weights, too: what it then loses. The last
+line printed is one JSON object with every raw time.
 """
 
 import json
@@ -23,6 +24,7 @@ from pathlib import Path
 import click
 import mlx.core as mx
 import mlx_lm
+from mlx.utils import tree_map
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +33,7 @@ import mlx_mtp
 from mlx_mtp.demo import demo_path
 
 HERE = Path(__file__).parent
+USELESS = "adaptive, useless heads"
 REPETITIVE = 40  # distinct 8-grams per 100 tokens, below which a text repeats itself
 
 
@@ -57,6 +60,21 @@ def plain_mlx_lm(path: Path, expand: bool):
         model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     return model
+
+
+def with_useless_heads(path: Path):
+    """The model with heads of random weights, as large as the trained ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, _ = mlx_mtp.load(path)
+    for head in model.mtp:
+        head.update(tree_map(_noise, head.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def _noise(w: mx.array) -> mx.array:
+    return mx.random.normal(w.shape).astype(w.dtype) * mx.std(w)
 
 
 def tokens_of_mlx_lm(model, prompt: list[int], n: int, stops: set[int]) -> Iterator[int]:
@@ -110,10 +128,12 @@ def speeds(seconds: dict, texts: list, chosen: list[int]) -> dict[str, list[floa
 
 
 def print_tables(seconds: dict, texts: list, prompts: list, stats: dict) -> None:
-    console = Console(width=110)
+    console = Console(width=130)
     everything = list(range(len(prompts)))
     total = speeds(seconds, texts, everything)
-    table = Table("loop", "tok/s best", "median", "vs mlx-lm", "vs k=0", "tok/cycle", "accepted per depth")
+    table = Table(
+        "loop", "tok/s best", "median", "vs mlx-lm", "vs k=0", "tok/cycle", "accepted per depth", "cycles by drafts"
+    )
     for name, values in total.items():
         ratios = [
             statistics.median(a / b for a, b in zip(values, total[base], strict=True)) for base in ("mlx-lm", "k=0")
@@ -127,6 +147,7 @@ def print_tables(seconds: dict, texts: list, prompts: list, stats: dict) -> None
             *(f"{ratio:.2f}x" for ratio in ratios),
             f"{counts.tokens_per_cycle:.2f}" if drafting else "",
             " / ".join(f"{rate:.0%}" for rate in counts.acceptance) if drafting else "",
+            _lengths(counts) if drafting else "",
         )
     console.print(table)
     table = Table("category", "tokens", "8-grams", *(f"{name} vs k=0" for name in total if name != "k=0"))
@@ -141,6 +162,11 @@ def print_tables(seconds: dict, texts: list, prompts: list, stats: dict) -> None
                 row.append(f"{statistics.median(a / b for a, b in zip(values, part['k=0'], strict=True)):.2f}x")
         table.add_row(*row)
     console.print(table)
+
+
+def _lengths(counts) -> str:
+    """Shares of cycles by the number of drafts that they verified."""
+    return " ".join(f"{k}:{n / counts.cycles:.0%}" for k, n in sorted(counts.lengths.items()))
 
 
 def environment() -> dict:
@@ -177,6 +203,9 @@ def main(model: str, prompts: Path, runs: int, max_tokens: int, out: Path | None
     contenders = {"mlx-lm": lambda prompt: tokens_of_mlx_lm(theirs, prompt, max_tokens, stops)}
     for name, options in loops.items():
         contenders[name] = partial(tokens_of_ours, ours, n=max_tokens, stops=stops, stats=stats[name], **options)
+    stats[USELESS] = mlx_mtp.Stats()
+    useless = with_useless_heads(Path(model))
+    contenders[USELESS] = partial(tokens_of_ours, useless, n=max_tokens, stops=stops, stats=stats[USELESS])
     encoded = read_prompts(tokenizer, prompts)
     seconds, texts = measure(contenders, encoded, runs)
     print_tables(seconds, texts, encoded, stats)

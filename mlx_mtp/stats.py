@@ -68,6 +68,11 @@ class Stats:
         return 1 + (sum(self.accepted) + self.lookup_accepted) / self.cycles if self.cycles else 0.0
 
     @property
+    def drafts_per_cycle(self) -> float:
+        """Drafts of the heads that a cycle verifies on average; fewer than num_draft_tokens where that pays."""
+        return sum(self.drafted) / self.cycles if self.cycles else 0.0
+
+    @property
     def acceptance(self) -> list[float]:
         """Per depth, the share of the heads' drafts that were kept."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]

@@ -17,7 +17,7 @@ def footer(turn: Turn, last: GenerationResponse) -> str:
         f"prompt {_short(turn.prompt_tps)}/s, {turn.reused}/{turn.prompt_tokens} reused",
         f"{_short(mx.get_peak_memory() / 1e9)} GB",
     ]
-    if stats.cycles and stats.drafted:
+    if stats.cycles and stats.num_draft_tokens:
         rates = "/".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
         parts.insert(2, f"{stats.tokens_per_cycle:.2f}/cycle {rates}%")
     return " · ".join(parts)
@@ -26,7 +26,8 @@ def footer(turn: Turn, last: GenerationResponse) -> str:
 def mtp_state(session: ChatSession) -> str:
     """Whether the next answer will be drafted."""
     k = session.num_draft_tokens
-    return f"MTP on, {_count(k, 'draft')} per cycle" if k else "MTP off"
+    most = "up to " if session.options.get("adaptive", True) else ""
+    return f"MTP on, {most}{_count(k, 'draft')} per cycle" if k else "MTP off"
 
 
 @dataclass
@@ -46,10 +47,8 @@ class Totals:
         self.decode_time += turn.stats.decode_time
         self.prompt_tokens += turn.prompt_tokens
         self.reused += turn.reused
-        if turn.stats.drafted:
-            self.drafting.cycles += turn.stats.cycles
-            self.drafting.drafted = _sums(self.drafting.drafted, turn.stats.drafted)
-            self.drafting.accepted = _sums(self.drafting.accepted, turn.stats.accepted)
+        if turn.stats.num_draft_tokens:
+            self.drafting.add(turn.stats)
 
     def lines(self, session: ChatSession) -> list[str]:
         """The text of /stats."""
@@ -64,17 +63,12 @@ class Totals:
         ]
 
 
-def _sums(a: list[int], b: list[int]) -> list[int]:
-    """Per depth; the lists may differ in length."""
-    depths = max(len(a), len(b))
-    return [sum(counts[i] for counts in (a, b) if i < len(counts)) for i in range(depths)]
-
-
 def _drafting(stats: Stats) -> list[str]:
-    if not stats.cycles or not stats.drafted:
+    if not stats.cycles:
         return []
     rates = " / ".join(f"{rate:.0%}" for rate in stats.acceptance)
-    return [f"{stats.tokens_per_cycle:.2f} tokens per cycle", f"accepted {rates}"]
+    made = f"{stats.drafts_per_cycle:.1f} verified"
+    return [made, f"{stats.tokens_per_cycle:.2f} tokens per cycle", f"accepted {rates}"]
 
 
 def _short(number: float) -> str:

@@ -111,7 +111,8 @@ def _summary(last: "GenerationResponse") -> None:
     stats = last.stats
     if stats and stats.num_draft_tokens:
         rates = " / ".join(f"{rate:.0%}" for rate in stats.acceptance)
+        found = f", {stats.lookup_accepted} of {stats.lookup_drafted} looked up" if stats.lookups else ""
         click.echo(
-            f"MTP: {stats.num_draft_tokens} drafts per cycle, {stats.tokens_per_cycle:.2f} tokens per cycle, "
-            f"accepted {rates}"
+            f"MTP: {stats.drafts_per_cycle:.1f} drafts per cycle (at most {stats.num_draft_tokens}), "
+            f"{stats.tokens_per_cycle:.2f} tokens per cycle, accepted {rates}{found}"
         )
