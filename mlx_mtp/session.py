@@ -123,6 +123,8 @@ class ChatSession:
         turn = self.turn = Turn(len(prompt), reused=self._reuse(prompt))
         self._remember()
         options: Options = {**self.options, "prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
+        if not self.num_draft_tokens and self.model.mtp:
+            options["prompt_lookup"] = False  # switched off with the heads
         first, rest = prompt[turn.reused : end], prompt[max(end, turn.reused) :]
         total = len(first) + len(rest)
         if first:
