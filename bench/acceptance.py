@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
-from mlx_mtp import decode as decode_module
+from mlx_mtp import cycle as cycle_module
 from mlx_mtp.demo import demo_path
 from mlx_mtp.draft import Drafts, _put, draft
 
@@ -47,14 +47,14 @@ def measure(model, prompts: list, stops: set[int], n: int, rule) -> tuple[dict, 
     """Stats per category with a drafting rule, and the texts."""
     counts: dict[str, mlx_mtp.Stats] = {}
     texts = []
-    decode_module.draft = rule
+    cycle_module.draft = rule
     for category, prompt in prompts:
         stats = mlx_mtp.Stats()
-        steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, stop_tokens=stops, stats=stats)
+        steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, stop_tokens=stops, stats=stats, adaptive=False)
         texts.append([token for token, _, _ in steps])
         for name in (category, "all"):
             counts.setdefault(name, mlx_mtp.Stats()).add(stats)
-    decode_module.draft = draft
+    cycle_module.draft = draft
     return counts, texts
 
 

@@ -158,7 +158,7 @@ def main(model: str, prompts: Path, k: int, seeds: int, max_tokens: int, out: Pa
     """Compare greedy, coupled and rejection-sampled drafts on one checkpoint."""
     loaded, tokenizer = mlx_mtp.load(model)
     encoded, stops = read_prompts(tokenizer, prompts), set(tokenizer.eos_token_ids)
-    run = {"num_draft_tokens": k, "max_tokens": max_tokens, "stop_tokens": stops}
+    run = {"num_draft_tokens": k, "adaptive": False, "max_tokens": max_tokens, "stop_tokens": stops}
     for _ in mlx_mtp.generate_step(encoded[0][1], loaded, temp=1.0, **run):  # a warm-up
         pass
     results = {name: measure(loaded, encoded, seeds, {**setting, **run}) for name, setting in SETTINGS.items()}

@@ -12,6 +12,7 @@ import logging
 import statistics
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import click
@@ -79,11 +80,9 @@ def main(
     chosen = lists(tokenizer, tuple(map(int, sizes.split(","))), files)
     models = {name: whole if name == "whole" else load(tokens) for name, tokens in chosen.items()}
     stats = {name: mlx_mtp.Stats() for name in models}
-    stops, k = set(tokenizer.eos_token_ids), whole.max_draft_tokens
+    stops = set(tokenizer.eos_token_ids)
     contenders = {
-        name: lambda prompt, model=model, counts=stats[name]: tokens_of_ours(
-            model, prompt, max_tokens, stops, k, counts
-        )
+        name: partial(tokens_of_ours, model, n=max_tokens, stops=stops, stats=stats[name], adaptive=False)
         for name, model in models.items()
     }
     encoded = read_prompts(tokenizer, prompts)

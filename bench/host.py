@@ -14,7 +14,6 @@ The second table is the graph building alone as on a Mac, without and with kerne
 computed, no GPU is needed, mx.compile is off), by thread time. The last line is one JSON object.
 """
 
-import inspect
 import itertools
 import json
 import statistics
@@ -120,8 +119,7 @@ def cycles_of(drafted: Iterator[bool], clock: Clock, cycles: int) -> tuple[dict[
 
 
 def ours(model: Any, k: int) -> Iterator[bool]:
-    fixed = {"adaptive": False} if "adaptive" in inspect.signature(mlx_mtp.generate_step).parameters else {}
-    steps: Any = mlx_mtp.generate_step(PROMPT, model, max_tokens=4096, num_draft_tokens=k, **fixed)
+    steps: Any = mlx_mtp.generate_step(PROMPT, model, max_tokens=4096, num_draft_tokens=k, adaptive=False)
     return (step[2] for step in steps)
 
 

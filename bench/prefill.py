@@ -24,7 +24,7 @@ from mlx_mtp.demo import demo_path
 def ours(model, prompt: list[int], k: int | None) -> tuple[float, float]:
     """Seconds to the first and to the second token."""
     tic = time.perf_counter()
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=20, num_draft_tokens=k)
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=20, num_draft_tokens=k, adaptive=False)
     times = [time.perf_counter() - tic for _, _ in zip(range(2), steps, strict=False)]
     steps.close()
     return times[0], times[1]

@@ -65,6 +65,7 @@ class Flight:
     run: Run = field(init=False)
     after: Mark = field(init=False)
     base: int = field(init=False)
+    seconds: float | None = None
 
 
 def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
@@ -117,11 +118,16 @@ def verify(d: Decoder, run: Run, drafts: Drafts) -> Run:
 
 def read(d: Decoder, flight: Flight) -> tuple[list[int], int]:
     """Wait for a cycle: its right tokens and how many of them are drafts. The only host read of a cycle."""
-    run, plan = flight.run, flight.plan
-    tokens, accepted, seconds = d.stats.reads(run, plan.source)
-    if plan is not PROMPT:
-        d.control.observe(Cycle(plan, run.drafts.size, accepted, seconds, flight.caught_up, flight.matched))
+    tokens, accepted, flight.seconds = d.stats.reads(flight.run, flight.plan.source)
     return tokens, accepted
+
+
+def learn(d: Decoder, flight: Flight, accepted: int) -> None:
+    """Tell the control what a cycle did; when the next one is under way, for nobody waits for it."""
+    if flight.plan is not PROMPT:
+        verified = flight.run.drafts.size
+        seen = Cycle(flight.plan, verified, accepted, flight.seconds, flight.caught_up, flight.matched)
+        d.control.observe(seen)
 
 
 def submit(d: Decoder, last: Flight, new: Flight, accepted: int) -> None:

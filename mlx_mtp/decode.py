@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .cycle import PROMPT, Decoder, Flight, begin, read, start, submit
+from .cycle import PROMPT, Decoder, Flight, begin, learn, read, start, submit
 from .lookup import Text
 from .prefill import NO_DRAFTS, prefill
 from .prompt_cache import Mark
@@ -59,6 +59,7 @@ def decode(
             if following and not last:
                 newest, rest = following.before, Rest(flight, -1, following.before)
                 submit(d, flight, following, accepted)
+            learn(d, flight, accepted)
             for i, token in enumerate(tokens):
                 rest = Rest(flight, i, newest)
                 d.stats.yields()
