@@ -76,7 +76,12 @@ def drafted(monkeypatch):
 
 
 def text(model, n=10, k=None, **options):
-    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k, **options)]
+    return [
+        t
+        for t, _, _ in mlx_mtp.generate_step(
+            PROMPT, model, max_tokens=n, num_draft_tokens=k, adaptive=False, **options
+        )
+    ]
 
 
 def tokens_of(drafted):
