@@ -1,6 +1,9 @@
 """Any plan follows any plan: the text is the target's, drafts are exact, and a stop anywhere leaves whole caches."""
 
 import functools
+import itertools
+import os
+from dataclasses import replace
 
 import drafters
 import families
@@ -25,7 +28,7 @@ PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 
 
 class Subject:
-    """A tiny model with its cacheless truths. name: "step3p5", a family, or "eagle" (three layers' rows, recycled)."""
+    """A tiny model with its cacheless truths. name: a family, or "eagle" (three layers' rows, recycled)."""
 
     def __init__(self, name: str, tiny_models, path):
         self.name = name
@@ -94,7 +97,7 @@ def test_any_plan_follows_any_plan(subject, monkeypatch, length, seed):
     s.assert_drafts(spy, prompt + text, least=5, most=8)
     kinds = [(c.plan.source, c.plan.p_min, c.plan.k > 0) for c in script.cycles]
     assert {(source, k) for source, _, k in kinds} == {("heads", True), ("heads", False), ("lookup", True)}
-    assert len(set(zip(kinds, kinds[1:], strict=False))) >= 8
+    assert len(set(itertools.pairwise(kinds))) >= 8
     assert any(c.caught_up for c in script.cycles)
 
 
@@ -112,3 +115,197 @@ def test_every_family(subject, monkeypatch, name):
     assert text == s.truth(tuple(PROMPT), 30)
     s.assert_drafts(spy, PROMPT + text, least=3, most=4)
     assert any(c.caught_up for c in script.cycles)
+
+
+PLANS = {
+    "plain": Plan(),
+    "heads": Plan("heads", 3),
+    "lookup": Plan("lookup", 2),
+    "sure": Plan("heads", 3, p_min=True),
+}
+
+
+@pytest.mark.parametrize("idle", [1, 5, 40, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by", ["plain", "lookup"])
+def test_heads_that_were_idle_draft_as_if_they_had_not_been(subject, monkeypatch, by, idle):
+    """More rows than the windows of 8 see, than their rings have room for, and than one chunk of reading."""
+    s, spy = subject("step3p5"), Spy(monkeypatch)
+    plans = [PLANS["heads"]] * 2 + [PLANS[by]] * idle
+    control = Listed(plans)
+    follow(monkeypatch, control)
+    text = text_of(s.model, PROMPT, 3, max_tokens=3 * len(plans), prefill_step_size=7)
+    caught_up = [c.caught_up for c in control.cycles if c.caught_up]
+    assert caught_up[0] == len(PROMPT) - 1
+    assert min(caught_up[1:]) >= min(idle, 24)  # of more, the windows see no more than so many
+    s.assert_drafts(spy, PROMPT + text, least=5, most=12)
+
+
+POINTS = [
+    (cycle, "draft"),
+    (cycle, "prime"),
+    (reading, "prime"),
+    (cycle, "accept"),
+    (mx, "eval"),
+    (mx, "async_eval"),
+    (Run, "read"),
+    (Text, "continued"),
+    (Text, "matched"),
+    (Text, "extend"),
+    (Stats, "reads_confidence"),
+    (Stats, "builds_late"),
+    (Picker, "pick"),
+    (Listed, "plan"),
+    (Listed, "observe"),
+    *((PromptCache, name) for name in ("push", "wake", "idle", "advance", "quantize_at", "to_host", "bound")),
+]
+
+
+class Interruption:
+    """Raises KeyboardInterrupt in the n-th call of any of POINTS, before it or behind it; counts the calls."""
+
+    def __init__(self, monkeypatch, model, n: int, behind: bool):
+        self.n, self.behind, self.calls, self.where = n, behind, 0, None
+        for owner, name in (*POINTS, (type(model), "hidden")):
+            monkeypatch.setattr(owner, name, self.wrapped(f"{owner.__name__}.{name}", getattr(owner, name)))
+        settle = decode._settle
+        monkeypatch.setattr(decode, "_settle", lambda *args: (self.stop(), settle(*args)))
+
+    def stop(self):
+        """Count no more: what is cleaned up is not interrupted."""
+        self.n = 0
+
+    def wrapped(self, where: str, real):
+        def call(*args, **kwargs):
+            self.calls += self.n != 0
+            hit = self.calls == self.n
+            if hit and not self.behind:
+                self.stop()
+                self.where = where
+                raise KeyboardInterrupt
+            result = real(*args, **kwargs)
+            if hit:
+                self.stop()
+                self.where = where
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
+MIXED = ["heads", "heads", "lookup", "plain", "plain", "heads", "sure", "sure", "plain", "lookup", "lookup", "sure"]
+
+
+def interrupted(s: Subject, monkeypatch, n: int, behind: bool, **options):
+    """(what was shown, the cache, where) of a generation that the n-th call of any of POINTS ends."""
+    cache, shown = mlx_mtp.make_prompt_cache(s.model, **options), []
+    plans = [replace(PLANS[name], k=min(PLANS[name].k, s.k)) for name in MIXED]
+    with monkeypatch.context() as patch:
+        follow(patch, Listed(plans))
+        break_ = Interruption(patch, s.model, n, behind)
+        try:
+            for token, _, _ in steps(s.model, PROMPT, s.k, max_tokens=24, prefill_step_size=4, prompt_cache=cache):
+                shown.append(token)
+        except KeyboardInterrupt:
+            pass
+    return shown, cache, break_
+
+
+def assert_whole(s: Subject, monkeypatch, shown: list[int], cache: PromptCache, truth: list[int]) -> None:
+    """A cache is as if what was shown had been decoded one by one, and drafts on from there are exact."""
+    assert shown == truth[: len(shown)]
+    if shown:
+        assert cache.tokens == PROMPT + shown[:-1]
+        assert_same_rows(s.model, cache, s.read(tuple(cache.tokens)))
+    held = len(cache.tokens)
+    assert cache.tokens == (PROMPT + shown)[:held]
+    assert cache.primed <= held
+    if cache.reach is None:
+        assert cache.primed + cache.behind == held
+    rest = (PROMPT + shown)[held:] or [truth[len(shown)]]
+    with monkeypatch.context() as patch:
+        spy = Spy(patch)
+        follow(patch, Listed([PLANS["heads"] if s.k == 3 else Plan("heads", s.k)]))
+        goes_on = text_of(s.model, rest, s.k, max_tokens=8, prompt_cache=cache)
+    begun = (PROMPT + truth)[: held + len(rest)]
+    assert goes_on == (PROMPT + truth)[len(begun) :][:8]
+    s.assert_drafts(spy, begun + goes_on, least=2, most=2)
+
+
+def assert_same_rows(model, ours: PromptCache, theirs: PromptCache) -> None:
+    """The target's keys and values, and its recurrent states, at the same position."""
+    mixers = iter(m for layer in model.layers for _, m in layer.named_modules() if hasattr(m, "_replay"))
+    for a, b in zip(ours.layers, theirs.layers, strict=True):
+        assert a.offset == b.offset == ours.offset
+        if a.window == "recurrent":
+            mixer = next(mixers)
+            pairs = [(a.state(mixer._replay), b.state(mixer._replay)), (rows_before(a), rows_before(b))]
+        else:
+            last = range(max(0, a.offset - (a.window or a.offset)), a.offset)
+            slots = mx.array([p % a.ring.slots if hasattr(a, "ring") else p for p in last])
+            pairs = [
+                (mx.take(p, slots, axis=2), mx.take(q, slots, axis=2)) for p, q in zip(a.parts, b.parts, strict=True)
+            ]
+        for x, y in pairs:
+            assert mx.allclose(x, y, rtol=1e-3, atol=1e-4), type(a).__name__
+
+
+def rows_before(cache) -> mx.array:
+    """What the convolution of a recurrent layer, here of four taps, reads before the next row."""
+    blank = mx.zeros((1, 1, cache.parts[2].shape[2]))
+    return cache.convolved(blank, 4)[:, :3]
+
+
+def all_calls(s, monkeypatch, **options) -> int:
+    with monkeypatch.context() as patch:
+        return interrupted(s, patch, -1, False, **options)[2].calls
+
+
+SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="minutes: MLX_MTP_SWEEP=1 runs it")
+
+
+def assert_interruptible(s: Subject, monkeypatch, first: int, stride: int, *, behind: bool, **options) -> None:
+    """At the first-th of all calls, and each stride-th from there on."""
+    truth = s.truth(tuple(PROMPT))
+    for n in range(first, all_calls(s, monkeypatch, **options) + 1, stride):
+        shown, cache, interruption = interrupted(s, monkeypatch, n, behind, **options)
+        assert interruption.where
+        try:
+            assert_whole(s, monkeypatch, shown, cache, truth)
+        except Exception as e:
+            raise AssertionError(f"call {n}, {'behind' if behind else 'before'} {interruption.where}") from e
+
+
+@pytest.mark.parametrize(("name", "first"), [("step3p5", 3), ("qwen3_5", 11), ("nemotron_h", 29), ("eagle", 17)])
+@pytest.mark.parametrize("behind", [False, True])
+def test_interrupted_anywhere(subject, monkeypatch, name, first, behind):
+    assert_interruptible(subject(name), monkeypatch, first, 97, behind=behind)
+
+
+@SWEEP
+@pytest.mark.parametrize("name", ["step3p5", "qwen3_5", "nemotron_h", "deepseek_v32", "mimo_v2_flash", "eagle"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_interrupted_everywhere(subject, monkeypatch, name, behind):
+    assert_interruptible(subject(name), monkeypatch, 1, 1, behind=behind)
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_interrupted_where_a_plain_row_was_read_but_not_shown(subject, monkeypatch, where):
+    """Its state is final and has to come back: the row counts as not read."""
+    s, truth = subject("nemotron_h"), subject("nemotron_h").truth(tuple(PROMPT))
+    for at in (2, 5):
+        cache, shown, submitted = mlx_mtp.make_prompt_cache(s.model), [], []
+        with monkeypatch.context() as patch:
+
+            def interrupt(*args, real=cycle.start, submitted=submitted, at=at):
+                submitted.append(1)
+                if where == "behind":
+                    real(*args)
+                if len(submitted) == at:
+                    raise KeyboardInterrupt
+                real(*args)
+
+            follow(patch, Listed([Plan()]))
+            patch.setattr(cycle, "start", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                shown.extend(token for token, _, _ in steps(s.model, PROMPT, 3, prompt_cache=cache))
+        assert_whole(s, monkeypatch, shown, cache, truth)
