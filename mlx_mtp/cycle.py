@@ -73,7 +73,7 @@ def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
     cache, base = d.cache, last.base
     matched = d.text.matched() if d.max_lookup else 0
     plan = d.control.plan(matched, 0 if cache.live else cache.behind)
-    plan = replace(plan, k=int(min(plan.k, most)))
+    plan = replace(plan, k=int(min(plan.k, most))) if most else Plan()
     caught_up = 0
     if plan.k and plan.source == "heads" and not cache.live:
         caught_up = cache.behind

@@ -8,7 +8,7 @@ before, from the cycles that had ended by then.
 """
 
 from collections.abc import Callable, Collection, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -57,7 +57,7 @@ def decode(
             tokens, last = _cut(tokens, left, stop_tokens)
             d.text.extend(tokens)
             if following and not last:
-                newest, rest = following.before, Rest(flight, -1, following.before)
+                newest, rest = following.before, _unshown(flight, following)
                 submit(d, flight, following, accepted)
             learn(d, flight, accepted)
             for i, token in enumerate(tokens):
@@ -84,12 +84,17 @@ def _prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] 
     cache = d.cache
     run = prefill(d.model, cache, prompt, d.picker, heads=d.k > 0, step=d.step, progress=progress)
     d.text = Text(cache.tokens)
-    cache.pop_row()
     start(d, run)
+    cache.pop_row()
     mark = cache.mark()
     flight = Flight(PROMPT, mark, NO_DRAFTS)
     flight.run, flight.after, flight.base = run, mark, cache.offset - 1
     return flight
+
+
+def _unshown(flight: Flight, following: Flight) -> Rest:
+    """Before any row of `flight`, whose successor is built: a plain row is in the states, and comes out of them."""
+    return Rest(flight, -1, replace(following.before, states=flight.before.states, caches=None))
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:

@@ -52,9 +52,9 @@ def _read_chunk(model: Any, cache: PromptCache, chunk: list[int]) -> mx.array:
     mark = cache.mark()
     try:
         hidden = model.hidden(mx.array(chunk)[None], cache.layers)
+        cache.push(hidden)
     except BaseException:
         cache.restore(mark)
         raise
     cache.tokens = cache.tokens + chunk
-    cache.push(hidden)
     return hidden

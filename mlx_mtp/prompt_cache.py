@@ -33,6 +33,7 @@ class Mark:
     backlog: list[mx.array]
     states: list[tuple]
     caches: list[tuple] | None
+    quantizing: "Quantizing | None"
 
     def release(self) -> None:
         """Let go of keys and values, so that the next write to them is in place; states are replaced, not written."""
@@ -187,7 +188,7 @@ class PromptCache:
         """The state now, to go back to with `restore`."""
         caches = [(c, c.offset, c.limit, c.parts) for c in self._all()]
         states = [(c, c.parts) for c in self.layers if isinstance(c, RecurrentCache)]
-        return Mark(self.primed, self.kept, list(self.backlog), states, caches)
+        return Mark(self.primed, self.kept, list(self.backlog), states, caches, self.quantizing)
 
     def restore(self, mark: Mark) -> None:
         """Go back to a mark; where its buffers were released, later rows stay in them and are overwritten."""
@@ -198,7 +199,7 @@ class PromptCache:
             for c, offset, limit, parts in mark.caches:
                 c.seek(offset, limit)
                 c.parts = parts
-            self.layers = [c for c, *_ in mark.caches[: len(self.layers)]]
+            self.layers, self.quantizing = [c for c, *_ in mark.caches[: len(self.layers)]], mark.quantizing
 
     def snapshot(self) -> Snapshot:
         """Remember this moment (the caches must be at rest)."""

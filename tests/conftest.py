@@ -34,6 +34,14 @@ def _seeded():
     mx.random.seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_directory(tmp_path_factory):
+    """What is measured here is not kept for the user's own runs, and what was kept there is not known here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLX_MTP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory):
     """(seed, config changes) -> (our model, mlx-lm's plain model) of one random checkpoint."""

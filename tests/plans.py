@@ -1,7 +1,9 @@
-"""A control of a test's choosing: any plan in any cycle."""
+"""Controls of a test's choosing: any plan in any cycle; and drafts that are checked."""
 
+import importlib
 import random
 
+from mlx_mtp import cycle
 from mlx_mtp.controller import Plan
 
 
@@ -23,3 +25,42 @@ class Script:
 
     def observe(self, cycle) -> None:
         self.cycles.append(cycle)
+
+
+class Listed:
+    """The plans of a list, again and again."""
+
+    def __init__(self, plans: list[Plan]):
+        self.plans, self.cycles = plans, []
+        self.planned = 0
+
+    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+        self.planned += 1
+        return self.plans[(self.planned - 1) % len(self.plans)]
+
+    def observe(self, cycle) -> None:
+        self.cycles.append(cycle)
+
+
+def follow(monkeypatch, control) -> None:
+    """Let generations be controlled by `control`."""
+    monkeypatch.setattr(importlib.import_module("mlx_mtp.generate"), "control_for", lambda *_, **__: control)
+
+
+class Spy:
+    """Stands in for `cycle.draft` and notes (the target's position on the device, drafts) of each call."""
+
+    def __init__(self, monkeypatch):
+        self.calls: list = []
+        self.real = cycle.draft
+        monkeypatch.setattr(cycle, "draft", self)
+
+    def __call__(self, model, cache, run, k, chooser):
+        drafts = self.real(model, cache, run, k, chooser)
+        self.calls.append((cache.layers[0].offset, drafts.tokens))
+        return drafts
+
+    def drafts(self, text: list[int]) -> list[tuple[int, list[int]]]:
+        """(tokens before, drafts) of the calls whose cycles were submitted, in order; `text`: prompt and answer."""
+        found = [(offset.item() + 1, tokens.tolist()) for offset, tokens in self.calls]
+        return [(known, drafts) for known, drafts in found if known <= len(text)]

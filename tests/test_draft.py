@@ -49,7 +49,9 @@ def test_drafts_equal_recomputation(tiny_models, monkeypatch, length, step):
         return drafts
 
     monkeypatch.setattr(cycle, "draft", spy)
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=30, num_draft_tokens=3, prefill_step_size=step)
+    steps = mlx_mtp.generate_step(
+        prompt, model, max_tokens=30, num_draft_tokens=3, adaptive=False, prefill_step_size=step
+    )
     text = prompt + [token for token, _, _ in steps]
     assert len(calls) > 5
     for offset, drafts, kept in calls:
@@ -88,8 +90,8 @@ def test_parked_heads_catch_up(tiny_models):
     ]
     assert cache.primed == 0
     on, off = mlx_mtp.Stats(), mlx_mtp.Stats()
-    go_on = mlx_mtp.generate_step(parked[-1:], model, prompt_cache=cache, max_tokens=40, stats=on)
-    fresh = mlx_mtp.generate_step(prompt + parked, model, max_tokens=40, stats=off)
+    go_on = mlx_mtp.generate_step(parked[-1:], model, prompt_cache=cache, max_tokens=40, adaptive=False, stats=on)
+    fresh = mlx_mtp.generate_step(prompt + parked, model, max_tokens=40, adaptive=False, stats=off)
     assert [t for t, _, _ in go_on] == [t for t, _, _ in fresh]
     assert on.accepted == off.accepted
     assert tiny.CONFIG["sliding_window"] == 8

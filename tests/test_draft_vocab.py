@@ -14,7 +14,7 @@ import tiny
 from command_line import call
 
 import mlx_mtp
-from mlx_mtp import decode, draft_vocab
+from mlx_mtp import cycle, draft_vocab
 from mlx_mtp.demo import demo_path
 from mlx_mtp.draft_vocab import most_frequent, reduce_heads
 from mlx_mtp.layers.heads import place_heads, sliced
@@ -65,18 +65,24 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture
 def drafted(monkeypatch):
     """Every draft that the loop asks for, as arrays."""
-    arrays, real = [], decode.draft
+    arrays, real = [], cycle.draft
 
     def recording(*args):
-        arrays.append(real(*args))
-        return arrays[-1]
+        drafts = real(*args)
+        arrays.append(drafts.tokens)
+        return drafts
 
-    monkeypatch.setattr(decode, "draft", recording)
+    monkeypatch.setattr(cycle, "draft", recording)
     return arrays
 
 
 def text(model, n=10, k=None, **options):
-    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k, **options)]
+    return [
+        t
+        for t, _, _ in mlx_mtp.generate_step(
+            PROMPT, model, max_tokens=n, num_draft_tokens=k, adaptive=False, **options
+        )
+    ]
 
 
 def tokens_of(drafted):

@@ -79,7 +79,9 @@ def truth(drafted):
 
 def ours(model, prompt, n, k, **options):
     stats = mlx_mtp.Stats()
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+    steps = mlx_mtp.generate_step(
+        prompt, model, max_tokens=n, num_draft_tokens=k, adaptive=False, stats=stats, **options
+    )
     return [token for token, _, _ in steps], stats
 
 
@@ -107,7 +109,9 @@ def test_stop_anywhere_save_and_continue(drafted, truth, tmp_path, k, stop):
     model, prompt = drafted[0], LONG
     expected = truth(tuple(prompt))[: stop + 8]
     cache = mlx_mtp.make_prompt_cache(model)
-    steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=20)
+    steps = mlx_mtp.generate_step(
+        prompt, model, num_draft_tokens=k, adaptive=False, prompt_cache=cache, max_tokens=20
+    )
     text = [token for _, (token, _, _) in zip(range(stop), steps, strict=False)]
     steps.close()
     mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)

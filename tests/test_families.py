@@ -34,7 +34,9 @@ def truth(family):
 
 def ours(model, prompt, n, k, **options):
     stats = mlx_mtp.Stats()
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+    steps = mlx_mtp.generate_step(
+        prompt, model, max_tokens=n, num_draft_tokens=k, adaptive=False, stats=stats, **options
+    )
     return [token for token, _, _ in steps], stats
 
 
@@ -127,7 +129,9 @@ def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, s
     cache = mlx_mtp.make_prompt_cache(model)
     with monkeypatch.context() as patch:
         patch.setattr(cycle, "draft", Oracle(prompt + expected, {42}, families.V))
-        steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=cache, max_tokens=20)
+        steps = mlx_mtp.generate_step(
+            prompt, model, num_draft_tokens=k, adaptive=False, prompt_cache=cache, max_tokens=20
+        )
         text = [token for _, (token, _, _) in zip(range(stop), steps, strict=False)]
         steps.close()
     assert text == expected[:stop]

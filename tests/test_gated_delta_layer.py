@@ -117,7 +117,7 @@ def fuse(model, on: bool) -> int:
 
 
 def text(model, prompt: list[int], n: int, k: int, **options) -> list[int]:
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, **options)
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, adaptive=False, **options)
     return [token for token, _, _ in steps]
 
 

@@ -26,7 +26,8 @@ def test_text_is_the_same_for_every_k_and_form_of_prompt(demo):
     ids = tokenizer.encode(PROMPT)
     forms = [(prompt, None) for prompt in (PROMPT, ids, np.array(ids), mx.array(ids))]
     texts = {
-        mlx_mtp.generate(model, tokenizer, prompt, max_tokens=80, num_draft_tokens=k)
+        mlx_mtp.generate(model, tokenizer, prompt, max_tokens=80, num_draft_tokens=k, adaptive=adaptive)
+        for adaptive in (False, True)
         for prompt, k in [*forms, *((PROMPT, k) for k in range(4))]
     }
     assert len(texts) == 1
@@ -46,7 +47,7 @@ def test_text_is_mlx_lms(demo):
 def test_responses(demo):
     model, tokenizer = demo
     ids = tokenizer.encode(PROMPT)
-    responses = list(mlx_mtp.stream_generate(model, tokenizer, ids, max_tokens=50))
+    responses = list(mlx_mtp.stream_generate(model, tokenizer, ids, max_tokens=50, adaptive=False))
     assert all(isinstance(response, MLXResponse) for response in responses)
     assert [r.generation_tokens for r in responses] == list(range(1, len(responses) + 1))
     assert [r.finish_reason for r in responses[:-1]] == [None] * (len(responses) - 1)
@@ -65,8 +66,9 @@ def test_responses(demo):
 
 def test_stats_add_up(demo):
     model, tokenizer = demo
-    *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=120, stats=mlx_mtp.Stats(phases=True))
-    stats = last.stats
+    stats = mlx_mtp.Stats(phases=True)
+    *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=120, adaptive=False, stats=stats)
+    assert last.stats is stats
     assert stats.drafted == [stats.cycles] * 3
     assert stats.accepted == sorted(stats.accepted, reverse=True)
     # All tokens but the first come from cycles; the last cycle may have been cut.
@@ -109,7 +111,7 @@ def test_heads_of_the_demo_are_right_often(demo):
     model, tokenizer = demo
     total = mlx_mtp.Stats()
     for prompt in (PROMPT, "class Reader:\n", "import sys\n\ndef main():\n", "    try:\n        "):
-        *_, last = mlx_mtp.stream_generate(model, tokenizer, prompt, max_tokens=100)
+        *_, last = mlx_mtp.stream_generate(model, tokenizer, prompt, max_tokens=100, adaptive=False)
         total.add(last.stats)
     first, second, third = total.acceptance
     assert first > second > third > 0
@@ -119,7 +121,7 @@ def test_heads_of_the_demo_are_right_often(demo):
 def test_closing_a_stream_leaves_the_cache_usable(demo):
     model, tokenizer = demo
     cache = mlx_mtp.make_prompt_cache(model)
-    stream = mlx_mtp.stream_generate(model, tokenizer, PROMPT, prompt_cache=cache, max_tokens=100)
+    stream = mlx_mtp.stream_generate(model, tokenizer, PROMPT, prompt_cache=cache, max_tokens=100, adaptive=False)
     shown = [next(stream).token for _ in range(9)]
     stream.close()
     assert cache.tokens == tokenizer.encode(PROMPT) + shown[:-1]

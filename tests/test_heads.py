@@ -36,7 +36,7 @@ def heads(step):
 
 
 def text(model, k, **options):
-    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=7, num_draft_tokens=k, seed=5, **options)
+    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=7, num_draft_tokens=k, adaptive=False, seed=5, **options)
     return [token for token, _, _ in steps]
 
 

@@ -23,12 +23,12 @@ def head_names(weights):
 
 
 def text(model, k=None, n=24):
-    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k)]
+    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k, adaptive=False)]
 
 
 def drafts_right(model):
     stats = mlx_mtp.Stats()
-    list(mlx_mtp.generate_step(PROMPT, model, max_tokens=60, stats=stats))
+    list(mlx_mtp.generate_step(PROMPT, model, max_tokens=60, adaptive=False, stats=stats))
     return stats.accepted
 
 

@@ -20,13 +20,13 @@ NAMES = sorted(families.FAMILIES)
 
 
 def text(model, k=2, n=16):
-    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k)]
+    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k, adaptive=False)]
 
 
 def drafted(model):
     """(text, how many drafts of each depth were accepted, the spec, every parameter)"""
     stats = mlx_mtp.Stats()
-    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=6, num_draft_tokens=2, stats=stats)
+    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=6, num_draft_tokens=2, adaptive=False, stats=stats)
     return [t for t, _, _ in steps], stats.accepted, model.spec, dict(tree_flatten(model.parameters()))
 
 

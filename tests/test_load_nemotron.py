@@ -16,7 +16,12 @@ HEAD = list(nemotron.heads(nemotron.CONFIG))
 
 
 def text(model, k: int = 2) -> list[int]:
-    return [t for t, _, _ in mlx_mtp.generate_step([1, 2, 3, 4, 5], model, max_tokens=12, num_draft_tokens=k)]
+    return [
+        t
+        for t, _, _ in mlx_mtp.generate_step(
+            [1, 2, 3, 4, 5], model, max_tokens=12, num_draft_tokens=k, adaptive=False
+        )
+    ]
 
 
 def parameters(model) -> dict[str, list]:

@@ -13,7 +13,9 @@ from mlx_mtp import cycle
 
 def ours(model, prompt, n, k, **options):
     stats = mlx_mtp.Stats()
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+    steps = mlx_mtp.generate_step(
+        prompt, model, max_tokens=n, num_draft_tokens=k, adaptive=False, stats=stats, **options
+    )
     return [token for token, _, _ in steps], stats
 
 
@@ -139,7 +141,11 @@ def test_quantized_kv_is_used(tiny_models):
         options = {"kv_bits": bits, "mtp_kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
         for k in range(4):
             cache = mlx_mtp.make_prompt_cache(model, **options)
-            list(mlx_mtp.generate_step([1, 2, 3], model, prompt_cache=cache, max_tokens=12, num_draft_tokens=k))
+            list(
+                mlx_mtp.generate_step(
+                    [1, 2, 3], model, prompt_cache=cache, max_tokens=12, num_draft_tokens=k, adaptive=False
+                )
+            )
             assert all(hasattr(c, "bits") == (bits is not None) for c in (*cache.layers, *cache.heads)), (start, k)
 
 

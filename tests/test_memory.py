@@ -35,7 +35,7 @@ def test_peak_memory_is_weights_and_kv(tiny_models, k, bits):
     others = mx.get_active_memory() - weights  # other tests' models
     cache = mlx_mtp.make_prompt_cache(model, kv_bits=bits, mtp_kv_bits=bits)
     steps = mlx_mtp.generate_step(
-        PROMPT, model, prompt_cache=cache, max_tokens=100, num_draft_tokens=k, prefill_step_size=256
+        PROMPT, model, prompt_cache=cache, max_tokens=100, num_draft_tokens=k, adaptive=False, prefill_step_size=256
     )
     for i, _ in enumerate(steps):
         if i == 0:
@@ -59,7 +59,7 @@ def test_growing_copies_one_layer_at_a_time(tiny_models, k):
     mx.clear_cache()
     before, layer = mx.get_active_memory(), cache.layers[0].nbytes
     mx.reset_peak_memory()
-    for _ in mlx_mtp.generate_step([1], model, prompt_cache=cache, max_tokens=30, num_draft_tokens=k):
+    for _ in mlx_mtp.generate_step([1], model, prompt_cache=cache, max_tokens=30, num_draft_tokens=k, adaptive=False):
         pass
     assert cache.layers[0].nbytes == 2 * layer
     assert mx.get_peak_memory() - before < 2 * layer + 1.5 * 2 * layer
@@ -82,7 +82,9 @@ def test_time_per_cycle_does_not_grow_with_capacity(tiny_models, k):
     for _ in range(10):  # the best of many short runs, on machines that do other things too
         for capacity, cache in caches.items():
             tic = time.perf_counter()
-            for _ in mlx_mtp.generate_step([1], model, prompt_cache=cache, max_tokens=16, num_draft_tokens=k):
+            for _ in mlx_mtp.generate_step(
+                [1], model, prompt_cache=cache, max_tokens=16, num_draft_tokens=k, adaptive=False
+            ):
                 pass
             best[capacity] = min(best[capacity], time.perf_counter() - tic)
     assert best[65536] < 1.5 * best[1024]

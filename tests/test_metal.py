@@ -17,7 +17,7 @@ def test_text_on_the_gpu_is_the_cpus(tiny_models, seed):
         expected = tiny.greedy(plain, prompt, 40)
     assert mx.default_device() == mx.Device(mx.gpu)
     for k in range(4):
-        steps = mlx_mtp.generate_step(prompt, model, max_tokens=40, num_draft_tokens=k)
+        steps = mlx_mtp.generate_step(prompt, model, max_tokens=40, num_draft_tokens=k, adaptive=False)
         assert [token for token, _, _ in steps] == expected
 
 
@@ -27,7 +27,9 @@ def test_cycles_are_in_place_on_the_gpu(tiny_models, k):
     """The caches of one long generation are written where they are: memory does not move between cycles."""
     model, _ = tiny_models(0, hidden_size=64, head_dim=64)
     cache = mlx_mtp.make_prompt_cache(model)
-    steps = mlx_mtp.generate_step([1] * 2000, model, prompt_cache=cache, max_tokens=200, num_draft_tokens=k)
+    steps = mlx_mtp.generate_step(
+        [1] * 2000, model, prompt_cache=cache, max_tokens=200, num_draft_tokens=k, adaptive=False
+    )
     for _ in range(20):
         next(steps)
     mx.reset_peak_memory()
@@ -45,6 +47,9 @@ def test_every_kernel_is_right_on_the_gpu(checkpoints, name):  # noqa: F811
     model = mlx_mtp.load_model(checkpoints[name], kernels="exact")
     assert all("off" not in line for line in model.report().kernels)
     assert model.report().not_exact == ()
-    steps = [mlx_mtp.generate_step([1, 2, 3, 4, 1], model, max_tokens=60, num_draft_tokens=k) for k in range(4)]
+    steps = [
+        mlx_mtp.generate_step([1, 2, 3, 4, 1], model, max_tokens=60, num_draft_tokens=k, adaptive=False)
+        for k in range(4)
+    ]
     texts = [[token for token, _, _ in step] for step in steps]
     assert texts == texts[:1] * 4

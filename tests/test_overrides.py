@@ -19,7 +19,10 @@ PROMPT = [1, 2, 3, 4, 1]
 
 
 def ours(model, k, n=24):
-    return [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k)]
+    return [
+        token
+        for token, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k, adaptive=False)
+    ]
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_5", "mimo", "mimo_v2_flash"])

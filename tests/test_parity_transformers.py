@@ -139,7 +139,7 @@ def test_greedy_text(pair, length):
     text = list(prompt)
     for _ in range(30):
         text.append(theirs.logits(text)[-1].argmax().item())
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=30, num_draft_tokens=DEPTHS, stats=stats)
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=30, num_draft_tokens=DEPTHS, adaptive=False, stats=stats)
     assert [token for token, _, _ in steps] == text[length:]
     assert len(stats.drafted) == DEPTHS
     assert min(stats.drafted) > 0

@@ -16,7 +16,7 @@ NAMES = ["nemotron_h", "qwen3_5", "qwen3_next"]
 
 
 def text(model, prompt: list[int], n: int, k: int, **options) -> list[int]:
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, **options)
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, adaptive=False, **options)
     return [token for token, _, _ in steps]
 
 

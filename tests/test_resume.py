@@ -11,7 +11,9 @@ PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 
 
 def texts(model, prompt, n, k, cache=None, **options):
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, prompt_cache=cache, **options)
+    steps = mlx_mtp.generate_step(
+        prompt, model, max_tokens=n, num_draft_tokens=k, adaptive=False, prompt_cache=cache, **options
+    )
     return [token for token, _, _ in steps]
 
 
@@ -33,7 +35,9 @@ def test_stop_anywhere_then_continue(model_and_truth, k, how):
         elif how == "stop_tokens":
             first = texts(model, PROMPT, 48, k, cache, stop_tokens={truth[n - 1]})
         else:
-            steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=48, num_draft_tokens=k, prompt_cache=cache)
+            steps = mlx_mtp.generate_step(
+                PROMPT, model, max_tokens=48, num_draft_tokens=k, adaptive=False, prompt_cache=cache
+            )
             first = [next(steps)[0] for _ in range(n)]
             steps.close()
         assert first == truth[: len(first)]
@@ -173,7 +177,7 @@ def test_a_sampler_that_fails_leaves_the_last_state(tiny_models):
             raise RuntimeError("no")
         return mx.argmax(logprobs, axis=-1)
 
-    steps = mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, sampler=sampler)
+    steps = mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, sampler=sampler, adaptive=False)
     got = []
     with pytest.raises(RuntimeError, match="no"):
         got.extend(token for token, _, _ in steps)

@@ -47,6 +47,7 @@ def test_distribution_is_exact(tiny_models, monkeypatch, sampler, processor, k):
             model,
             max_tokens=n,
             num_draft_tokens=k,
+            adaptive=False,
             logits_processors=processors,
             draft_sampling="greedy",
             **SAMPLERS[sampler],
@@ -81,6 +82,7 @@ def test_a_users_own_sampler(tiny_models):
             model,
             max_tokens=2,
             num_draft_tokens=2,
+            adaptive=False,
             sampler=sampler,
             logits_processors=[lambda t, x: x],
         )
@@ -102,7 +104,9 @@ def test_the_same_seed_gives_the_same_text_for_every_k(tiny_models, options):
         options = {**options, "logits_processors": make_logits_processors(repetition_penalty=1.4)}
 
     def text(k, seed):
-        steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=40, num_draft_tokens=k, seed=seed, **options)
+        steps = mlx_mtp.generate_step(
+            PROMPT, model, max_tokens=40, num_draft_tokens=k, adaptive=False, seed=seed, **options
+        )
         return [token for token, _, _ in steps]
 
     plain = text(0, 0)
@@ -130,7 +134,9 @@ def test_greedy_with_processors_equals_cacheless_forward(tiny_models, name):
             logits = process(mx.array(tokens), logits)
         tokens.append(mx.argmax(logits).item())
     for k in range(4):
-        steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=40, num_draft_tokens=k, logits_processors=processors)
+        steps = mlx_mtp.generate_step(
+            PROMPT, model, max_tokens=40, num_draft_tokens=k, adaptive=False, logits_processors=processors
+        )
         assert [t for t, _, _ in steps] == tokens[len(PROMPT) :], k
 
 
@@ -155,7 +161,9 @@ def test_logprobs_are_the_normalised_rows_that_were_drawn_from(tiny_models):
     model, plain = tiny_models(0)
     rows = {}
     for k in (0, 3):
-        steps = list(mlx_mtp.generate_step(PROMPT, model, max_tokens=25, num_draft_tokens=k, logprobs=True))
+        steps = list(
+            mlx_mtp.generate_step(PROMPT, model, max_tokens=25, num_draft_tokens=k, adaptive=False, logprobs=True)
+        )
         rows[k] = mx.stack([row for _, row, _ in steps])
         tokens = [token for token, _, _ in steps]
     logits = plain(mx.array(PROMPT + tokens)[None])[0, len(PROMPT) - 1 : -1]

@@ -131,13 +131,13 @@ def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch):
 def decoded(model, k):
     """Text, and how many drafts of each depth were right; windows wrap."""
     windows, stats = [w for w in model.windows() if isinstance(w, int)], mlx_mtp.Stats()
-    more = {"max_tokens": 44 if windows else 16, "num_draft_tokens": k, "prefill_step_size": 5}
+    more = {"max_tokens": 44 if windows else 16, "num_draft_tokens": k, "adaptive": False, "prefill_step_size": 5}
     steps = mlx_mtp.generate_step([1, 2, 3, 4, 1, 2], model, stats=stats, **more)
     return [token for token, _, _ in steps], stats.acceptance
 
 
 def text_of(model, k, **options):
-    options = {"max_tokens": 24, "num_draft_tokens": k, "prefill_step_size": 5} | options
+    options = {"max_tokens": 24, "num_draft_tokens": k, "adaptive": False, "prefill_step_size": 5} | options
     steps = mlx_mtp.generate_step([1, 2, 3, 4, 1, 2], model, **options)
     return [token for token, _, _ in steps]
 

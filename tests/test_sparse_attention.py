@@ -35,7 +35,9 @@ def layer(tmp_path_factory):
 
 def ours(model, prompt, n, k, **options):
     stats = mlx_mtp.Stats()
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+    steps = mlx_mtp.generate_step(
+        prompt, model, max_tokens=n, num_draft_tokens=k, adaptive=False, stats=stats, **options
+    )
     return [token for token, _, _ in steps], stats
 
 
@@ -148,7 +150,7 @@ def test_stops_leave_the_rows_of_decoding_one_by_one(family, monkeypatch, tmp_pa
         ours(model, prompt, n, 0, prompt_cache=plainly)
         with monkeypatch.context() as patch:
             patch.setattr(cycle, "draft", Oracle(prompt + truth, {15, 20}, families.V))
-            steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, prompt_cache=drafting)
+            steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, adaptive=False, prompt_cache=drafting)
             assert [next(steps)[0] for _ in range(n)] == truth[:n]
             steps.close()
         mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", drafting)
