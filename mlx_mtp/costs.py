@@ -83,9 +83,10 @@ class Costs:
         i, j = self.index[arm], self.index[other]
         return math.sqrt(max(0.0, self.cov[i, i] + self.cov[j, j] - 2 * self.cov[i, j]))
 
-    def doubt(self, arm: Arm) -> float:
-        """The sd of the logarithm of an arm's cost."""
-        return math.sqrt(self.cov[self.index[arm], self.index[arm]])
+    def news(self, arm: Arm, other: Arm) -> float:
+        """The variance that one more cycle of an arm takes from the logarithm of its cost over another's."""
+        i, j = self.index[arm], self.index[other]
+        return float((self.cov[i, i] - self.cov[i, j]) ** 2 / (self.cov[i, i] + NOISE**2))
 
     def observe(self, arm: Arm, seconds: float, caught_up: int = 0) -> bool:
         """Learn from one cycle; False where its time says nothing about its arm.
