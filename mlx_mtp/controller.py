@@ -20,12 +20,13 @@ COST_OPTIMISM, OPTIMISM = 1.5, 0.8  # sds of costs and of acceptance by which an
 LOST, LOST_SHARE = 3.0, 0.012
 TRIED, TRIED_SHARE = 2.0, 0.015
 HORIZON = 20.0, 100.0
-FIRST_TRY = 8.0  # plain steps
+FIRST_TRY = 2.0  # plain steps
 REFRESH = 8  # cycles after which the plain step may be measured again
-STAKE = 0.5  # of what may still be lost, the most that one cycle may put at risk
+STAKE = 1.0  # of what may still be lost, the most that one cycle may put at risk
 SCATTER = 0.4  # sd of the logarithm of a cycle's tokens
 SHORTEST = 3  # tokens that must have occurred before
 BUCKETS = (3, 5, 9, 17)  # lengths of match whose drafts are counted together: 3..4, 5..8, 9..16, 17..
+RETURN_SHARE, RUN = 0.026, 200.0
 STAY = 16  # cycles over which a catch-up of the heads is paid off
 
 
@@ -192,6 +193,8 @@ class Controller:
         if first and self.elapsed >= self.first_try and spare >= LOST:
             self.first_try *= 4
             return self._take(first, explores=True)
+        if behind:  # the guarantee is for runs: what is paid for a return may have to come back later in this one
+            spare = max(spare, RETURN_SHARE * max(self.elapsed, RUN) - self.lost - max(self.pending, 0.0))
         choices = [c for c in choices if c is plain or c.risk <= spare]
         best = max(choices, key=lambda c: c.rate)
         self.best_rate = best.rate
