@@ -26,7 +26,7 @@ STAKE = 1.0  # of what may still be lost, the most that one cycle may put at ris
 SCATTER = 0.4  # sd of the logarithm of a cycle's tokens
 SHORTEST = 3  # tokens that must have occurred before
 BUCKETS = (3, 5, 9, 17)  # lengths of match whose drafts are counted together: 3..4, 5..8, 9..16, 17..
-RETURN_SHARE, RUN = 0.026, 200.0
+RETURN_SHARE, RUN = 0.022, 200.0
 STAY = 16  # cycles over which a catch-up of the heads is paid off
 
 
@@ -168,7 +168,7 @@ class Controller:
         self.costs = Costs(max_drafts, max_lookup, known)
         self.heads = Acceptance(max_drafts)
         self.prompt = [Acceptance(max_lookup, guess=0.5 + 0.1 * i) for i in range(len(BUCKETS))]
-        self.lost = 0.0  # plain steps that drafting took beyond its tokens' worth
+        self.drafted, self.won = 0.0, 0  # plain steps that drafting took, the tokens that it gave
         self.tried = 0.0  # plain steps that other arms than the best known took beyond their tokens' worth
         self.elapsed = 0.0  # plain steps
         self.pending = -1.0  # the most that the cycle not yet observed can lose
@@ -177,6 +177,11 @@ class Controller:
         self.explores: list[bool] = []
         self.first_try = FIRST_TRY  # elapsed steps at which one draft is tried whatever is thought of its cost
         self.since_plain = 0  # cycles since the last plain step
+
+    @property
+    def lost(self) -> float:
+        """Plain steps that drafting took beyond its tokens' worth, as long as they are now thought to be."""
+        return self.drafted - self.won
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
         """The next cycle's plan.
@@ -233,14 +238,13 @@ class Controller:
     def observe(self, cycle: Cycle) -> None:
         """Learn from a cycle."""
         arm = _arm(cycle)
-        before = self.costs.mean[0]
+        before, learned = self.costs.mean[0], self.costs.learning()
         believed = False
         if cycle.seconds is not None and arm in self.costs.index and not cycle.plan.p_min:
             believed = self.costs.observe(arm, cycle.seconds, cycle.caught_up)
         self.costs.drift()
-        shift = float(self.costs.mean[0] - before)
-        if abs(shift) > 1:  # all was measured in wrong units
-            self.elapsed *= math.exp(-shift)
+        scale = math.exp(-learned * float(self.costs.mean[0] - before))
+        self.elapsed, self.drafted = self.elapsed * scale, self.drafted * scale
         steps = self.costs.steps(arm)
         if cycle.seconds is not None and (believed or cycle.plan.p_min):
             steps *= cycle.seconds / self.costs.seconds(arm)
@@ -271,7 +275,8 @@ class Controller:
         self.elapsed += steps
         tokens = cycle.accepted + 1
         if cycle.plan.k:
-            self.lost += steps - tokens
+            self.drafted += steps
+            self.won += tokens
         if self.explores and self.explores.pop(0):
             self.tried += max(0.0, steps - tokens / self.best_rate)
 

@@ -88,6 +88,10 @@ class Costs:
         i, j = self.index[arm], self.index[other]
         return float((self.cov[i, i] - self.cov[i, j]) ** 2 / (self.cov[i, i] + NOISE**2))
 
+    def learning(self) -> float:
+        """The share of a change of the plain step's mean that is about the past too; the rest is drift."""
+        return 1 - min(1.0, NOISE * ROWS / self.cov[0, 0])
+
     def observe(self, arm: Arm, seconds: float, caught_up: int = 0) -> bool:
         """Learn from one cycle; False where its time says nothing about its arm.
 
