@@ -204,7 +204,9 @@ class Controller:
         best = max(choices, key=lambda c: c.rate)
         self.best_rate = best.rate
         spare = TRIED + TRIED_SHARE * self.elapsed - self.tried
-        hopeful = max(choices, key=lambda c: self._worth(c, best))
+        price = 1 - 1 / best.rate  # of a plain step, which everything is measured against
+        stale = self.since_plain >= REFRESH and self.since_plain * TRIED_SHARE / 2 >= price
+        hopeful = plain if stale else max(choices, key=lambda c: self._worth(c, best))
         if hopeful is not best and hopeful.steps - hopeful.tokens / best.rate <= spare:
             return self._take(hopeful, explores=True)
         return self._take(best, explores=False)
