@@ -32,7 +32,7 @@ SURPRISE = 3.0  # sds
 LEAST = 0.02  # plain steps that any drafts cost at least
 CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
 READ_SHARE = 0.1  # of a newer measurement of the read
-ROW_MEMORY = 1e5  # weight (1 / variance) beyond which older catch-ups are forgotten
+ROW_DOUBT = 0.003  # the sd of that which stays, so that newer catch-ups count
 
 
 def ladder(most: int) -> list[int]:
@@ -55,7 +55,7 @@ class Costs:
         self.mean, self.cov = _prior(self.arms)
         self.seen = np.zeros(len(self.arms), int)  # times measured in this run
         self.row = CATCH_UP  # plain steps per row that idle heads read
-        self._row_weight = 1 / CATCH_UP**2
+        self._row_variance = CATCH_UP**2
         self.measured: set[Arm] = set()
         self.read: float | None = None  # plain steps that reading the heads' confidence takes
         self._suspect: tuple[Arm | None, bool] | None = None  # the last cycle was not believed: arm, whether too slow
@@ -83,9 +83,14 @@ class Costs:
         i, j = self.index[arm], self.index[other]
         return math.sqrt(max(0.0, self.cov[i, i] + self.cov[j, j] - 2 * self.cov[i, j]))
 
-    def doubt(self, arm: Arm) -> float:
-        """The sd of the logarithm of an arm's cost."""
-        return math.sqrt(self.cov[self.index[arm], self.index[arm]])
+    def news(self, arm: Arm, other: Arm) -> float:
+        """The variance that one more cycle of an arm takes from the logarithm of its cost over another's."""
+        i, j = self.index[arm], self.index[other]
+        return float((self.cov[i, i] - self.cov[i, j]) ** 2 / (self.cov[i, i] + NOISE**2))
+
+    def learning(self) -> float:
+        """The share of a change of the plain step's mean that is about the past too; the rest is drift."""
+        return 1 - min(1.0, NOISE * ROWS / self.cov[0, 0])
 
     def observe(self, arm: Arm, seconds: float, caught_up: int = 0) -> bool:
         """Learn from one cycle; False where its time says nothing about its arm.
@@ -93,11 +98,11 @@ class Costs:
         The first cycle of an arm compiles its kernels and any may meet the garbage collector: one that is far too
         slow counts only when the arm's next is, too; one that is far too fast when the next of any arm is.
         """
-        i = self.index[arm]
+        i, noise = self.index[arm], NOISE**2
         if caught_up:
-            return self._learn_rows(arm, seconds, caught_up)
+            seconds, noise = self._without_rows(arm, seconds, caught_up)
         surprise = math.log(seconds) - self.mean[i]
-        deviation = math.sqrt(self.cov[i, i] + NOISE**2)
+        deviation = math.sqrt(self.cov[i, i] + noise)
         far = abs(surprise) > SURPRISE * deviation or (not self.seen[i] and surprise > 2 * deviation)
         self.seen[i] += 1
         sign = (arm if surprise > 0 else None, surprise > 0)
@@ -111,7 +116,7 @@ class Costs:
             self.seen[:] = 0
             self.seen[i] = 1
         column = self.cov[:, i].copy()
-        gain = column / (column[i] + NOISE**2)
+        gain = column / (column[i] + noise)
         self.mean = self.mean + gain * surprise
         self.cov = self.cov - np.outer(gain, column)
         self.measured.add(arm)
@@ -126,14 +131,20 @@ class Costs:
         """One cycle has passed: everything is a little less certain."""
         self.cov = self.cov + self._drift
 
-    def _learn_rows(self, arm: Arm, seconds: float, rows: int) -> bool:
-        """What idle heads' reading takes per row; weighted by rows, because a long catch-up says more."""
-        steps = self.steps(arm)
-        each = (seconds / self.seconds(PLAIN) - steps) / rows
-        weight = (rows / (steps * math.hypot(NOISE, self.spread(arm, PLAIN)))) ** 2
-        self._row_weight = min(self._row_weight + weight, ROW_MEMORY)
-        self.row = max(0.0, self.row + min(1.0, weight / self._row_weight) * (each - self.row))
-        return True
+    def _without_rows(self, arm: Arm, seconds: float, rows: int) -> tuple[float, float]:
+        """An arm's seconds less what idle heads' reading took, and the variance of their logarithm.
+
+        What is unexpected is split between the arm and the rows as their doubts are.
+        """
+        steps, plain = self.steps(arm), self.seconds(PLAIN)
+        excess = seconds / plain - steps - self.row * rows
+        of_arm = steps**2 * (NOISE**2 + self.spread(arm, PLAIN) ** 2)
+        of_rows = rows**2 * self._row_variance
+        noise = NOISE**2 + of_rows / steps**2
+        seconds = max(seconds - self.row * rows * plain, LEAST * plain)
+        self.row = max(0.0, self.row + excess * rows * self._row_variance / (of_arm + of_rows))
+        self._row_variance = max(self._row_variance * of_arm / (of_arm + of_rows), ROW_DOUBT**2)
+        return seconds, noise
 
     def _log(self, arm: Arm) -> float:
         """The logarithm of an arm's cost; between and beyond measured k, straight in log(1 + k)."""
