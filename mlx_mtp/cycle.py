@@ -128,8 +128,7 @@ def read(d: Decoder, flight: Flight) -> tuple[list[int], int]:
     tokens, accepted, seconds = d.stats.reads(run, plan.source)
     d.stats.compiled_cycles += flight.replayed
     if d.compiled:
-        like = plan, run.tokens.size
-        d.compiled.choice.observe(like, flight.replayed, seconds, d.stats.wait_time - waited)
+        seconds = d.compiled.observe(flight, seconds, d.stats.wait_time - waited)
     if plan is not PROMPT:
         d.control.observe(Cycle(plan, run.drafts.size, accepted, seconds, flight.caught_up, flight.matched))
     return tokens, accepted

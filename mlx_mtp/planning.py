@@ -45,7 +45,7 @@ def known_costs(model: Any) -> Costs | None:
 
 
 def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
-    """What replays a generation's cycles; None where they run a caller's code, or mlx-lm's caches, or it is not to be.
+    """What replays a generation's cycles; None where it may not, or they run a caller's code or mlx-lm's own caches.
 
     asked: None leaves it to a trial on a GPU, and to what one has found on this machine with this model.
     """

@@ -48,10 +48,10 @@ ALLOWED = {
     },
     "decode": {"cycle", "lookup", "prefill", "prompt_cache"},
     "compile_choice": set(),
-    "compiled": {
-        *("cache", "compile_choice", "controller", "cycle", "draft", "draft_choice", "prefill", "prompt_cache"),
-        *("sampling", "stats"),
+    "recorded": {
+        *("cache", "controller", "cycle", "draft", "draft_choice", "prefill", "prompt_cache", "sampling", "stats")
     },
+    "compiled": {"compile_choice", "controller", "cycle", "draft", "prefill", "recorded"},
     "contents": {"checkpoint", "spec"},
     "load": {
         *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "norms", "plain", "report"),
