@@ -49,9 +49,9 @@ class Kind(NamedTuple):
 
 
 def _layout(c: Any, base: int) -> tuple:
-    """A cache's `config`; its start makes no difference once the window of position `base` has left it behind."""
+    """A cache's `config`; a start that is not behind the first position of `base`'s window makes no difference."""
     config = c.config
-    if isinstance(c, SlidingKVCache) and c.start <= base - c.window:
+    if isinstance(c, SlidingKVCache) and c.start <= base - c.window + 1:
         config["start"] = 0
     return tuple(config.items())
 

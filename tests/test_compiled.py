@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import itertools
 import random
 import sys
 import threading
@@ -263,6 +264,18 @@ def test_another_conversation_replays_what_is_recorded(tiny_models):
         stats = check(model, 12, k, prompt=[3, 3, 1, 5, 0, 0, 1, 2] * 14, temp=1.0, seed=2)
         assert stats.compiled_shapes == 0
         assert stats.compiled_cycles == stats.cycles
+
+
+def test_a_start_is_forgotten_when_no_row_can_see_it():
+    ring = caches.Ring(4)
+    for start, base in itertools.product(range(1, 5), range(12)):
+        known = dict(recorded._layout(caches.make_cache(ring, start=start), base))["start"]
+        same = [
+            bool(mx.array_equal(*(ring.mask(mx.array([position]), 3, ring.slots, s) for s in (start, 0))))
+            for position in range(base, base + 3)
+        ]
+        assert known == (0 if all(same) else start)
+    assert dict(recorded._layout(caches.LinearKVCache(2), 100))["start"] == 2
 
 
 def test_a_kind_that_is_rare_is_not_recorded(cheap, monkeypatch):
