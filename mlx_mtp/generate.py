@@ -101,10 +101,8 @@ def generate_step(
     adaptive: draft as many as pays by measured costs and acceptance, perhaps none; False: always num_draft_tokens.
     draft_p_min: where it pays (without `adaptive`: always), drafts from the first on whose probability, to the head,
         is less are not verified, at the price of one more wait in such a cycle. 0: never.
-    prompt_lookup: where the last tokens have occurred before, draft what followed them, up to seven tokens. None:
-        where it pays, with `adaptive`. False: never.
-    compile_cycles: record cycles that occur often (`mx.compile`) and replay them, which spares the host their
-        building. None: where a trial finds it faster; on a CPU, where a first compilation takes long, never.
+    prompt_lookup: draft up to seven tokens that followed the last ones before. None: where it pays, with `adaptive`.
+    compile_cycles: record frequent cycles, and replay them. None: where a trial finds that faster; on a CPU never.
     max_tokens: -1 means no limit, 0 only reads the prompt into `prompt_cache`.
     sampler, logits_processors: mlx-lm's callables; a sampler stands in for temp .. xtc_threshold.
     prompt_cache: from `make_prompt_cache`; continued where it stands and left holding every token but the last
@@ -141,10 +139,8 @@ def generate_step(
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed), draft_sampling)
     decoder = Decoder(model, cache, picker, control, stats, prefill_step_size, k, lookup, draft_p_min)
     decoder.compiled = compiled_for(model, cache, picker, compile_cycles)
-    stops = frozenset(stop_tokens)
-    return _remembered(
-        decoder, decode(decoder, tokens, max_tokens=max_tokens, stop_tokens=stops, progress=prompt_progress_callback)
-    )
+    limits = {"max_tokens": max_tokens, "stop_tokens": frozenset(stop_tokens)}
+    return _remembered(decoder, decode(decoder, tokens, **limits, progress=prompt_progress_callback))
 
 
 def _remembered(decoder: Decoder, steps: Generator[Yielded, None, None]) -> Generator[Yielded, None, None]:

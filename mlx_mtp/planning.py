@@ -65,10 +65,9 @@ def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | N
 def remember(model: Any, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
     """Keep what a generation measured for the next ones."""
     found = compiled is not None and compiled.found()
-    measured = isinstance(control, Controller) and bool(control.costs.measured)
-    if measured:
-        model._costs = control.costs
-    if measured or found:
+    if isinstance(control, Controller) and control.costs.measured:
+        model._costs, found = control.costs, True
+    if found:
         recorder = getattr(model, "_recorder", None)
         _memory(model).keep(known_costs(model), recorder.verdict if recorder else _memory(model).recall_compiled())
 

@@ -23,6 +23,7 @@ from mlx_mtp import compiled, cycle, planning, recorded
 from mlx_mtp.compile_choice import BLOCK, WINDOW, CompileChoice
 from mlx_mtp.compiled import Compiled, Recorder
 from mlx_mtp.controller import Plan
+from mlx_mtp.sampling import Picker
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 generate = sys.modules[mlx_mtp.generate_step.__module__]
@@ -355,6 +356,9 @@ def test_what_is_built(cheap):
         tokens, stats = run(cheap, 12, 2, **options)
         assert stats.compiled_cycles == stats.compiled_shapes == 0
         assert tokens == run(cheap, 12, 0, replay=False)[0]
+    layout = mlx_mtp.make_prompt_cache(cheap), Picker()
+    assert planning.compiled_for(cheap, *layout, None) is None
+    assert planning.compiled_for(cheap, *layout, True) is not None
 
 
 def feed(choice, n, seconds, waited=0.0, like="a"):
