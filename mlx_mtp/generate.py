@@ -107,12 +107,11 @@ def generate_step(
     sampler, logits_processors: mlx-lm's callables; a sampler stands in for temp .. xtc_threshold.
     prompt_cache: from `make_prompt_cache`; continued where it stands and left holding every token but the last
         one yielded, wherever the generator is stopped.
-    stop_tokens: yielded, then the generation ends.
     seed: makes draws reproducible, for every num_draft_tokens alike (not with an own `sampler` that draws).
     draft_sampling: at a temperature drafts are the heads' likeliest tokens ("greedy"), draws with the noise of the
         target's own ("coupled"), or draws that are kept or replaced by their probabilities ("rejection": the same
         distribution, but a seed's text then depends on num_draft_tokens).
-    stats: filled while generating.
+    stop_tokens: yielded, then the generation ends. stats: filled while generating.
     Raises ValueError (at the call) for an argument out of range.
     """
     sampling = Sampling(
