@@ -21,7 +21,8 @@ STEP = 256  # buffers grow, and views are cut, at multiples of this many rows
 MAX_ROWS = 16  # most rows one verify or draft call may write into a ring
 
 
-def _round_up(n: int) -> int:
+def round_up(n: int) -> int:
+    """To a multiple of STEP."""
     return -(-n // STEP) * STEP
 
 
@@ -61,11 +62,15 @@ class LinearKVCache:
         need = self.limit + rows
         if need <= self.capacity:
             return
-        capacity = _round_up(max(need, self._reserved, self.capacity * 9 // 8))
+        capacity = round_up(max(need, self._reserved, self.capacity * 9 // 8))
         blank = [mx.zeros((*p.shape[:2], capacity - self.capacity, p.shape[3]), p.dtype) for p in like]
         if self.parts:
             blank = [mx.concatenate([a, b], axis=2) for a, b in zip(self.parts, blank, strict=True)]
         self.parts = tuple(blank)
+
+    def hold(self, rows: int) -> None:
+        """Have room for `rows` positions now; what the cache holds has to have a form already."""
+        self._grow(rows - self.limit, self.parts)
 
     def _write(self, new: Parts) -> None:
         if isinstance(self.offset, int):
@@ -84,7 +89,7 @@ class LinearKVCache:
         """The slots attention reads once `rows` more are in."""
         if isinstance(self.offset, int):
             return slice(self.start, self.offset + rows)
-        return slice(0, _round_up(self.limit + rows))
+        return slice(0, round_up(self.limit + rows))
 
     def update_and_fetch(self, *arrays: mx.array):
         """Append keys, values and what else a layer keeps, [B, H, L, D] each; return what the L rows attend to."""
@@ -129,7 +134,7 @@ class LinearKVCache:
 
     def used(self) -> Parts:
         """The buffers without rows that were never reached (whole STEPs); for saving."""
-        return tuple(part[..., : _round_up(self.limit), :] for part in self.parts)
+        return tuple(part[..., : round_up(self.limit), :] for part in self.parts)
 
     def to_quantized(self, bits: int, group_size: int) -> "LinearKVCache":
         """This cache's contents, quantized; positions stay."""
@@ -220,7 +225,7 @@ class SlidingKVCache(LinearKVCache):
     def _visible(self, rows: int) -> slice:
         if isinstance(self.offset, int) and self.offset < self.window:
             return slice(min(self.start, self.offset), self.offset + rows)
-        return slice(0, min(self.ring.slots, _round_up(self.limit + rows)))
+        return slice(0, min(self.ring.slots, round_up(self.limit + rows)))
 
     def used(self) -> Parts:
         """All of it: a ring does not grow."""
@@ -313,3 +318,15 @@ def make_caches(windows: list[int | str | None], *, starts: list[int], **quantiz
     rings: dict[Any, Ring] = {window: Ring(window) for window in windows if isinstance(window, int)}
     pairs = zip(windows, starts, strict=True)
     return [make_cache(rings.get(window, window), start=start, **quantization) for window, start in pairs]
+
+
+def make_saved(configs: list[dict]) -> list:
+    """Empty caches of these `config`s; those of the same window share one Ring."""
+    rings: dict[int, Ring] = {}
+    caches = []
+    for config in configs:
+        window = config["window"]
+        if isinstance(window, int):
+            window = rings.setdefault(window, Ring(window))
+        caches.append(make_cache(**{**config, "window": window}))
+    return caches

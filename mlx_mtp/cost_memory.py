@@ -39,22 +39,34 @@ class CostMemory:
     def recall(self) -> Costs | None:
         """What was kept; None where the file is missing, damaged, of another format or another's."""
         try:
-            kept = json.loads(self._file().read_text())
-            if (kept["format"], kept["facts"]) != (FORMAT, self.facts):
-                return None
-            return Costs.from_json(kept["costs"])
-        except (OSError, ValueError, LookupError, TypeError, RuntimeError):
+            kept = self._kept().get("costs")
+            return None if kept is None else Costs.from_json(kept)
+        except ValueError:
             return None
 
-    def keep(self, costs: Costs) -> None:
+    def recall_compiled(self) -> bool | None:
+        """Whether compiled cycles were found faster; None where that is not known."""
+        found = self._kept().get("compiled")
+        return found if isinstance(found, bool) else None
+
+    def keep(self, costs: Costs | None, compiled: bool | None = None) -> None:
         """Replace the file at once; where it cannot be written, warn, but only the first time."""
-        text = json.dumps({"format": FORMAT, "facts": self.facts, "costs": costs.to_json()}, indent=0)
+        known = {"costs": costs and costs.to_json(), "compiled": compiled}
+        text = json.dumps({"format": FORMAT, "facts": self.facts, **known}, indent=0)
         try:
             machine_file.replace(self._file(), text)
         except (OSError, RuntimeError) as e:
             if str(e) not in _warned:
                 _warned.add(str(e))
                 warnings.warn(f"what cycles cost cannot be kept for the next run ({e})", stacklevel=2)
+
+    def _kept(self) -> dict[str, Any]:
+        """The file's content; empty where it is missing, damaged, of another format or another's."""
+        try:
+            kept = json.loads(self._file().read_text())
+            return kept if (kept["format"], kept["facts"]) == (FORMAT, self.facts) else {}
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError):
+            return {}
 
     def _file(self):
         return machine_file.file_of(machine_file.cache_directory("costs"), self.facts)

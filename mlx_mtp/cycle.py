@@ -27,6 +27,7 @@ class Decoder:
     k, max_lookup: most drafts of the heads in a cycle, and of the text's own past.
     p_min:   least probability of a draft that is verified, in cycles whose plan says so.
     text:    the tokens that the host has read.
+    compiled: replays cycles that were recorded (`compiled.Compiled`); None: all are built.
     """
 
     model: Any
@@ -39,6 +40,7 @@ class Decoder:
     max_lookup: int = 0
     p_min: float = 0.0
     text: Text = field(default_factory=Text)
+    compiled: Any = None
 
     def needs_host(self, flight: "Flight") -> str | None:
         """Why the cycle after this one cannot be built before this one's tokens have been read."""
@@ -53,6 +55,7 @@ class Flight:
     """A cycle from when it is begun until its tokens have been read.
 
     run:    with p_min, known when it is submitted.
+    replayed: it was not built, but replayed.
     before: the caches as its predecessor leaves them, once heads that were behind have caught up.
     after:  the caches as it leaves them itself, known with `base`, the position of its first row.
     """
@@ -62,10 +65,12 @@ class Flight:
     drafts: Drafts
     matched: int = 0
     caught_up: int = 0
+    replayed: bool = False
     run: Run = field(init=False)
     after: Mark = field(init=False)
     base: int = field(init=False)
     seconds: float | None = None
+    waited: float = 0.0
 
 
 def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
@@ -79,9 +84,11 @@ def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
         caught_up = cache.behind
         prime(d.model, cache, d.text.tokens, base - caught_up, base, step=d.step)
     before = cache.mark()
-    new = Flight(plan, before, propose(d, last, plan), matched, caught_up)
-    if not plan.p_min:
-        new.run = verify(d, last.run, new.drafts)
+    run = d.compiled.run(d, last, plan) if d.compiled else None
+    drafts = NO_DRAFTS if run else propose(d, last, plan)
+    new = Flight(plan, before, drafts, matched, caught_up, replayed=run is not None)
+    if run or not plan.p_min:
+        new.run = run or verify(d, last.run, drafts)
     return new
 
 
@@ -118,16 +125,21 @@ def verify(d: Decoder, run: Run, drafts: Drafts) -> Run:
 
 def read(d: Decoder, flight: Flight) -> tuple[list[int], int]:
     """Wait for a cycle: its right tokens and how many of them are drafts. The only host read of a cycle."""
+    waited = d.stats.wait_time
     tokens, accepted, flight.seconds = d.stats.reads(flight.run, flight.plan.source)
+    flight.waited = d.stats.wait_time - waited
+    d.stats.compiled_cycles += flight.replayed
     return tokens, accepted
 
 
 def learn(d: Decoder, flight: Flight, accepted: int) -> None:
     """Tell the control what a cycle did; when the next one is under way, for nobody waits for it."""
+    seconds = flight.seconds
+    if d.compiled:
+        seconds = d.compiled.observe(flight, seconds, flight.waited)
     if flight.plan is not PROMPT:
         verified = flight.run.drafts.size
-        seen = Cycle(flight.plan, verified, accepted, flight.seconds, flight.caught_up, flight.matched)
-        d.control.observe(seen)
+        d.control.observe(Cycle(flight.plan, verified, accepted, seconds, flight.caught_up, flight.matched))
 
 
 def submit(d: Decoder, last: Flight, new: Flight, accepted: int) -> None:

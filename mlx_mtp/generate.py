@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cycle import Decoder
 from .decode import Yielded, decode
-from .planning import control_for, lookup_drafts, remember
+from .planning import compiled_for, control_for, lookup_drafts, remember
 from .prompt_cache import PromptCache, make_prompt_cache
 from .sampling import DRAFT_SAMPLING, LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .stats import Stats
@@ -27,6 +27,7 @@ class Options(TypedDict, total=False):
     adaptive: bool
     draft_p_min: float
     prompt_lookup: bool | None
+    compile_cycles: bool | None
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor] | None
     prompt_cache: PromptCache | None
@@ -68,6 +69,7 @@ def generate_step(
     adaptive: bool = True,
     draft_p_min: float = 0.0,
     prompt_lookup: bool | None = None,
+    compile_cycles: bool | None = None,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: PromptCache | None = None,
@@ -95,22 +97,21 @@ def generate_step(
     """Yield (token, logprobs [V] or None, from_draft) for a prompt of token ids [T].
 
     num_draft_tokens: most tokens that the heads draft per cycle; 0 is plain decoding, None one per head, or two with
-        a head that is recycled. It changes the speed, never the text; nor do the next three.
+        a head that is recycled. It changes the speed, never the text; nor do the next four.
     adaptive: draft as many as pays by measured costs and acceptance, perhaps none; False: always num_draft_tokens.
     draft_p_min: where it pays (without `adaptive`: always), drafts from the first on whose probability, to the head,
         is less are not verified, at the price of one more wait in such a cycle. 0: never.
-    prompt_lookup: where the last tokens have occurred before, draft what followed them, up to seven tokens. None:
-        where it pays, with `adaptive`. False: never.
+    prompt_lookup: draft up to seven tokens that followed the last ones before. None: where it pays, with `adaptive`.
+    compile_cycles: record frequent cycles, and replay them. None: where a trial finds that faster; on a CPU never.
     max_tokens: -1 means no limit, 0 only reads the prompt into `prompt_cache`.
     sampler, logits_processors: mlx-lm's callables; a sampler stands in for temp .. xtc_threshold.
     prompt_cache: from `make_prompt_cache`; continued where it stands and left holding every token but the last
         one yielded, wherever the generator is stopped.
-    stop_tokens: yielded, then the generation ends.
     seed: makes draws reproducible, for every num_draft_tokens alike (not with an own `sampler` that draws).
     draft_sampling: at a temperature drafts are the heads' likeliest tokens ("greedy"), draws with the noise of the
         target's own ("coupled"), or draws that are kept or replaced by their probabilities ("rejection": the same
         distribution, but a seed's text then depends on num_draft_tokens).
-    stats: filled while generating.
+    stop_tokens: yielded, then the generation ends. stats: filled while generating.
     Raises ValueError (at the call) for an argument out of range.
     """
     sampling = Sampling(
@@ -136,10 +137,9 @@ def generate_step(
     control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed), draft_sampling)
     decoder = Decoder(model, cache, picker, control, stats, prefill_step_size, k, lookup, draft_p_min)
-    stops = frozenset(stop_tokens)
-    return _remembered(
-        decoder, decode(decoder, tokens, max_tokens=max_tokens, stop_tokens=stops, progress=prompt_progress_callback)
-    )
+    decoder.compiled = compiled_for(model, cache, picker, compile_cycles)
+    limits = {"max_tokens": max_tokens, "stop_tokens": frozenset(stop_tokens)}
+    return _remembered(decoder, decode(decoder, tokens, **limits, progress=prompt_progress_callback))
 
 
 def _remembered(decoder: Decoder, steps: Generator[Yielded, None, None]) -> Generator[Yielded, None, None]:
@@ -147,7 +147,7 @@ def _remembered(decoder: Decoder, steps: Generator[Yielded, None, None]) -> Gene
     try:
         yield from steps
     finally:
-        remember(decoder.model, decoder.control)
+        remember(decoder.model, decoder.control, decoder.compiled)
 
 
 DEFAULT_DRAFTS = 2  # of a recycled head, which is right less and less often

@@ -1,12 +1,19 @@
-"""Who decides what the cycles of a generation draft: a controller that knows this machine, or nobody."""
+"""Who decides what the cycles of a generation draft, a controller that knows this machine or nobody, and whether they
+are compiled.
+"""
 
 from typing import Any
 
+import mlx.core as mx
+
+from .compile_choice import CompileChoice
+from .compiled import Compiled, Recorder
 from .controller import Controller, Fixed
 from .cost_memory import CostMemory
 from .costs import Costs
 from .plain_cache import PlainCache
 from .prompt_cache import PromptCache, identity
+from .sampling import Picker
 
 LOOKUP_DRAFTS = 7  # with the token before them the most rows that have the bits of one (kernels/README.md)
 
@@ -37,11 +44,32 @@ def known_costs(model: Any) -> Costs | None:
     return model._costs
 
 
-def remember(model: Any, control: Controller | Fixed) -> None:
+def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
+    """What replays a generation's cycles; None where it may not, or they run a caller's code or mlx-lm's own caches.
+
+    asked: None leaves it to a trial on a GPU, and to what one has found on this machine with this model.
+    """
+    foreign = picker.sampler or picker.processors or any(isinstance(c, PlainCache) for c in cache.layers)
+    if foreign or asked is False or (asked is None and mx.default_device() == mx.cpu):
+        return None
+    if not hasattr(model, "_recorder"):
+        model._recorder = Recorder()
+        model._recorder.verdict = _memory(model).recall_compiled()
+    recorder = model._recorder
+    if asked is None and recorder.verdict is False:
+        return None
+    recorder.fit(model)
+    return Compiled(recorder, CompileChoice(asked or recorder.verdict))
+
+
+def remember(model: Any, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
     """Keep what a generation measured for the next ones."""
+    found = compiled is not None and compiled.found()
     if isinstance(control, Controller) and control.costs.measured:
-        model._costs = control.costs
-        _memory(model).keep(control.costs)
+        model._costs, found = control.costs, True
+    if found:
+        recorder = getattr(model, "_recorder", None)
+        _memory(model).keep(known_costs(model), recorder.verdict if recorder else _memory(model).recall_compiled())
 
 
 def _memory(model: Any) -> CostMemory:

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .cache import Ring, SlidingKVCache, make_cache, make_caches
+from .cache import SlidingKVCache, make_caches, make_saved
 from .plain_cache import PlainCache
 from .recurrent_cache import RecurrentCache
 
@@ -341,12 +341,7 @@ def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
         raise ValueError(f"{file}: has caches for {shape} (layers, heads), the model {expected}")
     if state.get("model") != identity(model, heads=bool(shape[1])):
         raise ValueError(f"{file}: made with another model, whose parameters have other names or shapes")
-    rings: dict[int, Ring] = {}
-    caches = []
-    for config in (*state["layers"], *state["heads"]):
-        if isinstance(config["window"], int):
-            config["window"] = rings.setdefault(config["window"], Ring(config["window"]))
-        caches.append(make_cache(**config))
+    caches = make_saved([*state["layers"], *state["heads"]])
     for i, c in enumerate(caches):
         names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
         c.parts = tuple(arrays[name] for name in names)

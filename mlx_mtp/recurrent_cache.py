@@ -88,6 +88,9 @@ class RecurrentCache:
     def reserve(self, rows: int) -> None:
         """A state does not grow."""
 
+    def hold(self, rows: int) -> None:
+        """A state does not grow."""
+
     def seek(self, offset: int | mx.array, limit: int) -> None:
         """Set the position, which must lie within the tape."""
         self.offset, self.limit = offset, limit

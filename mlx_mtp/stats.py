@@ -21,6 +21,7 @@ class Stats:
     waits:         host reads in cycles: one of each, and one more where the heads' confidence is read (p_min).
     built_late:    cycles that were built when the tokens of the one before had arrived, by the reason; the first one,
                    before which the prompt's token goes out, is not counted.
+    compiled_cycles: cycles that were replayed; compiled_shapes: those recorded for that, each once.
     prefill_time:  until the first token had arrived, the heads' reading of the prompt included.
     decode_time:   spent in cycles after that; the caller's own time between two tokens is left out.
     wait_time:     the part of it in which the host waited for the device.
@@ -40,6 +41,8 @@ class Stats:
     lengths: dict[int, int] = field(default_factory=dict)
     waits: int = 0
     built_late: dict[str, int] = field(default_factory=dict)
+    compiled_cycles: int = 0
+    compiled_shapes: int = 0
     prefill_time: float = 0.0
     decode_time: float = 0.0
     wait_time: float = 0.0
@@ -95,7 +98,8 @@ class Stats:
     def add(self, other: "Stats") -> None:
         """Count another generation in; both drafted alike, or one not at all."""
         sums = ("prompt_tokens", "generation_tokens", "cycles", "prefill_time", "decode_time", "wait_time", "waits")
-        for name in (*sums, "lookups", "lookup_drafted", "lookup_accepted"):
+        sums += ("lookups", "lookup_drafted", "lookup_accepted", "compiled_cycles", "compiled_shapes")
+        for name in sums:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
         for mine, theirs in ((self.drafted, other.drafted), (self.accepted, other.accepted)):

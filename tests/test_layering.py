@@ -47,12 +47,20 @@ ALLOWED = {
         *("accept", "controller", "draft", "draft_choice", "lookup", "prefill", "prompt_cache", "sampling", "stats")
     },
     "decode": {"cycle", "lookup", "prefill", "prompt_cache"},
+    "compile_choice": set(),
+    "recorded": {
+        *("cache", "controller", "cycle", "draft", "draft_choice", "prefill", "prompt_cache", "sampling", "stats")
+    },
+    "compiled": {"compile_choice", "controller", "cycle", "draft", "prefill", "recorded"},
     "contents": {"checkpoint", "spec"},
     "load": {
         *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "norms", "plain", "report"),
         *("switch", "trial"),
     },
-    "planning": {"controller", "cost_memory", "costs", "plain_cache", "prompt_cache"},
+    "planning": {
+        *("compile_choice", "compiled", "controller", "cost_memory", "costs", "plain_cache", "prompt_cache"),
+        "sampling",
+    },
     "generate": {"cycle", "decode", "planning", "prompt_cache", "sampling", "stats"},
     "session": {"generate", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},

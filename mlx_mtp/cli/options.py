@@ -86,6 +86,12 @@ model_options = options(
         default=None,
         help="Draft what followed the last tokens before.  [default: where it pays]",
     ),
+    click.option(
+        "--compile/--no-compile",
+        "compile_cycles",
+        default=None,
+        help="Record cycles and replay them.  [default: where a trial finds that faster; on a CPU never]",
+    ),
 )
 sampling_options = options(
     click.option("--temp", type=click.FloatRange(0), default=0.0, help="Temperature; 0 is greedy."),
@@ -172,7 +178,7 @@ def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dic
     """Keyword arguments of `stream_generate` from the command line's flags."""
     names = ("max_tokens", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling")
-    names += ("adaptive", "draft_p_min", "prompt_lookup")
+    names += ("adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
     kept = {name: flags[name] for name in names}
     kept["prefill_step_size"] = flags["prefill_step_size"] or _default_step()
     kept["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]

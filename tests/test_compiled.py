@@ -1,0 +1,436 @@
+"""Replayed cycles do what built ones do: text, drafts kept, caches; few are recorded, and hold no conversation."""
+
+import copy
+import ctypes
+import itertools
+import random
+import sys
+import threading
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import drafters
+import families
+import mlx.core as mx
+import pytest
+from oracle import Oracle
+from plans import Script
+
+import mlx_mtp
+from mlx_mtp import cache as caches
+from mlx_mtp import compiled, cycle, planning, recorded
+from mlx_mtp.compile_choice import BLOCK, WINDOW, CompileChoice
+from mlx_mtp.compiled import Compiled, Recorder
+from mlx_mtp.controller import Plan
+from mlx_mtp.sampling import Picker
+
+PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
+generate = sys.modules[mlx_mtp.generate_step.__module__]
+NO_FUSE, ENABLED = 2, 3  # of mlx::core::CompileMode
+
+
+def set_mode(mode: int) -> None:
+    """What `mx.compile` does with a graph; Python knows only on and off."""
+    (library,) = (Path(mx.__file__).parent / "lib").glob("libmlx.[ds]*")
+    ctypes.CDLL(str(library))._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(ctypes.c_int(mode))
+
+
+@pytest.fixture(autouse=True)
+def _own(request, monkeypatch, tmp_path):
+    """Costs of its own, records at the first occurrence, no kernels fused: on a CPU a C++ compiler makes each."""
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "OFTEN", 1)
+    fused = "fused" in request.fixturenames
+    set_mode(ENABLED if fused else NO_FUSE)
+    yield
+    set_mode(ENABLED)
+
+
+@pytest.fixture
+def fused():
+    pass
+
+
+class Seen(mlx_mtp.Stats):
+    """Stats that note each cycle's drafts, as heads that read the wrong rows draft other tokens."""
+
+    def reads(self, run, source):
+        found = super().reads(run, source)
+        self.runs = [*getattr(self, "runs", ()), (source, run.drafts.tolist(), found[1])]
+        return found
+
+
+def run(model, n, k, *, replay=True, prompt=PROMPT, **options):
+    stats = Seen()
+    options = {"adaptive": False, "compile_cycles": replay, **options}
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+    return [token for token, _, _ in steps], stats
+
+
+def check(model, n, k, *, share=0.8, **options):
+    """Replayed as built; what was replayed."""
+    expected, built = run(model, n, k, replay=False, **options)
+    tokens, stats = run(model, n, k, **options)
+    assert tokens == expected
+    assert stats.runs == built.runs
+    assert built.compiled_cycles == built.compiled_shapes == 0
+    assert share * stats.cycles < stats.compiled_cycles <= stats.cycles
+    return stats
+
+
+def of_family(name, path):
+    if name == "eagle3":
+        target, _ = families.headless(path / "target", {"model_type": "llama", **drafters.GQA})
+        drafter = drafters.save(path / "drafter", drafters.CONFIG, drafters.GQA["hidden_size"])
+        return mlx_mtp.load_model(target, draft_model=drafter)
+    return mlx_mtp.load_model(families.build(name, path)[0])
+
+
+def test_text_and_drafts(tiny_models):
+    """Prompts below and above the window of 8, which the new tokens wrap many times."""
+    model, _ = tiny_models(0)
+    for k, length in ((0, 1), (1, 11), (2, 2), (3, 11)):
+        check(model, 20, k, share=0.6, prompt=PROMPT[:length])
+
+
+def test_every_accepted_part(tiny_models, monkeypatch):
+    model = copy.copy(tiny_models(0)[0])
+    model._recorder = Recorder()  # the drafts of this test are in what it records
+    truth = PROMPT + run(model, 50, 0, replay=False)[0]
+    rng = random.Random(0)
+    wrong = {i for i in range(len(truth)) if rng.random() < 0.25}
+    for module in (cycle, recorded):
+        monkeypatch.setattr(module, "draft", Oracle(truth, wrong, 5))
+    stats = check(model, 50, 3)
+    assert all(0 < stats.accepted[i] < stats.drafted[i] for i in range(3))
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "glm_moe_dsa_shared", "mimo_v2_flash")]
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3_5", "deepseek_v3", "eagle3", *SLOW])
+def test_any_plan_after_any_other(tiny_models, monkeypatch, tmp_path, name):
+    """Idle heads wake up and catch up, recurrent tapes change their lengths, and lookups come in between."""
+    model = tiny_models(0)[0] if name == "tiny" else of_family(name, tmp_path)
+    k = min(3, model.max_draft_tokens)
+    done, traced = [], []
+    monkeypatch.setattr(recorded, "verify", lambda *args: traced.append(args[0].k) or cycle.verify(*args))
+    for replay in (False, True):
+        script = Script(5, max_drafts=k)
+        monkeypatch.setattr(generate, "control_for", lambda *_, s=script, **__: s)
+        tokens, stats = run(model, 40, k, replay=replay, prompt_lookup=True)
+        done.append((tokens, stats.runs, [(c.plan, c.verified, c.accepted, c.caught_up) for c in script.cycles]))
+    assert done[0] == done[1]
+    assert stats.compiled_cycles > 0.9 * stats.cycles
+    assert len(traced) == stats.compiled_shapes  # MLX records nothing by itself
+    assert len(model._recorder.cycles) <= compiled.KEPT
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "eagle3"])
+def test_families(tmp_path, name):
+    model = of_family(name, tmp_path)
+    for k in (0, 3):
+        check(model, 24, k)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+def test_all_families(tmp_path, name):
+    model = of_family(name, tmp_path)
+    for k in range(4):
+        check(model, 60, k)
+        check(model, 60, k, temp=1.0, seed=1)
+
+
+def test_recycled_heads_and_rings_at_their_limit(tmp_path):
+    model = of_family("mimo", tmp_path)
+    check(model, 16, model.max_draft_tokens, share=0.7)
+
+
+def test_quantized_caches(tiny_models):
+    """The switch to quantized caches falls into the replayed part: what was recorded before is of another kind."""
+    model, _ = tiny_models(0, head_dim=32)
+    options = {"kv_bits": 8, "mtp_kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 19}
+    for k in (0, 3):
+        check(model, 20, k, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_sampling": "rejection"},
+        {"top_p": 0.9, "top_k": 4, "min_p": 0.01, "logprobs": True},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.1, "draft_sampling": "greedy"},
+    ],
+)
+def test_draws(cheap, options):
+    """A seed's draws are its own, not those of the seed that was recorded; nor are temperatures."""
+    texts = set()
+    for seed, temp in ((1, 1.5), (2, 1.5), (1, 4.0)):
+        check(cheap, 16, 2, share=0.7, temp=temp, seed=seed, **options)
+        texts.add(tuple(run(cheap, 16, 2, temp=temp, seed=seed, **options)[0]))
+    assert len(texts) == 3
+    assert len({tuple(run(cheap, 16, 2, temp=1.5, **options)[0]) for _ in range(2)}) == 2
+
+
+@pytest.fixture(scope="module")
+def cheap(tmp_path_factory):
+    return of_family("glm4_moe_untied", tmp_path_factory.mktemp("cheap"))
+
+
+def test_logprobs(cheap):
+    both = [
+        list(
+            mlx_mtp.generate_step(PROMPT, cheap, max_tokens=16, adaptive=False, logprobs=True, compile_cycles=replay)
+        )
+        for replay in (False, True)
+    ]
+    for (a, p, drafted), (b, q, also) in zip(*both, strict=True):
+        assert (a, drafted) == (b, also)
+        assert mx.allclose(p, q, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "k"), [("tiny", 3), ("qwen3_5", 0), ("qwen3_5", 3)])
+def test_stop_anywhere_then_continue(tiny_models, tmp_path, name, k):
+    model = tiny_models(2)[0] if name == "tiny" else of_family(name, tmp_path)
+    truth, _ = run(model, 20, 0, replay=False)
+    for n in (1, 4, 7):
+        cache, built = (mlx_mtp.make_prompt_cache(model) for _ in range(2))
+        steps = mlx_mtp.generate_step(
+            PROMPT, model, max_tokens=20, num_draft_tokens=k, prompt_cache=cache, adaptive=False, compile_cycles=True
+        )
+        first = [next(steps)[0] for _ in range(n)]
+        steps.close()
+        assert first == truth[:n]
+        assert cache.tokens == PROMPT + first[:-1]
+        run(model, n, k, replay=False, prompt_cache=built)
+        assert all(_same_rows(a, b) for a, b in zip(cache.layers, built.layers, strict=True))
+        mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
+        for kept in (cache, mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)):
+            assert run(model, 20 - n, 3 - k, prompt=first[-1:], prompt_cache=kept)[0] == truth[n:]
+
+
+def _same_rows(a, b) -> bool:
+    if a.window == "recurrent":
+        return a.offset == b.offset
+    last = range(max(0, a.offset - 8), a.offset)
+    slots = mx.array([p % a.ring.slots if hasattr(a, "ring") else p for p in last], mx.int32)
+    pairs = zip(a.parts, b.parts, strict=True)
+    return all(mx.allclose(mx.take(p, slots, axis=2), mx.take(q, slots, axis=2), atol=1e-5) for p, q in pairs)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", SLOW[2]])
+def test_built_and_replayed_in_turns(monkeypatch, tmp_path, name):
+    model = of_family(name, tmp_path)
+
+    class Turns(CompileChoice):
+        on = property(lambda self: rng.random() < 0.5, lambda self, value: None)
+
+    for k in (0, 3):
+        rng = random.Random(k)
+        choice = Turns(None)
+        monkeypatch.setattr(generate, "compiled_for", lambda *_, c=choice: Compiled(Recorder(), c))
+        stats = check_against_built(model, 30, k)
+        assert 0.2 * stats.cycles < stats.compiled_cycles < 0.8 * stats.cycles
+
+
+def check_against_built(model, n, k):
+    tokens, stats = run(model, n, k)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "compiled_for", lambda *_: None)
+        expected, built = run(model, n, k)
+    assert (tokens, stats.runs) == (expected, built.runs)
+    return stats
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_buffers_grow_and_few_kinds_are_recorded(cheap, monkeypatch, k):
+    """One kind per STEP and draft length, and the first cycle's, whose run before has one row."""
+    monkeypatch.setattr(caches, "STEP", 32)
+    monkeypatch.setattr(caches.LinearKVCache, "reserve", lambda self, rows: None)
+    cheap._recorder = Recorder()
+    stats = check(cheap, 80, k)
+    assert 3 <= stats.compiled_shapes == len(cheap._recorder.cycles) <= 3 + 1
+    assert stats.compiled_cycles == stats.cycles
+    monkeypatch.setattr(compiled, "KEPT", 2)
+    run(cheap, 80, 1)
+    assert len(cheap._recorder.cycles) == 2
+
+
+def test_another_conversation_replays_what_is_recorded(tiny_models):
+    """Of another prompt, length and seed, although windows of the heads start at other positions."""
+    model, _ = tiny_models(0, vocab_size=6)
+    for k in (0, 3):
+        run(model, 12, k, prompt=PROMPT * 9, temp=1.0, seed=1)
+        stats = check(model, 12, k, prompt=[3, 3, 1, 5, 0, 0, 1, 2] * 14, temp=1.0, seed=2)
+        assert stats.compiled_shapes == 0
+        assert stats.compiled_cycles == stats.cycles
+
+
+def test_a_start_is_forgotten_when_no_row_can_see_it():
+    ring = caches.Ring(4)
+    for start, base in itertools.product(range(1, 5), range(12)):
+        known = dict(recorded._layout(caches.make_cache(ring, start=start), base))["start"]
+        same = [
+            bool(mx.array_equal(*(ring.mask(mx.array([position]), 3, ring.slots, s) for s in (start, 0))))
+            for position in range(base, base + 3)
+        ]
+        assert known == (0 if all(same) else start)
+    assert dict(recorded._layout(caches.LinearKVCache(2), 100))["start"] == 2
+
+
+def test_a_kind_that_is_rare_is_not_recorded(cheap, monkeypatch):
+    monkeypatch.setattr(compiled, "OFTEN", 3)
+    cheap._recorder = Recorder()
+    assert run(cheap, 2, 1)[1].compiled_cycles == 0
+    stats = check(cheap, 40, 1, share=0.7)
+    assert (stats.compiled_shapes, stats.cycles - stats.compiled_cycles) == (1, 2)
+
+
+def test_conversations_are_let_go(tiny_models):
+    """What is recorded holds no cache, and caches are written in place, also when they grow."""
+    model, _ = tiny_models(0, head_dim=64, vocab_size=8)
+    for k in (0, 2):
+        run(model, 8, k)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        cache = mlx_mtp.make_prompt_cache(model)
+        cache.reserve(40_000)
+        for c in cache.layers:
+            c.reserve = lambda rows: None
+        list(mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, max_tokens=0))
+        held = mx.get_active_memory() - before
+        assert cache.layers[0].nbytes > 0.3 * held > 10e6
+        steps = mlx_mtp.generate_step(
+            [1], model, prompt_cache=cache, max_tokens=12, num_draft_tokens=k, adaptive=False, compile_cycles=True
+        )
+        for i, _ in enumerate(steps):
+            if i == 4:
+                mx.reset_peak_memory()
+        assert mx.get_peak_memory() - before < 1.3 * held
+        del steps
+        cache = None
+        assert mx.get_active_memory() - before < 0.1 * held
+
+
+def test_what_is_recorded_of_a_changed_model_is_forgotten(tmp_path):
+    model = of_family("glm4_moe_untied", tmp_path)
+    old = run(model, 12, 1)[1].compiled_shapes
+    model.lm_head.weight = -model.lm_head.weight
+    assert check(model, 12, 1, share=0.6).compiled_shapes == old > 0
+    assert run(model, 12, 1)[1].compiled_shapes == 0
+    for rows in ({1}, {2}):
+        model.layers[0].mlp.site = SimpleNamespace(rows=frozenset(rows))
+        assert run(model, 12, 1)[1].compiled_shapes == old
+
+
+def test_in_another_thread(cheap):
+    found = []
+    expected, _ = run(cheap, 20, 1)
+    thread = threading.Thread(target=lambda: found.append(run(cheap, 20, 1)))
+    thread.start()
+    thread.join()
+    ((tokens, stats),) = found
+    assert tokens == expected
+    assert stats.compiled_shapes > 0
+    check(cheap, 20, 1)
+
+
+def test_a_model_is_freed_with_what_is_recorded(tmp_path):
+    model = of_family("glm4_moe_untied", tmp_path)
+    run(model, 20, 1)
+    twin = copy.deepcopy(model)
+    assert run(twin, 20, 1)[0] == run(model, 20, 1)[0]
+    alive, recorder = weakref.ref(model), weakref.ref(model._recorder)
+    assert recorder().cycles
+    del model
+    assert alive() is None
+    assert recorder() is None
+
+
+def test_what_is_built(cheap):
+    """A caller's code, confidence that is read, and whoever does not ask for it on a CPU."""
+    own = {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}
+    processor = {"logits_processors": [lambda tokens, logits: logits]}
+    for options in (own, processor, {"draft_p_min": 0.1}, {"compile_cycles": None}, {"compile_cycles": False}):
+        tokens, stats = run(cheap, 12, 2, **options)
+        assert stats.compiled_cycles == stats.compiled_shapes == 0
+        assert tokens == run(cheap, 12, 0, replay=False)[0]
+    layout = mlx_mtp.make_prompt_cache(cheap), Picker()
+    assert planning.compiled_for(cheap, *layout, None) is None
+    assert planning.compiled_for(cheap, *layout, True) is not None
+
+
+def feed(choice, n, seconds, waited=0.0, like="a"):
+    """n cycles, each as the choice has it; `seconds` of those built and replayed."""
+    for _ in range(n):
+        choice.observe(like, choice.on, seconds[choice.on], waited)
+
+
+@pytest.mark.parametrize(
+    ("replayed", "verdict"), [(0.8, True), (0.96, True), (0.98, False), (1.0, False), (2, False)]
+)
+def test_a_trial(replayed, verdict):
+    choice = CompileChoice(None)
+    feed(choice, WINDOW - 1, (1.0, replayed), waited=0.04)
+    choice.observe("a", False, None, 0.0)
+    assert not choice._trying
+    assert not choice.on
+    feed(choice, 1, (1.0, replayed))
+    feed(choice, 3 * BLOCK, (1.0, replayed))
+    assert choice.verdict is None
+    feed(choice, 5 * BLOCK, (1.0, replayed))
+    assert choice.verdict is choice.on is verdict
+
+
+def test_a_device_that_is_waited_for_has_no_trial():
+    choice = CompileChoice(None)
+    feed(choice, 10 * WINDOW, (1.0, 0.5), waited=0.06)
+    assert choice.verdict is None
+    assert not choice.on
+
+
+def test_cycles_of_another_kind_are_not_compared():
+    choice = CompileChoice(None)
+    feed(choice, WINDOW, (1.0, 1.0))
+    for _ in range(40 * BLOCK):
+        choice.observe(("short",) if choice.on else ("long",), choice.on, 0.1 if choice.on else 1.0, 0.0)
+    assert choice.verdict is None
+
+
+def test_the_verdict_is_remembered(cheap, monkeypatch):
+    """On a GPU that waits for the host a generation finds out, and the next ones know, in another process too."""
+    model = cheap
+    monkeypatch.setattr(planning, "mx", SimpleNamespace(cpu="cpu", default_device=lambda: "gpu"))
+    observe = CompileChoice.observe
+    times = {True: 1.0, False: 2.0}
+    monkeypatch.setattr(
+        CompileChoice, "observe", lambda self, like, on, s, w: observe(self, like, on, s and times[on], 0.0)
+    )
+    options = {"replay": None, "adaptive": True, "prompt_lookup": False}
+    for verdict in (True, False):
+        times[True] = 1.0 if verdict else 2.0
+        model._recorder = Recorder()
+        tokens, stats = run(model, 130, 1, **options)
+        assert stats.compiled_cycles > 0
+        assert model._recorder.verdict is verdict
+        assert bool(model._recorder.cycles) is verdict
+        del model._recorder
+        again, stats = run(model, 30, 1, **options)
+        assert bool(stats.compiled_cycles) is verdict
+        assert tokens[:30] == again == run(model, 30, 0, replay=False)[0]
+        assert planning._memory(model).recall() is not None
+
+
+def test_recording_does_not_count_as_a_cycle_s_time():
+    flight = SimpleNamespace(plan=Plan(), run=SimpleNamespace(tokens=mx.zeros(1)), replayed=True)
+    one = Compiled(Recorder(), CompileChoice(True))
+    one._spoilt = 2
+    assert [one.observe(flight, 1.0, 0.0) for _ in range(3)] == [None, None, 1.0]
+
+
+@pytest.mark.slow  # on a CPU: a C++ compiler makes twenty kernels
+def test_with_fused_kernels(fused, tmp_path):
+    check(of_family("mimo", tmp_path), 12, 1)
