@@ -125,10 +125,16 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("idle", [1, 5, 40, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("by", ["plain", "lookup"])
+SLOW_CASES = [
+    pytest.param(by, idle, marks=pytest.mark.slow) for by, idle in (("plain", 40), ("plain", 100), ("lookup", 100))
+]
+
+
+@pytest.mark.parametrize(("by", "idle"), [("plain", 1), ("lookup", 5), ("plain", 88), ("lookup", 40), *SLOW_CASES])
 def test_heads_that_were_idle_draft_as_if_they_had_not_been(subject, monkeypatch, by, idle):
-    """More rows than the windows of 8 see, than their rings have room for, and than one chunk of reading."""
+    """More rows than the windows of 8 see, than their rings have room for, and than one chunk of reading; of 88 rows
+    all are dropped but the 24 that the windows can see.
+    """
     s, spy = subject("step3p5"), Spy(monkeypatch)
     plans = [PLANS["heads"]] * 2 + [PLANS[by]] * idle
     control = Listed(plans)
@@ -368,7 +374,7 @@ def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, 
     model, plain = quantizable
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 6}
     truth = plain(tuple(options.items()))
-    for at in range(1, 9):
+    for at in range(2, 8):
         cache, shown, calls = mlx_mtp.make_prompt_cache(model, **options), [], []
         with monkeypatch.context() as patch:
             owner = decode if name == "begin" else cycle
@@ -388,6 +394,7 @@ def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, 
         rest = (PROMPT + shown)[len(cache.tokens) :] or truth[:1]
         done = len(cache.tokens) + len(rest) - len(PROMPT)
         assert text_of(model, rest, 3, prompt_cache=cache, max_tokens=12) == truth[done : done + 12], at
+        assert all(hasattr(c, "bits") for c in cache.layers)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -423,3 +430,17 @@ def test_turns_that_end_anywhere(subject, monkeypatch, name):
         s.assert_drafts(spy, text + shown, least=0, most=3)
         spy.calls.clear()
         text += [*shown, 3, 1, 2][: len(shown) + turn]
+
+
+@pytest.mark.parametrize("name", ["step3p5", "qwen3_5"])
+def test_interrupted_where_the_first_token_is_submitted(subject, monkeypatch, name):
+    """The prompt's last row, which is under way then, has not been lost for the heads."""
+    s, shown = subject(name), []
+    cache = mlx_mtp.make_prompt_cache(s.model)
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "async_eval", lambda *arrays: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(steps(s.model, PROMPT, s.k, prompt_cache=cache))
+    assert cache.tokens == PROMPT
+    assert cache.primed + cache.behind == len(PROMPT)
+    assert_whole(s, monkeypatch, shown, cache, s.truth(tuple(PROMPT)))
