@@ -67,7 +67,7 @@ class Subjects:
             {"kv_bits": kv_bits, "sampling": sampling, "draft_vocab": False, "num_draft_tokens": 0}, Stats()
         )
 
-    def text(self, case: dict, stats: Stats, n: int = 24) -> list[int]:
+    def text(self, case: dict, stats: Stats, n: int = 18) -> list[int]:
         options = {**case, **TEMPERATURES[case["sampling"]], "kv_group_size": 32, "seed": 5, "max_tokens": n}
         model = self.models[options.pop("draft_vocab")]
         del options["sampling"]
@@ -110,7 +110,7 @@ def test_pairs_of_options(subjects):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(case=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in (SPEED | TEXT).items()}))
 def test_all_options(subjects, case):
     if allowed(case):
@@ -173,14 +173,14 @@ def demo():
 TRACES = st.lists(st.one_of(st.none(), st.floats(1e-5, 1.0), st.sampled_from([1e-9, 1e3])), min_size=1, max_size=12)
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(trace=TRACES, p_min=st.sampled_from([0.0, 0.6]), k=st.integers(1, 3))
 def test_adaptive_whatever_the_clock_says(demo, trace, p_min, k):
     assert_any_clock(demo, trace, p_min, k)
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(trace=TRACES, p_min=st.sampled_from([0.0, 0.3, 0.9]), k=st.integers(1, 3))
 def test_adaptive_whatever_the_clock_says_at_length(demo, trace, p_min, k):
     assert_any_clock(demo, trace, p_min, k)

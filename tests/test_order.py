@@ -135,7 +135,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, "controller"])
+THOROUGH = [pytest.param(case, marks=pytest.mark.slow) for case in ("plain", "lookup", "confidence")]
+
+
+@pytest.mark.parametrize("case", ["heads", "mixed", "controller", *THOROUGH])
 def test_the_host_waits_for_a_cycle_and_nowhere_else(monkeypatch, model, case):
     def control():
         if case == "controller":
@@ -148,7 +151,10 @@ def test_the_host_waits_for_a_cycle_and_nowhere_else(monkeypatch, model, case):
     assert not waits_elsewhere(monkeypatch, model, [control() for _ in range(5)], num_draft_tokens=k)
 
 
-@pytest.mark.parametrize("way", WAYS)
+LIKE_OTHERS = ("bool", "int", "float", "save", "compare")
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in LIKE_OTHERS else w for w in WAYS])
 def test_no_way_of_waiting_is_missed(monkeypatch, model, way):
     sneaky, real = Sneaky([HEADS]), cycle.begin
 
@@ -157,7 +163,7 @@ def test_no_way_of_waiting_is_missed(monkeypatch, model, way):
         return real(d, last, *most)
 
     monkeypatch.setattr(decode, "begin", begin)
-    assert waits_elsewhere(monkeypatch, model, [sneaky], max_tokens=5)
+    assert waits_elsewhere(monkeypatch, model, [sneaky], max_tokens=4)
 
 
 class Calls:
