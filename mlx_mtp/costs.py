@@ -29,8 +29,9 @@ UNKNOWN = 5.0
 # Sds that a cycle adds: the machine's clock, rows beyond the first against it, each arm on its own.
 CLOCK, ROWS, OWN = 0.012, 0.02, 0.004
 SURPRISE = 3.0  # sds
-LEAST = 0.02  # plain steps that any drafts cost at least
+LEAST = 0.05  # plain steps that any drafts cost at least
 CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
+REMEMBERED = 400  # drafts of a depth
 READ_SHARE = 0.1  # of a newer measurement of the read
 ROW_DOUBT = 0.003  # the sd of that which stays, so that newer catch-ups count
 
@@ -57,6 +58,7 @@ class Costs:
         self.row = CATCH_UP  # plain steps per row that idle heads read
         self._row_variance = CATCH_UP**2
         self.measured: set[Arm] = set()
+        self.drafts: list[list[float]] = []  # per depth of the heads: right ones and all, of this and earlier runs
         self.read: float | None = None  # plain steps that reading the heads' confidence takes
         self._suspect: tuple[Arm | None, bool] | None = None  # the last cycle was not believed: arm, whether too slow
         factor = UNKNOWN
@@ -66,6 +68,7 @@ class Costs:
             self.measured = known.measured & set(self.arms)
             self.cov[0, 0] += FACTOR**2
             self.row, factor = known.row, 2.0
+            self.drafts = [[*counts] for counts in known.drafts]
         self.cov += factor**2
         rows = np.array([float(k > 0) for _, k in self.arms])
         self._drift = CLOCK**2 + ROWS**2 * np.outer(rows, rows) + OWN**2 * np.eye(len(rows))
@@ -83,14 +86,9 @@ class Costs:
         i, j = self.index[arm], self.index[other]
         return math.sqrt(max(0.0, self.cov[i, i] + self.cov[j, j] - 2 * self.cov[i, j]))
 
-    def news(self, arm: Arm, other: Arm) -> float:
-        """The variance that one more cycle of an arm takes from the logarithm of its cost over another's."""
-        i, j = self.index[arm], self.index[other]
-        return float((self.cov[i, i] - self.cov[i, j]) ** 2 / (self.cov[i, i] + NOISE**2))
-
-    def learning(self) -> float:
-        """The share of a change of the plain step's mean that is about the past too; the rest is drift."""
-        return 1 - min(1.0, NOISE * ROWS / self.cov[0, 0])
+    def doubt(self, arm: Arm) -> float:
+        """The sd of the logarithm of an arm's cost."""
+        return math.sqrt(self.cov[self.index[arm], self.index[arm]])
 
     def observe(self, arm: Arm, seconds: float, caught_up: int = 0) -> bool:
         """Learn from one cycle; False where its time says nothing about its arm.
@@ -98,9 +96,9 @@ class Costs:
         The first cycle of an arm compiles its kernels and any may meet the garbage collector: one that is far too
         slow counts only when the arm's next is, too; one that is far too fast when the next of any arm is.
         """
-        i, noise = self.index[arm], NOISE**2
+        i, noise, whole = self.index[arm], NOISE**2, seconds
         if caught_up:
-            seconds, noise = self._without_rows(arm, seconds, caught_up)
+            seconds, noise = self._without_rows(arm, whole, caught_up)
         surprise = math.log(seconds) - self.mean[i]
         deviation = math.sqrt(self.cov[i, i] + noise)
         far = abs(surprise) > SURPRISE * deviation or (not self.seen[i] and surprise > 2 * deviation)
@@ -110,6 +108,8 @@ class Costs:
             self._suspect = sign
             return False
         self._suspect = None
+        if caught_up and not far:
+            self._learn_rows(arm, whole, caught_up)
         if far:
             self.cov += surprise**2  # all arms alike, and this one a little on its own
             self.cov[i, i] += (surprise / 2) ** 2
@@ -127,24 +127,33 @@ class Costs:
         extra = seconds / self.seconds(PLAIN) - self.steps(("heads", k))
         self.read = extra if self.read is None else self.read + READ_SHARE * (extra - self.read)
 
+    def drafted(self, verified: int, accepted: int) -> None:
+        """Count drafts of the heads whose predecessors were right; older ones count less and less."""
+        self.drafts += [[0.0, 0.0] for _ in range(len(self.drafts), verified)]
+        for depth, counts in enumerate(self.drafts[: min(verified, accepted + 1)]):
+            counts[0] += depth < accepted
+            counts[1] += 1
+            if counts[1] > REMEMBERED:
+                counts[:] = [n / 2 for n in counts]
+
     def drift(self) -> None:
         """One cycle has passed: everything is a little less certain."""
         self.cov = self.cov + self._drift
 
     def _without_rows(self, arm: Arm, seconds: float, rows: int) -> tuple[float, float]:
-        """An arm's seconds less what idle heads' reading took, and the variance of their logarithm.
-
-        What is unexpected is split between the arm and the rows as their doubts are.
-        """
+        """An arm's seconds less what idle heads' reading is thought to take, and the variance of their logarithm."""
         steps, plain = self.steps(arm), self.seconds(PLAIN)
-        excess = seconds / plain - steps - self.row * rows
+        noise = NOISE**2 + rows**2 * self._row_variance / steps**2
+        return max(seconds - self.row * rows * plain, LEAST * plain), noise
+
+    def _learn_rows(self, arm: Arm, seconds: float, rows: int) -> None:
+        """What the rows took of the seconds that were not expected, by their doubt beside the arm's."""
+        steps = self.steps(arm)
+        excess = seconds / self.seconds(PLAIN) - steps - self.row * rows
         of_arm = steps**2 * (NOISE**2 + self.spread(arm, PLAIN) ** 2)
-        of_rows = rows**2 * self._row_variance
-        noise = NOISE**2 + of_rows / steps**2
-        seconds = max(seconds - self.row * rows * plain, LEAST * plain)
-        self.row = max(0.0, self.row + excess * rows * self._row_variance / (of_arm + of_rows))
-        self._row_variance = max(self._row_variance * of_arm / (of_arm + of_rows), ROW_DOUBT**2)
-        return seconds, noise
+        total = of_arm + rows**2 * self._row_variance
+        self.row = max(0.0, self.row + excess * rows * self._row_variance / total)
+        self._row_variance = max(self._row_variance * of_arm / total, ROW_DOUBT**2)
 
     def _log(self, arm: Arm) -> float:
         """The logarithm of an arm's cost; between and beyond measured k, straight in log(1 + k)."""
@@ -172,9 +181,9 @@ class Costs:
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads: seconds per measured arm, plain steps per row of catching up."""
+        """What `from_json` reads: seconds per measured arm, plain steps per row of catching up, drafts counted."""
         arms = [[*arm, self.seconds(arm)] for arm in self.arms if arm in self.measured]
-        return {"seconds": arms, "catch_up": self.row}
+        return {"seconds": arms, "catch_up": self.row, "drafts": self.drafts}
 
     @classmethod
     def from_json(cls, kept: Any) -> "Costs":
@@ -182,14 +191,16 @@ class Costs:
         try:
             arms = {(source, k): _positive(seconds) for source, k, seconds in kept["seconds"]}
             row = float(kept["catch_up"])
-        except (LookupError, TypeError) as e:
+            drafts = [[float(right), float(seen)] for right, seen in kept.get("drafts", [])]
+        except (LookupError, TypeError, ValueError, AttributeError) as e:
             raise ValueError(f"no costs: {kept!r}") from e
         good = all(s in ("heads", "lookup") and type(k) is int and 0 <= k <= 64 for s, k in arms)
+        good = good and all(0 <= right <= seen <= REMEMBERED for right, seen in drafts)
         if not good or not 0 <= row < math.inf:
             raise ValueError(f"no costs: {kept!r}")
         most = {s: max((k for source, k in arms if source == s), default=0) for s in ("heads", "lookup")}
         costs = cls(most["heads"], most["lookup"])
-        costs.row = row
+        costs.row, costs.drafts = row, drafts
         for arm, seconds in arms.items():
             if arm in costs.index:
                 costs._set(arm, seconds)

@@ -1,5 +1,7 @@
 """The choice of the draft length against fixed ones, on replayed cost tables and acceptance traces."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -195,3 +197,40 @@ def test_short_matches_that_are_wrong_do_not_spoil_long_ones():
         used[matched] += plan.k > 0
     assert used[20] > 150
     assert used[3] < 50
+
+
+@pytest.mark.parametrize("row", [0.003, 0.01])
+def test_parked_heads_come_back_although_that_costs_more_with_every_row(row):
+    """What was lost before must not keep them out for good: what a return may cost rises with its price."""
+    costs, control = {0: 1.0, 1: 1.2, 2: 1.4, 3: 1.6}, Controller(max_drafts=3)
+    behind, parked, longest = 0, 0, 0
+    for _ in range(600):
+        plan = control.plan(0, behind)
+        caught_up = behind if plan.k else 0
+        control.observe(Cycle(plan, plan.k, 0, costs[plan.k] + row * caught_up, caught_up))
+        behind = 0 if plan.k else behind + 1
+        parked = 0 if plan.k else parked + 1
+        longest = max(longest, parked)
+    assert 10 < longest < 100
+
+
+def test_a_run_begins_with_what_earlier_runs_drafted():
+    known = known_costs(machine("OpenBLAS"), 3, "true")
+    for _ in range(300):
+        known.drafted(3, 0)
+    useless = Costs.from_json(json.loads(json.dumps(known.to_json())))
+    assert useless.drafts == [[0.0, 300.0], [0.0, 0.0], [0.0, 0.0]]
+    control = Controller(max_drafts=3, known=useless)
+    assert control.heads.tokens()[3] < 1.3 < Controller(max_drafts=3).heads.tokens()[1]
+    for _ in range(300):
+        known.drafted(3, 3)
+    (right, seen), *deeper = known.drafts
+    assert 0 < right < seen <= 400
+    assert deeper == [[300.0, 300.0]] * 2
+
+
+@pytest.mark.parametrize("drafts", [[[2.0, 1.0]], [[-1.0, 1.0]], [[1.0]], 3, [["a", 1.0]], [[0.0, 1e9]]])
+def test_counts_that_cannot_be_are_refused(drafts):
+    kept = known_costs(machine("OpenBLAS"), 3, "true").to_json()
+    with pytest.raises(ValueError, match="no costs"):
+        Costs.from_json({**kept, "drafts": drafts})
