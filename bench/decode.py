@@ -5,8 +5,9 @@
 Every run takes all contenders in turn, prompt by prompt, so that a machine that slows down slows them all. A speed is
 tokens after the first over the time since the first, summed over prompts; ratios are within a run, their median is
 shown. The texts must be equal. "adaptive" is what a user gets who says nothing; it learns costs while it generates,
-and knows them from one prompt to the next. It is run with heads of random weights, too: what it then loses. The last
-line printed is one JSON object with every raw time.
+and knows them from one prompt to the next. It is run with heads of random weights, too: what it then loses. In
+"compiled" loops cycles are recorded and replayed (`compile_cycles`), for which the warm-up pays. The last line is one
+JSON object with every raw time.
 """
 
 import json
@@ -33,7 +34,7 @@ import mlx_mtp
 from mlx_mtp.demo import demo_path
 
 HERE = Path(__file__).parent
-USELESS = "adaptive, useless heads"
+USELESS, COMPILED = "adaptive, useless heads", "adaptive, compiled"
 REPETITIVE = 40  # distinct 8-grams per 100 tokens, below which a text repeats itself
 
 
@@ -150,7 +151,8 @@ def print_tables(seconds: dict, texts: list, prompts: list, stats: dict) -> None
             _lengths(counts) if drafting else "",
         )
     console.print(table)
-    table = Table("category", "tokens", "8-grams", *(f"{name} vs k=0" for name in total if name != "k=0"))
+    names = [name for name in total if name != "k=0"]
+    table = Table("category", "tokens", "8-grams", *names, title="speed over that of k = 0")
     groups = {category: [i for i in everything if prompts[i][0] == category] for category, _ in prompts}
     groups["all but repetitive"] = [i for i in everything if distinct_8grams(texts[i]) >= REPETITIVE]
     for category, chosen in groups.items():
@@ -199,11 +201,15 @@ def main(model: str, prompts: Path, runs: int, max_tokens: int, out: Path | None
         f"k={k}": {"num_draft_tokens": k, "adaptive": False} for k in range(min(ours.max_draft_tokens, 3) + 1)
     }
     loops["adaptive"] = {}
-    stats = {name: mlx_mtp.Stats() for name in loops}
+    compiled = {"k=0, compiled": {**loops["k=0"], "compile_cycles": True}, COMPILED: {"compile_cycles": True}}
+    stats = {name: mlx_mtp.Stats() for name in (*loops, *compiled, USELESS)}
     contenders = {"mlx-lm": lambda prompt: tokens_of_mlx_lm(theirs, prompt, max_tokens, stops)}
     for name, options in loops.items():
         contenders[name] = partial(tokens_of_ours, ours, n=max_tokens, stops=stops, stats=stats[name], **options)
-    stats[USELESS] = mlx_mtp.Stats()
+    # Costs are remembered with a model: loops that cost otherwise have one of their own.
+    other, _ = mlx_mtp.load(model)
+    for name, options in compiled.items():
+        contenders[name] = partial(tokens_of_ours, other, n=max_tokens, stops=stops, stats=stats[name], **options)
     useless = with_useless_heads(Path(model))
     contenders[USELESS] = partial(tokens_of_ours, useless, n=max_tokens, stops=stops, stats=stats[USELESS])
     encoded = read_prompts(tokenizer, prompts)

@@ -3,6 +3,7 @@
 What happens rarely stays outside: buffers grow, idle heads wake up and read. So does the search of the text.
 """
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -40,8 +41,8 @@ class Recorder:
         return Recorder, ()  # a copy of the model records its own
 
     def fit(self, model: Any) -> None:
-        """Forget what was recorded of another state of the model, or for another stream: each thread has its own."""
-        state = [str(mx.default_stream(mx.default_device())), *_state(model)]
+        """Forget what was recorded of another state of the model, or in another thread, which has its own streams."""
+        state = [threading.get_ident(), str(mx.default_device()), *_state(model)]
         pairs = zip(state, self._state, strict=False)
         if len(state) != len(self._state) or not all(a is b or _equal(a, b) for a, b in pairs):
             self.cycles.clear()

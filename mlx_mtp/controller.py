@@ -19,7 +19,7 @@ COST_OPTIMISM, OPTIMISM = 1.5, 0.8  # sds of costs and of acceptance by which an
 # Plain steps that drafting may have lost by now, and trying other arms too: at once, and per step of the run.
 LOST, LOST_SHARE = 3.0, 0.012
 MET = 8  # rows behind, up to which heads that come back go on with their stay
-STAY_SHARE = 0.015  # plain steps that a stay with the heads may lose, per step since the last one began
+STAY_SHARE = 0.012  # plain steps that a stay with the heads may lose, per step since the last one began
 TRIED, TRIED_SHARE = 2.0, 0.015
 FIRST_TRY = 8.0  # plain steps
 REFRESH = 8  # cycles after which the plain step may be measured again

@@ -1,5 +1,6 @@
 """A cycle is built while the one before it runs, and the host waits for the device once a cycle and nowhere else."""
 
+import os
 import re
 import time
 
@@ -14,6 +15,7 @@ from mlx_mtp.controller import Controller, Plan
 from mlx_mtp.draft import Run
 from mlx_mtp.stats import Stats
 
+SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="long: MLX_MTP_SWEEP=1 runs it")
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]
 HEADS, SURE, LOOKUP, PLAIN = Plan("heads", 3), Plan("heads", 3, p_min=True), Plan("lookup", 3), Plan()
 WAYS = {
@@ -135,7 +137,7 @@ CASES = {
 }
 
 
-THOROUGH = [pytest.param(case, marks=pytest.mark.slow) for case in ("plain", "lookup", "confidence")]
+THOROUGH = [pytest.param(case, marks=SWEEP) for case in ("plain", "lookup", "confidence")]
 
 
 @pytest.mark.parametrize("case", ["heads", "mixed", "controller", *THOROUGH])
@@ -154,7 +156,7 @@ def test_the_host_waits_for_a_cycle_and_nowhere_else(monkeypatch, model, case):
 LIKE_OTHERS = ("bool", "int", "float", "save", "compare")
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in LIKE_OTHERS else w for w in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(w, marks=SWEEP) if w in LIKE_OTHERS else w for w in WAYS])
 def test_no_way_of_waiting_is_missed(monkeypatch, model, way):
     sneaky, real = Sneaky([HEADS]), cycle.begin
 

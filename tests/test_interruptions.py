@@ -1,0 +1,222 @@
+"""An interruption anywhere in a cycle leaves whole caches."""
+
+import os
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from plans import Listed, Spy, follow
+from subjects import PLANS, PROMPT, Subject, assert_same_rows, quantizable_model, steps, subjects, text_of
+
+import mlx_mtp
+from mlx_mtp import cycle, decode
+from mlx_mtp import prefill as reading
+from mlx_mtp.controller import Plan
+from mlx_mtp.draft import Run
+from mlx_mtp.lookup import Text
+from mlx_mtp.prompt_cache import PromptCache
+from mlx_mtp.sampling import Picker
+from mlx_mtp.stats import Stats
+
+
+@pytest.fixture(scope="module")
+def subject(tiny_models, tmp_path_factory):
+    return subjects(tiny_models, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def quantizable(tiny_models):
+    return quantizable_model(tiny_models)
+
+
+POINTS = [
+    (cycle, "draft"),
+    (cycle, "prime"),
+    (reading, "prime"),
+    (cycle, "accept"),
+    (mx, "eval"),
+    (mx, "async_eval"),
+    (Run, "read"),
+    (Text, "continued"),
+    (Text, "matched"),
+    (Text, "extend"),
+    (Stats, "reads_confidence"),
+    (Stats, "builds_late"),
+    (Picker, "pick"),
+    (Listed, "plan"),
+    (Listed, "observe"),
+    *((PromptCache, name) for name in ("push", "wake", "idle", "advance", "quantize_at", "to_host", "bound")),
+]
+
+
+class Interruption:
+    """Raises KeyboardInterrupt in the n-th call of any of POINTS, before it or behind it; counts the calls."""
+
+    def __init__(self, monkeypatch, model, n: int, behind: bool):
+        self.n, self.behind, self.calls, self.where = n, behind, 0, None
+        for owner, name in (*POINTS, (type(model), "hidden")):
+            monkeypatch.setattr(owner, name, self.wrapped(f"{owner.__name__}.{name}", getattr(owner, name)))
+        settle = decode._settle
+        monkeypatch.setattr(decode, "_settle", lambda *args: (self.stop(), settle(*args)))
+
+    def stop(self):
+        """Count no more: what is cleaned up is not interrupted."""
+        self.n = 0
+
+    def wrapped(self, where: str, real):
+        def call(*args, **kwargs):
+            self.calls += self.n != 0
+            hit = self.calls == self.n
+            if hit and not self.behind:
+                self.stop()
+                self.where = where
+                raise KeyboardInterrupt
+            result = real(*args, **kwargs)
+            if hit:
+                self.stop()
+                self.where = where
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
+MIXED = ["heads", "heads", "lookup", "plain", "plain", "heads", "sure", "sure", "plain", "lookup", "lookup", "sure"]
+
+
+def interrupted(s: Subject, monkeypatch, n: int, behind: bool, **options):
+    """(what was shown, the cache, where) of a generation that the n-th call of any of POINTS ends."""
+    cache, shown = mlx_mtp.make_prompt_cache(s.model, **options), []
+    plans = [replace(PLANS[name], k=min(PLANS[name].k, s.k)) for name in MIXED]
+    with monkeypatch.context() as patch:
+        follow(patch, Listed(plans))
+        break_ = Interruption(patch, s.model, n, behind)
+        try:
+            for token, _, _ in steps(s.model, PROMPT, s.k, max_tokens=24, prefill_step_size=4, prompt_cache=cache):
+                shown.append(token)
+        except KeyboardInterrupt:
+            pass
+    return shown, cache, break_
+
+
+def assert_whole(s: Subject, monkeypatch, shown: list[int], cache: PromptCache, truth: list[int]) -> None:
+    """A cache is as if what was shown had been decoded one by one, and drafts on from there are exact."""
+    assert shown == truth[: len(shown)]
+    if shown:
+        assert cache.tokens == PROMPT + shown[:-1]
+        assert_same_rows(s.model, cache, s.read(tuple(cache.tokens)))
+    held = len(cache.tokens)
+    assert cache.tokens == (PROMPT + shown)[:held]
+    assert cache.primed <= held
+    if cache.reach is None:
+        assert cache.primed + cache.behind == held
+    rest = (PROMPT + shown)[held:] or [truth[len(shown)]]
+    with monkeypatch.context() as patch:
+        spy = Spy(patch)
+        follow(patch, Listed([PLANS["heads"] if s.k == 3 else Plan("heads", s.k)]))
+        goes_on = text_of(s.model, rest, s.k, max_tokens=8, prompt_cache=cache)
+    begun = (PROMPT + truth)[: held + len(rest)]
+    assert goes_on == (PROMPT + truth)[len(begun) :][:8]
+    s.assert_drafts(spy, begun + goes_on, least=2, most=2)
+
+
+def all_calls(s, monkeypatch, **options) -> int:
+    with monkeypatch.context() as patch:
+        return interrupted(s, patch, -1, False, **options)[2].calls
+
+
+SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="minutes: MLX_MTP_SWEEP=1 runs it")
+
+
+def assert_interruptible(s: Subject, monkeypatch, first: int, stride: int, *, behind: bool, **options) -> None:
+    """At the first-th of all calls, and each stride-th from there on."""
+    truth = s.truth(tuple(PROMPT))
+    for n in range(first, all_calls(s, monkeypatch, **options) + 1, stride):
+        shown, cache, interruption = interrupted(s, monkeypatch, n, behind, **options)
+        assert interruption.where
+        try:
+            assert_whole(s, monkeypatch, shown, cache, truth)
+        except Exception as e:
+            raise AssertionError(f"call {n}, {'behind' if behind else 'before'} {interruption.where}") from e
+
+
+MORE = [pytest.param(name, 29, behind, marks=SWEEP) for name, behind in (("eagle", False), ("qwen3_5", True))]
+
+
+@pytest.mark.parametrize(("name", "first", "behind"), [("step3p5", 3, False), ("nemotron_h", 29, True), *MORE])
+def test_interrupted_anywhere(subject, monkeypatch, name, first, behind):
+    assert_interruptible(subject(name), monkeypatch, first, 97, behind=behind)
+
+
+@SWEEP
+@pytest.mark.parametrize("name", ["step3p5", "qwen3_5", "nemotron_h", "deepseek_v32", "mimo_v2_flash", "eagle"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_interrupted_everywhere(subject, monkeypatch, name, behind):
+    assert_interruptible(subject(name), monkeypatch, 1, 1, behind=behind)
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_interrupted_where_a_plain_row_was_read_but_not_shown(subject, monkeypatch, where):
+    """Its state is final and has to come back: the row counts as not read."""
+    s, truth = subject("nemotron_h"), subject("nemotron_h").truth(tuple(PROMPT))
+    for at in (3,):
+        cache, shown, submitted = mlx_mtp.make_prompt_cache(s.model), [], []
+        with monkeypatch.context() as patch:
+
+            def interrupt(*args, real=cycle.start, submitted=submitted, at=at):
+                submitted.append(1)
+                if where == "behind":
+                    real(*args)
+                if len(submitted) == at:
+                    raise KeyboardInterrupt
+                real(*args)
+
+            follow(patch, Listed([Plan()]))
+            patch.setattr(cycle, "start", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                shown.extend(token for token, _, _ in steps(s.model, PROMPT, 3, prompt_cache=cache))
+        assert_whole(s, monkeypatch, shown, cache, truth)
+
+
+@pytest.mark.parametrize("where", ["before", pytest.param("behind", marks=SWEEP)])
+@pytest.mark.parametrize("name", ["draft", "start"])
+def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, where):
+    """A cache that goes back to before it was quantized is still to be."""
+    model, plain = quantizable
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 6}
+    truth = plain(tuple(options.items()))
+    for at in range(2, 8):
+        cache, shown, calls = mlx_mtp.make_prompt_cache(model, **options), [], []
+        with monkeypatch.context() as patch:
+            owner = decode if name == "begin" else cycle
+            real = getattr(owner, name)
+
+            def interrupt(*args, real=real, calls=calls, at=at):
+                calls.append(1)
+                done = real(*args) if where == "behind" or len(calls) != at else None
+                if len(calls) == at:
+                    raise KeyboardInterrupt
+                return done
+
+            follow(patch, Listed([PLANS["heads"]]))
+            patch.setattr(owner, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                shown.extend(token for token, _, _ in steps(model, PROMPT, 3, prompt_cache=cache, max_tokens=50))
+        rest = (PROMPT + shown)[len(cache.tokens) :] or truth[:1]
+        done = len(cache.tokens) + len(rest) - len(PROMPT)
+        assert text_of(model, rest, 3, prompt_cache=cache, max_tokens=12) == truth[done : done + 12], at
+        assert all(hasattr(c, "bits") for c in cache.layers)
+
+
+@pytest.mark.parametrize("name", ["step3p5", "qwen3_5"])
+def test_interrupted_where_the_first_token_is_submitted(subject, monkeypatch, name):
+    """The prompt's last row, which is under way then, has not been lost for the heads."""
+    s, shown = subject(name), []
+    cache = mlx_mtp.make_prompt_cache(s.model)
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "async_eval", lambda *arrays: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(steps(s.model, PROMPT, s.k, prompt_cache=cache))
+    assert cache.tokens == PROMPT
+    assert cache.primed + cache.behind == len(PROMPT)
+    assert_whole(s, monkeypatch, shown, cache, s.truth(tuple(PROMPT)))
