@@ -20,6 +20,7 @@ COST_OPTIMISM, OPTIMISM = 1.5, 0.8  # sds of costs and of acceptance by which an
 LOST, LOST_SHARE = 3.0, 0.012
 MET = 8  # rows behind, up to which heads that come back go on with their stay
 STAY_SHARE = 0.012  # plain steps that a stay with the heads may lose, per step since the last one began
+SPIKE = 1.0  # plain steps that a cycle which is not believed is charged beyond what it was thought to take
 TRIED, TRIED_SHARE = 2.0, 0.015
 FIRST_TRY = 8.0  # plain steps
 REFRESH = 8  # cycles after which the plain step may be measured again
@@ -188,8 +189,9 @@ class Controller:
             self.elapsed *= math.exp(-shift)
             self.came_at *= math.exp(-shift)
         steps = self.costs.steps(arm)
-        if cycle.seconds is not None and (believed or cycle.plan.p_min):
-            steps *= cycle.seconds / self.costs.seconds(arm)
+        if cycle.seconds is not None:
+            took = steps * cycle.seconds / self.costs.seconds(arm)
+            steps = took if believed or cycle.plan.p_min else min(took, steps + SPIKE)
         self._account(cycle, steps)
         if cycle.plan.p_min and self.confident:
             self.confident.observe(cycle, steps)

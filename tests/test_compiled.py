@@ -396,6 +396,6 @@ def test_recording_does_not_count_as_a_cycle_s_time():
     assert [one.observe(flight, 1.0, 0.0) for _ in range(3)] == [None, None, 1.0]
 
 
-@pytest.mark.slow  # on a CPU: a C++ compiler makes twenty kernels
+@SWEEP  # on a CPU: a C++ compiler makes twenty kernels
 def test_with_fused_kernels(fused, tmp_path):
     check(of_family("mimo", tmp_path), 12, 1)
