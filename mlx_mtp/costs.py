@@ -31,7 +31,7 @@ CLOCK, ROWS, OWN = 0.012, 0.02, 0.004
 SURPRISE = 3.0  # sds
 LEAST = 0.05  # plain steps that any drafts cost at least
 CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
-REMEMBERED = 400  # drafts of a depth
+REMEMBERED = 64  # drafts of a depth, beyond which older ones count half
 READ_SHARE = 0.1  # of a newer measurement of the read
 ROW_DOUBT = 0.003  # the sd of that which stays, so that newer catch-ups count
 
