@@ -65,7 +65,7 @@ def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | N
 def remember(model: Any, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
     """Keep what a generation measured for the next ones."""
     found = compiled is not None and compiled.found()
-    if isinstance(control, Controller) and control.costs.measured:
+    if isinstance(control, Controller) and control.costs.seen.any():
         model._costs, found = control.costs, True
     if found:
         recorder = getattr(model, "_recorder", None)
@@ -73,5 +73,8 @@ def remember(model: Any, control: Controller | Fixed, compiled: Compiled | None 
 
 
 def _memory(model: Any) -> CostMemory:
-    report = model.report() if hasattr(model, "report") else None
-    return CostMemory(identity(model, heads=True), "; ".join(report.kernels if report else ()))
+    """Made once for a model: to name its parameters takes as long as some cycles."""
+    if not hasattr(model, "_cost_memory"):
+        report = model.report() if hasattr(model, "report") else None
+        model._cost_memory = CostMemory(identity(model, heads=True), "; ".join(report.kernels if report else ()))
+    return model._cost_memory

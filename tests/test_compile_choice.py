@@ -1,8 +1,13 @@
 """Whether cycles are replayed: by a trial, block against block."""
 
+from types import SimpleNamespace
+
+import mlx.core as mx
 import pytest
 
 from mlx_mtp.compile_choice import BLOCK, WINDOW, CompileChoice
+from mlx_mtp.compiled import Compiled, Recorder
+from mlx_mtp.controller import Plan
 
 
 def feed(choice, n, seconds, waited=0.0, like="a"):
@@ -40,3 +45,10 @@ def test_cycles_of_another_kind_are_not_compared():
     for _ in range(40 * BLOCK):
         choice.observe(("short",) if choice.on else ("long",), choice.on, 0.1 if choice.on else 1.0, 0.0)
     assert choice.verdict is None
+
+
+def test_recording_does_not_count_as_a_cycle_s_time():
+    flight = SimpleNamespace(plan=Plan(), run=SimpleNamespace(tokens=mx.zeros(1)), replayed=True)
+    one = Compiled(Recorder(), CompileChoice(True))
+    one._spoilt = 2
+    assert [one.observe(flight, 1.0, 0.0) for _ in range(3)] == [None, None, 1.0]

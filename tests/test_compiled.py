@@ -23,7 +23,6 @@ from mlx_mtp import cache as caches
 from mlx_mtp import compiled, cycle, planning, recorded
 from mlx_mtp.compile_choice import CompileChoice
 from mlx_mtp.compiled import Compiled, Recorder
-from mlx_mtp.controller import Plan
 from mlx_mtp.sampling import Picker
 
 SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="long: MLX_MTP_SWEEP=1 runs it")
@@ -387,13 +386,6 @@ def test_the_verdict_is_remembered(cheap, monkeypatch):
         assert bool(stats.compiled_cycles) is verdict
         assert tokens[:30] == again == run(model, 30, 0, replay=False)[0]
         assert planning._memory(model).recall() is not None
-
-
-def test_recording_does_not_count_as_a_cycle_s_time():
-    flight = SimpleNamespace(plan=Plan(), run=SimpleNamespace(tokens=mx.zeros(1)), replayed=True)
-    one = Compiled(Recorder(), CompileChoice(True))
-    one._spoilt = 2
-    assert [one.observe(flight, 1.0, 0.0) for _ in range(3)] == [None, None, 1.0]
 
 
 @SWEEP  # on a CPU: a C++ compiler makes twenty kernels
