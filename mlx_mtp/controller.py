@@ -195,8 +195,6 @@ class Controller:
         self._account(cycle, steps)
         if cycle.plan.p_min and self.confident:
             self.confident.observe(cycle, steps)
-            if cycle.seconds is not None and cycle.verified == cycle.plan.k and not cycle.caught_up:
-                self.costs.observe_read(cycle.verified, cycle.seconds)
         elif cycle.plan.source == "lookup":
             self._bucket(cycle.matched).observe(cycle.verified, cycle.accepted)
         else:

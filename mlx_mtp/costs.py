@@ -23,7 +23,6 @@ VERIFY = (0.02, 0.06, 0.12, 0.25, 0.45, 0.8, 1.2)
 DRAFT = (0.02, 0.06, 0.15)
 BEND = 0.15  # how far a curve strays from its family: sd of the logarithm per unit of log(1 + k)
 NOISE = 0.2  # sd of the logarithm of one cycle's seconds
-TRUST = 1.0  # of these sds where costs are known from a file
 FACTOR = 0.5  # sd of the common factor by which known costs may be off, and of the plain step's own
 UNKNOWN = 5.0
 # Sds that a cycle adds: the machine's clock, rows beyond the first against it, each arm on its own.
@@ -32,7 +31,6 @@ SURPRISE = 3.0  # sds
 LEAST = 0.05  # plain steps that any drafts cost at least
 CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
 REMEMBERED = 64  # drafts of a depth, beyond which older ones count half
-READ_SHARE = 0.1  # of a newer measurement of the read
 ROW_DOUBT = 0.003  # the sd of that which stays, so that newer catch-ups count
 
 
@@ -59,12 +57,10 @@ class Costs:
         self._row_variance = CATCH_UP**2
         self.measured: set[Arm] = set()
         self.drafts: list[list[float]] = []  # per depth of the heads: right ones and all, of this and earlier runs
-        self.read: float | None = None  # plain steps that reading the heads' confidence takes
         self._suspect: tuple[Arm | None, bool] | None = None  # the last cycle was not believed: arm, whether too slow
         factor = UNKNOWN
         if known is not None and known.measured:
             self.mean = np.array([known._log(arm) for arm in self.arms])
-            self.cov *= TRUST**2
             self.measured = known.measured & set(self.arms)
             self.cov[0, 0] += FACTOR**2
             self.row, factor = known.row, 2.0
@@ -121,11 +117,6 @@ class Costs:
         self.cov = self.cov - np.outer(gain, column)
         self.measured.add(arm)
         return True
-
-    def observe_read(self, k: int, seconds: float) -> None:
-        """Learn what reading the heads' confidence takes, from a cycle that read it and verified all k drafts."""
-        extra = seconds / self.seconds(PLAIN) - self.steps(("heads", k))
-        self.read = extra if self.read is None else self.read + READ_SHARE * (extra - self.read)
 
     def drafted(self, verified: int, accepted: int) -> None:
         """Count drafts of the heads whose predecessors were right; older ones count less and less."""
