@@ -1,7 +1,7 @@
 """What a cycle costs, learned from whole cycles' seconds: a Kalman filter over the logarithms of the arms' costs.
 
 An arm is (source, k): k drafts of the heads or of the prompt, verified in k + 1 rows; ("heads", 0) is the plain step.
-Its total is what decisions need; drafting and verifying are told apart only where measurements can (`draft_share`).
+Its total, drafting and verifying together, is what decisions need.
 Logarithms make noise of some per cent alike for all arms, and a machine that is slower as a whole a common shift.
 The prior is the mean and the covariance of a family of cost curves, 1 + (verify + draft) k plain steps, so that one
 arm's measurement moves its neighbours, and nothing need be measured to be guessed.
@@ -161,15 +161,6 @@ class Costs:
         (a, i), (b, j) = own[at - 1], own[at]
         share = math.log((1 + k) / (1 + a)) / math.log((1 + b) / (1 + a))
         return float(self.mean[i] + share * (self.mean[j] - self.mean[i]))
-
-    def draft_share(self, k: int) -> float | None:
-        """The share of drafting in a cycle of k drafts, 0..1; None where nothing tells it from verifying.
-
-        A prompt's k drafts are verified in as many rows and cost nothing to draft.
-        """
-        if {("heads", k), ("lookup", k)} <= self.measured:
-            return max(0.0, 1 - self.seconds(("lookup", k)) / self.seconds(("heads", k)))
-        return None
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads: seconds per measured arm, plain steps per row of catching up, drafts counted."""

@@ -156,8 +156,6 @@ def test_measured_costs_are_known_and_the_others_follow():
     assert costs.seconds(PLAIN) == pytest.approx(0.01, rel=0.02)
     assert costs.steps(("heads", 1)) == pytest.approx(1.6, rel=0.02)
     assert 1.6 < costs.steps(("heads", 2)) < 2.5
-    assert costs.draft_share(3) == pytest.approx(0.2, abs=0.02)
-    assert costs.draft_share(1) is None
 
 
 def test_one_slow_cycle_is_forgotten_and_two_are_believed():
@@ -181,16 +179,6 @@ def test_catching_up_is_no_cost_of_the_arm():
         costs.observe(("heads", 1), 0.013 + 50 * 0.0005, caught_up=50)
     assert costs.steps(("heads", 1)) == pytest.approx(1.3, rel=0.05)
     assert costs.row == pytest.approx(0.05, rel=0.1)
-
-
-def test_reading_the_confidence_has_a_price():
-    costs = Costs(3)
-    for _ in range(30):
-        costs.observe(PLAIN, 0.01)
-        costs.observe(("heads", 2), 0.015)
-    assert costs.read is None
-    costs.observe_read(2, 0.017)
-    assert costs.read == pytest.approx(0.2, rel=0.1)
 
 
 def test_a_confidence_that_is_dear_to_read_is_left_alone_where_heads_pay_without():

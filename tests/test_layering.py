@@ -64,8 +64,13 @@ ALLOWED = {
     "generate": {"cycle", "decode", "planning", "prompt_cache", "sampling", "stats"},
     "session": {"generate", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},
+    "bench": {
+        *("__init__", "cache", "checkpoint", "compiled", "controller", "costs", "cycle", "decode", "demo", "draft"),
+        *("emulator", "generate", "kernels", "layers", "load", "machine_file", "models", "planning", "prefill"),
+        *("prompt_cache", "report", "sampling", "sites", "spec", "stats", "switch", "trial", "trial_run"),
+    },
     "cli": {
-        *("__init__", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "kernels", "load"),
+        *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "kernels", "load"),
         *("prompt_cache", "session", "stats"),
     },
     "__init__": {"generate", "load", "prompt_cache", "report", "stats"},

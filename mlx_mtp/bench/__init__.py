@@ -1,0 +1,1 @@
+"""What `mlx-mtp bench` measures: every function here returns data or tables; the command line prints them."""

@@ -1,0 +1,76 @@
+"""One measurement as one JSON object: where it was made, with what, and every raw value; read again to compare."""
+
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .. import __version__, machine_file
+
+FORMAT = 1
+KINDS = ("decode", "verify", "kernels", "profile", "model")
+
+
+def environment() -> dict[str, Any]:
+    """Chip, system and versions that times depend on."""
+    device = mx.device_info()
+    return {
+        "chip": device.get("device_name") or platform.processor() or platform.machine(),
+        "memory_bytes": device.get("memory_size"),
+        "cores": os.cpu_count(),
+        "os": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
+        "python": platform.python_version(),
+        "device": str(mx.default_device()),
+        "blas": Path(os.environ.get("LD_PRELOAD") or "mlx's own").name,
+        "threads": os.environ.get("OPENBLAS_NUM_THREADS"),
+        "mlx": version("mlx"),
+        "mlx_lm": version("mlx-lm"),
+        "mlx_mtp": __version__,
+        "commit": _commit(),
+    }
+
+
+def result(kind: str, model: dict[str, Any], options: dict[str, Any], **measured: Any) -> dict[str, Any]:
+    """What a benchmark found, ready to be printed as one line and written to a file.
+
+    model: name, family, bytes, quantization, kernels that are on. options: what was asked for.
+    measured: every raw value.
+    """
+    assert kind in KINDS
+    head = {"bench": kind, "format": FORMAT, "environment": environment(), "model": model, "options": options}
+    return {**head, **measured}
+
+
+def write(found: dict[str, Any], path: Path) -> None:
+    """Write a result as one line, at once."""
+    machine_file.replace(path, json.dumps(found) + "\n")
+
+
+def read(path: Path, kind: str | None = None) -> dict[str, Any]:
+    """A result that `write` wrote; ValueError where the file holds none, or one of another kind or format."""
+    try:
+        found = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ValueError(f"{path}: no result of `mlx-mtp bench` ({e})") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("bench") not in KINDS:
+        raise ValueError(f"{path}: no result of `mlx-mtp bench`, format {FORMAT}")
+    if kind and found["bench"] != kind:
+        raise ValueError(f"{path}: a result of `bench {found['bench']}`, not of `bench {kind}`")
+    return found
+
+
+def _commit() -> str | None:
+    """Of the checkout that runs; None where it is an installed wheel."""
+    here = Path(__file__).parent
+    if not (here.parents[1] / ".git").exists():
+        return None
+    git = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
