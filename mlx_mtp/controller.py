@@ -8,7 +8,7 @@ plain decoding, whatever drafts turn out to be worth, and one against the best d
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .costs import NOISE, PLAIN, Arm, Costs, Source
 
@@ -110,19 +110,18 @@ class Fixed:
         pass
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A plan with what is expected of it. steps: its cost in plain steps. high: tokens per step if all goes well."""
+class Choice(NamedTuple):
+    """A plan with what is expected of it.
+
+    steps: its cost in plain steps. rate: tokens per step; high: if all goes well. risk: steps that it may lose.
+    """
 
     plan: Plan
     tokens: float
     steps: float
+    rate: float
     high: float
-    risk: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.steps
+    risk: float
 
 
 class Controller:
@@ -134,6 +133,7 @@ class Controller:
 
     def __init__(self, *, max_drafts: int, max_lookup: int = 0, p_min: bool = False, known: Costs | None = None):
         self.costs = Costs(max_drafts, max_lookup, known)
+        self.plans = {arm: Plan(*arm) for arm in self.costs.arms}
         self.heads = Acceptance(max_drafts, before=known.drafts if known else ())
         self.prompt = [Acceptance(max_lookup, guess=0.5 + 0.1 * i) for i in range(len(BUCKETS))]
         self.lost = 0.0  # plain steps that drafting took beyond its tokens' worth
@@ -184,7 +184,7 @@ class Controller:
         if cycle.seconds is not None and arm in self.costs.index and not cycle.plan.p_min:
             believed = self.costs.observe(arm, cycle.seconds, cycle.caught_up)
         self.costs.drift()
-        shift = float(self.costs.mean[0] - before)
+        shift = self.costs.mean[0] - before
         if abs(shift) > 1:  # all was measured in wrong units
             self.elapsed *= math.exp(-shift)
             self.came_at *= math.exp(-shift)
@@ -245,29 +245,31 @@ class Controller:
 
     def _choices(self, matched: int, behind: int) -> list[Choice]:
         """Every arm that may run now, the plain step first."""
-        expected, high = self.heads.tokens(), self.heads.tokens(OPTIMISM)
-        means: dict[Arm, float] = {("heads", k): expected[k] for s, k in self.costs.arms if s == "heads"}
-        highs: dict[Arm, float] = {("heads", k): high[k] for s, k in self.costs.arms if s == "heads"}
-        if matched >= SHORTEST and any(s == "lookup" for s, _ in self.costs.arms):
-            bucket = self._bucket(matched)
-            expected, high = bucket.tokens(), bucket.tokens(OPTIMISM)
-            means |= {("lookup", k): expected[k] for s, k in self.costs.arms if s == "lookup"}
-            highs |= {("lookup", k): high[k] for s, k in self.costs.arms if s == "lookup"}
-        choices = []
-        for arm, tokens in means.items():
-            source, k = arm
-            steps = self.costs.steps(arm)
-            luck = math.exp(COST_OPTIMISM * self.costs.doubt(arm))
-            rate = highs[arm] / steps * luck
-            shortest = k == min(n for s, n in self.costs.arms if (s == source and n) or not k)
-            new = shortest and not self.costs.seen[self.costs.index[arm]]
-            risk = (steps * math.exp(self.costs.spread(arm, PLAIN) * (not shortest)) - 1) / (1 if new else STAKE)
-            if source == "heads" and k and behind:
-                steps += self.costs.row * behind / STAY
-                risk += self.costs.row * behind
-            choices.append(Choice(Plan(source, k), tokens, steps, rate, risk))
+        choices = self._choices_of("heads", self.heads, behind)
+        if matched >= SHORTEST:
+            choices += self._choices_of("lookup", self._bucket(matched), 0)
         if self.confident:
             choices.append(self.confident.choice(self._deeper(choices)))
+        return choices
+
+    def _choices_of(self, source: Source, acceptance: Acceptance, behind: int) -> list[Choice]:
+        """The arms of one who drafts, ascending; the plain step is the heads'."""
+        costs, choices = self.costs, []
+        tokens, high = acceptance.tokens(), acceptance.tokens(OPTIMISM)
+        shortest = True
+        for arm, plan in self.plans.items():
+            if arm[0] != source:
+                continue
+            k, steps = plan.k, costs.steps(arm)
+            rate = high[k] / steps * math.exp(COST_OPTIMISM * costs.doubt(arm))
+            first = shortest or not k
+            new = first and not costs.seen[costs.index[arm]]
+            risk = (steps * (1 if first else math.exp(costs.spread(arm, PLAIN))) - 1) / (1 if new else STAKE)
+            shortest = not k
+            if source == "heads" and k and behind:
+                steps += costs.row * behind / STAY
+                risk += costs.row * behind
+            choices.append(Choice(plan, tokens[k], steps, tokens[k] / steps, rate, risk))
         return choices
 
 
@@ -292,7 +294,8 @@ class Confident:
         steps = (self.steps + WEIGHT * like.steps) / (self.cycles + WEIGHT)
         doubt = math.sqrt(NOISE**2 + SCATTER**2) / math.sqrt(self.cycles + WEIGHT)
         plan = Plan("heads", like.plan.k, p_min=True)
-        return Choice(plan, tokens, steps, tokens / steps * math.exp(COST_OPTIMISM * doubt), like.risk)
+        rate = tokens / steps
+        return Choice(plan, tokens, steps, rate, rate * math.exp(COST_OPTIMISM * doubt), like.risk)
 
 
 def _arm(cycle: Cycle) -> Arm:
