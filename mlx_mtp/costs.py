@@ -31,6 +31,8 @@ SURPRISE = 3.0  # sds
 LEAST = 0.05  # plain steps that any drafts cost at least
 CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
 REMEMBERED = 64  # drafts of a depth, beyond which older ones count half
+# Times seen in a run that count as measured, what is then the same (logarithm), and runs until the most trust.
+OFTEN, SAME, CONFIRMED = 3, 0.25, 2
 ROW_DOUBT = 0.003  # the sd of that which stays, so that newer catch-ups count
 
 
@@ -57,12 +59,17 @@ class Costs:
         self._row_variance = CATCH_UP**2
         self.measured: set[Arm] = set()
         self.drafts: list[list[float]] = []  # per depth of the heads: right ones and all, of this and earlier runs
+        self.confirmed = 0  # generations in a row that measured what had been known
+        self._before: dict[Arm, float] = {}  # logarithms of plain steps
         self._suspect: tuple[Arm | None, bool] | None = None  # the last cycle was not believed: arm, whether too slow
         factor = UNKNOWN
         if known is not None and known.measured:
             mean = np.array([known._log(arm) for arm in self.arms])
             self.measured = known.measured & set(self.arms)
             cov[0, 0] += FACTOR**2
+            cov /= (1 + min(known.confirmed, CONFIRMED)) ** 2
+            self.confirmed = known.confirmed
+            self._before = {arm: known._log(arm) - known.mean[0] for arm in self.measured}
             self.row, factor = known.row, 2.0
             self.drafts = [[*counts] for counts in known.drafts]
         rows = np.array([float(k > 0) for _, k in self.arms])
@@ -70,6 +77,11 @@ class Costs:
         self.mean: list[float] = mean.tolist()
         self.cov: list[list[float]] = (cov + factor**2).tolist()
         self._drift = (CLOCK**2 + ROWS**2 * np.outer(rows, rows) + OWN**2 * np.eye(len(rows))).tolist()
+
+    @property
+    def unknown(self) -> bool:
+        """Whether nothing tells what a plain step takes beside the others."""
+        return not self.seen[0] and not self.confirmed
 
     def seconds(self, arm: Arm) -> float:
         """What a cycle of this arm takes, as far as is known; any k up to the largest."""
@@ -125,9 +137,19 @@ class Costs:
             if counts[1] > REMEMBERED:
                 counts[:] = [n / 2 for n in counts]
 
-    def drift(self) -> None:
-        """One cycle has passed: everything is a little less certain."""
-        self.cov = [[v + d for v, d in zip(*rows, strict=True)] for rows in zip(self.cov, self._drift, strict=True)]
+    def drift(self, cycles: int = 1) -> None:
+        """Cycles have passed: everything is a little less certain."""
+        self.cov = [
+            [value + cycles * more for value, more in zip(*rows, strict=True)]
+            for rows in zip(self.cov, self._drift, strict=True)
+        ]
+
+    def confirm(self) -> None:
+        """The run is over: is what had been known, and was measured again, still so?"""
+        again = [arm for arm in self._before if arm != PLAIN and self.seen[self.index[arm]] >= OFTEN]
+        if again and self.seen[0] >= OFTEN:
+            errors = [abs(self._log(arm) - self.mean[0] - self._before[arm]) for arm in again]
+            self.confirmed = self.confirmed + 1 if max(errors) < SAME else 0
 
     def _update(self, i: int, surprise: float, noise: float) -> None:
         """The filter's step: arm i was measured, its logarithm `surprise` above its mean, with variance `noise`."""
@@ -173,7 +195,7 @@ class Costs:
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads: seconds per measured arm, plain steps per row of catching up, drafts counted."""
         arms = [[*arm, self.seconds(arm)] for arm in self.arms if arm in self.measured]
-        return {"seconds": arms, "catch_up": self.row, "drafts": self.drafts}
+        return {"seconds": arms, "catch_up": self.row, "drafts": self.drafts, "confirmed": self.confirmed}
 
     @classmethod
     def from_json(cls, kept: Any) -> "Costs":
@@ -182,15 +204,16 @@ class Costs:
             arms = {(source, k): _positive(seconds) for source, k, seconds in kept["seconds"]}
             row = float(kept["catch_up"])
             drafts = [[float(right), float(seen)] for right, seen in kept.get("drafts", [])]
+            confirmed = int(kept.get("confirmed", 0))
         except (LookupError, TypeError, ValueError, AttributeError) as e:
             raise ValueError(f"no costs: {kept!r}") from e
         good = all(s in ("heads", "lookup") and type(k) is int and 0 <= k <= 64 for s, k in arms)
         good = good and all(0 <= right <= seen <= REMEMBERED for right, seen in drafts)
-        if not good or not 0 <= row < math.inf:
+        if not good or not 0 <= row < math.inf or confirmed < 0:
             raise ValueError(f"no costs: {kept!r}")
         most = {s: max((k for source, k in arms if source == s), default=0) for s in ("heads", "lookup")}
         costs = cls(most["heads"], most["lookup"])
-        costs.row, costs.drafts = row, drafts
+        costs.row, costs.drafts, costs.confirmed = row, drafts, confirmed
         for arm, seconds in arms.items():
             if arm in costs.index:
                 costs._set(arm, seconds)

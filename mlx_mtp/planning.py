@@ -66,6 +66,7 @@ def remember(model: Any, control: Controller | Fixed, compiled: Compiled | None 
     """Keep what a generation measured for the next ones."""
     found = compiled is not None and compiled.found()
     if isinstance(control, Controller) and any(control.costs.seen):
+        control.costs.confirm()
         model._costs, found = control.costs, True
     if found:
         recorder = getattr(model, "_recorder", None)
