@@ -7,6 +7,7 @@ from typing import Any
 
 from ...demo import demo_path
 from ...load import load_model
+from ..random_model import shaped_model
 from ..result import result
 from .chips import CHIPS, Chip
 from .documents import MODEL, documents
@@ -40,7 +41,8 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
     if config is not None:
         if name is not None:
             raise ValueError(f"config={config}: not together with a model; allowed is one of the two")
-        raise NotImplementedError
+        shaped, _ = shaped_model(config)
+        return Subject(config.parent.resolve().name, f"{config.name}, 4 bits", of_port(shaped, width))
     name = name or MODEL
     for known, model in MODELS.items():
         if name.lower() == known.lower():

@@ -1,202 +1,208 @@
-"""Predicted cost of a pass of M rows, stock MLX and ours, on each chip: T(1) and T(M)/T(1). Nothing here is measured.
+"""The result of `mlx-mtp bench model` as tables."""
 
-    python bench/roofline.py [--chip "M3 Ultra"] [--model GLM-4.5] [--context 4096] [--forms]
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
 
-An operation takes t = max(a, b) + min(a, b) / 3, with a = bytes / (GB/s x share) and b = instructions / (fp32 TFLOPS
-/ 2 x share); a pass is the sum over all layers' operations plus launches x 1.6 us. A chip's two shares are fitted to
-published times of one and two rows; published times of three to eight are then predicted and the errors shown. Exits
-with 1 if one is off by more than 25% without a named reason.
-
-Bytes: stock MLX reads an expert once for each token that visits it, ours each visited expert once. Weights and KV
-come from memory once a pass on either side: caches serve what a launch requests again. Launches are those counted by
-`bench/launches.py --out bench/results/launches.json`. Ours is a plan until a Mac has timed it.
-"""
-
-from collections.abc import Sequence
-from dataclasses import replace
-
-import click
-from rich.console import Console
 from rich.table import Table
-from roofline_cost import CHIPS, FORM, FORMS, LAUNCH, Chip, Pass, of_model, of_op, phases, seconds, step_times
-from roofline_fit import Prediction, Row, errors, fit, predict, read_rows, read_unused, split
-from roofline_models import MODELS, Attention, Model
 
-ROWS = (2, 4, 8)
-SIDES = {
-    "stock MLX": {"ours": False},
-    "ours, independent routing": {"ours": True},
-    "ours, observed routing": {"ours": True, "shared": True},
-}
-# Plain steps, from shares of 692 GB/s published by omlx#2238; not fitted.
-PLAIN = (
-    ("M3 Ultra", "Qwen3.6-35B-A3B", 0.338, ""),
-    ("M3 Ultra", "Qwen3.6-27B", 0.939, "; avlp12, which is fitted, has 29.7 ms"),
-)
-# GB/s of the cache that stock MLX's attention reached: query heads, KV heads, width, context, rows; not fitted.
-ATTENTION = (
-    ("mlx#4076", "M5 Pro", (8, 1, 128), 8192, 1, 190),
-    ("mlx#4380", "M5 Pro", (12, 1, 128), 8192, 1, 124),
-    ("mlx#4380", "M5 Pro", (16, 1, 128), 8192, 1, 99),
-    ("MTPLX", "M5 Max 40c", (24, 4, 256), 131072, 1, 387),
-    ("MTPLX", "M5 Max 40c", (24, 4, 256), 131072, 4, 160),
-    ("mlx#3837", "M1 Ultra", (32, 4, 256), 100000, 1, 178),
-    ("mlx#3837", "M1 Ultra", (32, 4, 256), 100000, 2, 76),
-)
+from .documents import CHIP, MAC
+from .floor import CYCLE, DRAFT, PLAIN, VERIFY
+from .launches import KERNELS
+from .ops import OVERLAPS
+from .predict import OURS, SHOWN_OVERLAP, STOCK
+
+ORDER = {phase: i for i, phase in enumerate((PLAIN, DRAFT, VERIFY, CYCLE))}
+Found = dict[str, Any]
 
 
 def new_table(title: str, *columns: str, left: int = 1, caption: str | None = None) -> Table:
+    """Columns from `left` on are numbers."""
     table = Table(title=title, caption=caption)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right")
     return table
 
 
-def constants(chips: dict[str, Chip], rows: Sequence[Row]) -> Table:
+def tables(found: Found) -> Iterator[Table]:
+    """Of a result: floors, the gap to them, what kernels take off, and the documents where they are this model's."""
+    yield floor_table(found)
+    if "predicted" in found or found.get("measured"):
+        yield gap_table(found)
+    if "kernels" in found:
+        yield kernels_table(found)
+    if found["documents"]:
+        yield documents_table(found)
+        yield same_work_table(found)
+
+
+def phases_of(found: Found) -> list[tuple[str, int]]:
+    """(phase, rows) in the order of tables."""
+    made = {(line["phase"], line["rows"]) for line in found["floors"]}
+    return sorted(made, key=lambda phase: (ORDER[phase[0]], phase[1]))
+
+
+def floors_of(found: Found, phase: str, rows: int) -> dict[str, dict[str, float]]:
+    """Bytes of a phase by overlap."""
+    lines = (line for line in found["floors"] if (line["phase"], line["rows"]) == (phase, rows))
+    return {line["overlap"]: line["bytes"] for line in lines}
+
+
+def label(phase: str, rows: int) -> tuple[str, str]:
+    """A phase and its size, as a row begins."""
+    sizes = {PLAIN: "", DRAFT: f"k={rows - 1}", VERIFY: f"M={rows}", CYCLE: f"k={rows - 1}"}
+    return phase, sizes[phase]
+
+
+def _each(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """Figures of all overlaps, or the one where they are alike."""
+    shown = [form.format(x) for x in values]
+    return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+
+
+def floor_table(found: Found) -> Table:
+    """Bytes that each phase has to read."""
+    plain = floors_of(found, PLAIN, 1)
+    unit, size = ("GB", 1e9) if plain[OVERLAPS[0]]["total"] >= 1e8 else ("MB", 1e6)
+    columns = "shared", "experts", "LM head", "KV", "state", "all"
+    name, context = found["model"]["name"], found["options"]["context"]
     table = new_table(
-        "constants behind what is predicted: two of each chip, fitted to published times of M <= 2",
-        *("chip", "GB/s", "share", "fp32 TF", "share of its issue rate", "fitted to times of M <= 2"),
-        caption="M5 Ultra and M6 are left out: no figures of their compute",
+        f"byte floor: {name}, {context} tokens of context, {unit}",
+        *("phase", "", *columns, "over a plain step"),
+        left=2,
+        caption=f"experts that the rows of a verify visit: routed {', '.join(OVERLAPS[:2])} / all the same",
     )
-    for name, chip in chips.items():
-        used = sum(row.chip == name and row.m <= 2 for row in rows)
-        used += len({(row.source, row.base) for row in rows if row.chip == name and row.base_ms and row.base <= 2})
-        figures = f"{chip.gbps:g}", f"{chip.usable:.2f}", f"{chip.tflops:g}", f"{chip.issue:.2f}"
-        table.add_row(name, *figures, str(used or "none: prior"))
+    for i, (phase, rows) in enumerate(phases := phases_of(found)):
+        floors = floors_of(found, phase, rows)
+        parts = [[floors[o][part] / size for o in OVERLAPS] for part in ("shared", "experts", "head", "cache", "state")]
+        totals = [floors[o]["total"] for o in OVERLAPS]
+        over = _each([total / plain[o]["total"] for total, o in zip(totals, OVERLAPS, strict=True)])
+        cells = *map(_each, parts), _each([total / size for total in totals]), over
+        last = i + 1 == len(phases) or phases[i + 1][0] != phase
+        table.add_row(*label(phase, rows), *cells, end_section=last)
     return table
 
 
-def comparison(fitted: Sequence[Prediction], tested: Sequence[Prediction]) -> Table:
-    columns = "source", "chip", "what", "M", "over M", "published", "predicted", "error", ""
-    table = new_table("predicted T(M)/T(1) beside published", *columns, left=3)
-    for made, note in ((fitted, "fitted"), (tested, None)):
-        for p in sorted(made, key=lambda p: (p.row.kind, p.row.chip, p.row.source, p.row.m)):
-            row, ratios = p.row, (f"{p.row.ratio:.2f}", f"{p.ratio:.2f}", f"{p.error:+.1%}")
-            table.add_row(row.source, row.chip, row.what, str(row.m), str(row.base), *ratios, note or p.verdict)
-        table.add_section()
+def gap_table(found: Found) -> Table:
+    """Times of each phase beside its floor: predicted of stock MLX and of ours, and measured ones."""
+    chip, measured = found.get("chip"), found.get("measured", [])
+    sides = [(side, "predicted") for side in (STOCK, OURS)] if chip else []
+    sides += [(side, "measured") for side in dict.fromkeys(line["side"] for line in measured)]
+    shown = f" on {chip['name']}" if chip else ""
+    columns = ["floor ms", *(f"{side}, {kind} ms" for side, kind in sides)] if chip else []
+    columns += [] if chip else [f"{side}, {kind} ms" for side, kind in sides]
+    table = new_table(
+        f"the gap to the floor: {found['model']['name']}{shown}, {SHOWN_OVERLAP} routing",
+        *("phase", "", *columns),
+        left=2,
+        caption=_gap_caption(chip),
+    )
+    for i, (phase, rows) in enumerate(phases := phases_of(found)):
+        nbytes = floors_of(found, phase, rows)[SHOWN_OVERLAP]["total"]
+        floor = nbytes / chip["bandwidth"] if chip else None
+        cells = [f"{floor * 1e3:.2f}"] if floor else []
+        cells += [_gap_cell(found, kind, side, phase, rows, floor, nbytes) for side, kind in sides]
+        last = i + 1 == len(phases) or phases[i + 1][0] != phase
+        if chip or any(cells):
+            table.add_row(*label(phase, rows), *cells, end_section=last)
     return table
 
 
-def summary(tested: Sequence[Prediction]) -> list[str]:
-    """Of all rows of M >= 3, then by kind."""
-    lines = []
-    for name in ("all", "projection", "forward"):
-        middle, most, within, number = errors(p for p in tested if name in ("all", p.row.kind))
-        figures = f"{within} of {number} within 25%, median error {middle:.1%}, greatest {most:.1%}"
-        lines.append(f"predicted, not fitted (M = 3..8), {name}: {figures}")
-    beyond = [p for p in tested if p.verdict != "ok"]
-    return lines + [f"predicted badly, {p.row.source} M = {p.row.m}: {p.error:+.1%}, {p.verdict}" for p in beyond]
+def _gap_caption(chip: Found | None) -> str:
+    if chip is None:
+        return "bytes of the floor over the measured time: GB/s"
+    used = f"{chip['bandwidth'] / 1e9:.0f} of {chip['gbps']:g} GB/s"
+    return f"floor: bytes over the {used} that are usable; (times the phase's floor; over the side's plain step)"
 
 
-def unused() -> Table:
-    table = new_table("published but not predicted, and why", "source", "what", "why", left=3)
-    for row in read_unused():
-        table.add_row(row["source"], row["what"], row["why"])
+def _gap_cell(
+    found: Found, kind: str, side: str, phase: str, rows: int, floor: float | None, nbytes: float
+) -> str:
+    seconds = time_of(found, kind, side, phase, rows)
+    if seconds is None:
+        return ""
+    if floor is None:
+        return f"{seconds * 1e3:.2f} ({nbytes / seconds / 1e9:.2f} GB/s)"
+    plain = time_of(found, kind, side, PLAIN, 1)
+    over = f"; {seconds / plain:.2f}" if plain and phase != PLAIN else ""
+    return f"{seconds * 1e3:.2f} ({seconds / floor:.2f}x{over})"
+
+
+def time_of(found: Found, kind: str, side: str, phase: str, rows: int) -> float | None:
+    """Seconds of a phase, "predicted" or "measured"; None where there are none."""
+    for line in found.get(kind, []):
+        if (line["side"], line["phase"], line["rows"]) == (side, phase, rows):
+            if line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP:
+                return line["seconds"]
+    return None
+
+
+def kernels_table(found: Found) -> Table:
+    """What each kind of kernels takes off a pass of stock MLX."""
+    rows = sorted({line["rows"] for line in found["kernels"]})
+    table = new_table(
+        f"predicted to come off a pass of stock MLX on {found['chip']['name']}, ms",
+        *("kernels", "", *(f"M={m}" for m in rows)),
+        left=2,
+        caption="each kind alone, and all together; in brackets the share of the pass; a plan until a Mac has timed it",
+    )
+    for kind in (*KERNELS, "all"):
+        lines = {line["rows"]: line for line in found["kernels"] if line["kernels"] == kind}
+        cells = [f"{lines[m]['seconds'] * 1e3:.2f} ({lines[m]['seconds'] / lines[m]['stock']:.0%})" for m in rows]
+        table.add_row(kind, ", ".join(KERNELS.get(kind, ())), *cells, end_section=kind == list(KERNELS)[-1])
     return table
 
 
-def plain_checks(chips: dict[str, Chip]) -> list[str]:
-    lines = []
-    for chip, model, share, note in PLAIN:
-        step = MODELS[model]
-        published = (step.shared_bytes + step.routed_bytes) / (share * 692e9) * 1e3
-        predicted = step_times(step, chips[chip], Pass(1, context=512), (1,))[1] * 1e3
-        error = f"{predicted / published - 1:+.1%}{note}"
-        lines.append(
-            f"predicted plain step, {chip} {model}: {predicted:.1f} ms, omlx#2238 {published:.1f} ms, {error}"
+def documents_table(found: Found, machine: str | None = MAC) -> Table:
+    """How far the published engine was from its machine's limit; None: all machines."""
+    lines = [line for line in found["documents"] if machine in (None, line["machine"])]
+    table = new_table(
+        f"another engine's {found['model']['name']} over its byte floor: {machine or 'all that is published'}",
+        *("weights", "KV", "context", "k", "plain ms", "floor", "", "cycle ms", "floor", "", "speed-up", "at the floor"),
+        left=2,
+        caption=f"{MAC}: taken as an {CHIP}. floor: {SHOWN_OVERLAP} routing; a cycle's distances: {', '.join(OVERLAPS)}."
+        " at the floor: speed-up if plain steps and cycles both were, with as many tokens per cycle",
+    )
+    for i, line in enumerate(lines):
+        floor = line["cycle_floor"][SHOWN_OVERLAP]
+        kv = line["kv_cache"] + (f", {line['mtp_kv_cache']}" if line["mtp_kv_cache"] else "")
+        weights = line["weights"] if machine else f"{line['machine']} {line['weights']}"
+        distances = "/".join(f"{line['cycle'] / line['cycle_floor'][o]:.1f}" for o in OVERLAPS)
+        last = i + 1 == len(lines) or any(line[x] != lines[i + 1][x] for x in ("machine", "weights", "context"))
+        table.add_row(
+            *(weights, kv, f"{line['context'] // 1024}k", str(line["drafts"])),
+            *(f"{line['plain'] * 1e3:.1f}", f"{line['plain_floor'] * 1e3:.1f}"),
+            *(f"{line['plain'] / line['plain_floor']:.1f}x", f"{line['cycle'] * 1e3:.1f}", f"{floor * 1e3:.1f}"),
+            *(f"{distances}x", f"{line['speedup']:.2f}", f"{speed_up(line, line['plain_floor'], floor):.2f}"),
+            end_section=last,
         )
-    return lines
-
-
-def attention_checks(chips: dict[str, Chip]) -> Table:
-    columns = "source", "chip", "query heads/KV heads, width", "context", "M", "published", "predicted", "error"
-    table = new_table("predicted GB/s of stock MLX's attention beside published; neither fitted nor a test", *columns)
-    for source, chip, (heads, kv, width), context, m, published in ATTENTION:
-        costs = of_op(Attention(heads, kv, width), Pass(m, context=context), chips[chip])
-        predicted = costs.nbytes.sum() / seconds(costs, chips[chip]) / 1e9
-        figures = f"{published}", f"{predicted:.0f}", f"{predicted / published - 1:+.1%}"
-        table.add_row(source, chip, f"{heads}/{kv}, {width}", str(context), str(m), *figures)
     return table
 
 
-def ratios(model: Model, chip: Chip, context: int) -> dict[str, dict[int, float]]:
-    """Seconds of M rows for each of SIDES."""
-    at = Pass(1, context=context)
-    return {name: step_times(model, chip, replace(at, **side), range(1, 9)) for name, side in SIDES.items()}
-
-
-def overview(name: str, chips: dict[str, Chip], context: int) -> Table:
-    model, caption = MODELS[name], "each over its own T(1); two figures of ours: independent / observed routing"
-    columns = "chip", "T(1) ms, stock → ours", *(f"T({m})/T(1), stock → ours" for m in ROWS)
-    title = f"predicted: {name}, 4 bits, {context} tokens of context"
-    table = new_table(title, *columns, caption=caption + "; * too little memory for the weights")
-    for chip in chips.values():
-        stock, free, near = ratios(model, chip, context).values()
-        cells = [f"{stock[1] * 1e3:.1f} → {free[1] * 1e3:.1f}"]
-        for m in ROWS:
-            ours = [f"{side[m] / side[1]:.2f}" for side in (free, near)]
-            shown = " / ".join(ours if model.routed_bytes else ours[:1])
-            cells.append(f"{stock[m] / stock[1]:.2f} → {shown}")
-        small = chip.memory * 0.75e9 < model.total_bytes  # what macOS gives the GPU unasked
-        table.add_row(chip.name + " *" * small, *cells)
+def same_work_table(found: Found) -> Table:
+    """What is predicted of the documents' experiment on their Mac: stock MLX and ours beside what was published."""
+    table = new_table(
+        f"the same on an {CHIP}, predicted: MLX, 4 bits, caches in 16, {SHOWN_OVERLAP} routing",
+        *("context", "k", "published speed-up"),
+        *(f"{side}: {name}" for side in (STOCK, OURS) for name in ("plain ms", "cycle ms", "speed-up")),
+        left=0,
+        caption="speed-ups with the published tokens per cycle",
+    )
+    lines = [line for line in found["documents"] if line["predicted"]]
+    for work in sorted({(line["context"], line["drafts"]) for line in lines}):
+        alike = [line for line in lines if (line["context"], line["drafts"]) == work]
+        sides = [alike[0]["predicted"][side] for side in (STOCK, OURS)]
+        cells = [(f"{s['plain'] * 1e3:.1f}", f"{s['cycle'] * 1e3:.1f}", _gains(alike, s)) for s in sides]
+        shown = " / ".join(f"{line['speedup']:.2f}" for line in alike)
+        table.add_row(f"{work[0] // 1024}k", str(work[1]), shown, *(cell for side in cells for cell in side))
     return table
 
 
-def detail(name: str, chip: Chip, context: int) -> list[Table]:
-    sides = ratios(MODELS[name], chip, context)
-    times = new_table(f"predicted: {name} on {chip.name}, {context} tokens of context, ms", "M", *sides, left=0)
-    for m in range(1, 9):
-        times.add_row(str(m), *(f"{side[m] * 1e3:.1f} ({side[m] / side[1]:.2f})" for side in sides.values()))
-    columns = "side", "phase", "GB", "GB requested", "ms of bytes", "10^9 instructions", "ms of these", "ms"
-    parts = new_table(f"predicted phases of {name} at M = 4 on {chip.name}", *columns, left=2)
-    for side, options in SIDES.items():
-        costs = of_model(MODELS[name], Pass(4, context=context, **options), chip)
-        for phase in dict.fromkeys(costs.names):
-            here = [i for i, found in enumerate(costs.names) if found == phase]
-            columns = (costs.count * x for x in (costs.nbytes, costs.requested, costs.instructions))
-            nbytes, requested, counted = (x[here].sum() / 1e9 for x in columns)
-            alone = nbytes / chip.bandwidth * 1e12, counted / chip.rate * 1e12
-            figures = (nbytes, requested, alone[0], counted, alone[1], phases(costs, chip)[here].sum() * 1e3)
-            parts.add_row(side, phase, *(f"{x:.2f}" for x in figures))
-        parts.add_row(side, f"{costs.launches:.0f} launches", *[""] * 5, f"{costs.launches * LAUNCH * 1e3:.2f}")
-        parts.add_section()
-    return [times, parts]
+def _gains(lines: Sequence[Found], side: dict[str, float]) -> str:
+    """Of rows with different weights, whose acceptance differs a little, the middle."""
+    return f"{median(speed_up(line, side['plain'], side['cycle']) for line in lines):.2f}"
 
 
-def tried(rows: Sequence[Row]) -> Table:
-    columns = "form", "caches serve", "median error, M <= 2", "greatest", "median, M = 3..8", "greatest", "within 25%"
-    table = new_table("predicted with other forms of t(a, b), each fitted anew to M <= 2", *columns, left=2)
-    for caches in (True, False):
-        for form in FORMS:
-            fitted, tested = split(predict(rows, fit(rows, form, caches), form, caches))
-            near, far = errors(fitted), errors(tested)
-            figures = *(f"{x:.1%}" for x in (*near[:2], *far[:2])), f"{far[2]} of {far[3]}"
-            used = " *" * (form == FORM and caches)
-            table.add_row(form + used, "repeated requests" if caches else "none", *figures)
-    return table
-
-
-@click.command(help=__doc__)
-@click.option("--chip", "only", type=click.Choice(list(CHIPS), case_sensitive=False), help="This chip, by phase.")
-@click.option("--model", "models", type=click.Choice(list(MODELS), case_sensitive=False), multiple=True)
-@click.option("--context", type=click.IntRange(1), default=4096, show_default=True, help="Tokens before the rows.")
-@click.option("--forms", is_flag=True, help="Also what other forms of t(a, b) give.")
-def main(only: str | None, models: tuple[str, ...], context: int, forms: bool) -> None:
-    console, rows = Console(width=150), read_rows()
-    chips = fit(rows)
-    fitted, tested = split(predict(rows, chips))
-    shown = list(models) or list(MODELS)
-    if only:
-        console.print(comparison(*([p for p in made if p.row.chip == only] for made in (fitted, tested))))
-        console.print(*(table for name in shown for table in detail(name, chips[only], context)))
-    else:
-        console.print(constants(chips, rows), comparison(fitted, tested), attention_checks(chips), unused())
-        console.print(*(overview(name, chips, context) for name in shown))
-    if forms:
-        console.print(tried(rows))
-    console.print("\n".join(summary(tested) + plain_checks(chips)))
-    raise SystemExit(int(any(p.verdict == "FAIL" for p in tested)))
-
-
-if __name__ == "__main__":
-    main()
+def speed_up(line: Found, plain: float, cycle: float) -> float:
+    """Of MTP over plain decoding at these times of a step and a cycle, with the published tokens per cycle."""
+    return line["tokens_per_cycle"] * plain / cycle
