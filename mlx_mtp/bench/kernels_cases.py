@@ -1,4 +1,4 @@
-"""The cases of `kernels.py`: sites in the shapes of released models, in bfloat16, with random weights."""
+"""The cases of `bench kernels`: sites in the shapes of released models, and small ones, in bfloat16, random weights."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,18 +12,18 @@ from mlx_lm.models import deepseek_v3, glm4_moe, mimo_v2_flash, qwen3_5, step3p5
 from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
-from mlx_mtp.cache import Ring, make_cache
-from mlx_mtp.kernels import Rope
-from mlx_mtp.layers.attention import Attention, Form, NormRope
-from mlx_mtp.layers.block import Sum
-from mlx_mtp.layers.experts import Mixture
-from mlx_mtp.layers.heads import Head
-from mlx_mtp.layers.mla import LatentAttention
-from mlx_mtp.layers.per_head import PerHead
-from mlx_mtp.layers.verify import GLU, Dense, Matrices, Recurrence, Stack
-from mlx_mtp.models import deepseek_v3 as deepseek_port
-from mlx_mtp.models.qwen3_5 import GatedDeltaNet
-from mlx_mtp.recurrent_cache import RecurrentCache
+from ..cache import Ring, make_cache
+from ..kernels import Rope
+from ..layers.attention import Attention, Form, NormRope
+from ..layers.block import Sum
+from ..layers.experts import Mixture
+from ..layers.heads import Head
+from ..layers.mla import LatentAttention
+from ..layers.per_head import PerHead
+from ..layers.verify import GLU, Dense, Matrices, Recurrence, Stack
+from ..models import deepseek_v3 as deepseek_port
+from ..models.qwen3_5 import GatedDeltaNet
+from ..recurrent_cache import RecurrentCache
 
 # Qwen3.6-27B's layers, as far as attention and gated delta read them.
 QWEN = {
@@ -73,8 +73,8 @@ def dense(n: int, k: int) -> Dense:
     return Dense(in_bfloat16(nn.Linear(k, n, bias=False)))
 
 
-def qwen(kind: type) -> Any:
-    return in_bfloat16(kind(qwen3_5.TextModelArgs.from_dict(QWEN)))
+def qwen(kind: type, **sizes: int) -> Any:
+    return in_bfloat16(kind(qwen3_5.TextModelArgs.from_dict({**QWEN, **sizes})))
 
 
 def step(layer: int) -> Any:
@@ -154,4 +154,41 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Step-3.5 sum and norm": ("add_norm", lambda: Sum(in_bfloat16(nn.RMSNorm(4096)))),
     "Step-3.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(step(0))),
     "GLM-4.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(glm())),
+}
+
+FEW = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+FEW_DELTA = {
+    **{"hidden_size": 128, "linear_num_value_heads": 2, "linear_num_key_heads": 1},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
+POSITIONS = 256  # of small caches
+
+
+def near(site: Any) -> Any:
+    """An attention at the end of few positions."""
+    site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
+    return site
+
+
+def small_latent() -> LatentAttention:
+    sizes = {"num_attention_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    return LatentAttention(in_bfloat16(deepseek_port.Attention(replace(deepseek_v3.ModelArgs(), **sizes))))
+
+
+# Of each op one that the emulator runs in a second or so.
+SMALL: dict[str, Callable[[], Any]] = {
+    "verify_qmm": lambda: stack(64, k=1024),
+    "verify_glu": lambda: glu(32, 1024),
+    "verify_qmm_mma": lambda: Matrices(stack(64, k=1024)),
+    "verify_gemv": lambda: dense(64, 1024),
+    "gated_delta_verify": lambda: Recurrence(qwen(GatedDeltaNet, **FEW_DELTA), RecurrentCache),
+    "verify_attention": lambda: near(attention(qwen(qwen3_5.Attention, **FEW))),
+    "verify_latent_attention": lambda: near(small_latent()),
+    "verify_qmm_heads": lambda: PerHead(
+        in_bfloat16(QuantizedMultiLinear(128, 64, 4, 64, 4, "affine")), heads_first=True
+    ),
+    "verify_moe": lambda: experts(16, 64, 64, 4),
+    "verify_head": lambda: Head(linear(1024, 512)),
+    "add_norm": lambda: Sum(in_bfloat16(nn.RMSNorm(512))),
+    "norm_rope": lambda: norm_rope(qwen(qwen3_5.Attention, **FEW)),
 }

@@ -1,0 +1,108 @@
+"""What a profile says: a line per phase, what is left unexplained, and the price of having looked."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from .profile import HOST, PHASES, Profile
+from .timing import Measured, measured, ratio
+
+COLUMNS = ("ms", "of the wall", "operations", "MB read", "GB/s", "of bandwidth")
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes per second, and where the figure comes from."""
+
+    rate: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.rate / 1e9:.1f} GB/s, {self.source}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One phase. ms: of a cycle, those of "prefill" of the whole prompt; operations, nbytes: as `census` counts."""
+
+    name: str
+    ms: Measured
+    share: float
+    operations: float | None = None
+    nbytes: float | None = None
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second."""
+        return None if self.nbytes is None else self.nbytes / (self.ms.median / 1e3)
+
+
+def lines(found: Profile, operations: dict[str, float], nbytes: dict[str, float]) -> list[Line]:
+    """Of each phase that took any time; behind "host", its parts."""
+    made = []
+    for name in (*PHASES, *HOST):
+        seconds = [{**t.seconds, **t.phases}[name] for t in found.timers]
+        if min(seconds) > 0:
+            cycles = [1 if name == "prefill" else max(1, t.cycles) for t in found.timers]
+            ms = measured([1e3 * s / n for s, n in zip(seconds, cycles, strict=True)])
+            share = measured([s / t.wall for s, t in zip(seconds, found.timers, strict=True)]).median
+            made.append(Line(name, ms, share, operations.get(name), nbytes.get(name)))
+    return made
+
+
+def phase_table(found: list[Line], bandwidth: Bandwidth, title: str) -> Table:
+    """The lines, with what share of the bandwidth each phase that reads weights achieved."""
+    caption = f"of a cycle, but prefill: of the prompt; bandwidth {bandwidth}"
+    table = Table(title=title, caption=caption)
+    table.add_column("phase", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for line in found:
+        part = line.name in HOST
+        figures = [f"{line.ms}", f"{line.share:.1%}", *_counts(line, bandwidth)]
+        table.add_row(f"  {line.name}" if part else line.name, *figures, style="dim" if part else None)
+    return table
+
+
+def _counts(line: Line, bandwidth: Bandwidth) -> list[str]:
+    operations = "" if line.operations is None else f"{line.operations:.0f}"
+    if not line.nbytes or line.rate is None:
+        return [operations, "", "", ""]
+    return [
+        operations,
+        f"{line.nbytes / 1e6:.1f}",
+        f"{line.rate / 1e9:.1f}",
+        f"{line.rate / bandwidth.rate:.0%}",
+    ]
+
+
+def remarks(found: Profile, made: list[Line], bandwidth: Bandwidth) -> list[str]:
+    """What the table does not say, a sentence each."""
+    wall = measured([t.wall for t in found.timers])
+    rest = measured([t.unexplained / t.wall for t in found.timers])
+    price = ratio([t.wall for t in found.timers], found.undisturbed)
+    first = found.timers[0]
+    said = [
+        f"{len(first.tokens)} tokens in {first.cycles} cycles, wall {1e3 * wall.median:.1f} ms, of which "
+        f"{rest.median:.2%} are in no phase.",
+        f"Profiled it takes {price}x the time of the decoding loop, which builds a cycle while another one runs.",
+    ]
+    if any(line.rate and line.rate > bandwidth.rate for line in made):
+        said.append("More than all of the bandwidth: weights came out of caches.")
+    return said
+
+
+def raw(found: Profile, operations: dict[str, float], nbytes: dict[str, float]) -> dict[str, Any]:
+    """Every round's seconds, for a result."""
+    first = found.timers[0]
+    return {
+        "tokens": len(first.tokens),
+        "cycles": first.cycles,
+        "seconds": {name: [t.seconds[name] for t in found.timers] for name in first.seconds},
+        "wall": [t.wall for t in found.timers],
+        "unexplained": [t.unexplained for t in found.timers],
+        "undisturbed": found.undisturbed,
+        "operations": operations,
+        "bytes": nbytes,
+    }
