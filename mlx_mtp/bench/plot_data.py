@@ -54,7 +54,10 @@ class Bars:
 
 @dataclass(frozen=True)
 class Grid:
-    """A number per row and column, None where there is none; `form` writes it, `low` and `high` span the colours."""
+    """A number per row and column, None where there is none; `form` writes it, `low` and `high` span the colours.
+
+    unit: what the numbers are.
+    """
 
     title: str
     x_label: str
@@ -153,9 +156,7 @@ def _series(label: str, values: dict[float, Measured | None], *, dashed: bool = 
 
 def _level(label: str, row: Row, x: list[float]) -> Series:
     assert row.speed
-    return Series(
-        label, [x[0], x[-1]], [row.speed.median] * 2, [row.speed.low] * 2, [row.speed.high] * 2, level=True
-    )
+    return Series(label, [x[0], x[-1]], [row.speed.median] * 2, [row.speed.low] * 2, [row.speed.high] * 2, level=True)
 
 
 def acceptance(found: Found) -> Iterator[Grid]:
@@ -168,9 +169,9 @@ def acceptance(found: Found) -> Iterator[Grid]:
             table = [[(row.rates if row else [])[d : d + 1] for d in range(depths)] for row in made.values()]
             values = [[100 * cell[0] if cell else None for cell in line] for line in table]
             yield Grid(
-                f"drafts accepted{where}: {subject(found)}",
+                f"drafts accepted, %{where}: {subject(found)}",
                 *("depth of the draft", "kind of prompt", list(made), [str(d + 1) for d in range(depths)]),
-                *(values, "{:.0f}", 0, 100, "% of those drafted"),
+                *(values, "{:.0f}", 0, 100, "% of drafts accepted"),
             )
 
 
@@ -219,7 +220,10 @@ def phase_bars(results: Sequence[Found]) -> Iterator[Bars]:
 def _phases(found: Found) -> dict[str, float]:
     cycles = max(1, found["cycles"])
     values = {name: measured(times).median for name, times in found["seconds"].items() if name != "prefill"}
-    return {name: 1e3 * s / cycles for name, s in (values | {"unexplained": measured(found["unexplained"]).median}).items()}
+    return {
+        name: 1e3 * s / cycles
+        for name, s in (values | {"unexplained": measured(found["unexplained"]).median}).items()
+    }
 
 
 # kernels
@@ -234,7 +238,9 @@ def kernel_grid(found: Found) -> Iterator[Grid]:
     made = {(line["name" if timed else "op"], line["rows"]): _kernel(line) for line in lines}
     values = [[made.get((name, m)) for m in sizes] for name in names]
     if lines:
-        title, unit = ("stock MLX's time over ours", "x") if timed else ("bytes requested over distinct, emulated", "x")
+        title, unit = (
+            ("stock MLX's time over ours", "x") if timed else ("bytes requested over distinct, emulated", "x")
+        )
         most = max(v for line in values for v in line if v is not None)
         where = subject(found) if timed else "counts"
         axes = ("rows, M", "kernel", names, [str(m) for m in sizes])
@@ -257,7 +263,9 @@ def model_curve(found: Found) -> Iterator[Lines]:
     series = []
     overlaps = dict.fromkeys(line["overlap"] for line in found["floors"])
     for overlap in overlaps:
-        points = {line["rows"]: line["bytes"]["total"] for line in _passes(found["floors"]) if line["overlap"] == overlap}
+        points = {
+            line["rows"]: line["bytes"]["total"] for line in _passes(found["floors"]) if line["overlap"] == overlap
+        }
         series.append(_ratios(f"floor, {overlap} routing", points, FLOOR, dashed=overlap != SHOWN_OVERLAP))
     if len({tuple(s.y) for s in series}) == 1:
         series = [Series("floor", series[0].x, series[0].y, colour=FLOOR)]
@@ -278,7 +286,9 @@ def _passes(lines: Sequence[Found]) -> list[Found]:
 
 def _ratios(label: str, points: dict[int, float], colour: int | None, *, dashed: bool = False) -> Series:
     rows = sorted(points)
-    return Series(label, [float(m) for m in rows], [points[m] / points[1] for m in rows], dashed=dashed, colour=colour)
+    return Series(
+        label, [float(m) for m in rows], [points[m] / points[1] for m in rows], dashed=dashed, colour=colour
+    )
 
 
 def model_cycles(found: Found) -> Iterator[Bars]:
@@ -322,7 +332,15 @@ def documents(found: Found, machine: str = "Mac Studio") -> Iterator[Ranges]:
         for name, value in zip(marks, values, strict=True):
             marks[name].append(None if value is None else 1e3 * value)
     title = f"another engine's {found['model']['name']} on a {machine}, and its byte floor"
-    yield Ranges(title, "ms of a plain step, or of a cycle", names, spans, "floor: shared to independent routing", marks, [3, FLOOR, 0])
+    yield Ranges(
+        title,
+        "ms of a plain step, or of a cycle",
+        names,
+        spans,
+        "floor: shared to independent routing",
+        marks,
+        [3, FLOOR, 0],
+    )
 
 
 def _with_plain(lines: Sequence[Found]) -> Iterator[tuple[Found, int]]:

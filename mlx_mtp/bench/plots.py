@@ -28,11 +28,10 @@ class Theme:
     ink: str
     faint: str
     series: tuple[str, ...]
-    colours: str  # matplotlib's map of a grid's numbers
 
 
-LIGHT = Theme("#ffffff", "#1a1a1a", "#d4d7dc", ("#0072b2", "#d55e00", "#009e73", "#a6569b", "#b07d00", "#56b4e9"), "cividis")
-DARK = Theme("#14171c", "#e8eaed", "#3b414a", ("#56b4e9", "#ff8a4c", "#2fd3a0", "#e79ad0", "#f0c419", "#9db7ff"), "cividis")
+LIGHT = Theme("#ffffff", "#1a1a1a", "#d4d7dc", ("#0072b2", "#d55e00", "#009e73", "#a6569b", "#b07d00", "#56b4e9"))
+DARK = Theme("#14171c", "#e8eaed", "#3b414a", ("#56b4e9", "#ff8a4c", "#2fd3a0", "#e79ad0", "#f0c419", "#9db7ff"))
 MARKERS = "osD^vP"
 
 
@@ -58,7 +57,9 @@ def save(results: Sequence[dict[str, Any]], path: Path, *, dark: bool = False) -
     if not panels:
         raise ValueError(f"plot={path}: nothing in these results can be drawn")
     with style(theme := DARK if dark else LIGHT):
-        figure(panels, theme).savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        figure(panels, theme).savefig(
+            path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None
+        )
 
 
 def svg(panel: Panel, *, dark: bool, name: str) -> str:
@@ -129,7 +130,9 @@ def _lines(panel: Lines, ax: "Axes", theme: Theme) -> None:
         colour = theme.series[(i if series.colour is None else series.colour) % len(theme.series)]
         marker = "" if series.level else MARKERS[i % len(MARKERS)]
         kind = "-." if series.level else "--" if series.dashed else "-"
-        ax.plot(series.x, series.y, kind, marker=marker, color=colour, label=series.label, linewidth=1.8, markersize=5)
+        ax.plot(
+            series.x, series.y, kind, marker=marker, color=colour, label=series.label, linewidth=1.8, markersize=5
+        )
         _interval(series, ax, colour)
     ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
     ax.set_ylabel(panel.y_label)
@@ -165,13 +168,17 @@ def _bars(panel: Bars, ax: "Axes", theme: Theme) -> None:
 
 
 def _grid(panel: Grid, ax: "Axes", theme: Theme) -> None:
+    """Numbers on a colour that goes from the paper's to that of the first series."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colours = LinearSegmentedColormap.from_list("grid", [theme.paper, theme.series[0]])
     values = [[float("nan") if v is None else v for v in row] for row in panel.values]
-    shown = ax.imshow(values, cmap=theme.colours, vmin=panel.low, vmax=panel.high, aspect="auto")
+    ax.imshow(values, cmap=colours, vmin=panel.low, vmax=panel.high, aspect="auto")
     for i, row in enumerate(panel.values):
         for j, value in enumerate(row):
             if value is not None:
-                middle = (panel.low + panel.high) / 2
-                ink = "#111111" if value > middle else "#ffffff"  # cividis is dark below, light above, on any paper
+                behind = colours((value - panel.low) / (panel.high - panel.low))
+                ink = max(theme.paper, theme.ink, key=lambda ink: contrast(ink, behind))
                 ax.text(j, i, panel.form.format(value), ha="center", va="center", color=ink)
     ax.set_xticks(range(len(panel.columns)), panel.columns)
     ax.set_yticks(range(len(panel.rows)), panel.rows)
@@ -179,8 +186,18 @@ def _grid(panel: Grid, ax: "Axes", theme: Theme) -> None:
     ax.tick_params(length=0)
     for spine in ax.spines.values():
         spine.set_visible(False)
-    assert ax.figure
-    ax.figure.colorbar(shown, ax=ax, label=panel.unit, fraction=0.05, pad=0.02)
+
+
+def contrast(a: Any, b: Any) -> float:
+    """Of two colours, from 1 to 21. Source: WCAG 2.2, relative luminance."""
+    from matplotlib.colors import to_rgb
+
+    def luminance(colour: Any) -> float:
+        linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def _ranges(panel: Ranges, ax: "Axes", theme: Theme) -> None:

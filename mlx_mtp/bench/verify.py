@@ -181,7 +181,11 @@ def curve_table(curves: Sequence[Curve], side: str, rows: Sequence[int], title: 
     table.add_column("M", justify="right")
     for curve in curves:
         table.add_column(curve.title, justify="right")
-    table.add_row("1, ms", *(f"{1e3 * ratio(c.seconds[side][1], [1.0] * len(c.seconds[side][1])).median:.3f}" for c in curves), end_section=True)
+    table.add_row(
+        "1, ms",
+        *(f"{1e3 * ratio(c.seconds[side][1], [1.0] * len(c.seconds[side][1])).median:.3f}" for c in curves),
+        end_section=True,
+    )
     for m in rows:
         cells = []
         for curve in curves:

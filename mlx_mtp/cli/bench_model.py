@@ -9,11 +9,17 @@ QUICK_ROWS = (2, 4)
 
 @click.command("model")
 @click.option("--chip", help='A chip by name, such as "M3 Ultra"; else the one at hand.')
-@click.option("--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]")
+@click.option(
+    "--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]"
+)
 @click.option("--config", type=click.Path(path_type=Path), help="A model's config.json, taken in 4 bits.")
 @click.option("--context", type=click.IntRange(1), help="Tokens before the rows.  [default: 4096]")
-@click.option("--measured", type=click.Path(path_type=Path), multiple=True, help="A result of bench decode|verify|profile.")
-@click.option("--validate", is_flag=True, help="Also all constants, published rows and their errors; fails where one is off.")
+@click.option(
+    "--measured", type=click.Path(path_type=Path), multiple=True, help="A result of bench decode|verify|profile."
+)
+@click.option(
+    "--validate", is_flag=True, help="Also all constants, published rows and their errors; fails where one is off."
+)
 @click.option("--quick", is_flag=True, help="Only a verify of 2 and of 4 rows.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the result to this file, as one JSON line.")
 def model(

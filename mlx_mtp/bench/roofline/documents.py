@@ -6,7 +6,7 @@ floors are a little higher, the distances from them a little smaller.
 
 from typing import Any
 
-from ..documents import Published, published
+from ..documents import Published, published, tokens
 from .chips import Chip
 from .floor import CYCLE, PLAIN, cycle_floor, pass_floor
 from .ops import OVERLAPS, Model
@@ -43,7 +43,7 @@ def documents(chips: dict[str, Chip]) -> list[dict[str, Any]]:
 
 def _row(row: Published, chips: dict[str, Chip]) -> dict[str, Any]:
     usable = chips[CHIP].bandwidth if row.machine == MAC else GBPS[row.machine] * 1e9 * Chip.usable
-    model, k, context = stored(row), row.num_draft_tokens, row.context_tokens
+    model, k, context = stored(row), row.num_draft_tokens, tokens(row.context, quick=False)
     floor = {overlap: cycle_floor(model, k, context, overlap).total / usable for overlap in OVERLAPS}
     return {
         **{name: getattr(row, name) for name in ("machine", "weights", "kv_cache", "mtp_kv_cache")},

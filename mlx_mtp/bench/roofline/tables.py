@@ -74,7 +74,9 @@ def floor_table(found: Found) -> Table:
     )
     for i, (phase, rows) in enumerate(phases := phases_of(found)):
         floors = floors_of(found, phase, rows)
-        parts = [[floors[o][part] / size for o in OVERLAPS] for part in ("shared", "experts", "head", "cache", "state")]
+        parts = [
+            [floors[o][part] / size for o in OVERLAPS] for part in ("shared", "experts", "head", "cache", "state")
+        ]
         totals = [floors[o]["total"] for o in OVERLAPS]
         over = _each([total / plain[o]["total"] for total, o in zip(totals, OVERLAPS, strict=True)])
         cells = *map(_each, parts), _each([total / size for total in totals]), over
@@ -115,9 +117,7 @@ def _gap_caption(chip: Found | None) -> str:
     return f"floor: bytes over the {used} that are usable; (times the phase's floor; over the side's plain step)"
 
 
-def _gap_cell(
-    found: Found, kind: str, side: str, phase: str, rows: int, floor: float | None, nbytes: float
-) -> str:
+def _gap_cell(found: Found, kind: str, side: str, phase: str, rows: int, floor: float | None, nbytes: float) -> str:
     seconds = time_of(found, kind, side, phase, rows)
     if seconds is None:
         return ""
@@ -158,7 +158,20 @@ def documents_table(found: Found, machine: str | None = MAC) -> Table:
     lines = [line for line in found["documents"] if machine in (None, line["machine"])]
     table = new_table(
         f"another engine's {found['model']['name']} over its byte floor: {machine or 'all that is published'}",
-        *("weights", "KV", "context", "k", "plain ms", "floor", "", "cycle ms", "floor", "", "speed-up", "at the floor"),
+        *(
+            "weights",
+            "KV",
+            "context",
+            "k",
+            "plain ms",
+            "floor",
+            "",
+            "cycle ms",
+            "floor",
+            "",
+            "speed-up",
+            "at the floor",
+        ),
         left=2,
         caption=f"{MAC}: taken as an {CHIP}. floor: {SHOWN_OVERLAP} routing; a cycle's distances: {', '.join(OVERLAPS)}."
         " at the floor: speed-up if plain steps and cycles both were, with as many tokens per cycle",

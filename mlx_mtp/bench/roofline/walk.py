@@ -86,7 +86,9 @@ def _experts(module: Any, block: Any, width: int) -> Experts:
     made = [child for child in module.children().values() if isinstance(child, SWITCHES)]
     total, n, k, bits, group = _format(made[0], width)
     owners = (block, block.get("gate"))
-    top = next(getattr(owner, name) for owner in owners for name in TOP if isinstance(getattr(owner, name, None), int))
+    top = next(
+        getattr(owner, name) for owner in owners for name in TOP if isinstance(getattr(owner, name, None), int)
+    )
     return Experts(k, n, total, top, "experts", bits, group, len(made))
 
 
