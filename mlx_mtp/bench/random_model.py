@@ -37,6 +37,18 @@ def random_model(
     A `quantization` in the file says which modules have other bits, as do mlx-lm's rules for the family.
     Raises ValueError, in one line, for a file that is none, a family without a port, or sizes that do not fit.
     """
+    model, config = shaped_model(file, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
+    draw_weights(model, seed)
+    model.eval()
+    facts = make_report(model, config, source="random weights", norms="ones", ignored=())
+    model.report = lambda: facts
+    return model
+
+
+def shaped_model(
+    file: Path, *, layers: int | None = None, bits: int | None = 4, group_size: int = 64, mtp: bool = True
+) -> tuple[Any, dict]:
+    """The model that `random_model` draws weights for, before any array of it is computed, and its config."""
     config = _read(file)
     port = find_port(config)
     if port is None:
@@ -51,11 +63,7 @@ def random_model(
             nn.quantize(model, group_size, bits, class_predicate=_rule(model, config, group_size))
     except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError) as e:
         raise ValueError(f"{file}: no model can be built from it ({str(e).partition(chr(10))[0]})") from e
-    draw_weights(model, seed)
-    model.eval()
-    facts = make_report(model, config, source="random weights", norms="ones", ignored=())
-    model.report = lambda: facts
-    return model
+    return model, config
 
 
 def _read(file: Path) -> dict:

@@ -56,6 +56,11 @@ class Subject:
     def synthetic(self) -> str | None:
         return self.facts["synthetic"]
 
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """What ends a text; nothing where weights are random."""
+        return () if self.tokenizer is None else tuple(sorted(self.tokenizer.eos_token_ids))
+
     def acceptance(self) -> AbstractContextManager[None]:
         """Everything that drafts is to run inside of it; it draws what is accepted, where rates were given."""
         return drawn_acceptance(self.rates) if self.rates else nullcontext()

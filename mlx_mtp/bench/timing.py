@@ -9,7 +9,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 INCONCLUSIVE = 0.05  # spread
 CONFIDENCE = 0.9
 
@@ -47,14 +49,14 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> Measured:
 
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], float]], rounds: int, *, warmups: int = 1, cooldown: float = 0.0
-) -> dict[str, list[float]]:
+    contenders: Mapping[str, Callable[[], T]], rounds: int, *, warmups: int = 1, cooldown: float = 0.0
+) -> dict[str, list[T]]:
     """What each contender returns (seconds, say) in `rounds` rounds, in which all take turns; warm-ups do not count.
 
     Every other round goes backwards, so that nobody always runs behind the same one. cooldown: seconds of rest
     before each turn.
     """
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[str, list[T]] = {name: [] for name in contenders}
     for i in range(-warmups, rounds):
         names = list(contenders)
         for name in names if i % 2 == 0 else reversed(names):

@@ -13,10 +13,13 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from roofline_cost import CHIPS, FORM, FORMS, LAUNCH, Chip, Costs, Pass, of_model, of_op, seconds
-from roofline_models import MODELS, Linear, dense_70b
 
-DATA = Path(__file__).parent / "data"
+from .chips import CHIPS, Chip
+from .cost import FORM, FORMS, LAUNCH, Costs, Pass, of_model, of_op, seconds
+from .ops import Linear
+from .released import MODELS, dense_70b
+
+DATA = Path(__file__).parent
 CONTEXT = 512  # of published whole passes, "short"
 WITHIN = 0.25
 ERROR, BANDWIDTH_PRIOR, ISSUE_PRIOR = 0.10, 0.10, 0.30

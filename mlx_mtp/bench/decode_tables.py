@@ -1,0 +1,168 @@
+"""A result of `bench decode` as tables, and two of them side by side."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from .decode import MLX_LM, PLAIN
+from .rows import Row, Setting, categories, rows, settings
+from .timing import Measured
+
+NUMBERS = (
+    "tokens",
+    "drafted",
+    "accepted",
+    "per depth",
+    "tok/cycle",
+    "tok/s",
+    "vs plain",
+    "vs mlx-lm",
+    "prompt tok/s",
+)
+UNLIKE = ("chip", "memory_bytes", "cores", "os", "python", "device", "blas", "threads", "mlx", "mlx_lm", "mlx_mtp")
+
+
+def overall(found: dict[str, Any], setting: Setting) -> Table:
+    """A row per loop, over all prompts."""
+    table = Table(
+        "loop", title=_title(found, setting), caption="ratios of tok/s, with their range", box=box.SIMPLE_HEAD
+    )
+    for name in NUMBERS:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    different = {d["contender"] for d in found["differences"] if _of(d) == setting}
+    for row in rows(found, setting):
+        remarks = [*(["text differs"] if row.contender in different else []), *_inconclusive(row)]
+        table.add_row(row.contender, *_cells(row), ", ".join(remarks))
+    return table
+
+
+def by_category(found: dict[str, Any], setting: Setting) -> Table:
+    """A row per kind of prompt: each loop's speed over that of our plain one."""
+    names = [row.contender for row in rows(found, setting) if row.contender != PLAIN]
+    table = Table(
+        "prompts", box=box.SIMPLE_HEAD, title=f"{_title(found, setting)}: tok/s over plain, by kind of prompt"
+    )
+    for name in ("tokens", *names):
+        table.add_column(name, justify="right")
+    table.add_column("inconclusive")
+    for category in categories(found):
+        of_loop = {row.contender: row for row in rows(found, setting, category)}
+        ratios = {name: of_loop[name].vs_plain if name in of_loop else None for name in names}
+        wide = [name for name, value in ratios.items() if value and not value.conclusive]
+        doubtful = "all" if wide == names else ", ".join(wide)
+        table.add_row(category, f"{of_loop[PLAIN].tokens:.0f}", *map(_median, ratios.values()), doubtful)
+    return table
+
+
+def _title(found: dict[str, Any], setting: Setting) -> str:
+    context, kv_bits, mtp_kv_bits = setting
+    parts = [found["model"]["name"], f"{context} tokens of context" if context else "prompts as they are"]
+    parts += [f"{bits}-bit {what}" for bits, what in ((kv_bits, "KV"), (mtp_kv_bits, "heads' KV")) if bits]
+    if found["model"]["synthetic"]:
+        parts.append(f"SYNTHETIC: {found['model']['synthetic']}")
+    return ", ".join(parts)
+
+
+def _of(difference: dict[str, Any]) -> Setting:
+    return difference["context"], difference["kv_bits"], difference["mtp_kv_bits"]
+
+
+def _inconclusive(row: Row) -> list[str]:
+    return [] if row.conclusive else ["inconclusive"]
+
+
+def _cells(row: Row) -> list[str]:
+    drafting = row.drafted > 0
+    return [
+        f"{row.tokens:.0f}",
+        f"{row.drafted:.0f}" if drafting else "",
+        f"{row.accepted:.0f}" if drafting else "",
+        "/".join(f"{rate:.0%}" for rate in row.rates) if drafting else "",
+        f"{row.tokens_per_cycle:.2f}" if drafting and row.tokens_per_cycle else "",
+        f"{row.speed.median:.1f}" if row.speed else "",
+        _with_range(row.vs_plain) if row.contender != PLAIN else "1",
+        _with_range(row.vs_mlx_lm) if row.contender != MLX_LM else "1",
+        f"{row.prompt_speed:.0f}" if row.prompt_speed else "",
+        f"{row.peak_bytes / 1e9:.3f}",
+    ]
+
+
+def _with_range(value: Measured | None) -> str:
+    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})" if value else ""
+
+
+def _median(value: Measured | None) -> str:
+    return f"{value.median:.2f}" if value else ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A loop's speed, or its ratio to plain, in two results."""
+
+    setting: Setting
+    contender: str
+    what: str
+    before: Measured
+    after: Measured
+
+    @property
+    def ratio(self) -> float:
+        return self.after.median / self.before.median
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the two ranges have nothing in common."""
+        return self.before.high < self.after.low or self.after.high < self.before.low
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+    """Speeds and ratios to plain of every loop and setting that both results have."""
+    found = []
+    for setting in settings(after):
+        old = {row.contender: row for row in rows(before, setting)} if setting in settings(before) else {}
+        for row in rows(after, setting):
+            for what, name in (("tok/s", "speed"), ("vs plain", "vs_plain"), ("vs mlx-lm", "vs_mlx_lm")):
+                earlier, later = getattr(old.get(row.contender), name, None), getattr(row, name)
+                if earlier and later and not (what == "vs plain" and row.contender == PLAIN):
+                    found.append(Change(setting, row.contender, what, earlier, later))
+    return found
+
+
+def unlike(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What two results do not share, which may explain a change, one line each."""
+    lines = []
+    for part in ("environment", "model", "options"):
+        names = UNLIKE if part == "environment" else sorted(before[part].keys() | after[part].keys())
+        pairs = [(name, before[part].get(name), after[part].get(name)) for name in names]
+        lines += [f"{part}: {name} was {old!r}, is {new!r}" for name, old, new in pairs if old != new]
+    old = {_key(entry): entry["text"] for entry in before["entries"]}
+    other = [key for entry in after["entries"] if old.get(key := _key(entry), entry["text"]) != entry["text"]]
+    return [*lines, *([f"texts: {len(other)} of {len(after['entries'])} are others"] if other else [])]
+
+
+def _key(entry: dict[str, Any]) -> tuple:
+    return *_of(entry), entry["category"], entry["contender"], entry["prompt_tokens"]
+
+
+def compared(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    """A row per speed and ratio that both results have, and whether it has changed by more than their ranges."""
+    table = Table("context", "KV", "loop", "what", box=box.SIMPLE_HEAD, title="compared with the earlier result")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for change in changes(before, after):
+        context, kv_bits, mtp_kv_bits = change.setting
+        table.add_row(
+            str(context or ""),
+            "/".join(str(bits) for bits in (kv_bits, mtp_kv_bits) if bits),
+            change.contender,
+            change.what,
+            _with_range(change.before),
+            _with_range(change.after),
+            f"{change.ratio:.2f}x",
+            "beyond both ranges" if change.beyond else "",
+        )
+    return table

@@ -1,0 +1,107 @@
+"""What a model's modules read and multiply: the operations of any port, found by what its modules are."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from ...layers.attention import Form
+from ...layers.draft_head import DraftHead as Drafter
+from ...layers.gated_delta import GatedDelta
+from ...layers.mamba2 import Mamba2
+from ...layers.mla import AbsorbedMLA
+from ...layers.port import Port
+from ...layers.sparse_mla import SparseMLA
+from .ops import Attention, DraftHead, Experts, Latent, Layer, Linear, Model, Op, State
+
+TOP = ("top_k", "num_experts_per_tok", "moe_top_k")  # what mlx-lm's routers call the experts of a token
+SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
+OUTSIDE = ("head", "embed_tokens")  # of a draft head's modules: LM head, and an embedding that is looked up
+
+
+def of_port(model: Port, float_bytes: int | None = None) -> Model:
+    """The operations of a port's model, whose weights are not read.
+
+    float_bytes: of a weight that is not quantized, and of a value in the caches; None takes what the model has.
+    Vectors (norms, biases) are left out, and so is an embedding that is only looked up.
+    """
+    width = float_bytes or model.no_hidden().dtype.size
+    windows = {id(layer): w for layer, w in zip(model.cached_layers(), model.windows(), strict=True)}
+    counted = Counter(tuple(_ops(model, layer, windows.get(id(layer)), width)) for layer in model.layers)
+    layers = tuple(Layer(kind_of(ops), count, ops) for ops, count in counted.items())
+    lm_head = _linear("lm_head", model.unembedding(), width)
+    drafts = tuple(_draft_head(model, depth, width) for depth in range(len(model.mtp)))
+    return Model(layers, lm_head, drafts, model.spec.topology == "recycle" and len(drafts) == 1)
+
+
+def _draft_head(model: Port, depth: int, width: int) -> DraftHead:
+    head: Any = model.mtp[depth]
+    parts = [(name, child) for name, child in head.children().items() if name not in OUTSIDE]
+    ops = tuple(op for _, child in parts for op in _ops(model, child, head.window, width))
+    return DraftHead(Layer(kind_of(ops), 1, ops), _linear("lm_head", model.unembedding(depth), width))
+
+
+def kind_of(ops: tuple[Op, ...]) -> str:
+    """The kind of layer, of those whose launches were counted, that is most like one of these operations."""
+    kinds = {type(op) for op in ops}
+    experts = Experts in kinds
+    if State in kinds:
+        return "qwen delta experts" if experts else "qwen delta"
+    family = "deepseek" if Latent in kinds else "glm"
+    return f"{family} experts" if experts else f"{family} dense"
+
+
+def _ops(model: Port, block: Any, window: Any, width: int) -> Iterator[Op]:
+    """The operations of a module and all inside it."""
+    attentions = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, Drafter))}
+    parents = {path: module for path, module in block.named_modules()}
+    for path, module in parents.items():
+        if type(module) in attentions:
+            form = Form.of(module)
+            yield Attention(form.heads, form.kv_heads, form.head_dim, window, "attention", form.value_dim, width)
+        elif isinstance(module, AbsorbedMLA):
+            yield _latent(model, module, width)
+        elif isinstance(module, GatedDelta):
+            yield State(module.num_v_heads * module.head_v_dim * module.head_k_dim * 4)
+        elif isinstance(module, Mamba2):
+            yield State(module.num_heads * module.head_dim * module.ssm_state_size * 4)
+        if any(isinstance(child, SWITCHES) for child in module.children().values()):
+            yield _experts(module, parents[path.rpartition(".")[0]], width)
+        elif (weight := module.get("weight")) is not None and weight.ndim > 1 and not isinstance(module, SWITCHES):
+            yield _linear(path.rpartition(".")[2], module, width)
+
+
+def _latent(model: Port, module: Any, width: int) -> Latent:
+    """Where layers share what one indexer chose, only that one's cache has its keys."""
+    sizes = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim, module.v_head_dim
+    top = model.args.index_topk if isinstance(module, SparseMLA) else None
+    index = module.indexer.head_dim if "indexer" in module else 0
+    return Latent(module.num_heads, *sizes, top=top, index=index, value_bytes=width)
+
+
+def _experts(module: Any, block: Any, width: int) -> Experts:
+    """Of a module that holds an MLP's matrices for all experts, inside the block that routes to it."""
+    made = [child for child in module.children().values() if isinstance(child, SWITCHES)]
+    total, n, k, bits, group = _format(made[0], width)
+    owners = (block, block.get("gate"))
+    top = next(getattr(owner, name) for owner in owners for name in TOP if isinstance(getattr(owner, name, None), int))
+    return Experts(k, n, total, top, "experts", bits, group, len(made))
+
+
+def _linear(name: str, module: Any, width: int) -> Linear:
+    many, n, k, bits, group = _format(module, width)
+    return Linear(name, many * n, k, bits, group)
+
+
+def _format(module: Any, width: int) -> tuple[int, int, int, float, float | None]:
+    """How many matrices, N, K, bits, and the group that has as many bytes of scales as there are."""
+    weight = module.weight
+    *many, n, k = weight.shape
+    count = math.prod(many)
+    if "scales" not in module:
+        return count, n, k, 8 * width, None
+    k = module.scales.shape[-1] * module.group_size
+    beside = module.scales.nbytes + (module.biases.nbytes if module.get("biases") is not None else 0)
+    return count, n, k, module.bits, 4 * count * n * k / beside
