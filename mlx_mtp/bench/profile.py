@@ -31,7 +31,10 @@ HOST = ("build the draft", "build the verify", "commit")  # the parts of the las
 
 @dataclass(frozen=True)
 class Workload:
-    """What is decoded: a greedy text of at most max_tokens, with k drafts of the heads in every cycle."""
+    """What is decoded: a greedy text of at most max_tokens, with k drafts of the heads in every cycle.
+
+    Raises ValueError for more drafts than the model's heads can make.
+    """
 
     model: Any
     prompt: Sequence[int]
@@ -39,6 +42,10 @@ class Workload:
     stop_tokens: Collection[int]
     k: int
     step: int  # prompt tokens per chunk
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.k <= self.model.max_draft_tokens:
+            raise ValueError(f"num_draft_tokens={self.k}: allowed is 0 to {self.model.max_draft_tokens} with this model")
 
 
 @dataclass

@@ -5,7 +5,9 @@ from typing import Any
 
 from rich.table import Table
 
+from .census import stream_rate
 from .profile import HOST, PHASES, Profile
+from .roofline.chips import CHIPS, at_hand
 from .timing import Measured, measured, ratio
 
 COLUMNS = ("ms", "of the wall", "operations", "MB read", "GB/s", "of bandwidth")
@@ -106,3 +108,13 @@ def raw(found: Profile, operations: dict[str, float], nbytes: dict[str, float]) 
         "operations": operations,
         "bytes": nbytes,
     }
+
+
+def bandwidth_of(stated: float | None) -> Bandwidth:
+    """As stated, in GB/s, else of the chip at hand, else what MLX streams on this machine."""
+    if stated is not None:
+        return Bandwidth(1e9 * stated, "as stated")
+    known = CHIPS.get(at_hand() or "")
+    if known:
+        return Bandwidth(1e9 * known.gbps, f"of an {known.name}, as published")
+    return Bandwidth(stream_rate(), "measured: MLX copies a large array, reads and writes")

@@ -28,9 +28,11 @@ from ..sampling import Picker
 from ..sites import place
 from ..stats import Stats
 from ..switch import switch, trials
-from ..trial import decide, in_words
+from ..trial import decide, in_words, requested
 from .chain import REPEATS, Timed, steps_for
-from .timing import interleaved, ratio
+from .prompts import filler
+from .subject import Subject
+from .timing import interleaved, measured, ratio
 from .verify_parts import expert_inputs, parts_of
 
 STOCK, OURS = "stock", "ours"
@@ -44,11 +46,13 @@ class Kernels:
 
     def __init__(self, model: Any, lane: str | None):
         self.sites: list[Any] = []
-        self.words: tuple[str, ...] = ()
-        if on_metal() and lane != "off" and isinstance(model, Port):
+        self.words: tuple[str, ...] = ("none: asked for",) if on_metal() else ("none: no Metal GPU",)
+        if not isinstance(model, Port):
+            raise ValueError("a model of mlx-lm's own, decoded one row at a time: there is no verify to measure")
+        if on_metal() and requested(lane) != "off":
             dtype = model.no_hidden().dtype
             self.sites = place(model)
-            verdicts = decide(trials(self.sites, dtype), lane=lane)
+            verdicts = decide(trials(self.sites, dtype), lane=requested(lane))
             switch(self.sites, verdicts, dtype)
             self.words = in_words(verdicts)
         self.rows = [site.rows for site in self.sites]
@@ -128,13 +132,37 @@ class Curve:
 
 @dataclass(frozen=True)
 class Plan:
-    """rows: numbers of rows, 1 among them; contexts: positions; seconds: of a part's chain, about."""
+    """rows: numbers of rows, 1 among them; contexts: positions; seconds: of a part's chain, about.
+
+    Raises ValueError for a number out of range.
+    """
 
     rows: Sequence[int]
     contexts: Sequence[int]
     rounds: int
-    seconds: float = 0.005
     cooldown: float = 0.0
+    seconds: float = 0.005
+
+    def __post_init__(self) -> None:
+        assert 1 in self.rows, "ratios are over one row"
+        for rows in self.rows:
+            if not 1 <= rows <= MAX_ROWS:
+                raise ValueError(f"rows={rows}: allowed is 1 to {MAX_ROWS}")
+        for context in self.contexts:
+            if context < 1:
+                raise ValueError(f"contexts={context}: allowed is 1 or more")
+
+
+def text_of(subject: Subject, context: int) -> list[int]:
+    """Tokens for a context and what comes behind it: source code, or random ones where there is no tokenizer."""
+    length = context + 2 * MAX_ROWS
+    if subject.tokenizer is None:
+        drawn: Any = mx.random.randint(0, subject.model.vocab_size, (length,), key=mx.random.key(0)).tolist()
+        return drawn
+    characters, tokens = 4 * length, list[int]()
+    while len(tokens) < length:
+        tokens, characters = subject.tokenizer.encode(filler(characters)), 2 * characters
+    return tokens[:length]
 
 
 def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: Plan, step: int) -> Iterator[Curve]:
@@ -174,25 +202,34 @@ def _curve(
     return curve
 
 
-def curve_table(curves: Sequence[Curve], side: str, rows: Sequence[int], title: str) -> Table:
-    """T(M)/T(1), a line per number of rows, a column per curve; "?": inconclusive."""
-    unsure = False
+def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
+    """T(M)/T(1), a line per number of rows, a column per curve; in front T(1), of one pass over all layers."""
     table = Table(title=title)
     table.add_column("M", justify="right")
     for curve in curves:
         table.add_column(curve.title, justify="right")
-    table.add_row(
-        "1, ms",
-        *(f"{1e3 * ratio(c.seconds[side][1], [1.0] * len(c.seconds[side][1])).median:.3f}" for c in curves),
-        end_section=True,
-    )
-    for m in rows:
-        cells = []
-        for curve in curves:
-            of_side = curve.seconds[side]
-            found = ratio(of_side[m], of_side[1]) if m in of_side else None
-            unsure |= found is not None and not found.conclusive
-            cells.append("" if found is None else f"{found.median:.2f}" + ("" if found.conclusive else "?"))
-        table.add_row(str(m), *cells)
-    table.caption = "?: inconclusive, the spread is above 5%" if unsure else None
+    times = [measured(curve.seconds[side][1]).median for curve in curves]
+    table.add_row("1, ms", *(f"{1e3 * seconds:.3f}" for seconds in times), end_section=True)
+    for m in sorted({m for curve in curves for m in curve.seconds[side]} - {1}):
+        table.add_row(str(m), *(_cell(curve.seconds[side], m) for curve in curves))
+    table.caption = "?: inconclusive, its spread is above 5%" if any("?" in str(c) for c in _cells(table)) else None
     return table
+
+
+def _cell(seconds: dict[int, list[float]], m: int) -> str:
+    if m not in seconds:
+        return ""
+    found = ratio(seconds[m], seconds[1])
+    return f"{found.median:.2f}" + ("" if found.conclusive else "?")
+
+
+def _cells(table: Table) -> list[Any]:
+    return [cell for column in table.columns for cell in column.cells]
+
+
+def remark(kernels: Kernels) -> str:
+    """Whether there is anything of ours to compare."""
+    if OURS in kernels.sides:
+        return "ours: with the Metal kernels that are on."
+    why = "there is no Metal GPU here" if not on_metal() else "none is on"
+    return f"ours = stock: kernels need Metal, and {why}."

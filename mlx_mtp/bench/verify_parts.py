@@ -125,9 +125,7 @@ def _filled(site: Attention, context: int, dtype: mx.Dtype) -> Any:
     cache = site.make_cache()
     slots = cache.ring.slots if cache.window else round_up(context + MAX_ROWS)
     dims = (site.form.head_dim, site.form.value_dim)
-    cache.parts = tuple(
-        mx.random.normal((1, site.form.kv_heads, slots, d), dtype, key=mx.random.key(d)) for d in dims
-    )
+    cache.parts = tuple(mx.random.normal((1, site.form.kv_heads, slots, d), dtype, key=mx.random.key(d)) for d in dims)
     mx.eval(cache.parts)
     return cache
 
@@ -161,9 +159,7 @@ def _attended(
     views = cache.update_and_fetch(k, v)
     if placed is not None and rows in placed.rows:
         return [site.fused(q, cache, at, None)]
-    return [
-        scaled_dot_product_attention(q, *views, cache=cache, scale=site.module.scale, mask=mask, sinks=site.sinks)
-    ]
+    return [scaled_dot_product_attention(q, *views, cache=cache, scale=site.module.scale, mask=mask, sinks=site.sinks)]
 
 
 def _latent_calls(sites: list[LatentAttention], dtype: mx.Dtype, rows: int) -> list[Call]:
@@ -184,7 +180,9 @@ def _recurrent(modules: list[Any], mixers: list[Any], dtype: mx.Dtype) -> Iterat
         yield Part("recurrent", None, lambda rows: [Call(op, _random(rows, width, dtype)[0]) for op, width in ops])
     if mixers:
         mixed = [(partial(_mixed, m, _taped(m, dtype)), width_of(m.in_proj)) for m in mixers]
-        yield Part("recurrent, projected", None, lambda rows: [Call(op, _random(rows, w, dtype)) for op, w in mixed])
+        yield Part(
+            "recurrent, projected", None, lambda rows: [Call(op, _random(rows, w, dtype)) for op, w in mixed]
+        )
 
 
 def _ruled(rule: Recurrence, x: mx.array) -> list[mx.array]:
