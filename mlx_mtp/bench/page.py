@@ -26,7 +26,8 @@ figure { margin: 1.5rem 0; } figure svg { max-width: 100%; height: auto; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
-th, td { padding: .2rem .7rem .2rem 0; text-align: right; border-bottom: 1px solid var(--faint); white-space: nowrap; }
+th, td { padding: .2rem .7rem .2rem 0; text-align: right; border-bottom: 1px solid var(--faint);
+  white-space: nowrap; }
 th.left, td.left { text-align: left; }
 p.note, dd, dt { color: var(--quiet); font-size: .86rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; } dd { margin: 0; color: var(--ink); }

@@ -292,7 +292,7 @@ def _ratios(label: str, points: dict[int, float], colour: int | None, *, dashed:
 
 
 def model_cycles(found: Found) -> Iterator[Bars]:
-    """Draft and verify of a cycle for each number of drafts: the floor, stock MLX and ours; a plain step behind k=0."""
+    """Draft and verify of a cycle for each number of drafts, behind a plain step: the floor, stock MLX and ours."""
     from .roofline.predict import OURS, SHOWN_OVERLAP, STOCK
 
     if "predicted" not in found:

@@ -78,7 +78,7 @@ def style(theme: Theme, salt: str = "mlx-mtp") -> AbstractContextManager[None]:
     return matplotlib.rc_context(
         {
             **{"figure.facecolor": theme.paper, "axes.facecolor": theme.paper, "savefig.facecolor": theme.paper},
-            **{name: theme.ink for name in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")},
+            **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme.ink),
             **{"axes.edgecolor": theme.faint, "grid.color": theme.faint, "grid.linewidth": 0.6},
             **{"font.size": TEXT, "axes.titlesize": TEXT + 1, "axes.titlelocation": "left", "axes.titlepad": 10},
             **{"legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False},

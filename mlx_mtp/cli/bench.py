@@ -5,6 +5,11 @@ import sys
 import click
 
 from .bench_decode import decode
+from .bench_kernels import kernels
+from .bench_model import model
+from .bench_pictures import plot
+from .bench_profile import profile
+from .bench_verify import verify
 
 
 @click.group(invoke_without_command=True)
@@ -16,4 +21,5 @@ def bench(ctx: click.Context) -> None:
         sys.exit(2)
 
 
-bench.add_command(decode)
+for command in (decode, verify, kernels, profile, model, plot):
+    bench.add_command(command)

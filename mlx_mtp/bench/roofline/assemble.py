@@ -113,10 +113,8 @@ def bench_model(
 def _times(found: dict[str, Any], subject: Subject, context: int) -> list[dict[str, Any]]:
     there, here = found["model"].get("target_bytes"), subject.model.total_bytes
     if there and not ALIKE < there / here < 1 / ALIKE:
-        sizes = f"{there / 1e9:.3g} GB of weights; {subject.name} has {here / 1e9:.3g} GB"
-        raise ValueError(
-            f"measured: bench {found['bench']} of {found['model']['name']}, {sizes}; say --model or --config"
-        )
+        other = f"bench {found['bench']} of {found['model']['name']}, {there / 1e9:.3g} GB of weights"
+        raise ValueError(f"measured: {other}; {subject.name} has {here / 1e9:.3g} GB: say --model or --config")
     return times(found, nearest(found, context))
 
 

@@ -1,7 +1,7 @@
 """The 42 published measurements of Step-3.5-Flash with MTP, each beside what its machine's memory would allow.
 
-Every weight is counted in the format that a row names, though mixes such as Q4_K_S keep some tensors in more bits: true
-floors are a little higher, the distances from them a little smaller.
+Every weight is counted in the format that a row names, though mixes such as Q4_K_S keep some tensors in more bits:
+true floors are a little higher, the distances from them a little smaller.
 """
 
 from typing import Any
@@ -32,11 +32,11 @@ def stored(row: Published) -> Model:
 
 
 def documents(chips: dict[str, Chip]) -> list[dict[str, Any]]:
-    """Every row with its floors: seconds of a plain step and of a cycle, measured and at least, the latter by overlap.
+    """Every row with its floors: seconds of a plain step and of a cycle, as published, and at least, by overlap.
 
     At least: bytes over the bandwidth that is usable, on the Mac Studio the fitted share, elsewhere the share that is
-    taken where nothing is known. predicted: on the Mac Studio, seconds of the same by stock MLX and by ours, with 4-bit
-    weights, caches in 16 bits, all three heads, and experts routed as published.
+    taken where nothing is known. predicted: on the Mac Studio, seconds of the same by stock MLX and by ours, with
+    4-bit weights, caches in 16 bits, all three heads, and experts routed as published.
     """
     return [_row(row, chips) for row in published()]
 

@@ -38,9 +38,8 @@ def nearest(found: Found, context: int) -> int:
     known = contexts(found)
     near = min(known, key=lambda other: abs(other - context))
     if abs(near - context) > max(64, context / 10):
-        allowed = ", ".join(map(str, known))
         raise ValueError(
-            f"context={context}: bench {found['bench']} was measured at {allowed} tokens; allowed are these"
+            f"context={context}: bench {found['bench']} was measured at {', '.join(map(str, known))} tokens"
         )
     return near
 

@@ -70,7 +70,7 @@ def floor_table(found: Found) -> Table:
         f"byte floor: {name}, {context} tokens of context, {unit}",
         *("phase", "", *columns, "over a plain step"),
         left=2,
-        caption=f"experts that the rows of a verify visit: routed {', '.join(OVERLAPS[:2])} / all the same",
+        caption="experts that the rows of a pass visit: routed independently / as published / all alike",
     )
     for i, (phase, rows) in enumerate(phases := phases_of(found)):
         floors = floors_of(found, phase, rows)
@@ -131,9 +131,9 @@ def _gap_cell(found: Found, kind: str, side: str, phase: str, rows: int, floor: 
 def time_of(found: Found, kind: str, side: str, phase: str, rows: int) -> float | None:
     """Seconds of a phase, "predicted" or "measured"; None where there are none."""
     for line in found.get(kind, []):
-        if (line["side"], line["phase"], line["rows"]) == (side, phase, rows):
-            if line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP:
-                return line["seconds"]
+        asked = (line["side"], line["phase"], line["rows"]) == (side, phase, rows)
+        if asked and line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP:
+            return line["seconds"]
     return None
 
 
@@ -144,7 +144,7 @@ def kernels_table(found: Found) -> Table:
         f"predicted to come off a pass of stock MLX on {found['chip']['name']}, ms",
         *("kernels", "", *(f"M={m}" for m in rows)),
         left=2,
-        caption="each kind alone, and all together; in brackets the share of the pass; a plan until a Mac has timed it",
+        caption="each kind alone, and all together; in brackets the share of the pass; until a Mac times it a plan",
     )
     for kind in (*KERNELS, "all"):
         lines = {line["rows"]: line for line in found["kernels"] if line["kernels"] == kind}
@@ -156,25 +156,13 @@ def kernels_table(found: Found) -> Table:
 def documents_table(found: Found, machine: str | None = MAC) -> Table:
     """How far the published engine was from its machine's limit; None: all machines."""
     lines = [line for line in found["documents"] if machine in (None, line["machine"])]
+    columns = "weights", "KV", "context", "k", "plain ms", "floor", "cycle ms", "floor", "speed-up", "at the floor"
     table = new_table(
         f"another engine's {found['model']['name']} over its byte floor: {machine or 'all that is published'}",
-        *(
-            "weights",
-            "KV",
-            "context",
-            "k",
-            "plain ms",
-            "floor",
-            "",
-            "cycle ms",
-            "floor",
-            "",
-            "speed-up",
-            "at the floor",
-        ),
+        *columns,
         left=2,
-        caption=f"{MAC}: taken as an {CHIP}. floor: {SHOWN_OVERLAP} routing; a cycle's distances: {', '.join(OVERLAPS)}."
-        " at the floor: speed-up if plain steps and cycles both were, with as many tokens per cycle",
+        caption=f"(times the floor; a cycle's: {', '.join(OVERLAPS)} routing); floor ms: {SHOWN_OVERLAP} routing. "
+        f"At the floor: speed-up if plain steps and cycles both were. {MAC}: taken as an {CHIP}",
     )
     for i, line in enumerate(lines):
         floor = line["cycle_floor"][SHOWN_OVERLAP]
@@ -184,9 +172,9 @@ def documents_table(found: Found, machine: str | None = MAC) -> Table:
         last = i + 1 == len(lines) or any(line[x] != lines[i + 1][x] for x in ("machine", "weights", "context"))
         table.add_row(
             *(weights, kv, f"{line['context'] // 1024}k", str(line["drafts"])),
-            *(f"{line['plain'] * 1e3:.1f}", f"{line['plain_floor'] * 1e3:.1f}"),
-            *(f"{line['plain'] / line['plain_floor']:.1f}x", f"{line['cycle'] * 1e3:.1f}", f"{floor * 1e3:.1f}"),
-            *(f"{distances}x", f"{line['speedup']:.2f}", f"{speed_up(line, line['plain_floor'], floor):.2f}"),
+            *(f"{line['plain'] * 1e3:.1f} ({line['plain'] / line['plain_floor']:.1f}x)",),
+            *(f"{line['plain_floor'] * 1e3:.1f}", f"{line['cycle'] * 1e3:.1f} ({distances}x)", f"{floor * 1e3:.1f}"),
+            *(f"{line['speedup']:.2f}", f"{speed_up(line, line['plain_floor'], floor):.2f}"),
             end_section=last,
         )
     return table
