@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from .bench_decode import decode
+from .bench_decode import compare, decode
 
 
 @click.group(invoke_without_command=True)
@@ -17,3 +17,4 @@ def bench(ctx: click.Context) -> None:
 
 
 bench.add_command(decode)
+bench.add_command(compare)
