@@ -83,7 +83,7 @@ def _loops(subject: Subject, drafts: Sequence[int]) -> tuple[list[Loop], dict[st
     """mlx-lm, plain, one per number of drafts and adaptive; and what had to be left out, with the reason."""
     model, target = subject.model, subject.facts["target_bytes"]
     if too_many := [k for k in drafts if not 0 < k <= model.max_draft_tokens]:
-        raise ValueError(f"drafts: {too_many[0]}; allowed with this model is 1 to {model.max_draft_tokens}")
+        raise ValueError(f"drafts={too_many[0]}: allowed with this model is 1 to {model.max_draft_tokens}")
     loops: list[Loop] = []
     left_out = {}
     try:

@@ -56,6 +56,7 @@ def shaped_model(
         raise ValueError(f"{file}: model_type {config['model_type']!r} has no port; allowed are {names}")
     config = config if layers is None else first_layers(config, layers)
     heads = head_count(config, port.Model.SPEC) if mtp else 0
+    mx.random.seed(seed)  # for the vectors, which mlx-lm draws itself
     try:
         model = port.Model(read_args(port, file, config), heads, port.Model.SPEC.resolve(()))
         model.set_dtype(mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16)
@@ -130,8 +131,8 @@ def draw_weights(model: nn.Module, seed: int) -> None:
 
     Vectors stay what mlx-lm makes them: norms ones, biases zeros, decay rates its own.
     """
-    for i, (_, module) in enumerate(model.named_modules()):
-        key = mx.random.key(seed * 1_000_003 + i)
+    keys = mx.random.split(mx.random.key(seed), sum(1 for _ in model.named_modules()))
+    for key, (_, module) in zip(keys, model.named_modules(), strict=True):
         if "scales" in module:
             _draw_quantized(module, key)
         elif not isinstance(module, nn.Conv1d):

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from .bench_decode import decode
+from .bench_decode import compare, decode
 from .bench_kernels import kernels
 from .bench_model import model
 from .bench_pictures import plot
@@ -21,5 +21,5 @@ def bench(ctx: click.Context) -> None:
         sys.exit(2)
 
 
-for command in (decode, verify, kernels, profile, model, plot):
+for command in (decode, compare, verify, kernels, profile, model, plot):
     bench.add_command(command)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..bench.subject import Subject
 
-WIDTH = 150  # columns where nobody watches
+WIDTH = 170  # columns where nobody watches
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
