@@ -1,6 +1,6 @@
 """What a result's pictures show, as plain numbers: panels of lines, bars, ranges and grids, in the order drawn."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,12 +150,19 @@ def _setting(setting: tuple[int, int | None, int | None]) -> str:
 
 def _series(label: str, values: dict[float, Measured | None], *, dashed: bool = False) -> Series:
     kept = {x: m for x, m in values.items() if m is not None}
+    label = _honest(label, kept.values())
     lists = [[m.median for m in kept.values()], [m.low for m in kept.values()], [m.high for m in kept.values()]]
     return Series(label, list(kept), *lists, dashed=dashed)
 
 
+def _honest(label: str, values: Iterable[Measured]) -> str:
+    """A label that says where a spread is too wide."""
+    return label if all(m.conclusive for m in values) else f"{label} (inconclusive)"
+
+
 def _level(label: str, row: Row, x: list[float]) -> Series:
     assert row.speed
+    label = _honest(label, [row.speed])
     return Series(label, [x[0], x[-1]], [row.speed.median] * 2, [row.speed.low] * 2, [row.speed.high] * 2, level=True)
 
 
@@ -198,9 +205,10 @@ def verify_curves(found: Found) -> Iterator[Lines]:
 
 def _curve(curve: Found) -> Iterator[Series]:
     name = curve["name"] if curve["context"] is None else f"{curve['name']} at {curve['context']}"
+    both = len(curve["seconds"]) > 1
     for side, seconds in curve["seconds"].items():
         values = {float(m): ratio(times, seconds["1"]) for m, times in seconds.items()}
-        yield _series(f"{name}, {side}" if len(curve["seconds"]) > 1 else name, values, dashed=side == "stock")
+        yield _series(f"{name}, {side}" if both else name, values, dashed=both and side == "stock")
 
 
 # profile

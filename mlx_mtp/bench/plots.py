@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,20 @@ class Theme:
     series: tuple[str, ...]
 
 
-LIGHT = Theme("#ffffff", "#1a1a1a", "#d4d7dc", ("#0072b2", "#d55e00", "#009e73", "#a6569b", "#b07d00", "#56b4e9"))
-DARK = Theme("#14171c", "#e8eaed", "#3b414a", ("#56b4e9", "#ff8a4c", "#2fd3a0", "#e79ad0", "#f0c419", "#9db7ff"))
-MARKERS = "osD^vP"
+LIGHT = Theme(
+    paper="#ffffff",
+    ink="#1a1a1a",
+    faint="#d4d7dc",
+    series=("#0072b2", "#d55e00", "#009e73", "#a6569b", "#b07d00", "#56b4e9", "#4a4f57", "#9aa1ab"),
+)
+DARK = Theme(
+    paper="#14171c",
+    ink="#e8eaed",
+    faint="#3b414a",
+    series=("#56b4e9", "#ff8a4c", "#2fd3a0", "#e79ad0", "#f0c419", "#3f7fd0", "#f4f5f7", "#7c8592"),
+)
+MARKERS = "osD^vP*X"
+DODGE = 0.06  # of one place on the x-axis, between series whose intervals would hide each other
 
 
 def check(path: Path) -> None:
@@ -105,7 +116,7 @@ def height(panel: Panel) -> float:
         case Lines():
             return 4.6
         case Bars():
-            return 1.8 + ROW * len(panel.bars)
+            return 1.3 + ROW * max(len(panel.bars), len(panel.parts))
         case Grid() | Ranges():
             return 1.8 + ROW * len(panel.rows)
 
@@ -126,7 +137,11 @@ def draw(panel: Panel, ax: "Axes", theme: Theme) -> None:
 
 
 def _lines(panel: Lines, ax: "Axes", theme: Theme) -> None:
+    measured = [series for series in panel.series if series.low and not series.level]
     for i, series in enumerate(panel.series):
+        if series in measured:
+            shift = DODGE * (measured.index(series) - (len(measured) - 1) / 2)
+            series = replace(series, x=[x + shift for x in series.x])
         colour = theme.series[(i if series.colour is None else series.colour) % len(theme.series)]
         marker = "" if series.level else MARKERS[i % len(MARKERS)]
         kind = "-." if series.level else "--" if series.dashed else "-"
@@ -160,7 +175,7 @@ def _bars(panel: Bars, ax: "Axes", theme: Theme) -> None:
     for place, total in zip(places, left, strict=True):
         ax.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center")
     ax.set_yticks(places, panel.bars)
-    ax.invert_yaxis()
+    ax.set_ylim(max(places[-1] + 0.7, 0.6 * len(panel.parts)), -0.7)  # a legend may need more room than the bars
     ax.margins(x=0.1)
     ax.grid(axis="x")
     ax.set_axisbelow(True)

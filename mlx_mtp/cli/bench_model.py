@@ -14,7 +14,9 @@ CONTEXT = 4096
 
 @click.command("model")
 @click.option("--chip", help='Such as "M3 Ultra".  [default: the one at hand, or of --measured]')
-@click.option("--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]")
+@click.option(
+    "--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]"
+)
 @click.option("--config", type=FILE, help="A model's config.json, taken in 4 bits.")
 @click.option("--context", type=click.IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
 @click.option("--measured", type=FILE, multiple=True, help="A result of bench decode, verify or profile.")

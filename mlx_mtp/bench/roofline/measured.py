@@ -8,6 +8,7 @@ from ..timing import measured as interval
 from .floor import CYCLE, DRAFT, PLAIN, VERIFY
 
 Found = dict[str, Any]
+NEAR = 256  # tokens, which change no floor by much; prompts differ in length, and a profile does not tell its own
 KINDS = ("decode", "verify", "profile")
 
 
@@ -19,7 +20,7 @@ def contexts(found: Found) -> list[int]:
         case "verify":
             return [curve["context"] for curve in found["curves"] if curve["name"] == "whole"]
         case "profile":
-            return [(found["options"]["context"] or 0) + found["tokens"] // 2]
+            return [found["options"]["context"] or found["tokens"] // 2]
     raise ValueError(f"measured: a result of bench {found['bench']}; allowed are {', '.join(KINDS)}")
 
 
@@ -34,10 +35,10 @@ def times(found: Found, context: int) -> list[Found]:
 
 
 def nearest(found: Found, context: int) -> int:
-    """Of the result's contexts the one that is meant: within a tenth, or 64 tokens; ValueError where none is."""
+    """Of the result's contexts the one that is meant: within NEAR tokens, or a tenth; ValueError where none is."""
     known = contexts(found)
     near = min(known, key=lambda other: abs(other - context))
-    if abs(near - context) > max(64, context / 10):
+    if abs(near - context) > max(NEAR, context / 10):
         raise ValueError(
             f"context={context}: bench {found['bench']} was measured at {', '.join(map(str, known))} tokens"
         )

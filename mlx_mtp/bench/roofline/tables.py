@@ -146,10 +146,11 @@ def kernels_table(found: Found) -> Table:
         left=2,
         caption="each kind alone, and all together; in brackets the share of the pass; until a Mac times it a plan",
     )
-    for kind in (*KERNELS, "all"):
+    kinds = [kind for kind in KERNELS if any(x["seconds"] for x in found["kernels"] if x["kernels"] == kind)]
+    for kind in (*kinds, "all"):
         lines = {line["rows"]: line for line in found["kernels"] if line["kernels"] == kind}
-        cells = [f"{lines[m]['seconds'] * 1e3:.2f} ({lines[m]['seconds'] / lines[m]['stock']:.0%})" for m in rows]
-        table.add_row(kind, ", ".join(KERNELS.get(kind, ())), *cells, end_section=kind == list(KERNELS)[-1])
+        cells = [f"{lines[m]['seconds'] * 1e3:.2f} ({lines[m]['seconds'] / lines[m]['stock']:.1%})" for m in rows]
+        table.add_row(kind, ", ".join(KERNELS.get(kind, ())), *cells, end_section=kind == kinds[-1])
     return table
 
 
