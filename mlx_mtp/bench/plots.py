@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ ROW = 0.3  # inches of a row of a grid, or a bar
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of paper, ink and lines, and of series: told apart by the colour-blind (Okabe and Ito's, lighter on
-    dark paper), and by their markers."""
+    """Colours of paper, ink and lines, and of series: the first five are far apart for dichromats, too, and markers
+    tell the others apart."""
 
     paper: str
     ink: str
@@ -34,13 +35,13 @@ LIGHT = Theme(
     paper="#ffffff",
     ink="#1a1a1a",
     faint="#d4d7dc",
-    series=("#0072b2", "#d55e00", "#009e73", "#a6569b", "#b07d00", "#56b4e9", "#4a4f57", "#9aa1ab"),
+    series=("#0072b2", "#d55e00", "#009e73", "#785ef0", "#00525b", "#999933", "#4a4f57", "#9aa1ab"),
 )
 DARK = Theme(
     paper="#14171c",
     ink="#e8eaed",
     faint="#3b414a",
-    series=("#56b4e9", "#ff8a4c", "#2fd3a0", "#e79ad0", "#f0c419", "#3f7fd0", "#f4f5f7", "#7c8592"),
+    series=("#56b4e9", "#d55e00", "#c8f08f", "#785ef0", "#cc6677", "#f0e442", "#f4f5f7", "#7c8592"),
 )
 MARKERS = "osD^vP*X"
 DODGE = 0.06  # of one place on the x-axis, between series whose intervals would hide each other
@@ -188,12 +189,14 @@ def _grid(panel: Grid, ax: "Axes", theme: Theme) -> None:
 
     colours = LinearSegmentedColormap.from_list("grid", [theme.paper, theme.series[0]])
     values = [[float("nan") if v is None else v for v in row] for row in panel.values]
-    ax.imshow(values, cmap=colours, vmin=panel.low, vmax=panel.high, aspect="auto")
+    edges = [[i - 0.5 for i in range(n + 1)] for n in (len(panel.columns), len(panel.rows))]
+    ax.pcolormesh(*edges, values, cmap=colours, vmin=panel.low, vmax=panel.high, edgecolors=theme.paper)
+    ax.invert_yaxis()
     for i, row in enumerate(panel.values):
         for j, value in enumerate(row):
             if value is not None:
                 behind = colours((value - panel.low) / (panel.high - panel.low))
-                ink = max(theme.paper, theme.ink, key=lambda ink: contrast(ink, behind))
+                ink = max("#000000", "#ffffff", key=partial(contrast, behind))
                 ax.text(j, i, panel.form.format(value), ha="center", va="center", color=ink)
     ax.set_xticks(range(len(panel.columns)), panel.columns)
     ax.set_yticks(range(len(panel.rows)), panel.rows)

@@ -37,6 +37,7 @@ def random_model(
     A `quantization` in the file says which modules have other bits, as do mlx-lm's rules for the family.
     Raises ValueError, in one line, for a file that is none, a family without a port, or sizes that do not fit.
     """
+    mx.random.seed(seed)  # for the vectors, which mlx-lm draws itself
     model, config = shaped_model(file, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
     draw_weights(model, seed)
     model.eval()
@@ -56,7 +57,6 @@ def shaped_model(
         raise ValueError(f"{file}: model_type {config['model_type']!r} has no port; allowed are {names}")
     config = config if layers is None else first_layers(config, layers)
     heads = head_count(config, port.Model.SPEC) if mtp else 0
-    mx.random.seed(seed)  # for the vectors, which mlx-lm draws itself
     try:
         model = port.Model(read_args(port, file, config), heads, port.Model.SPEC.resolve(()))
         model.set_dtype(mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16)

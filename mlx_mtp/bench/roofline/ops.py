@@ -181,19 +181,17 @@ class Model:
         """Of a cycle, as far as a verify of 8 rows goes."""
         return 7 if self.recycled else min(7, len(self.drafts))
 
-    def draft_passes(self, k: int) -> list[tuple[DraftHead, int, bool]]:
-        """The passes of a draft head that draft k tokens: (head, rows, whether it drafts).
+    def draft_passes(self, k: int) -> list[tuple[DraftHead, int]]:
+        """The passes of a draft head that draft k tokens, one each: (head, rows).
 
-        As in `mlx_mtp/draft.py`: every depth reads the k + 1 rows of the last verify and the drafts before it; a
+        As in `mlx_mtp/draft.py`: each of k depths reads the k + 1 rows of the last verify and the drafts before it; a
         recycled head reads one row more for each further draft.
         """
         if not 0 <= k <= self.max_drafts:
             raise ValueError(f"{k} drafts; allowed are 0 to {self.max_drafts}")
-        if k == 0:
-            return []
         if self.recycled:
-            return [(self.drafts[0], k + 1 if depth == 0 else 1, True) for depth in range(k)]
-        return [(head, k + 1 + (depth if depth < k else 0), depth < k) for depth, head in enumerate(self.drafts)]
+            return [(self.drafts[0], k + 1 if depth == 0 else 1) for depth in range(k)]
+        return [(head, k + 1 + depth) for depth, head in enumerate(self.drafts[:k])]
 
     def stored(self, bits: float, group: float | None, value_bytes: float) -> "Model":
         """The same with all weights, and all values of the caches, in one format."""
