@@ -44,7 +44,7 @@ RESULTS = {
 }
 
 
-DARK_TOO = ("decode at contexts", "verify", "profile", "model")
+DARK_TOO = ("decode at contexts", "verify", "profile")
 DRAWN = [*((name, "light") for name in RESULTS), *((name, "dark") for name in DARK_TOO)]
 
 
@@ -65,7 +65,8 @@ def drawn(name, scheme="light"):
     with plots.style(THEMES[scheme]):
         for panel in plot_data.panels(found_in(name)):
             figure = plots.figure([panel], THEMES[scheme])
-            FigureCanvasAgg(figure).draw()
+            FigureCanvasAgg(figure)
+            figure.draw_without_rendering()
             pairs.append((panel, figure.axes[0]))
     return pairs
 
@@ -169,6 +170,8 @@ def test_speeds_are_tokens_over_seconds(made):
     levels = {s.label: s for s in lines.series if s.level}
     assert levels.keys() == {"adaptive", "mlx-lm"}
     assert levels["mlx-lm"].x == [0, 3]
+    several = plot_data.panels(made("decode at contexts"))[0].series
+    assert [(s.line, s.colour) for s in several] == [(line, i) for i in range(3) for line in ("-", "-.", ":")]
 
 
 def test_acceptance_is_accepted_over_drafted_of_the_most_drafts(made):
@@ -182,7 +185,7 @@ def test_acceptance_is_accepted_over_drafted_of_the_most_drafts(made):
 def test_a_verify_is_over_its_own_single_row(made):
     whole, parts = plot_data.panels(made("verify"))
     assert [s.label for s in whole.series[:2]] == ["whole at 128, stock", "whole at 128, ours"]
-    assert [s.dashed for s in whole.series[:2]] == [True, False]
+    assert [(s.line, s.colour) for s in whole.series] == [("--", 0), ("-", 0), ("--", 1), ("-", 1)]
     for series in whole.series:
         slope = 0.4 if "stock" in series.label else 0.1
         assert series.y == pytest.approx([1 + slope * (m - 1) for m in range(1, 17)], rel=0.03)

@@ -8,6 +8,7 @@ from .rows import Row, categories, rows, settings
 from .timing import Measured, measured, ratio
 
 Found = dict[str, Any]
+SOLID, DASHED, DASH_DOT, DOTTED = "-", "--", "-.", ":"
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
 FLOOR = 2  # a theme's colours of what pictures of the model show, whatever else they show
 COLOURS = {"ours": 0, "stock MLX": 1}
@@ -17,7 +18,7 @@ COLOURS = {"ours": 0, "stock MLX": 1}
 class Series:
     """Points of one line. low, high: the interval of each; empty where there is none. level: a line across all x.
 
-    colour: the number of one of a theme's; None: the next.
+    line: how it is drawn, as matplotlib writes it. colour: the number of one of a theme's; None: the next.
     """
 
     label: str
@@ -25,8 +26,8 @@ class Series:
     y: list[float]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    dashed: bool = False
     level: bool = False
+    line: str = SOLID
     colour: int | None = None
 
 
@@ -120,16 +121,16 @@ def speed(found: Found) -> Iterator[Lines]:
     """tok/s against k: a line per setting, with mlx-lm and adaptive drafting as levels where there is one setting."""
     series: list[Series] = []
     sets = settings(found)
-    for setting in sets:
+    for i, setting in enumerate(sets):
         made = {row.contender: row for row in rows(found, setting) if row.speed}
-        fixed = {_drafts(name): row for name, row in made.items() if _drafts(name) is not None}
-        name = _setting(setting) if len(sets) > 1 else "k drafts in every cycle"
-        series.append(_series(name, {float(k or 0): row.speed for k, row in sorted(fixed.items())}))
-        for level in (ADAPTIVE, MLX_LM):
-            if level in made:
-                row = made[level]
-                label = level if len(sets) == 1 else f"{level}, {_setting(setting)}"
-                series.append(_level(label, row, [s for s in series if not s.level][-1].x))
+        fixed = {float(k): row.speed for name, row in made.items() if (k := _drafts(name)) is not None}
+        colour = i if len(sets) > 1 else None
+        label = _setting(setting) if len(sets) > 1 else "k drafts in every cycle"
+        series.append(_series(label, dict(sorted(fixed.items())), colour=colour))
+        for name, line in ((ADAPTIVE, DASH_DOT), (MLX_LM, DOTTED)):
+            if name in made:
+                label = name if len(sets) == 1 else f"{name}, {_setting(setting)}"
+                series.append(_level(label, made[name], list(fixed), line, colour))
     most = int(max((x for s in series for x in s.x), default=0))
     ticks = {float(k): "plain" if k == 0 else str(k) for k in range(most + 1)}
     title = f"decoding speed: {subject(found)}"
@@ -148,11 +149,13 @@ def _setting(setting: tuple[int, int | None, int | None]) -> str:
     return ", ".join(filter(None, [*kinds, f"heads' KV {head_bits} bits" if head_bits else ""]))
 
 
-def _series(label: str, values: dict[float, Measured | None], *, dashed: bool = False) -> Series:
+def _series(
+    label: str, values: dict[float, Measured | None], *, line: str = SOLID, colour: int | None = None
+) -> Series:
     kept = {x: m for x, m in values.items() if m is not None}
     label = _honest(label, kept.values())
     lists = [[m.median for m in kept.values()], [m.low for m in kept.values()], [m.high for m in kept.values()]]
-    return Series(label, list(kept), *lists, dashed=dashed)
+    return Series(label, list(kept), *lists, line=line, colour=colour)
 
 
 def _honest(label: str, values: Iterable[Measured]) -> str:
@@ -160,10 +163,10 @@ def _honest(label: str, values: Iterable[Measured]) -> str:
     return label if all(m.conclusive for m in values) else f"{label} (inconclusive)"
 
 
-def _level(label: str, row: Row, x: list[float]) -> Series:
+def _level(label: str, row: Row, x: list[float], line: str, colour: int | None) -> Series:
     assert row.speed
-    label = _honest(label, [row.speed])
-    return Series(label, [x[0], x[-1]], [row.speed.median] * 2, [row.speed.low] * 2, [row.speed.high] * 2, level=True)
+    values = [[v, v] for v in (row.speed.median, row.speed.low, row.speed.high)]
+    return Series(_honest(label, [row.speed]), [min(x), max(x)], *values, level=True, line=line, colour=colour)
 
 
 def acceptance(found: Found) -> Iterator[Grid]:
@@ -192,23 +195,28 @@ def _deepest(made: Sequence[Row]) -> Row | None:
 
 
 def verify_curves(found: Found) -> Iterator[Lines]:
-    """T(M)/T(1) of the whole model at each context, and of its parts; ours solid, stock dashed where both are."""
+    """T(M)/T(1) of the whole model at each context, and of its parts; stock MLX is dashed where both are."""
     whole = [c for c in found["curves"] if c["name"] == "whole"]
     parts = [c for c in found["curves"] if c["name"] != "whole"]
     for curves, what in ((whole, "the whole model"), (parts, "its parts")):
-        series = [s for curve in curves for s in _curve(curve)]
+        series = [s for i, curve in enumerate(curves) for s in _curve(curve, i)]
         ticks = {x: f"{x:.0f}" for x in sorted({x for s in series for x in s.x})}
         if series:
             title = f"cost of a verify, {what}: {subject(found)}"
             yield Lines(title, "rows verified, M", "T(M) / T(1)", series, ticks)
 
 
-def _curve(curve: Found) -> Iterator[Series]:
+def _curve(curve: Found, colour: int) -> Iterator[Series]:
     name = curve["name"] if curve["context"] is None else f"{curve['name']} at {curve['context']}"
     both = len(curve["seconds"]) > 1
     for side, seconds in curve["seconds"].items():
         values = {float(m): ratio(times, seconds["1"]) for m, times in seconds.items()}
-        yield _series(f"{name}, {side}" if both else name, values, dashed=both and side == "stock")
+        yield _series(
+            f"{name}, {side}" if both else name,
+            values,
+            line=DASHED if both and side == "stock" else SOLID,
+            colour=colour,
+        )
 
 
 # profile
@@ -274,7 +282,8 @@ def model_curve(found: Found) -> Iterator[Lines]:
         points = {
             line["rows"]: line["bytes"]["total"] for line in _passes(found["floors"]) if line["overlap"] == overlap
         }
-        series.append(_ratios(f"floor, {overlap} routing", points, FLOOR, dashed=overlap != SHOWN_OVERLAP))
+        line = SOLID if overlap == SHOWN_OVERLAP else DASHED
+        series.append(_ratios(f"floor, {overlap} routing", points, FLOOR, line))
     if len({tuple(s.y) for s in series}) == 1:
         series = [Series("floor", series[0].x, series[0].y, colour=FLOOR)]
     for kind in ("predicted", "measured"):
@@ -292,11 +301,9 @@ def _passes(lines: Sequence[Found]) -> list[Found]:
     return [line for line in lines if line["phase"] in ("plain step", "verify")]
 
 
-def _ratios(label: str, points: dict[int, float], colour: int | None, *, dashed: bool = False) -> Series:
+def _ratios(label: str, points: dict[int, float], colour: int | None, line: str = SOLID) -> Series:
     rows = sorted(points)
-    return Series(
-        label, [float(m) for m in rows], [points[m] / points[1] for m in rows], dashed=dashed, colour=colour
-    )
+    return Series(label, [float(m) for m in rows], [points[m] / points[1] for m in rows], line=line, colour=colour)
 
 
 def model_cycles(found: Found) -> Iterator[Bars]:

@@ -117,7 +117,7 @@ def height(panel: Panel) -> float:
         case Lines():
             return 4.6
         case Bars():
-            return 1.3 + ROW * max(len(panel.bars), len(panel.parts))
+            return 1.3 + ROW * max(len(panel.bars), 0.55 * len(panel.parts))
         case Grid() | Ranges():
             return 1.8 + ROW * len(panel.rows)
 
@@ -145,9 +145,15 @@ def _lines(panel: Lines, ax: "Axes", theme: Theme) -> None:
             series = replace(series, x=[x + shift for x in series.x])
         colour = theme.series[(i if series.colour is None else series.colour) % len(theme.series)]
         marker = "" if series.level else MARKERS[i % len(MARKERS)]
-        kind = "-." if series.level else "--" if series.dashed else "-"
         ax.plot(
-            series.x, series.y, kind, marker=marker, color=colour, label=series.label, linewidth=1.8, markersize=5
+            series.x,
+            series.y,
+            series.line,
+            marker=marker,
+            color=colour,
+            label=series.label,
+            linewidth=1.8,
+            markersize=5,
         )
         _interval(series, ax, colour)
     ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
@@ -176,7 +182,7 @@ def _bars(panel: Bars, ax: "Axes", theme: Theme) -> None:
     for place, total in zip(places, left, strict=True):
         ax.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center")
     ax.set_yticks(places, panel.bars)
-    ax.set_ylim(max(places[-1] + 0.7, 0.6 * len(panel.parts)), -0.7)  # a legend may need more room than the bars
+    ax.set_ylim(max(places[-1] + 0.7, 0.3 * len(panel.parts)), -0.7)  # a legend may need more room than the bars
     ax.margins(x=0.1)
     ax.grid(axis="x")
     ax.set_axisbelow(True)

@@ -1,6 +1,5 @@
 """`mlx-mtp bench model`: what memory allows, what is predicted, and what was measured."""
 
-from pathlib import Path
 from typing import Any
 
 import click

@@ -94,8 +94,9 @@ def _experts(module: Any, block: Any, width: int) -> Experts:
     total, n, k = shapes[0]
     assert {total * n * k} == {math.prod(shape) for shape in shapes}, "matrices of several sizes"
     owners = (block, block.get("gate"))
-    top = next(getattr(owner, name) for owner in owners for name in TOP if isinstance(getattr(owner, name, None), int))
-    return Experts(k, n, total, top, "experts", *_format(made, width), len(made))
+    tops = [top for owner in owners for name in TOP if isinstance(top := getattr(owner, name, None), int)]
+    assert tops, "a router that does not say how many experts a token visits"
+    return Experts(k, n, total, tops[0], "experts", *_format(made, width), len(made))
 
 
 def _linear(name: str, module: Any, width: int) -> Linear:
