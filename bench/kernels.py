@@ -13,9 +13,9 @@ from pathlib import Path
 
 import click
 import mlx.core as mx
-from decode import environment
 from kernels_cases import CASES
 
+from mlx_mtp.bench.result import environment
 from mlx_mtp.kernels import on_metal
 from mlx_mtp.switch import trials
 from mlx_mtp.trial_run import check, time_pair
