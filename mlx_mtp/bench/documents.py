@@ -59,7 +59,9 @@ def check(model: Any) -> None:
     """Raise ValueError where a model does not draft as the one of the table does."""
     if len(model.mtp) != DEPTHS or model.spec.topology != "chain":
         found = f"{len(model.mtp)} of topology {model.spec.topology!r}" if model.mtp else "none"
-        raise ValueError(f"preset: the published experiment is of {DEPTHS} chained heads; this model has {found}")
+        raise ValueError(
+            f"preset=documents: allowed with {DEPTHS} chained heads, as published; this model has {found}"
+        )
 
 
 def conditions() -> list[tuple[str, int | None, int | None]]:
