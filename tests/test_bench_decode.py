@@ -49,7 +49,7 @@ class Wrong(Ours):
 
 @pytest.fixture(autouse=True)
 def one_warm_up(monkeypatch):
-    monkeypatch.setattr(decode, "FIRST_WARMUPS", 1)
+    monkeypatch.setattr(decode, "WARMUPS", 1)
 
 
 def prompt_of(subject, kind="translation"):

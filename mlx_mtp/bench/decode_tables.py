@@ -108,8 +108,8 @@ class Change:
 
     @property
     def beyond(self) -> bool:
-        """Whether the two ranges have nothing in common."""
-        return self.before.high < self.after.low or self.after.high < self.before.low
+        """Whether it has changed by more than the spread of either."""
+        return abs(self.ratio - 1) > max(self.before.spread, self.after.spread)
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
@@ -142,7 +142,7 @@ def _key(entry: dict[str, Any]) -> tuple:
 
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """A row per speed and ratio that both results have, and whether it has changed by more than their ranges."""
+    """A row per speed and ratio that both results have, and whether it has changed by more than their spreads."""
     table = Table("context", "KV", "loop", "what", box=box.SIMPLE_HEAD, title="compared with the earlier result")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right")
@@ -157,6 +157,6 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> Table:
             _with_range(change.before),
             _with_range(change.after),
             f"{change.ratio:.2f}x",
-            "beyond both ranges" if change.beyond else "",
+            "beyond both spreads" if change.beyond else "",
         )
     return table

@@ -27,7 +27,7 @@ what_options = options(
     click.option("--categories", help="Only these kinds of prompts, with commas between them."),
     click.option("--prompts", "each", type=click.IntRange(1, 2), help="Prompts of a kind.  [default: 2, --quick 1]"),
     click.option(
-        "--max-tokens", "-m", type=click.IntRange(2), help="Most tokens per text.  [default: 128, --quick 32]"
+        "--max-tokens", "-m", type=click.IntRange(2), help="Most tokens per text.  [default: 128, --quick 48]"
     ),
     click.option("--temp", type=click.FloatRange(0), default=0.0, help="Temperature; 0 is greedy."),
     click.option("--seed", type=click.IntRange(0, 2**31), default=0, help="Seed of the draws."),
@@ -86,7 +86,7 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _max_tokens(flags: dict[str, Any]) -> int:
-    return flags["max_tokens"] or (32 if flags["quick"] else 128)
+    return flags["max_tokens"] or (48 if flags["quick"] else 128)
 
 
 def _measure(session: "Session", flags: dict[str, Any], context: int, kv_bits: int | None, mtp_kv_bits: int | None):
