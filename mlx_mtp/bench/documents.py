@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from .decode import PLAIN
+from .decode_tables import STYLE
 from .rows import Row, rows
 
 BITS = {"fp16": None, "q8_0": 8, "q4_0": 4}
@@ -77,9 +77,7 @@ def tokens(context: str, *, quick: bool = False) -> int:
 
 def beside(found: dict[str, Any], *, quick: bool) -> Table:
     """What was measured here, and every published line of the same context, caches and number of drafts."""
-    table = Table(
-        "context", "KV", "heads' KV", "drafts", "where", box=box.SIMPLE_HEAD, title=f"published: {source()}"
-    )
+    table = Table("context", "KV", "heads' KV", "drafts", "where", title=f"published: {source()}", **STYLE)
     for name in ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle"):
         table.add_column(name, justify="right")
     lines = published()
