@@ -19,6 +19,7 @@ from .subject import Subject
 
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
 USUAL_DRAFTS = 3  # most fixed numbers of drafts that are tried where nothing is said
+WARMUPS = 3  # on the first prompt of each setting
 
 Progress = Callable[[int, int, str], None]
 
@@ -109,7 +110,8 @@ def measure(session: Session, prompts: Sequence[Prompt], settings: Settings, pro
             progress(i, len(prompts), prompt.category)
             readers = _readers(session, prompt, settings)
             turns = {name: reader.run for name, reader in readers.items()}
-            found = timing.interleaved(turns, session.rounds, cooldown=session.cooldown)
+            warmups = 0 if i else WARMUPS
+            found = timing.interleaved(turns, session.rounds, warmups=warmups, cooldown=session.cooldown)
             for name, runs in found.items():
                 session.entries.append(_entry(prompt, readers[name], runs))
             session.differences += _differences(session, prompt, settings, found)

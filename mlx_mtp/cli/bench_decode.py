@@ -27,7 +27,7 @@ what_options = options(
     click.option("--categories", help="Only these kinds of prompts, with commas between them."),
     click.option("--prompts", "each", type=click.IntRange(1, 2), help="Prompts of a kind.  [default: 2, --quick 1]"),
     click.option(
-        "--max-tokens", "-m", type=click.IntRange(2), help="Most tokens per text.  [default: 128, --quick 32]"
+        "--max-tokens", "-m", type=click.IntRange(2), help="Most tokens per text.  [default: 128, --quick 48]"
     ),
     click.option("--temp", type=click.FloatRange(0), default=0.0, help="Temperature; 0 is greedy."),
     click.option("--seed", type=click.IntRange(0, 2**31), default=0, help="Seed of the draws."),
@@ -66,7 +66,7 @@ def decode(**flags: Any) -> None:
 
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     """The whole measurement, as a result."""
-    from ..bench import documents
+    from ..bench import documents, result
     from ..bench.decode import found, open_session
 
     subject = subject_of(flags)
@@ -78,15 +78,18 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     else:
         bits = [flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits")]
         conditions = [(context, *bits) for context in flags["contexts"] or (0,)]
-    for context, *bits in conditions:
-        _measure(session, flags, context, *bits)
     names = ("categories", "each", "temp", "seed", "preset", "quick")
     options = {"contenders": [loop.name for loop in session.loops], "max_tokens": _max_tokens(flags)}
-    return found(session, {**options, **{name: flags[name] for name in names}})
+    options |= {name: flags[name] for name in names}
+    for context, *bits in conditions:
+        _measure(session, flags, context, *bits)
+        if flags["out"]:
+            result.write(found(session, options), flags["out"])  # what there is, if the next one is interrupted
+    return found(session, options)
 
 
 def _max_tokens(flags: dict[str, Any]) -> int:
-    return flags["max_tokens"] or (32 if flags["quick"] else 128)
+    return flags["max_tokens"] or (48 if flags["quick"] else 128)
 
 
 def _measure(session: "Session", flags: dict[str, Any], context: int, kv_bits: int | None, mtp_kv_bits: int | None):
@@ -118,6 +121,7 @@ def _print(out: "Console", found: dict[str, Any], flags: dict[str, Any]) -> None
     from ..bench.decode_tables import by_category, overall
     from ..bench.rows import categories, settings
 
+    out.print("Ratios are of tok/s, within a round; in brackets their spread, which above 5% is inconclusive.\n")
     for setting in settings(found):
         out.print(overall(found, setting))
         if len(categories(found)) > 1:
