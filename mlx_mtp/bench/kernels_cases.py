@@ -1,4 +1,4 @@
-"""The cases of `bench kernels`: sites in the shapes of released models, and small ones, in bfloat16, random weights."""
+"""The cases of `bench kernels`: sites in the shapes of released models, and small ones; random weights, bfloat16."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, mimo_v2_flash, qwen3_5, step3p5
 from mlx_lm.models.mla import QuantizedMultiLinear
+from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
 from ..cache import Ring, make_cache
@@ -48,6 +49,8 @@ MIMO = {
     **{"add_swa_attention_sink_bias": True},
 }
 DEEPSEEK = {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+Sizes: Any = SimpleNamespace  # of a model, as far as its attention reads them
 
 
 def in_bfloat16(made: Any) -> Any:
@@ -92,11 +95,11 @@ def norm_rope(module: Any) -> NormRope:
 
 
 def glm() -> Any:
-    return in_bfloat16(glm4_moe.Attention(SimpleNamespace(**GLM)))
+    return in_bfloat16(glm4_moe.Attention(Sizes(**GLM)))
 
 
 def mimo() -> Any:
-    return in_bfloat16(mimo_v2_flash.Attention(SimpleNamespace(**MIMO), is_sliding_window=True))
+    return in_bfloat16(mimo_v2_flash.Attention(Sizes(**MIMO), is_sliding_window=True))
 
 
 def latent() -> LatentAttention:
@@ -141,9 +144,9 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Step-3.5 attention": ("verify_attention", lambda: attention(step(0))),
     "Step-3.5 sliding attention": ("verify_attention", lambda: attention(step(1), 512)),
     "GLM-4.5 attention": ("verify_attention", lambda: attention(glm())),
-    "Qwen3.6-27B attention": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention))),
-    "Qwen3.6-27B attention, 8 bits": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention), bits=8)),
-    "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention), bits=4)),
+    "Qwen3.6-27B attention": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention))),
+    "Qwen3.6-27B attention, 8 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=8)),
+    "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=4)),
     "MiMo-V2-Flash sliding attention": ("verify_attention", lambda: attention(mimo(), 128)),
     "DeepSeek-V3 attention": ("verify_latent_attention", latent),
     "DeepSeek-V3 queries per head": ("verify_qmm_heads", per_head),
@@ -182,7 +185,7 @@ SMALL: dict[str, Callable[[], Any]] = {
     "verify_qmm_mma": lambda: Matrices(stack(64, k=1024)),
     "verify_gemv": lambda: dense(64, 1024),
     "gated_delta_verify": lambda: Recurrence(qwen(GatedDeltaNet, **FEW_DELTA), RecurrentCache),
-    "verify_attention": lambda: near(attention(qwen(qwen3_5.Attention, **FEW))),
+    "verify_attention": lambda: near(attention(qwen(Qwen3NextAttention, **FEW))),
     "verify_latent_attention": lambda: near(small_latent()),
     "verify_qmm_heads": lambda: PerHead(
         in_bfloat16(QuantizedMultiLinear(128, 64, 4, 64, 4, "affine")), heads_first=True
@@ -190,5 +193,5 @@ SMALL: dict[str, Callable[[], Any]] = {
     "verify_moe": lambda: experts(16, 64, 64, 4),
     "verify_head": lambda: Head(linear(1024, 512)),
     "add_norm": lambda: Sum(in_bfloat16(nn.RMSNorm(512))),
-    "norm_rope": lambda: norm_rope(qwen(qwen3_5.Attention, **FEW)),
+    "norm_rope": lambda: norm_rope(qwen(Qwen3NextAttention, **FEW)),
 }

@@ -5,6 +5,9 @@ import sys
 import click
 
 from .bench_decode import decode
+from .bench_kernels import kernels
+from .bench_profile import profile
+from .bench_verify import verify
 
 
 @click.group(invoke_without_command=True)
@@ -17,3 +20,6 @@ def bench(ctx: click.Context) -> None:
 
 
 bench.add_command(decode)
+bench.add_command(verify)
+bench.add_command(kernels)
+bench.add_command(profile)
