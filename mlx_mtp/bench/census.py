@@ -40,18 +40,18 @@ def operations(*arrays: mx.array) -> Counter:
 
 @dataclass
 class Counted(Timer):
-    """A watch that counts the operations of each phase."""
+    """A watch that counts the operations of each phase in the last cycle; before the first there were other rows."""
 
-    found: Counter = field(default_factory=Counter)
+    found: dict[str, int] = field(default_factory=dict)
 
     def evaluate(self, phase: str, caches: Sequence[Any], *arrays: Any) -> None:
         written: Any = tree_flatten([*arrays, [c.parts for c in caches]])
-        self.found[phase] += operations(*(a for _, a in written if isinstance(a, mx.array))).total()
+        self.found[phase] = operations(*(a for _, a in written if isinstance(a, mx.array))).total()
         super().evaluate(phase, caches, *arrays)
 
 
-def launches(work: Workload) -> dict[str, float]:
-    """Operations of a cycle by phase, on average; those of "prefill" are of one chunk of the prompt for the target.
+def launches(work: Workload) -> dict[str, int]:
+    """Operations of a cycle by phase; those of "prefill" are of one chunk of the prompt for the target.
 
     A few cycles are enough: a phase's graph does not depend on the text.
     """
@@ -60,7 +60,7 @@ def launches(work: Workload) -> dict[str, float]:
     cache = make_prompt_cache(work.model, num_draft_tokens=0)
     hidden = work.model.hidden(mx.array(list(work.prompt[: work.step]))[None], cache.layers)
     chunk = operations(work.model.logits(hidden[:, -1:]), *cache.arrays).total()
-    return {"prefill": float(chunk)} | {name: n / max(1, counted.cycles) for name, n in counted.found.items()}
+    return {"prefill": chunk, **counted.found}
 
 
 class Visited(nn.Module):

@@ -32,7 +32,7 @@ class Line:
     name: str
     ms: Measured
     share: float
-    operations: float | None = None
+    operations: int | None = None
     nbytes: float | None = None
 
     @property
@@ -41,7 +41,7 @@ class Line:
         return None if self.nbytes is None else self.nbytes / (self.ms.median / 1e3)
 
 
-def lines(found: Profile, operations: dict[str, float], nbytes: dict[str, float]) -> list[Line]:
+def lines(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) -> list[Line]:
     """Of each phase that took any time; behind "host" its parts, and what is left of the wall."""
     made = []
     walls = sum(t.wall for t in found.timers)
@@ -71,7 +71,7 @@ def phase_table(found: list[Line], bandwidth: Bandwidth, title: str) -> Table:
 
 
 def _counts(line: Line, bandwidth: Bandwidth) -> list[str]:
-    operations = "" if line.operations is None else f"{line.operations:.0f}"
+    operations = "" if line.operations is None else str(line.operations)
     if not line.nbytes or line.rate is None:
         return [operations, "", "", ""]
     return [
@@ -97,7 +97,7 @@ def remarks(found: Profile, made: list[Line], bandwidth: Bandwidth) -> list[str]
     return said
 
 
-def raw(found: Profile, operations: dict[str, float], nbytes: dict[str, float]) -> dict[str, Any]:
+def raw(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) -> dict[str, Any]:
     """Every round's seconds, for a result."""
     first = found.timers[0]
     return {
