@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, mimo_v2_flash, qwen3_5, step3p5
 from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from ..cache import Ring, make_cache
 from ..kernels import Rope
@@ -113,13 +113,12 @@ def per_head() -> PerHead:
 def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
     """Random bits for weights: to quantize so many would take more memory than the layer."""
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    switch = nn.Module()
+    switch = SwitchGLU(1, 1, 1)
     for name, (n, k) in shapes.items():
         switch[name] = QuantizedSwitchLinear(k, n, 1, bias=False)
         switch[name].weight = mx.random.randint(0, 2**32 - 1, (count, n, k // 8), mx.uint32)
         scales = mx.random.uniform(0.5, 1, (count, n, k // 64)).astype(mx.bfloat16) / k
         switch[name].scales, switch[name].biases = scales, -8 * scales
-    switch.activation = SwiGLU()
     gate = nn.Module()
     gate.top_k, gate.norm_topk_prob, gate.routed_scaling_factor = top_k, True, 1.0
     gate.router_bias = mx.zeros(count)

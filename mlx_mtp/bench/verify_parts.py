@@ -4,7 +4,7 @@ Widths, weights and caches are the model's; what goes in is random, but for expe
 given: they get rows that the model itself would give them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -48,8 +48,8 @@ def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -
     dtype, modules = model.no_hidden().dtype, target_modules(model)
     blocks = [m for m in modules if _has_experts(m)]
     mixers: list[Any] = [m for m in modules if isinstance(m, Mamba2)]
-    inside = {id(m) for outer in (*blocks, *mixers) for _, m in outer.named_modules()}
-    ops = [op for m in modules if id(m) not in inside for op in products(m)]
+    others = {id(model.unembedding()), *(id(m) for outer in (*blocks, *mixers) for _, m in outer.named_modules())}
+    ops = [op for m in modules if id(m) not in others for op in products(m, others)]
     yield Part("projections", None, lambda rows: [Call(op, _random(rows, width, dtype)) for op, width in ops])
     for context in contexts:
         yield from _attention(model, context, dtype)
@@ -67,9 +67,12 @@ def target_modules(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def products(module: Any) -> list[tuple[Op, int]]:
-    """What a module's own linears compute, and the width of what they read: those that read the same x as one."""
-    names = {name for name, child in module.items() if isinstance(child, LINEAR)}
+def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
+    """What a module's own linears compute, and the width of what they read: those that read the same x as one.
+
+    others: ids of modules that are no part of it.
+    """
+    names = {name for name, child in module.items() if isinstance(child, LINEAR) and id(child) not in others}
     if names.issuperset(MLP):
         return [(_one(module), width_of(module.gate_proj))]
     groups = [[n for n in together if n in names] for together in TOGETHER]
