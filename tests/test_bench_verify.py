@@ -145,7 +145,7 @@ def test_rows_that_are_slower_show(tiny_models, monkeypatch):
     monkeypatch.setattr(verify.mx, "eval", slowed)
     whole = next(measure(model, TEXT, Kernels(model, "off"), Plan((1, 2, 4), (CONTEXT,), 3), 64))
     found = {m: min(times) for m, times in whole.seconds["stock"].items()}
-    assert found[4] > found[1] + 0.02
+    assert found[4] > found[1] + 0.015
     assert found[2] < found[1] + 0.01
 
 

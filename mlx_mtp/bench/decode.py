@@ -19,6 +19,7 @@ from .subject import Subject
 
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
 USUAL_DRAFTS = 3  # most fixed numbers of drafts that are tried where nothing is said
+FIRST_WARMUPS = 3  # on the first prompt: cycles are recorded, and costs learned, when they have come a few times
 
 Progress = Callable[[int, int, str], None]
 
@@ -83,7 +84,7 @@ def _loops(subject: Subject, drafts: Sequence[int]) -> tuple[list[Loop], dict[st
     """mlx-lm, plain, one per number of drafts and adaptive; and what had to be left out, with the reason."""
     model, target = subject.model, subject.facts["target_bytes"]
     if too_many := [k for k in drafts if not 0 < k <= model.max_draft_tokens]:
-        raise ValueError(f"drafts: {too_many[0]}; allowed with this model is 1 to {model.max_draft_tokens}")
+        raise ValueError(f"drafts={too_many[0]}: allowed with this model is 1 to {model.max_draft_tokens}")
     loops: list[Loop] = []
     left_out = {}
     try:
@@ -109,7 +110,8 @@ def measure(session: Session, prompts: Sequence[Prompt], settings: Settings, pro
             progress(i, len(prompts), prompt.category)
             readers = _readers(session, prompt, settings)
             turns = {name: reader.run for name, reader in readers.items()}
-            found = timing.interleaved(turns, session.rounds, cooldown=session.cooldown)
+            warmups = 1 if i else FIRST_WARMUPS
+            found = timing.interleaved(turns, session.rounds, warmups=warmups, cooldown=session.cooldown)
             for name, runs in found.items():
                 session.entries.append(_entry(prompt, readers[name], runs))
             session.differences += _differences(session, prompt, settings, found)

@@ -11,16 +11,10 @@ from .rows import Row, Setting, categories, rows, settings
 from .timing import Measured
 
 NUMBERS = (
-    "tokens",
-    "drafted",
-    "accepted",
-    "per depth",
-    "tok/cycle",
-    "tok/s",
-    "vs plain",
-    "vs mlx-lm",
-    "prompt tok/s",
+    *("tokens", "drafted", "accepted", "per depth", "tok/cycle", "tok/s", "vs plain", "vs mlx-lm", "prompt tok/s"),
+    "peak GB",
 )
+COMPARED = {"tok/s": "speed", f"vs {PLAIN}": "vs_plain", f"vs {MLX_LM}": "vs_mlx_lm"}
 UNLIKE = ("chip", "memory_bytes", "cores", "os", "python", "device", "blas", "threads", "mlx", "mlx_lm", "mlx_mtp")
 
 
@@ -124,9 +118,9 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
     for setting in settings(after):
         old = {row.contender: row for row in rows(before, setting)} if setting in settings(before) else {}
         for row in rows(after, setting):
-            for what, name in (("tok/s", "speed"), ("vs plain", "vs_plain"), ("vs mlx-lm", "vs_mlx_lm")):
+            for what, name in COMPARED.items():
                 earlier, later = getattr(old.get(row.contender), name, None), getattr(row, name)
-                if earlier and later and not (what == "vs plain" and row.contender == PLAIN):
+                if earlier and later and what != f"vs {row.contender}":
                     found.append(Change(setting, row.contender, what, earlier, later))
     return found
 

@@ -12,7 +12,7 @@ from .decode import PLAIN
 from .rows import Row, rows
 
 BITS = {"fp16": None, "q8_0": 8, "q4_0": 4}
-QUICK = 64  # as much shorter are contexts with --quick
+QUICK = 256  # as much shorter are contexts with --quick
 DEPTHS = 3
 FILE = Path(__file__).parent / "documents.csv"
 
@@ -64,10 +64,11 @@ def check(model: Any) -> None:
 
 def conditions() -> list[tuple[str, int | None, int | None]]:
     """(context, bits of the target's cache, bits of the heads') of every line, each once."""
-    return sorted({(row.context, *row.bits) for row in published()}, key=str)
+    found = {(row.context, *row.bits) for row in published()}
+    return sorted(found, key=lambda c: (-(c[1] or 16), -(c[2] or 16), tokens(c[0])))
 
 
-def tokens(context: str, *, quick: bool) -> int:
+def tokens(context: str, *, quick: bool = False) -> int:
     """How long a context is, or stands for."""
     return 1024 * int(context.removesuffix("k")) // (QUICK if quick else 1)
 

@@ -184,12 +184,17 @@ class Reader:
         model = self.loop.model
         cache = copy.deepcopy(self.cache, {id(model): model})
         steps = self.loop.tokens(self.prompt[-1:], cache, self.settings.max_tokens, self.settings)
-        tokens = [next(steps)]
-        tic = time.perf_counter()
-        tokens.extend(steps)
-        seconds = time.perf_counter() - tic
+        tokens, seconds = timed(steps)
         mx.synchronize()  # what was submitted and not asked for is nobody else's time
         return Run(tokens, seconds, mx.get_peak_memory() - held + self.loop.weights, self.loop.stats)
+
+
+def timed(steps: Iterator[int]) -> tuple[list[int], float]:
+    """All tokens, and the seconds from the first to the last."""
+    tokens = [next(steps)]
+    tic = time.perf_counter()
+    tokens.extend(steps)
+    return tokens, time.perf_counter() - tic
 
 
 def _begin() -> int:

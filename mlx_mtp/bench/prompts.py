@@ -45,7 +45,7 @@ def make_prompts(
         return [Prompt(RANDOM, tokens, context) for tokens in drawn]
     known = categories()
     if unknown := sorted(set(only) - known.keys()):
-        raise ValueError(f"categories: {unknown[0]!r} is unknown; allowed are {', '.join(known)}")
+        raise ValueError(f"categories={unknown[0]}: allowed are {', '.join(known)}")
     chosen = [(name, text) for name in known if not only or name in only for text in known[name][:each]]
     return [Prompt(name, padded(tokenizer, text, context), context) for name, text in chosen]
 
@@ -56,7 +56,7 @@ def padded(tokenizer: Any, text: str, context: int) -> list[int]:
     if not context:
         return tokens
     if len(tokens) > context:
-        raise ValueError(f"contexts: {context} tokens; the prompt alone has {len(tokens)}, allowed is that or more")
+        raise ValueError(f"contexts={context}: a prompt alone has {len(tokens)} tokens; allowed is that or more")
     best, characters = tokens, 3 * (context - len(tokens))
     for _ in range(FITTING):
         found = encode(tokenizer, f"{filler(characters)}\n\n{text}")

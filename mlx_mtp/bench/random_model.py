@@ -19,6 +19,7 @@ from ..load import find_port, known_ports, read_args
 from ..report import DECLARED, make_report
 
 UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of a family whose config.json does not count them
+UNQUANTIZED = 16  # bits
 INDICES = re.compile(r"\d+(,\d+)*")  # a list of layers as text
 
 
@@ -26,15 +27,16 @@ def random_model(
     file: Path,
     *,
     layers: int | None = None,
-    bits: int | None = 4,
-    group_size: int = 64,
+    bits: int | None = None,
+    group_size: int | None = None,
     mtp: bool = True,
     seed: int = 0,
 ) -> Any:
     """A port's model of a config.json, with its first `layers` layers (None: all) and all of its heads.
 
-    bits: None leaves the weights unquantized, in the precision of the activations: float32 on a CPU, else bfloat16.
-    A `quantization` in the file says which modules have other bits, as do mlx-lm's rules for the family.
+    bits, group_size: None takes those of the file's `quantization`, else 4 and 64; 16 bits are not quantized, but in
+    the precision of the activations: float32 on a CPU, else bfloat16. Single modules have the bits that the file
+    states for them, or mlx-lm's rules for the family.
     Raises ValueError, in one line, for a file that is none, a family without a port, or sizes that do not fit.
     """
     model, config = shaped_model(file, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
@@ -56,11 +58,14 @@ def shaped_model(
         raise ValueError(f"{file}: model_type {config['model_type']!r} has no port; allowed are {names}")
     config = config if layers is None else first_layers(config, layers)
     heads = head_count(config, port.Model.SPEC) if mtp else 0
+    stated = config.get("quantization") or {}
+    bits, group_size = bits or stated.get("bits", 4), group_size or stated.get("group_size", 64)
+    mx.random.seed(seed)  # for the vectors, which mlx-lm draws itself
     try:
         model = port.Model(read_args(port, file, config), heads, port.Model.SPEC.resolve(()))
         model.set_dtype(mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16)
-        if bits is not None:
-            nn.quantize(model, group_size, bits, class_predicate=_rule(model, config, group_size))
+        if bits != UNQUANTIZED:
+            nn.quantize(model, group_size, bits, class_predicate=_rule(model, stated, group_size))
     except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError) as e:
         raise ValueError(f"{file}: no model can be built from it ({str(e).partition(chr(10))[0]})") from e
     return model, config
@@ -112,15 +117,16 @@ def _first(value: Any, layers: int, total: int) -> Any:
     return value
 
 
-def _rule(model: Any, config: dict, group_size: int) -> Callable[[str, nn.Module], bool | dict]:
-    """What is quantized, and how: as mlx-lm converts the family, and as config.json says of single modules."""
+def _rule(model: Any, stated: dict, group_size: int) -> Callable[[str, nn.Module], bool | dict]:
+    """What is quantized, and how: as mlx-lm converts the family, and as config.json states for single modules."""
     of_family = getattr(model, "quant_predicate", None) or (lambda path, module: True)
-    stated = config.get("quantization", {})
 
     def rule(path: str, module: Any) -> bool | dict:
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
             return False
-        return stated[path] if path in stated else of_family(path, module)
+        chosen = stated[path] if path in stated else of_family(path, module)
+        fits = not isinstance(chosen, dict) or module.weight.shape[-1] % chosen["group_size"] == 0
+        return chosen if fits else True
 
     return rule
 
@@ -130,8 +136,8 @@ def draw_weights(model: nn.Module, seed: int) -> None:
 
     Vectors stay what mlx-lm makes them: norms ones, biases zeros, decay rates its own.
     """
-    for i, (_, module) in enumerate(model.named_modules()):
-        key = mx.random.key(seed * 1_000_003 + i)
+    keys = mx.random.split(mx.random.key(seed), sum(1 for _ in model.named_modules()))
+    for key, (_, module) in zip(keys, model.named_modules(), strict=True):
         if "scales" in module:
             _draw_quantized(module, key)
         elif not isinstance(module, nn.Conv1d):

@@ -77,8 +77,8 @@ def open_subject(
     config: Path | None = None,
     *,
     layers: int | None = None,
-    bits: int | None = 4,
-    group_size: int = 64,
+    bits: int | None = None,
+    group_size: int | None = None,
     mtp: bool = True,
     draft_model: str | None = None,
     kernels: str | None = None,
@@ -110,8 +110,8 @@ def open_subject(
             found, tokenizer = load(path, mtp=mtp, draft_model=draft_model, kernels=kernels)
         on, not_exact, label = found.report().kernels, found.report().not_exact, None
     if rates and not found.mtp:
-        raise ValueError("synth_rates: the model has no heads that draft; allowed is none")
-    name = DEMO if path == demo_path() else path.parent.name if config else path.name
+        raise ValueError(f"synth_rates={rates}: the model has no heads that draft; allowed is none")
+    name = DEMO if path == demo_path() else path.parent.name if path.name == "config.json" else path.stem
     subject = Subject(found, tokenizer, name, path, rates=rates)
     subject.facts = _facts(subject, label, on, not_exact)
     subject.forget()

@@ -18,10 +18,10 @@ DEPTHS = 16
 def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
     """One rate per depth, the last for all deeper ones; ValueError for one that is no chance."""
     if not rates:
-        raise ValueError("synth_rates: empty; allowed is one number between 0 and 1 per depth")
+        raise ValueError("synth_rates=(): allowed is one number between 0 and 1 per depth")
     for rate in rates:
         if not 0 <= rate <= 1:
-            raise ValueError(f"synth_rates: {rate}; allowed is between 0 and 1")
+            raise ValueError(f"synth_rates={rate}: allowed is between 0 and 1")
     return tuple(rates)
 
 

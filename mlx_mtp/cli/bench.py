@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from .bench_decode import decode
+from .bench_decode import compare, decode
 from .bench_kernels import kernels
 from .bench_profile import profile
 from .bench_verify import verify
@@ -23,3 +23,4 @@ bench.add_command(decode)
 bench.add_command(verify)
 bench.add_command(kernels)
 bench.add_command(profile)
+bench.add_command(compare)

@@ -1,6 +1,7 @@
 """`mlx-mtp bench decode`: mlx-lm's loop, ours, and drafting, in turn on the same prompts."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from ..bench.decode import Session
 
 SHOWN = 20  # differences of texts that are listed
-DOCUMENTS = ("long_code_review",)  # a context of source code, and a question about such
+DOCUMENTS = ("stepwise_math",)  # asked behind a context of source code
 
 what_options = options(
     click.option(
@@ -79,8 +80,8 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
         conditions = [(context, *bits) for context in flags["contexts"] or (0,)]
     for context, *bits in conditions:
         _measure(session, flags, context, *bits)
-    names = ("contexts", "categories", "temp", "seed", "preset", "quick")
-    options = {"drafts": [loop.name for loop in session.loops], "max_tokens": _max_tokens(flags)}
+    names = ("categories", "each", "temp", "seed", "preset", "quick")
+    options = {"contenders": [loop.name for loop in session.loops], "max_tokens": _max_tokens(flags)}
     return found(session, {**options, **{name: flags[name] for name in names}})
 
 
@@ -143,3 +144,13 @@ def _print_changes(out: "Console", before: dict[str, Any], found: dict[str, Any]
     for line in unlike(before, found):
         out.print(f"not alike: {line}", highlight=False)
     out.print(compared(before, found))
+
+
+@click.command()
+@click.argument("before", type=FILE)
+@click.argument("after", type=FILE)
+def compare(before: Path, after: Path) -> None:
+    """What changed from one result of `bench decode` to another."""
+    from ..bench import result
+
+    _print_changes(console(), result.read(before, "decode"), result.read(after, "decode"))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..bench.subject import Subject
 
-WIDTH = 150  # columns where nobody watches
+WIDTH = 170  # columns where nobody watches
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -38,9 +38,15 @@ subject_options = options(
     click.option("--config", type=FILE, help="A config.json to draw a model of, with random weights."),
     click.option("--layers", type=click.IntRange(1), help="With --config, this many of its first layers."),
     click.option(
-        "--q-bits", type=click.Choice(["2", "3", "4", "5", "6", "8", "16"]), default="4", help="With --config."
+        "--q-bits",
+        type=click.Choice(["2", "3", "4", "5", "6", "8", "16"]),
+        help="With --config; 16 is not quantized.  [default: the file's, else 4]",
     ),
-    click.option("--q-group-size", type=click.Choice(["32", "64", "128"]), default="64", help="With --config."),
+    click.option(
+        "--q-group-size",
+        type=click.Choice(["32", "64", "128"]),
+        help="With --config.  [default: the file's, else 64]",
+    ),
     click.option(
         "--synth-rates",
         callback=numbers(float, "chances"),
@@ -70,13 +76,12 @@ def subject_of(flags: dict[str, Any]) -> "Subject":
         from ..bench.subject import open_subject
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
-        bits = int(flags["q_bits"])
         return open_subject(
             flags["model"],
             flags["config"],
             layers=flags["layers"],
-            bits=None if bits == 16 else bits,
-            group_size=int(flags["q_group_size"]),
+            bits=flags["q_bits"] and int(flags["q_bits"]),
+            group_size=flags["q_group_size"] and int(flags["q_group_size"]),
             mtp=flags["mtp"],
             draft_model=flags["draft_model"],
             kernels=flags["kernels"],
