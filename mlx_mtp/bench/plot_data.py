@@ -1,6 +1,6 @@
 """What a result's pictures show, as plain numbers: panels of lines, bars, ranges and grids, in the order drawn."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,10 @@ class Bars:
 
 @dataclass(frozen=True)
 class Grid:
-    """A number per row and column, None where there is none; `form` writes it, `low` and `high` span the colours."""
+    """A number per row and column, None where there is none; `form` writes it, `low` and `high` span the colours.
+
+    unit: what the numbers are.
+    """
 
     title: str
     x_label: str
@@ -147,15 +150,20 @@ def _setting(setting: tuple[int, int | None, int | None]) -> str:
 
 def _series(label: str, values: dict[float, Measured | None], *, dashed: bool = False) -> Series:
     kept = {x: m for x, m in values.items() if m is not None}
+    label = _honest(label, kept.values())
     lists = [[m.median for m in kept.values()], [m.low for m in kept.values()], [m.high for m in kept.values()]]
     return Series(label, list(kept), *lists, dashed=dashed)
 
 
+def _honest(label: str, values: Iterable[Measured]) -> str:
+    """A label that says where a spread is too wide."""
+    return label if all(m.conclusive for m in values) else f"{label} (inconclusive)"
+
+
 def _level(label: str, row: Row, x: list[float]) -> Series:
     assert row.speed
-    return Series(
-        label, [x[0], x[-1]], [row.speed.median] * 2, [row.speed.low] * 2, [row.speed.high] * 2, level=True
-    )
+    label = _honest(label, [row.speed])
+    return Series(label, [x[0], x[-1]], [row.speed.median] * 2, [row.speed.low] * 2, [row.speed.high] * 2, level=True)
 
 
 def acceptance(found: Found) -> Iterator[Grid]:
@@ -168,9 +176,9 @@ def acceptance(found: Found) -> Iterator[Grid]:
             table = [[(row.rates if row else [])[d : d + 1] for d in range(depths)] for row in made.values()]
             values = [[100 * cell[0] if cell else None for cell in line] for line in table]
             yield Grid(
-                f"drafts accepted{where}: {subject(found)}",
+                f"drafts accepted, %{where}: {subject(found)}",
                 *("depth of the draft", "kind of prompt", list(made), [str(d + 1) for d in range(depths)]),
-                *(values, "{:.0f}", 0, 100, "% of those drafted"),
+                *(values, "{:.0f}", 0, 100, "% of drafts accepted"),
             )
 
 
@@ -197,9 +205,10 @@ def verify_curves(found: Found) -> Iterator[Lines]:
 
 def _curve(curve: Found) -> Iterator[Series]:
     name = curve["name"] if curve["context"] is None else f"{curve['name']} at {curve['context']}"
+    both = len(curve["seconds"]) > 1
     for side, seconds in curve["seconds"].items():
         values = {float(m): ratio(times, seconds["1"]) for m, times in seconds.items()}
-        yield _series(f"{name}, {side}" if len(curve["seconds"]) > 1 else name, values, dashed=side == "stock")
+        yield _series(f"{name}, {side}" if both else name, values, dashed=both and side == "stock")
 
 
 # profile
@@ -219,7 +228,10 @@ def phase_bars(results: Sequence[Found]) -> Iterator[Bars]:
 def _phases(found: Found) -> dict[str, float]:
     cycles = max(1, found["cycles"])
     values = {name: measured(times).median for name, times in found["seconds"].items() if name != "prefill"}
-    return {name: 1e3 * s / cycles for name, s in (values | {"unexplained": measured(found["unexplained"]).median}).items()}
+    return {
+        name: 1e3 * s / cycles
+        for name, s in (values | {"unexplained": measured(found["unexplained"]).median}).items()
+    }
 
 
 # kernels
@@ -234,7 +246,9 @@ def kernel_grid(found: Found) -> Iterator[Grid]:
     made = {(line["name" if timed else "op"], line["rows"]): _kernel(line) for line in lines}
     values = [[made.get((name, m)) for m in sizes] for name in names]
     if lines:
-        title, unit = ("stock MLX's time over ours", "x") if timed else ("bytes requested over distinct, emulated", "x")
+        title, unit = (
+            ("stock MLX's time over ours", "x") if timed else ("bytes requested over distinct, emulated", "x")
+        )
         most = max(v for line in values for v in line if v is not None)
         where = subject(found) if timed else "counts"
         axes = ("rows, M", "kernel", names, [str(m) for m in sizes])
@@ -257,7 +271,9 @@ def model_curve(found: Found) -> Iterator[Lines]:
     series = []
     overlaps = dict.fromkeys(line["overlap"] for line in found["floors"])
     for overlap in overlaps:
-        points = {line["rows"]: line["bytes"]["total"] for line in _passes(found["floors"]) if line["overlap"] == overlap}
+        points = {
+            line["rows"]: line["bytes"]["total"] for line in _passes(found["floors"]) if line["overlap"] == overlap
+        }
         series.append(_ratios(f"floor, {overlap} routing", points, FLOOR, dashed=overlap != SHOWN_OVERLAP))
     if len({tuple(s.y) for s in series}) == 1:
         series = [Series("floor", series[0].x, series[0].y, colour=FLOOR)]
@@ -278,11 +294,13 @@ def _passes(lines: Sequence[Found]) -> list[Found]:
 
 def _ratios(label: str, points: dict[int, float], colour: int | None, *, dashed: bool = False) -> Series:
     rows = sorted(points)
-    return Series(label, [float(m) for m in rows], [points[m] / points[1] for m in rows], dashed=dashed, colour=colour)
+    return Series(
+        label, [float(m) for m in rows], [points[m] / points[1] for m in rows], dashed=dashed, colour=colour
+    )
 
 
 def model_cycles(found: Found) -> Iterator[Bars]:
-    """Draft and verify of a cycle for each number of drafts: the floor, stock MLX and ours; a plain step behind k=0."""
+    """Draft and verify of a cycle for each number of drafts, behind a plain step: the floor, stock MLX and ours."""
     from .roofline.predict import OURS, SHOWN_OVERLAP, STOCK
 
     if "predicted" not in found:
@@ -322,7 +340,15 @@ def documents(found: Found, machine: str = "Mac Studio") -> Iterator[Ranges]:
         for name, value in zip(marks, values, strict=True):
             marks[name].append(None if value is None else 1e3 * value)
     title = f"another engine's {found['model']['name']} on a {machine}, and its byte floor"
-    yield Ranges(title, "ms of a plain step, or of a cycle", names, spans, "floor: shared to independent routing", marks, [3, FLOOR, 0])
+    yield Ranges(
+        title,
+        "ms of a plain step, or of a cycle",
+        names,
+        spans,
+        "floor: shared to independent routing",
+        marks,
+        [3, FLOOR, 0],
+    )
 
 
 def _with_plain(lines: Sequence[Found]) -> Iterator[tuple[Found, int]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,22 @@ class Theme:
     ink: str
     faint: str
     series: tuple[str, ...]
-    colours: str  # matplotlib's map of a grid's numbers
 
 
-LIGHT = Theme("#ffffff", "#1a1a1a", "#d4d7dc", ("#0072b2", "#d55e00", "#009e73", "#a6569b", "#b07d00", "#56b4e9"), "cividis")
-DARK = Theme("#14171c", "#e8eaed", "#3b414a", ("#56b4e9", "#ff8a4c", "#2fd3a0", "#e79ad0", "#f0c419", "#9db7ff"), "cividis")
-MARKERS = "osD^vP"
+LIGHT = Theme(
+    paper="#ffffff",
+    ink="#1a1a1a",
+    faint="#d4d7dc",
+    series=("#0072b2", "#d55e00", "#009e73", "#a6569b", "#b07d00", "#56b4e9", "#4a4f57", "#9aa1ab"),
+)
+DARK = Theme(
+    paper="#14171c",
+    ink="#e8eaed",
+    faint="#3b414a",
+    series=("#56b4e9", "#ff8a4c", "#2fd3a0", "#e79ad0", "#f0c419", "#3f7fd0", "#f4f5f7", "#7c8592"),
+)
+MARKERS = "osD^vP*X"
+DODGE = 0.06  # of one place on the x-axis, between series whose intervals would hide each other
 
 
 def check(path: Path) -> None:
@@ -58,7 +68,9 @@ def save(results: Sequence[dict[str, Any]], path: Path, *, dark: bool = False) -
     if not panels:
         raise ValueError(f"plot={path}: nothing in these results can be drawn")
     with style(theme := DARK if dark else LIGHT):
-        figure(panels, theme).savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        figure(panels, theme).savefig(
+            path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None
+        )
 
 
 def svg(panel: Panel, *, dark: bool, name: str) -> str:
@@ -77,7 +89,7 @@ def style(theme: Theme, salt: str = "mlx-mtp") -> AbstractContextManager[None]:
     return matplotlib.rc_context(
         {
             **{"figure.facecolor": theme.paper, "axes.facecolor": theme.paper, "savefig.facecolor": theme.paper},
-            **{name: theme.ink for name in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")},
+            **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme.ink),
             **{"axes.edgecolor": theme.faint, "grid.color": theme.faint, "grid.linewidth": 0.6},
             **{"font.size": TEXT, "axes.titlesize": TEXT + 1, "axes.titlelocation": "left", "axes.titlepad": 10},
             **{"legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False},
@@ -104,7 +116,7 @@ def height(panel: Panel) -> float:
         case Lines():
             return 4.6
         case Bars():
-            return 1.8 + ROW * len(panel.bars)
+            return 1.3 + ROW * max(len(panel.bars), len(panel.parts))
         case Grid() | Ranges():
             return 1.8 + ROW * len(panel.rows)
 
@@ -125,11 +137,17 @@ def draw(panel: Panel, ax: "Axes", theme: Theme) -> None:
 
 
 def _lines(panel: Lines, ax: "Axes", theme: Theme) -> None:
+    measured = [series for series in panel.series if series.low and not series.level]
     for i, series in enumerate(panel.series):
+        if series in measured:
+            shift = DODGE * (measured.index(series) - (len(measured) - 1) / 2)
+            series = replace(series, x=[x + shift for x in series.x])
         colour = theme.series[(i if series.colour is None else series.colour) % len(theme.series)]
         marker = "" if series.level else MARKERS[i % len(MARKERS)]
         kind = "-." if series.level else "--" if series.dashed else "-"
-        ax.plot(series.x, series.y, kind, marker=marker, color=colour, label=series.label, linewidth=1.8, markersize=5)
+        ax.plot(
+            series.x, series.y, kind, marker=marker, color=colour, label=series.label, linewidth=1.8, markersize=5
+        )
         _interval(series, ax, colour)
     ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
     ax.set_ylabel(panel.y_label)
@@ -157,7 +175,7 @@ def _bars(panel: Bars, ax: "Axes", theme: Theme) -> None:
     for place, total in zip(places, left, strict=True):
         ax.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center")
     ax.set_yticks(places, panel.bars)
-    ax.invert_yaxis()
+    ax.set_ylim(max(places[-1] + 0.7, 0.6 * len(panel.parts)), -0.7)  # a legend may need more room than the bars
     ax.margins(x=0.1)
     ax.grid(axis="x")
     ax.set_axisbelow(True)
@@ -165,13 +183,17 @@ def _bars(panel: Bars, ax: "Axes", theme: Theme) -> None:
 
 
 def _grid(panel: Grid, ax: "Axes", theme: Theme) -> None:
+    """Numbers on a colour that goes from the paper's to that of the first series."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colours = LinearSegmentedColormap.from_list("grid", [theme.paper, theme.series[0]])
     values = [[float("nan") if v is None else v for v in row] for row in panel.values]
-    shown = ax.imshow(values, cmap=theme.colours, vmin=panel.low, vmax=panel.high, aspect="auto")
+    ax.imshow(values, cmap=colours, vmin=panel.low, vmax=panel.high, aspect="auto")
     for i, row in enumerate(panel.values):
         for j, value in enumerate(row):
             if value is not None:
-                middle = (panel.low + panel.high) / 2
-                ink = "#111111" if value > middle else "#ffffff"  # cividis is dark below, light above, on any paper
+                behind = colours((value - panel.low) / (panel.high - panel.low))
+                ink = max(theme.paper, theme.ink, key=lambda ink: contrast(ink, behind))
                 ax.text(j, i, panel.form.format(value), ha="center", va="center", color=ink)
     ax.set_xticks(range(len(panel.columns)), panel.columns)
     ax.set_yticks(range(len(panel.rows)), panel.rows)
@@ -179,8 +201,18 @@ def _grid(panel: Grid, ax: "Axes", theme: Theme) -> None:
     ax.tick_params(length=0)
     for spine in ax.spines.values():
         spine.set_visible(False)
-    assert ax.figure
-    ax.figure.colorbar(shown, ax=ax, label=panel.unit, fraction=0.05, pad=0.02)
+
+
+def contrast(a: Any, b: Any) -> float:
+    """Of two colours, from 1 to 21. Source: WCAG 2.2, relative luminance."""
+    from matplotlib.colors import to_rgb
+
+    def luminance(colour: Any) -> float:
+        linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def _ranges(panel: Ranges, ax: "Axes", theme: Theme) -> None:

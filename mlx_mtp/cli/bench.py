@@ -6,6 +6,8 @@ import click
 
 from .bench_decode import compare, decode
 from .bench_kernels import kernels
+from .bench_model import model
+from .bench_pictures import plot
 from .bench_profile import profile
 from .bench_verify import verify
 
@@ -19,8 +21,5 @@ def bench(ctx: click.Context) -> None:
         sys.exit(2)
 
 
-bench.add_command(decode)
-bench.add_command(verify)
-bench.add_command(kernels)
-bench.add_command(profile)
-bench.add_command(compare)
+for command in (decode, compare, verify, kernels, profile, model, plot):
+    bench.add_command(command)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .bench_pictures import draw, picture_options
 from .options import options
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ run_options = options(
     ),
     click.option("--quick", is_flag=True, help="Fewer of everything: under two minutes for the demo."),
     click.option("--out", type=FILE, help="Write the result there, too."),
+    picture_options,
 )
 
 
@@ -116,9 +119,14 @@ def console() -> "Console":
 
 
 def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Write the result where it was asked for, and print it as the last line."""
+    """Write the result and its pictures where they were asked for, and print it as the last line."""
     from ..bench import result
 
-    if flags["out"]:
-        result.write(found, flags["out"])
-    click.echo(json.dumps(found))
+    line = json.dumps({**found, "command": shlex.join(["mlx-mtp", *sys.argv[1:]])})
+    found = json.loads(line)  # as it is when it is read again
+    try:
+        if flags["out"]:
+            result.write(found, flags["out"])
+        draw([found], flags)
+    finally:
+        click.echo(line)

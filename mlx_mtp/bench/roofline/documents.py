@@ -1,12 +1,12 @@
 """The 42 published measurements of Step-3.5-Flash with MTP, each beside what its machine's memory would allow.
 
-Every weight is counted in the format that a row names, though mixes such as Q4_K_S keep some tensors in more bits: true
-floors are a little higher, the distances from them a little smaller.
+Every weight is counted in the format that a row names, though mixes such as Q4_K_S keep some tensors in more bits:
+true floors are a little higher, the distances from them a little smaller.
 """
 
 from typing import Any
 
-from ..documents import Published, published
+from ..documents import Published, published, tokens
 from .chips import Chip
 from .floor import CYCLE, PLAIN, cycle_floor, pass_floor
 from .ops import OVERLAPS, Model
@@ -32,18 +32,18 @@ def stored(row: Published) -> Model:
 
 
 def documents(chips: dict[str, Chip]) -> list[dict[str, Any]]:
-    """Every row with its floors: seconds of a plain step and of a cycle, measured and at least, the latter by overlap.
+    """Every row with its floors: seconds of a plain step and of a cycle, as published, and at least, by overlap.
 
     At least: bytes over the bandwidth that is usable, on the Mac Studio the fitted share, elsewhere the share that is
-    taken where nothing is known. predicted: on the Mac Studio, seconds of the same by stock MLX and by ours, with 4-bit
-    weights, caches in 16 bits, all three heads, and experts routed as published.
+    taken where nothing is known. predicted: on the Mac Studio, seconds of the same by stock MLX and by ours, with
+    4-bit weights, caches in 16 bits, all three heads, and experts routed as published.
     """
     return [_row(row, chips) for row in published()]
 
 
 def _row(row: Published, chips: dict[str, Chip]) -> dict[str, Any]:
     usable = chips[CHIP].bandwidth if row.machine == MAC else GBPS[row.machine] * 1e9 * Chip.usable
-    model, k, context = stored(row), row.num_draft_tokens, row.context_tokens
+    model, k, context = stored(row), row.num_draft_tokens, tokens(row.context, quick=False)
     floor = {overlap: cycle_floor(model, k, context, overlap).total / usable for overlap in OVERLAPS}
     return {
         **{name: getattr(row, name) for name in ("machine", "weights", "kv_cache", "mtp_kv_cache")},

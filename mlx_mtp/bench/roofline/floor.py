@@ -1,4 +1,4 @@
-"""The bytes that each phase of a cycle has to read, whatever the kernels: at batch 1 they bound its time from below."""
+"""The bytes that each phase of a cycle has to read, whatever the kernels: at batch 1 they bound its time."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
@@ -12,7 +12,7 @@ PLAIN, DRAFT, VERIFY, CYCLE = PHASES = "plain step", "draft", "verify", "cycle"
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of weights that every pass reads, of the distinct experts, of LM heads, of KV caches, and of recurrent states."""
+    """Of weights that every pass reads, of distinct experts, of LM heads, of KV caches, and of recurrent states."""
 
     shared: float = 0
     experts: float = 0
@@ -72,9 +72,9 @@ def cycle_floor(model: Model, k: int, context: int, overlap: str) -> Bytes:
 
 
 def floors(model: Model, context: int, rows: Iterable[int] = ROWS) -> list[dict[str, Any]]:
-    """The floor of every phase at every overlap: phase, rows M of the verify, drafts k, overlap, bytes by what they are.
+    """The floor of every phase: phase, rows M of the verify, drafts k, overlap, bytes by what they are of.
 
-    A model of one LM head only, or a phase that has no routed experts, has the same bytes at every overlap.
+    A phase that has no routed experts has the same bytes at every overlap.
     """
     found = []
     for overlap in OVERLAPS:

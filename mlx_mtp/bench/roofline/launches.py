@@ -32,10 +32,11 @@ KINDS = {
     "deepseek experts": ("DeepSeek-V3", "experts"),
 }
 
+FILE = Path(__file__).with_name("launches.csv")
 Counts = dict[str, tuple[int, int]]  # by what is on ("none", a kind of KERNELS, "all"): at one row, and at more
 
 
-def read(path: Path = Path(__file__).with_name("launches.csv")) -> dict[tuple[str, str], Counts]:
+def read(path: Path) -> dict[tuple[str, str], Counts]:
     """Counts by model and by what of it they are."""
     found: dict[tuple[str, str], Counts] = {}
     with path.open(newline="") as file:
@@ -45,14 +46,14 @@ def read(path: Path = Path(__file__).with_name("launches.csv")) -> dict[tuple[st
     return found
 
 
-_COUNTED = read()
+_COUNTED = read(FILE)
 LAUNCHES = {kind: _COUNTED[where] for kind, where in KINDS.items()}
 
 
 def launches(kind: str, on: Collection[str], rows: int) -> int:
     """Of one layer; what several kinds of kernels save is taken to be the sum of what each saves, or what all do."""
     counts, column = LAUNCHES[kind], int(rows > 1)
-    if ALL <= set(on):
+    if set(on) >= ALL:
         return counts["all"][column]
     none = counts["none"][column]
     return max(counts["all"][column], none - sum(none - counts[name][column] for name in on))

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-# How alike tokens in a row choose their experts. A published count of real routing, 39 distinct of 64 visits at 8 rows
-# of 8 of 256 experts, is as if rows drew from this share of all experts.
+# How alike tokens in a row choose their experts. A published count of real routing, 39 distinct of 64 visits at 8
+# rows of 8 of 256 experts, is as if rows drew from this share of all experts.
 OVERLAPS = ("independent", "published", "shared")
 PUBLISHED_POOL = 0.2105
 

@@ -70,11 +70,13 @@ def floor_table(found: Found) -> Table:
         f"byte floor: {name}, {context} tokens of context, {unit}",
         *("phase", "", *columns, "over a plain step"),
         left=2,
-        caption=f"experts that the rows of a verify visit: routed {', '.join(OVERLAPS[:2])} / all the same",
+        caption="experts that the rows of a pass visit: routed independently / as published / all alike",
     )
     for i, (phase, rows) in enumerate(phases := phases_of(found)):
         floors = floors_of(found, phase, rows)
-        parts = [[floors[o][part] / size for o in OVERLAPS] for part in ("shared", "experts", "head", "cache", "state")]
+        parts = [
+            [floors[o][part] / size for o in OVERLAPS] for part in ("shared", "experts", "head", "cache", "state")
+        ]
         totals = [floors[o]["total"] for o in OVERLAPS]
         over = _each([total / plain[o]["total"] for total, o in zip(totals, OVERLAPS, strict=True)])
         cells = *map(_each, parts), _each([total / size for total in totals]), over
@@ -115,9 +117,7 @@ def _gap_caption(chip: Found | None) -> str:
     return f"floor: bytes over the {used} that are usable; (times the phase's floor; over the side's plain step)"
 
 
-def _gap_cell(
-    found: Found, kind: str, side: str, phase: str, rows: int, floor: float | None, nbytes: float
-) -> str:
+def _gap_cell(found: Found, kind: str, side: str, phase: str, rows: int, floor: float | None, nbytes: float) -> str:
     seconds = time_of(found, kind, side, phase, rows)
     if seconds is None:
         return ""
@@ -131,9 +131,9 @@ def _gap_cell(
 def time_of(found: Found, kind: str, side: str, phase: str, rows: int) -> float | None:
     """Seconds of a phase, "predicted" or "measured"; None where there are none."""
     for line in found.get(kind, []):
-        if (line["side"], line["phase"], line["rows"]) == (side, phase, rows):
-            if line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP:
-                return line["seconds"]
+        asked = (line["side"], line["phase"], line["rows"]) == (side, phase, rows)
+        if asked and line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP:
+            return line["seconds"]
     return None
 
 
@@ -144,24 +144,26 @@ def kernels_table(found: Found) -> Table:
         f"predicted to come off a pass of stock MLX on {found['chip']['name']}, ms",
         *("kernels", "", *(f"M={m}" for m in rows)),
         left=2,
-        caption="each kind alone, and all together; in brackets the share of the pass; a plan until a Mac has timed it",
+        caption="each kind alone, and all together; in brackets the share of the pass; until a Mac times it a plan",
     )
-    for kind in (*KERNELS, "all"):
+    kinds = [kind for kind in KERNELS if any(x["seconds"] for x in found["kernels"] if x["kernels"] == kind)]
+    for kind in (*kinds, "all"):
         lines = {line["rows"]: line for line in found["kernels"] if line["kernels"] == kind}
-        cells = [f"{lines[m]['seconds'] * 1e3:.2f} ({lines[m]['seconds'] / lines[m]['stock']:.0%})" for m in rows]
-        table.add_row(kind, ", ".join(KERNELS.get(kind, ())), *cells, end_section=kind == list(KERNELS)[-1])
+        cells = [f"{lines[m]['seconds'] * 1e3:.2f} ({lines[m]['seconds'] / lines[m]['stock']:.1%})" for m in rows]
+        table.add_row(kind, ", ".join(KERNELS.get(kind, ())), *cells, end_section=kind == kinds[-1])
     return table
 
 
 def documents_table(found: Found, machine: str | None = MAC) -> Table:
     """How far the published engine was from its machine's limit; None: all machines."""
     lines = [line for line in found["documents"] if machine in (None, line["machine"])]
+    columns = "weights", "KV", "context", "k", "plain ms", "floor", "cycle ms", "floor", "speed-up", "at the floor"
     table = new_table(
         f"another engine's {found['model']['name']} over its byte floor: {machine or 'all that is published'}",
-        *("weights", "KV", "context", "k", "plain ms", "floor", "", "cycle ms", "floor", "", "speed-up", "at the floor"),
+        *columns,
         left=2,
-        caption=f"{MAC}: taken as an {CHIP}. floor: {SHOWN_OVERLAP} routing; a cycle's distances: {', '.join(OVERLAPS)}."
-        " at the floor: speed-up if plain steps and cycles both were, with as many tokens per cycle",
+        caption=f"(times the floor; a cycle's: {', '.join(OVERLAPS)} routing); floor ms: {SHOWN_OVERLAP} routing. "
+        f"At the floor: speed-up if plain steps and cycles both were. {MAC}: taken as an {CHIP}",
     )
     for i, line in enumerate(lines):
         floor = line["cycle_floor"][SHOWN_OVERLAP]
@@ -171,9 +173,9 @@ def documents_table(found: Found, machine: str | None = MAC) -> Table:
         last = i + 1 == len(lines) or any(line[x] != lines[i + 1][x] for x in ("machine", "weights", "context"))
         table.add_row(
             *(weights, kv, f"{line['context'] // 1024}k", str(line["drafts"])),
-            *(f"{line['plain'] * 1e3:.1f}", f"{line['plain_floor'] * 1e3:.1f}"),
-            *(f"{line['plain'] / line['plain_floor']:.1f}x", f"{line['cycle'] * 1e3:.1f}", f"{floor * 1e3:.1f}"),
-            *(f"{distances}x", f"{line['speedup']:.2f}", f"{speed_up(line, line['plain_floor'], floor):.2f}"),
+            *(f"{line['plain'] * 1e3:.1f} ({line['plain'] / line['plain_floor']:.1f}x)",),
+            *(f"{line['plain_floor'] * 1e3:.1f}", f"{line['cycle'] * 1e3:.1f} ({distances}x)", f"{floor * 1e3:.1f}"),
+            *(f"{line['speedup']:.2f}", f"{speed_up(line, line['plain_floor'], floor):.2f}"),
             end_section=last,
         )
     return table

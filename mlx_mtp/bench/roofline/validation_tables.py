@@ -26,11 +26,15 @@ def summary(found: dict[str, Any]) -> list[str]:
     """The constants of the chip, errors of all rows of M >= 3 by kind, and those that are badly off."""
     lines, checked = [], found["validation"]
     if chip := found.get("chip"):
-        fitted = f"fitted to {n} published times of M <= 2" if (n := chip["fitted_to"]) else "a prior: nothing published"
+        fitted = (
+            f"fitted to {n} published times of M <= 2" if (n := chip["fitted_to"]) else "a prior: nothing published"
+        )
         shares = f"{chip['usable']:.2f} of {chip['gbps']:g} GB/s, {chip['issue']:.2f} of its issue rate"
         lines.append(f"constants of {chip['name']}: {shares}, {fitted}")
     for name, e in checked["errors"].items():
-        figures = f"{e['within']} of {e['rows']} within 25%, median error {e['median']:.1%}, greatest {e['greatest']:.1%}"
+        figures = (
+            f"{e['within']} of {e['rows']} within 25%, median error {e['median']:.1%}, greatest {e['greatest']:.1%}"
+        )
         lines.append(f"predicted, not fitted (M = 3..8), {name}: {figures}")
     for row in checked["rows"]:
         if row["verdict"] not in ("ok", "fitted"):
@@ -107,9 +111,7 @@ def forms_table(rows: Sequence[Row]) -> Table:
     for made in forms(rows):
         near, far = made["fitted"], made["tested"]
         figures = *(f"{x:.1%}" for x in (*near[:2], *far[:2])), f"{far[2]} of {far[3]}"
-        table.add_row(
-            made["form"] + " *" * made["used"], "repeated requests" if made["caches"] else "none", *figures
-        )
+        table.add_row(made["form"] + " *" * made["used"], "repeated requests" if made["caches"] else "none", *figures)
     return table
 
 

@@ -55,28 +55,33 @@ def kind_of(ops: tuple[Op, ...]) -> str:
 
 def _ops(model: Port, block: Any, window: Any, width: int) -> Iterator[Op]:
     """The operations of a module and all inside it."""
-    attentions = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, Drafter))}
-    parents = {path: module for path, module in block.named_modules()}
-    for path, module in parents.items():
-        if type(module) in attentions:
-            form = Form.of(module)
-            yield Attention(form.heads, form.kv_heads, form.head_dim, window, "attention", form.value_dim, width)
-        elif isinstance(module, AbsorbedMLA):
-            yield _latent(model, module, width)
-        elif isinstance(module, GatedDelta):
-            yield State(module.num_v_heads * module.head_v_dim * module.head_k_dim * 4)
-        elif isinstance(module, Mamba2):
-            yield State(module.num_heads * module.head_dim * module.ssm_state_size * 4)
+    modules: dict[str, Any] = dict(block.named_modules())
+    for path, module in modules.items():
+        yield from _mixer(model, module, window, width)
         if any(isinstance(child, SWITCHES) for child in module.children().values()):
-            yield _experts(module, parents[path.rpartition(".")[0]], width)
+            yield _experts(module, modules[path.rpartition(".")[0]], width)
         elif (weight := module.get("weight")) is not None and weight.ndim > 1 and not isinstance(module, SWITCHES):
             yield _linear(path.rpartition(".")[2], module, width)
+
+
+def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
+    """What a module that mixes positions does beside its projections."""
+    kind = type(module)
+    if kind in {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, Drafter))}:
+        form = Form.of(module)
+        yield Attention(form.heads, form.kv_heads, form.head_dim, window, "attention", form.value_dim, width)
+    elif issubclass(kind, AbsorbedMLA):
+        yield _latent(model, module, width)
+    elif issubclass(kind, GatedDelta):
+        yield State(module.num_v_heads * module.head_v_dim * module.head_k_dim * 4)
+    elif issubclass(kind, Mamba2):
+        yield State(module.num_heads * module.head_dim * module.ssm_state_size * 4)
 
 
 def _latent(model: Port, module: Any, width: int) -> Latent:
     """Where layers share what one indexer chose, only that one's cache has its keys."""
     sizes = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim, module.v_head_dim
-    top = model.args.index_topk if isinstance(module, SparseMLA) else None
+    top = model.args.index_topk if issubclass(type(module), SparseMLA) else None
     index = module.indexer.head_dim if "indexer" in module else 0
     return Latent(module.num_heads, *sizes, top=top, index=index, value_bytes=width)
 
@@ -86,7 +91,9 @@ def _experts(module: Any, block: Any, width: int) -> Experts:
     made = [child for child in module.children().values() if isinstance(child, SWITCHES)]
     total, n, k, bits, group = _format(made[0], width)
     owners = (block, block.get("gate"))
-    top = next(getattr(owner, name) for owner in owners for name in TOP if isinstance(getattr(owner, name, None), int))
+    top = next(
+        getattr(owner, name) for owner in owners for name in TOP if isinstance(getattr(owner, name, None), int)
+    )
     return Experts(k, n, total, top, "experts", bits, group, len(made))
 
 
