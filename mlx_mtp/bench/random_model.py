@@ -39,6 +39,7 @@ def random_model(
     states for them, or mlx-lm's rules for the family.
     Raises ValueError, in one line, for a file that is none, a family without a port, or sizes that do not fit.
     """
+    mx.random.seed(seed)  # for the vectors, which mlx-lm draws itself
     model, config = shaped_model(file, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
     draw_weights(model, seed)
     model.eval()
@@ -48,7 +49,12 @@ def random_model(
 
 
 def shaped_model(
-    file: Path, *, layers: int | None = None, bits: int | None = 4, group_size: int = 64, mtp: bool = True
+    file: Path,
+    *,
+    layers: int | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mtp: bool = True,
 ) -> tuple[Any, dict]:
     """The model that `random_model` draws weights for, before any array of it is computed, and its config."""
     config = _read(file)
@@ -60,7 +66,6 @@ def shaped_model(
     heads = head_count(config, port.Model.SPEC) if mtp else 0
     stated = config.get("quantization") or {}
     bits, group_size = bits or stated.get("bits", 4), group_size or stated.get("group_size", 64)
-    mx.random.seed(seed)  # for the vectors, which mlx-lm draws itself
     try:
         model = port.Model(read_args(port, file, config), heads, port.Model.SPEC.resolve(()))
         model.set_dtype(mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16)
