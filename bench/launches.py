@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_mtp import switch
+from mlx_mtp.bench.census import VIEWS
 from mlx_mtp.bench.roofline.launches import KERNELS
 from mlx_mtp.controller import Fixed, Plan
 from mlx_mtp.cycle import Decoder, Flight, propose, verify
@@ -38,10 +39,6 @@ from mlx_mtp.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.sampling import Picker
 from mlx_mtp.stats import Stats
 
-VIEWS = {
-    *("Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"),
-    "Unflatten",
-}
 ATTENTION = mx.fast.metal_kernel(name="attention", input_names=["q", "k", "v"], output_names=["out"], source=";")
 
 

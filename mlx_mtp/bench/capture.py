@@ -1,11 +1,10 @@
-"""GPU traces of single phases for Xcode, a few cycles of one at a time: whole generations make traces nobody can open."""
+"""GPU traces for Xcode of one phase in a few cycles: of a whole generation they would be too large to open."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 

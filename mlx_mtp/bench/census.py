@@ -1,10 +1,10 @@
-"""What each phase of a profiled generation launches and reads: counted in its own graphs, before they are computed."""
+"""What each phase of a profiled generation launches and reads, counted in its own graphs."""
 
 import io
 import re
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,27 +40,27 @@ def operations(*arrays: mx.array) -> Counter:
 
 @dataclass
 class Counted(Timer):
-    """A watch that counts the operations of each phase."""
+    """A watch that counts the operations of each phase in the last cycle; before the first there were other rows."""
 
-    found: Counter = field(default_factory=Counter)
+    found: dict[str, int] = field(default_factory=dict)
 
     def evaluate(self, phase: str, caches: Sequence[Any], *arrays: Any) -> None:
         written: Any = tree_flatten([*arrays, [c.parts for c in caches]])
-        self.found[phase] += operations(*(a for _, a in written if isinstance(a, mx.array))).total()
+        self.found[phase] = operations(*(a for _, a in written if isinstance(a, mx.array))).total()
         super().evaluate(phase, caches, *arrays)
 
 
-def launches(work: Workload) -> dict[str, float]:
-    """Operations of a cycle by phase, on average; those of "prefill" are of one chunk of the prompt for the target.
+def launches(work: Workload) -> dict[str, int]:
+    """Operations of a cycle by phase; those of "prefill" are of one chunk of the prompt for the target.
 
     A few cycles are enough: a phase's graph does not depend on the text.
     """
     counted = Counted()
     decode_in_phases(replace(work, max_tokens=min(work.max_tokens, 2 * (work.k + 1))), counted)
     cache = make_prompt_cache(work.model, num_draft_tokens=0)
-    hidden = work.model.hidden(mx.array(work.prompt[: work.step])[None], cache.layers)
+    hidden = work.model.hidden(mx.array(list(work.prompt[: work.step]))[None], cache.layers)
     chunk = operations(work.model.logits(hidden[:, -1:]), *cache.arrays).total()
-    return {"prefill": float(chunk)} | {name: n / max(1, counted.cycles) for name, n in counted.found.items()}
+    return {"prefill": chunk, **counted.found}
 
 
 class Visited(nn.Module):
@@ -77,7 +77,7 @@ class Visited(nn.Module):
 
 @contextmanager
 def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
-    """Inside, calls of the model's experts add (bytes of an expert, the chosen ones) to the list; no kernel runs them."""
+    """Inside, calls of experts add (bytes of an expert, the chosen ones) to the list; no kernel runs them."""
     visits: list[tuple[float, mx.array]] = []
     places = [(m, name) for _, m in model.named_modules() for name, child in m.items() if type(child) in EXPERTS]
     for module, name in places:
@@ -91,11 +91,11 @@ def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
 
 @dataclass
 class Weighed(Timer):
-    """A watch that adds up the bytes of the experts and caches that each phase reads; `visits` as of `visits_noted`."""
+    """A watch that adds up the bytes of experts and caches that each phase reads; `visits`: see `visits_noted`."""
 
     visits: list[tuple[float, mx.array]] = field(default_factory=list)
-    experts: Counter = field(default_factory=Counter)
-    caches: Counter = field(default_factory=Counter)
+    experts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    caches: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def evaluate(self, phase: str, caches: Sequence[Any], *arrays: Any) -> None:
         super().evaluate(phase, caches, *arrays)
@@ -124,7 +124,7 @@ def bytes_read(work: Workload) -> dict[str, float]:
     target, heads = dense_bytes(work.model, work.k)
     chunks, cycles = -(-len(work.prompt) // work.step), max(1, seen.cycles)
     calls = work.k if work.k > len(work.model.mtp) else 1  # of a recycled head, which reads its cache in each
-    found = {"prefill": chunks * target + seen.experts["prefill"]}
+    found: dict[str, float] = {"prefill": chunks * target + seen.experts["prefill"]}
     for phase, dense, times in (("draft", heads, calls), ("verify", target, 1)):
         if phase in seen.caches:
             found[phase] = dense + (seen.experts[phase] + times * seen.caches[phase]) / cycles
@@ -157,7 +157,7 @@ def cache_bytes(cache: Any) -> float:
 
 
 def stream_rate(size: int = 1 << 28, runs: int = 5) -> float:
-    """Bytes per second that MLX reads and writes when it adds one to an array of `size` bytes: the best of some runs."""
+    """Bytes per second that MLX reads and writes to add one to an array of `size` bytes, at best."""
     x = mx.zeros(size // 4)
     mx.eval(x)
     seconds = []

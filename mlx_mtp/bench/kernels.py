@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..emulator import Traffic, emulated
 from ..switch import trials
-from ..trial_run import Trial, check
+from ..trial_run import FAILS, Trial, check
 from .chain import Call, Timed, steps_for
 from .kernels_cases import CASES, SMALL
 from .timing import Measured, interleaved, ratio
@@ -25,7 +25,10 @@ CHAIN_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Compared:
-    """One kernel at one number of rows. seconds: of a call, a value a round; wrong: what `trial_run.check` found."""
+    """One kernel at one number of rows.
+
+    wrong: what `trial_run.check` found; seconds: of a call, by side, a value a round; none where the kernel fails.
+    """
 
     name: str
     op: str
@@ -56,8 +59,10 @@ def compared(name: str, trial: Trial, rounds: int, cooldown: float = 0.0) -> Com
     """One trial's kernel beside what it takes the place of."""
     x = trial.x(0)
     sides = {side: [Call(pair[i], x) for pair in trial.pairs] for i, side in enumerate(("ours", "stock"))}
-    steps = steps_for(sides["stock"], CHAIN_SECONDS)
     wrong = check(trial)
+    if wrong and wrong.startswith(FAILS):
+        return Compared(name, trial.op, trial.shape, trial.rows, wrong, {})
+    steps = steps_for(sides["stock"], CHAIN_SECONDS)
     seconds = interleaved({side: Timed(calls, steps) for side, calls in sides.items()}, rounds, cooldown=cooldown)
     return Compared(name, trial.op, trial.shape, trial.rows, wrong, seconds)
 
@@ -79,11 +84,19 @@ class Asked:
 
 
 def traffic(op: str | None, rows: int) -> Iterator[Asked]:
-    """Counts of each op, or one, at each number of rows that it serves, up to `rows`, on the emulator; no times."""
+    """Counts of each op, or one, at each number of rows that it serves, up to `rows`, on the emulator; no times.
+
+    Raises ValueError where the one op serves none of them.
+    """
     for kind in OPS:
         if op in (None, kind):
             site = SMALL[kind]()
-            for m in sorted(r for r in site.candidates if r <= rows):
+            served = sorted(m for m in site.candidates if m <= rows)
+            if op and not served:
+                raise ValueError(
+                    f"rows={rows}: allowed for {op} are {min(site.candidates)} to {max(site.candidates)}"
+                )
+            for m in served:
                 x = mx.random.normal((m, site.width), mx.bfloat16, key=mx.random.key(m))
                 mx.eval(site.ours(x))  # makes what the rows come behind
                 with emulated() as launches:

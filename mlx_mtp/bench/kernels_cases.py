@@ -1,4 +1,4 @@
-"""The cases of `bench kernels`: sites in the shapes of released models, and small ones, in bfloat16, random weights."""
+"""The cases of `bench kernels`: sites in the shapes of released models, and small ones; random weights, bfloat16."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, mimo_v2_flash, qwen3_5, step3p5
 from mlx_lm.models.mla import QuantizedMultiLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
+from mlx_lm.models.qwen3_next import Qwen3NextAttention
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from ..cache import Ring, make_cache
 from ..kernels import Rope
@@ -48,6 +49,8 @@ MIMO = {
     **{"add_swa_attention_sink_bias": True},
 }
 DEEPSEEK = {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+Sizes: Any = SimpleNamespace  # of a model, as far as its attention reads them
 
 
 def in_bfloat16(made: Any) -> Any:
@@ -92,11 +95,11 @@ def norm_rope(module: Any) -> NormRope:
 
 
 def glm() -> Any:
-    return in_bfloat16(glm4_moe.Attention(SimpleNamespace(**GLM)))
+    return in_bfloat16(glm4_moe.Attention(Sizes(**GLM)))
 
 
 def mimo() -> Any:
-    return in_bfloat16(mimo_v2_flash.Attention(SimpleNamespace(**MIMO), is_sliding_window=True))
+    return in_bfloat16(mimo_v2_flash.Attention(Sizes(**MIMO), is_sliding_window=True))
 
 
 def latent() -> LatentAttention:
@@ -110,13 +113,12 @@ def per_head() -> PerHead:
 def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
     """Random bits for weights: to quantize so many would take more memory than the layer."""
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    switch = nn.Module()
+    switch = SwitchGLU(1, 1, 1)
     for name, (n, k) in shapes.items():
         switch[name] = QuantizedSwitchLinear(k, n, 1, bias=False)
         switch[name].weight = mx.random.randint(0, 2**32 - 1, (count, n, k // 8), mx.uint32)
         scales = mx.random.uniform(0.5, 1, (count, n, k // 64)).astype(mx.bfloat16) / k
         switch[name].scales, switch[name].biases = scales, -8 * scales
-    switch.activation = SwiGLU()
     gate = nn.Module()
     gate.top_k, gate.norm_topk_prob, gate.routed_scaling_factor = top_k, True, 1.0
     gate.router_bias = mx.zeros(count)
@@ -141,9 +143,9 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Step-3.5 attention": ("verify_attention", lambda: attention(step(0))),
     "Step-3.5 sliding attention": ("verify_attention", lambda: attention(step(1), 512)),
     "GLM-4.5 attention": ("verify_attention", lambda: attention(glm())),
-    "Qwen3.6-27B attention": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention))),
-    "Qwen3.6-27B attention, 8 bits": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention), bits=8)),
-    "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention), bits=4)),
+    "Qwen3.6-27B attention": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention))),
+    "Qwen3.6-27B attention, 8 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=8)),
+    "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=4)),
     "MiMo-V2-Flash sliding attention": ("verify_attention", lambda: attention(mimo(), 128)),
     "DeepSeek-V3 attention": ("verify_latent_attention", latent),
     "DeepSeek-V3 queries per head": ("verify_qmm_heads", per_head),
@@ -182,7 +184,7 @@ SMALL: dict[str, Callable[[], Any]] = {
     "verify_qmm_mma": lambda: Matrices(stack(64, k=1024)),
     "verify_gemv": lambda: dense(64, 1024),
     "gated_delta_verify": lambda: Recurrence(qwen(GatedDeltaNet, **FEW_DELTA), RecurrentCache),
-    "verify_attention": lambda: near(attention(qwen(qwen3_5.Attention, **FEW))),
+    "verify_attention": lambda: near(attention(qwen(Qwen3NextAttention, **FEW))),
     "verify_latent_attention": lambda: near(small_latent()),
     "verify_qmm_heads": lambda: PerHead(
         in_bfloat16(QuantizedMultiLinear(128, 64, 4, 64, 4, "affine")), heads_first=True
@@ -190,5 +192,5 @@ SMALL: dict[str, Callable[[], Any]] = {
     "verify_moe": lambda: experts(16, 64, 64, 4),
     "verify_head": lambda: Head(linear(1024, 512)),
     "add_norm": lambda: Sum(in_bfloat16(nn.RMSNorm(512))),
-    "norm_rope": lambda: norm_rope(qwen(qwen3_5.Attention, **FEW)),
+    "norm_rope": lambda: norm_rope(qwen(Qwen3NextAttention, **FEW)),
 }

@@ -1,12 +1,12 @@
 """Where the time of drafted decoding goes, phase by phase, with the device waited for at every boundary.
 
-The cycles are the decoding loop's own (`cycle.propose`, `cycle.verify`), but one after the other: MLX is lazy, so what
-a phase computes is evaluated before its clock is read, and nothing of another phase is pending when it starts. The
+The cycles are the decoding loop's own (`cycle.propose`, `cycle.verify`), one after the other: MLX is lazy, so what a
+phase computes is evaluated before its clock is read, and nothing of another phase is pending when it starts. The
 loop itself overlaps them, and builds the next cycle while one runs; what that saves is the overhead stated.
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ HOST = ("build the draft", "build the verify", "commit")  # the parts of the las
 
 @dataclass(frozen=True)
 class Workload:
-    """What is decoded: a greedy text of at most max_tokens, with k drafts of the heads in every cycle.
+    """What is decoded: a greedy text of max_tokens, whatever it says, with k drafts of the heads in every cycle.
 
     Raises ValueError for more drafts than the model's heads can make.
     """
@@ -39,13 +39,14 @@ class Workload:
     model: Any
     prompt: Sequence[int]
     max_tokens: int
-    stop_tokens: Collection[int]
     k: int
     step: int  # prompt tokens per chunk
 
     def __post_init__(self) -> None:
         if not 0 <= self.k <= self.model.max_draft_tokens:
-            raise ValueError(f"num_draft_tokens={self.k}: allowed is 0 to {self.model.max_draft_tokens} with this model")
+            raise ValueError(
+                f"num_draft_tokens={self.k}: allowed is 0 to {self.model.max_draft_tokens} with this model"
+            )
 
 
 @dataclass
@@ -117,7 +118,7 @@ def _read_prompt(work: Workload) -> tuple[Decoder, Flight]:
 
 
 def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Any) -> Flight:
-    """The cycle after `last`, of which so many drafts were accepted; all of it is computed, its tokens are not read."""
+    """The cycle after `last`, of which so many drafts were accepted; computed, but its tokens are not read."""
     cache = d.cache
     with watch.during("build the draft"):
         drafts = propose(d, last, plan)
@@ -137,20 +138,17 @@ def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Any) -> F
 def _commit(d: Decoder, work: Workload, watch: Any, newest: list[int]) -> bool:
     """Add a cycle's tokens to the text; whether it ends with them."""
     with watch.during("commit"):
-        for token in newest:
-            watch.tokens.append(token)
-            if token in work.stop_tokens or len(watch.tokens) == work.max_tokens:
-                return True
+        watch.tokens += newest[: work.max_tokens - len(watch.tokens)]
         d.text.extend(newest)
-    return False
+    return len(watch.tokens) == work.max_tokens
 
 
 def undisturbed(work: Workload) -> tuple[list[int], float]:
     """The same text by the decoding loop itself: its tokens, and seconds."""
     options: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
-    limits = {"max_tokens": work.max_tokens, "stop_tokens": work.stop_tokens, "prefill_step_size": work.step}
+    limits = {"max_tokens": work.max_tokens, "num_draft_tokens": work.k, "prefill_step_size": work.step}
     tic = time.perf_counter()
-    tokens = [t for t, *_ in generate_step(work.prompt, work.model, num_draft_tokens=work.k, **limits, **options)]
+    tokens = [token for token, *_ in generate_step(work.prompt, work.model, **limits, **options)]
     return tokens, time.perf_counter() - tic
 
 

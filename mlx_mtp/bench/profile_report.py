@@ -10,6 +10,7 @@ from .profile import HOST, PHASES, Profile
 from .roofline.chips import CHIPS, at_hand
 from .timing import Measured, measured, ratio
 
+REST = "in no phase"
 COLUMNS = ("ms", "of the wall", "operations", "MB read", "GB/s", "of bandwidth")
 
 
@@ -31,7 +32,7 @@ class Line:
     name: str
     ms: Measured
     share: float
-    operations: float | None = None
+    operations: int | None = None
     nbytes: float | None = None
 
     @property
@@ -40,16 +41,16 @@ class Line:
         return None if self.nbytes is None else self.nbytes / (self.ms.median / 1e3)
 
 
-def lines(found: Profile, operations: dict[str, float], nbytes: dict[str, float]) -> list[Line]:
-    """Of each phase that took any time; behind "host", its parts."""
+def lines(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) -> list[Line]:
+    """Of each phase that took any time; behind "host" its parts, and what is left of the wall."""
     made = []
-    for name in (*PHASES, *HOST):
-        seconds = [{**t.seconds, **t.phases}[name] for t in found.timers]
+    walls = sum(t.wall for t in found.timers)
+    for name in (*PHASES, *HOST, REST):
+        seconds = [{**t.seconds, **t.phases, REST: t.unexplained}[name] for t in found.timers]
         if min(seconds) > 0:
             cycles = [1 if name == "prefill" else max(1, t.cycles) for t in found.timers]
             ms = measured([1e3 * s / n for s, n in zip(seconds, cycles, strict=True)])
-            share = measured([s / t.wall for s, t in zip(seconds, found.timers, strict=True)]).median
-            made.append(Line(name, ms, share, operations.get(name), nbytes.get(name)))
+            made.append(Line(name, ms, sum(seconds) / walls, operations.get(name), nbytes.get(name)))
     return made
 
 
@@ -62,13 +63,15 @@ def phase_table(found: list[Line], bandwidth: Bandwidth, title: str) -> Table:
         table.add_column(name, justify="right")
     for line in found:
         part = line.name in HOST
+        if line.name == REST:
+            table.add_section()
         figures = [f"{line.ms}", f"{line.share:.1%}", *_counts(line, bandwidth)]
         table.add_row(f"  {line.name}" if part else line.name, *figures, style="dim" if part else None)
     return table
 
 
 def _counts(line: Line, bandwidth: Bandwidth) -> list[str]:
-    operations = "" if line.operations is None else f"{line.operations:.0f}"
+    operations = "" if line.operations is None else str(line.operations)
     if not line.nbytes or line.rate is None:
         return [operations, "", "", ""]
     return [
@@ -81,21 +84,20 @@ def _counts(line: Line, bandwidth: Bandwidth) -> list[str]:
 
 def remarks(found: Profile, made: list[Line], bandwidth: Bandwidth) -> list[str]:
     """What the table does not say, a sentence each."""
-    wall = measured([t.wall for t in found.timers])
-    rest = measured([t.unexplained / t.wall for t in found.timers])
+    first, wall = found.timers[0], measured([t.wall for t in found.timers])
     price = ratio([t.wall for t in found.timers], found.undisturbed)
-    first = found.timers[0]
+    rest = sum(t.unexplained for t in found.timers) / sum(t.wall for t in found.timers)
+    sure = "" if price.conclusive else " (inconclusive)"
     said = [
-        f"{len(first.tokens)} tokens in {first.cycles} cycles, wall {1e3 * wall.median:.1f} ms, of which "
-        f"{rest.median:.2%} are in no phase.",
-        f"Profiled it takes {price}x the time of the decoding loop, which builds a cycle while another one runs.",
+        f"{len(first.tokens)} tokens, {first.cycles} cycles; {rest:.2%} of {1e3 * wall.median:.1f} ms in no phase.",
+        f"Overhead: it takes {price.median:.2f}x{sure} the time of the loop, which builds a cycle while one runs.",
     ]
     if any(line.rate and line.rate > bandwidth.rate for line in made):
         said.append("More than all of the bandwidth: weights came out of caches.")
     return said
 
 
-def raw(found: Profile, operations: dict[str, float], nbytes: dict[str, float]) -> dict[str, Any]:
+def raw(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) -> dict[str, Any]:
     """Every round's seconds, for a result."""
     first = found.timers[0]
     return {

@@ -78,13 +78,13 @@ class Kernels:
 class Pass:
     """The target's pass over M rows behind a context, the same one again and again.
 
-    text: tokens, of which `context` are read before; the rows are what comes next. Behind the context comes one verify
-    of M rows, all of them right, so that recurrent layers have a tape to replay, as they do in the loop.
+    text: tokens, of which `context` are read before; the rows are what comes next. Behind the context comes one
+    verify of M rows, all right, so that recurrent layers have a tape to replay, as they do in the loop.
     """
 
     def __init__(self, model: Any, text: Sequence[int], context: int, step: int):
         assert len(text) >= context + 2 * MAX_ROWS, "a text too short"
-        self.text, self.context = mx.array(text), context
+        self.text, self.context = mx.array(list(text)), context
         cache = make_prompt_cache(model, num_draft_tokens=0)
         cache.reserve(context + 2 * MAX_ROWS)
         self.d = Decoder(model, cache, Picker(), Fixed(0), Stats(), step, 0)
@@ -92,8 +92,8 @@ class Pass:
         self.recurrent = [c for c in cache.layers if isinstance(c, RecurrentCache)]
         self.states: dict[int, list[Any]] = {0: [c.parts for c in self.recurrent]}
 
-    def run(self, rows: int, start: int, states: int) -> float:
-        """Seconds of one pass over rows from position `start` on; its graph is built before."""
+    def graph(self, rows: int, start: int, states: int) -> Run:
+        """A pass over rows from position `start` on, behind the states of such a number of rows; not computed."""
         cache = self.d.cache
         at = mx.array([start]) if rows > 1 else start
         for c in cache.layers:
@@ -102,10 +102,14 @@ class Pass:
             c.parts = parts
         none, row = NO_DRAFTS.tokens, self.text[start : start + 1]
         last = Run.of(self.d.model.no_hidden(), row, NONE_ACCEPTED, none, None)
-        found = verify(self.d, last, Drafts(self.text[start + 1 : start + rows]))
+        return verify(self.d, last, Drafts(self.text[start + 1 : start + rows]))
+
+    def run(self, rows: int, start: int, states: int) -> float:
+        """Seconds of such a pass; its graph is built before."""
+        found = self.graph(rows, start, states)
         mx.synchronize()
         tic = perf_counter()
-        mx.eval(found.packed, cache.arrays)
+        mx.eval(found.packed, self.d.cache.arrays)
         mx.synchronize()
         return perf_counter() - tic
 
@@ -227,9 +231,10 @@ def _cells(table: Table) -> list[Any]:
     return [cell for column in table.columns for cell in column.cells]
 
 
-def remark(kernels: Kernels) -> str:
-    """Whether there is anything of ours to compare."""
-    if OURS in kernels.sides:
-        return "ours: with the Metal kernels that are on."
-    why = "there is no Metal GPU here" if not on_metal() else "none is on"
-    return f"ours = stock: kernels need Metal, and {why}."
+def remarks(kernels: Kernels, weights: int) -> list[str]:
+    """What the tables do not say; weights: bytes of the target."""
+    said = [f"A pass reads up to {weights / 1e6:.0f} MB of weights; what fits into the chip's caches is not cold."]
+    if OURS not in kernels.sides:
+        why = "there is no Metal GPU here" if not on_metal() else "none is on"
+        said.append(f"ours = stock modules: kernels need Metal, and {why}.")
+    return said

@@ -4,7 +4,7 @@ Widths, weights and caches are the model's; what goes in is random, but for expe
 given: they get rows that the model itself would give them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -47,9 +47,9 @@ def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -
     """The parts that the model has; inputs: of its blocks with experts [1, MAX_ROWS, H] (see `expert_inputs`)."""
     dtype, modules = model.no_hidden().dtype, target_modules(model)
     blocks = [m for m in modules if _has_experts(m)]
-    mixers = [m for m in modules if isinstance(m, Mamba2)]
-    inside = {id(m) for outer in (*blocks, *mixers) for _, m in outer.named_modules()}
-    ops = [op for m in modules if id(m) not in inside for op in products(m)]
+    mixers: list[Any] = [m for m in modules if isinstance(m, Mamba2)]
+    others = {id(model.unembedding()), *(id(m) for outer in (*blocks, *mixers) for _, m in outer.named_modules())}
+    ops = [op for m in modules if id(m) not in others for op in products(m, others)]
     yield Part("projections", None, lambda rows: [Call(op, _random(rows, width, dtype)) for op, width in ops])
     for context in contexts:
         yield from _attention(model, context, dtype)
@@ -67,9 +67,12 @@ def target_modules(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def products(module: Any) -> list[tuple[Op, int]]:
-    """What a module's own linears compute, and the width of what they read: those that read the same x as one."""
-    names = {name for name, child in module.items() if isinstance(child, LINEAR)}
+def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
+    """What a module's own linears compute, and the width of what they read: those that read the same x as one.
+
+    others: ids of modules that are no part of it.
+    """
+    names = {name for name, child in module.items() if isinstance(child, LINEAR) and id(child) not in others}
     if names.issuperset(MLP):
         return [(_one(module), width_of(module.gate_proj))]
     groups = [[n for n in together if n in names] for together in TOGETHER]
@@ -102,7 +105,7 @@ def chosen(model: Any, hidden: mx.array) -> list[mx.array]:
 def _attention(model: Any, context: int, dtype: mx.Dtype) -> Iterator[Part]:
     """Attention behind its projections, what it writes to its cache included."""
     plain: list[Attention] = []
-    latent: list[LatentAttention] = []
+    latent: list[Any] = []
     rings = {window: Ring(window) for window in model.windows() if isinstance(window, int)}
     for layer, window in zip(model.cached_layers(), model.windows(), strict=True):
         for _, module in layer.named_modules():
@@ -125,7 +128,9 @@ def _filled(site: Attention, context: int, dtype: mx.Dtype) -> Any:
     cache = site.make_cache()
     slots = cache.ring.slots if cache.window else round_up(context + MAX_ROWS)
     dims = (site.form.head_dim, site.form.value_dim)
-    cache.parts = tuple(mx.random.normal((1, site.form.kv_heads, slots, d), dtype, key=mx.random.key(d)) for d in dims)
+    cache.parts = tuple(
+        mx.random.normal((1, site.form.kv_heads, slots, d), dtype, key=mx.random.key(d)) for d in dims
+    )
     mx.eval(cache.parts)
     return cache
 
@@ -159,7 +164,9 @@ def _attended(
     views = cache.update_and_fetch(k, v)
     if placed is not None and rows in placed.rows:
         return [site.fused(q, cache, at, None)]
-    return [scaled_dot_product_attention(q, *views, cache=cache, scale=site.module.scale, mask=mask, sinks=site.sinks)]
+    return [
+        scaled_dot_product_attention(q, *views, cache=cache, scale=site.module.scale, mask=mask, sinks=site.sinks)
+    ]
 
 
 def _latent_calls(sites: list[LatentAttention], dtype: mx.Dtype, rows: int) -> list[Call]:
@@ -180,9 +187,7 @@ def _recurrent(modules: list[Any], mixers: list[Any], dtype: mx.Dtype) -> Iterat
         yield Part("recurrent", None, lambda rows: [Call(op, _random(rows, width, dtype)[0]) for op, width in ops])
     if mixers:
         mixed = [(partial(_mixed, m, _taped(m, dtype)), width_of(m.in_proj)) for m in mixers]
-        yield Part(
-            "recurrent, projected", None, lambda rows: [Call(op, _random(rows, w, dtype)) for op, w in mixed]
-        )
+        yield Part("recurrent, projected", None, lambda rows: [Call(op, _random(rows, w, dtype)) for op, w in mixed])
 
 
 def _ruled(rule: Recurrence, x: mx.array) -> list[mx.array]:

@@ -16,7 +16,7 @@ CONTEXT = 4096
 @click.option(
     "--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]"
 )
-@click.option("--config", type=FILE, help="A model's config.json, taken in 4 bits.")
+@click.option("--config", type=FILE, help="A model's config.json, taken in 4 bits if it says nothing else.")
 @click.option("--context", type=click.IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
 @click.option("--measured", type=FILE, multiple=True, help="A result of bench decode, verify or profile.")
 @click.option("--validate", is_flag=True, help="Also all constants and published rows; exit code 1 if one is off.")

@@ -30,7 +30,9 @@ what_options = options(
 )
 capture_options = options(
     click.option(
-        "--capture", type=click.Choice(["prefill", "draft", "verify", "accept"]), help="Also a GPU trace of this phase."
+        "--capture",
+        type=click.Choice(["prefill", "draft", "verify", "accept"]),
+        help="Also a GPU trace of this phase.",
     ),
     click.option("--capture-cycles", type=click.IntRange(1, 16), default=1, help="Cycles to trace, a file each."),
     click.option("--capture-path", type=FILE, default=Path("mlx-mtp.gputrace"), help="Where the trace goes."),
@@ -75,7 +77,7 @@ def _workload(subject: "Subject", flags: dict[str, Any]) -> "Workload":
     (prompt,) = make_prompts(subject.tokenizer, model.vocab_size, each=1, context=context, only=(flags["category"],))
     k = default_draft_tokens(model) if flags["num_draft_tokens"] is None else flags["num_draft_tokens"]
     most = flags["max_tokens"] or (48 if flags["quick"] else 128)
-    return Workload(model, prompt.tokens, most, frozenset(subject.stop_tokens), k, default_step())
+    return Workload(model, prompt.tokens, most, k, default_step())
 
 
 def _show(out: "Console", subject: "Subject", work: "Workload", found: Any, flags: dict[str, Any]) -> None:

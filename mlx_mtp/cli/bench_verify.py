@@ -33,7 +33,7 @@ def verify(**flags: Any) -> None:
     mlx-lm's modules; ours has the Metal kernels that are on. Turns are short: without --cooldown there is no rest.
     """
     from ..bench import result
-    from ..bench.verify import STOCK, Kernels, Plan, curve_table, remark, text_of
+    from ..bench.verify import STOCK, Kernels, Plan, curve_table, remarks, text_of
 
     rows = tuple(sorted({1, *(flags["rows"] or range(1, MOST_ROWS + 1))}))
     rounds = flags["rounds"] or (5 if flags["quick"] else 11)
@@ -45,7 +45,8 @@ def verify(**flags: Any) -> None:
     for side in kernels.sides:
         what = "stock modules" if side == STOCK else "our kernels"
         out.print(curve_table(curves, side, f"T(M)/T(1), {subject.name}, {what}"))
-    out.print(remark(kernels))
+    for remark in remarks(kernels, subject.facts["target_bytes"]):
+        out.print(remark, highlight=False)
     facts = {**subject.facts, "kernels": list(kernels.words)}
     options = {"rows": rows, "contexts": plan.contexts, "rounds": plan.rounds, "quick": flags["quick"]}
     finish(result.result("verify", facts, options, curves=[vars(c) for c in curves]), flags)

@@ -46,7 +46,7 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
         if name is not None:
             raise ValueError(f"config={config}: not together with a model; allowed is one of the two")
         shaped, _ = shaped_model(config)
-        return Subject(config.parent.resolve().name, f"{config.name}, 4 bits", of_port(shaped, width))
+        return Subject(config.parent.resolve().name, config.name, of_port(shaped, width))
     name = name or MODEL
     for known, model in MODELS.items():
         if name.lower() == known.lower():
