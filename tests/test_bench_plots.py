@@ -12,7 +12,7 @@ from command_line import call
 from results import decode_result, kernels_result, profile_result, verify_result
 
 from mlx_mtp.bench import page, plot_data, plots, result
-from mlx_mtp.bench.plot_data import Bars, Grid, Lines, Ranges
+from mlx_mtp.bench.panels import Bars, Grid, Lines, Ranges
 from mlx_mtp.bench.roofline import assemble
 
 matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib: the extra plot, or test")
@@ -394,6 +394,18 @@ def test_a_file_that_is_no_result_is_named(tmp_path):
     shown = call("bench", "plot", tmp_path / "r.json", "--plot", tmp_path / "x.png")
     assert shown.returncode == 2
     assert "r.json: no result of `mlx-mtp bench`" in shown.stderr
+
+
+def test_a_result_that_was_cut_is_named(tmp_path, made):
+    cut = {name: value for name, value in made("profile").items() if name != "seconds"}
+    result.write(cut, tmp_path / "r.json")
+    for args in (
+        ("plot", tmp_path / "r.json", "--plot", tmp_path / "x.png"),
+        ("model", "--measured", tmp_path / "r.json"),
+    ):
+        shown = call("bench", *args)
+        assert (shown.returncode, shown.stderr.count("\n")) == (2, 1)
+        assert "r.json: not a whole result of `mlx-mtp bench` (KeyError: 'seconds')" in shown.stderr
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch, made):

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from . import plots
-from .plot_data import Bars, Grid, Lines, Panel, Ranges, panels_of, subject
+from .panels import Bars, Found, Grid, Lines, Panel, Ranges, subject
+from .plot_data import panels_of
 
-Found = dict[str, Any]
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1a1a1a; --faint: #d4d7dc; --quiet: #5a6270; }
 @media (prefers-color-scheme: dark) {

@@ -8,7 +8,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .plot_data import Bars, Grid, Lines, Panel, Ranges, Series, panels_of
+from .panels import Bars, Found, Grid, Lines, Panel, Ranges, Series
+from .plot_data import panels_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +63,7 @@ def need_matplotlib() -> None:
         raise ValueError("pictures need matplotlib: pip install 'mlx-mtp[plot]'") from None
 
 
-def save(results: Sequence[dict[str, Any]], path: Path, *, dark: bool = False) -> None:
+def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
     """Draw all pictures of the results, one under the other, into a .png or .svg file."""
     check(path)
     panels = panels_of(results)

@@ -1,11 +1,12 @@
 """`mlx-mtp bench model`: what memory allows, what is predicted, and what was measured."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import click
 
 from .bench_options import FILE, console, finish
-from .bench_pictures import picture_options
+from .bench_pictures import complete, picture_options
 
 QUICK_ROWS = (2, 4)
 CONTEXT = 4096
@@ -35,10 +36,11 @@ def model(**flags: Any) -> None:
     from ..bench.roofline.validation_tables import failed, summary
 
     results = [result.read(file) for file in flags["measured"]]
-    chip = assemble.find_chip(flags["chip"] or _chip_of(results))
-    subject = assemble.find_model(_model_of(flags, results), flags["config"], on_chip=chip is not None)
-    rows = QUICK_ROWS if flags["quick"] else assemble.ROWS
-    found = assemble.bench_model(subject, chip, _context_of(flags, results), rows, results)
+    with complete(flags["measured"]) if results else nullcontext():
+        chip = assemble.find_chip(flags["chip"] or _chip_of(results))
+        subject = assemble.find_model(_model_of(flags, results), flags["config"], on_chip=chip is not None)
+        rows = QUICK_ROWS if flags["quick"] else assemble.ROWS
+        found = assemble.bench_model(subject, chip, _context_of(flags, results), rows, results)
     out = console()
     out.print(*tables(found))
     if flags["validate"]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 # How alike tokens in a row choose their experts. A published count of real routing, 39 distinct of 64 visits at 8
 # rows of 8 of 256 experts, is as if rows drew from this share of all experts.
@@ -124,7 +124,6 @@ class State:
 
 
 Op = Linear | Experts | Attention | Latent | State
-Stored = TypeVar("Stored", Linear, Experts)
 
 
 @dataclass(frozen=True)
@@ -206,17 +205,15 @@ class Model:
         )
 
 
-def _stored(op: Stored, bits: float, group: float | None) -> Stored:
+def _stored(op: Any, bits: float, group: float | None) -> Any:
     return replace(op, bits=bits, group=group)
 
 
 def _stored_layer(layer: Layer, bits: float, group: float | None, value_bytes: float) -> Layer:
-    ops = (
-        _stored(op, bits, group)
-        if isinstance(op, Linear | Experts)
-        else replace(op, value_bytes=value_bytes)
-        if isinstance(op, Attention | Latent)
-        else op
-        for op in layer.ops
-    )
+    ops = list(layer.ops)
+    for i, op in enumerate(ops):
+        if isinstance(op, Attention | Latent):
+            ops[i] = replace(op, value_bytes=value_bytes)
+        elif not isinstance(op, State):
+            ops[i] = _stored(op, bits, group)
     return replace(layer, ops=tuple(ops))
