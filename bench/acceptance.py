@@ -12,12 +12,13 @@ from pathlib import Path
 
 import click
 import mlx.core as mx
-from decode import HERE, environment, read_prompts
+from decode import HERE, read_prompts
 from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp import cycle as cycle_module
+from mlx_mtp.bench.result import environment
 from mlx_mtp.demo import demo_path
 from mlx_mtp.draft import Drafts, _put, draft
 

@@ -2,35 +2,29 @@
 
     python bench/decode.py [--model DIR] [--runs 5] [--max-tokens 100] [--out FILE]
 
-Every run takes all contenders in turn, prompt by prompt, so that a machine that slows down slows them all. A speed is
-tokens after the first over the time since the first, summed over prompts; ratios are within a run, their median is
-shown. The texts must be equal. "adaptive" is what a user gets who says nothing; it learns costs while it generates,
-and knows them from one prompt to the next. It is run with heads of random weights, too: what it then loses. In
-"compiled" loops cycles are recorded and replayed (`compile_cycles`), for which the warm-up pays. The last line is one
-JSON object with every raw time.
+For each prompt all contenders take turns, so that a machine that slows down slows them all. A speed is tokens after
+the first over the time since the first, summed over prompts; ratios are within a run, their median is shown. The
+texts must be equal. "adaptive" is what a user gets who says nothing; it learns costs while it generates, and knows
+them from one prompt to the next. It is run with heads of random weights, too: what it then loses. In "compiled" loops
+cycles are recorded and replayed (`compile_cycles`), for which the warm-up pays. The last line is one JSON object with
+every raw time.
 """
 
 import json
-import os
-import platform
 import statistics
-import subprocess
-import time
 import warnings
-from collections.abc import Iterator
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import click
 import mlx.core as mx
-import mlx_lm
 from mlx.utils import tree_map
-from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
+from mlx_mtp.bench import timing
+from mlx_mtp.bench.loops import Loop, MlxLm, Ours, Reader, Settings, twin
+from mlx_mtp.bench.result import environment
 from mlx_mtp.demo import demo_path
 
 HERE = Path(__file__).parent
@@ -52,17 +46,6 @@ def read_prompts(tokenizer, file: Path) -> list[tuple[str, list[int]]]:
     return prompts
 
 
-def plain_mlx_lm(path: Path, expand: bool):
-    """The trunk as mlx-lm itself loads it, in our model's precision."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, _ = mlx_lm.load(str(path))
-    if expand:
-        model.set_dtype(mx.float32)
-    mx.eval(model.parameters())
-    return model
-
-
 def with_useless_heads(path: Path):
     """The model with heads of random weights, as large as the trained ones."""
     with warnings.catch_warnings():
@@ -78,48 +61,30 @@ def _noise(w: mx.array) -> mx.array:
     return mx.random.normal(w.shape).astype(w.dtype) * mx.std(w)
 
 
-def tokens_of_mlx_lm(model, prompt: list[int], n: int, stops: set[int]) -> Iterator[int]:
-    for token, _ in mlx_lm_generate_step(mx.array(prompt), model, max_tokens=n):
-        yield token
-        if token in stops:
-            return
-
-
-def tokens_of_ours(model, prompt: list[int], n: int, stops: set[int], stats, **options) -> Iterator[int]:
-    own = mlx_mtp.Stats()
-    for token, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=n, stop_tokens=stops, stats=own, **options):
-        yield token
-    stats.add(own)
-
-
-def timed(tokens: Iterator[int]) -> tuple[list[int], float]:
-    """All tokens and the seconds from the first to the last."""
-    out = [next(tokens)]
-    tic = time.perf_counter()
-    out.extend(tokens)
-    return out, time.perf_counter() - tic
-
-
 def distinct_8grams(text: list[int]) -> float:
     """Distinct 8-grams per 100 tokens."""
     grams = {tuple(text[i : i + 8]) for i in range(len(text) - 7)}
     return 100 * len(grams) / max(1, len(text) - 7)
 
 
-def measure(contenders: dict, prompts: list, runs: int) -> tuple[dict, list]:
-    """seconds[contender][run][prompt] and the texts, which every contender must agree on."""
-    seconds = {name: [[0.0] * len(prompts) for _ in range(runs)] for name in contenders}
-    texts: list = [None] * len(prompts)
-    for run in range(-1, runs):  # the first is a warm-up
-        for i, (_, prompt) in enumerate(prompts):
-            for name, generate in contenders.items():
-                text, elapsed = timed(generate(prompt))
-                texts[i] = texts[i] or text
-                if text != texts[i]:
-                    raise SystemExit(f"{name} wrote another text for prompt {i}: {text} instead of {texts[i]}")
-                if run >= 0:
-                    seconds[name][run][i] = elapsed
-    return seconds, texts
+def measure(loops: list[Loop], prompts: list, settings: Settings, runs: int) -> tuple[dict, list, dict]:
+    """seconds[loop][run][prompt], the texts, which every loop must agree on, and each loop's counters of all runs."""
+    readers = [{loop.name: Reader(loop, prompt, settings).read() for loop in loops} for _, prompt in prompts]
+    turns = [{name: reader.run for name, reader in of_prompt.items()} for of_prompt in readers]
+    for each in turns:
+        timing.interleaved(each, 0)  # a warm-up on everything, for which recorded cycles are grateful
+    found = [timing.interleaved(each, runs, warmups=0) for each in turns]
+    texts = [next(iter(each.values()))[0].tokens for each in found]
+    stats = {loop.name: mlx_mtp.Stats() for loop in loops if loop.stats}
+    for i, each in enumerate(found):
+        for name, done in each.items():
+            for run in done:
+                if run.tokens != texts[i]:
+                    raise SystemExit(f"{name} wrote another text for prompt {i}: {run.tokens} instead of {texts[i]}")
+                if run.stats:
+                    stats[name].add(run.stats)
+    seconds = {loop.name: [[each[loop.name][run].seconds for each in found] for run in range(runs)] for loop in loops}
+    return seconds, texts, stats
 
 
 def speeds(seconds: dict, texts: list, chosen: list[int]) -> dict[str, list[float]]:
@@ -171,21 +136,6 @@ def _lengths(counts) -> str:
     return " ".join(f"{k}:{n / counts.cycles:.0%}" for k, n in sorted(counts.lengths.items()))
 
 
-def environment() -> dict:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    return {
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "cores": os.cpu_count(),
-        "device": str(mx.default_device()),
-        "blas": Path(os.environ.get("LD_PRELOAD", "mlx's own")).name,
-        "threads": os.environ.get("OPENBLAS_NUM_THREADS"),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("mlx", "mlx-lm")},
-        "commit": commit.stdout.strip(),
-    }
-
-
 @click.command()
 @click.option("--model", default=str(demo_path()), help="Local checkpoint directory.  [default: the demo]")
 @click.option("--prompts", type=click.Path(exists=True, path_type=Path), default=HERE / "prompts.json")
@@ -195,25 +145,20 @@ def environment() -> dict:
 def main(model: str, prompts: Path, runs: int, max_tokens: int, out: Path | None) -> None:
     """Compare mlx-lm's loop, our plain loop and MTP on one checkpoint."""
     ours, tokenizer = mlx_mtp.load(model)
-    theirs = plain_mlx_lm(Path(model), ours.report().expanded)
-    stops = set(tokenizer.eos_token_ids)
-    loops: dict[str, dict] = {
-        f"k={k}": {"num_draft_tokens": k, "adaptive": False} for k in range(min(ours.max_draft_tokens, 3) + 1)
-    }
-    loops["adaptive"] = {}
-    compiled = {"k=0, compiled": {**loops["k=0"], "compile_cycles": True}, COMPILED: {"compile_cycles": True}}
-    stats = {name: mlx_mtp.Stats() for name in (*loops, *compiled, USELESS)}
-    contenders = {"mlx-lm": lambda prompt: tokens_of_mlx_lm(theirs, prompt, max_tokens, stops)}
-    for name, options in loops.items():
-        contenders[name] = partial(tokens_of_ours, ours, n=max_tokens, stops=stops, stats=stats[name], **options)
+    plain = {f"k={k}": {"adaptive": False} for k in range(min(ours.max_draft_tokens, 3) + 1)}
+    loops: list[Loop] = [MlxLm(twin(ours))]
+    loops += [Ours(ours, name, k, options) for k, (name, options) in enumerate(plain.items())]
     # Costs are remembered with a model: loops that cost otherwise have one of their own.
     other, _ = mlx_mtp.load(model)
-    for name, options in compiled.items():
-        contenders[name] = partial(tokens_of_ours, other, n=max_tokens, stops=stops, stats=stats[name], **options)
-    useless = with_useless_heads(Path(model))
-    contenders[USELESS] = partial(tokens_of_ours, useless, n=max_tokens, stops=stops, stats=stats[USELESS])
+    loops += [
+        Ours(ours, "adaptive", None),
+        Ours(other, "k=0, compiled", 0, {"adaptive": False, "compile_cycles": True}),
+        Ours(other, COMPILED, None, {"compile_cycles": True}),
+        Ours(with_useless_heads(Path(model)), USELESS, None),
+    ]
     encoded = read_prompts(tokenizer, prompts)
-    seconds, texts = measure(contenders, encoded, runs)
+    settings = Settings(max_tokens, stop_tokens=frozenset(tokenizer.eos_token_ids))
+    seconds, texts, stats = measure(loops, encoded, settings, runs)
     print_tables(seconds, texts, encoded, stats)
     result = {
         "environment": environment(),

@@ -17,11 +17,13 @@ from pathlib import Path
 import click
 import mlx.core as mx
 import numpy as np
-from decode import HERE, environment, read_prompts, timed
+from decode import HERE, read_prompts
 from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
+from mlx_mtp.bench.loops import timed
+from mlx_mtp.bench.result import environment
 from mlx_mtp.demo import demo_path
 from mlx_mtp.draft_choice import DraftChooser
 from mlx_mtp.sampling import DRAFT_SAMPLING, Picker

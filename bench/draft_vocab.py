@@ -12,15 +12,16 @@ import logging
 import statistics
 import warnings
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import click
-from decode import HERE, environment, measure, read_prompts, tokens_of_ours
+from decode import HERE, measure, read_prompts
 from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
+from mlx_mtp.bench.loops import Loop, Ours, Settings
+from mlx_mtp.bench.result import environment
 from mlx_mtp.demo import demo_path
 from mlx_mtp.demo.data import HELD_OUT_MODULES
 from mlx_mtp.demo.library import source_files
@@ -79,15 +80,11 @@ def main(
     whole, tokenizer = mlx_mtp.load(demo_path())
     chosen = lists(tokenizer, tuple(map(int, sizes.split(","))), files)
     models = {name: whole if name == "whole" else load(tokens) for name, tokens in chosen.items()}
-    stats = {name: mlx_mtp.Stats() for name in models}
-    stops = set(tokenizer.eos_token_ids)
-    contenders = {
-        name: partial(tokens_of_ours, model, n=max_tokens, stops=stops, stats=stats[name], adaptive=False)
-        for name, model in models.items()
-    }
+    loops: list[Loop] = [Ours(model, name, None, {"adaptive": False}) for name, model in models.items()]
+    settings = Settings(max_tokens, stop_tokens=frozenset(tokenizer.eos_token_ids))
     encoded = read_prompts(tokenizer, prompts)
     encoded = encoded[:: max(1, len(encoded) // limit)][:limit] if limit else encoded
-    seconds, texts = measure(contenders, encoded, runs)
+    seconds, texts, stats = measure(loops, encoded, settings, runs)
     figures = {
         name: {
             "size": len(chosen[name]),
@@ -95,7 +92,7 @@ def main(
             "acceptance": counts.acceptance,
             "tokens_per_cycle": counts.tokens_per_cycle,
             "head_bytes": models[name].report().head_bytes,
-            "cycles": counts.cycles // (runs + 1),  # of one run: the warm-up is counted, too
+            "cycles": counts.cycles // runs,
             "seconds": seconds[name],
         }
         for name, counts in stats.items()

@@ -29,7 +29,6 @@ from unittest import mock
 import click
 import mlx.core as mx
 import mlx.nn as nn
-from decode import environment
 from launches import MODELS, WIDTH, as_on_a_mac, make, reached
 from launches import built as graph
 from mlx.utils import tree_flatten
@@ -42,6 +41,7 @@ from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp import switch
+from mlx_mtp.bench.result import environment
 
 THEIRS = {
     "Step-3.5-Flash": step3p5.Model,

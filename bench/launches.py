@@ -1,16 +1,17 @@
 """How many operations a layer's verify, a cycle and a plain step are, before and after the kernels.
 
-    python bench/launches.py [--rows 4] [--out bench/results/launches.json]
+    python bench/launches.py [--rows 4] [--out mlx_mtp/bench/roofline/launches.csv]
 
 Counted in recorded graphs of the families at their real depth, in tiny widths, quantized to 4 bits: nothing is
 computed, no GPU is needed. An operation is a launch or more on a GPU. Views are not counted; elementwise operations
 count singly, though mx.compile fuses some (SwiGLU, gates, routing weights); MLX's fused norms, RoPE and attention
 count one each. A layer is what it adds to the one before it. A cycle drafts rows - 1 tokens and verifies them.
+What is written is what `mlx-mtp bench model` reads: with no kernels, those of each kind alone, and all of them.
 """
 
-import json
+import csv
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_mtp import switch
+from mlx_mtp.bench.census import VIEWS
+from mlx_mtp.bench.roofline.launches import KERNELS
 from mlx_mtp.controller import Fixed, Plan
 from mlx_mtp.cycle import Decoder, Flight, propose, verify
 from mlx_mtp.draft import Drafts, Run, prime
@@ -36,10 +39,6 @@ from mlx_mtp.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.sampling import Picker
 from mlx_mtp.stats import Stats
 
-VIEWS = {
-    *("Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"),
-    "Unflatten",
-}
 ATTENTION = mx.fast.metal_kernel(name="attention", input_names=["q", "k", "v"], output_names=["out"], source=";")
 
 
@@ -156,38 +155,74 @@ def built(model: Any, cache: PromptCache, hidden: mx.array, tokens: mx.array, ac
     return [verify(d, last.run, drafts).packed, *cache.arrays]
 
 
-def counts(model: Any, layers: dict[str, int], rows: int) -> dict[str, list[int]]:
-    """Operations of a layer of each kind, of a cycle and of a plain step: at one row, and at `rows`."""
-    found = {}
-    for kind, i in layers.items():
-        found[kind] = [up_to(model, i, m).total() - up_to(model, i - 1, m).total() for m in (1, rows)]
-    return found | {"a plain step, a cycle": [of_cycle(model, m).total() for m in (1, rows)]}
+CYCLE = "a plain step, a cycle"
+Pair = tuple[int, int]
+
+
+def of_layers(model: Any, layers: dict[str, int], rows: int) -> dict[str, Pair]:
+    """Operations of a layer of each kind: at one row, and at `rows`."""
+    return {kind: _pair(lambda m, i=i: _added(model, i, m), rows) for kind, i in layers.items()}
+
+
+def of_cycles(model: Any, rows: int) -> dict[str, Pair]:
+    """Operations of a plain step, and of a cycle that verifies `rows`."""
+    return {CYCLE: _pair(lambda m: of_cycle(model, m).total(), rows)}
+
+
+def _added(model: Any, i: int, rows: int) -> int:
+    return up_to(model, i, rows).total() - up_to(model, i - 1, rows).total()
+
+
+def _pair(count: Callable[[int], int], rows: int) -> Pair:
+    return count(1), count(rows)
+
+
+def of_model(name: str, rows: int) -> dict[str, dict[str, Pair]]:
+    """Counts by what kernels are on: "none", each kind of KERNELS alone (layers only), and "all"."""
+    build, layers = MODELS[name]
+    model = make(build)
+    found = {"none": of_layers(model, layers, rows) | of_cycles(model, rows)}
+    sites = switch.place(model)
+    for kind, ops in KERNELS.items():
+        _switch(sites, ops)
+        found[kind] = of_layers(model, layers, rows)
+    _switch(sites, [op for ops in KERNELS.values() for op in ops])
+    return found | {"all": of_layers(model, layers, rows) | of_cycles(model, rows)}
+
+
+def _switch(sites: Any, ops: Collection[str]) -> None:
+    for site in sites:
+        site.rows = frozenset(site.candidates if site.op in ops else ())
+
+
+def write(file: Path, found: dict[str, dict[str, dict[str, Pair]]], rows: int) -> None:
+    with file.open("w", newline="") as out:
+        out.write(f"# python bench/launches.py --rows {rows} --out {file}\n")
+        lines = csv.writer(out, lineterminator="\n")
+        lines.writerow(("model", "of", "kernels", "one_row", "more_rows"))
+        for name, states in found.items():
+            lines.writerows((name, of, on, *pair) for on, counts in states.items() for of, pair in counts.items())
 
 
 @click.command(help=__doc__)
 @click.option("--rows", type=click.IntRange(2, 8), default=4, help="Rows M of the verify.")
 @click.option("--model", "names", multiple=True, type=click.Choice(list(MODELS)), help="Only this one.")
-@click.option("--out", type=click.Path(path_type=Path), help="Also write the counts to this file, as JSON.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write the counts to this file, as CSV.")
 def main(rows: int, names: tuple[str, ...], out: Path | None) -> None:
     table = Table(title=f"operations at one row, and at {rows}")
     for column in ("model", "of", "stock MLX", "with the kernels"):
         table.add_column(column, justify="right" if "MLX" in column or "kernels" in column else "left")
     mx.disable_compile()
-    found: dict[str, Any] = {}
+    found = {}
     for name in names or MODELS:
-        build, kinds = MODELS[name]
-        model = make(build)
-        before = counts(model, kinds, rows)
-        for site in switch.place(model):
-            site.rows = frozenset(site.candidates)
-        after = counts(model, kinds, rows)
-        found[name] = {kind: {"stock": before[kind], "kernels": after[kind]} for kind in before}
-        for kind in before:
-            cells = ("{}, {}".format(*side[kind]) for side in (before, after))
-            table.add_row(name if kind == next(iter(kinds)) else "", kind, *cells, end_section=kind not in kinds)
+        found[name] = of_model(name, rows)
+        before, after = found[name]["none"], found[name]["all"]
+        for i, of in enumerate(before):
+            cells = ("{}, {}".format(*side[of]) for side in (before, after))
+            table.add_row("" if i else name, of, *cells, end_section=of == CYCLE)
     Console().print(table)
     if out:
-        out.write_text(json.dumps({"rows": [1, rows], "operations": found}, indent=1) + "\n")
+        write(out, found, rows)
 
 
 if __name__ == "__main__":

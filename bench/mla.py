@@ -17,13 +17,13 @@ from pathlib import Path
 
 import click
 import mlx.core as mx
-from decode import environment
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
 from rich.console import Console
 from rich.table import Table
 
+from mlx_mtp.bench.result import environment
 from mlx_mtp.cache import LinearKVCache
 from mlx_mtp.models.deepseek_v3 import Attention, ModelArgs
 

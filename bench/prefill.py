@@ -9,15 +9,15 @@ sides in turn for each length, mlx-lm's forward over the same prompt beside them
 import json
 import statistics
 import time
-from pathlib import Path
 
 import click
 import mlx.core as mx
-from decode import environment, plain_mlx_lm
 from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
+from mlx_mtp.bench.loops import twin
+from mlx_mtp.bench.result import environment
 from mlx_mtp.demo import demo_path
 
 
@@ -46,7 +46,7 @@ def theirs(model, prompt: list[int]) -> tuple[float, float]:
 def main(model: str, runs: int, lengths: str) -> None:
     """Time the prefill with and without heads."""
     loaded, _ = mlx_mtp.load(model)
-    plain = plain_mlx_lm(Path(model), loaded.report().expanded)
+    plain = twin(loaded)
     table = Table("prompt", "first token", "with heads", "second token", "with heads", "mlx-lm's prefill")
     seconds: dict = {}
     for n in map(int, lengths.split(",")):

@@ -54,12 +54,17 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
     except (TypeError, AttributeError):  # mlx-lm merges generation_config.json into what may be a list
         raise ValueError(f"{path}: config.json and generation_config.json must be JSON objects") from None
+    return checked_config(config, path / "config.json")
+
+
+def checked_config(config: Any, file: Path) -> dict[str, Any]:
+    """What a config.json holds, if it is an object that names its family; ValueError names the file."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{path}/config.json: expected an object with a model_type")
+        raise ValueError(f"{file}: expected an object with a model_type")
     if config.get("text_config", {}) is None:
         del config["text_config"]
     if not isinstance(config.get("text_config", {}), dict):
-        raise ValueError(f"{path}/config.json: text_config is {config['text_config']!r}, expected an object")
+        raise ValueError(f"{file}: text_config is {config['text_config']!r}, expected an object")
     return config
 
 

@@ -119,14 +119,23 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
         raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
 
 
+def known_ports() -> list[str]:
+    """Every `model_type` that has a port."""
+    return sorted(p.stem for p in (Path(__file__).parent / "models").glob("*.py") if p.stem not in NO_PORTS)
+
+
+def find_port(config: dict) -> ModuleType | None:
+    """The port of a config.json's `model_type`; None where there is none."""
+    model_type = mlx_lm_utils.MODEL_REMAPPING.get(config["model_type"], config["model_type"])
+    return importlib.import_module(f".models.{model_type}", __package__) if model_type in known_ports() else None
+
+
 def _load(path: Path, drafting: Drafting, *, lazy: bool) -> Any:
     config = read_config(path)
-    known = sorted(p.stem for p in (Path(__file__).parent / "models").glob("*.py") if p.stem not in NO_PORTS)
-    model_type = mlx_lm_utils.MODEL_REMAPPING.get(config["model_type"], config["model_type"])
     drafting.check()
-    if model_type not in known:
-        return _load_plain(path, config, drafting, lazy=lazy, ports=", ".join(known))
-    port = importlib.import_module(f".models.{model_type}", __package__)
+    port = find_port(config)
+    if port is None:
+        return _load_plain(path, config, drafting, lazy=lazy, ports=", ".join(known_ports()))
     model = _load_port(port, path, config, drafting, lazy=lazy)
     if drafting.heads and not model.mtp:
         warnings.warn(f"{path}: no MTP heads found ({model.report().source}); decoding plainly", stacklevel=4)
@@ -154,7 +163,7 @@ def _load_plain(path: Path, config: dict, drafting: Drafting, *, lazy: bool, por
 
 
 def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *, lazy: bool) -> Any:
-    args = _args(port, path, config)
+    args = read_args(port, path, config)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     spec = contents.spec
     raw, raw_heads = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads)
@@ -246,7 +255,8 @@ def _test_heads(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
         warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=3)
 
 
-def _args(port: ModuleType, path: Path, config: dict) -> Any:
+def read_args(port: ModuleType, path: Path, config: dict) -> Any:
+    """The port's ModelArgs of a config.json; ValueError names what is wrong with it."""
     try:
         args = port.ModelArgs.from_dict(config)
         if not isinstance(args.num_hidden_layers, int):

@@ -9,18 +9,24 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 INCONCLUSIVE = 0.05  # spread
 CONFIDENCE = 0.9
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A median, and the bounds between which it lies with 90% confidence (seven values or fewer: least and most)."""
+    """A median, and the bounds between which it lies with 90% confidence (seven values or fewer: least and most).
+
+    count: the values it is of; a single one has no spread to judge it by.
+    """
 
     median: float
     low: float
     high: float
+    count: int = 2
 
     @property
     def spread(self) -> float:
@@ -28,7 +34,7 @@ class Measured:
 
     @property
     def conclusive(self) -> bool:
-        return self.spread <= INCONCLUSIVE
+        return self.count > 1 and self.spread <= INCONCLUSIVE
 
     def __str__(self) -> str:
         return f"{self.median:.2f}" if self.conclusive else f"{self.median:.2f} inconclusive"
@@ -38,7 +44,7 @@ def measured(values: Sequence[float]) -> Measured:
     """The median of one value or more, with its interval."""
     ordered = sorted(values)
     skip = _skipped(len(ordered))
-    return Measured(statistics.median(ordered), ordered[skip], ordered[-1 - skip])
+    return Measured(statistics.median(ordered), ordered[skip], ordered[-1 - skip], len(ordered))
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> Measured:
@@ -47,14 +53,14 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> Measured:
 
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], float]], rounds: int, *, warmups: int = 1, cooldown: float = 0.0
-) -> dict[str, list[float]]:
+    contenders: Mapping[str, Callable[[], T]], rounds: int, *, warmups: int = 1, cooldown: float = 0.0
+) -> dict[str, list[T]]:
     """What each contender returns (seconds, say) in `rounds` rounds, in which all take turns; warm-ups do not count.
 
     Every other round goes backwards, so that nobody always runs behind the same one. cooldown: seconds of rest
     before each turn.
     """
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[str, list[T]] = {name: [] for name in contenders}
     for i in range(-warmups, rounds):
         names = list(contenders)
         for name in names if i % 2 == 0 else reversed(names):

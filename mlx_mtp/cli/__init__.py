@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
+from .bench import bench
 from .chat import chat
 from .draft_vocab import draft_vocab
 from .emulate import emulate
@@ -72,7 +73,8 @@ def _discard_output() -> None:
 def _with_flag(message: str) -> str:
     """The library names an argument, "top_k=9: ..."; say which flag it came from."""
     name = re.match(r"(\w+)=", message)
-    flags = {param.name for command in main.commands.values() for param in command.params}
+    commands = [*main.commands.values(), *bench.commands.values()]
+    flags = {param.name for command in commands for param in command.params}
     if name and name[1] in flags:
         return f"Invalid value for '--{name[1].replace('_', '-')}': {message}"
     return message
@@ -96,3 +98,4 @@ main.add_command(generate)
 main.add_command(chat)
 main.add_command(draft_vocab)
 main.add_command(emulate)
+main.add_command(bench)

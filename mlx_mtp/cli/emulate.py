@@ -38,20 +38,23 @@ def emulate(tables: tuple[str, ...], stock: bool, shape: tuple[int, int], rows: 
     """
     from rich.console import Console
 
-    from .emulate_attention import attention_table
-    from .emulate_experts import experts_table
-    from .emulate_head import head_table
-
     if shape[1] % 64:
         raise click.BadParameter(
             f"{shape[1]} columns; must be a multiple of 64, the group of the scales", param_hint="--shape"
         )
     console = Console()
     for name in ("products",) if stock else tables or TABLES:
-        if name == "products":
-            console.print(_products(stock, shape, rows))
-        else:
-            console.print({"attention": attention_table, "experts": experts_table, "head": head_table}[name]())
+        console.print(_products(stock, shape, rows) if name == "products" else table_of(name))
+
+
+def table_of(name: str) -> "Table":
+    """One of TABLES, in its usual shape."""
+    from .emulate_attention import attention_table
+    from .emulate_experts import experts_table
+    from .emulate_head import head_table
+
+    made = {"attention": attention_table, "experts": experts_table, "head": head_table}
+    return _products(False, (64, 1024), 8) if name == "products" else made[name]()
 
 
 def _products(stock: bool, shape: tuple[int, int], rows: int) -> "Table":

@@ -180,7 +180,7 @@ def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dic
     names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling")
     names += ("adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
     kept = {name: flags[name] for name in names}
-    kept["prefill_step_size"] = flags["prefill_step_size"] or _default_step()
+    kept["prefill_step_size"] = flags["prefill_step_size"] or default_step()
     kept["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     file = flags.get("prompt_cache_file")
     if file is not None:
@@ -191,20 +191,20 @@ def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dic
     return {
         **kept,
         **bits,
-        "kv_group_size": int(flags["kv_group_size"] or _default_group(model)),
+        "kv_group_size": int(flags["kv_group_size"] or default_group(model)),
         "max_kv_size": flags["max_kv_size"],
         "quantized_kv_start": flags["quantized_kv_start"],
     }
 
 
-def _default_step() -> int:
+def default_step() -> int:
     """Long chunks are for GPUs; on a CPU short ones are faster, and Ctrl-C need not wait for a long one."""
     import mlx.core as mx
 
     return 256 if mx.default_device() == mx.cpu else 2048
 
 
-def _default_group(model: Any) -> int:
+def default_group(model: Any) -> int:
     """The largest usual size that fits, else 64 for the library to refuse."""
     head_dim = getattr(model.args, "head_dim", 64)  # latent attention has none, and nothing to quantize
     return next((size for size in (64, 32) if head_dim % size == 0), 64)

@@ -3,17 +3,22 @@
 One operation: form(bytes / usable bandwidth, instructions / usable issue rate), see FORMS; a pass: their sum over
 all layers, plus its launches. An instruction is what a lane of a GPU core issues, a fused multiply-add is one; the
 peak issue rate is fp32 TFLOPS / 2. Instructions per weight are read off the kernels' inner loops, not fitted.
+
+Bytes: stock MLX reads an expert once for each token that visits it, ours each visited expert once. Weights and KV
+come from memory once a pass on either side: caches serve what a launch requests again. Ours is a plan until a Mac
+has timed it.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import ceil
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from roofline_models import Attention, Experts, Latent, Linear, Model, Op, State
+
+from .chips import Chip
+from .launches import launches
+from .ops import Attention, Experts, Latent, Linear, Model, Op, State
 
 FORMS: dict[str, Callable] = {
     "max": np.maximum,  # the two overlap fully
@@ -38,97 +43,18 @@ SCORES = 12  # bytes of traffic per score of unfused attention: 6 passes in 16 b
 # One launch on the GPU, 1.2 us (two reports), and its share of a command buffer: 20 us for 50. Not fitted.
 LAUNCH = 1.2e-6 + 20e-6 / 50
 UNFUSED_LAUNCHES = 3
-
-# Launches of one layer: stock MLX, ours for one row, ours for more; as `bench/launches.py --out` has counted them.
-COUNTED = Path(__file__).parent / "results" / "launches.json"
-KINDS = {
-    "step dense": ("Step-3.5-Flash", "dense, sliding"),
-    "step experts": ("Step-3.5-Flash", "experts, sliding"),
-    "glm dense": ("GLM-4.5", "dense"),
-    "glm experts": ("GLM-4.5", "experts"),
-    "qwen delta": ("Qwen3.6-27B", "gated delta"),
-    "qwen attention": ("Qwen3.6-27B", "attention"),
-    "qwen delta experts": ("Qwen3.6-35B-A3B", "gated delta, experts"),
-    "qwen attention experts": ("Qwen3.6-35B-A3B", "attention, experts"),
-    "deepseek dense": ("DeepSeek-V3", "dense"),
-    "deepseek experts": ("DeepSeek-V3", "experts"),
-}
-
-
-def counted_launches() -> dict[str, tuple[int, int, int]]:
-    operations = json.loads(COUNTED.read_text())["operations"]
-    found = {kind: operations[model][layer] for kind, (model, layer) in KINDS.items()}
-    return {kind: (layer["stock"][1], *layer["kernels"]) for kind, layer in found.items()}
-
-
-LAUNCHES = counted_launches()
-
-# A published count of real routing, 39 distinct of 64 visits at 8 rows of 8 of 256 experts, is as if rows drew from
-# this share of all experts.
-OBSERVED_POOL = 0.2105
-
-
-@dataclass(frozen=True)
-class Chip:
-    """Its figures, and the two shares that are fitted: of the bandwidth, and of the issue rate."""
-
-    name: str
-    generation: int
-    gbps: float
-    tflops: float
-    memory: int  # GB at most
-    usable: float = 0.85  # of the bandwidth, where nothing is published
-    issue: float = 1.0
-
-    @property
-    def bandwidth(self) -> float:
-        return self.gbps * 1e9 * self.usable
-
-    @property
-    def rate(self) -> float:
-        return self.tflops * 1e12 / 2 * self.issue
-
-    @property
-    def tile(self) -> float:
-        """Instructions per weight of a product padded to a tile, at the matrix units' own rate (`issue` cancels)."""
-        return TILE_ROWS / MATRIX * self.issue / (4 if self.generation >= 17 else 1)  # M5's have four times the rate
-
-    @property
-    def family(self) -> str:
-        """From M3 on integer and float instructions issue side by side."""
-        return "M3 and later" if self.generation >= 15 else "M1 and M2"
-
-    @property
-    def ultra(self) -> bool:
-        return "Ultra" in self.name
-
-
-# The middle of a range of clocks or estimates; fewer cores in proportion; `usable` where one is published; the most
-# memory sold.
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        *(Chip("M1", 13, 68, 2.6, 16), Chip("M1 Pro", 13, 200, 5.3, 32), Chip("M1 Max", 13, 400, 10.6, 64)),
-        *(Chip("M1 Ultra", 13, 800, 21.2, 128, 680 / 800), Chip("M2", 14, 100, 3.6, 24)),
-        *(Chip("M2 Pro", 14, 200, 6.8, 32), Chip("M2 Max", 14, 400, 13.6, 96), Chip("M2 Ultra", 14, 800, 27.2, 192)),
-        *(Chip("M3", 15, 100, 3.85, 24), Chip("M3 Pro", 15, 150, 6.9, 36), Chip("M3 Max 30c", 15, 300, 11.5, 96)),
-        *(Chip("M3 Max 40c", 15, 400, 15.3, 128), Chip("M3 Ultra", 15, 819, 28, 512, 692 / 819)),
-        *(Chip("M4", 16, 120, 4.45, 32), Chip("M4 Pro", 16, 273, 9.2, 64), Chip("M4 Max 32c", 16, 410, 14.7, 36)),
-        *(Chip("M4 Max 40c", 16, 546, 18.4, 128), Chip("M5", 17, 153, 4.2, 32, 122 / 153)),
-        *(Chip("M5 Pro", 17, 307, 8.5, 64, 266 / 307), Chip("M5 Max 32c", 17, 460, 13.6, 128)),
-        Chip("M5 Max 40c", 17, 614, 17, 128),
-    )
-}
+STEP_LAUNCHES = 3  # of a pass beside its layers: embedding, last norm, head
+DRAFT_LAUNCHES = 16  # of a draft beside its head's block: norms, choice, bookkeeping; 14 to 22 were counted
 
 
 @dataclass(frozen=True)
 class Pass:
-    """M rows, by stock MLX or by ours, after `context` tokens; `shared` routing is that of neighbouring tokens."""
+    """M rows after `context` tokens, with the kinds of our kernels that are `on`, else by stock MLX."""
 
     m: int
-    ours: bool = False
+    on: frozenset[str] = frozenset()
     context: int = 4096
-    shared: bool = False
+    overlap: str = "independent"
     mlx: float = 0.32
     caches: bool = True  # serve what a launch requests more than once; else memory does
 
@@ -143,13 +69,9 @@ class Cost(NamedTuple):
     launches: float = 0
 
 
-def distinct(total: int, top: int, rows: int, shared: bool = False) -> float:
-    """Expected distinct experts that `rows` tokens visit: pool x (1 - (1 - top / pool)^rows).
-
-    Independent: the pool is all experts. Shared: OBSERVED_POOL of them, never fewer than `top`.
-    """
-    pool = max(top, OBSERVED_POOL * total) if shared else total
-    return pool * (1 - (1 - top / pool) ** rows)
+def tile(chip: Chip) -> float:
+    """Instructions per weight of a product padded to a tile, at the matrix units' own rate (`issue` cancels)."""
+    return TILE_ROWS / MATRIX * chip.issue / (4 if chip.generation >= 17 else 1)  # M5's have four times the rate
 
 
 def batch_limit(chip: Chip, n: int, k: int) -> int:
@@ -162,11 +84,15 @@ def batch_limit(chip: Chip, n: int, k: int) -> int:
 
 def linear(op: Linear, at: Pass, chip: Chip) -> Cost:
     """The kernel that is chosen, how often it requests the weights, and its instructions for each of them."""
+    ours = ("head" if op.name == "lm_head" else "products") in at.on
+    if op.group is None:  # not quantized: a row at a time, or for stock MLX from two rows on a padded tile
+        counted = GEMV * at.m if ours or at.m == 1 else tile(chip)
+        return Cost(op.name, op.nbytes, op.weights * counted)
     once, each, passes = *QMV, at.m
-    if at.m > 1 and at.ours:
+    if at.m > 1 and ours:
         once, each, passes = *(OURS if at.m <= 6 else OURS_MANY), ceil(at.m / OURS_ROWS)
     elif at.m >= batch_limit(chip, op.n, op.k):
-        once, each, passes = WIDE[0] + chip.tile, 0.0, 1
+        once, each, passes = WIDE[0] + tile(chip), 0.0, 1
     elif at.m > 1 and chip.generation >= 15 and at.mlx >= 0.32:
         once, each, passes = *WIDE, ceil(at.m / WIDE_ROWS)
     return Cost(op.name, op.nbytes, op.weights * (passes * once + at.m * each), passes)
@@ -175,10 +101,11 @@ def linear(op: Linear, at: Pass, chip: Chip) -> Cost:
 def experts(op: Experts, at: Pass) -> Cost:
     """Stock: every (token, expert) pair reads its expert. Ours: every distinct expert once."""
     pairs = at.m * op.top
-    if not at.ours or at.m == 1:
+    if "experts" not in at.on or at.m == 1:
         return Cost(op.name, pairs * op.nbytes, pairs * op.weights * QMV[1])
-    visited = distinct(op.total, op.top, at.m, at.shared)
-    return Cost(op.name, visited * op.nbytes, op.weights * (visited * OURS[0] + pairs * OURS[1]))
+    nbytes = op.visited(at.m, at.overlap)
+    visited = nbytes / op.nbytes
+    return Cost(op.name, nbytes, op.weights * (visited * OURS[0] + pairs * OURS[1]))
 
 
 def attention(op: Attention, at: Pass, chip: Chip) -> Cost:
@@ -187,26 +114,26 @@ def attention(op: Attention, at: Pass, chip: Chip) -> Cost:
     Stock MLX's fused kernel takes rows x (query heads of a KV head) up to 32. Else scores go through memory, between
     a product with K (a row at a time from M3 on, else padded to a tile) and one with V (padded).
     """
-    length = min(at.context, op.window or at.context)
-    values = 2 * length * op.kv * op.dim  # 2 bytes each
+    values, nbytes = op.values(at.context), op.cached(at.context)
     group = op.heads // op.kv
-    if at.ours and at.m > 1:
-        return Cost(op.name, 2 * values, values * group * at.m * SDPA_OURS)
+    if "attention" in at.on and at.m > 1:
+        return Cost(op.name, nbytes, values * group * at.m * SDPA_OURS)
     if group * at.m <= 32:
-        return Cost(op.name, 2 * values, values * group * at.m * SDPA, group * at.m)
-    scores = op.heads * at.m * length
-    counted = values * group * ((GEMV * at.m if chip.generation >= 15 else chip.tile) + chip.tile) / 2
-    return Cost(op.name, 2 * values + SCORES * scores, counted, group, UNFUSED_LAUNCHES)
+        return Cost(op.name, nbytes, values * group * at.m * SDPA, group * at.m)
+    scores = op.heads * at.m * min(at.context, op.window or at.context)
+    counted = values * group * ((GEMV * at.m if chip.generation >= 15 else tile(chip)) + tile(chip)) / 2
+    return Cost(op.name, nbytes + SCORES * scores, counted, group, UNFUSED_LAUNCHES)
 
 
 def latent(op: Latent, at: Pass, chip: Chip) -> Cost:
     """Absorbed: all heads read the latent cache. mlx-lm at 2 rows or more expands the whole cache to heads first."""
-    nbytes, scores = 2 * at.context * (op.rank + op.rope), op.heads * at.m * at.context * SCORES
-    if at.ours or at.m == 1:
-        counted = at.context * op.heads * (2 * op.rank + op.rope) * at.m * GEMV
+    length, nbytes = op.length(at.context), op.cached(at.context)
+    scores = op.heads * at.m * length * SCORES
+    if "attention" in at.on or at.m == 1:
+        counted = length * op.heads * (2 * op.rank + op.rope) * at.m * GEMV
         return Cost(op.name, nbytes + scores, counted, 1, UNFUSED_LAUNCHES)
-    expanded = at.context * op.heads * (op.nope + op.value)
-    counted = expanded * (op.rank * chip.tile / TILE_ROWS + SDPA * at.m)
+    expanded = length * op.heads * (op.nope + op.value)
+    counted = expanded * (op.rank * tile(chip) / TILE_ROWS + SDPA * at.m)
     return Cost(op.name, nbytes + 4 * expanded + scores, counted, 1, UNFUSED_LAUNCHES + 2)
 
 
@@ -235,25 +162,35 @@ class Costs(NamedTuple):
     launches: float
 
 
-def collect(rows: list[tuple[int, Cost]], at: Pass, launches: float) -> Costs:
-    """`launches` and those of the operations' own."""
+def collect(rows: Iterable[tuple[int, Cost]], at: Pass, launched: float) -> Costs:
+    """`launched` and those of the operations' own."""
+    rows = list(rows)
     count, nbytes, requests, instructions, own = (
         np.array([float(x) for x in column])
         for column in zip(*((n, c.nbytes, c.requests, c.instructions, c.launches) for n, c in rows), strict=True)
     )
     requested = nbytes * requests
     memory = nbytes if at.caches else requested
-    return Costs([c.name for _, c in rows], count, memory, requested, instructions, launches + float(count @ own))
+    return Costs([c.name for _, c in rows], count, memory, requested, instructions, launched + float(count @ own))
 
 
 def of_model(model: Model, at: Pass, chip: Chip) -> Costs:
+    """A pass of the target over its rows."""
     rows = [(1, cost(model.head, at, chip))]
-    column = 0 if not at.ours else 1 if at.m == 1 else 2
-    launches = 3.0  # embedding, last norm, head
     for layer in model.layers:
         rows += [(layer.count, cost(op, at, chip)) for op in layer.ops]
-        launches += layer.count * LAUNCHES[layer.kind][column]
-    return collect(rows, at, launches)
+    layers = sum(layer.count * launches(layer.kind, at.on, at.m) for layer in model.layers)
+    return collect(rows, at, STEP_LAUNCHES + layers)
+
+
+def of_drafts(model: Model, k: int, at: Pass, chip: Chip) -> Costs:
+    """k drafts behind a verify of k + 1 rows; `at.m` is not looked at."""
+    rows, launched = [], 0.0
+    for head, m in model.draft_passes(k):
+        rows += [(1, cost(op, replace(at, m=m), chip)) for op in head.block.ops]
+        rows.append((1, cost(head.lm_head, replace(at, m=1), chip)))
+        launched += DRAFT_LAUNCHES + launches(head.block.kind, at.on, m)
+    return collect(rows, at, launched)
 
 
 def of_op(op: Op, at: Pass, chip: Chip) -> Costs:
@@ -269,6 +206,6 @@ def seconds(costs: Costs, chip: Chip, form: str = FORM) -> float:
     return float(phases(costs, chip, form).sum()) + costs.launches * LAUNCH
 
 
-def step_times(model: Model, chip: Chip, at: Pass, rows: range, form: str = FORM) -> dict[int, float]:
+def step_times(model: Model, chip: Chip, at: Pass, rows: Iterable[int], form: str = FORM) -> dict[int, float]:
     """Seconds of a pass of each number of rows, the others of `at` as they are."""
     return {m: seconds(of_model(model, replace(at, m=m), chip), chip, form) for m in rows}

@@ -1,4 +1,4 @@
-"""The cases of `kernels.py`: sites in the shapes of released models, in bfloat16, with random weights."""
+"""The cases of `bench kernels`: sites in the shapes of released models, and small ones; random weights, bfloat16."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,20 +10,21 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, mimo_v2_flash, qwen3_5, step3p5
 from mlx_lm.models.mla import QuantizedMultiLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
+from mlx_lm.models.qwen3_next import Qwen3NextAttention
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
-from mlx_mtp.cache import Ring, make_cache
-from mlx_mtp.kernels import Rope
-from mlx_mtp.layers.attention import Attention, Form, NormRope
-from mlx_mtp.layers.block import Sum
-from mlx_mtp.layers.experts import Mixture
-from mlx_mtp.layers.heads import Head
-from mlx_mtp.layers.mla import LatentAttention
-from mlx_mtp.layers.per_head import PerHead
-from mlx_mtp.layers.verify import GLU, Dense, Matrices, Recurrence, Stack
-from mlx_mtp.models import deepseek_v3 as deepseek_port
-from mlx_mtp.models.qwen3_5 import GatedDeltaNet
-from mlx_mtp.recurrent_cache import RecurrentCache
+from ..cache import Ring, make_cache
+from ..kernels import Rope
+from ..layers.attention import Attention, Form, NormRope
+from ..layers.block import Sum
+from ..layers.experts import Mixture
+from ..layers.heads import Head
+from ..layers.mla import LatentAttention
+from ..layers.per_head import PerHead
+from ..layers.verify import GLU, Dense, Matrices, Recurrence, Stack
+from ..models import deepseek_v3 as deepseek_port
+from ..models.qwen3_5 import GatedDeltaNet
+from ..recurrent_cache import RecurrentCache
 
 # Qwen3.6-27B's layers, as far as attention and gated delta read them.
 QWEN = {
@@ -49,6 +50,8 @@ MIMO = {
 }
 DEEPSEEK = {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
+Sizes: Any = SimpleNamespace  # of a model, as far as its attention reads them
+
 
 def in_bfloat16(made: Any) -> Any:
     made.set_dtype(mx.bfloat16)
@@ -73,8 +76,8 @@ def dense(n: int, k: int) -> Dense:
     return Dense(in_bfloat16(nn.Linear(k, n, bias=False)))
 
 
-def qwen(kind: type) -> Any:
-    return in_bfloat16(kind(qwen3_5.TextModelArgs.from_dict(QWEN)))
+def qwen(kind: type, **sizes: int) -> Any:
+    return in_bfloat16(kind(qwen3_5.TextModelArgs.from_dict({**QWEN, **sizes})))
 
 
 def step(layer: int) -> Any:
@@ -92,11 +95,11 @@ def norm_rope(module: Any) -> NormRope:
 
 
 def glm() -> Any:
-    return in_bfloat16(glm4_moe.Attention(SimpleNamespace(**GLM)))
+    return in_bfloat16(glm4_moe.Attention(Sizes(**GLM)))
 
 
 def mimo() -> Any:
-    return in_bfloat16(mimo_v2_flash.Attention(SimpleNamespace(**MIMO), is_sliding_window=True))
+    return in_bfloat16(mimo_v2_flash.Attention(Sizes(**MIMO), is_sliding_window=True))
 
 
 def latent() -> LatentAttention:
@@ -110,13 +113,12 @@ def per_head() -> PerHead:
 def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
     """Random bits for weights: to quantize so many would take more memory than the layer."""
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    switch = nn.Module()
+    switch = SwitchGLU(1, 1, 1)
     for name, (n, k) in shapes.items():
         switch[name] = QuantizedSwitchLinear(k, n, 1, bias=False)
         switch[name].weight = mx.random.randint(0, 2**32 - 1, (count, n, k // 8), mx.uint32)
         scales = mx.random.uniform(0.5, 1, (count, n, k // 64)).astype(mx.bfloat16) / k
         switch[name].scales, switch[name].biases = scales, -8 * scales
-    switch.activation = SwiGLU()
     gate = nn.Module()
     gate.top_k, gate.norm_topk_prob, gate.routed_scaling_factor = top_k, True, 1.0
     gate.router_bias = mx.zeros(count)
@@ -141,9 +143,9 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Step-3.5 attention": ("verify_attention", lambda: attention(step(0))),
     "Step-3.5 sliding attention": ("verify_attention", lambda: attention(step(1), 512)),
     "GLM-4.5 attention": ("verify_attention", lambda: attention(glm())),
-    "Qwen3.6-27B attention": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention))),
-    "Qwen3.6-27B attention, 8 bits": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention), bits=8)),
-    "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(qwen3_5.Attention), bits=4)),
+    "Qwen3.6-27B attention": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention))),
+    "Qwen3.6-27B attention, 8 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=8)),
+    "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=4)),
     "MiMo-V2-Flash sliding attention": ("verify_attention", lambda: attention(mimo(), 128)),
     "DeepSeek-V3 attention": ("verify_latent_attention", latent),
     "DeepSeek-V3 queries per head": ("verify_qmm_heads", per_head),
@@ -154,4 +156,41 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Step-3.5 sum and norm": ("add_norm", lambda: Sum(in_bfloat16(nn.RMSNorm(4096)))),
     "Step-3.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(step(0))),
     "GLM-4.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(glm())),
+}
+
+FEW = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+FEW_DELTA = {
+    **{"hidden_size": 128, "linear_num_value_heads": 2, "linear_num_key_heads": 1},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
+POSITIONS = 256  # of small caches
+
+
+def near(site: Any) -> Any:
+    """An attention at the end of few positions."""
+    site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
+    return site
+
+
+def small_latent() -> LatentAttention:
+    sizes = {"num_attention_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    return LatentAttention(in_bfloat16(deepseek_port.Attention(replace(deepseek_v3.ModelArgs(), **sizes))))
+
+
+# Of each op one that the emulator runs in a second or so.
+SMALL: dict[str, Callable[[], Any]] = {
+    "verify_qmm": lambda: stack(64, k=1024),
+    "verify_glu": lambda: glu(32, 1024),
+    "verify_qmm_mma": lambda: Matrices(stack(64, k=1024)),
+    "verify_gemv": lambda: dense(64, 1024),
+    "gated_delta_verify": lambda: Recurrence(qwen(GatedDeltaNet, **FEW_DELTA), RecurrentCache),
+    "verify_attention": lambda: near(attention(qwen(Qwen3NextAttention, **FEW))),
+    "verify_latent_attention": lambda: near(small_latent()),
+    "verify_qmm_heads": lambda: PerHead(
+        in_bfloat16(QuantizedMultiLinear(128, 64, 4, 64, 4, "affine")), heads_first=True
+    ),
+    "verify_moe": lambda: experts(16, 64, 64, 4),
+    "verify_head": lambda: Head(linear(1024, 512)),
+    "add_norm": lambda: Sum(in_bfloat16(nn.RMSNorm(512))),
+    "norm_rope": lambda: norm_rope(qwen(Qwen3NextAttention, **FEW)),
 }

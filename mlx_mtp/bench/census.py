@@ -1,0 +1,168 @@
+"""What each phase of a profiled generation launches and reads, counted in its own graphs."""
+
+import io
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from ..prompt_cache import make_prompt_cache
+from ..recurrent_cache import RecurrentCache
+from .profile import Timer, Workload, decode_in_phases
+
+VIEWS = {
+    *("Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"),
+    "Unflatten",
+}
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+NODE = re.compile(r'\[label ="(\w+)"')
+
+
+def operations(*arrays: mx.array) -> Counter:
+    """The primitives of the graph that computes these arrays, by name, without views; nothing is computed.
+
+    On a GPU one is a launch or more; a graph that mx.compile fused counts one.
+    """
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return Counter(name for name in NODE.findall(graph.getvalue()) if name not in VIEWS)
+
+
+@dataclass
+class Counted(Timer):
+    """A watch that counts the operations of each phase in the last cycle; before the first there were other rows."""
+
+    found: dict[str, int] = field(default_factory=dict)
+
+    def evaluate(self, phase: str, caches: Sequence[Any], *arrays: Any) -> None:
+        written: Any = tree_flatten([*arrays, [c.parts for c in caches]])
+        self.found[phase] = operations(*(a for _, a in written if isinstance(a, mx.array))).total()
+        super().evaluate(phase, caches, *arrays)
+
+
+def launches(work: Workload) -> dict[str, int]:
+    """Operations of a cycle by phase; those of "prefill" are of one chunk of the prompt for the target.
+
+    A few cycles are enough: a phase's graph does not depend on the text.
+    """
+    counted = Counted()
+    decode_in_phases(replace(work, max_tokens=min(work.max_tokens, 2 * (work.k + 1))), counted)
+    cache = make_prompt_cache(work.model, num_draft_tokens=0)
+    hidden = work.model.hidden(mx.array(list(work.prompt[: work.step]))[None], cache.layers)
+    chunk = operations(work.model.logits(hidden[:, -1:]), *cache.arrays).total()
+    return {"prefill": chunk, **counted.found}
+
+
+class Visited(nn.Module):
+    """Stands for a product with chosen experts' weights, and notes in `visits` how many bytes of them are read."""
+
+    def __init__(self, inner: Any, visits: list[tuple[float, mx.array]]):
+        super().__init__()
+        self.inner, self._visits = inner, visits
+
+    def __call__(self, x: mx.array, indices: mx.array, **more: Any) -> mx.array:
+        self._visits.append((own_bytes(self.inner) / self.inner.num_experts, indices))
+        return self.inner(x, indices, **more)
+
+
+@contextmanager
+def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
+    """Inside, calls of experts add (bytes of an expert, the chosen ones) to the list; no kernel runs them."""
+    visits: list[tuple[float, mx.array]] = []
+    places = [(m, name) for _, m in model.named_modules() for name, child in m.items() if type(child) in EXPERTS]
+    for module, name in places:
+        module[name] = Visited(module[name], visits)
+    try:
+        yield visits
+    finally:
+        for module, name in places:
+            module[name] = module[name].inner
+
+
+@dataclass
+class Weighed(Timer):
+    """A watch that adds up the bytes of experts and caches that each phase reads; `visits`: see `visits_noted`."""
+
+    visits: list[tuple[float, mx.array]] = field(default_factory=list)
+    experts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    caches: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def evaluate(self, phase: str, caches: Sequence[Any], *arrays: Any) -> None:
+        super().evaluate(phase, caches, *arrays)
+        self.caches[phase] += sum(cache_bytes(c) for c in caches)
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """What was chosen in a graph that was built before is known at the end of its evaluation."""
+        with super().during(name):
+            yield
+        if not name.startswith("build"):
+            self.experts[name] += sum(size * np.unique(np.array(chosen)).size for size, chosen in self.visits)
+            self.visits.clear()
+
+
+def bytes_read(work: Workload) -> dict[str, float]:
+    """Bytes of weights, keys, values and states that a cycle reads by phase, each once; of "prefill" in all.
+
+    Experts are those that the text's own rows visited, each once per pass. A head that is recycled reads its weights
+    for each draft, and so does an LM head. Left out: embedding rows, activations, what is written, and keys and
+    values in "prefill".
+    """
+    with visits_noted(work.model) as visits:
+        seen = Weighed(visits=visits)
+        decode_in_phases(work, seen)
+    target, heads = dense_bytes(work.model, work.k)
+    chunks, cycles = -(-len(work.prompt) // work.step), max(1, seen.cycles)
+    calls = work.k if work.k > len(work.model.mtp) else 1  # of a recycled head, which reads its cache in each
+    found: dict[str, float] = {"prefill": chunks * target + seen.experts["prefill"]}
+    for phase, dense, times in (("draft", heads, calls), ("verify", target, 1)):
+        if phase in seen.caches:
+            found[phase] = dense + (seen.experts[phase] + times * seen.caches[phase]) / cycles
+    return found
+
+
+def dense_bytes(model: Any, k: int) -> tuple[int, int]:
+    """Of weights that every pass of the target reads, and of those that k drafts of its heads read."""
+    modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, (*EXPERTS, *EMBEDDINGS))]
+    unembedding = model.unembedding()
+    target = sum(own_bytes(m) for name, m in modules if not name.startswith("mtp."))
+    target += own_bytes(unembedding) if isinstance(unembedding, EMBEDDINGS) else 0
+    heads, drafts = 0, k if len(model.mtp) == 1 else 1
+    for depth, head in enumerate(model.mtp[:k]):
+        inside = [m for name, m in modules if name.startswith(f"mtp.{depth}.") and name != f"mtp.{depth}.head"]
+        heads += drafts * sum(map(own_bytes, (head, *inside, model.unembedding(depth))))
+    return target, heads
+
+
+def own_bytes(module: Any) -> int:
+    """Of a module's own arrays, without those of the modules inside."""
+    return sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
+
+
+def cache_bytes(cache: Any) -> float:
+    """Of a layer's cache: the rows that it holds, or all of a state."""
+    if isinstance(cache, RecurrentCache):
+        return sum(part.nbytes for part in cache.parts)
+    return sum(part.nbytes * min(1.0, cache.limit / part.shape[2]) for part in cache.parts)
+
+
+def stream_rate(size: int = 1 << 28, runs: int = 5) -> float:
+    """Bytes per second that MLX reads and writes to add one to an array of `size` bytes, at best."""
+    x = mx.zeros(size // 4)
+    mx.eval(x)
+    seconds = []
+    for _ in range(runs):
+        tic = time.perf_counter()
+        mx.eval(x + 1)
+        seconds.append(time.perf_counter() - tic)
+    return 2 * size / min(seconds)

@@ -1,0 +1,82 @@
+"""Chains of calls in which each waits for the one before: nothing overlaps, and calls take turns with other weights.
+
+MLX's graph lets independent calls overlap, and a call repeated on the same weights finds them in caches; either makes
+a row more look cheaper than it is in a model.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+Op = Callable[[mx.array], Sequence[mx.array]]
+
+REPEATS = 3  # of a chain in each turn; other work on the machine only ever adds time, so the fastest counts
+
+
+@dataclass(frozen=True)
+class Call:
+    """op(x) -> outputs; x is what the call reads once those before it have ended."""
+
+    op: Op
+    x: mx.array
+
+
+def chain_seconds(calls: Sequence[Call], steps: int, start: int = 0) -> float:
+    """Seconds of `steps` calls in turn from number `start` on, each after all outputs of the one before."""
+    last: Sequence[mx.array] = ()
+    for i in range(start, start + steps):
+        call = calls[i % len(calls)]
+        x = call.x
+        for y in last:
+            # Never true, of NaN neither: x stays what it is, but has to wait for y.
+            x = mx.where(y.reshape(-1)[:1] < -math.inf, 0, x)
+        last = call.op(x)
+    mx.synchronize()
+    tic = time.perf_counter()
+    mx.eval(*last)
+    mx.synchronize()
+    return time.perf_counter() - tic
+
+
+def links(calls: Sequence[Call]) -> list[Call]:
+    """The chain without the calls: what makes each wait for the one before, and costs time of its own."""
+    return [Call(_same(len(call.op(call.x))), call.x) for call in calls]
+
+
+def _same(outputs: int) -> Callable[[mx.array], list[mx.array]]:
+    return lambda x: [x] * outputs
+
+
+@dataclass
+class Timed:
+    """A chain to be timed turn by turn, the time of its links taken off. steps: calls in a turn."""
+
+    calls: Sequence[Call]
+    steps: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        self.links: Any = links(self.calls)
+        for chain in (self.calls, self.links):
+            chain_seconds(chain, min(self.steps, len(self.calls)))  # compiles
+
+    def __call__(self) -> float:
+        """Seconds of a call."""
+        seconds = [self._fastest(chain) for chain in (self.calls, self.links)]
+        self.start += REPEATS * self.steps
+        return max(seconds[0] - seconds[1], 1e-9) / self.steps
+
+    def _fastest(self, chain: Sequence[Call]) -> float:
+        starts = (self.start + i * self.steps for i in range(REPEATS))
+        return min(chain_seconds(chain, self.steps, start) for start in starts)
+
+
+def steps_for(calls: Sequence[Call], seconds: float, most: int = 4096) -> int:
+    """How many calls take about that long; all of them in turn at least once."""
+    chain_seconds(calls, len(calls))  # compiles
+    once = min(chain_seconds(calls, len(calls)) for _ in range(2))
+    return len(calls) * max(1, min(round(seconds / once), most // len(calls)))

@@ -1,0 +1,105 @@
+"""What another engine measured of Step-3.5-Flash with its MTP heads: `documents.csv`, which names the source."""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .decode import PLAIN
+from .decode_tables import STYLE
+from .rows import Row, rows
+
+BITS = {"fp16": None, "q8_0": 8, "q4_0": 4}
+QUICK = 256  # as much shorter are contexts with --quick
+DEPTHS = 3
+FILE = Path(__file__).parent / "documents.csv"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One line: speeds in tokens/s, acceptance as accepted of all drafted, context in thousands ("32k").
+
+    kv_cache, mtp_kv_cache: types of the target's and of the heads' caches; the latter empty where it is the same.
+    """
+
+    machine: str
+    weights: str
+    kv_cache: str
+    mtp_kv_cache: str
+    context: str
+    num_draft_tokens: int
+    plain_tok_s: float
+    mtp_tok_s: float
+    speedup: float
+    acceptance: float
+    tokens_per_cycle: float
+    cycle_cost_in_plain_steps: float
+
+    @property
+    def bits(self) -> tuple[int | None, int | None]:
+        """Of the target's cache and of the heads', as our options have them: None is 16."""
+        return BITS[self.kv_cache], BITS[self.mtp_kv_cache or self.kv_cache]
+
+
+def source() -> str:
+    """Where the figures are from."""
+    return FILE.read_text().splitlines()[0].removeprefix("# source: ")
+
+
+def published() -> list[Published]:
+    """Every line of the table."""
+    lines = [line for line in FILE.read_text().splitlines() if not line.startswith("#")]
+    types = Published.__annotations__
+    return [Published(**{name: types[name](value) for name, value in row.items()}) for row in csv.DictReader(lines)]
+
+
+def check(model: Any) -> None:
+    """Raise ValueError where a model does not draft as the one of the table does."""
+    if len(model.mtp) != DEPTHS or model.spec.topology != "chain":
+        found = f"{len(model.mtp)} of topology {model.spec.topology!r}" if model.mtp else "none"
+        raise ValueError(
+            f"preset=documents: allowed with {DEPTHS} chained heads, as published; this model has {found}"
+        )
+
+
+def conditions() -> list[tuple[str, int | None, int | None]]:
+    """(context, bits of the target's cache, bits of the heads') of every line, each once."""
+    found = {(row.context, *row.bits) for row in published()}
+    return sorted(found, key=lambda c: (-(c[1] or 16), -(c[2] or 16), tokens(c[0])))
+
+
+def tokens(context: str, *, quick: bool = False) -> int:
+    """How long a context is, or stands for."""
+    return 1024 * int(context.removesuffix("k")) // (QUICK if quick else 1)
+
+
+def beside(found: dict[str, Any], *, quick: bool) -> Table:
+    """What was measured here, and every published line of the same context, caches and number of drafts."""
+    table = Table("context", "KV", "heads' KV", "drafts", "where", title=f"published: {source()}", **STYLE)
+    for name in ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle"):
+        table.add_column(name, justify="right")
+    lines = published()
+    for context, *bits in conditions():
+        setting = tokens(context, quick=quick), bits[0], bits[1]
+        measured = {row.contender: row for row in rows(found, setting)}
+        for k in range(1, DEPTHS + 1):
+            alike = [p for p in lines if (p.context, *p.bits, p.num_draft_tokens) == (context, *bits, k)]
+            if not alike:
+                continue
+            label = f"{context}, shortened to {tokens(context, quick=True)}" if quick else context
+            table.add_row(label, *(str(b or 16) for b in bits), str(k), "here", *_ours(measured, k))
+            for p in alike:
+                speeds = f"{p.plain_tok_s:.1f}", f"{p.mtp_tok_s:.1f}", f"{p.speedup:.2f}"
+                where = f"{p.machine}, {p.weights}"
+                table.add_row("", "", "", "", where, *speeds, f"{p.acceptance:.0%}", f"{p.tokens_per_cycle:.2f}")
+    return table
+
+
+def _ours(measured: dict[str, Row], k: int) -> list[str]:
+    plain, row = measured.get(PLAIN), measured.get(f"k={k}")
+    if not row or not plain or not row.speed or not plain.speed or not row.vs_plain:
+        return [""] * 5
+    speeds = [f"{plain.speed.median:.1f}", f"{row.speed.median:.1f}", str(row.vs_plain)]
+    return [*speeds, f"{row.accepted / row.drafted:.0%}" if row.drafted else "", f"{row.tokens_per_cycle or 0:.2f}"]

@@ -1,0 +1,151 @@
+"""Our kernels, an op at a time: beside stock MLX on a GPU, in time, and anywhere, emulated, in traffic.
+
+Times are of dependent chains over several layers of a released model's shapes, ours and stock in turn; those of
+`verify_qmm_mma` are beside `verify_qmm`. Traffic is of small shapes, and is a count, never a time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+from rich.table import Table
+
+from ..emulator import Traffic, emulated
+from ..switch import trials
+from ..trial_run import FAILS, Trial, check
+from .chain import Call, Timed, steps_for
+from .kernels_cases import CASES, SMALL
+from .timing import Measured, interleaved, ratio
+
+OPS = tuple(sorted({op for op, _ in CASES.values()}))
+LAYERS = {"verify_moe": 1}  # of a shape; of the others four, so that caches stay cold
+CHAIN_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One kernel at one number of rows.
+
+    wrong: what `trial_run.check` found; seconds: of a call, by side, a value a round; none where the kernel fails.
+    """
+
+    name: str
+    op: str
+    shape: str
+    rows: int
+    wrong: str | None
+    seconds: dict[str, list[float]]
+
+    @property
+    def speedup(self) -> Measured:
+        """Stock MLX's time over ours."""
+        return ratio(self.seconds["stock"], self.seconds["ours"])
+
+
+def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iterator[Compared]:
+    """Each kernel (of one op, or all) beside stock MLX, in each number of rows up to `rows`; needs a GPU."""
+    for name, (kind, make) in CASES.items():
+        if op in (None, kind):
+            sites = [make() for _ in range(LAYERS.get(kind, 4))]
+            for trial in trials(sites, mx.bfloat16):
+                if trial.rows <= rows:
+                    yield compared(name, trial, rounds, cooldown)
+            del sites
+            mx.clear_cache()
+
+
+def compared(name: str, trial: Trial, rounds: int, cooldown: float = 0.0) -> Compared:
+    """One trial's kernel beside what it takes the place of."""
+    x = trial.x(0)
+    sides = {side: [Call(pair[i], x) for pair in trial.pairs] for i, side in enumerate(("ours", "stock"))}
+    wrong = check(trial)
+    if wrong and wrong.startswith(FAILS):
+        return Compared(name, trial.op, trial.shape, trial.rows, wrong, {})
+    steps = steps_for(sides["stock"], CHAIN_SECONDS)
+    seconds = interleaved({side: Timed(calls, steps) for side, calls in sides.items()}, rounds, cooldown=cooldown)
+    return Compared(name, trial.op, trial.shape, trial.rows, wrong, seconds)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one call of a kernel asks of memory, all its launches together; bytes.
+
+    largest: the name of the buffer of which most is read; reread: how often its bytes are requested.
+    """
+
+    op: str
+    rows: int
+    launches: int
+    requested: int
+    written: int
+    largest: str
+    reread: float
+
+
+def traffic(op: str | None, rows: int) -> Iterator[Asked]:
+    """Counts of each op, or one, at each number of rows that it serves, up to `rows`, on the emulator; no times.
+
+    Raises ValueError where the one op serves none of them.
+    """
+    for kind in OPS:
+        if op in (None, kind):
+            site = SMALL[kind]()
+            served = sorted(m for m in site.candidates if m <= rows)
+            if op and not served:
+                raise ValueError(
+                    f"rows={rows}: allowed for {op} are {min(site.candidates)} to {max(site.candidates)}"
+                )
+            for m in served:
+                x = mx.random.normal((m, site.width), mx.bfloat16, key=mx.random.key(m))
+                mx.eval(site.ours(x))  # makes what the rows come behind
+                with emulated() as launches:
+                    mx.eval(site.ours(x))
+                yield _asked(kind, m, launches)
+
+
+def _asked(op: str, rows: int, launches: list[Traffic]) -> Asked:
+    buffers = [b for launch in launches for b in launch.buffers.values() if b.space != "threadgroup"]
+    requested, written = sum(b.bytes_read for b in buffers), sum(b.bytes_written for b in buffers)
+    largest = max(buffers, key=lambda b: b.distinct_read)
+    return Asked(op, rows, len(launches), requested, written, largest.name, largest.reread)
+
+
+def speed_table(found: list[Compared]) -> Table:
+    """Stock MLX's time over ours, a line per case, a column per number of rows."""
+    columns = sorted({c.rows for c in found})
+    table = Table(title="stock MLX's time over our kernel's", caption="WRONG: its values are not what they should be")
+    for name in ("op", "case"):
+        table.add_column(name, no_wrap=True)
+    for m in columns:
+        table.add_column(f"M={m}", justify="right")
+    for case in dict.fromkeys(c.name for c in found):
+        of_case = {c.rows: c for c in found if c.name == case}
+        cells = [_cell(of_case.get(m)) for m in columns]
+        table.add_row(next(iter(of_case.values())).op, case, *cells)
+    return table
+
+
+def _cell(found: Compared | None) -> str:
+    if found is None:
+        return ""
+    return "WRONG" if found.wrong else f"{found.speedup}"
+
+
+def traffic_table(found: list[Asked]) -> Table:
+    """A line per op and number of rows."""
+    table = Table(title="what our kernels ask of memory, emulated", caption="of small shapes; counts, not times")
+    table.add_column("op", no_wrap=True)
+    for name in ("M", "launches", "KiB requested", "KiB written", "largest buffer", "read"):
+        table.add_column(name, justify="right")
+    for i, a in enumerate(found):
+        first, last = (not 0 <= j < len(found) or found[j].op != a.op for j in (i - 1, i + 1))
+        kib = [f"{n / 1024:.1f}" for n in (a.requested, a.written)]
+        cells = (str(a.rows), str(a.launches), *kib, a.largest, f"{a.reread:.2f}x")
+        table.add_row(a.op if first else "", *cells, end_section=last)
+    return table
+
+
+def raw(found: list[Any]) -> list[dict[str, Any]]:
+    """Of either, for a result."""
+    return [asdict(each) for each in found]

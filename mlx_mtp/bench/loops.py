@@ -1,0 +1,204 @@
+"""The loops that are compared, mlx-lm's own and ours, and one timed generation of any of them.
+
+All begin alike: a prompt but for its last token is read once, and each generation continues a copy of that cache.
+"""
+
+import copy
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step as mlx_lm_generate_step
+from mlx_lm.models.cache import make_prompt_cache as mlx_lm_make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from ..generate import generate_step
+from ..prompt_cache import make_prompt_cache
+from ..stats import Stats
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all loops have in common; `kv_bits` of the target's cache, `mtp_kv_bits` of the heads', None: 16 bits."""
+
+    max_tokens: int = 128
+    temp: float = 0.0
+    seed: int = 0
+    stop_tokens: Collection[int] = ()
+    prefill_step_size: int = 2048
+    kv_bits: int | None = None
+    mtp_kv_bits: int | None = None
+    kv_group_size: int = 64
+
+
+class Loop(Protocol):
+    """One way to generate. weights: bytes of what it uses of the model; stats: of the newest generation."""
+
+    model: Any
+    name: str
+    weights: int
+    stats: Stats | None
+
+    def new_cache(self, settings: Settings) -> Any: ...
+
+    def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: Settings) -> Iterator[int]: ...
+
+
+@dataclass
+class MlxLm:
+    """mlx-lm's own loop and model class; see `twin`."""
+
+    model: Any
+    name: str = "mlx-lm"
+    weights: int = 0
+    stats: Stats | None = None
+
+    def new_cache(self, settings: Settings) -> Any:
+        return mlx_lm_make_prompt_cache(self.model)
+
+    def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: Settings) -> Iterator[int]:
+        mx.random.seed(settings.seed)
+        steps = mlx_lm_generate_step(
+            mx.array(prompt),
+            self.model,
+            max_tokens=max_tokens,
+            sampler=make_sampler(settings.temp) if settings.temp else None,
+            prompt_cache=cache,
+            prefill_step_size=settings.prefill_step_size,
+            kv_bits=settings.kv_bits,
+            kv_group_size=settings.kv_group_size,
+            quantized_kv_start=0,
+        )
+        for token, _ in steps:
+            yield token  # type: ignore[misc] - an int, whatever the annotation says
+            if token in settings.stop_tokens:
+                return
+
+
+@dataclass
+class Ours:
+    """Our loop with some options of `generate_step`; drafts: the most per cycle, None is its default."""
+
+    model: Any
+    name: str
+    drafts: int | None
+    options: dict[str, Any] = field(default_factory=dict)
+    weights: int = 0
+    stats: Stats | None = None
+
+    def new_cache(self, settings: Settings) -> Any:
+        bits = {name: getattr(settings, name) for name in ("kv_bits", "mtp_kv_bits", "kv_group_size")}
+        if not self.drafts and self.drafts is not None:
+            bits["mtp_kv_bits"] = None
+        return make_prompt_cache(self.model, num_draft_tokens=self.drafts, **bits)
+
+    def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: Settings) -> Iterator[int]:
+        self.stats = Stats()
+        steps = generate_step(
+            prompt,
+            self.model,
+            max_tokens=max_tokens,
+            num_draft_tokens=self.drafts,
+            prompt_cache=cache,
+            prefill_step_size=settings.prefill_step_size,
+            temp=settings.temp,
+            seed=settings.seed,
+            stop_tokens=settings.stop_tokens,
+            stats=self.stats,
+            **self.options,
+        )
+        for token, *_ in steps:
+            yield token
+
+
+def twin(model: Any) -> Any:
+    """mlx-lm's own model of the target, which shares our model's arrays, so that it costs no memory.
+
+    Raises ValueError where mlx-lm's class has other parameters, or cannot run it.
+    """
+    base: Any = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("mlx_lm.models."))
+    theirs = base(model.args)
+    arrays: Any = tree_flatten(model.parameters())
+    modules = dict(model.named_modules())
+    nn.quantize(theirs, class_predicate=lambda path, module: _format(modules.get(path)))
+    try:
+        theirs.load_weights([(name, array) for name, array in arrays if not name.startswith("mtp.")])
+        theirs.eval()
+        theirs(mx.zeros((1, 1), mx.int32), cache=mlx_lm_make_prompt_cache(theirs))  # shapes only: nothing is computed
+    except Exception as e:  # mlx-lm's own, of any kind
+        raise ValueError(f"mlx-lm's {base.__module__} cannot run this model: {str(e).partition(chr(10))[0]}") from e
+    return theirs
+
+
+def _format(module: Any) -> bool | dict:
+    """How a module of ours is quantized, for mlx-lm's in the same place."""
+    if module is None or "scales" not in module:
+        return False
+    return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation: its tokens, seconds from the first of them to the last, bytes at its peak, what it counted."""
+
+    tokens: list[int]
+    seconds: float
+    peak: int
+    stats: Stats | None
+
+
+@dataclass
+class Reader:
+    """A loop that has read a prompt but for its last token; `run` generates from there, as often as one likes.
+
+    seconds, peak: of the reading; 0 where the prompt is a single token.
+    """
+
+    loop: Loop
+    prompt: list[int]
+    settings: Settings
+    cache: Any = None
+    seconds: float = 0.0
+    peak: int = 0
+
+    def read(self) -> "Reader":
+        mx.synchronize()
+        held = _begin()
+        self.cache = self.loop.new_cache(self.settings)
+        tic = time.perf_counter()
+        if self.prompt[1:]:
+            for _ in self.loop.tokens(self.prompt[:-1], self.cache, 0, self.settings):
+                raise AssertionError("a token where none was asked for")
+            mx.synchronize()
+            self.seconds = time.perf_counter() - tic
+        self.peak = mx.get_peak_memory() - held + self.loop.weights
+        return self
+
+    def run(self) -> Run:
+        """Generate once. A peak is what this loop alone asks for: its weights, its cache, its temporary arrays."""
+        held = _begin()
+        model = self.loop.model
+        cache = copy.deepcopy(self.cache, {id(model): model})
+        steps = self.loop.tokens(self.prompt[-1:], cache, self.settings.max_tokens, self.settings)
+        tokens, seconds = timed(steps)
+        mx.synchronize()  # what was submitted and not asked for is nobody else's time
+        return Run(tokens, seconds, mx.get_peak_memory() - held + self.loop.weights, self.loop.stats)
+
+
+def timed(steps: Iterator[int]) -> tuple[list[int], float]:
+    """All tokens, and the seconds from the first to the last."""
+    tokens = [next(steps)]
+    tic = time.perf_counter()
+    tokens.extend(steps)
+    return tokens, time.perf_counter() - tic
+
+
+def _begin() -> int:
+    """Bytes held now, from which on a peak counts."""
+    mx.synchronize()
+    mx.reset_peak_memory()
+    return mx.get_active_memory()

@@ -1,0 +1,242 @@
+"""Results as pictures, light or dark, with matplotlib (the extra `plot`)."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .panels import Bars, Found, Grid, Lines, Panel, Ranges, Series
+from .plot_data import panels_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg")
+WIDTH = 9.0  # inches of a panel
+TEXT = 10.0  # points
+ROW = 0.3  # inches of a row of a grid, or a bar
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of paper, ink and lines, and of series: the first five are far apart for dichromats, too, and markers
+    tell the others apart."""
+
+    paper: str
+    ink: str
+    faint: str
+    series: tuple[str, ...]
+
+
+LIGHT = Theme(
+    paper="#ffffff",
+    ink="#1a1a1a",
+    faint="#d4d7dc",
+    series=("#0072b2", "#d55e00", "#009e73", "#785ef0", "#00525b", "#999933", "#4a4f57", "#9aa1ab"),
+)
+DARK = Theme(
+    paper="#14171c",
+    ink="#e8eaed",
+    faint="#3b414a",
+    series=("#56b4e9", "#d55e00", "#c8f08f", "#785ef0", "#cc6677", "#f0e442", "#f4f5f7", "#7c8592"),
+)
+MARKERS = "osD^vP*X"
+DODGE = 0.06  # of one place on the x-axis, between series whose intervals would hide each other
+
+
+def check(path: Path) -> None:
+    """ValueError for a picture that cannot be written: of another kind, or without matplotlib."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"plot={path}: a picture ends in {' or '.join(SUFFIXES)}, not in {path.suffix or 'nothing'}")
+    need_matplotlib()
+
+
+def need_matplotlib() -> None:
+    """ValueError, with what to install, where matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("pictures need matplotlib: pip install 'mlx-mtp[plot]'") from None
+
+
+def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
+    """Draw all pictures of the results, one under the other, into a .png or .svg file."""
+    check(path)
+    panels = panels_of(results)
+    if not panels:
+        raise ValueError(f"plot={path}: nothing in these results can be drawn")
+    with style(theme := DARK if dark else LIGHT):
+        figure(panels, theme).savefig(
+            path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None
+        )
+
+
+def svg(panel: Panel, *, dark: bool, name: str) -> str:
+    """One picture as an <svg> element for a page of several; ids in it begin anew for each name."""
+    need_matplotlib()
+    out = StringIO()
+    with style(theme := DARK if dark else LIGHT, salt=name):
+        figure([panel], theme).savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()[out.getvalue().index("<svg") :]
+
+
+def style(theme: Theme, salt: str = "mlx-mtp") -> AbstractContextManager[None]:
+    """matplotlib's settings while a picture is drawn and written."""
+    import matplotlib
+
+    return matplotlib.rc_context(
+        {
+            **{"figure.facecolor": theme.paper, "axes.facecolor": theme.paper, "savefig.facecolor": theme.paper},
+            **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme.ink),
+            **{"axes.edgecolor": theme.faint, "grid.color": theme.faint, "grid.linewidth": 0.6},
+            **{"font.size": TEXT, "axes.titlesize": TEXT + 1, "axes.titlelocation": "left", "axes.titlepad": 10},
+            **{"legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False},
+            **{"figure.constrained_layout.h_pad": 0.15, "svg.fonttype": "none", "svg.hashsalt": salt},
+        }
+    )
+
+
+def figure(panels: Sequence[Panel], theme: Theme) -> "Figure":
+    """Panels under one another, as high as each needs; to be called within `style`."""
+    from matplotlib.figure import Figure
+
+    heights = [height(panel) for panel in panels]
+    made = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    places = made.subplots(len(panels), 1, height_ratios=heights, squeeze=False)
+    for ax, panel in zip(places[:, 0], panels, strict=True):
+        draw(panel, ax, theme)
+    return made
+
+
+def height(panel: Panel) -> float:
+    """Inches, with title, axis and legend."""
+    match panel:
+        case Lines():
+            return 4.6
+        case Bars():
+            return 1.3 + ROW * max(len(panel.bars), 0.55 * len(panel.parts))
+        case Grid() | Ranges():
+            return 1.8 + ROW * len(panel.rows)
+
+
+def draw(panel: Panel, ax: "Axes", theme: Theme) -> None:
+    """One panel on its axes."""
+    ax.set_title(panel.title, wrap=True)
+    ax.set_xlabel(panel.x_label)
+    match panel:
+        case Lines():
+            _lines(panel, ax, theme)
+        case Bars():
+            _bars(panel, ax, theme)
+        case Grid():
+            _grid(panel, ax, theme)
+        case Ranges():
+            _ranges(panel, ax, theme)
+
+
+def _lines(panel: Lines, ax: "Axes", theme: Theme) -> None:
+    measured = [series for series in panel.series if series.low and not series.level]
+    for i, series in enumerate(panel.series):
+        if series in measured:
+            shift = DODGE * (measured.index(series) - (len(measured) - 1) / 2)
+            series = replace(series, x=[x + shift for x in series.x])
+        colour = theme.series[(i if series.colour is None else series.colour) % len(theme.series)]
+        marker = "" if series.level else MARKERS[i % len(MARKERS)]
+        ax.plot(
+            series.x,
+            series.y,
+            series.line,
+            marker=marker,
+            color=colour,
+            label=series.label,
+            linewidth=1.8,
+            markersize=5,
+        )
+        _interval(series, ax, colour)
+    ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
+    ax.set_ylabel(panel.y_label)
+    ax.set_ylim(bottom=0)
+    ax.margins(y=0.1)
+    ax.grid(axis="y")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+
+
+def _interval(series: Series, ax: "Axes", colour: str) -> None:
+    if series.low and series.level:
+        ax.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
+    elif series.low:
+        below = [y - low for y, low in zip(series.y, series.low, strict=True)]
+        above = [high - y for y, high in zip(series.y, series.high, strict=True)]
+        ax.errorbar(series.x, series.y, [below, above], fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
+
+
+def _bars(panel: Bars, ax: "Axes", theme: Theme) -> None:
+    gaps = [i // panel.group * 0.6 if panel.group else 0 for i in range(len(panel.bars))]
+    places, left = [i + gap for i, gap in enumerate(gaps)], [0.0] * len(panel.bars)
+    for i, (name, lengths) in enumerate(panel.parts.items()):
+        ax.barh(places, lengths, left=left, color=theme.series[i % len(theme.series)], label=name)
+        left = [a + b for a, b in zip(left, lengths, strict=True)]
+    for place, total in zip(places, left, strict=True):
+        ax.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center")
+    ax.set_yticks(places, panel.bars)
+    ax.set_ylim(max(places[-1] + 0.7, 0.3 * len(panel.parts)), -0.7)  # a legend may need more room than the bars
+    ax.margins(x=0.1)
+    ax.grid(axis="x")
+    ax.set_axisbelow(True)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+
+
+def _grid(panel: Grid, ax: "Axes", theme: Theme) -> None:
+    """Numbers on a colour that goes from the paper's to that of the first series."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colours = LinearSegmentedColormap.from_list("grid", [theme.paper, theme.series[0]])
+    values = [[float("nan") if v is None else v for v in row] for row in panel.values]
+    edges = [[i - 0.5 for i in range(n + 1)] for n in (len(panel.columns), len(panel.rows))]
+    ax.pcolormesh(*edges, values, cmap=colours, vmin=panel.low, vmax=panel.high, edgecolors=theme.paper)
+    ax.invert_yaxis()
+    for i, row in enumerate(panel.values):
+        for j, value in enumerate(row):
+            if value is not None:
+                behind = colours((value - panel.low) / (panel.high - panel.low))
+                ink = max("#000000", "#ffffff", key=partial(contrast, behind))
+                ax.text(j, i, panel.form.format(value), ha="center", va="center", color=ink)
+    ax.set_xticks(range(len(panel.columns)), panel.columns)
+    ax.set_yticks(range(len(panel.rows)), panel.rows)
+    ax.set_ylabel(panel.y_label)
+    ax.tick_params(length=0)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+
+
+def contrast(a: Any, b: Any) -> float:
+    """Of two colours, from 1 to 21. Source: WCAG 2.2, relative luminance."""
+    from matplotlib.colors import to_rgb
+
+    def luminance(colour: Any) -> float:
+        linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _ranges(panel: Ranges, ax: "Axes", theme: Theme) -> None:
+    places = range(len(panel.rows))
+    low, high = zip(*panel.spans, strict=True)
+    ax.hlines(places, low, high, color=theme.ink, alpha=0.35, linewidth=7, label=panel.span_label)
+    for i, (name, values) in enumerate(panel.marks.items()):
+        kept = [(v, p) for v, p in zip(values, places, strict=True) if v is not None]
+        x, y = ([k[n] for k in kept] for n in (0, 1))
+        ax.plot(x, y, MARKERS[i], color=theme.series[panel.colours[i]], label=name, markersize=7)
+    ax.set_yticks(places, panel.rows)
+    ax.invert_yaxis()
+    ax.set_xlim(left=0)
+    ax.margins(x=0.05)
+    ax.grid(axis="both")
+    ax.set_axisbelow(True)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)

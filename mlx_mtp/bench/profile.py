@@ -1,0 +1,179 @@
+"""Where the time of drafted decoding goes, phase by phase, with the device waited for at every boundary.
+
+The cycles are the decoding loop's own (`cycle.propose`, `cycle.verify`), one after the other: MLX is lazy, so what a
+phase computes is evaluated before its clock is read, and nothing of another phase is pending when it starts. The
+loop itself overlaps them, and builds the next cycle while one runs; what that saves is the overhead stated.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import wired_limit
+
+from ..controller import Fixed, Plan
+from ..cycle import PROMPT, Decoder, Flight, propose, verify
+from ..draft import prime
+from ..generate import generate_step
+from ..lookup import Text
+from ..prefill import NO_DRAFTS, prefill
+from ..prompt_cache import make_prompt_cache
+from ..sampling import Picker
+from ..stats import Stats
+from .timing import interleaved
+
+PHASES = ("prefill", "draft", "verify", "accept", "host")
+HOST = ("build the draft", "build the verify", "commit")  # the parts of the last
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded: a greedy text of max_tokens, whatever it says, with k drafts of the heads in every cycle.
+
+    Raises ValueError for more drafts than the model's heads can make.
+    """
+
+    model: Any
+    prompt: Sequence[int]
+    max_tokens: int
+    k: int
+    step: int  # prompt tokens per chunk
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.k <= self.model.max_draft_tokens:
+            raise ValueError(
+                f"num_draft_tokens={self.k}: allowed is 0 to {self.model.max_draft_tokens} with this model"
+            )
+
+
+@dataclass
+class Timer:
+    """Seconds of one generation by phase and, of "host", by its parts; `wall` is of a clock of its own.
+
+    Watches a generation: `evaluate` is given what a phase computes, `during` is around what else there is.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES[:-1], *HOST), 0.0))
+    tokens: list[int] = field(default_factory=list)
+    cycles: int = 0
+    wall: float = 0.0
+
+    def evaluate(self, phase: str, caches: Sequence[Any], *arrays: Any) -> None:
+        """Compute what a phase is made of, and has written to caches, and wait for it."""
+        with self.during(phase):
+            mx.eval(*arrays, *(c.parts for c in caches))
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        tic = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - tic
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase."""
+        return {name: self.seconds[name] for name in PHASES[:-1]} | {"host": sum(self.seconds[h] for h in HOST)}
+
+    @property
+    def unexplained(self) -> float:
+        """Seconds of the wall that are in no phase."""
+        return self.wall - sum(self.seconds.values())
+
+
+def decode_in_phases(work: Workload, watch: Any) -> None:
+    """One generation, phase by phase; the watch gets its tokens, cycles and seconds."""
+    tic = time.perf_counter()
+    with watch.during("prefill"):
+        d, last = _read_prompt(work)
+        newest, accepted = last.run.read()
+    plan = Plan("heads", work.k) if work.k else Plan()
+    while not _commit(d, work, watch, newest):
+        last = _cycle(d, last, plan, accepted, watch)
+        with watch.during("commit"):
+            newest, accepted = last.run.read()
+        watch.cycles += 1
+    watch.wall = time.perf_counter() - tic
+
+
+def _read_prompt(work: Workload) -> tuple[Decoder, Flight]:
+    """The prompt, read by the target and its heads, and the first token, all computed."""
+    cache = make_prompt_cache(work.model, num_draft_tokens=work.k)
+    cache.reserve(len(work.prompt) + work.max_tokens)
+    d = Decoder(work.model, cache, Picker(), Fixed(work.k), Stats(), work.step, work.k)
+    run = prefill(work.model, cache, list(work.prompt), d.picker, heads=work.k > 0, step=work.step)
+    cache.pop_row()
+    d.text, base = Text(cache.tokens), cache.offset - 1
+    if work.k:
+        prime(work.model, cache, d.text.tokens, base - cache.behind, base, step=work.step)
+    mx.eval(run.packed, cache.arrays)
+    first = Flight(PROMPT, cache.mark(), NO_DRAFTS)
+    first.before.release()
+    first.run, first.base = run, base
+    return d, first
+
+
+def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Any) -> Flight:
+    """The cycle after `last`, of which so many drafts were accepted; computed, but its tokens are not read."""
+    cache = d.cache
+    with watch.during("build the draft"):
+        drafts = propose(d, last, plan)
+    if plan.k:
+        watch.evaluate("draft", cache.heads, drafts.tokens, cache.kept)
+    with watch.during("build the verify"):
+        run = verify(d, last.run, drafts)
+    watch.evaluate("verify", cache.layers, run.hidden, run.tokens)
+    watch.evaluate("accept", [], run.packed, run.accepted, cache.layers[0].offset)
+    with watch.during("commit"):
+        new = Flight(plan, last.before, drafts)
+        new.run, new.base = run, last.base + accepted + 1
+        cache.advance(new.base)
+    return new
+
+
+def _commit(d: Decoder, work: Workload, watch: Any, newest: list[int]) -> bool:
+    """Add a cycle's tokens to the text; whether it ends with them."""
+    with watch.during("commit"):
+        watch.tokens += newest[: work.max_tokens - len(watch.tokens)]
+        d.text.extend(newest)
+    return len(watch.tokens) == work.max_tokens
+
+
+def undisturbed(work: Workload) -> tuple[list[int], float]:
+    """The same text by the decoding loop itself: its tokens, and seconds."""
+    options: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
+    limits = {"max_tokens": work.max_tokens, "num_draft_tokens": work.k, "prefill_step_size": work.step}
+    tic = time.perf_counter()
+    tokens = [token for token, *_ in generate_step(work.prompt, work.model, **limits, **options)]
+    return tokens, time.perf_counter() - tic
+
+
+@dataclass
+class Profile:
+    """Rounds of a profiled generation, and of the same one undisturbed in turn; seconds."""
+
+    timers: list[Timer]
+    undisturbed: list[float]
+
+
+def profile(work: Workload, *, rounds: int, cooldown: float = 0.0) -> Profile:
+    """Time `rounds` generations of the workload phase by phase, and as many undisturbed ones, in turn."""
+    timers: list[Timer] = []
+
+    def profiled() -> float:
+        timers.append(Timer())
+        decode_in_phases(work, timers[-1])
+        return timers[-1].wall
+
+    def plain() -> float:
+        tokens, seconds = undisturbed(work)
+        assert not timers or timers[-1].tokens == tokens, "the profiled text is another one"
+        return seconds
+
+    with wired_limit(work.model):
+        found = interleaved({"profiled": profiled, "undisturbed": plain}, rounds, cooldown=cooldown)
+    return Profile(timers[-rounds:], found["undisturbed"])

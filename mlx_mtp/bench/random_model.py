@@ -1,0 +1,166 @@
+"""A model of a released shape whose quantized weights are drawn, not loaded: for times, never for texts.
+
+Nothing is ever held in full precision: MLX builds modules lazily, and what they would have been is replaced, module
+by module, by random bits of the quantized size. Such a model chooses its experts almost evenly: several rows visit
+more of them than they do on real text, so that a mixture's verify is at its dearest.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..checkpoint import checked_config
+from ..load import find_port, known_ports, read_args
+from ..report import DECLARED, make_report
+
+UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of a family whose config.json does not count them
+UNQUANTIZED = 16  # bits
+INDICES = re.compile(r"\d+(,\d+)*")  # a list of layers as text
+
+
+def random_model(
+    file: Path,
+    *,
+    layers: int | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mtp: bool = True,
+    seed: int = 0,
+) -> Any:
+    """A port's model of a config.json, with its first `layers` layers (None: all) and all of its heads.
+
+    bits, group_size: None takes those of the file's `quantization`, else 4 and 64; 16 bits are not quantized, but in
+    the precision of the activations: float32 on a CPU, else bfloat16. Single modules have the bits that the file
+    states for them, or mlx-lm's rules for the family.
+    Raises ValueError, in one line, for a file that is none, a family without a port, or sizes that do not fit.
+    """
+    mx.random.seed(seed)  # for the vectors, which mlx-lm draws itself
+    model, config = shaped_model(file, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
+    draw_weights(model, seed)
+    model.eval()
+    facts = make_report(model, config, source="random weights", norms="ones", ignored=())
+    model.report = lambda: facts
+    return model
+
+
+def shaped_model(
+    file: Path,
+    *,
+    layers: int | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mtp: bool = True,
+) -> tuple[Any, dict]:
+    """The model that `random_model` draws weights for, before any array of it is computed, and its config."""
+    config = _read(file)
+    port = find_port(config)
+    if port is None:
+        names = ", ".join(known_ports())
+        raise ValueError(f"{file}: model_type {config['model_type']!r} has no port; allowed are {names}")
+    config = config if layers is None else first_layers(config, layers)
+    heads = head_count(config, port.Model.SPEC) if mtp else 0
+    stated = config.get("quantization") or {}
+    bits, group_size = bits or stated.get("bits", 4), group_size or stated.get("group_size", 64)
+    try:
+        model = port.Model(read_args(port, file, config), heads, port.Model.SPEC.resolve(()))
+        model.set_dtype(mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16)
+        if bits != UNQUANTIZED:
+            nn.quantize(model, group_size, bits, class_predicate=_rule(model, stated, group_size))
+    except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, AssertionError, ValueError) as e:
+        raise ValueError(
+            f"{file}: no model can be built from it ({str(e).partition(chr(10))[0] or type(e).__name__})"
+        ) from e
+    return model, config
+
+
+def _read(file: Path) -> dict:
+    try:
+        return checked_config(json.loads(file.read_text()), file)
+    except OSError:
+        raise ValueError(f"config={file}: cannot be read; expected a model's config.json") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ValueError(f"{file}: not valid JSON ({e})") from None
+
+
+def head_count(config: dict, spec: Any) -> int:
+    """The heads that config.json declares, or the family's usual number; 0 for a family that has none."""
+    if not spec.tensors:
+        return 0
+    text = _text(config)
+    declared = next((text[name] for name in DECLARED if name in text), UNDECLARED[spec.topology])
+    return min(declared, UNDECLARED[spec.topology])
+
+
+def first_layers(config: dict, layers: int) -> dict:
+    """A config.json cut to its first layers; what it lists for the heads, behind the layers, stays.
+
+    Raises ValueError where it has no such number of layers.
+    """
+    text, total = _text(config), _text(config).get("num_hidden_layers")
+    if not isinstance(total, int) or not 0 < layers <= total:
+        raise ValueError(f"layers={layers}: allowed is 1 to {total}, the number that config.json has")
+    cut = {name: _first(name, value, layers, total) for name, value in text.items()}
+    cut["num_hidden_layers"] = layers
+    return {**config, "text_config": cut} if "text_config" in config else cut
+
+
+def _text(config: dict) -> dict:
+    return config.get("text_config", config)
+
+
+def _first(name: str, value: Any, layers: int, total: int) -> Any:
+    """One entry of config.json: cut, if it has one item or letter per layer, or lists layers by number."""
+    if isinstance(value, str) and INDICES.fullmatch(value):
+        kept = [i for i in value.split(",") if int(i) < layers]
+        return ",".join(kept or [str(10 * total)])  # no layer has this number; an empty list would mean the default
+    if isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern")):
+        ends: Any = value[:layers], value[total:]
+        return ends[0] + ends[1] if len(value) >= max(total, 2) else value
+    return value
+
+
+def _rule(model: Any, stated: dict, group_size: int) -> Callable[[str, nn.Module], bool | dict]:
+    """What is quantized, and how: as mlx-lm converts the family, and as config.json states for single modules."""
+    of_family = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+
+    def rule(path: str, module: Any) -> bool | dict:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
+            return False
+        chosen = stated[path] if path in stated else of_family(path, module)
+        fits = not isinstance(chosen, dict) or module.weight.shape[-1] % chosen["group_size"] == 0
+        return chosen if fits else True
+
+    return rule
+
+
+def draw_weights(model: nn.Module, seed: int) -> None:
+    """Replace every matrix by random weights of variance 1 / its inputs, evaluated one module after the other.
+
+    Vectors stay what mlx-lm makes them: norms ones, biases zeros, decay rates its own.
+    """
+    keys = mx.random.split(mx.random.key(seed), sum(1 for _ in model.named_modules()))
+    for key, (_, module) in zip(keys, model.named_modules(), strict=True):
+        if "scales" in module:
+            _draw_quantized(module, key)
+        elif not isinstance(module, nn.Conv1d):
+            for name, array in [(n, a) for n, a in module.items() if isinstance(a, mx.array) and a.ndim > 1]:
+                module[name] = mx.random.normal(array.shape, array.dtype, scale=array.shape[-1] ** -0.5, key=key)
+        mx.eval([a for a in module.values() if isinstance(a, mx.array)])
+
+
+def _draw_quantized(module: Any, key: mx.array) -> None:
+    """Random codes 0 .. 2^bits - 1, times a scale and less their mean: uniform weights around zero."""
+    if module.mode != "affine":
+        raise ValueError(f"quantization mode {module.mode!r}: random weights are made in affine only")
+    inputs = module.scales.shape[-1] * module.group_size
+    scale = math.sqrt(12 / (inputs * (4**module.bits - 1)))
+    *rows, words = module.weight.shape
+    module.weight = mx.random.randint(0, 2**16, (*rows, 2 * words), mx.uint16, key=key).view(mx.uint32)
+    module.scales = mx.full(module.scales.shape, scale, module.scales.dtype)
+    module.biases = mx.full(module.scales.shape, -scale * (2**module.bits - 1) / 2, module.scales.dtype)

@@ -1,0 +1,64 @@
+"""The 42 published measurements of Step-3.5-Flash with MTP, each beside what its machine's memory would allow.
+
+Every weight is counted in the format that a row names, though mixes such as Q4_K_S keep some tensors in more bits:
+true floors are a little higher, the distances from them a little smaller.
+"""
+
+from typing import Any
+
+from ..documents import Published, published, tokens
+from .chips import Chip
+from .floor import CYCLE, PLAIN, cycle_floor, pass_floor
+from .ops import OVERLAPS, Model
+from .predict import OURS, SHOWN_OVERLAP, STOCK, predicted
+from .released import MODELS
+
+MODEL = "Step-3.5-Flash"
+CHIP = "M3 Ultra"  # what "Mac Studio" is taken for: its chip is not stated; M1 and M2 Ultra have 800 GB/s, not 819
+MAC = "Mac Studio"
+# GB/s of the machine's memory. Of the eight GPUs one at a time reads its layers, where layers are dealt out to them.
+GBPS = {"DGX Spark": 273, "8xH200": 4800}
+BITS = {"fp16": 16, "q8_0": 8.5, "IQ4_XS": 4.25, "Q4_K_S": 4.5, "q4_0": 4.5}  # of a value, scales included
+
+
+def stored(row: Published) -> Model:
+    """What that engine read in a row: it drafted with the first head only, fed its own output again."""
+
+    def of(kv: str) -> Model:
+        return MODELS[MODEL].stored(BITS[row.weights], None, BITS[kv] / 8)
+
+    target, heads = of(row.kv_cache), of(row.mtp_kv_cache or row.kv_cache).drafts[:1]
+    return Model(target.layers, target.head, heads, recycled=True)
+
+
+def documents(chips: dict[str, Chip]) -> list[dict[str, Any]]:
+    """Every row with its floors: seconds of a plain step and of a cycle, as published, and at least, by overlap.
+
+    At least: bytes over the bandwidth that is usable, on the Mac Studio the fitted share, elsewhere the share that is
+    taken where nothing is known. predicted: on the Mac Studio, seconds of the same by stock MLX and by ours, with
+    4-bit weights, caches in 16 bits, all three heads, and experts routed as published.
+    """
+    return [_row(row, chips) for row in published()]
+
+
+def _row(row: Published, chips: dict[str, Chip]) -> dict[str, Any]:
+    usable = chips[CHIP].bandwidth if row.machine == MAC else GBPS[row.machine] * 1e9 * Chip.usable
+    model, k, context = stored(row), row.num_draft_tokens, tokens(row.context, quick=False)
+    floor = {overlap: cycle_floor(model, k, context, overlap).total / usable for overlap in OVERLAPS}
+    return {
+        **{name: getattr(row, name) for name in ("machine", "weights", "kv_cache", "mtp_kv_cache")},
+        **{"context": context, "drafts": k, "speedup": row.speedup, "tokens_per_cycle": row.tokens_per_cycle},
+        **{"plain": 1 / row.plain_tok_s, "cycle": row.tokens_per_cycle / row.mtp_tok_s},
+        "bytes_per_second": usable,
+        "plain_floor": pass_floor(model, 1, context, OVERLAPS[0]).total / usable,
+        "cycle_floor": floor,
+        "predicted": _predicted(k, context, chips[CHIP]) if row.machine == MAC else {},
+    }
+
+
+def _predicted(k: int, context: int, chip: Chip) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {STOCK: {}, OURS: {}}
+    for line in predicted(MODELS[MODEL], chip, context, (k + 1,)):
+        if line["overlap"] == SHOWN_OVERLAP and line["phase"] in (PLAIN, CYCLE):
+            found[line["side"]]["plain" if line["phase"] == PLAIN else "cycle"] = line["seconds"]
+    return found

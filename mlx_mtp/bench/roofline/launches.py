@@ -1,0 +1,59 @@
+"""Launches of a layer with each kind of kernels on, as counted in recorded graphs.
+
+`launches.csv` is written by `python bench/launches.py --out mlx_mtp/bench/roofline/launches.csv`.
+"""
+
+import csv
+from collections.abc import Collection
+from pathlib import Path
+
+# The kernels that take the place of stock MLX, by what of a pass they change.
+KERNELS = {
+    "products": ("verify_qmm", "verify_glu", "verify_gemv", "verify_qmm_heads"),
+    "experts": ("verify_moe",),
+    "attention": ("verify_attention", "verify_latent_attention"),
+    "recurrence": ("gated_delta_verify",),
+    "head": ("verify_head",),
+    "norms": ("norm_rope", "add_norm"),
+}
+ALL = frozenset(KERNELS)
+
+# Kinds of layers: the model and the layer of it whose launches were counted.
+KINDS = {
+    "step dense": ("Step-3.5-Flash", "dense, sliding"),
+    "step experts": ("Step-3.5-Flash", "experts, sliding"),
+    "glm dense": ("GLM-4.5", "dense"),
+    "glm experts": ("GLM-4.5", "experts"),
+    "qwen delta": ("Qwen3.6-27B", "gated delta"),
+    "qwen attention": ("Qwen3.6-27B", "attention"),
+    "qwen delta experts": ("Qwen3.6-35B-A3B", "gated delta, experts"),
+    "qwen attention experts": ("Qwen3.6-35B-A3B", "attention, experts"),
+    "deepseek dense": ("DeepSeek-V3", "dense"),
+    "deepseek experts": ("DeepSeek-V3", "experts"),
+}
+
+FILE = Path(__file__).with_name("launches.csv")
+Counts = dict[str, tuple[int, int]]  # by what is on ("none", a kind of KERNELS, "all"): at one row, and at more
+
+
+def read(path: Path) -> dict[tuple[str, str], Counts]:
+    """Counts by model and by what of it they are."""
+    found: dict[tuple[str, str], Counts] = {}
+    with path.open(newline="") as file:
+        for line in csv.DictReader(row for row in file if not row.startswith("#")):
+            counts = found.setdefault((line["model"], line["of"]), {})
+            counts[line["kernels"]] = int(line["one_row"]), int(line["more_rows"])
+    return found
+
+
+_COUNTED = read(FILE)
+LAUNCHES = {kind: _COUNTED[where] for kind, where in KINDS.items()}
+
+
+def launches(kind: str, on: Collection[str], rows: int) -> int:
+    """Of one layer; what several kinds of kernels save is taken to be the sum of what each saves, or what all do."""
+    counts, column = LAUNCHES[kind], int(rows > 1)
+    if set(on) >= ALL:
+        return counts["all"][column]
+    none = counts["none"][column]
+    return max(counts["all"][column], none - sum(none - counts[name][column] for name in on))

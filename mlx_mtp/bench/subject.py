@@ -1,0 +1,147 @@
+"""What is benchmarked: a checkpoint, or a model of a config.json's shape with random weights."""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..checkpoint import resolve
+from ..demo import demo_path
+from ..load import load
+from ..switch import switch_on
+from ..trial import requested
+from .random_model import random_model
+from .synthetic import check_rates, drawn_acceptance
+
+DEMO = "demo"
+
+
+class NoMemory:
+    """Stands in for a model's cost memory: what a benchmark learns, or knows, is the benchmark's alone."""
+
+    def recall(self) -> None:
+        return None
+
+    def recall_compiled(self) -> None:
+        return None
+
+    def keep(self, *_: Any) -> None:
+        pass
+
+
+@dataclass
+class Subject:
+    """A model to measure.
+
+    tokenizer: None where weights are random. path: of the checkpoint, or of config.json.
+    facts:     for a result's "model": name, family, layers, bytes, quantization, kernels, and `synthetic`, in words
+               what is not the real thing, or None.
+    rates:     drawn acceptance per depth; empty: what the heads guess counts.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    path: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
+
+    @property
+    def synthetic(self) -> str | None:
+        return self.facts["synthetic"]
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """What ends a text; nothing where it means nothing."""
+        return () if self.synthetic else tuple(sorted(self.tokenizer.eos_token_ids))
+
+    def acceptance(self) -> AbstractContextManager[None]:
+        """Everything that drafts is to run inside of it; it draws what is accepted, where rates were given."""
+        return drawn_acceptance(self.rates) if self.rates else nullcontext()
+
+    def forget(self) -> None:
+        """Let go of what cycles were learned to cost; the next adaptive generation begins from nothing."""
+        self.model._cost_memory, self.model._costs = NoMemory(), None
+        if hasattr(self.model, "_recorder"):
+            del self.model._recorder
+
+
+def open_subject(
+    model: str | Path | None = None,
+    config: Path | None = None,
+    *,
+    layers: int | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mtp: bool = True,
+    draft_model: str | None = None,
+    kernels: str | None = None,
+    synth_rates: Sequence[float] = (),
+) -> Subject:
+    """Load a checkpoint (a directory, a hub name, "demo" or None for the demo), or draw a model of a config.json.
+
+    layers, bits, group_size: of the drawn model; see `random_model`. kernels, draft_model: as `load`'s.
+    synth_rates: chances to draw acceptance with, per depth; the last holds for deeper drafts.
+    Raises ValueError, in one line, for what cannot be loaded or does not go together.
+    """
+    rates = check_rates(synth_rates) if synth_rates else ()
+    if config is not None:
+        if model is not None or draft_model is not None:
+            raise ValueError(f"config={config}: not together with a checkpoint; allowed is one of the two")
+        found, tokenizer, path = (
+            random_model(config, layers=layers, bits=bits, group_size=group_size, mtp=mtp),
+            None,
+            config,
+        )
+        on, not_exact = switch_on(found, requested(kernels))
+        label = "random weights" if layers is None else f"random weights, the first {layers} layers only"
+    else:
+        if layers is not None:
+            raise ValueError(f"layers={layers}: of random weights only; allowed with config alone")
+        path = demo_path() if model in (None, DEMO) else resolve(model)  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found, tokenizer = load(path, mtp=mtp, draft_model=draft_model, kernels=kernels)
+        on, not_exact, label = found.report().kernels, found.report().not_exact, None
+    if rates and not found.mtp:
+        raise ValueError(f"synth_rates={rates}: the model has no heads that draft; allowed is none")
+    name = DEMO if path == demo_path() else path.parent.name if path.name == "config.json" else path.stem
+    subject = Subject(found, tokenizer, name, path, rates=rates)
+    subject.facts = _facts(subject, label, on, not_exact)
+    subject.forget()
+    return subject
+
+
+def _facts(subject: Subject, label: str | None, kernels: Sequence[str], not_exact: Sequence[str]) -> dict[str, Any]:
+    report = subject.model.report()
+    drawn = ", ".join(map(str, subject.rates))
+    labels = [label, f"acceptance drawn at {drawn}" if drawn else None]
+    return {
+        "name": subject.name,
+        "family": report.family,
+        "layers": report.layers,
+        "heads": report.heads,
+        "max_draft_tokens": subject.model.max_draft_tokens,
+        "target_bytes": report.target_bytes,
+        "head_bytes": report.head_bytes,
+        "target_quantization": report.target_quantization,
+        "head_quantization": report.head_quantization if report.heads else None,
+        "dtype": dtype_of(subject.model),
+        "kernels": list(kernels),
+        "not_exact": list(not_exact),
+        "synthetic": "; ".join(filter(None, labels)) or None,
+    }
+
+
+def dtype_of(model: nn.Module) -> str:
+    """The widest type of the vectors, that is of the norms: what activations are computed in."""
+    arrays: Any = tree_flatten(model.parameters())
+    found = {a.dtype for _, a in arrays if a.ndim == 1 and mx.issubdtype(a.dtype, mx.floating)}
+    widest = max(found, key=lambda dtype: dtype.size, default=mx.float32)
+    return str(widest).rpartition(".")[2]

@@ -1,0 +1,240 @@
+"""What a verify of M rows costs beside one of a single row: of the whole model, and of each of its parts.
+
+The whole is the decoding loop's own pass (`cycle.verify`) at some context, on caches that roll back; parts are chains
+of their own (`chain.py`). Numbers of rows take turns within a round, and ratios are within a round.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import wired_limit
+from rich.table import Table
+
+from ..cache import MAX_ROWS
+from ..controller import Fixed
+from ..cycle import Decoder, verify
+from ..draft import Drafts, Run
+from ..kernels import on_metal
+from ..layers.port import Port
+from ..prefill import NO_DRAFTS, NONE_ACCEPTED, prefill
+from ..prompt_cache import make_prompt_cache
+from ..recurrent_cache import RecurrentCache
+from ..sampling import Picker
+from ..sites import place
+from ..stats import Stats
+from ..switch import switch, trials
+from ..trial import decide, in_words, requested
+from .chain import REPEATS, Timed, steps_for
+from .prompts import filler
+from .subject import Subject
+from .timing import interleaved, measured, ratio
+from .verify_parts import expert_inputs, parts_of
+
+STOCK, OURS = "stock", "ours"
+
+
+class Kernels:
+    """The kernels that are on for a model, to be taken out and put in again; none where there is no Metal GPU.
+
+    The model must have been loaded without any. lane: as `load`'s `kernels`.
+    """
+
+    def __init__(self, model: Any, lane: str | None):
+        self.sites: list[Any] = []
+        self.words: tuple[str, ...] = ("none: asked for",) if on_metal() else ("none: no Metal GPU",)
+        if not isinstance(model, Port):
+            raise ValueError("a model of mlx-lm's own, decoded one row at a time: there is no verify to measure")
+        if on_metal() and requested(lane) != "off":
+            dtype = model.no_hidden().dtype
+            self.sites = place(model)
+            verdicts = decide(trials(self.sites, dtype), lane=requested(lane))
+            switch(self.sites, verdicts, dtype)
+            self.words = in_words(verdicts)
+        self.rows = [site.rows for site in self.sites]
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return (STOCK, OURS) if any(self.rows) else (STOCK,)
+
+    @contextmanager
+    def only(self, side: str) -> Iterator[None]:
+        """Inside, the model is mlx-lm's modules, or ours."""
+        try:
+            if side == STOCK:
+                for site in self.sites:
+                    site.rows = frozenset()
+            yield
+        finally:
+            if side == STOCK:
+                for site, rows in zip(self.sites, self.rows, strict=True):
+                    site.rows = rows
+
+
+class Pass:
+    """The target's pass over M rows behind a context, the same one again and again.
+
+    text: tokens, of which `context` are read before; the rows are what comes next. Behind the context comes one
+    verify of M rows, all right, so that recurrent layers have a tape to replay, as they do in the loop.
+    """
+
+    def __init__(self, model: Any, text: Sequence[int], context: int, step: int):
+        assert len(text) >= context + 2 * MAX_ROWS, "a text too short"
+        self.text, self.context = mx.array(list(text)), context
+        cache = make_prompt_cache(model, num_draft_tokens=0)
+        cache.reserve(context + 2 * MAX_ROWS)
+        self.d = Decoder(model, cache, Picker(), Fixed(0), Stats(), step, 0)
+        prefill(model, cache, list(text[:context]), self.d.picker, heads=False, step=step)
+        self.recurrent = [c for c in cache.layers if isinstance(c, RecurrentCache)]
+        self.states: dict[int, list[Any]] = {0: [c.parts for c in self.recurrent]}
+
+    def graph(self, rows: int, start: int, states: int) -> Run:
+        """A pass over rows from position `start` on, behind the states of such a number of rows; not computed."""
+        cache = self.d.cache
+        at = mx.array([start]) if rows > 1 else start
+        for c in cache.layers:
+            c.seek(at, start)
+        for c, parts in zip(self.recurrent, self.states[states], strict=True):
+            c.parts = parts
+        none, row = NO_DRAFTS.tokens, self.text[start : start + 1]
+        last = Run.of(self.d.model.no_hidden(), row, NONE_ACCEPTED, none, None)
+        return verify(self.d, last, Drafts(self.text[start + 1 : start + rows]))
+
+    def run(self, rows: int, start: int, states: int) -> float:
+        """Seconds of such a pass; its graph is built before."""
+        found = self.graph(rows, start, states)
+        mx.synchronize()
+        tic = perf_counter()
+        mx.eval(found.packed, self.d.cache.arrays)
+        mx.synchronize()
+        return perf_counter() - tic
+
+    def __call__(self, rows: int) -> float:
+        """Seconds of a pass over so many rows, the fastest of a few; other work only ever adds time."""
+        if rows not in self.states:
+            self.run(rows, self.context, 0)
+            self.states[rows] = [c.parts for c in self.recurrent]
+        return min(self.run(rows, self.context + rows, rows) for _ in range(REPEATS))
+
+
+@dataclass
+class Curve:
+    """T(M) of the whole or a part. seconds: by side and rows, a value a round, of one pass over all layers."""
+
+    name: str
+    context: int | None
+    seconds: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return self.name if self.context is None else f"{self.name} at {self.context}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """rows: numbers of rows, 1 among them; contexts: positions; seconds: of a part's chain, about.
+
+    Raises ValueError for a number out of range.
+    """
+
+    rows: Sequence[int]
+    contexts: Sequence[int]
+    rounds: int
+    cooldown: float = 0.0
+    seconds: float = 0.005
+
+    def __post_init__(self) -> None:
+        assert 1 in self.rows, "ratios are over one row"
+        for rows in self.rows:
+            if not 1 <= rows <= MAX_ROWS:
+                raise ValueError(f"rows={rows}: allowed is 1 to {MAX_ROWS}")
+        for context in self.contexts:
+            if context < 1:
+                raise ValueError(f"contexts={context}: allowed is 1 or more")
+
+
+def text_of(subject: Subject, context: int) -> list[int]:
+    """Tokens for a context and what comes behind it: source code, or random ones where there is no tokenizer."""
+    length = context + 2 * MAX_ROWS
+    if subject.tokenizer is None:
+        drawn: Any = mx.random.randint(0, subject.model.vocab_size, (length,), key=mx.random.key(0)).tolist()
+        return drawn
+    characters, tokens = 4 * length, list[int]()
+    while len(tokens) < length:
+        tokens, characters = subject.tokenizer.encode(filler(characters)), 2 * characters
+    return tokens[:length]
+
+
+def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: Plan, step: int) -> Iterator[Curve]:
+    """The curve of the whole at each context, then that of each part."""
+    with wired_limit(model):
+        with expert_inputs(model) as inputs, kernels.only(STOCK):
+            Pass(model, text, plan.contexts[0], step).run(MAX_ROWS, plan.contexts[0], 0)
+        mx.eval(list(inputs.values()))
+        for context in plan.contexts:
+            whole = Pass(model, text, context, step)
+            turns = {(side, m): partial(whole, m) for side in kernels.sides for m in plan.rows}
+            yield _curve("whole", context, turns, kernels, plan)
+            del whole, turns
+        for part in parts_of(model, plan.contexts, inputs):
+            turns = {}
+            for side in kernels.sides:
+                for m in (m for m in plan.rows if m <= part.most):
+                    with kernels.only(side):
+                        calls = part.calls(m)
+                        turns[side, m] = Timed(calls, steps_for(calls, plan.seconds))
+            yield _curve(part.name, part.context, turns, kernels, plan)
+
+
+def _curve(
+    name: str, context: int | None, turns: dict[tuple[str, int], Callable[[], float]], kernels: Kernels, plan: Plan
+) -> Curve:
+    def turn(side: str, run: Callable[[], float]) -> float:
+        with kernels.only(side):
+            return run()
+
+    contenders = {f"{side} {m}": partial(turn, side, run) for (side, m), run in turns.items()}
+    found = interleaved(contenders, plan.rounds, cooldown=plan.cooldown)
+    curve = Curve(name, context)
+    for (side, m), run in turns.items():
+        calls = len(run.calls) if isinstance(run, Timed) else 1
+        curve.seconds.setdefault(side, {})[m] = [calls * s for s in found[f"{side} {m}"]]
+    return curve
+
+
+def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
+    """T(M)/T(1), a line per number of rows, a column per curve; in front T(1), of one pass over all layers."""
+    table = Table(title=title)
+    table.add_column("M", justify="right")
+    for curve in curves:
+        table.add_column(curve.title, justify="right")
+    times = [measured(curve.seconds[side][1]).median for curve in curves]
+    table.add_row("1, ms", *(f"{1e3 * seconds:.3f}" for seconds in times), end_section=True)
+    for m in sorted({m for curve in curves for m in curve.seconds[side]} - {1}):
+        table.add_row(str(m), *(_cell(curve.seconds[side], m) for curve in curves))
+    table.caption = "?: inconclusive, its spread is above 5%" if any("?" in str(c) for c in _cells(table)) else None
+    return table
+
+
+def _cell(seconds: dict[int, list[float]], m: int) -> str:
+    if m not in seconds:
+        return ""
+    found = ratio(seconds[m], seconds[1])
+    return f"{found.median:.2f}" + ("" if found.conclusive else "?")
+
+
+def _cells(table: Table) -> list[Any]:
+    return [cell for column in table.columns for cell in column.cells]
+
+
+def remarks(kernels: Kernels, weights: int) -> list[str]:
+    """What the tables do not say; weights: bytes of the target."""
+    said = [f"A pass reads up to {weights / 1e6:.0f} MB of weights; what fits into the chip's caches is not cold."]
+    if OURS not in kernels.sides:
+        why = "there is no Metal GPU here" if not on_metal() else "none is on"
+        said.append(f"ours = stock modules: kernels need Metal, and {why}.")
+    return said

@@ -1,0 +1,239 @@
+"""What a verify is made of, as chains of calls on a model's own layers: each part alone, at any number of rows.
+
+Widths, weights and caches are the model's; what goes in is random, but for experts, which choose by what they are
+given: they get rows that the model itself would give them.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from ..cache import MAX_ROWS, Ring, make_cache, round_up
+from ..layers.attention import Attention, Form
+from ..layers.gated_delta import GatedDelta
+from ..layers.mamba2 import Mamba2
+from ..layers.mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention
+from ..layers.sparse_mla import SparseMLA
+from ..layers.verify import Recurrence
+from ..recurrent_cache import RecurrentCache
+from ..sites import TOGETHER
+from .chain import Call, Op
+
+LINEAR = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a verify. calls: at so many rows, one per layer or so; kernels are those that are on at the time.
+
+    context: positions that its rows look back on, where that matters; most: rows that it can be asked for.
+    """
+
+    name: str
+    context: int | None
+    calls: Callable[[int], list[Call]]
+    most: int = MAX_ROWS
+
+
+def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -> Iterator[Part]:
+    """The parts that the model has; inputs: of its blocks with experts [1, MAX_ROWS, H] (see `expert_inputs`)."""
+    dtype, modules = model.no_hidden().dtype, target_modules(model)
+    blocks = [m for m in modules if _has_experts(m)]
+    mixers: list[Any] = [m for m in modules if isinstance(m, Mamba2)]
+    others = {id(model.unembedding()), *(id(m) for outer in (*blocks, *mixers) for _, m in outer.named_modules())}
+    ops = [op for m in modules if id(m) not in others for op in products(m, others)]
+    yield Part("projections", None, lambda rows: [Call(op, _random(rows, width, dtype)) for op, width in ops])
+    for context in contexts:
+        yield from _attention(model, context, dtype)
+    if blocks:
+        yield Part("experts", None, lambda rows: [Call(_one(m), inputs[id(m)][:, :rows]) for m in blocks])
+    yield from _recurrent(modules, mixers, dtype)
+    width = model.model.norm.weight.size
+    yield Part("LM head", None, lambda rows: [Call(partial(chosen, model), _random(rows, width, dtype))])
+
+
+def target_modules(model: Any) -> list[Any]:
+    """All modules of the target but its LM head, each once."""
+    heads = {id(m) for head in model.mtp for _, m in head.named_modules()} | {id(model.unembedding())}
+    found = {id(m): m for _, m in model.named_modules() if id(m) not in heads}
+    return list(found.values())
+
+
+def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
+    """What a module's own linears compute, and the width of what they read: those that read the same x as one.
+
+    others: ids of modules that are no part of it.
+    """
+    names = {name for name, child in module.items() if isinstance(child, LINEAR) and id(child) not in others}
+    if names.issuperset(MLP):
+        return [(_one(module), width_of(module.gate_proj))]
+    groups = [[n for n in together if n in names] for together in TOGETHER]
+    groups += [[n] for n in sorted(names.difference(*TOGETHER))]
+    return [(_several([module[n] for n in group]), width_of(module[group[0]])) for group in groups if group]
+
+
+def width_of(linear: Any) -> int:
+    return linear.scales.shape[-1] * linear.group_size if "scales" in linear else linear.weight.shape[-1]
+
+
+def _one(module: Any) -> Op:
+    return lambda x: [module(x)]
+
+
+def _several(linears: list[Any]) -> Op:
+    return lambda x: [linear(x) for linear in linears]
+
+
+def _random(rows: int, width: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal((1, rows, width), dtype, key=mx.random.key(width))
+
+
+def chosen(model: Any, hidden: mx.array) -> list[mx.array]:
+    """The greedy tokens of hidden rows [1, M, H], as the loop picks them."""
+    rows = model.choice(hidden)
+    return [mx.argmax(model.logits(hidden), axis=-1) if rows is None else rows.greedy()]
+
+
+def _attention(model: Any, context: int, dtype: mx.Dtype) -> Iterator[Part]:
+    """Attention behind its projections, what it writes to its cache included."""
+    plain: list[Attention] = []
+    latent: list[Any] = []
+    rings = {window: Ring(window) for window in model.windows() if isinstance(window, int)}
+    for layer, window in zip(model.cached_layers(), model.windows(), strict=True):
+        for _, module in layer.named_modules():
+            base = type(module).__mro__
+            if any(kind in model.ATTENTION for kind in base):
+                plain.append(Attention(module, Form.of(module), partial(make_cache, rings.get(window, window))))
+            elif isinstance(module, AbsorbedMLA) and not isinstance(module, SparseMLA):
+                latent.append(LatentAttention(module))
+    if plain:
+        caches = [_filled(site, context, dtype) for site in plain]
+        yield Part("attention", context, partial(_attention_calls, plain, caches, context, dtype))
+    if latent:
+        for site in latent:
+            site.OFFSET, site.SLOTS = context, round_up(context + MAX_ROWS)
+        yield Part("attention", context, partial(_latent_calls, latent, dtype), most=ABSORBED_ROWS)
+
+
+def _filled(site: Attention, context: int, dtype: mx.Dtype) -> Any:
+    """A cache with random keys and values of `context` positions, as far as its window holds them."""
+    cache = site.make_cache()
+    slots = cache.ring.slots if cache.window else round_up(context + MAX_ROWS)
+    dims = (site.form.head_dim, site.form.value_dim)
+    cache.parts = tuple(
+        mx.random.normal((1, site.form.kv_heads, slots, d), dtype, key=mx.random.key(d)) for d in dims
+    )
+    mx.eval(cache.parts)
+    return cache
+
+
+def _attention_calls(
+    sites: list[Attention], caches: list[Any], context: int, dtype: mx.Dtype, rows: int
+) -> list[Call]:
+    at = mx.array([context]) if rows > 1 else context
+    masks: dict[Any, Any] = {}
+    for cache in caches:
+        cache.seek(at, context)
+        if cache.window not in masks:
+            masks[cache.window] = cache.make_mask(rows)
+    mx.eval([mask for mask in masks.values() if isinstance(mask, mx.array)])
+    found = []
+    for site, cache in zip(sites, caches, strict=True):
+        op = partial(_attended, site, cache, at, context, masks[cache.window])
+        found.append(Call(op, _random(rows, site.width, dtype)))
+    return found
+
+
+def _attended(
+    site: Attention, cache: Any, at: int | mx.array, context: int, mask: Any, x: mx.array
+) -> list[mx.array]:
+    """Queries x [1, M, Hq * D] to what the cache holds and to M more rows, written first: their own first values."""
+    form, rows, placed = site.form, x.shape[1], getattr(site.module, "attention", None)
+    q = x.reshape(1, rows, form.heads, -1).swapaxes(1, 2)
+    k = q[:, : form.kv_heads]
+    v = mx.tile(k, (1, 1, 1, -(-form.value_dim // form.head_dim)))[..., : form.value_dim]
+    cache.seek(at, context)
+    views = cache.update_and_fetch(k, v)
+    if placed is not None and rows in placed.rows:
+        return [site.fused(q, cache, at, None)]
+    return [
+        scaled_dot_product_attention(q, *views, cache=cache, scale=site.module.scale, mask=mask, sinks=site.sinks)
+    ]
+
+
+def _latent_calls(sites: list[LatentAttention], dtype: mx.Dtype, rows: int) -> list[Call]:
+    x = [_random(rows, site.width, dtype)[0] for site in sites]
+    return [Call(partial(_latent_attended, site), rows) for site, rows in zip(sites, x, strict=True)]
+
+
+def _latent_attended(site: LatentAttention, x: mx.array) -> list[mx.array]:
+    placed = site.module.latent
+    return site.ours(x) if placed is not None and len(x) in placed.rows else site.stock(x)
+
+
+def _recurrent(modules: list[Any], mixers: list[Any], dtype: mx.Dtype) -> Iterator[Part]:
+    """Behind a tape of which some rows are accepted; Mamba2 with its projections, the gated delta rule without."""
+    rules = [Recurrence(m, RecurrentCache) for m in modules if isinstance(m, GatedDelta)]
+    if rules:
+        ops = [(partial(_ruled, rule), rule.width) for rule in rules]
+        yield Part("recurrent", None, lambda rows: [Call(op, _random(rows, width, dtype)[0]) for op, width in ops])
+    if mixers:
+        mixed = [(partial(_mixed, m, _taped(m, dtype)), width_of(m.in_proj)) for m in mixers]
+        yield Part("recurrent, projected", None, lambda rows: [Call(op, _random(rows, w, dtype)) for op, w in mixed])
+
+
+def _ruled(rule: Recurrence, x: mx.array) -> list[mx.array]:
+    return rule.ours(x) if len(x) in rule.layer.verify_rows else rule.stock(x)
+
+
+def _taped(mixer: Any, dtype: mx.Dtype) -> RecurrentCache:
+    """A state behind some rows of a prompt and a verify of which half is accepted."""
+    cache, rows = RecurrentCache(), _random(8, width_of(mixer.in_proj), dtype)
+    mixer(rows[:, :4], None, cache)
+    cache.seek(mx.array([4]), 4)
+    mixer(rows[:, 4:], None, cache)
+    cache.seek(mx.array([6]), 8)
+    mx.eval(cache.parts)
+    return cache
+
+
+def _mixed(mixer: Any, cache: RecurrentCache, x: mx.array) -> list[mx.array]:
+    return [mixer(x, None, copy(cache))]
+
+
+class Noted(nn.Module):
+    """Stands for a block and keeps what it was given last."""
+
+    def __init__(self, block: Any, inputs: dict[int, mx.array]):
+        super().__init__()
+        self.block, self._inputs = block, inputs
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self._inputs[id(self.block)] = x
+        return self.block(x)
+
+
+@contextmanager
+def expert_inputs(model: Any) -> Iterator[dict[int, mx.array]]:
+    """Inside, what blocks with experts are given is kept, by their ids."""
+    inputs: dict[int, mx.array] = {}
+    places = [(m, n) for m in target_modules(model) for n, child in m.items() if _has_experts(child)]
+    for module, name in places:
+        module[name] = Noted(module[name], inputs)
+    try:
+        yield inputs
+    finally:
+        for module, name in places:
+            module[name] = module[name].block
+
+
+def _has_experts(child: Any) -> bool:
+    return isinstance(child, nn.Module) and "switch_mlp" in child

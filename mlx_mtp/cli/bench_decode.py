@@ -1,0 +1,160 @@
+"""`mlx-mtp bench decode`: mlx-lm's loop, ours, and drafting, in turn on the same prompts."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .bench_options import FILE, bar, console, cooldown_of, finish, numbers, run_options, subject_of, subject_options
+from .options import BITS, default_group, default_step, options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..bench.decode import Session
+
+SHOWN = 20  # differences of texts that are listed
+DOCUMENTS = ("stepwise_math",)  # asked behind a context of source code
+
+what_options = options(
+    click.option(
+        "--drafts", callback=numbers(int, "numbers"), help="Fixed numbers of drafts, as 1,2,3.  [default: 1..3]"
+    ),
+    click.option(
+        "--contexts", callback=numbers(int, "numbers"), help="Pad the prompts to so many tokens, as 512,4096."
+    ),
+    click.option("--categories", help="Only these kinds of prompts, with commas between them."),
+    click.option("--prompts", "each", type=click.IntRange(1, 2), help="Prompts of a kind.  [default: 2, --quick 1]"),
+    click.option(
+        "--max-tokens", "-m", type=click.IntRange(2), help="Most tokens per text.  [default: 128, --quick 48]"
+    ),
+    click.option("--temp", type=click.FloatRange(0), default=0.0, help="Temperature; 0 is greedy."),
+    click.option("--seed", type=click.IntRange(0, 2**31), default=0, help="Seed of the draws."),
+    click.option("--kv-bits", type=BITS, help="Quantize the target's KV cache."),
+    click.option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches."),
+)
+
+
+@click.command()
+@subject_options
+@what_options
+@click.option("--preset", type=click.Choice(["documents"]), help="The published experiment, beside its figures.")
+@run_options
+@click.option("--compare", type=FILE, help="Show what changed since this earlier result.")
+def decode(**flags: Any) -> None:
+    """Tokens per second of mlx-lm's loop, our plain one, fixed numbers of drafts, and adaptive drafting.
+
+    All take turns on nine kinds of prompts. Reading a prompt is timed apart. Texts must be equal: where they are not
+    it is said, and in float32 the exit code is 1.
+    """
+    from ..bench import result
+    from ..bench.decode import broken
+
+    before = result.read(flags["compare"], "decode") if flags["compare"] else None
+    if flags["preset"] and not flags["model"]:
+        raise click.UsageError("--preset documents: needs --model, a checkpoint with three chained heads")
+    out = console()
+    found = _measured(flags)
+    _print(out, found, flags)
+    if before:
+        _print_changes(out, before, found)
+    finish(found, flags)
+    if broken(found):
+        sys.exit(1)
+
+
+def _measured(flags: dict[str, Any]) -> dict[str, Any]:
+    """The whole measurement, as a result."""
+    from ..bench import documents, result
+    from ..bench.decode import found, open_session
+
+    subject = subject_of(flags)
+    quick = flags["quick"]
+    session = open_session(subject, flags["drafts"], flags["rounds"] or (3 if quick else 5), cooldown_of(flags))
+    if flags["preset"]:
+        documents.check(subject.model)
+        conditions = [(documents.tokens(c, quick=quick), *bits) for c, *bits in documents.conditions()]
+    else:
+        bits = [flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits")]
+        conditions = [(context, *bits) for context in flags["contexts"] or (0,)]
+    names = ("categories", "each", "temp", "seed", "preset", "quick")
+    options = {"contenders": [loop.name for loop in session.loops], "max_tokens": _max_tokens(flags)}
+    options |= {name: flags[name] for name in names}
+    for context, *bits in conditions:
+        _measure(session, flags, context, *bits)
+        if flags["out"]:
+            result.write(found(session, options), flags["out"])  # what there is, if the next one is interrupted
+    return found(session, options)
+
+
+def _max_tokens(flags: dict[str, Any]) -> int:
+    return flags["max_tokens"] or (48 if flags["quick"] else 128)
+
+
+def _measure(session: "Session", flags: dict[str, Any], context: int, kv_bits: int | None, mtp_kv_bits: int | None):
+    from ..bench.decode import measure
+    from ..bench.loops import Settings
+    from ..bench.prompts import make_prompts
+    from .progress import shows_progress
+
+    subject = session.subject
+    only = flags["categories"].split(",") if flags["categories"] else DOCUMENTS if flags["preset"] else ()
+    each = flags["each"] or (1 if flags["quick"] or flags["preset"] else 2)
+    prompts = make_prompts(subject.tokenizer, subject.model.vocab_size, each=each, context=context, only=only)
+    settings = Settings(
+        max_tokens=_max_tokens(flags),
+        temp=flags["temp"],
+        seed=flags["seed"],
+        stop_tokens=subject.stop_tokens,
+        prefill_step_size=default_step(),
+        kv_bits=kv_bits,
+        mtp_kv_bits=mtp_kv_bits,
+        kv_group_size=default_group(subject.model),
+    )
+    with bar(shown=shows_progress(quiet=False)) as progress:
+        measure(session, prompts, settings, progress)
+
+
+def _print(out: "Console", found: dict[str, Any], flags: dict[str, Any]) -> None:
+    from ..bench import documents
+    from ..bench.decode_tables import by_category, overall
+    from ..bench.rows import categories, settings
+
+    out.print("Ratios are of tok/s, within a round; in brackets their spread, which above 5% is inconclusive.\n")
+    for setting in settings(found):
+        out.print(overall(found, setting))
+        if len(categories(found)) > 1:
+            out.print(by_category(found, setting))
+    for name, why in found["left_out"].items():
+        out.print(f"left out: {name} ({why})")
+    for d in found["differences"][:SHOWN]:
+        out.print(_in_words(d))
+    if len(found["differences"]) > SHOWN:
+        out.print(f"and {len(found['differences']) - SHOWN} texts more")
+    if flags["preset"]:
+        out.print(documents.beside(found, quick=flags["quick"]))
+
+
+def _in_words(d: dict[str, Any]) -> str:
+    expected, found = (str(t[0]) if t else "the end" for t in (d["expected"], d["found"]))
+    place = f"{d['category']}, {d['context']} tokens of context" if d["context"] else d["category"]
+    return f"text differs: {d['contender']} on {place}, token {d['position']} is {found}, plain's is {expected}"
+
+
+def _print_changes(out: "Console", before: dict[str, Any], found: dict[str, Any]) -> None:
+    from ..bench.decode_tables import compared, unlike
+
+    for line in unlike(before, found):
+        out.print(f"not alike: {line}", highlight=False)
+    out.print(compared(before, found))
+
+
+@click.command()
+@click.argument("before", type=FILE)
+@click.argument("after", type=FILE)
+def compare(before: Path, after: Path) -> None:
+    """What changed from one result of `bench decode` to another."""
+    from ..bench import result
+
+    _print_changes(console(), result.read(before, "decode"), result.read(after, "decode"))

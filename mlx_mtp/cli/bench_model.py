@@ -1,0 +1,91 @@
+"""`mlx-mtp bench model`: what memory allows, what is predicted, and what was measured."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import click
+
+from .bench_options import FILE, console, finish
+from .bench_pictures import complete, picture_options
+
+QUICK_ROWS = (2, 4)
+CONTEXT = 4096
+
+
+@click.command("model")
+@click.option("--chip", help='Such as "M3 Ultra".  [default: the one at hand, or of --measured]')
+@click.option(
+    "--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]"
+)
+@click.option("--config", type=FILE, help="A model's config.json, taken in 4 bits if it says nothing else.")
+@click.option("--context", type=click.IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
+@click.option("--measured", type=FILE, multiple=True, help="A result of bench decode, verify or profile.")
+@click.option("--validate", is_flag=True, help="Also all constants and published rows; exit code 1 if one is off.")
+@click.option("--quick", is_flag=True, help="Only a verify of 2 and of 4 rows.")
+@click.option("--out", type=FILE, help="Write the result there, too.")
+@picture_options
+def model(**flags: Any) -> None:
+    """Set a model's byte floor beside what a chip is predicted, and was measured, to need. Nothing runs.
+
+    The floor of a phase is what it has to read: shared weights, each expert that its rows visit once, LM head, KV
+    caches. Predictions are a cost model's, with two constants per chip, fitted to published times of M <= 2 rows.
+    """
+    from ..bench import result
+    from ..bench.roofline import assemble
+    from ..bench.roofline.tables import tables
+    from ..bench.roofline.validation_tables import failed, summary
+
+    results = [result.read(file) for file in flags["measured"]]
+    with complete(flags["measured"]) if results else nullcontext():
+        chip = assemble.find_chip(flags["chip"] or _chip_of(results))
+        subject = assemble.find_model(_model_of(flags, results), flags["config"], on_chip=chip is not None)
+        rows = QUICK_ROWS if flags["quick"] else assemble.ROWS
+        found = assemble.bench_model(subject, chip, _context_of(flags, results), rows, results)
+    out = console()
+    out.print(*tables(found))
+    if flags["validate"]:
+        out.print(*_validated(found, subject, chip))
+    if chip is None:
+        out.print("no chip that is known: bytes only; name one with --chip", highlight=False)
+    for line in summary(found):
+        out.print(line, highlight=False)
+    finish(found, flags)
+    if flags["validate"] and failed(found):
+        raise SystemExit(1)
+
+
+def _chip_of(results: list[dict[str, Any]]) -> str | None:
+    """The chip that the results are of, or this machine's; None where it is not known."""
+    from ..bench.roofline import chips
+
+    return chips.find(results[0]["environment"]["chip"]) if results else chips.at_hand()
+
+
+def _model_of(flags: dict[str, Any], results: list[dict[str, Any]]) -> str | None:
+    from ..bench.roofline import assemble
+
+    if flags["model"] or flags["config"] or not results:
+        return flags["model"]
+    known = assemble.measured_model(results[0])
+    if known is None:
+        name = results[0]["model"]["name"]
+        raise click.UsageError(f"--measured: which model is {name!r}? name it with --model, or its --config")
+    return known
+
+
+def _context_of(flags: dict[str, Any], results: list[dict[str, Any]]) -> int:
+    from ..bench.roofline.measured import contexts
+
+    if flags["context"] or not results:
+        return flags["context"] or CONTEXT
+    return contexts(results[0])[0]
+
+
+def _validated(found: dict[str, Any], subject: Any, chip: Any) -> list[Any]:
+    from ..bench.roofline import fit
+    from ..bench.roofline.tables import documents_table
+    from ..bench.roofline.validation_tables import validation_tables
+
+    rows = fit.read_rows()
+    documents = [documents_table(found, None)] if found["documents"] else []
+    return [*documents, *validation_tables(found, rows, fit.fit(rows), subject.name, subject.model, chip)]

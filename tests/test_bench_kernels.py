@@ -1,0 +1,152 @@
+"""`bench kernels`: every op has its cases, times are a kernel's beside stock, traffic is what the emulator counts."""
+
+import json
+from itertools import pairwise
+
+import command_line
+import mlx.core as mx
+import pytest
+
+from mlx_mtp import kernels as bindings
+from mlx_mtp.bench import kernels
+from mlx_mtp.bench.kernels import OPS, Asked, Compared, compared, speed_table, traffic, traffic_table
+from mlx_mtp.bench.kernels_cases import CASES, SMALL
+from mlx_mtp.trial_run import Trial
+
+
+def test_every_op_that_takes_a_place_has_cases():
+    assert set(SMALL) == set(OPS) == {op for op, _ in CASES.values()}
+    public = {name for name in bindings.__all__ if name.islower() and name + "_ref" in bindings.__all__}
+    parts = {
+        "delta_inputs",
+        "gated_norm",
+        "verify_head_draw",
+        "verify_head_top",
+    }  # of an op's launches, or its variants
+    assert public - parts == set(OPS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_small_case_is_of_its_op_and_as_good_as_stock(op):
+    site = SMALL[op]()
+    assert site.op == op
+    rows = max(site.candidates)
+    x = mx.random.normal((rows, site.width), mx.bfloat16)
+    for ours, stock in zip(site.ours(x), site.stock(x), strict=True):
+        assert ours.shape == stock.shape
+        error = mx.abs(ours.astype(mx.float32) - stock.astype(mx.float32)).max()
+        assert error <= 0.1 * mx.abs(stock.astype(mx.float32)).max()
+
+
+def work(times: int):
+    w = mx.random.normal((512, 512)) / 32
+
+    def op(x):
+        for _ in range(times):
+            x = x @ w
+        return [x]
+
+    return op
+
+
+def trial(ours, stock, rows: int = 2) -> Trial:
+    return Trial("op", "shape", rows, [(ours, stock)] * 2, 512, mx.float32)
+
+
+def test_a_faster_kernel_is_faster_and_a_slower_one_slower():
+    for ours, stock, low, high in ((work(1), work(6), 3, 12), (work(6), work(1), 1 / 12, 1 / 3)):
+        found = compared("case", trial(ours, stock), 3)
+        assert {side: len(times) for side, times in found.seconds.items()} == {"ours": 3, "stock": 3}
+        assert low < found.speedup.median < high
+
+
+def test_a_wrong_kernel_is_wrong_however_fast():
+    found = compared("case", trial(lambda x: [x], work(1)), 1)
+    assert "differs from one row alone" in found.wrong
+    assert "WRONG" in cells(speed_table([found]))
+    assert found.seconds["ours"]
+
+
+def test_a_kernel_that_fails_has_no_times():
+    def failing(x):
+        raise RuntimeError("no such buffer")
+
+    found = compared("case", trial(failing, work(1)), 1)
+    assert found.seconds == {}
+    assert "fails with RuntimeError: no such buffer" in found.wrong
+    assert "WRONG" in cells(speed_table([found]))
+
+
+def cells(table) -> list[str]:
+    return [str(cell) for column in table.columns for cell in column.cells]
+
+
+def test_a_table_has_a_line_per_case_and_a_column_per_number_of_rows():
+    fast, slow = {"ours": [1.0] * 3, "stock": [2.0] * 3}, {"ours": [1.0] * 3, "stock": [0.5, 0.4, 0.6]}
+    found = [Compared("a", "op", "s", 2, None, fast), Compared("b", "op", "s", 2, None, slow)]
+    found.append(Compared("b", "op", "s", 4, None, fast))
+    columns = [list(column.cells) for column in speed_table(found).columns]
+    assert columns == [["op", "op"], ["a", "b"], ["2.00", "0.50 inconclusive"], ["", "2.00"]]
+
+
+def test_all_cases_of_one_op_are_tried(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        kernels, "compared", lambda name, trial, *_: seen.append((name, trial.op, trial.rows, len(trial.pairs)))
+    )
+    monkeypatch.setattr(kernels, "CASES", dict.fromkeys(("a", "b"), ("add_norm", SMALL["add_norm"])))
+    assert len(list(kernels.timed("add_norm", 2, 1))) == 4
+    assert seen == [(name, "add_norm", rows, 4) for name in ("a", "b") for rows in (1, 2)]
+    assert not list(kernels.timed("norm_rope", 2, 1))
+
+
+def test_traffic_is_one_calls():
+    found = list(traffic("add_norm", 2))
+    row = 512 * 2  # bytes of a row
+    assert [(a.rows, a.launches, a.written) for a in found] == [(1, 1, 2 * row), (2, 1, 4 * row)]
+    assert all(a.reread == 1 and a.requested >= 3 * row for a in found)
+    with pytest.raises(ValueError, match="rows=4: allowed for verify_qmm_mma are 5 to 8"):
+        list(traffic("verify_qmm_mma", 4))
+
+
+def test_a_matrix_is_read_once_for_all_rows():
+    found = list(traffic("verify_qmm", 4))
+    assert [(a.rows, a.largest, a.reread) for a in found] == [(m, "w", 1.0) for m in (2, 3, 4)]
+    assert all(a.requested < b.requested for a, b in pairwise(found))
+
+
+def test_the_tables_show_each_op_once():
+    found = [Asked("a", 1, 1, 1024, 2048, "w", 1.0), Asked("a", 2, 1, 1024, 2048, "w", 2.0)]
+    found.append(Asked("b", 1, 3, 1536, 0, "x", 1.5))
+    columns = [list(column.cells) for column in traffic_table(found).columns]
+    assert columns[0] == ["a", "", "b"]
+    assert columns[3] == ["1.0", "1.0", "1.5"]
+    assert columns[-1] == ["1.00x", "2.00x", "1.50x"]
+
+
+# The command
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="off Metal")
+def test_off_metal_it_names_the_flag_that_works():
+    done = command_line.call("bench", "kernels", "--op", "add_norm")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "needs" in done.stderr or "need a Metal GPU" in done.stderr
+    assert "--emulate" in done.stderr
+
+
+def test_an_unknown_op_is_refused_with_those_there_are():
+    done = command_line.call("bench", "kernels", "--emulate", "--op", "verify_nothing")
+    assert done.returncode == 2
+    assert all(op in done.stderr for op in OPS)
+
+
+def test_emulated_it_ends_with_its_result(tmp_path):
+    done = command_line.call(
+        "bench", "kernels", "--emulate", "--op", "add_norm", "--rows", 2, "--out", tmp_path / "k.json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == json.loads((tmp_path / "k.json").read_text())
+    assert [line["rows"] for line in found["found"]] == [1, 2]
+    assert "counts, not times" in done.stdout

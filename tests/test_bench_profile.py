@@ -1,0 +1,395 @@
+"""`bench profile`: phases that are what they say, what they launch and read, traces, and the command."""
+
+import itertools
+import json
+import time
+from contextlib import contextmanager
+
+import command_line
+import families
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_mtp
+from mlx_mtp import cycle
+from mlx_mtp.bench import capture, census, profile_report
+from mlx_mtp.bench.profile import HOST, PHASES, Profile, Timer, Workload, decode_in_phases, profile
+from mlx_mtp.layers.mtp_head import MTPHead
+from mlx_mtp.lookup import Text
+
+PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 0]
+SLOW = 0.03  # seconds of what is planted
+ROWS = 4 + 3  # at most, of what a cycle feeds to any layer; the prompt has more
+
+
+def work(model, k=3, tokens=9, step=64):
+    return Workload(model, PROMPT, tokens, k, step)
+
+
+def timed(job) -> Timer:
+    """The fastest of three runs, phase by phase: other work on the machine only adds time."""
+    timers = [Timer() for _ in range(3)]
+    for timer in timers:
+        decode_in_phases(job, timer)
+    best = timers[0]
+    best.seconds = {name: min(t.seconds[name] for t in timers) for name in best.seconds}
+    return best
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_it_is_the_loops_text_and_cycles(tiny_models, k):
+    model, watch, stats = tiny_models()[0], Timer(), mlx_mtp.Stats()
+    decode_in_phases(work(model, k, 20), watch)
+    options = {"adaptive": False, "prompt_lookup": False, "num_draft_tokens": k, "stats": stats}
+    assert watch.tokens == [t for t, *_ in mlx_mtp.generate_step(PROMPT, model, max_tokens=20, **options)]
+    assert watch.cycles == stats.cycles
+
+
+def test_phases_and_the_rest_are_the_wall(tiny_models):
+    shares = []
+    for _ in range(3):
+        watch = Timer()
+        decode_in_phases(work(tiny_models()[0]), watch)
+        assert set(watch.phases) == set(PHASES)
+        assert all(seconds > 0 for seconds in watch.phases.values())
+        assert watch.phases["host"] == pytest.approx(sum(watch.seconds[name] for name in HOST))
+        assert sum(watch.phases.values()) + watch.unexplained == pytest.approx(watch.wall)
+        shares.append(watch.unexplained / watch.wall)
+    assert 0 < min(shares) < 0.03
+
+
+LOAD = {}
+
+
+def late(x: mx.array) -> mx.array:
+    """The same array, SLOW seconds of the device's time later."""
+    size = 1 << 14
+    while LOAD.get("seconds", 0.0) < SLOW:
+        size *= 2
+        LOAD["array"] = mx.random.normal((size,))
+        LOAD["seconds"] = min(sorting(LOAD["array"]) for _ in range(3))
+    return x + (0 * mx.sort(LOAD["array"] + 0 * x.reshape(-1)[0].astype(mx.float32))[0]).astype(x.dtype)
+
+
+def sorting(array: mx.array) -> float:
+    mx.eval(array)
+    tic = time.perf_counter()
+    mx.eval(mx.sort(array))
+    return time.perf_counter() - tic
+
+
+def on_the_device(monkeypatch, owner, name, when=lambda rows: True):
+    real = getattr(owner, name)
+
+    def slowed(*args, **kwargs):
+        found = real(*args, **kwargs)
+        return late(found) if when(found.shape[1] if found.ndim > 1 else 0) else found
+
+    monkeypatch.setattr(owner, name, slowed)
+
+
+def asleep(monkeypatch, owner, name):
+    real = getattr(owner, name)
+
+    def slowed(*args, **kwargs):
+        time.sleep(SLOW)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, slowed)
+
+
+PLANTED = {
+    "prefill": lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows > ROWS),
+    "draft": lambda patch, model: on_the_device(patch, MTPHead, "__call__", lambda rows: rows <= ROWS),
+    "verify": lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows <= ROWS),
+    "accept": lambda patch, model: on_the_device(patch, cycle, "accept"),
+    "build the draft": lambda patch, model: asleep(patch, cycle, "draft"),
+    "build the verify": lambda patch, model: asleep(patch, cycle, "accept"),
+    "commit": lambda patch, model: asleep(patch, Text, "extend"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_slow_shows_in_its_phase_and_in_no_other(tiny_models, monkeypatch, name):
+    model = tiny_models()[0]
+    job = Workload(model, PROMPT, 4, 3, 64)
+    late(mx.zeros(1))
+    before = timed(job)
+    PLANTED[name](monkeypatch, model)
+    after = timed(job)
+    times = {"prefill": 1, "commit": after.cycles + 1, "draft": 3 * after.cycles}.get(name, after.cycles)
+    grown = {other: after.seconds[other] - before.seconds[other] for other in after.seconds}
+    slower = grown.pop(name)
+    assert slower > 0.6 * times * SLOW  # what it took when the machine was at its slowest may have been more
+    assert max(grown.values()) < 0.3 * slower, grown
+
+
+class Pedant(Timer):
+    """Wants all that was evaluated to be computed, and nothing else to be left in the next phase's graph."""
+
+    def evaluate(self, phase, caches, *arrays):
+        super().evaluate(phase, caches, *arrays)
+        written = [a for _, a in tree_flatten([arrays, [c.parts for c in caches]]) if isinstance(a, mx.array)]
+        assert not census.operations(*written), phase
+        self.names = [*getattr(self, "names", []), phase]
+        if phase == "draft":
+            assert not {"Sort", "ArgSort"} & set(census.operations(*written))
+
+
+def test_nothing_is_pending_after_a_phase(tiny_models, monkeypatch):
+    pending, real = [], cycle.propose
+
+    def propose(d, last, plan):
+        run, cache = last.run, d.cache
+        left = [run.packed, run.hidden, run.tokens, run.accepted, cache.layers[0].offset, *cache.arrays]
+        pending.append(census.operations(*(a for a in left if isinstance(a, mx.array))).total())
+        return real(d, last, plan)
+
+    monkeypatch.setattr("mlx_mtp.bench.profile.propose", propose)
+    watch = Pedant()
+    decode_in_phases(work(tiny_models()[0]), watch)
+    assert pending == [0] * watch.cycles
+    assert watch.names == ["draft", "verify", "accept"] * watch.cycles
+
+
+def test_rounds_take_turns_with_the_loop(tiny_models):
+    found = profile(work(tiny_models()[0]), rounds=3)
+    assert len(found.timers) == len(found.undisturbed) == 3
+    assert {tuple(t.tokens) for t in found.timers} == {tuple(found.timers[0].tokens)}
+
+
+@pytest.mark.parametrize("k", [-1, 4])
+def test_more_drafts_than_heads_are_refused(tiny_models, k):
+    with pytest.raises(ValueError, match=f"num_draft_tokens={k}: allowed is 0 to 3"):
+        work(tiny_models()[0], k)
+
+
+# What is counted
+
+
+def test_operations_are_those_left_to_compute():
+    a = mx.arange(3.0)
+    b = mx.exp(a).reshape(1, 3)
+    assert census.operations(mx.sin(b) + b) == {"Arange": 1, "Exp": 1, "Sin": 1, "Add": 1}
+    mx.eval(b)
+    assert census.operations(mx.sin(b) + b, mx.sin(b)) == {"Sin": 2, "Add": 1}
+
+
+def test_launches_by_phase(tiny_models):
+    model = tiny_models()[0]
+    found = {k: census.launches(work(model, k)) for k in (0, 1, 3)}
+    assert found[0].keys() == {"prefill", "verify", "accept"}
+    assert found[1]["draft"] < found[3]["draft"] / 2
+    assert found[1]["verify"] == found[3]["verify"]
+    layers = held(model, 14)
+    hidden = model.hidden(mx.array([[3]]), layers)
+    token = mx.argmax(model.logits(hidden), axis=-1).astype(mx.int32)
+    by_hand = census.operations(token, *(part for c in layers for part in c.parts))
+    assert found[0]["verify"] in (by_hand.total(), by_hand.total() + 1)  # the row of the first token is picked
+
+
+def test_bytes_are_of_the_weights_and_the_rows_held(tiny_models):
+    # All experts are visited, so that the target reads all it has but the embedding.
+    model, _ = tiny_models(moe_top_k=4)
+    found = census.bytes_read(Workload(model, PROMPT, 2, 0, 64))
+    arrays = dict(tree_flatten(model.parameters()))
+    target = sum(a.nbytes for name, a in arrays.items() if not name.startswith(("mtp.", "model.embed_tokens")))
+    rows = len(PROMPT) + 1
+    caches = sum(2 * 4 * 16 * c.parts[0].shape[1] * rows for c in held(model, rows))
+    target += sum(layer.self_attn.rope.get("_freqs", mx.zeros(0)).nbytes for layer in model.layers)
+    assert found["verify"] == target + caches
+    assert found["prefill"] == target
+    fewer = census.bytes_read(Workload(tiny_models(moe_top_k=1)[0], PROMPT, 2, 0, 64))
+    switch = [a.nbytes for name, a in arrays.items() if ".switch_mlp." in name and not name.startswith("mtp.")]
+    assert found["verify"] - fewer["verify"] == sum(switch) * 3 / 4
+
+
+def held(model, rows):
+    """The caches of a model that has read so many rows."""
+    cache = mlx_mtp.make_prompt_cache(model, num_draft_tokens=0)
+    mx.eval(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers), cache.arrays)
+    return cache.layers
+
+
+def test_a_windows_cache_is_read_as_far_as_it_reaches():
+    from mlx_mtp.cache import LinearKVCache, Ring, SlidingKVCache
+
+    for make, most in ((LinearKVCache, 100), (lambda: SlidingKVCache(Ring(8)), 8 + 32)):
+        cache = make()
+        cache.update_and_fetch(mx.zeros((1, 2, 100, 4)), mx.zeros((1, 2, 100, 4)))
+        assert census.cache_bytes(cache) == 2 * 2 * 4 * 4 * most
+
+
+def test_a_recycled_head_is_read_for_each_draft(tmp_path_factory):
+    path, _, _ = families.build("glm4_moe_untied", tmp_path_factory.mktemp("recycled"))
+    model = mlx_mtp.load_model(path)
+    (_, one), (_, three) = (census.dense_bytes(model, k) for k in (1, 3))
+    head = sum(a.nbytes for name, a in tree_flatten(model.mtp[0].parameters()) if ".switch_mlp." not in name)
+    own = model.mtp[0]
+    assert three == 3 * one
+    shared = 0 if "head" in own else model.lm_head.weight.nbytes
+    assert one == head + shared - (own.embed_tokens.weight.nbytes if "embed_tokens" in own else 0)
+
+
+def test_of_several_heads_those_that_draft_are_read(tiny_models):
+    model, _ = tiny_models()
+    sizes = [census.dense_bytes(model, k)[1] for k in range(4)]
+    heads = [sum(a.nbytes for _, a in tree_flatten(head.parameters())) for head in model.mtp]
+    assert [b - a for a, b in itertools.pairwise(sizes)] == heads
+
+
+def test_experts_are_put_back(tiny_models):
+    model, _ = tiny_models()
+    kinds = [type(m) for _, m in model.named_modules()]
+    with census.visits_noted(model):
+        assert [type(m) for _, m in model.named_modules()] != kinds
+    assert [type(m) for _, m in model.named_modules()] == kinds
+
+
+# What is said
+
+
+def test_a_line_per_phase_and_what_is_left():
+    timers = []
+    for spoilt in (0.0, 0.1):
+        timer = Timer(tokens=[1, 2, 3], cycles=2, wall=1.0 + spoilt)
+        for name, seconds in zip(timer.seconds, (0.5, 0.1, 0.2, 0.0, 0.05, 0.04, 0.01), strict=True):
+            timer.seconds[name] = seconds
+        timers.append(timer)
+    found = Profile(timers, [0.5, 0.55])
+    made = profile_report.lines(found, {"draft": 7}, {"draft": 1e9, "verify": 1e8})
+    by_name = {line.name: line for line in made}
+    assert "accept" not in by_name
+    assert by_name["prefill"].ms.median == pytest.approx(500)
+    assert by_name["draft"].ms.median == pytest.approx(50)
+    assert by_name["draft"].rate == pytest.approx(1e9 / 0.05)
+    assert sum(line.share for name, line in by_name.items() if name not in HOST) == pytest.approx(1)
+    said = " ".join(profile_report.remarks(found, made, profile_report.Bandwidth(1e10, "stated")))
+    assert "2.00x the time" in said
+    assert "came out of caches" in said
+    assert "caches" not in " ".join(profile_report.remarks(found, made, profile_report.Bandwidth(1e11, "stated")))
+
+
+def test_bandwidth_is_stated_known_or_measured(monkeypatch):
+    assert str(profile_report.bandwidth_of(100.0)) == "100.0 GB/s, as stated"
+    monkeypatch.setattr(profile_report, "at_hand", lambda: "M3 Ultra")
+    assert profile_report.bandwidth_of(None).rate == 819e9
+    monkeypatch.setattr(profile_report, "at_hand", lambda: None)
+    monkeypatch.setattr(profile_report, "stream_rate", lambda: 3e9)
+    assert "3.0 GB/s, measured" in str(profile_report.bandwidth_of(None))
+    assert 1e8 < census.stream_rate(1 << 22, 3) < 1e13
+
+
+# Traces
+
+
+class Metal:
+    """Notes what is evaluated while a trace is taken."""
+
+    def __init__(self, monkeypatch):
+        self.open, self.files, self.seen = None, [], {}
+        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+        monkeypatch.setattr(mx.metal, "start_capture", self.start)
+        monkeypatch.setattr(mx.metal, "stop_capture", self.stop)
+
+    def start(self, path):
+        assert self.open is None
+        self.open = path
+        self.files.append(path)
+
+    def stop(self):
+        assert self.open
+        open(self.open, "w").close()
+        self.open = None
+
+
+@pytest.mark.parametrize(("phase", "cycles"), [("draft", 1), ("verify", 2), ("accept", 2), ("prefill", 1)])
+def test_a_trace_is_of_one_phase_in_some_cycles(tiny_models, monkeypatch, tmp_path, phase, cycles):
+    metal, evaluated = Metal(monkeypatch), []
+    real = Timer.evaluate
+
+    def evaluate(self, name, caches, *arrays):
+        real(self, name, caches, *arrays)
+        evaluated.append((name, self.cycles))
+
+    monkeypatch.setattr(Timer, "evaluate", evaluate)
+    inside, during = [], Timer.during
+
+    @contextmanager
+    def noted(self, name):
+        if metal.open:
+            inside.append((name, self.cycles))
+        with during(self, name):
+            yield
+
+    monkeypatch.setattr(Timer, "during", noted)
+    files = capture.capture(work(tiny_models()[0], tokens=20), phase, tmp_path / "a.gputrace", cycles)
+    assert [str(f) for f in files] == metal.files
+    assert len(files) == cycles
+    assert metal.open is None
+    first = 0 if phase == "prefill" else capture.WARM
+    assert inside == [(phase, first + i) for i in range(cycles)]
+
+
+def test_a_trace_is_closed_when_something_fails(tiny_models, monkeypatch, tmp_path):
+    metal = Metal(monkeypatch)
+    watch = capture.Captured(phase="prefill", paths=[tmp_path / "a.gputrace"])
+    with pytest.raises(KeyboardInterrupt), watch.during("prefill"):
+        raise KeyboardInterrupt
+    assert metal.open is None
+
+
+def test_what_forbids_a_trace_is_said(monkeypatch, tmp_path):
+    path = tmp_path / "a.gputrace"
+    with pytest.raises(ValueError, match="needs a Metal GPU"):
+        capture.check_capture("verify", path, 1)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.delenv(capture.VARIABLE, raising=False)
+    with pytest.raises(ValueError, match="started with MTL_CAPTURE_ENABLED=1"):
+        capture.check_capture("verify", path, 1)
+    monkeypatch.setenv(capture.VARIABLE, "1")
+    capture.check_capture("verify", path, 2)
+    with pytest.raises(ValueError, match=r"a\.txt: must end in \.gputrace"):
+        capture.check_capture("verify", tmp_path / "a.txt", 1)
+    with pytest.raises(ValueError, match="allowed is 1 with --capture prefill"):
+        capture.check_capture("prefill", path, 2)
+    (tmp_path / "a-2.gputrace").mkdir()
+    with pytest.raises(ValueError, match=r"a-2\.gputrace: exists"):
+        capture.check_capture("verify", path, 2)
+
+
+# The command
+
+
+def test_the_command_ends_with_its_result(tmp_path):
+    quick = (
+        "--quick",
+        "--category",
+        "qa_factual",
+        "--rounds",
+        2,
+        "--max-tokens",
+        6,
+        "--bandwidth",
+        10,
+        "--out",
+        tmp_path / "p.json",
+    )
+    done = command_line.call("bench", "profile", *quick)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == json.loads((tmp_path / "p.json").read_text())
+    assert (found["bench"], found["options"]["k"], found["tokens"]) == ("profile", 3, 6)
+    for i, wall in enumerate(found["wall"]):
+        assert sum(times[i] for times in found["seconds"].values()) + found["unexplained"][i] == pytest.approx(wall)
+    for said in ("prefill", "build the draft", "in no phase", "Overhead:", "10.0 GB/s, as stated", "inconclusive"):
+        assert said in done.stdout or said == "inconclusive"
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="off Metal")
+def test_off_metal_a_trace_is_an_error():
+    done = command_line.call("bench", "profile", "--capture", "verify")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --capture verify: needs a Metal GPU")
+    assert done.stderr.count("\n") == 1

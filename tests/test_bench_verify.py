@@ -1,0 +1,334 @@
+"""`bench verify`: chains whose calls wait, the loop's own pass, parts that are the model's, and the command."""
+
+import itertools
+import json
+import math
+import time
+from types import SimpleNamespace
+
+import command_line
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlx_mtp
+from mlx_mtp.bench import chain, verify, verify_parts
+from mlx_mtp.bench.census import operations
+from mlx_mtp.bench.chain import Call
+from mlx_mtp.bench.verify import Curve, Kernels, Pass, Plan, curve_table, measure
+from mlx_mtp.cache import MAX_ROWS
+from mlx_mtp.layers.mamba2 import Mamba2
+
+CONTEXT = 20
+TEXT = [(7 * i + i // 5) % 5 for i in range(CONTEXT + 2 * MAX_ROWS)]
+
+
+# Chains
+
+
+def evaluated(monkeypatch, calls, steps, start=0):
+    """The operations that a chain has computed at its end."""
+    seen = []
+    monkeypatch.setattr(chain.mx, "eval", lambda *arrays: seen.append(operations(*arrays)))
+    chain.chain_seconds(calls, steps, start)
+    return seen[-1]
+
+
+def test_every_call_is_in_the_chain_and_takes_its_turn(monkeypatch):
+    x = mx.ones((2, 4))
+    calls = [
+        Call(lambda x: [mx.exp(x), mx.tanh(x)], x),
+        Call(lambda x: [mx.sin(x)], x),
+        Call(lambda x: [mx.cos(x)], x),
+    ]
+    found = evaluated(monkeypatch, calls, 7)
+    assert [found[name] for name in ("Exp", "Tanh", "Sin", "Cos")] == [3, 3, 2, 2]
+    found = evaluated(monkeypatch, calls, 2, start=4)
+    assert [found[name] for name in ("Exp", "Tanh", "Sin", "Cos")] == [0, 0, 1, 1]
+
+
+def test_the_links_are_the_chain_without_the_calls(monkeypatch):
+    x = mx.ones((2, 4))
+    calls = [Call(lambda x: [mx.exp(x), mx.tanh(x)], x), Call(lambda x: [mx.sin(x)], x)]
+    full, links = (evaluated(monkeypatch, each, 5) for each in (calls, chain.links(calls)))
+    assert full - links == {"Exp": 3, "Tanh": 3, "Sin": 2}
+    assert not links - full
+
+
+def test_a_chain_does_not_change_what_calls_read():
+    seen = []
+
+    def spoil(x):
+        seen.append(x)
+        return [x * math.nan, x - math.inf]
+
+    chain.chain_seconds([Call(spoil, mx.arange(4.0).reshape(1, 4))], 3)
+    assert [x.tolist() for x in seen] == [[[0, 1, 2, 3]]] * 3
+
+
+def test_the_time_of_the_links_is_taken_off(monkeypatch):
+    taken = {"call": 10.0, "link": 4.0}
+    calls = [Call(lambda x: [x + 1], mx.zeros(1))] * 2
+    turns = []
+
+    def seconds(chosen, steps, start=0):
+        turns.append(("call" if chosen is calls else "link", start))
+        return steps * taken[turns[-1][0]] + next(noise)
+
+    noise = itertools.chain([0, 0], itertools.cycle([5, 0, 3]))
+    monkeypatch.setattr(chain, "chain_seconds", seconds)
+    turn = chain.Timed(calls, 8)
+    assert [turn(), turn()] == [6.0, 6.0]
+    assert len({place for kind, place in turns[2:] if kind == "call"}) == 6
+    taken["link"] = 11.0
+    assert turn() > 0
+
+
+def test_steps_are_whole_turns_of_about_the_time_asked_for(monkeypatch):
+    monkeypatch.setattr(chain, "chain_seconds", lambda calls, steps, start=0: 0.001 * steps)
+    calls = [Call(lambda x: [x], mx.zeros(1))] * 10
+    assert chain.steps_for(calls, 0.05) == 50
+    assert chain.steps_for(calls, 0.0001) == 10
+    assert chain.steps_for(calls, 100) == 4090
+
+
+# The whole
+
+
+@pytest.fixture(scope="module", params=["step", "qwen3_5_moe", "nemotron_h", "deepseek_v3", "mimo_v2_flash"])
+def both(request, tiny_models, tmp_path_factory):
+    """(our model, mlx-lm's) of one random checkpoint."""
+    if request.param == "step":
+        return tiny_models()
+    path, _, plain = families.build(request.param, tmp_path_factory.mktemp("family"))
+    return mlx_mtp.load_model(path), plain
+
+
+def test_a_pass_is_the_targets_over_the_text_however_often(both):
+    model, plain = both
+    expected = mx.argmax(plain(mx.array(TEXT)[None])[0], axis=-1).tolist()
+    whole = Pass(model, TEXT, CONTEXT, 11)
+    for rows in (2, 1, 16, 2, 5, 1, 16):
+        whole(rows)
+        start = CONTEXT + rows
+        found = whole.graph(rows, start, rows)
+        assert found.tokens.tolist() == expected[start : start + rows], rows
+        mx.eval(whole.d.cache.arrays)
+
+
+def test_a_pass_computes_all_that_the_next_one_reads(tiny_models, monkeypatch):
+    whole, left, real = Pass(tiny_models()[0], TEXT, CONTEXT, 64), [], time.perf_counter
+    clock = []
+    monkeypatch.setattr(verify, "perf_counter", lambda: clock.append(1) or real())
+    whole.run(4, CONTEXT, 0)
+    left = operations(*whole.d.cache.arrays)
+    assert not left
+    assert len(clock) == 2
+
+
+def test_rows_that_are_slower_show(tiny_models, monkeypatch):
+    model = tiny_models()[0]
+    real, seconds = mx.eval, {"whole": 0.0}
+
+    def slowed(*arrays):
+        real(*arrays)
+        time.sleep(seconds["whole"])
+
+    hidden = type(model).hidden
+
+    def noted(self, tokens, cache):
+        seconds["whole"] = 0.02 if tokens.shape[1] == 4 else 0.0
+        return hidden(self, tokens, cache)
+
+    monkeypatch.setattr(type(model), "hidden", noted)
+    monkeypatch.setattr(verify.mx, "eval", slowed)
+    whole = next(measure(model, TEXT, Kernels(model, "off"), Plan((1, 2, 4), (CONTEXT,), 3), 64))
+    found = {m: min(times) for m, times in whole.seconds["stock"].items()}
+    assert found[4] > found[1] + 0.015
+    assert found[2] < found[1] + 0.01
+
+
+# The parts
+
+
+def test_projections_are_all_linears_of_the_target_outside_its_experts(both, monkeypatch):
+    model = both[0]
+    inputs = {id(m): mx.zeros((1, MAX_ROWS, 32)) for m in verify_parts.target_modules(model)}
+    parts = {part.name: part for part in verify_parts.parts_of(model, (), inputs)}
+    called, real = [], nn.Linear.__call__
+    monkeypatch.setattr(nn.Linear, "__call__", lambda self, x: called.append(self) or real(self, x))
+    for call in parts["projections"].calls(3):
+        assert call.x.shape[1] == 3
+        call.op(call.x)
+    named = list(model.named_modules())
+    outer = [f"{name}." for name, m in named if "switch_mlp" in m or isinstance(m, Mamba2)]
+    outer += ["mtp.", "lm_head", "language_model.lm_head"]
+    expected = [m for name, m in named if isinstance(m, nn.Linear) and not name.startswith(tuple(outer))]
+    assert expected
+    assert sorted(map(id, called)) == sorted(map(id, expected))
+
+
+def test_experts_are_given_what_the_model_gives_them(tiny_models):
+    model = tiny_models()[0]
+    blocks = [layer.mlp for layer in model.layers if "switch_mlp" in layer.mlp]
+    with verify_parts.expert_inputs(model) as inputs:
+        Pass(model, TEXT, CONTEXT, 64).run(MAX_ROWS, CONTEXT, 0)
+    assert [layer.mlp for layer in model.layers if "switch_mlp" in layer.mlp] == blocks
+    assert inputs.keys() == {id(block) for block in blocks}
+    first = next(layer for layer in model.layers if "switch_mlp" in layer.mlp)
+    cache = mlx_mtp.make_prompt_cache(model, num_draft_tokens=0)
+    x, seen = model.model.embed_tokens(mx.array(TEXT)[None]), {}
+    for layer, c in zip(model.layers, cache.layers, strict=True):
+        mask = c.make_mask(len(TEXT))
+        if layer is first:
+            h = x + layer.self_attn(layer.input_layernorm(x), mask, c)
+            seen = layer.post_attention_layernorm(h)
+            break
+        x = layer(x, mask=mask, cache=c)
+    rows = slice(CONTEXT, CONTEXT + MAX_ROWS)
+    assert mx.allclose(inputs[id(first.mlp)], seen[:, rows], atol=1e-4)
+    part = next(part for part in verify_parts.parts_of(model, (), inputs) if part.name == "experts")
+    calls = part.calls(3)
+    assert [call.x.shape for call in calls] == [(1, 3, 32)] * len(blocks)
+    found = [call.op(call.x)[0].flatten().tolist() for call in calls]
+    assert sorted(found) == sorted(block(inputs[id(block)][:, :3]).flatten().tolist() for block in blocks)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+@pytest.mark.parametrize("context", [5, 70])
+def test_attention_is_over_the_context_and_the_rows(tiny_models, rows, context):
+    model = tiny_models()[0]
+    part = next(p for p in verify_parts.parts_of(model, (context,), {}) if p.name == "attention")
+    assert part.context == context
+    calls = part.calls(rows)
+    assert len(calls) == len(model.layers)
+    for _ in range(2):
+        for call, layer, window in zip(calls, model.layers, model.windows(), strict=True):
+            site, cache, at = call.op.args[:3]
+            (out,) = call.op(call.x)
+            assert site.module is layer.self_attn
+            keys, values = cache.parts
+            assert (at.item() if isinstance(at, mx.array) else at) == context
+            assert mx.allclose(out, attended(site, call.x, keys, values, context, window), atol=1e-5)
+
+
+def attended(site, x, keys, values, context, window):
+    """Every row to the positions it may see, one row and head at a time."""
+    form, rows = site.form, x.shape[1]
+    q = x.reshape(rows, form.heads, form.head_dim)
+    out = mx.zeros((1, form.heads, rows, form.value_dim))
+    for row, head in itertools.product(range(rows), range(form.heads)):
+        last = context + row
+        slots = [p % keys.shape[2] for p in range(max(0, last - (window or 10**9) + 1), last + 1)]
+        kv = head * form.kv_heads // form.heads
+        scores = mx.softmax(site.module.scale * (keys[0, kv, mx.array(slots)] @ q[row, head]))
+        out[0, head, row] = scores @ values[0, kv, mx.array(slots)]
+    return out
+
+
+def test_parts_are_those_that_the_model_has(both):
+    model = both[0]
+    inputs = {id(m): mx.random.normal((1, MAX_ROWS, 32)) for m in verify_parts.target_modules(model)}
+    names = [part.name for part in verify_parts.parts_of(model, (CONTEXT,), inputs)]
+    kinds = set(model.windows())
+    assert names[0] == "projections"
+    assert names[-1] == "LM head"
+    assert ("experts" in names) is any("switch_mlp" in m for m in verify_parts.target_modules(model))
+    assert ("recurrent" in " ".join(names)) is ("recurrent" in kinds)
+    assert "attention" in names
+
+
+def test_the_head_chooses_the_targets_tokens(tiny_models):
+    model = tiny_models()[0]
+    hidden = mx.random.normal((1, 3, 32))
+    (tokens,) = verify_parts.chosen(model, hidden)
+    assert tokens.flatten().tolist() == mx.argmax(model.logits(hidden), axis=-1).flatten().tolist()
+
+
+# All of it
+
+
+def test_every_curve_has_every_round(tiny_models):
+    model = tiny_models()[0]
+    curves = list(measure(model, TEXT, Kernels(model, None), Plan((1, 3), (9, CONTEXT), 2, seconds=1e-5), 64))
+    titles = ["whole at 9", "whole at 20", "projections", "attention at 9", "attention at 20", "experts", "LM head"]
+    assert [curve.title for curve in curves] == titles
+    for curve in curves:
+        assert {m: len(times) for m, times in curve.seconds["stock"].items()} == {1: 2, 3: 2}
+        assert min(itertools.chain(*curve.seconds["stock"].values())) > 0
+
+
+def test_kernels_go_out_and_come_back():
+    kernels = Kernels.__new__(Kernels)
+    kernels.rows = [frozenset({1, 2}), frozenset({4})]
+    kernels.sites = [SimpleNamespace(rows=rows) for rows in kernels.rows]
+    assert kernels.sides == ("stock", "ours")
+    with kernels.only("ours"):
+        assert [site.rows for site in kernels.sites] == kernels.rows
+    with pytest.raises(ZeroDivisionError), kernels.only("stock"):
+        1 / len(set.union(*(set(site.rows) for site in kernels.sites)))
+    assert [site.rows for site in kernels.sites] == kernels.rows
+
+
+def test_a_side_is_timed_with_its_kernels(tiny_models, monkeypatch):
+    """A stand-in kernel, three times as slow as what it takes the place of."""
+    model, pause = tiny_models()[0], {"s": 0.0}
+    kernels = Kernels(model, "off")
+    kernels.sites, kernels.rows = [SimpleNamespace(rows=frozenset({2}))], [frozenset({2})]
+    hidden, real = type(model).hidden, mx.eval
+
+    def noted(self, tokens, cache):
+        pause["s"] = 0.02 if tokens.shape[1] in kernels.sites[0].rows else 0.0
+        return hidden(self, tokens, cache)
+
+    monkeypatch.setattr(type(model), "hidden", noted)
+    monkeypatch.setattr(verify.mx, "eval", lambda *arrays: (real(*arrays), time.sleep(pause["s"])))
+    whole = next(measure(model, TEXT, kernels, Plan((1, 2), (CONTEXT,), 2), 64))
+    found = {side: min(seconds[2]) for side, seconds in whole.seconds.items()}
+    assert found["ours"] > 0.02 > found["stock"]
+
+
+def test_a_table_marks_what_is_inconclusive():
+    sure = Curve("whole", 8, {"stock": {1: [1.0] * 9, 2: [1.5] * 9}})
+    unsure = Curve("LM head", None, {"stock": {1: [1.0] * 9, 2: [1.5, 2.0, 1.0] * 3}})
+    table = curve_table([sure, unsure], "stock", "T")
+    assert [list(column.cells) for column in table.columns] == [
+        ["1, ms", "2"],
+        ["1000.000", "1.50"],
+        ["1000.000", "1.50?"],
+    ]
+    assert "inconclusive" in table.caption
+    assert curve_table([sure], "stock", "T").caption is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"rows": (1, 17)}, "rows=17: allowed"), ({"contexts": (0,)}, "contexts=0")]
+)
+def test_numbers_out_of_range_are_refused(change, said):
+    with pytest.raises(ValueError, match=said):
+        Plan(**{"rows": (1, 2), "contexts": (8,), "rounds": 1, **change})
+
+
+def test_a_model_without_a_port_is_refused():
+    with pytest.raises(ValueError, match="one row at a time"):
+        Kernels(nn.Linear(2, 2), None)
+
+
+def test_the_command_ends_with_its_result(tmp_path):
+    few = ("--rows", "2", "--contexts", "16", "--rounds", 1, "--quick", "--out", tmp_path / "v.json")
+    done = command_line.call("bench", "verify", *few)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == json.loads((tmp_path / "v.json").read_text())
+    assert [curve["name"] for curve in found["curves"]] == ["whole", "projections", "attention", "experts", "LM head"]
+    assert found["options"]["rows"] == [1, 2]
+    if not mx.metal.is_available():
+        assert "ours = stock modules: kernels need Metal, and there is no Metal GPU here." in done.stdout
+        assert all(curve["seconds"].keys() == {"stock"} for curve in found["curves"])
+
+
+def test_rows_that_are_no_numbers_are_one_line():
+    done = command_line.call("bench", "verify", "--rows", "17")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--rows" in done.stderr
