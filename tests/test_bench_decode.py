@@ -84,7 +84,7 @@ def test_all_loops_write_the_text_that_plain_generation_writes(demo):
 
 
 def test_a_loop_slowed_on_purpose_shows_as_much(demo):
-    rest, gaps = 0.05, 7
+    rest, gaps = 0.1, 7
     slowed = Slowed(demo.model, "slowed", 0, {"prompt_lookup": False}, rest=rest)
     session = session_of(demo, [slowed], 2, max_tokens=gaps + 1, stop_tokens=())
     by_loop = {entry.contender: entry for entry in session.entries}
@@ -101,7 +101,7 @@ def test_a_loop_slowed_on_purpose_shows_as_much(demo):
 
 
 def test_a_slowed_baseline_shows_in_every_ratio_to_it(demo):
-    loops = [Slowed(demo.model, PLAIN, 0, {"prompt_lookup": False}, rest=0.05)]
+    loops = [Slowed(demo.model, PLAIN, 0, {"prompt_lookup": False}, rest=0.2)]
     session = open_session(demo, [2], 1, 0.0)
     session.loops = [session.loops[0], *loops, session.loops[2]]
     measure(session, prompt_of(demo), Settings(max_tokens=6, prefill_step_size=256), lambda *_: None)
