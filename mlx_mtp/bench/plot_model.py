@@ -74,9 +74,7 @@ def documents(found: Found, machine: str = "Mac Studio") -> Iterator[Ranges]:
     }
     for line, k in _with_plain(lines):
         names.append(f"{line['weights']} {line['context'] // 1024}k {'plain' if k == 0 else f'k={k}'}")
-        floors: dict[str, float] = (
-            line["cycle_floor"] if k else dict.fromkeys(line["cycle_floor"], line["plain_floor"])
-        )
+        floors = {o: floor if k else line["plain_floor"] for o, floor in line["cycle_floor"].items()}
         spans.append((1e3 * min(floors.values()), 1e3 * max(floors.values())))
         kind = "cycle" if k else "plain"
         values = line[kind], floors[SHOWN_OVERLAP], line["predicted"].get(OURS, {}).get(kind)
