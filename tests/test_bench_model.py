@@ -12,7 +12,7 @@ import published
 import pytest
 from command_line import call
 from families import FAMILIES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from results import decode_result, profile_result, verify_result
@@ -198,6 +198,7 @@ def test_floors_by_hand():
         SMALL.draft_passes(8)
 
 
+@settings(max_examples=50, deadline=None)
 @given(MODELS, st.integers(1, 8), CONTEXTS)
 def test_floors_grow_with_rows_and_shrink_with_overlap(name, rows, context):
     model = released.MODELS[name]
@@ -211,6 +212,7 @@ def test_floors_grow_with_rows_and_shrink_with_overlap(name, rows, context):
     assert floor.pass_floor(model, 1, context, "published").total == pytest.approx(plain)
 
 
+@settings(max_examples=50, deadline=None)
 @given(MODELS, st.sampled_from(sorted(CHIPS)), CONTEXTS, st.sampled_from((2, 4, 8)))
 def test_nothing_is_predicted_below_its_floor(name, chip, context, rows):
     model, on = released.MODELS[name], FITTED[chip]
@@ -222,6 +224,7 @@ def test_nothing_is_predicted_below_its_floor(name, chip, context, rows):
             assert line["seconds"] >= floors[line["phase"], line["rows"], line["overlap"]] / on.bandwidth
 
 
+@settings(max_examples=50, deadline=None)
 @given(MODELS, CONTEXTS, st.sampled_from((2, 4, 8)))
 def test_what_kernels_take_off_is_what_lies_between_stock_and_ours(name, context, rows):
     model = released.MODELS[name]
