@@ -141,6 +141,7 @@ def dense_bytes(model: Any, k: int) -> tuple[int, int]:
     for depth, head in enumerate(model.mtp[:k]):
         inside = [m for name, m in modules if name.startswith(f"mtp.{depth}.") and name != f"mtp.{depth}.head"]
         heads += drafts * sum(map(own_bytes, (head, *inside, model.unembedding(depth))))
+        heads -= (drafts - 1) * (own_bytes(head.fc) if "fc" in head else 0)  # of the target's rows, once a cycle
     return target, heads
 
 
