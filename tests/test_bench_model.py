@@ -261,24 +261,23 @@ def test_the_documents_beside_their_limits():
         assert bool(line["predicted"]) == (row.machine == "Mac Studio")
 
 
-def test_a_documents_floor_by_hand():
-    line = next(
-        x
-        for x in documents.documents(FITTED)
-        if (x["machine"], x["weights"], x["drafts"]) == ("Mac Studio", "IQ4_XS", 1)
-    )
+@pytest.mark.parametrize(("weights", "bits", "head_bits", "k"), [("IQ4_XS", 4.25, 16, 1), ("Q4_K_S", 4.5, 4.5, 3)])
+def test_a_documents_floor_by_hand(weights, bits, head_bits, k):
+    """The engine drafts with one head and its own LM head, again and again; `head_bits` are those of its cache."""
+    row = "Mac Studio", weights, 32768, k
+    lines = documents.documents(FITTED)
+    line = next(x for x in lines if (x["machine"], x["weights"], x["context"], x["drafts"]) == row)
     h, vocabulary, experts = 4096, 128896, 8 * 3 * 1280
     full, sliding = (2 * heads * 128 + 2 * 1024 + heads for heads in (64, 96))
     dense, sparse = 3 * 11264, 288 + experts + 3 * 1280
-    weights = h * (12 * full + 33 * sliding + 3 * dense + 42 * sparse + vocabulary)
+    read = h * (12 * full + 33 * sliding + 3 * dense + 42 * sparse + vocabulary)
     cache = 2 * 1024 * 2 * (12 * 32768 + 33 * 512)
     usable = 819e9 * M3_ULTRA.usable
-    assert line["plain_floor"] == pytest.approx((weights * 4.25 / 8 + cache) / usable)
-    head = h * (2 * h + sliding + dense + vocabulary) * 4.25 / 8 + 2 * 1024 * 2 * 512
-    second = h * 42 * experts * 4.25 / 8
-    assert line["cycle_floor"]["shared"] == pytest.approx(line["plain_floor"] + head / usable)
-    union = ops.distinct(288, 8, 2) / 8 - 1
-    assert line["cycle_floor"]["independent"] == pytest.approx(line["plain_floor"] + (head + union * second) / usable)
+    assert line["plain_floor"] == pytest.approx((read * bits / 8 + cache) / usable)
+    head = h * (2 * h + sliding + dense + vocabulary) * bits / 8 + 2 * 1024 * 512 * head_bits / 8
+    assert line["cycle_floor"]["shared"] == pytest.approx(line["plain_floor"] + k * head / usable)
+    routed = (ops.distinct(288, 8, k + 1) / 8 - 1) * h * 42 * experts * bits / 8
+    assert line["cycle_floor"]["independent"] == pytest.approx(line["plain_floor"] + (k * head + routed) / usable)
 
 
 DEVICES = [
