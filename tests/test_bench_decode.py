@@ -3,16 +3,16 @@
 import copy
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from command_line import call
 
 import mlx_mtp
-from mlx_mtp.bench import decode, documents, prompts
-from mlx_mtp.bench.decode import PLAIN, broken, found, measure, open_session
+from mlx_mtp.bench import decode, documents, loops, prompts, timing
+from mlx_mtp.bench.decode import PLAIN, as_result, broken, measure, open_session
 from mlx_mtp.bench.decode_tables import changes, compared, overall, unlike
-from mlx_mtp.bench.loops import MlxLm, Ours, Reader, Settings, twin
+from mlx_mtp.bench.loops import MlxLm, Ours, Reader, Settings, timed, twin
 from mlx_mtp.bench.rows import categories, rows, settings
 from mlx_mtp.bench.subject import open_subject
 from mlx_mtp.demo import demo_path
@@ -26,15 +26,29 @@ def demo():
     return open_subject()
 
 
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
 @dataclass
 class Slowed(Ours):
-    """Our loop with a rest before each token."""
+    """Our loop, whose cycles take 10 ms and a rest."""
 
+    clock: Clock = field(default_factory=Clock)
     rest: float = 0.0
 
     def tokens(self, prompt, cache, max_tokens, settings):
+        cycles = 0
         for token in super().tokens(prompt, cache, max_tokens, settings):
-            time.sleep(self.rest)
+            assert self.stats
+            self.clock.now += (self.stats.cycles - cycles) * (0.01 + self.rest)
+            cycles = self.stats.cycles
             yield token
 
 
@@ -56,16 +70,12 @@ def prompt_of(subject, kind="translation"):
     return prompts.make_prompts(subject.tokenizer, subject.model.vocab_size, each=1, only=[kind])
 
 
-def session_of(subject, loops, rounds, **options):
+def session_of(subject, others, rounds, **options):
     session = open_session(subject, [2], rounds, 0.0)
-    session.loops = [*session.loops[:2], *loops]
+    session.loops = [*session.loops[:2], *others]
     options = {"max_tokens": 6, "prefill_step_size": 256, "stop_tokens": subject.stop_tokens, **options}
     measure(session, prompt_of(subject), Settings(**options), lambda *_: None)
     return session
-
-
-def row_of(result, name, setting=WHOLE):
-    return next(row for row in rows(result, setting) if row.contender == name)
 
 
 def test_all_loops_write_the_text_that_plain_generation_writes(demo):
@@ -74,8 +84,8 @@ def test_all_loops_write_the_text_that_plain_generation_writes(demo):
     text = [t for t, *_ in mlx_mtp.generate_step(prompt.tokens, demo.model, num_draft_tokens=0, **options)]
     assert len(text) == 12
     fixed = {"adaptive": False}
-    loops = [MlxLm(twin(demo.model)), Ours(demo.model, "k", 3, fixed), Ours(demo.model, "adaptive", None)]
-    for loop in [*loops, Ours(demo.model, PLAIN, 0)]:
+    others = [MlxLm(twin(demo.model)), Ours(demo.model, "k", 3, fixed), Ours(demo.model, "adaptive", None)]
+    for loop in [*others, Ours(demo.model, PLAIN, 0)]:
         reader = Reader(loop, prompt.tokens, Settings(**options, prefill_step_size=32)).read()
         runs = [reader.run() for _ in range(2)]  # each from the same cache, that none of them changes
         assert [run.tokens for run in runs] == [text] * 2
@@ -83,32 +93,48 @@ def test_all_loops_write_the_text_that_plain_generation_writes(demo):
         assert counted == ([12] * 2 if loop.stats else [])
 
 
-def test_a_loop_slowed_on_purpose_shows_as_much(demo):
-    rest, gaps = 0.1, 7
-    slowed = Slowed(demo.model, "slowed", 0, {"prompt_lookup": False}, rest=rest)
-    session = session_of(demo, [slowed], 2, max_tokens=gaps + 1, stop_tokens=())
-    by_loop = {entry.contender: entry for entry in session.entries}
-    for plain, slow in zip(by_loop[PLAIN].seconds, by_loop["slowed"].seconds, strict=True):
-        assert slow == pytest.approx(plain + gaps * rest, abs=0.5 * gaps * rest)
-    result = found(session, {})
-    slow, plain = row_of(result, "slowed"), row_of(result, PLAIN)
-    assert slow.speed
-    assert plain.speed
-    assert slow.vs_plain
-    assert 1 / slow.speed.median == pytest.approx(1 / plain.speed.median + rest, abs=0.5 * rest)
-    assert slow.vs_plain.high < 0.75
-    assert not result["differences"]
+def test_the_clock_starts_with_the_first_token():
+    def steps():
+        time.sleep(0.3)
+        yield 1
+        time.sleep(0.02)
+        yield 2
+
+    tokens, seconds = timed(steps())
+    assert tokens == [1, 2]
+    assert 0.02 <= seconds < 0.3
 
 
-def test_a_slowed_baseline_shows_in_every_ratio_to_it(demo):
-    loops = [Slowed(demo.model, PLAIN, 0, {"prompt_lookup": False}, rest=0.2)]
-    session = open_session(demo, [2], 1, 0.0)
-    session.loops = [session.loops[0], *loops, session.loops[2]]
-    measure(session, prompt_of(demo), Settings(max_tokens=6, prefill_step_size=256), lambda *_: None)
-    for row in rows(found(session, {}), WHOLE):
-        if row.contender != PLAIN:
-            assert row.vs_plain
-            assert row.vs_plain.median > 1.5
+def test_there_is_a_rest_before_each_turn(demo, monkeypatch):
+    rests = []
+    monkeypatch.setattr(timing.time, "sleep", rests.append)
+    session = open_session(demo, [2], 2, 1.5)
+    session.loops = session.loops[1:2]
+    measure(session, prompt_of(demo), Settings(max_tokens=2, prefill_step_size=256), lambda *_: None)
+    assert rests == [1.5] * 3  # a warm-up and two rounds
+
+
+@pytest.mark.parametrize("slow", ["plain", "k=2"])
+def test_a_loop_slowed_on_purpose_shows_as_much(demo, monkeypatch, slow):
+    clock, fixed = Clock(), {"adaptive": False, "prompt_lookup": False}
+    monkeypatch.setattr(loops, "time", clock)
+    rest = {slow: 0.03}
+    session = open_session(demo, [2], 2, 0.0)
+    session.loops = [
+        Slowed(demo.model, name, k, fixed, clock=clock, rest=rest.get(name, 0.0))
+        for name, k in ((PLAIN, 0), ("k=2", 2))
+    ]
+    settings = Settings(max_tokens=9, prefill_step_size=256)
+    measure(session, prompt_of(demo), settings, lambda *_: None)
+    plain, drafting = rows(as_result(session, {}), WHOLE)
+    per_cycle = {name: 0.01 + rest.get(name, 0.0) for name in (PLAIN, "k=2")}
+    (cycles,) = {count for entry in session.entries for count in entry.cycles if entry.contender == "k=2"}
+    assert cycles < 8
+    assert plain.speed.median == pytest.approx(1 / per_cycle[PLAIN])
+    assert drafting.speed.median == pytest.approx(8 / cycles / per_cycle["k=2"])
+    assert drafting.vs_plain.median == pytest.approx(8 / cycles * per_cycle[PLAIN] / per_cycle["k=2"])
+    assert drafting.vs_plain.conclusive
+    assert not session.differences
 
 
 def test_another_text_is_reported_where_it_begins(demo):
@@ -116,7 +142,7 @@ def test_another_text_is_reported_where_it_begins(demo):
     (difference,) = session.differences
     assert (difference["contender"], difference["position"]) == ("wrong", 3)
     assert difference["found"] == [difference["expected"][0] + 1]
-    result = found(session, {})
+    result = as_result(session, {})
     assert broken(result) == [difference]
     result["model"] = {**result["model"], "dtype": "bfloat16"}
     assert broken(result) == []  # perhaps a near-tie
@@ -128,8 +154,8 @@ def test_another_text_is_reported_where_it_begins(demo):
 
 def test_sampled_texts_are_compared_among_our_loops_alone(demo):
     fixed = {"adaptive": False}
-    loops = [Ours(demo.model, "k=2", 2, fixed), Wrong(demo.model, "wrong", 2)]
-    session = session_of(demo, loops, 1, temp=1.5, seed=4, stop_tokens=())
+    others = [Ours(demo.model, "k=2", 2, fixed), Wrong(demo.model, "wrong", 2)]
+    session = session_of(demo, others, 1, temp=1.5, seed=4, stop_tokens=())
     assert [d["contender"] for d in session.differences] == ["wrong"]
     by_loop = {entry.contender: entry for entry in session.entries}
     assert by_loop["k=2"].text == by_loop[PLAIN].text != by_loop["mlx-lm"].text
@@ -302,6 +328,7 @@ def test_what_is_drawn_says_so(tmp_path):
     assert by_loop["k=1"]["accepted"] == by_loop["k=1"]["drafted"]
     assert result["differences"] == []  # of drafting loops nothing else was to be expected
     assert {e["category"] for e in result["entries"]} == {"random_tokens"}
+    assert all(e["tokens"] == [12] for e in result["entries"])
 
 
 def test_an_earlier_result_is_shown_beside_and_a_wrong_text_is_exit_code_1(tmp_path, monkeypatch):
@@ -323,8 +350,9 @@ def test_an_earlier_result_is_shown_beside_and_a_wrong_text_is_exit_code_1(tmp_p
         (("--layers", 2), "Invalid value for '--layers': layers=2: of random weights only"),
         (("--config", "/none"), "Invalid value for '--config': config=/none: cannot be read"),
         (("--drafts", "7"), "Invalid value for '--drafts': drafts=7: allowed with this model is 1 to 3"),
-        (("--contexts", "5"), "Invalid value for '--contexts': contexts=5: a prompt alone has"),
+        (("--contexts", "700,5"), "Invalid value for '--contexts': contexts=5: a prompt alone has"),
         (("--preset", "documents"), "--preset documents: needs --model"),
+        (("--preset", "documents", "--model", "demo", "--contexts", "9"), "--preset documents: not with --contexts"),
         (("--preset", "documents", "--model", "demo", "--no-mtp"), "preset=documents: allowed with 3 chained heads"),
         (("--compare", "/none"), "No such file"),
     ],

@@ -12,7 +12,7 @@ import published
 import pytest
 from command_line import call
 from families import FAMILIES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from results import decode_result, profile_result, verify_result
@@ -198,6 +198,7 @@ def test_floors_by_hand():
         SMALL.draft_passes(8)
 
 
+@settings(max_examples=50, deadline=None)
 @given(MODELS, st.integers(1, 8), CONTEXTS)
 def test_floors_grow_with_rows_and_shrink_with_overlap(name, rows, context):
     model = released.MODELS[name]
@@ -211,6 +212,7 @@ def test_floors_grow_with_rows_and_shrink_with_overlap(name, rows, context):
     assert floor.pass_floor(model, 1, context, "published").total == pytest.approx(plain)
 
 
+@settings(max_examples=50, deadline=None)
 @given(MODELS, st.sampled_from(sorted(CHIPS)), CONTEXTS, st.sampled_from((2, 4, 8)))
 def test_nothing_is_predicted_below_its_floor(name, chip, context, rows):
     model, on = released.MODELS[name], FITTED[chip]
@@ -222,6 +224,7 @@ def test_nothing_is_predicted_below_its_floor(name, chip, context, rows):
             assert line["seconds"] >= floors[line["phase"], line["rows"], line["overlap"]] / on.bandwidth
 
 
+@settings(max_examples=50, deadline=None)
 @given(MODELS, CONTEXTS, st.sampled_from((2, 4, 8)))
 def test_what_kernels_take_off_is_what_lies_between_stock_and_ours(name, context, rows):
     model = released.MODELS[name]
@@ -258,24 +261,23 @@ def test_the_documents_beside_their_limits():
         assert bool(line["predicted"]) == (row.machine == "Mac Studio")
 
 
-def test_a_documents_floor_by_hand():
-    line = next(
-        x
-        for x in documents.documents(FITTED)
-        if (x["machine"], x["weights"], x["drafts"]) == ("Mac Studio", "IQ4_XS", 1)
-    )
+@pytest.mark.parametrize(("weights", "bits", "head_bits", "k"), [("IQ4_XS", 4.25, 16, 1), ("Q4_K_S", 4.5, 4.5, 3)])
+def test_a_documents_floor_by_hand(weights, bits, head_bits, k):
+    """The engine drafts with one head and its own LM head, again and again; `head_bits` are those of its cache."""
+    row = "Mac Studio", weights, 32768, k
+    lines = documents.documents(FITTED)
+    line = next(x for x in lines if (x["machine"], x["weights"], x["context"], x["drafts"]) == row)
     h, vocabulary, experts = 4096, 128896, 8 * 3 * 1280
     full, sliding = (2 * heads * 128 + 2 * 1024 + heads for heads in (64, 96))
     dense, sparse = 3 * 11264, 288 + experts + 3 * 1280
-    weights = h * (12 * full + 33 * sliding + 3 * dense + 42 * sparse + vocabulary)
+    read = h * (12 * full + 33 * sliding + 3 * dense + 42 * sparse + vocabulary)
     cache = 2 * 1024 * 2 * (12 * 32768 + 33 * 512)
     usable = 819e9 * M3_ULTRA.usable
-    assert line["plain_floor"] == pytest.approx((weights * 4.25 / 8 + cache) / usable)
-    head = h * (2 * h + sliding + dense + vocabulary) * 4.25 / 8 + 2 * 1024 * 2 * 512
-    second = h * 42 * experts * 4.25 / 8
-    assert line["cycle_floor"]["shared"] == pytest.approx(line["plain_floor"] + head / usable)
-    union = ops.distinct(288, 8, 2) / 8 - 1
-    assert line["cycle_floor"]["independent"] == pytest.approx(line["plain_floor"] + (head + union * second) / usable)
+    assert line["plain_floor"] == pytest.approx((read * bits / 8 + cache) / usable)
+    head = h * (2 * h + sliding + dense + vocabulary) * bits / 8 + 2 * 1024 * 512 * head_bits / 8
+    assert line["cycle_floor"]["shared"] == pytest.approx(line["plain_floor"] + k * head / usable)
+    routed = (ops.distinct(288, 8, k + 1) / 8 - 1) * h * 42 * experts * bits / 8
+    assert line["cycle_floor"]["independent"] == pytest.approx(line["plain_floor"] + (k * head + routed) / usable)
 
 
 DEVICES = [

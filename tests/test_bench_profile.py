@@ -27,16 +27,6 @@ def work(model, k=3, tokens=9, step=64):
     return Workload(model, PROMPT, tokens, k, step)
 
 
-def timed(job) -> Timer:
-    """The fastest of three runs, phase by phase: other work on the machine only adds time."""
-    timers = [Timer() for _ in range(3)]
-    for timer in timers:
-        decode_in_phases(job, timer)
-    best = timers[0]
-    best.seconds = {name: min(t.seconds[name] for t in timers) for name in best.seconds}
-    return best
-
-
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_it_is_the_loops_text_and_cycles(tiny_models, k):
     model, watch, stats = tiny_models()[0], Timer(), mlx_mtp.Stats()
@@ -59,32 +49,33 @@ def test_phases_and_the_rest_are_the_wall(tiny_models):
     assert 0 < min(shares) < 0.03
 
 
-LOAD = {}
+class Clock:
+    """Time that passes when what is planted is computed, and when the host sleeps."""
 
+    def __init__(self, monkeypatch):
+        self.now, real = 0.0, mx.eval
 
-def late(x: mx.array) -> mx.array:
-    """The same array, SLOW seconds of the device's time later."""
-    size = 1 << 14
-    while LOAD.get("seconds", 0.0) < SLOW:
-        size *= 2
-        LOAD["array"] = mx.random.normal((size,))
-        LOAD["seconds"] = min(sorting(LOAD["array"]) for _ in range(3))
-    return x + (0 * mx.sort(LOAD["array"] + 0 * x.reshape(-1)[0].astype(mx.float32))[0]).astype(x.dtype)
+        def evaluate(*arrays):
+            flat = [a for _, a in tree_flatten(arrays) if isinstance(a, mx.array)]
+            self.sleep(SLOW * census.operations(*flat)["ErfInv"])
+            real(*arrays)
 
+        monkeypatch.setattr(mx, "eval", evaluate)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.sleep)
 
-def sorting(array: mx.array) -> float:
-    mx.eval(array)
-    tic = time.perf_counter()
-    mx.eval(mx.sort(array))
-    return time.perf_counter() - tic
+    def sleep(self, seconds):
+        self.now += seconds
 
 
 def on_the_device(monkeypatch, owner, name, when=lambda rows: True):
+    """Plant an operation behind what a function returns."""
     real = getattr(owner, name)
 
     def slowed(*args, **kwargs):
         found = real(*args, **kwargs)
-        return late(found) if when(found.shape[1] if found.ndim > 1 else 0) else found
+        planted = when(found.shape[1] if found.ndim > 1 else 0)
+        return found + mx.erfinv(0.0 * found).astype(found.dtype) if planted else found
 
     monkeypatch.setattr(owner, name, slowed)
 
@@ -99,30 +90,50 @@ def asleep(monkeypatch, owner, name):
     monkeypatch.setattr(owner, name, slowed)
 
 
+# Where each is planted, and how often in a cycle.
 PLANTED = {
-    "prefill": lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows > ROWS),
-    "draft": lambda patch, model: on_the_device(patch, MTPHead, "__call__", lambda rows: rows <= ROWS),
-    "verify": lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows <= ROWS),
-    "accept": lambda patch, model: on_the_device(patch, cycle, "accept"),
-    "build the draft": lambda patch, model: asleep(patch, cycle, "draft"),
-    "build the verify": lambda patch, model: asleep(patch, cycle, "accept"),
-    "commit": lambda patch, model: asleep(patch, Text, "extend"),
+    "prefill": (lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows > ROWS), 0),
+    "draft": (lambda patch, model: on_the_device(patch, MTPHead, "__call__", lambda rows: rows <= ROWS), 3),
+    "verify": (lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows <= ROWS), 1),
+    "accept": (lambda patch, model: on_the_device(patch, cycle, "accept"), 1),
+    "build the draft": (lambda patch, model: asleep(patch, cycle, "draft"), 1),
+    "build the verify": (lambda patch, model: asleep(patch, cycle, "accept"), 1),
+    "commit": (lambda patch, model: asleep(patch, Text, "extend"), 1),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_is_slow_shows_in_its_phase_and_in_no_other(tiny_models, monkeypatch, name):
-    model = tiny_models()[0]
-    job = Workload(model, PROMPT, 4, 3, 64)
-    late(mx.zeros(1))
-    before = timed(job)
-    PLANTED[name](monkeypatch, model)
-    after = timed(job)
-    times = {"prefill": 1, "commit": after.cycles + 1, "draft": 3 * after.cycles}.get(name, after.cycles)
-    grown = {other: after.seconds[other] - before.seconds[other] for other in after.seconds}
-    slower = grown.pop(name)
-    assert slower > 0.6 * times * SLOW  # what it took when the machine was at its slowest may have been more
-    assert max(grown.values()) < 0.3 * slower, grown
+    model, watch = tiny_models()[0], Timer()
+    plant, times = PLANTED[name]
+    Clock(monkeypatch)
+    plant(monkeypatch, model)
+    decode_in_phases(work(model), watch)
+    assert watch.cycles > 2
+    times = times * watch.cycles + (name in ("prefill", "commit"))
+    expected = {other: times * SLOW * (other == name) for other in watch.seconds}
+    assert watch.seconds == pytest.approx(expected)
+    assert watch.wall == pytest.approx(times * SLOW)
+
+
+def test_the_device_is_waited_for(tiny_models, monkeypatch):
+    """As above with the real clock and a real load, for the heads."""
+    load = mx.random.normal((1 << 18,))
+    mx.eval(load)
+    real, runs = MTPHead.__call__, []
+
+    def slowed(self, embeddings, hidden, cache):
+        found = real(self, embeddings, hidden, cache)
+        return found + 0 * mx.sort(load + 0 * found.reshape(-1)[0])[0] if hidden.shape[1] <= ROWS else found
+
+    for head in (real, slowed):
+        monkeypatch.setattr(MTPHead, "__call__", head)
+        timers = [Timer() for _ in range(2)]
+        for timer in timers:
+            decode_in_phases(Workload(tiny_models()[0], PROMPT, 4, 3, 64), timer)
+        runs.append({name: min(t.seconds[name] for t in timers) for name in timers[0].seconds})
+    grown = {name: runs[1][name] - runs[0][name] for name in runs[0]}
+    assert grown.pop("draft") > max(0.05, 3 * max(grown.values()))
 
 
 class Pedant(Timer):
@@ -142,6 +153,8 @@ def test_nothing_is_pending_after_a_phase(tiny_models, monkeypatch):
 
     def propose(d, last, plan):
         run, cache = last.run, d.cache
+        if plan.k:
+            assert last.base + run.accepted.item() + 1 == cache.layers[0].offset
         left = [run.packed, run.hidden, run.tokens, run.accepted, cache.layers[0].offset, *cache.arrays]
         pending.append(census.operations(*(a for a in left if isinstance(a, mx.array))).total())
         return real(d, last, plan)

@@ -1,7 +1,6 @@
 """The pictures of a result of `bench model`: floors beside what is predicted, measured, and published."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from .panels import DASHED, SOLID, Bars, Found, Lines, Ranges, Series, subject
 from .roofline.floor import CYCLE, DRAFT, PLAIN, VERIFY
@@ -75,7 +74,7 @@ def documents(found: Found, machine: str = "Mac Studio") -> Iterator[Ranges]:
     }
     for line, k in _with_plain(lines):
         names.append(f"{line['weights']} {line['context'] // 1024}k {'plain' if k == 0 else f'k={k}'}")
-        floors: Any = line["cycle_floor"] if k else dict.fromkeys(line["cycle_floor"], line["plain_floor"])
+        floors = {o: floor if k else line["plain_floor"] for o, floor in line["cycle_floor"].items()}
         spans.append((1e3 * min(floors.values()), 1e3 * max(floors.values())))
         kind = "cycle" if k else "plain"
         values = line[kind], floors[SHOWN_OVERLAP], line["predicted"].get(OURS, {}).get(kind)

@@ -37,7 +37,7 @@ def model(**flags: Any) -> None:
 
     results = [result.read(file) for file in flags["measured"]]
     with complete(flags["measured"]) if results else nullcontext():
-        chip = assemble.find_chip(flags["chip"] or _chip_of(results))
+        chip = assemble.find_chip(_chip_of(results) if flags["chip"] is None else flags["chip"])
         subject = assemble.find_model(_model_of(flags, results), flags["config"], on_chip=chip is not None)
         rows = QUICK_ROWS if flags["quick"] else assemble.ROWS
         found = assemble.bench_model(subject, chip, _context_of(flags, results), rows, results)

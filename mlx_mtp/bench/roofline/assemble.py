@@ -47,7 +47,7 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
             raise ValueError(f"config={config}: not together with a model; allowed is one of the two")
         shaped, _ = shaped_model(config)
         return Subject(config.parent.resolve().name, config.name, of_port(shaped, width))
-    name = name or MODEL
+    name = MODEL if name is None else name
     for known, model in MODELS.items():
         if name.lower() == known.lower():
             return Subject(known, "released, 4 bits", model)
