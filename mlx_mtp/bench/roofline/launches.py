@@ -52,5 +52,5 @@ LAUNCHES = {kind: _COUNTED[where] for kind, where in KINDS.items()}
 
 def launches(kind: str, on: Collection[str], rows: int) -> int:
     """Of one layer with no kernels on, with one kind of them, or with all."""
-    name = "none" if not on else "all" if ALL <= set(on) else "".join(on)
+    name = "none" if not on else "all" if set(on) >= ALL else "".join(on)
     return LAUNCHES[kind][name][int(rows > 1)]
