@@ -11,7 +11,7 @@ import pytest
 from command_line import call
 from results import decode_result, kernels_result, profile_result, verify_result
 
-from mlx_mtp.bench import page, plot_data, plots, result
+from mlx_mtp.bench import page, page_tables, plot_data, plots, result
 from mlx_mtp.bench.panels import Bars, Grid, Lines, Ranges
 from mlx_mtp.bench.roofline import assemble
 
@@ -331,8 +331,26 @@ def test_a_page_stands_alone(made):
     for value in (made("decode")["environment"]["mlx"], "11251744", "mlx_lm"):
         assert value in text
     for found in results:
-        for table in page.tables_of(found):
+        for table in page_tables.tables_of(found):
             assert str(table.title) in re.sub(r"&#x27;", "'", text)
+
+
+TABLES = {
+    "verify": (lambda: verify_result(noise=0), 2, ["10.000", "7.00", "2.50"]),
+    "kernels": (kernels_result, 1, ["1.40", "0.90"]),
+    "kernels, emulated": (lambda: kernels_result(timed=False), 1, ["8.00x"]),
+    "profile": (lambda: profile_result(noise=0), 1, ["  build the verify", "12.00", "0.50"]),
+    "decode": (lambda: decode_result((512, 4096), noise=0), 4, ["adaptive", "90%/70%/40%", "100.0"]),
+    "model": (model_result, 5, ["plain step", "76.4 (3.1/3.4/5.8x)"]),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_made_again_of_the_result(name):
+    make, count, expected = TABLES[name]
+    tables = list(page_tables.tables_of(make()))
+    assert len(tables) == count
+    assert set(expected) <= {str(cell) for table in tables for column in table.columns for cell in column.cells}
 
 
 def test_numbers_of_a_picture_are_its_own(made):

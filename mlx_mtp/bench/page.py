@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import plots
+from .page_tables import tables_of
 from .panels import Bars, Found, Grid, Lines, Panel, Ranges, subject
 from .plot_data import panels_of
 
@@ -82,21 +83,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_shown, value)) or "none"
     return "none" if value is None else str(value)
-
-
-def tables_of(found: Found) -> Iterator[Table]:
-    """The tables that the command printed, where they can be made of the result alone."""
-    if found["bench"] == "decode":
-        from .decode_tables import by_category, overall
-        from .rows import settings
-
-        for setting in settings(found):
-            yield overall(found, setting)
-            yield by_category(found, setting)
-    if found["bench"] == "model":
-        from .roofline.tables import tables
-
-        yield from tables(found)
 
 
 def html_table(table: Table) -> Iterator[str]:

@@ -169,10 +169,12 @@ def kernel_grid(found: Found) -> Iterator[Grid]:
     values = [[made.get((name, m)) for m in sizes] for name in names]
     if lines:
         title, unit = (
-            ("stock MLX's time over ours", "x") if timed else ("bytes requested over distinct, emulated", "x")
+            ("stock MLX's time over ours", "x")
+            if timed
+            else ("largest buffer, bytes requested over distinct, emulated", "x")
         )
         most = max(v for line in values for v in line if v is not None)
-        where = subject(found) if timed else "counts"
+        where = subject(found) if timed else "counts, no times"
         axes = ("rows, M", "kernel", names, [str(m) for m in sizes])
         yield Grid(f"{title}: {where}", *axes, values, "{:.2f}", 0, max(2.0, most), unit)
 
