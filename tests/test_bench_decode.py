@@ -350,7 +350,10 @@ def test_an_earlier_result_is_shown_beside_and_a_wrong_text_is_exit_code_1(tmp_p
         (("--layers", 2), "Invalid value for '--layers': layers=2: of random weights only"),
         (("--config", "/none"), "Invalid value for '--config': config=/none: cannot be read"),
         (("--drafts", "7"), "Invalid value for '--drafts': drafts=7: allowed with this model is 1 to 3"),
-        (("--contexts", "700,5"), "Invalid value for '--contexts': contexts=5: a prompt alone has"),
+        (
+            ("--contexts", "700,5", "--prompts", 1, "--categories", "translation"),
+            "Invalid value for '--contexts': contexts=5: a prompt alone has",
+        ),
         (("--preset", "documents"), "--preset documents: needs --model"),
         (("--preset", "documents", "--model", "demo", "--contexts", "9"), "--preset documents: not with --contexts"),
         (("--preset", "documents", "--model", "demo", "--no-mtp"), "preset=documents: allowed with 3 chained heads"),

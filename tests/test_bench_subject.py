@@ -176,6 +176,7 @@ def test_facts_of_a_subject(config):
         a.nbytes for n, a in tree_flatten(drawn.model.parameters()) if not n.startswith("mtp.")
     )
     demo = open_subject("demo")
+    assert demo.stop_tokens == tuple(sorted(demo.tokenizer.eos_token_ids)) != ()
     assert (demo.name, demo.synthetic, demo.facts["dtype"], demo.rates) == ("demo", None, "float32", ())
     assert json.loads(json.dumps(demo.facts)) == demo.facts
 
@@ -196,6 +197,7 @@ def expected_lengths(right: list[list[bool]], k: int, first: int, n: int) -> tup
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_as_many_are_accepted_as_were_drawn(k):
     subject = open_subject(synth_rates=[0.8, 0.6])
+    assert subject.stop_tokens == ()  # a draft may be anything
     right = draws([0.8, 0.6], 0).tolist()
     with subject.acceptance():
         text, stats = generated(subject.model, k, 40)
