@@ -46,15 +46,23 @@ def read_prompts(tokenizer, file: Path) -> list[tuple[str, list[int]]]:
     return prompts
 
 
-def with_useless_heads(path: Path):
-    """The model with heads of random weights, as large as the trained ones."""
+def sibling(model, path: Path):
+    """The checkpoint again, with the arrays of `model`: a copy that rests for a while is slow to come back."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, _ = mlx_mtp.load(path)
-    for head in model.mtp:
+        other, _ = mlx_mtp.load(path)
+    other.update(model.parameters())
+    other._costs = None  # what is remembered of `model` is not this one's
+    return other
+
+
+def with_useless_heads(model, path: Path):
+    """A sibling with heads of random weights, as large as the trained ones."""
+    other = sibling(model, path)
+    for head in other.mtp:
         head.update(tree_map(_noise, head.parameters()))
-    mx.eval(model.parameters())
-    return model
+    mx.eval(other.parameters())
+    return other
 
 
 def _noise(w: mx.array) -> mx.array:
@@ -149,12 +157,12 @@ def main(model: str, prompts: Path, runs: int, max_tokens: int, out: Path | None
     loops: list[Loop] = [MlxLm(twin(ours))]
     loops += [Ours(ours, name, k, options) for k, (name, options) in enumerate(plain.items())]
     # Costs are remembered with a model: loops that cost otherwise have one of their own.
-    other, _ = mlx_mtp.load(model)
+    other = sibling(ours, Path(model))
     loops += [
         Ours(ours, "adaptive", None),
         Ours(other, "k=0, compiled", 0, {"adaptive": False, "compile_cycles": True}),
         Ours(other, COMPILED, None, {"compile_cycles": True}),
-        Ours(with_useless_heads(Path(model)), USELESS, None),
+        Ours(with_useless_heads(ours, Path(model)), USELESS, None),
     ]
     encoded = read_prompts(tokenizer, prompts)
     settings = Settings(max_tokens, stop_tokens=frozenset(tokenizer.eos_token_ids))

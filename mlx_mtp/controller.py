@@ -8,22 +8,24 @@ plain decoding, whatever drafts turn out to be worth, and one against the best d
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .costs import NOISE, PLAIN, Arm, Costs, Source
 
 # Acceptance: what depth 1 is thought to be before it was seen, how many drafts that counts for, what a cycle forgets.
 GUESS, WEIGHT, KEPT = 0.6, 2.0, 0.95
-BEFORE = 8.0  # drafts that those of earlier runs count for
+BEFORE = 16.0  # drafts that those of earlier runs count for
 COST_OPTIMISM, OPTIMISM = 1.5, 0.8  # sds of costs and of acceptance by which an arm is judged above its mean
 # Plain steps that drafting may have lost by now, and trying other arms too: at once, and per step of the run.
 LOST, LOST_SHARE = 3.0, 0.012
 MET = 8  # rows behind, up to which heads that come back go on with their stay
-STAY_SHARE = 0.012  # plain steps that a stay with the heads may lose, per step since the last one began
+STAY_SHARE = 0.013  # plain steps that a stay with the heads may lose, per step since the last one began
 SPIKE = 1.0  # plain steps that a cycle which is not believed is charged beyond what it was thought to take
 TRIED, TRIED_SHARE = 2.0, 0.015
-FIRST_TRY = 8.0  # plain steps
+FIRST_TRY, SURE_FIRST_TRY = 8.0, 32.0  # plain steps; where earlier runs agree on the costs
+PARKED, REST = 8, 3  # plain steps in a row after which only every fourth is thought about: that takes time, too
 REFRESH = 8  # cycles after which the plain step may be measured again
+UNLUCKY = 3.0  # sds by which the plain step may have been measured too slow
 STAKE = 0.5  # of what may still be lost, the most that one cycle may put at risk
 SCATTER = 0.4  # sd of the logarithm of a cycle's tokens
 SHORTEST = 3  # tokens that must have occurred before
@@ -80,9 +82,9 @@ class Acceptance:
             self.seen[depth] += 1
             self.right[depth] += depth < accepted
 
-    def forget(self) -> None:
-        self.right = [KEPT * n for n in self.right]
-        self.seen = [KEPT * n for n in self.seen]
+    def forget(self, cycles: int = 1) -> None:
+        self.right = [KEPT**cycles * n for n in self.right]
+        self.seen = [KEPT**cycles * n for n in self.seen]
 
     def tokens(self, optimism: float = 0.0) -> list[float]:
         """Expected tokens of a cycle of 0, 1, .. drafts, each depth taken `optimism` sds above its mean."""
@@ -110,19 +112,18 @@ class Fixed:
         pass
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A plan with what is expected of it. steps: its cost in plain steps. high: tokens per step if all goes well."""
+class Choice(NamedTuple):
+    """A plan with what is expected of it.
+
+    steps: its cost in plain steps. rate: tokens per step; high: if all goes well. risk: steps that it may lose.
+    """
 
     plan: Plan
     tokens: float
     steps: float
+    rate: float
     high: float
-    risk: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.steps
+    risk: float
 
 
 class Controller:
@@ -134,6 +135,7 @@ class Controller:
 
     def __init__(self, *, max_drafts: int, max_lookup: int = 0, p_min: bool = False, known: Costs | None = None):
         self.costs = Costs(max_drafts, max_lookup, known)
+        self.plans = {arm: Plan(*arm) for arm in self.costs.arms}
         self.heads = Acceptance(max_drafts, before=known.drafts if known else ())
         self.prompt = [Acceptance(max_lookup, guess=0.5 + 0.1 * i) for i in range(len(BUCKETS))]
         self.lost = 0.0  # plain steps that drafting took beyond its tokens' worth
@@ -145,8 +147,12 @@ class Controller:
         self.best_rate = 1.0
         self.confident = Confident() if p_min and max_drafts else None
         self.explores: list[bool] = []
-        self.first_try = FIRST_TRY  # elapsed steps at which one draft is tried whatever is thought of its cost
+        # Elapsed steps at which one draft is tried whatever is thought of its cost.
+        self.first_try = SURE_FIRST_TRY if self.costs.confirmed else FIRST_TRY
         self.since_plain = 0  # cycles since the last plain step
+        self.parked = 0  # plain steps in a row that were the best known
+        self.resting = 0  # of them those to come, before it is thought about again
+        self.passed = 0  # cycles of which nothing was learned, and the one that is being observed
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
         """The next cycle's plan.
@@ -154,14 +160,18 @@ class Controller:
         matched: how many of the last tokens have occurred before in the same order. behind: rows that idle heads
         would have to read first.
         """
+        if self.resting and matched < SHORTEST:
+            self.resting -= 1
+            self.explores.append(False)
+            return self.plans[PLAIN]
         choices = self._choices(matched, behind)
         plain = choices[0]
-        if not self.costs.seen[0] and self.pending != 0:  # without the plain step nothing can be judged
+        if self.costs.unknown and self.pending != 0:  # without the plain step nothing can be judged
             return self._take(plain, explores=False, behind=behind)
         spare = LOST + LOST_SHARE * self.elapsed - self.lost - max(self.pending, 0.0)
         first = next((c for c in choices if self._never_measured(c)), None)
-        if first and self.elapsed >= self.first_try and spare >= LOST:
-            self.first_try *= 4
+        if first and self.elapsed >= self.first_try and spare >= LOST / 2 + self.costs.row * behind:
+            self.first_try *= 2
             return self._take(first, explores=True, behind=behind)
         stay = max(spare, self._stay(behind) - max(self.pending, 0.0))
         choices = [c for c in choices if c is plain or c.risk <= (stay if c.plan.source == "heads" else spare)]
@@ -169,8 +179,8 @@ class Controller:
         self.best_rate = best.rate
         spare = TRIED + TRIED_SHARE * self.elapsed - self.tried
         stale = self.since_plain >= REFRESH
-        hopeful = max((c for c in choices if c is not plain or stale or c is best), key=lambda c: c.high)
-        if hopeful is best and stale and plain.high > best.rate:
+        hopeful = max((c for c in choices if c is not plain or c is best), key=lambda c: c.high)
+        if stale and best is not plain and self._plain_may_be_best(best):
             hopeful = plain
         if hopeful is not best and hopeful.steps - hopeful.tokens / best.rate <= spare:
             return self._take(hopeful, explores=True, behind=behind)
@@ -178,13 +188,18 @@ class Controller:
 
     def observe(self, cycle: Cycle) -> None:
         """Learn from a cycle."""
+        self.passed += 1
+        if self.resting and not cycle.plan.k:
+            self.elapsed += 1
+            self.explores.pop(0)
+            return
         arm = _arm(cycle)
         before = self.costs.mean[0]
         believed = False
         if cycle.seconds is not None and arm in self.costs.index and not cycle.plan.p_min:
             believed = self.costs.observe(arm, cycle.seconds, cycle.caught_up)
-        self.costs.drift()
-        shift = float(self.costs.mean[0] - before)
+        self.costs.drift(self.passed)
+        shift = self.costs.mean[0] - before
         if abs(shift) > 1:  # all was measured in wrong units
             self.elapsed *= math.exp(-shift)
             self.came_at *= math.exp(-shift)
@@ -200,13 +215,19 @@ class Controller:
         else:
             self.heads.observe(cycle.verified, cycle.accepted)
             self.costs.drafted(cycle.verified, cycle.accepted)
-        self.heads.forget()
+        self.heads.forget(self.passed)
         if self.confident:
-            self.confident.forget()
+            self.confident.forget(self.passed)
+        self.passed = 0
 
     def _never_measured(self, choice: Choice) -> bool:
         """One draft of the heads, of which this run knows nothing: what a file says may be wrong."""
         return choice.plan == Plan("heads", 1) and not self.costs.seen[self.costs.index["heads", 1]]
+
+    def _plain_may_be_best(self, best: Choice) -> bool:
+        """Nothing tells that a plain step was measured when it was unlucky, but another one."""
+        arm = (best.plan.source, best.plan.k)
+        return math.log(best.rate) < UNLUCKY * self.costs.spread(arm, PLAIN)
 
     def _deeper(self, choices: list[Choice]) -> Choice:
         """One length above the heads' best: what drafts that may stop early are to be compared with."""
@@ -238,6 +259,9 @@ class Controller:
         self.pending = choice.risk if choice.plan.k else 0.0
         self.explores.append(explores)
         self.since_plain = 0 if not choice.plan.k else self.since_plain + 1
+        self.parked = 0 if choice.plan.k or explores else self.parked + 1
+        if self.parked >= PARKED:
+            self.resting = REST
         return choice.plan
 
     def _bucket(self, matched: int) -> Acceptance:
@@ -245,29 +269,31 @@ class Controller:
 
     def _choices(self, matched: int, behind: int) -> list[Choice]:
         """Every arm that may run now, the plain step first."""
-        expected, high = self.heads.tokens(), self.heads.tokens(OPTIMISM)
-        means: dict[Arm, float] = {("heads", k): expected[k] for s, k in self.costs.arms if s == "heads"}
-        highs: dict[Arm, float] = {("heads", k): high[k] for s, k in self.costs.arms if s == "heads"}
-        if matched >= SHORTEST and any(s == "lookup" for s, _ in self.costs.arms):
-            bucket = self._bucket(matched)
-            expected, high = bucket.tokens(), bucket.tokens(OPTIMISM)
-            means |= {("lookup", k): expected[k] for s, k in self.costs.arms if s == "lookup"}
-            highs |= {("lookup", k): high[k] for s, k in self.costs.arms if s == "lookup"}
-        choices = []
-        for arm, tokens in means.items():
-            source, k = arm
-            steps = self.costs.steps(arm)
-            luck = math.exp(COST_OPTIMISM * self.costs.doubt(arm))
-            rate = highs[arm] / steps * luck
-            shortest = k == min(n for s, n in self.costs.arms if (s == source and n) or not k)
-            new = shortest and not self.costs.seen[self.costs.index[arm]]
-            risk = (steps * math.exp(self.costs.spread(arm, PLAIN) * (not shortest)) - 1) / (1 if new else STAKE)
-            if source == "heads" and k and behind:
-                steps += self.costs.row * behind / STAY
-                risk += self.costs.row * behind
-            choices.append(Choice(Plan(source, k), tokens, steps, rate, risk))
+        choices = self._choices_of("heads", self.heads, behind)
+        if matched >= SHORTEST:
+            choices += self._choices_of("lookup", self._bucket(matched), 0)
         if self.confident:
             choices.append(self.confident.choice(self._deeper(choices)))
+        return choices
+
+    def _choices_of(self, source: Source, acceptance: Acceptance, behind: int) -> list[Choice]:
+        """The arms of one who drafts, ascending; the plain step is the heads'."""
+        costs, choices = self.costs, []
+        tokens, high = acceptance.tokens(), acceptance.tokens(OPTIMISM)
+        shortest = True
+        for arm, plan in self.plans.items():
+            if arm[0] != source:
+                continue
+            k, steps = plan.k, costs.steps(arm)
+            rate = high[k] / steps * math.exp(COST_OPTIMISM * costs.doubt(arm))
+            first = shortest or not k
+            new = first and not costs.seen[costs.index[arm]]
+            risk = (steps * (1 if first else math.exp(costs.spread(arm, PLAIN))) - 1) / (1 if new else STAKE)
+            shortest = not k
+            if source == "heads" and k and behind:
+                steps += costs.row * behind / STAY
+                risk += costs.row * behind
+            choices.append(Choice(plan, tokens[k], steps, tokens[k] / steps, rate, risk))
         return choices
 
 
@@ -283,8 +309,9 @@ class Confident:
     def observe(self, cycle: Cycle, steps: float) -> None:
         self.cycles, self.tokens, self.steps = self.cycles + 1, self.tokens + cycle.accepted + 1, self.steps + steps
 
-    def forget(self) -> None:
-        self.cycles, self.tokens, self.steps = KEPT * self.cycles, KEPT * self.tokens, KEPT * self.steps
+    def forget(self, cycles: int) -> None:
+        kept = KEPT**cycles
+        self.cycles, self.tokens, self.steps = kept * self.cycles, kept * self.tokens, kept * self.steps
 
     def choice(self, like: Choice) -> Choice:
         """The arm beside a choice of as many drafts, whose rate it is thought to have until it was seen."""
@@ -292,7 +319,8 @@ class Confident:
         steps = (self.steps + WEIGHT * like.steps) / (self.cycles + WEIGHT)
         doubt = math.sqrt(NOISE**2 + SCATTER**2) / math.sqrt(self.cycles + WEIGHT)
         plan = Plan("heads", like.plan.k, p_min=True)
-        return Choice(plan, tokens, steps, tokens / steps * math.exp(COST_OPTIMISM * doubt), like.risk)
+        rate = tokens / steps
+        return Choice(plan, tokens, steps, rate, rate * math.exp(COST_OPTIMISM * doubt), like.risk)
 
 
 def _arm(cycle: Cycle) -> Arm:

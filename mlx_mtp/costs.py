@@ -31,6 +31,8 @@ SURPRISE = 3.0  # sds
 LEAST = 0.05  # plain steps that any drafts cost at least
 CATCH_UP = 0.01  # plain steps per row that idle heads read, until measured; its own sd
 REMEMBERED = 64  # drafts of a depth, beyond which older ones count half
+# Times seen in a run that count as measured, what is then the same (logarithm), and runs until the most trust.
+OFTEN, SAME, CONFIRMED = 3, 0.25, 2
 ROW_DOUBT = 0.003  # the sd of that which stays, so that newer catch-ups count
 
 
@@ -51,23 +53,35 @@ class Costs:
         lookups = [k for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]
         self.arms: list[Arm] = [PLAIN, *(("heads", k) for k in ladder(max_drafts)), *(("lookup", k) for k in lookups)]
         self.index = {arm: i for i, arm in enumerate(self.arms)}
-        self.mean, self.cov = _prior(self.arms)
-        self.seen = np.zeros(len(self.arms), int)  # times measured in this run
+        mean, cov = _prior(self.arms)
+        self.seen = [0] * len(self.arms)  # times measured in this run
         self.row = CATCH_UP  # plain steps per row that idle heads read
         self._row_variance = CATCH_UP**2
         self.measured: set[Arm] = set()
         self.drafts: list[list[float]] = []  # per depth of the heads: right ones and all, of this and earlier runs
+        self.confirmed = 0  # generations in a row that measured what had been known
+        self._before: dict[Arm, float] = {}  # logarithms of plain steps
         self._suspect: tuple[Arm | None, bool] | None = None  # the last cycle was not believed: arm, whether too slow
         factor = UNKNOWN
         if known is not None and known.measured:
-            self.mean = np.array([known._log(arm) for arm in self.arms])
+            mean = np.array([known._log(arm) for arm in self.arms])
             self.measured = known.measured & set(self.arms)
-            self.cov[0, 0] += FACTOR**2
+            cov[0, 0] += FACTOR**2
+            cov /= (1 + min(known.confirmed, CONFIRMED)) ** 2
+            self.confirmed = known.confirmed
+            self._before = {arm: known._log(arm) - known.mean[0] for arm in self.measured}
             self.row, factor = known.row, 2.0
             self.drafts = [[*counts] for counts in known.drafts]
-        self.cov += factor**2
         rows = np.array([float(k > 0) for _, k in self.arms])
-        self._drift = CLOCK**2 + ROWS**2 * np.outer(rows, rows) + OWN**2 * np.eye(len(rows))
+        # Lists: a step of the filter on so few arms takes NumPy ten times as long between two cycles.
+        self.mean: list[float] = mean.tolist()
+        self.cov: list[list[float]] = (cov + factor**2).tolist()
+        self._drift = (CLOCK**2 + ROWS**2 * np.outer(rows, rows) + OWN**2 * np.eye(len(rows))).tolist()
+
+    @property
+    def unknown(self) -> bool:
+        """Whether nothing tells what a plain step takes beside the others."""
+        return not self.seen[0] and not self.confirmed
 
     def seconds(self, arm: Arm) -> float:
         """What a cycle of this arm takes, as far as is known; any k up to the largest."""
@@ -80,11 +94,11 @@ class Costs:
     def spread(self, arm: Arm, other: Arm) -> float:
         """The sd of the logarithm of one arm's cost over another's."""
         i, j = self.index[arm], self.index[other]
-        return math.sqrt(max(0.0, self.cov[i, i] + self.cov[j, j] - 2 * self.cov[i, j]))
+        return math.sqrt(max(0.0, self.cov[i][i] + self.cov[j][j] - 2 * self.cov[i][j]))
 
     def doubt(self, arm: Arm) -> float:
         """The sd of the logarithm of an arm's cost."""
-        return math.sqrt(self.cov[self.index[arm], self.index[arm]])
+        return math.sqrt(self.cov[self.index[arm]][self.index[arm]])
 
     def observe(self, arm: Arm, seconds: float, caught_up: int = 0) -> bool:
         """Learn from one cycle; False where its time says nothing about its arm.
@@ -96,7 +110,7 @@ class Costs:
         if caught_up:
             seconds, noise = self._without_rows(arm, whole, caught_up)
         surprise = math.log(seconds) - self.mean[i]
-        deviation = math.sqrt(self.cov[i, i] + noise)
+        deviation = math.sqrt(self.cov[i][i] + noise)
         far = abs(surprise) > SURPRISE * deviation or (not self.seen[i] and surprise > 2 * deviation)
         self.seen[i] += 1
         sign = (arm if surprise > 0 else None, surprise > 0)
@@ -106,15 +120,11 @@ class Costs:
         self._suspect = None
         if caught_up and not far:
             self._learn_rows(arm, whole, caught_up)
-        if far:
-            self.cov += surprise**2  # all arms alike, and this one a little on its own
-            self.cov[i, i] += (surprise / 2) ** 2
-            self.seen[:] = 0
-            self.seen[i] = 1
-        column = self.cov[:, i].copy()
-        gain = column / (column[i] + noise)
-        self.mean = self.mean + gain * surprise
-        self.cov = self.cov - np.outer(gain, column)
+        if far:  # all arms alike, and this one a little on its own
+            self.cov = [[value + surprise**2 for value in row] for row in self.cov]
+            self.cov[i][i] += (surprise / 2) ** 2
+            self.seen = [int(j == i) for j in range(len(self.arms))]
+        self._update(i, surprise, noise)
         self.measured.add(arm)
         return True
 
@@ -127,9 +137,29 @@ class Costs:
             if counts[1] > REMEMBERED:
                 counts[:] = [n / 2 for n in counts]
 
-    def drift(self) -> None:
-        """One cycle has passed: everything is a little less certain."""
-        self.cov = self.cov + self._drift
+    def drift(self, cycles: int = 1) -> None:
+        """Cycles have passed: everything is a little less certain."""
+        self.cov = [
+            [value + cycles * more for value, more in zip(*rows, strict=True)]
+            for rows in zip(self.cov, self._drift, strict=True)
+        ]
+
+    def confirm(self) -> None:
+        """The run is over: is what had been known, and was measured again, still so?"""
+        again = [arm for arm in self._before if arm != PLAIN and self.seen[self.index[arm]] >= OFTEN]
+        if again and self.seen[0] >= OFTEN:
+            errors = [abs(self._log(arm) - self.mean[0] - self._before[arm]) for arm in again]
+            self.confirmed = self.confirmed + 1 if max(errors) < SAME else 0
+
+    def _update(self, i: int, surprise: float, noise: float) -> None:
+        """The filter's step: arm i was measured, its logarithm `surprise` above its mean, with variance `noise`."""
+        column = [row[i] for row in self.cov]
+        gain = [value / (column[i] + noise) for value in column]
+        self.mean = [mean + g * surprise for mean, g in zip(self.mean, gain, strict=True)]
+        self.cov = [
+            [value - g * c for value, c in zip(row, column, strict=True)]
+            for row, g in zip(self.cov, gain, strict=True)
+        ]
 
     def _without_rows(self, arm: Arm, seconds: float, rows: int) -> tuple[float, float]:
         """An arm's seconds less what idle heads' reading is thought to take, and the variance of their logarithm."""
@@ -149,23 +179,23 @@ class Costs:
     def _log(self, arm: Arm) -> float:
         """The logarithm of an arm's cost; between and beyond measured k, straight in log(1 + k)."""
         if arm in self.index:
-            return float(self.mean[self.index[arm]])
+            return self.mean[self.index[arm]]
         source, k = arm
         own = [(n, self.index[s, n]) for s, n in self.arms if s == source or n == 0]
         if len(own) < 2:  # no arms of this source
             own = [(n, i) for (_, n), i in self.index.items()]
             own.sort()
         if len(own) < 2:
-            return float(self.mean[0]) + math.log(1 + (VERIFY[3] + DRAFT[1]) * k)
+            return self.mean[0] + math.log(1 + (VERIFY[3] + DRAFT[1]) * k)
         at = min(max(bisect_left(own, (k, -1)), 1), len(own) - 1)
         (a, i), (b, j) = own[at - 1], own[at]
         share = math.log((1 + k) / (1 + a)) / math.log((1 + b) / (1 + a))
-        return float(self.mean[i] + share * (self.mean[j] - self.mean[i]))
+        return self.mean[i] + share * (self.mean[j] - self.mean[i])
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads: seconds per measured arm, plain steps per row of catching up, drafts counted."""
         arms = [[*arm, self.seconds(arm)] for arm in self.arms if arm in self.measured]
-        return {"seconds": arms, "catch_up": self.row, "drafts": self.drafts}
+        return {"seconds": arms, "catch_up": self.row, "drafts": self.drafts, "confirmed": self.confirmed}
 
     @classmethod
     def from_json(cls, kept: Any) -> "Costs":
@@ -174,15 +204,16 @@ class Costs:
             arms = {(source, k): _positive(seconds) for source, k, seconds in kept["seconds"]}
             row = float(kept["catch_up"])
             drafts = [[float(right), float(seen)] for right, seen in kept.get("drafts", [])]
+            confirmed = int(kept.get("confirmed", 0))
         except (LookupError, TypeError, ValueError, AttributeError) as e:
             raise ValueError(f"no costs: {kept!r}") from e
         good = all(s in ("heads", "lookup") and type(k) is int and 0 <= k <= 64 for s, k in arms)
         good = good and all(0 <= right <= seen <= REMEMBERED for right, seen in drafts)
-        if not good or not 0 <= row < math.inf:
+        if not good or not 0 <= row < math.inf or confirmed < 0:
             raise ValueError(f"no costs: {kept!r}")
         most = {s: max((k for source, k in arms if source == s), default=0) for s in ("heads", "lookup")}
         costs = cls(most["heads"], most["lookup"])
-        costs.row, costs.drafts = row, drafts
+        costs.row, costs.drafts, costs.confirmed = row, drafts, confirmed
         for arm, seconds in arms.items():
             if arm in costs.index:
                 costs._set(arm, seconds)
@@ -191,10 +222,7 @@ class Costs:
     def _set(self, arm: Arm, seconds: float) -> None:
         """Measured often: the arm is exactly this, and its neighbours follow."""
         i = self.index[arm]
-        column = self.cov[:, i].copy()
-        gain = column / (column[i] + 1e-6)
-        self.mean = self.mean + gain * (math.log(seconds) - self.mean[i])
-        self.cov = self.cov - np.outer(gain, column)
+        self._update(i, math.log(seconds) - self.mean[i], noise=1e-6)
         self.measured.add(arm)
 
 

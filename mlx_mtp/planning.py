@@ -65,7 +65,8 @@ def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | N
 def remember(model: Any, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
     """Keep what a generation measured for the next ones."""
     found = compiled is not None and compiled.found()
-    if isinstance(control, Controller) and control.costs.seen.any():
+    if isinstance(control, Controller) and any(control.costs.seen):
+        control.costs.confirm()
         model._costs, found = control.costs, True
     if found:
         recorder = getattr(model, "_recorder", None)

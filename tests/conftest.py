@@ -1,15 +1,23 @@
 """Fixtures: tiny checkpoints on disk, loaded once per session. And what makes many small tests fast."""
 
+import contextlib
 import gc
 import os
 
 # Before MLX, NumPy or PyTorch is imported, here or in a test's process: one small product is slower on more threads.
 for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")
+# A worker keeps to a core, where MLX's thread takes turns with Python's: a third of the time went on waking it.
+if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
+    with contextlib.suppress(OSError):
+        _cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 import mlx.core as mx
 import pytest
 import tiny
+from compile_mode import ENABLED, NO_FUSE, set_mode
 
 import mlx_mtp
 
@@ -32,6 +40,12 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(autouse=True)
 def _seeded():
     mx.random.seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """`mx.compile` records, replays and fuses nothing: on a CPU a C++ compiler takes half a second for a kernel."""
+    set_mode(ENABLED if mx.metal.is_available() else NO_FUSE)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,6 +22,7 @@ def test_a_wide_spread_is_inconclusive():
     assert not wide.conclusive
     assert "inconclusive" in str(wide)
     assert (wide.median, wide.low, wide.high) == (1.02, 1.0, 1.06)
+    assert not timing.measured([1.0]).conclusive
 
 
 def test_a_ratio_is_within_a_round():

@@ -222,12 +222,12 @@ def test_rewinding_with_quantized_caches(tiny_models, start):
 def test_memory_is_flat_beyond_the_caches(model):
     session = make_session(model, REWRITING)
     beyond = []
-    while session.cache.offset < 6_000:
-        answer(session, "abcdefghij" * 40)
+    while session.cache.offset < 3_000:
+        answer(session, "abcdefghij" * 20)
         assert len(session._snapshots) <= KEPT_SNAPSHOTS
         mx.clear_cache()
         beyond.append(mx.get_active_memory() - session.cache.nbytes)
-    assert max(beyond[5:]) - min(beyond[5:]) < 500_000, beyond
+    assert max(beyond[5:]) - min(beyond[5:]) < 250_000, beyond
 
 
 def test_without_a_template(model):

@@ -1,20 +1,19 @@
 """Replayed cycles do what built ones do: text, drafts kept, caches; few are recorded, and hold no conversation."""
 
 import copy
-import ctypes
 import itertools
 import os
 import random
 import sys
 import threading
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import drafters
 import families
 import mlx.core as mx
 import pytest
+from compile_mode import ENABLED, set_mode
 from oracle import Oracle
 from plans import Script
 
@@ -28,29 +27,13 @@ from mlx_mtp.sampling import Picker
 SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="long: MLX_MTP_SWEEP=1 runs it")
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 generate = sys.modules[mlx_mtp.generate_step.__module__]
-NO_FUSE, ENABLED = 2, 3  # of mlx::core::CompileMode
-
-
-def set_mode(mode: int) -> None:
-    """What `mx.compile` does with a graph; Python knows only on and off."""
-    (library,) = (Path(mx.__file__).parent / "lib").glob("libmlx.[ds]*")
-    ctypes.CDLL(str(library))._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(ctypes.c_int(mode))
 
 
 @pytest.fixture(autouse=True)
-def _own(request, monkeypatch, tmp_path):
-    """Costs of its own, records at the first occurrence, no kernels fused: on a CPU a C++ compiler makes each."""
+def _own(monkeypatch, tmp_path):
+    """Costs of its own, and records at the first occurrence."""
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "OFTEN", 1)
-    fused = "fused" in request.fixturenames
-    set_mode(ENABLED if fused else NO_FUSE)
-    yield
-    set_mode(ENABLED)
-
-
-@pytest.fixture
-def fused():
-    pass
 
 
 class Seen(mlx_mtp.Stats):
@@ -389,5 +372,6 @@ def test_the_verdict_is_remembered(cheap, monkeypatch):
 
 
 @SWEEP  # on a CPU: a C++ compiler makes twenty kernels
-def test_with_fused_kernels(fused, tmp_path):
+def test_with_fused_kernels(tmp_path):
+    set_mode(ENABLED)
     check(of_family("mimo", tmp_path), 12, 1)

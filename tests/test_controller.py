@@ -82,6 +82,64 @@ def test_random_machines_lose_three_percent_hardly_ever_and_never_four():
     assert np.mean(np.array(taken) <= 200 / 0.97) >= 0.99
 
 
+def test_a_plain_step_that_was_measured_when_it_was_unlucky_is_measured_again():
+    """Useless heads look cheap beside it, and go on drafting if nothing asks again."""
+    where, seen, took, plan = machine("reference BLAS", noise=0.0), Controller(max_drafts=2), 0.0, Plan()
+    for i in range(200):
+        steps = (1.7 if i == 0 else 1) * (where.verify(plan.k + 1) + where.depth * plan.k)
+        following = seen.plan()
+        seen.observe(Cycle(plan, plan.k, 0, 0.02 * steps))
+        plan, took = following, took + steps
+    assert took <= 200 / 0.96
+
+
+def test_a_parked_controller_looks_up_from_its_rest_for_a_match():
+    """Useless heads in a text that was copied, and is copied again after a while."""
+    seen, sources = Controller(max_drafts=2, max_lookup=7), []
+    for i in range(120):
+        matched = 0 if 30 <= i < 90 else 20
+        plan = seen.plan(matched, behind=9)
+        resting = seen.resting
+        accepted, slope = (plan.k, 0.1) if plan.source == "lookup" else (0, 0.6)
+        seen.observe(Cycle(plan, plan.k, accepted, 0.02 * (1 + slope * plan.k), matched=matched))
+        sources.append((plan.source, plan.k > 0, resting > 0))
+    assert ("heads", False, True) in sources[30:90]
+    assert {source for source, *_ in sources[91:]} == {"lookup"}
+
+
+def test_costs_that_runs_agree_on_are_believed_and_those_that_changed_are_not():
+    def run(known, factor):
+        costs = Costs(3, known=known)
+        for _ in range(9):
+            costs.observe(PLAIN, 0.01)
+            costs.observe(("heads", 1), 0.01 * factor)
+        costs.confirm()
+        return costs
+
+    first = run(None, 1.5)
+    second, third = run(first, 1.5), run(run(first, 1.5), 1.5)
+    assert [c.confirmed for c in (first, second, third)] == [0, 1, 2]
+    spreads = [Costs(3, known=c).spread(("heads", 1), PLAIN) for c in (first, second, third)]
+    assert spreads[2] < spreads[1] < spreads[0] / 1.9
+    assert run(third, 2.5).confirmed == 0
+    assert Costs.from_json(third.to_json()).confirmed == 2
+    idle = Costs(3, known=third)
+    idle.observe(PLAIN, 0.01)
+    idle.confirm()
+    assert idle.confirmed == 2
+
+
+def test_a_run_with_costs_that_are_sure_begins_with_drafts():
+    costs = Costs.from_json({**measured_costs(), "drafts": [[30.0, 32.0]] * 3, "confirmed": 2})
+    assert Controller(max_drafts=3, known=costs).plan().k >= 2
+    costs.confirmed = 0
+    assert Controller(max_drafts=3, known=costs).plan().k == 0
+
+
+def measured_costs():
+    return {"seconds": [["heads", k, 0.01 * (1 + 0.1 * k)] for k in range(4)], "catch_up": 0.01}
+
+
 def test_a_first_cycle_that_compiles_is_not_what_its_length_costs():
     where = machine("M5 Max 27B", slow_first=20.0, noise=0.05)
     seen = Controller(max_drafts=3)

@@ -9,11 +9,13 @@ import pytest
 import tiny
 from exact import same_bits
 from metal_cases import linux_only
+from plans import Listed, follow
 from qwen import QWEN_TEXT
 from stock_ops import stock_ops
 
 import mlx_mtp
 from mlx_mtp import emulator, sites, switch, trial_run
+from mlx_mtp.controller import Plan
 from mlx_mtp.layers.attention import Attention
 from mlx_mtp.prompt_cache import make_prompt_cache
 
@@ -110,12 +112,13 @@ def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeyp
     with in_place_of_metal() as launches:
         model = mlx_mtp.load_model(checkpoints[name], kernels="exact", lazy=True)
         passes, texts = recorded(model), {}
-        for k in (0, 1, 2, 3):
+        for k, plans in {0: [Plan()], 3: [Plan("heads", n) for n in (3, 1, 2)]}.items():
             del launches[:]
-            steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=LENGTH, num_draft_tokens=k, adaptive=False)
+            follow(monkeypatch, Listed(plans))
+            steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=LENGTH, num_draft_tokens=k)
             texts[k] = [token for token, _, _ in steps]
             assert OPS[name] <= {launch.kernel for launch in launches}
-        assert texts == dict.fromkeys(range(4), texts[0])
+        assert texts[0] == texts[3]
         known, singly = PROMPT + texts[0], Singly(model)
         verifies = [(at, fed, rows) for at, fed, rows in passes if at >= len(PROMPT) and len(fed) > 1]
         assert {len(fed) for _, fed, _ in verifies} == {2, 3, 4}

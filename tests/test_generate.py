@@ -24,11 +24,10 @@ def demo():
 def test_text_is_the_same_for_every_k_and_form_of_prompt(demo):
     model, tokenizer = demo
     ids = tokenizer.encode(PROMPT)
-    forms = [(prompt, None) for prompt in (PROMPT, ids, np.array(ids), mx.array(ids))]
+    forms = [(prompt, None, True) for prompt in (PROMPT, ids, np.array(ids), mx.array(ids))]
     texts = {
-        mlx_mtp.generate(model, tokenizer, prompt, max_tokens=80, num_draft_tokens=k, adaptive=adaptive)
-        for adaptive in (False, True)
-        for prompt, k in [*forms, *((PROMPT, k) for k in range(4))]
+        mlx_mtp.generate(model, tokenizer, prompt, max_tokens=60, num_draft_tokens=k, adaptive=adaptive)
+        for prompt, k, adaptive in [*forms, *((PROMPT, k, adaptive) for k in range(4) for adaptive in (False, True))]
     }
     assert len(texts) == 1
     assert len(texts.pop()) > 40

@@ -67,7 +67,18 @@ ALLOWED = {
     "bench": {
         *("__init__", "cache", "checkpoint", "compiled", "controller", "costs", "cycle", "decode", "demo", "draft"),
         *("emulator", "generate", "kernels", "layers", "load", "lookup", "machine_file", "models", "planning"),
-        *("prefill", "prompt_cache", "recurrent_cache", "report", "sampling", "sites", "spec", "stats", "switch"),
+        *(
+            "prefill",
+            "prompt_cache",
+            "recurrent_cache",
+            "report",
+            "sampling",
+            "session",
+            "sites",
+            "spec",
+            "stats",
+            "switch",
+        ),
         *("trial", "trial_run"),
     },
     "cli": {

@@ -43,7 +43,8 @@ def test_stop_anywhere_then_continue(model_and_truth, k, how):
         assert first == truth[: len(first)]
         assert cache.tokens == PROMPT + first[:-1]
         assert all(c.offset == cache.offset for c in cache.layers)
-        assert texts(model, first[-1:], 48 - len(first), 3, cache) == truth[len(first) :]
+        rest = truth[len(first) :][:12]  # past a window
+        assert texts(model, first[-1:], len(rest), 3, cache) == rest
 
 
 def test_stopped_caches_hold_the_same_rows(model_and_truth):

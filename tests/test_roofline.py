@@ -1,5 +1,6 @@
-"""The roofline of bench/: bytes against real modules, experts against enumeration, what validation may look at."""
+"""The roofline: bytes against real modules, experts against enumeration, what validation may look at."""
 
+import json
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -10,71 +11,73 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import call
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from mlx_mtp.bench.roofline import assemble, cost, fit, launches, ops, released, validation_tables
+from mlx_mtp.bench.roofline.chips import CHIPS
+from mlx_mtp.bench.roofline.cost import Pass
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-models, cost, fit, roofline = (
-    import_module(name) for name in ("roofline_models", "roofline_cost", "roofline_fit", "roofline")
-)
 launched = import_module("launches_models")
 
-Pass, M3_ULTRA = cost.Pass, cost.CHIPS["M3 Ultra"]
+M3_ULTRA = CHIPS["M3 Ultra"]
 
 
 @pytest.mark.parametrize(("total", "top", "rows"), [(5, 2, 2), (5, 2, 3), (6, 3, 2), (4, 1, 4), (3, 3, 2)])
 def test_independent_experts_are_the_mean_of_all_choices(total, top, rows):
     choices = list(combinations(range(total), top))
     union = [len(set().union(*chosen)) for chosen in product(choices, repeat=rows)]
-    assert cost.distinct(total, top, rows) == pytest.approx(np.mean(union))
+    assert ops.distinct(total, top, rows) == pytest.approx(np.mean(union))
 
 
 def test_observed_routing_is_that_of_published_counts():
-    assert cost.distinct(256, 8, 8, shared=True) == pytest.approx(39, abs=0.1)
-    assert cost.distinct(64, 4, 2, shared=True) / 4 == pytest.approx(1.74, rel=0.05)  # GLM-4.7-Flash, not fitted
-    assert cost.distinct(256, 8, 1, shared=True) == pytest.approx(8)
-    assert cost.distinct(8, 4, 3, shared=True) == 4  # the pool holds one token's experts at least
+    assert ops.distinct(256, 8, 8, "published") == pytest.approx(39, abs=0.1)
+    assert ops.distinct(64, 4, 2, "published") / 4 == pytest.approx(1.74, rel=0.05)  # GLM-4.7-Flash, not fitted
+    assert ops.distinct(256, 8, 1, "published") == pytest.approx(8)
+    assert ops.distinct(8, 4, 3, "published") == 4  # the pool holds one token's experts at least
+    assert all(ops.distinct(256, 8, m, "shared") == 8 for m in range(1, 9))
 
 
 @pytest.mark.parametrize(("bits", "group"), [(2, 128), (4, 32), (4, 64), (8, 64), (3, 64)])
 def test_bytes_of_a_linear_are_those_of_the_module(bits, group):
     made = nn.QuantizedLinear(256, 96, bias=False, group_size=group, bits=bits)
     made.set_dtype(mx.bfloat16)
-    assert models.Linear("", 96, 256, bits, group).nbytes == sum(x.nbytes for _, x in tree_flatten(made.parameters()))
+    assert ops.Linear("", 96, 256, bits, group).nbytes == sum(x.nbytes for _, x in tree_flatten(made.parameters()))
 
 
 def test_bytes_of_experts_are_those_of_the_modules():
-    op, shapes = models.Experts(128, 64, 6, 2), ((128, 64), (128, 64), (64, 128))
+    op, shapes = ops.Experts(128, 64, 6, 2), ((128, 64), (128, 64), (64, 128))
     made = [SwitchLinear(*shape, 6, bias=False).to_quantized(group_size=64, bits=4) for shape in shapes]
     for layer in made:
         layer.set_dtype(mx.bfloat16)
     assert op.total * op.nbytes == sum(x.nbytes for layer in made for _, x in tree_flatten(layer.parameters()))
     at = Pass(3)
     assert cost.cost(op, at, M3_ULTRA).nbytes == 3 * op.top * op.nbytes
-    visited = cost.distinct(6, 2, 3)
-    assert cost.cost(op, replace(at, ours=True), M3_ULTRA).nbytes == pytest.approx(visited * op.nbytes)
+    visited = ops.distinct(6, 2, 3)
+    assert cost.cost(op, replace(at, on=launches.ALL), M3_ULTRA).nbytes == pytest.approx(visited * op.nbytes)
 
 
-EXPERTS, FFN = models.moe(128, 64, 8, 2), models.mlp(128, 128)
+EXPERTS, FFN = released.moe(128, 64, 8, 2), released.mlp(128, 128)
 LAYERS = {
-    "step dense": (launched.step, 1, (*models.gqa(128, 4, 2, 32, gate=4), *FFN)),
-    "step experts": (launched.step, 5, (*models.gqa(128, 4, 2, 32, gate=4), *EXPERTS)),
-    "glm experts": (launched.glm, 4, (*models.gqa(128, 4, 2, 32), *EXPERTS)),
-    "qwen delta": (launched.qwen, 1, (*models.delta(128, 2, 4, 32), *FFN)),
-    "qwen attention": (launched.qwen, 3, (*models.gqa(128, 4, 2, 32, gate=128), *FFN)),
-    "qwen attention experts": (launched.qwen_moe, 3, (*models.gqa(128, 4, 2, 32, gate=128), *EXPERTS)),
-    "deepseek experts": (launched.deepseek, 4, (*models.mla(128, 4, 64, 64, 32, 32, 32), *EXPERTS)),
+    "step dense": (launched.step, 1, (*released.gqa(128, 4, 2, 32, gate=4), *FFN)),
+    "step experts": (launched.step, 5, (*released.gqa(128, 4, 2, 32, gate=4), *EXPERTS)),
+    "glm experts": (launched.glm, 4, (*released.gqa(128, 4, 2, 32), *EXPERTS)),
+    "qwen delta": (launched.qwen, 1, (*released.delta(128, 2, 4, 32), *FFN)),
+    "qwen attention": (launched.qwen, 3, (*released.gqa(128, 4, 2, 32, gate=128), *FFN)),
+    "qwen attention experts": (launched.qwen_moe, 3, (*released.gqa(128, 4, 2, 32, gate=128), *EXPERTS)),
+    "deepseek experts": (launched.deepseek, 4, (*released.mla(128, 4, 64, 64, 32, 32, 32), *EXPERTS)),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_have_the_weights_of_the_ports(name):
-    make, index, ops = LAYERS[name]
+    make, index, made = LAYERS[name]
     parameters = tree_flatten(make().layers[index].parameters())
     small = ("conv1d", "shared_expert_gate")
     real = sum(x.size for path, x in parameters if x.ndim > 1 and not any(part in path for part in small))
-    products = [op for op in ops if isinstance(op, models.Linear | models.Experts)]
+    products = [op for op in made if isinstance(op, ops.Linear | ops.Experts)]
     counted = sum(op.weights * getattr(op, "total", 1) for op in products)
     assert counted == real
 
@@ -98,7 +101,7 @@ SIZES = [
 
 @pytest.mark.parametrize(("name", "size", "gb", "within"), SIZES)
 def test_sizes_of_released_models(name, size, gb, within):
-    assert getattr(models.MODELS[name], size) / 1e9 == pytest.approx(gb, rel=within)
+    assert getattr(released.MODELS[name], size) / 1e9 == pytest.approx(gb, rel=within)
 
 
 # Section 0 of the design: shared and routed GB, total and chosen experts, floors of T(2) and T(4).
@@ -112,24 +115,25 @@ FLOORS = [
 
 @pytest.mark.parametrize(("shared", "routed", "total", "top", "two", "four"), FLOORS)
 def test_floors_of_the_design(shared, routed, total, top, two, four):
-    floors = [(shared + routed * cost.distinct(total, top, m) / top) / (shared + routed) for m in (2, 4)]
+    floors = [(shared + routed * ops.distinct(total, top, m) / top) / (shared + routed) for m in (2, 4)]
     assert floors == pytest.approx([two, four], abs=0.006)
 
 
 def test_cache_bytes():
     keys = mx.zeros((2, 4, 100, 256), mx.bfloat16)  # K and V of Qwen3.6-27B's layer
-    op = models.Attention(24, 4, 256)
+    op = ops.Attention(24, 4, 256)
     assert cost.cost(op, Pass(1, context=100), M3_ULTRA).nbytes == keys.nbytes
     windowed = replace(op, window=10)
     assert cost.cost(windowed, Pass(1, context=100), M3_ULTRA).nbytes == keys.nbytes / 10
     per_token = 16 * cost.cost(op, Pass(1, context=1), M3_ULTRA).nbytes
     assert per_token == pytest.approx(65.5e3, rel=0.01)  # section 6
-    latent = cost.cost(models.Latent(128, 512, 64, 128, 128), Pass(1, context=100, ours=True), M3_ULTRA)
+    latent = cost.cost(ops.Latent(128, 512, 64, 128, 128), Pass(1, launches.ALL, context=100), M3_ULTRA)
     assert latent.nbytes == 100 * (576 * 2 + 128 * cost.SCORES)
 
 
 def requests(chip, m, ours=False, **more):
-    return cost.cost(models.Linear("", 17408, 5120), Pass(m, ours=ours, **more), cost.CHIPS[chip]).requests
+    on = launches.ALL if ours else frozenset()
+    return cost.cost(ops.Linear("", 17408, 5120), Pass(m, on, **more), CHIPS[chip]).requests
 
 
 def test_requests_of_the_kernels_that_are_chosen():
@@ -138,18 +142,18 @@ def test_requests_of_the_kernels_that_are_chosen():
     assert [requests("M2 Max", m) for m in (1, 5, 6, 8)] == [1, 5, 1, 1]  # padded tiles from 6 rows on
     assert [requests("M1 Ultra", m) for m in (1, 6, 8)] == [1, 6, 8]
     assert [requests("M1 Max", m, ours=True) for m in (1, 5, 8, 9)] == [1, 1, 1, 2]
-    op, at = models.Attention(24, 4, 256), Pass(5)
+    op, at = ops.Attention(24, 4, 256), Pass(5)
     assert cost.cost(op, at, M3_ULTRA).requests == 30
     assert cost.cost(op, at, M3_ULTRA).launches == 0
     assert cost.cost(op, Pass(6), M3_ULTRA).launches == cost.UNFUSED_LAUNCHES
-    assert cost.cost(op, replace(at, ours=True), M3_ULTRA).requests == 1
+    assert cost.cost(op, replace(at, on=launches.ALL), M3_ULTRA).requests == 1
 
 
 def test_more_rows_never_cost_less_and_ours_no_more_than_stock():
     chips = fit.fit(fit.read_rows())
     for name in ("M2 Max", "M3 Ultra", "M5 Max 40c"):
-        for model in models.MODELS.values():
-            stock, free, near = roofline.ratios(model, chips[name], 4096).values()
+        for model in released.MODELS.values():
+            stock, free, near = validation_tables.sides(model, chips[name], 4096).values()
             for side in (free, near):
                 assert sorted(side.values()) == list(side.values())
                 assert all(side[m] <= stock[m] for m in range(1, 7))  # from 7 rows on M2's padded tiles may be ahead
@@ -158,16 +162,36 @@ def test_more_rows_never_cost_less_and_ours_no_more_than_stock():
 
 def test_seconds_of_one_operation_by_hand():
     chip = replace(M3_ULTRA, gbps=1000, tflops=2, usable=0.5, issue=0.25)  # 500 GB/s, 250 G instructions/s
-    costs = cost.of_op(models.Linear("", 1000, 1000), Pass(2), chip)
+    costs = cost.of_op(ops.Linear("", 1000, 1000), Pass(2), chip)
     memory, issue = 562500 / 500e9, 1e6 * (3 + 2 * 2.125) / 250e9
     assert cost.seconds(costs, chip) == pytest.approx(issue + memory / 3 + 1.6e-6)
     assert cost.seconds(costs, chip, "max") == pytest.approx(issue + 1.6e-6)
 
 
 def test_launches_of_a_pass():
-    model = models.Model((models.Layer("glm dense", 3, models.mlp(64, 64)),), models.Linear("", 64, 64))
-    counts = [cost.of_model(model, Pass(m, ours=ours), M3_ULTRA).launches for m, ours in ((4, 0), (1, 1), (4, 1))]
-    assert counts == [3 + 3 * n for n in cost.LAUNCHES["glm dense"]]
+    model = ops.Model((ops.Layer("glm dense", 3, released.mlp(64, 64)),), ops.Linear("", 64, 64))
+    passes = Pass(4), Pass(1, launches.ALL), Pass(4, launches.ALL)
+    counts = [cost.of_model(model, at, M3_ULTRA).launches for at in passes]
+    counted = launches.LAUNCHES["glm dense"]
+    assert counts == [3 + 3 * n for n in (counted["none"][1], *counted["all"])]
+
+
+@pytest.mark.parametrize("kind", launches.LAUNCHES)
+def test_each_kind_of_kernels_was_counted_alone(kind):
+    counts = launches.LAUNCHES[kind]
+    assert counts.keys() == {"none", "all", *launches.KERNELS}
+    for column, rows in enumerate((1, 4)):
+        assert launches.launches(kind, launches.ALL, rows) == counts["all"][column] < counts["none"][column]
+        assert [launches.launches(kind, {name}, rows) for name in launches.KERNELS] == [
+            counts[name][column] for name in launches.KERNELS
+        ]
+    assert launches.launches(kind, (), 1) == counts["none"][0]
+
+
+def test_the_counts_say_how_they_were_made():
+    command = launches.FILE.read_text().splitlines()[0].removeprefix("# python ").split()
+    assert (Path(__file__).parents[1] / command[0]).is_file()
+    assert Path(command[-1]).name == launches.FILE.name
 
 
 def test_fit_looks_at_two_rows_at_most():
@@ -186,31 +210,38 @@ def test_published_rows_are_those_of_the_notes():
     assert all(line["why"] for line in fit.read_unused())
 
 
-def run(monkeypatch, rows):
-    monkeypatch.setattr(roofline, "read_rows", lambda: rows)
-    monkeypatch.setattr(roofline, "detail", lambda *_: [])
-    return CliRunner().invoke(roofline.main, ["--chip", "M3 Max 40c", "--model", "Qwen3.6-27B"])
+def validated(monkeypatch, rows, *args):
+    for module in (assemble, fit):
+        monkeypatch.setattr(module, "read_rows", lambda: rows)
+    return call("bench", "model", "--validate", "--quick", "--model", "Qwen3.6-27B", *args)
 
 
 def test_a_row_that_is_off_without_a_reason_fails(monkeypatch):
     rows = fit.read_rows()
-    good = run(monkeypatch, rows)
-    assert good.exit_code == 0, good.output
-    assert "FAIL" not in good.output
+    good = validated(monkeypatch, rows)
+    assert good.returncode == 0, good.stdout
+    assert "FAIL" not in good.stdout
     at = next(i for i, row in enumerate(rows) if row.chip == "M3 Max 40c" and row.m == 8)
     for factor in (0.6, 1.6):
-        bad = run(monkeypatch, [*rows[:at], replace(rows[at], ratio=factor * rows[at].ratio), *rows[at + 1 :]])
-        assert bad.exit_code == 1
-        assert "FAIL" in bad.output
+        changed = [*rows[:at], replace(rows[at], ratio=factor * rows[at].ratio), *rows[at + 1 :]]
+        bad = validated(monkeypatch, changed)
+        assert bad.returncode == 1
+        assert "FAIL" in bad.stdout
     rows[at] = replace(rows[at], ratio=1.6 * rows[at].ratio, reason="spread")
-    named = run(monkeypatch, rows)
-    assert named.exit_code == 0
-    assert "unexplained" in named.output
+    named = validated(monkeypatch, rows)
+    assert named.returncode == 0
+    assert "unexplained" in named.stdout
 
 
-def test_everything_printed_says_that_it_is_predicted():
-    lines = CliRunner().invoke(roofline.main, ["--model", "GLM-4.5"]).output.splitlines()
-    tables = [i for i, line in enumerate(lines) if line.lstrip().startswith("┏")]
-    assert len(tables) == 5
-    assert all("predicted" in lines[i - 1] for i in tables)
+def test_everything_printed_says_what_it_is(monkeypatch):
+    """Every table beside the floor's own and the published engine's: predicted."""
+    *lines, last = validated(monkeypatch, fit.read_rows(), "--chip", "M3 Ultra").stdout.splitlines()
+    titles = [lines[i - 1] for i, line in enumerate(lines) if line.lstrip().startswith("┏")]
+    assert len(titles) == 9
+    assert all("predicted" in title for title in titles if "floor" not in title)
+    assert "predicted ms" in next(lines[i + 2] for i, line in enumerate(lines) if "the gap to the floor" in line)
     assert sum(line.startswith("predicted") for line in lines) >= 6
+    found = json.loads(last)
+    errors = [abs(row["error"]) for row in found["validation"]["rows"] if not row["fitted"]]
+    assert found["validation"]["errors"]["all"]["greatest"] == max(errors)
+    assert min(row["m"] for row in found["validation"]["rows"] if not row["fitted"]) == 3

@@ -19,7 +19,7 @@ from .subject import Subject
 
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
 USUAL_DRAFTS = 3  # most fixed numbers of drafts that are tried where nothing is said
-FIRST_WARMUPS = 3  # on the first prompt: cycles are recorded, and costs learned, when they have come a few times
+WARMUPS = 3  # on the first prompt of each setting
 
 Progress = Callable[[int, int, str], None]
 
@@ -110,7 +110,7 @@ def measure(session: Session, prompts: Sequence[Prompt], settings: Settings, pro
             progress(i, len(prompts), prompt.category)
             readers = _readers(session, prompt, settings)
             turns = {name: reader.run for name, reader in readers.items()}
-            warmups = 1 if i else FIRST_WARMUPS
+            warmups = 0 if i else WARMUPS
             found = timing.interleaved(turns, session.rounds, warmups=warmups, cooldown=session.cooldown)
             for name, runs in found.items():
                 session.entries.append(_entry(prompt, readers[name], runs))
@@ -124,7 +124,7 @@ def _readers(session: Session, prompt: Prompt, settings: Settings) -> dict[str, 
     for loop in session.loops:
         try:
             readers[loop.name] = Reader(loop, prompt.tokens, settings).read()
-        except Exception as e:
+        except Exception as e:  # mlx-lm's own, of any kind
             if not isinstance(loop, MlxLm):
                 raise
             what = f" with kv_bits={settings.kv_bits}" if settings.kv_bits else ""
@@ -165,9 +165,8 @@ def _differences(session: Session, prompt: Prompt, settings: Settings, found: di
             continue
         other = next((run.tokens for run in runs if run.tokens != text), None)
         if other is not None:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other))
-            )
+            parted = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+            at = next(parted, min(len(text), len(other)))
             where = {"context": prompt.context, "kv_bits": settings.kv_bits, "mtp_kv_bits": settings.mtp_kv_bits}
             different.append(
                 {**where, "category": prompt.category, "contender": name, "position": at}
@@ -176,7 +175,7 @@ def _differences(session: Session, prompt: Prompt, settings: Settings, found: di
     return different
 
 
-def found(session: Session, options: dict[str, Any]) -> dict[str, Any]:
+def as_result(session: Session, options: dict[str, Any]) -> dict[str, Any]:
     """The session as a result."""
     return result(
         "decode",

@@ -11,18 +11,17 @@ from .rows import Row, Setting, categories, rows, settings
 from .timing import Measured
 
 NUMBERS = (
-    *("tokens", "drafted", "accepted", "per depth", "tok/cycle", "tok/s", "vs plain", "vs mlx-lm", "prompt tok/s"),
-    "peak GB",
+    *("tokens", "drafted", "accepted", "per depth", "tok/\ncycle", "tok/s", "over\nplain", "over\nmlx-lm"),
+    *("prompt\ntok/s", "peak\nGB"),
 )
-COMPARED = {"tok/s": "speed", f"vs {PLAIN}": "vs_plain", f"vs {MLX_LM}": "vs_mlx_lm"}
+STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
+COMPARED = {"tok/s": "speed", f"over {PLAIN}": "vs_plain", f"over {MLX_LM}": "vs_mlx_lm"}
 UNLIKE = ("chip", "memory_bytes", "cores", "os", "python", "device", "blas", "threads", "mlx", "mlx_lm", "mlx_mtp")
 
 
 def overall(found: dict[str, Any], setting: Setting) -> Table:
     """A row per loop, over all prompts."""
-    table = Table(
-        "loop", title=_title(found, setting), caption="ratios of tok/s, with their range", box=box.SIMPLE_HEAD
-    )
+    table = Table("loop", title=_title(found, setting), **STYLE)
     for name in NUMBERS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
@@ -36,9 +35,7 @@ def overall(found: dict[str, Any], setting: Setting) -> Table:
 def by_category(found: dict[str, Any], setting: Setting) -> Table:
     """A row per kind of prompt: each loop's speed over that of our plain one."""
     names = [row.contender for row in rows(found, setting) if row.contender != PLAIN]
-    table = Table(
-        "prompts", box=box.SIMPLE_HEAD, title=f"{_title(found, setting)}: tok/s over plain, by kind of prompt"
-    )
+    table = Table("prompts", title="tok/s over plain, by kind of prompt", **STYLE)
     for name in ("tokens", *names):
         table.add_column(name, justify="right")
     table.add_column("inconclusive")
@@ -77,15 +74,15 @@ def _cells(row: Row) -> list[str]:
         "/".join(f"{rate:.0%}" for rate in row.rates) if drafting else "",
         f"{row.tokens_per_cycle:.2f}" if drafting and row.tokens_per_cycle else "",
         f"{row.speed.median:.1f}" if row.speed else "",
-        _with_range(row.vs_plain) if row.contender != PLAIN else "1",
-        _with_range(row.vs_mlx_lm) if row.contender != MLX_LM else "1",
+        _with_spread(row.vs_plain) if row.contender != PLAIN else "1",
+        _with_spread(row.vs_mlx_lm) if row.contender != MLX_LM else "1",
         f"{row.prompt_speed:.0f}" if row.prompt_speed else "",
         f"{row.peak_bytes / 1e9:.3f}",
     ]
 
 
-def _with_range(value: Measured | None) -> str:
-    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})" if value else ""
+def _with_spread(value: Measured | None) -> str:
+    return f"{value.median:.2f} ({value.spread:.0%})" if value else ""
 
 
 def _median(value: Measured | None) -> str:
@@ -108,8 +105,9 @@ class Change:
 
     @property
     def beyond(self) -> bool:
-        """Whether the two ranges have nothing in common."""
-        return self.before.high < self.after.low or self.after.high < self.before.low
+        """Whether it has changed by more than the spread of either."""
+        known = min(self.before.count, self.after.count) > 1
+        return known and abs(self.ratio - 1) > max(self.before.spread, self.after.spread)
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
@@ -120,7 +118,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
         for row in rows(after, setting):
             for what, name in COMPARED.items():
                 earlier, later = getattr(old.get(row.contender), name, None), getattr(row, name)
-                if earlier and later and what != f"vs {row.contender}":
+                if earlier and later and what != f"over {row.contender}":
                     found.append(Change(setting, row.contender, what, earlier, later))
     return found
 
@@ -142,8 +140,8 @@ def _key(entry: dict[str, Any]) -> tuple:
 
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """A row per speed and ratio that both results have, and whether it has changed by more than their ranges."""
-    table = Table("context", "KV", "loop", "what", box=box.SIMPLE_HEAD, title="compared with the earlier result")
+    """A row per speed and ratio that both results have, and whether it has changed by more than their spreads."""
+    table = Table("context", "KV", "loop", "what", title="compared with the earlier result", **STYLE)
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right")
     table.add_column("")
@@ -154,9 +152,9 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> Table:
             "/".join(str(bits) for bits in (kv_bits, mtp_kv_bits) if bits),
             change.contender,
             change.what,
-            _with_range(change.before),
-            _with_range(change.after),
+            _with_spread(change.before),
+            _with_spread(change.after),
             f"{change.ratio:.2f}x",
-            "beyond both ranges" if change.beyond else "",
+            "beyond both spreads" if change.beyond else "",
         )
     return table

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from .decode import PLAIN
+from .decode_tables import STYLE
 from .rows import Row, rows
 
 BITS = {"fp16": None, "q8_0": 8, "q4_0": 4}
@@ -59,7 +59,9 @@ def check(model: Any) -> None:
     """Raise ValueError where a model does not draft as the one of the table does."""
     if len(model.mtp) != DEPTHS or model.spec.topology != "chain":
         found = f"{len(model.mtp)} of topology {model.spec.topology!r}" if model.mtp else "none"
-        raise ValueError(f"preset: the published experiment is of {DEPTHS} chained heads; this model has {found}")
+        raise ValueError(
+            f"preset=documents: allowed with {DEPTHS} chained heads, as published; this model has {found}"
+        )
 
 
 def conditions() -> list[tuple[str, int | None, int | None]]:
@@ -75,9 +77,7 @@ def tokens(context: str, *, quick: bool = False) -> int:
 
 def beside(found: dict[str, Any], *, quick: bool) -> Table:
     """What was measured here, and every published line of the same context, caches and number of drafts."""
-    table = Table(
-        "context", "KV", "heads' KV", "drafts", "where", box=box.SIMPLE_HEAD, title=f"published: {source()}"
-    )
+    table = Table("context", "KV", "heads' KV", "drafts", "where", title=f"published: {source()}", **STYLE)
     for name in ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle"):
         table.add_column(name, justify="right")
     lines = published()

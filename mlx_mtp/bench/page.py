@@ -9,9 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from . import plots
-from .plot_data import Bars, Grid, Lines, Panel, Ranges, panels_of, subject
+from .page_tables import tables_of
+from .panels import Bars, Found, Grid, Lines, Panel, Ranges, subject
+from .plot_data import panels_of
 
-Found = dict[str, Any]
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1a1a1a; --faint: #d4d7dc; --quiet: #5a6270; }
 @media (prefers-color-scheme: dark) {
@@ -82,21 +83,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_shown, value)) or "none"
     return "none" if value is None else str(value)
-
-
-def tables_of(found: Found) -> Iterator[Table]:
-    """The tables that the command printed, where they can be made of the result alone."""
-    if found["bench"] == "decode":
-        from .decode_tables import by_category, overall
-        from .rows import settings
-
-        for setting in settings(found):
-            yield overall(found, setting)
-            yield by_category(found, setting)
-    if found["bench"] == "model":
-        from .roofline.tables import tables
-
-        yield from tables(found)
 
 
 def html_table(table: Table) -> Iterator[str]:

@@ -1,90 +1,13 @@
 """What a result's pictures show, as plain numbers: panels of lines, bars, ranges and grids, in the order drawn."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from .panels import DASH_DOT, DASHED, DOTTED, SOLID, Bars, Found, Grid, Lines, Panel, Series, subject
+from .plot_model import documents, model_curve, model_cycles
 from .rows import Row, categories, rows, settings
 from .timing import Measured, measured, ratio
 
-Found = dict[str, Any]
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
-FLOOR = 2  # a theme's colours of what pictures of the model show, whatever else they show
-COLOURS = {"ours": 0, "stock MLX": 1}
-
-
-@dataclass(frozen=True)
-class Series:
-    """Points of one line. low, high: the interval of each; empty where there is none. level: a line across all x.
-
-    colour: the number of one of a theme's; None: the next.
-    """
-
-    label: str
-    x: list[float]
-    y: list[float]
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    dashed: bool = False
-    level: bool = False
-    colour: int | None = None
-
-
-@dataclass(frozen=True)
-class Lines:
-    """y against x, from zero; `ticks` names the places on the x-axis."""
-
-    title: str
-    x_label: str
-    y_label: str
-    series: list[Series]
-    ticks: dict[float, str]
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Stacked horizontal bars: of each bar, a length per part. group: so many bars stand together; 0: all."""
-
-    title: str
-    x_label: str
-    bars: list[str]
-    parts: dict[str, list[float]]
-    group: int = 0
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A number per row and column, None where there is none; `form` writes it, `low` and `high` span the colours.
-
-    unit: what the numbers are.
-    """
-
-    title: str
-    x_label: str
-    y_label: str
-    rows: list[str]
-    columns: list[str]
-    values: list[list[float | None]]
-    form: str
-    low: float
-    high: float
-    unit: str
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """Of each row, a range, and marks by name, in a theme's colours by number; None where a row lacks one."""
-
-    title: str
-    x_label: str
-    rows: list[str]
-    spans: list[tuple[float, float]]
-    span_label: str
-    marks: dict[str, list[float | None]]
-    colours: list[int]
-
-
-Panel = Lines | Bars | Grid | Ranges
 
 
 def panels(found: Found) -> list[Panel]:
@@ -106,13 +29,6 @@ def panels_of(results: Sequence[Found]) -> list[Panel]:
     return others + (list(phase_bars(profiles)) if profiles else [])
 
 
-def subject(found: Found) -> str:
-    """What was measured, and where, as titles say it."""
-    chip = found.get("chip", {}).get("name") or found["environment"]["chip"]
-    label = found["model"].get("synthetic")
-    return f"{found['model']['name']}{f' ({label})' if label else ''}, {chip}"
-
-
 # decode
 
 
@@ -120,16 +36,16 @@ def speed(found: Found) -> Iterator[Lines]:
     """tok/s against k: a line per setting, with mlx-lm and adaptive drafting as levels where there is one setting."""
     series: list[Series] = []
     sets = settings(found)
-    for setting in sets:
+    for i, setting in enumerate(sets):
         made = {row.contender: row for row in rows(found, setting) if row.speed}
-        fixed = {_drafts(name): row for name, row in made.items() if _drafts(name) is not None}
-        name = _setting(setting) if len(sets) > 1 else "k drafts in every cycle"
-        series.append(_series(name, {float(k or 0): row.speed for k, row in sorted(fixed.items())}))
-        for level in (ADAPTIVE, MLX_LM):
-            if level in made:
-                row = made[level]
-                label = level if len(sets) == 1 else f"{level}, {_setting(setting)}"
-                series.append(_level(label, row, [s for s in series if not s.level][-1].x))
+        fixed = {float(k): row.speed for name, row in made.items() if (k := _drafts(name)) is not None}
+        colour = i if len(sets) > 1 else None
+        label = _setting(setting) if len(sets) > 1 else "k drafts in every cycle"
+        series.append(_series(label, dict(sorted(fixed.items())), colour=colour))
+        for name, line in ((ADAPTIVE, DASH_DOT), (MLX_LM, DOTTED)):
+            if name in made:
+                label = name if len(sets) == 1 else f"{name}, {_setting(setting)}"
+                series.append(_level(label, made[name], list(fixed), line, colour))
     most = int(max((x for s in series for x in s.x), default=0))
     ticks = {float(k): "plain" if k == 0 else str(k) for k in range(most + 1)}
     title = f"decoding speed: {subject(found)}"
@@ -148,11 +64,12 @@ def _setting(setting: tuple[int, int | None, int | None]) -> str:
     return ", ".join(filter(None, [*kinds, f"heads' KV {head_bits} bits" if head_bits else ""]))
 
 
-def _series(label: str, values: dict[float, Measured | None], *, dashed: bool = False) -> Series:
+def _series(
+    label: str, values: Mapping[float, Measured | None], *, line: str = SOLID, colour: int | None = None
+) -> Series:
     kept = {x: m for x, m in values.items() if m is not None}
-    label = _honest(label, kept.values())
-    lists = [[m.median for m in kept.values()], [m.low for m in kept.values()], [m.high for m in kept.values()]]
-    return Series(label, list(kept), *lists, dashed=dashed)
+    y, low, high = ([getattr(m, name) for m in kept.values()] for name in ("median", "low", "high"))
+    return Series(_honest(label, kept.values()), list(kept), y, low, high, line=line, colour=colour)
 
 
 def _honest(label: str, values: Iterable[Measured]) -> str:
@@ -160,10 +77,10 @@ def _honest(label: str, values: Iterable[Measured]) -> str:
     return label if all(m.conclusive for m in values) else f"{label} (inconclusive)"
 
 
-def _level(label: str, row: Row, x: list[float]) -> Series:
+def _level(label: str, row: Row, x: list[float], line: str, colour: int | None) -> Series:
     assert row.speed
-    label = _honest(label, [row.speed])
-    return Series(label, [x[0], x[-1]], [row.speed.median] * 2, [row.speed.low] * 2, [row.speed.high] * 2, level=True)
+    y, low, high = ([v, v] for v in (row.speed.median, row.speed.low, row.speed.high))
+    return Series(_honest(label, [row.speed]), [min(x), max(x)], y, low, high, level=True, line=line, colour=colour)
 
 
 def acceptance(found: Found) -> Iterator[Grid]:
@@ -192,23 +109,28 @@ def _deepest(made: Sequence[Row]) -> Row | None:
 
 
 def verify_curves(found: Found) -> Iterator[Lines]:
-    """T(M)/T(1) of the whole model at each context, and of its parts; ours solid, stock dashed where both are."""
+    """T(M)/T(1) of the whole model at each context, and of its parts; stock MLX is dashed where both are."""
     whole = [c for c in found["curves"] if c["name"] == "whole"]
     parts = [c for c in found["curves"] if c["name"] != "whole"]
     for curves, what in ((whole, "the whole model"), (parts, "its parts")):
-        series = [s for curve in curves for s in _curve(curve)]
+        series = [s for i, curve in enumerate(curves) for s in _curve(curve, i)]
         ticks = {x: f"{x:.0f}" for x in sorted({x for s in series for x in s.x})}
         if series:
             title = f"cost of a verify, {what}: {subject(found)}"
             yield Lines(title, "rows verified, M", "T(M) / T(1)", series, ticks)
 
 
-def _curve(curve: Found) -> Iterator[Series]:
+def _curve(curve: Found, colour: int) -> Iterator[Series]:
     name = curve["name"] if curve["context"] is None else f"{curve['name']} at {curve['context']}"
     both = len(curve["seconds"]) > 1
     for side, seconds in curve["seconds"].items():
         values = {float(m): ratio(times, seconds["1"]) for m, times in seconds.items()}
-        yield _series(f"{name}, {side}" if both else name, values, dashed=both and side == "stock")
+        yield _series(
+            f"{name}, {side}" if both else name,
+            values,
+            line=DASHED if both and side == "stock" else SOLID,
+            colour=colour,
+        )
 
 
 # profile
@@ -247,10 +169,12 @@ def kernel_grid(found: Found) -> Iterator[Grid]:
     values = [[made.get((name, m)) for m in sizes] for name in names]
     if lines:
         title, unit = (
-            ("stock MLX's time over ours", "x") if timed else ("bytes requested over distinct, emulated", "x")
+            ("stock MLX's time over ours", "x")
+            if timed
+            else ("largest buffer, bytes requested over distinct, emulated", "x")
         )
         most = max(v for line in values for v in line if v is not None)
-        where = subject(found) if timed else "counts"
+        where = subject(found) if timed else "counts, no times"
         axes = ("rows, M", "kernel", names, [str(m) for m in sizes])
         yield Grid(f"{title}: {where}", *axes, values, "{:.2f}", 0, max(2.0, most), unit)
 
@@ -259,104 +183,3 @@ def _kernel(line: Found) -> float | None:
     if "seconds" not in line:
         return line["reread"]
     return None if line["wrong"] else ratio(line["seconds"]["stock"], line["seconds"]["ours"]).median
-
-
-# model
-
-
-def model_curve(found: Found) -> Iterator[Lines]:
-    """T(M)/T(1) of the floor at each overlap, of what is predicted, and of what was measured."""
-    from .roofline.predict import SHOWN_OVERLAP
-
-    series = []
-    overlaps = dict.fromkeys(line["overlap"] for line in found["floors"])
-    for overlap in overlaps:
-        points = {
-            line["rows"]: line["bytes"]["total"] for line in _passes(found["floors"]) if line["overlap"] == overlap
-        }
-        series.append(_ratios(f"floor, {overlap} routing", points, FLOOR, dashed=overlap != SHOWN_OVERLAP))
-    if len({tuple(s.y) for s in series}) == 1:
-        series = [Series("floor", series[0].x, series[0].y, colour=FLOOR)]
-    for kind in ("predicted", "measured"):
-        lines = [line for line in _passes(found.get(kind, [])) if line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP]
-        for side in dict.fromkeys(line["side"] for line in lines):
-            points = {line["rows"]: line["seconds"] for line in lines if line["side"] == side}
-            if 1 in points and len(points) > 1:
-                series.append(_ratios(f"{side}, {kind}", points, COLOURS.get(side) if kind == "predicted" else None))
-    ticks = {x: f"{x:.0f}" for x in sorted({x for s in series for x in s.x})}
-    title = f"cost of a verify: {subject(found)}, {found['options']['context']} tokens of context"
-    yield Lines(title, "rows verified, M", "T(M) / T(1)", series, ticks)
-
-
-def _passes(lines: Sequence[Found]) -> list[Found]:
-    return [line for line in lines if line["phase"] in ("plain step", "verify")]
-
-
-def _ratios(label: str, points: dict[int, float], colour: int | None, *, dashed: bool = False) -> Series:
-    rows = sorted(points)
-    return Series(
-        label, [float(m) for m in rows], [points[m] / points[1] for m in rows], dashed=dashed, colour=colour
-    )
-
-
-def model_cycles(found: Found) -> Iterator[Bars]:
-    """Draft and verify of a cycle for each number of drafts, behind a plain step: the floor, stock MLX and ours."""
-    from .roofline.predict import OURS, SHOWN_OVERLAP, STOCK
-
-    if "predicted" not in found:
-        return
-    floors = [line for line in found["floors"] if line["overlap"] == SHOWN_OVERLAP]
-    times = {"floor": {(f["phase"], f["rows"]): f["bytes"]["total"] / found["chip"]["bandwidth"] for f in floors}}
-    for side in (STOCK, OURS):
-        lines = [p for p in found["predicted"] if (p["side"], p["overlap"]) == (side, SHOWN_OVERLAP)]
-        times[side] = {(p["phase"], p["rows"]): p["seconds"] for p in lines}
-    rows = [1, *sorted({m for phase, m in times["floor"] if phase == "cycle"})]
-    bars = [(m, side) for m in rows for side in times]
-    parts = {
-        "plain step": [1e3 * times[side].get(("plain step", m), 0) for m, side in bars],
-        "draft": [1e3 * times[side].get(("draft", m), 0) for m, side in bars],
-        "verify": [1e3 * times[side].get(("verify", m), 0) * (m > 1) for m, side in bars],
-    }
-    names = [f"{'plain' if m == 1 else f'k={m - 1}'}, {side}" for m, side in bars]
-    title = f"predicted cycles: {subject(found)}, {found['options']['context']} tokens of context"
-    yield Bars(title, "ms of a plain step, or of a cycle", names, parts, group=len(times))
-
-
-def documents(found: Found, machine: str = "Mac Studio") -> Iterator[Ranges]:
-    """The published engine's cycles over their floors, from all experts shared to independent routing."""
-    from .roofline.predict import OURS, SHOWN_OVERLAP
-
-    lines = [line for line in found["documents"] if line["machine"] == machine]
-    if not lines:
-        return
-    names, spans, marks = [], [], {"published": [], "floor, routed as published": [], "ours, predicted, 4 bits": []}
-    for line, k in _with_plain(lines):
-        names.append(f"{line['weights']} {line['context'] // 1024}k {'plain' if k == 0 else f'k={k}'}")
-        floors = line["cycle_floor"] if k else dict.fromkeys(line["cycle_floor"], line["plain_floor"])
-        ms = [1e3 * floor for floor in floors.values()]
-        spans.append((min(ms), max(ms)))
-        kind = "cycle" if k else "plain"
-        values = line[kind], floors[SHOWN_OVERLAP], line["predicted"].get(OURS, {}).get(kind)
-        for name, value in zip(marks, values, strict=True):
-            marks[name].append(None if value is None else 1e3 * value)
-    title = f"another engine's {found['model']['name']} on a {machine}, and its byte floor"
-    yield Ranges(
-        title,
-        "ms of a plain step, or of a cycle",
-        names,
-        spans,
-        "floor: shared to independent routing",
-        marks,
-        [3, FLOOR, 0],
-    )
-
-
-def _with_plain(lines: Sequence[Found]) -> Iterator[tuple[Found, int]]:
-    """Each line with its k, and before the first of an experiment the same with k = 0."""
-    seen = set()
-    for line in lines:
-        work = line["weights"], line["context"]
-        if work not in seen:
-            seen.add(work)
-            yield line, 0
-        yield line, line["drafts"]

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .plot_data import Bars, Grid, Lines, Panel, Ranges, Series, panels_of
+from .panels import Bars, Found, Grid, Lines, Panel, Ranges, Series
+from .plot_data import panels_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,8 +23,8 @@ ROW = 0.3  # inches of a row of a grid, or a bar
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of paper, ink and lines, and of series: told apart by the colour-blind (Okabe and Ito's, lighter on
-    dark paper), and by their markers."""
+    """Colours of paper, ink and lines, and of series: the first five are far apart for dichromats, too, and markers
+    tell the others apart."""
 
     paper: str
     ink: str
@@ -34,13 +36,13 @@ LIGHT = Theme(
     paper="#ffffff",
     ink="#1a1a1a",
     faint="#d4d7dc",
-    series=("#0072b2", "#d55e00", "#009e73", "#a6569b", "#b07d00", "#56b4e9", "#4a4f57", "#9aa1ab"),
+    series=("#0072b2", "#d55e00", "#009e73", "#785ef0", "#00525b", "#999933", "#4a4f57", "#9aa1ab"),
 )
 DARK = Theme(
     paper="#14171c",
     ink="#e8eaed",
     faint="#3b414a",
-    series=("#56b4e9", "#ff8a4c", "#2fd3a0", "#e79ad0", "#f0c419", "#3f7fd0", "#f4f5f7", "#7c8592"),
+    series=("#56b4e9", "#d55e00", "#c8f08f", "#785ef0", "#cc6677", "#f0e442", "#f4f5f7", "#7c8592"),
 )
 MARKERS = "osD^vP*X"
 DODGE = 0.06  # of one place on the x-axis, between series whose intervals would hide each other
@@ -61,7 +63,7 @@ def need_matplotlib() -> None:
         raise ValueError("pictures need matplotlib: pip install 'mlx-mtp[plot]'") from None
 
 
-def save(results: Sequence[dict[str, Any]], path: Path, *, dark: bool = False) -> None:
+def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
     """Draw all pictures of the results, one under the other, into a .png or .svg file."""
     check(path)
     panels = panels_of(results)
@@ -116,7 +118,7 @@ def height(panel: Panel) -> float:
         case Lines():
             return 4.6
         case Bars():
-            return 1.3 + ROW * max(len(panel.bars), len(panel.parts))
+            return 1.3 + ROW * max(len(panel.bars), 0.55 * len(panel.parts))
         case Grid() | Ranges():
             return 1.8 + ROW * len(panel.rows)
 
@@ -144,9 +146,15 @@ def _lines(panel: Lines, ax: "Axes", theme: Theme) -> None:
             series = replace(series, x=[x + shift for x in series.x])
         colour = theme.series[(i if series.colour is None else series.colour) % len(theme.series)]
         marker = "" if series.level else MARKERS[i % len(MARKERS)]
-        kind = "-." if series.level else "--" if series.dashed else "-"
         ax.plot(
-            series.x, series.y, kind, marker=marker, color=colour, label=series.label, linewidth=1.8, markersize=5
+            series.x,
+            series.y,
+            series.line,
+            marker=marker,
+            color=colour,
+            label=series.label,
+            linewidth=1.8,
+            markersize=5,
         )
         _interval(series, ax, colour)
     ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
@@ -175,7 +183,7 @@ def _bars(panel: Bars, ax: "Axes", theme: Theme) -> None:
     for place, total in zip(places, left, strict=True):
         ax.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center")
     ax.set_yticks(places, panel.bars)
-    ax.set_ylim(max(places[-1] + 0.7, 0.6 * len(panel.parts)), -0.7)  # a legend may need more room than the bars
+    ax.set_ylim(max(places[-1] + 0.7, 0.3 * len(panel.parts)), -0.7)  # a legend may need more room than the bars
     ax.margins(x=0.1)
     ax.grid(axis="x")
     ax.set_axisbelow(True)
@@ -188,12 +196,14 @@ def _grid(panel: Grid, ax: "Axes", theme: Theme) -> None:
 
     colours = LinearSegmentedColormap.from_list("grid", [theme.paper, theme.series[0]])
     values = [[float("nan") if v is None else v for v in row] for row in panel.values]
-    ax.imshow(values, cmap=colours, vmin=panel.low, vmax=panel.high, aspect="auto")
+    edges = [[i - 0.5 for i in range(n + 1)] for n in (len(panel.columns), len(panel.rows))]
+    ax.pcolormesh(*edges, values, cmap=colours, vmin=panel.low, vmax=panel.high, edgecolors=theme.paper)
+    ax.invert_yaxis()
     for i, row in enumerate(panel.values):
         for j, value in enumerate(row):
             if value is not None:
                 behind = colours((value - panel.low) / (panel.high - panel.low))
-                ink = max(theme.paper, theme.ink, key=lambda ink: contrast(ink, behind))
+                ink = max("#000000", "#ffffff", key=partial(contrast, behind))
                 ax.text(j, i, panel.form.format(value), ha="center", va="center", color=ink)
     ax.set_xticks(range(len(panel.columns)), panel.columns)
     ax.set_yticks(range(len(panel.rows)), panel.rows)

@@ -37,8 +37,8 @@ class Row:
     @property
     def conclusive(self) -> bool:
         """Whether its ratios are known well enough; that of the plain loop itself is its speed's."""
-        known = [m for m in (self.vs_plain, self.vs_mlx_lm) if m and m.median != 1] or [self.speed]
-        return all(m is not None and m.conclusive for m in known)
+        ratios = [m for m, base in ((self.vs_plain, PLAIN), (self.vs_mlx_lm, MLX_LM)) if m and base != self.contender]
+        return all(m is not None and m.conclusive for m in ratios or [self.speed])
 
 
 def settings(found: dict[str, Any]) -> list[Setting]:

@@ -58,8 +58,8 @@ class Subject:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """What ends a text; nothing where weights are random."""
-        return () if self.tokenizer is None else tuple(sorted(self.tokenizer.eos_token_ids))
+        """What ends a text; nothing where it means nothing."""
+        return () if self.synthetic else tuple(sorted(self.tokenizer.eos_token_ids))
 
     def acceptance(self) -> AbstractContextManager[None]:
         """Everything that drafts is to run inside of it; it draws what is accepted, where rates were given."""

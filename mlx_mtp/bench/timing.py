@@ -18,11 +18,15 @@ CONFIDENCE = 0.9
 
 @dataclass(frozen=True)
 class Measured:
-    """A median, and the bounds between which it lies with 90% confidence (seven values or fewer: least and most)."""
+    """A median, and the bounds between which it lies with 90% confidence (seven values or fewer: least and most).
+
+    count: the values it is of; a single one has no spread to judge it by.
+    """
 
     median: float
     low: float
     high: float
+    count: int = 2
 
     @property
     def spread(self) -> float:
@@ -30,7 +34,7 @@ class Measured:
 
     @property
     def conclusive(self) -> bool:
-        return self.spread <= INCONCLUSIVE
+        return self.count > 1 and self.spread <= INCONCLUSIVE
 
     def __str__(self) -> str:
         return f"{self.median:.2f}" if self.conclusive else f"{self.median:.2f} inconclusive"
@@ -40,7 +44,7 @@ def measured(values: Sequence[float]) -> Measured:
     """The median of one value or more, with its interval."""
     ordered = sorted(values)
     skip = _skipped(len(ordered))
-    return Measured(statistics.median(ordered), ordered[skip], ordered[-1 - skip])
+    return Measured(statistics.median(ordered), ordered[skip], ordered[-1 - skip], len(ordered))
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> Measured:

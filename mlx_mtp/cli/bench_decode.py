@@ -12,7 +12,9 @@ from .options import BITS, default_group, default_step, options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.decode import Session
+    from ..bench.loops import Settings
+    from ..bench.prompts import Prompt
+    from ..bench.subject import Subject
 
 SHOWN = 20  # differences of texts that are listed
 DOCUMENTS = ("stepwise_math",)  # asked behind a context of source code
@@ -27,7 +29,7 @@ what_options = options(
     click.option("--categories", help="Only these kinds of prompts, with commas between them."),
     click.option("--prompts", "each", type=click.IntRange(1, 2), help="Prompts of a kind.  [default: 2, --quick 1]"),
     click.option(
-        "--max-tokens", "-m", type=click.IntRange(2), help="Most tokens per text.  [default: 128, --quick 32]"
+        "--max-tokens", "-m", type=click.IntRange(2), help="Most tokens per text.  [default: 128, --quick 48]"
     ),
     click.option("--temp", type=click.FloatRange(0), default=0.0, help="Temperature; 0 is greedy."),
     click.option("--seed", type=click.IntRange(0, 2**31), default=0, help="Seed of the draws."),
@@ -51,9 +53,9 @@ def decode(**flags: Any) -> None:
     from ..bench import result
     from ..bench.decode import broken
 
+    if flags["preset"]:
+        _check_preset(flags)
     before = result.read(flags["compare"], "decode") if flags["compare"] else None
-    if flags["preset"] and not flags["model"]:
-        raise click.UsageError("--preset documents: needs --model, a checkpoint with three chained heads")
     out = console()
     found = _measured(flags)
     _print(out, found, flags)
@@ -64,10 +66,19 @@ def decode(**flags: Any) -> None:
         sys.exit(1)
 
 
+def _check_preset(flags: dict[str, Any]) -> None:
+    """Raise where the published experiment is asked for with other conditions, or without its model."""
+    if not flags["model"]:
+        raise click.UsageError("--preset documents: needs --model, a checkpoint with three chained heads")
+    if given := [name for name in ("contexts", "kv_bits", "mtp_kv_bits") if flags[name]]:
+        raise click.UsageError(f"--preset documents: not with --{given[0].replace('_', '-')}, which it sets itself")
+
+
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     """The whole measurement, as a result."""
-    from ..bench import documents
-    from ..bench.decode import found, open_session
+    from ..bench import documents, result
+    from ..bench.decode import as_result, measure, open_session
+    from .progress import shows_progress
 
     subject = subject_of(flags)
     quick = flags["quick"]
@@ -78,28 +89,33 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     else:
         bits = [flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits")]
         conditions = [(context, *bits) for context in flags["contexts"] or (0,)]
-    for context, *bits in conditions:
-        _measure(session, flags, context, *bits)
-    names = ("categories", "each", "temp", "seed", "preset", "quick")
+    prompts = [_prompts(subject, flags, context) for context, *_ in conditions]
     options = {"contenders": [loop.name for loop in session.loops], "max_tokens": _max_tokens(flags)}
-    return found(session, {**options, **{name: flags[name] for name in names}})
+    options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "preset", "quick")}
+    for of_context, (_, *bits) in zip(prompts, conditions, strict=True):
+        with bar(shown=shows_progress(quiet=False)) as progress:
+            measure(session, of_context, _settings(subject, flags, *bits), progress)
+        if flags["out"]:
+            result.write(as_result(session, options), flags["out"])  # what there is, if the next one is interrupted
+    return as_result(session, options)
 
 
 def _max_tokens(flags: dict[str, Any]) -> int:
-    return flags["max_tokens"] or (32 if flags["quick"] else 128)
+    return flags["max_tokens"] or (48 if flags["quick"] else 128)
 
 
-def _measure(session: "Session", flags: dict[str, Any], context: int, kv_bits: int | None, mtp_kv_bits: int | None):
-    from ..bench.decode import measure
-    from ..bench.loops import Settings
+def _prompts(subject: "Subject", flags: dict[str, Any], context: int) -> "list[Prompt]":
     from ..bench.prompts import make_prompts
-    from .progress import shows_progress
 
-    subject = session.subject
     only = flags["categories"].split(",") if flags["categories"] else DOCUMENTS if flags["preset"] else ()
     each = flags["each"] or (1 if flags["quick"] or flags["preset"] else 2)
-    prompts = make_prompts(subject.tokenizer, subject.model.vocab_size, each=each, context=context, only=only)
-    settings = Settings(
+    return make_prompts(subject.tokenizer, subject.model.vocab_size, each=each, context=context, only=only)
+
+
+def _settings(subject: "Subject", flags: dict[str, Any], kv_bits: int | None, mtp_kv_bits: int | None) -> "Settings":
+    from ..bench.loops import Settings
+
+    return Settings(
         max_tokens=_max_tokens(flags),
         temp=flags["temp"],
         seed=flags["seed"],
@@ -109,8 +125,6 @@ def _measure(session: "Session", flags: dict[str, Any], context: int, kv_bits: i
         mtp_kv_bits=mtp_kv_bits,
         kv_group_size=default_group(subject.model),
     )
-    with bar(shown=shows_progress(quiet=False)) as progress:
-        measure(session, prompts, settings, progress)
 
 
 def _print(out: "Console", found: dict[str, Any], flags: dict[str, Any]) -> None:
@@ -118,6 +132,7 @@ def _print(out: "Console", found: dict[str, Any], flags: dict[str, Any]) -> None
     from ..bench.decode_tables import by_category, overall
     from ..bench.rows import categories, settings
 
+    out.print("Ratios are of tok/s, within a round; in brackets their spread, which above 5% is inconclusive.\n")
     for setting in settings(found):
         out.print(overall(found, setting))
         if len(categories(found)) > 1:

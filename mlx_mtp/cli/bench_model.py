@@ -1,12 +1,12 @@
 """`mlx-mtp bench model`: what memory allows, what is predicted, and what was measured."""
 
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import click
 
 from .bench_options import FILE, console, finish
-from .bench_pictures import picture_options
+from .bench_pictures import complete, picture_options
 
 QUICK_ROWS = (2, 4)
 CONTEXT = 4096
@@ -17,7 +17,7 @@ CONTEXT = 4096
 @click.option(
     "--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]"
 )
-@click.option("--config", type=FILE, help="A model's config.json, taken in 4 bits.")
+@click.option("--config", type=FILE, help="A model's config.json, taken in 4 bits if it says nothing else.")
 @click.option("--context", type=click.IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
 @click.option("--measured", type=FILE, multiple=True, help="A result of bench decode, verify or profile.")
 @click.option("--validate", is_flag=True, help="Also all constants and published rows; exit code 1 if one is off.")
@@ -36,10 +36,11 @@ def model(**flags: Any) -> None:
     from ..bench.roofline.validation_tables import failed, summary
 
     results = [result.read(file) for file in flags["measured"]]
-    chip = assemble.find_chip(flags["chip"] or _chip_of(results))
-    subject = assemble.find_model(_model_of(flags, results), flags["config"], on_chip=chip is not None)
-    rows = QUICK_ROWS if flags["quick"] else assemble.ROWS
-    found = assemble.bench_model(subject, chip, _context_of(flags, results), rows, results)
+    with complete(flags["measured"]) if results else nullcontext():
+        chip = assemble.find_chip(_chip_of(results) if flags["chip"] is None else flags["chip"])
+        subject = assemble.find_model(_model_of(flags, results), flags["config"], on_chip=chip is not None)
+        rows = QUICK_ROWS if flags["quick"] else assemble.ROWS
+        found = assemble.bench_model(subject, chip, _context_of(flags, results), rows, results)
     out = console()
     out.print(*tables(found))
     if flags["validate"]:

@@ -1,6 +1,7 @@
 """Pictures and pages of `mlx-mtp bench`: the options of every command, and `bench plot` for results on disk."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,16 @@ def draw(results: Sequence[dict[str, Any]], flags: dict[str, Any]) -> None:
         flags["html"].write_text(page(results), encoding="utf-8")
 
 
+@contextlib.contextmanager
+def complete(files: Sequence[Path]) -> Iterator[None]:
+    """Results on disk may have been cut: what is missing in them is the user's to know, not a traceback."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError) as e:
+        names = ", ".join(map(str, files))
+        raise ValueError(f"{names}: not a whole result of `mlx-mtp bench` ({type(e).__name__}: {e})") from e
+
+
 @click.command("plot")
 @click.argument("files", nargs=-1, required=True, type=FILE)
 @picture_options
@@ -57,4 +68,6 @@ def plot(files: tuple[Path, ...], **flags: Any) -> None:
 
     if not flags["plot"] and not flags["html"]:
         raise click.UsageError("nothing to write: --plot PICTURE, --html PAGE, or both")
-    draw([result.read(file) for file in files], flags)
+    found = [result.read(file) for file in files]
+    with complete(files):
+        draw(found, flags)

@@ -6,7 +6,6 @@ import click
 
 from .bench_options import bar, console, finish, numbers, run_options, subject_of, subject_options
 from .options import default_step
-from .progress import shows_progress
 
 if TYPE_CHECKING:
     from ..bench.verify import Curve, Plan
@@ -54,6 +53,7 @@ def verify(**flags: Any) -> None:
 
 def _measured(model: Any, text: list[int], kernels: Any, plan: "Plan") -> list["Curve"]:
     from ..bench.verify import measure
+    from .progress import shows_progress
 
     found = []
     with bar(shown=shows_progress(quiet=False)) as progress:

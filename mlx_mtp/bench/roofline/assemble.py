@@ -11,7 +11,7 @@ from ...layers.port import Port
 from ...load import load_model
 from ..random_model import shaped_model
 from ..result import result
-from .chips import CHIPS, Chip
+from .chips import CHIPS, Chip, find
 from .documents import MODEL, documents
 from .fit import fit, read_rows
 from .floor import ROWS, floors
@@ -46,8 +46,8 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
         if name is not None:
             raise ValueError(f"config={config}: not together with a model; allowed is one of the two")
         shaped, _ = shaped_model(config)
-        return Subject(config.parent.resolve().name, f"{config.name}, 4 bits", of_port(shaped, width))
-    name = name or MODEL
+        return Subject(config.parent.resolve().name, config.name, of_port(shaped, width))
+    name = MODEL if name is None else name
     for known, model in MODELS.items():
         if name.lower() == known.lower():
             return Subject(known, "released, 4 bits", model)
@@ -66,9 +66,10 @@ def find_chip(name: str | None) -> Chip | None:
     """A chip of CHIPS with its two fitted constants; ValueError for a name that is not there."""
     if name is None:
         return None
-    for known in CHIPS:
-        if name.lower().removeprefix("apple ") == known.lower():
-            return fit(read_rows())[known]
+    alike = {known.lower(): known for known in CHIPS}
+    known = alike.get(name.lower().removeprefix("apple ")) or find(name.title())
+    if known is not None:
+        return fit(read_rows())[known]
     raise ValueError(f"chip={name}: unknown; allowed are {', '.join(CHIPS)}")
 
 

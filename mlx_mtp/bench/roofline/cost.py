@@ -186,10 +186,9 @@ def of_model(model: Model, at: Pass, chip: Chip) -> Costs:
 def of_drafts(model: Model, k: int, at: Pass, chip: Chip) -> Costs:
     """k drafts behind a verify of k + 1 rows; `at.m` is not looked at."""
     rows, launched = [], 0.0
-    for head, m, drafts in model.draft_passes(k):
-        here = replace(at, m=m)
-        rows += [(1, cost(op, here, chip)) for op in head.block.ops]
-        rows += [(1, cost(head.lm_head, replace(at, m=1), chip))] if drafts else []
+    for head, m in model.draft_passes(k):
+        rows += [(1, cost(op, replace(at, m=m), chip)) for op in head.block.ops]
+        rows.append((1, cost(head.lm_head, replace(at, m=1), chip)))
         launched += DRAFT_LAUNCHES + launches(head.block.kind, at.on, m)
     return collect(rows, at, launched)
 

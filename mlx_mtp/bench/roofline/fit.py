@@ -82,12 +82,20 @@ def read_rows(path: Path = DATA / "verify_published.csv") -> list[Row]:
 
 
 def parse(line: dict[str, str]) -> Row:
-    n = line["n"] and Linear(line["what"], int(line["n"]), int(line["k"]), int(line["bits"]), int(line["group"]))
-    base_ms = float(line["base_ms"]) if line["base_ms"] else None
+    sizes = [int(line[name]) for name in ("n", "k", "bits", "group")] if line["n"] else None
     return Row(
-        *(line[name] for name in ("source", "kind", "chip", "what")),
-        *(n or None, float(line["mlx"]), line["warm"] == "1", int(line["base"]), base_ms),
-        *(int(line["m"]), float(line["ratio"]), line["reason"]),
+        source=line["source"],
+        kind=line["kind"],
+        chip=line["chip"],
+        what=line["what"],
+        linear=Linear(line["what"], *sizes) if sizes else None,
+        mlx=float(line["mlx"]),
+        warm=line["warm"] == "1",
+        base=int(line["base"]),
+        base_ms=float(line["base_ms"]) if line["base_ms"] else None,
+        m=int(line["m"]),
+        ratio=float(line["ratio"]),
+        reason=line["reason"],
     )
 
 
@@ -106,9 +114,9 @@ def on_grid(costs: Costs, chip: Chip, form: str) -> np.ndarray:
 def misfit(rows: Iterable[Row], chip: Chip, form: str, caches: bool) -> np.ndarray:
     """Sum of squares of (error / its expected size) for every pair of shares; looks at M <= 2 only."""
     total = (np.log(BANDWIDTHS / chip.usable) / BANDWIDTH_PRIOR)[:, None] ** 2 + 0 * ISSUES
-    timed = {(row.source, row.base): row for row in rows if row.base <= 2 and row.base_ms}
-    for row in timed.values():
-        total += (np.log(on_grid(row.costs(row.base, chip, caches), chip, form) * 1e3 / row.base_ms) / ERROR) ** 2
+    timed = {(row.source, row.base): (row, row.base_ms) for row in rows if row.base <= 2 and row.base_ms}
+    for row, ms in timed.values():
+        total += (np.log(on_grid(row.costs(row.base, chip, caches), chip, form) * 1e3 / ms) / ERROR) ** 2
     for row in rows:
         if row.m <= 2:
             times = [on_grid(row.costs(m, chip, caches), chip, form) for m in (row.m, row.base)]

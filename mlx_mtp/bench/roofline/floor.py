@@ -60,9 +60,8 @@ def pass_floor(model: Model, rows: int, context: int, overlap: str) -> Bytes:
 def draft_floor(model: Model, k: int, context: int, overlap: str) -> Bytes:
     """Of k drafts behind a verify of k + 1 rows, each read anew, for its kernels run one after another."""
     total = Bytes()
-    for head, rows, drafts in model.draft_passes(k):
-        total += _sum(((1, op) for op in head.block.ops), rows, context, overlap)
-        total += floor_of(head.lm_head, 1, context, overlap) if drafts else Bytes()
+    for head, rows in model.draft_passes(k):
+        total += _sum([(1, head.lm_head), *((1, op) for op in head.block.ops)], rows, context, overlap)
     return total
 
 

@@ -51,9 +51,6 @@ LAUNCHES = {kind: _COUNTED[where] for kind, where in KINDS.items()}
 
 
 def launches(kind: str, on: Collection[str], rows: int) -> int:
-    """Of one layer; what several kinds of kernels save is taken to be the sum of what each saves, or what all do."""
-    counts, column = LAUNCHES[kind], int(rows > 1)
-    if set(on) >= ALL:
-        return counts["all"][column]
-    none = counts["none"][column]
-    return max(counts["all"][column], none - sum(none - counts[name][column] for name in on))
+    """Of one layer with no kernels on, with one kind of them, or with all."""
+    name = "none" if not on else "all" if set(on) >= ALL else "".join(on)
+    return LAUNCHES[kind][name][int(rows > 1)]

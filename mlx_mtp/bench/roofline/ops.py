@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 # How alike tokens in a row choose their experts. A published count of real routing, 39 distinct of 64 visits at 8
 # rows of 8 of 256 experts, is as if rows drew from this share of all experts.
@@ -124,7 +124,6 @@ class State:
 
 
 Op = Linear | Experts | Attention | Latent | State
-Stored = TypeVar("Stored", Linear, Experts)
 
 
 @dataclass(frozen=True)
@@ -181,19 +180,17 @@ class Model:
         """Of a cycle, as far as a verify of 8 rows goes."""
         return 7 if self.recycled else min(7, len(self.drafts))
 
-    def draft_passes(self, k: int) -> list[tuple[DraftHead, int, bool]]:
-        """The passes of a draft head that draft k tokens: (head, rows, whether it drafts).
+    def draft_passes(self, k: int) -> list[tuple[DraftHead, int]]:
+        """The passes of a draft head that draft k tokens, one each: (head, rows).
 
-        As in `mlx_mtp/draft.py`: every depth reads the k + 1 rows of the last verify and the drafts before it; a
+        As in `mlx_mtp/draft.py`: each of k depths reads the k + 1 rows of the last verify and the drafts before it; a
         recycled head reads one row more for each further draft.
         """
         if not 0 <= k <= self.max_drafts:
             raise ValueError(f"{k} drafts; allowed are 0 to {self.max_drafts}")
-        if k == 0:
-            return []
         if self.recycled:
-            return [(self.drafts[0], k + 1 if depth == 0 else 1, True) for depth in range(k)]
-        return [(head, k + 1 + (depth if depth < k else 0), depth < k) for depth, head in enumerate(self.drafts)]
+            return [(self.drafts[0], k + 1 if depth == 0 else 1) for depth in range(k)]
+        return [(head, k + 1 + depth) for depth, head in enumerate(self.drafts[:k])]
 
     def stored(self, bits: float, group: float | None, value_bytes: float) -> "Model":
         """The same with all weights, and all values of the caches, in one format."""
@@ -208,17 +205,15 @@ class Model:
         )
 
 
-def _stored(op: Stored, bits: float, group: float | None) -> Stored:
+def _stored(op: Any, bits: float, group: float | None) -> Any:
     return replace(op, bits=bits, group=group)
 
 
 def _stored_layer(layer: Layer, bits: float, group: float | None, value_bytes: float) -> Layer:
-    ops = (
-        _stored(op, bits, group)
-        if isinstance(op, Linear | Experts)
-        else replace(op, value_bytes=value_bytes)
-        if isinstance(op, Attention | Latent)
-        else op
-        for op in layer.ops
-    )
+    ops = list(layer.ops)
+    for i, op in enumerate(ops):
+        if isinstance(op, Attention | Latent):
+            ops[i] = replace(op, value_bytes=value_bytes)
+        elif not isinstance(op, State):
+            ops[i] = _stored(op, bits, group)
     return replace(layer, ops=tuple(ops))

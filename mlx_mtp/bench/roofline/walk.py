@@ -2,9 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ...layers.attention import Form
@@ -89,26 +90,36 @@ def _latent(model: Port, module: Any, width: int) -> Latent:
 def _experts(module: Any, block: Any, width: int) -> Experts:
     """Of a module that holds an MLP's matrices for all experts, inside the block that routes to it."""
     made = [child for child in module.children().values() if isinstance(child, SWITCHES)]
-    total, n, k, bits, group = _format(made[0], width)
+    shapes = [_shape(child) for child in made]
+    total, n, k = shapes[0]
+    assert {total * n * k} == {math.prod(shape) for shape in shapes}, "matrices of several sizes"
     owners = (block, block.get("gate"))
-    top = next(
-        getattr(owner, name) for owner in owners for name in TOP if isinstance(getattr(owner, name, None), int)
-    )
-    return Experts(k, n, total, top, "experts", bits, group, len(made))
+    tops = [top for owner in owners for name in TOP if isinstance(top := getattr(owner, name, None), int)]
+    assert tops, "a router that does not say how many experts a token visits"
+    return Experts(k, n, total, tops[0], "experts", *_format(made, width), len(made))
 
 
 def _linear(name: str, module: Any, width: int) -> Linear:
-    many, n, k, bits, group = _format(module, width)
-    return Linear(name, many * n, k, bits, group)
+    many, n, k = _shape(module)
+    return Linear(name, many * n, k, *_format([module], width))
 
 
-def _format(module: Any, width: int) -> tuple[int, int, int, float, float | None]:
-    """How many matrices, N, K, bits, and the group that has as many bytes of scales as there are."""
-    weight = module.weight
-    *many, n, k = weight.shape
-    count = math.prod(many)
-    if "scales" not in module:
-        return count, n, k, 8 * width, None
-    k = module.scales.shape[-1] * module.group_size
-    beside = module.scales.nbytes + (module.biases.nbytes if module.get("biases") is not None else 0)
-    return count, n, k, module.bits, 4 * count * n * k / beside
+def _shape(module: Any) -> tuple[int, int, int]:
+    """How many matrices, N, K."""
+    *many, n, k = module.weight.shape
+    return math.prod(many), n, module.scales.shape[-1] * module.group_size if "scales" in module else k
+
+
+def _format(modules: Sequence[Any], width: int) -> tuple[float, float | None]:
+    """Bits of a weight, and the group that would have as many bytes of scales as there are; None: not quantized."""
+    quantized = [module for module in modules if "scales" in module]
+    if not quantized:
+        return 8 * width, None
+    weights = sum(math.prod(_shape(module)) for module in modules)
+    nbytes = sum(width * module.weight.size for module in modules if "scales" not in module)
+    for module in quantized:
+        beside = [module[name] for name in ("scales", "biases") if module.get(name) is not None]
+        nbytes += module.weight.nbytes
+        nbytes += sum(a.size * (width if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in beside)
+    bits = min(module.bits for module in quantized)
+    return bits, 4 / (nbytes / weights - bits / 8)

@@ -1,0 +1,365 @@
+"""`bench decode`: what is measured is what was run, what is slow or wrong shows, and results say which is which."""
+
+import copy
+import json
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from command_line import call
+
+import mlx_mtp
+from mlx_mtp.bench import decode, documents, loops, prompts, timing
+from mlx_mtp.bench.decode import PLAIN, as_result, broken, measure, open_session
+from mlx_mtp.bench.decode_tables import changes, compared, overall, unlike
+from mlx_mtp.bench.loops import MlxLm, Ours, Reader, Settings, timed, twin
+from mlx_mtp.bench.rows import categories, rows, settings
+from mlx_mtp.bench.subject import open_subject
+from mlx_mtp.demo import demo_path
+
+WHOLE = (0, None, None)
+QUICK = ("bench", "decode", "--categories", "translation", "--prompts", 1, "--rounds", 1, "-m", 4)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return open_subject()
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@dataclass
+class Slowed(Ours):
+    """Our loop, whose cycles take 10 ms and a rest."""
+
+    clock: Clock = field(default_factory=Clock)
+    rest: float = 0.0
+
+    def tokens(self, prompt, cache, max_tokens, settings):
+        cycles = 0
+        for token in super().tokens(prompt, cache, max_tokens, settings):
+            assert self.stats
+            self.clock.now += (self.stats.cycles - cycles) * (0.01 + self.rest)
+            cycles = self.stats.cycles
+            yield token
+
+
+@dataclass
+class Wrong(Ours):
+    """Our loop with another fourth token."""
+
+    def tokens(self, prompt, cache, max_tokens, settings):
+        for i, token in enumerate(super().tokens(prompt, cache, max_tokens, settings)):
+            yield token + (i == 3)
+
+
+@pytest.fixture(autouse=True)
+def one_warm_up(monkeypatch):
+    monkeypatch.setattr(decode, "WARMUPS", 1)
+
+
+def prompt_of(subject, kind="translation"):
+    return prompts.make_prompts(subject.tokenizer, subject.model.vocab_size, each=1, only=[kind])
+
+
+def session_of(subject, others, rounds, **options):
+    session = open_session(subject, [2], rounds, 0.0)
+    session.loops = [*session.loops[:2], *others]
+    options = {"max_tokens": 6, "prefill_step_size": 256, "stop_tokens": subject.stop_tokens, **options}
+    measure(session, prompt_of(subject), Settings(**options), lambda *_: None)
+    return session
+
+
+def test_all_loops_write_the_text_that_plain_generation_writes(demo):
+    (prompt,) = prompt_of(demo, "stepwise_math")
+    options = {"max_tokens": 12, "stop_tokens": demo.stop_tokens}
+    text = [t for t, *_ in mlx_mtp.generate_step(prompt.tokens, demo.model, num_draft_tokens=0, **options)]
+    assert len(text) == 12
+    fixed = {"adaptive": False}
+    others = [MlxLm(twin(demo.model)), Ours(demo.model, "k", 3, fixed), Ours(demo.model, "adaptive", None)]
+    for loop in [*others, Ours(demo.model, PLAIN, 0)]:
+        reader = Reader(loop, prompt.tokens, Settings(**options, prefill_step_size=32)).read()
+        runs = [reader.run() for _ in range(2)]  # each from the same cache, that none of them changes
+        assert [run.tokens for run in runs] == [text] * 2
+        counted = [run.stats.generation_tokens for run in runs if run.stats]
+        assert counted == ([12] * 2 if loop.stats else [])
+
+
+def test_the_clock_starts_with_the_first_token():
+    def steps():
+        time.sleep(0.3)
+        yield 1
+        time.sleep(0.02)
+        yield 2
+
+    tokens, seconds = timed(steps())
+    assert tokens == [1, 2]
+    assert 0.02 <= seconds < 0.3
+
+
+def test_there_is_a_rest_before_each_turn(demo, monkeypatch):
+    rests = []
+    monkeypatch.setattr(timing.time, "sleep", rests.append)
+    session = open_session(demo, [2], 2, 1.5)
+    session.loops = session.loops[1:2]
+    measure(session, prompt_of(demo), Settings(max_tokens=2, prefill_step_size=256), lambda *_: None)
+    assert rests == [1.5] * 3  # a warm-up and two rounds
+
+
+@pytest.mark.parametrize("slow", ["plain", "k=2"])
+def test_a_loop_slowed_on_purpose_shows_as_much(demo, monkeypatch, slow):
+    clock, fixed = Clock(), {"adaptive": False, "prompt_lookup": False}
+    monkeypatch.setattr(loops, "time", clock)
+    rest = {slow: 0.03}
+    session = open_session(demo, [2], 2, 0.0)
+    session.loops = [
+        Slowed(demo.model, name, k, fixed, clock=clock, rest=rest.get(name, 0.0))
+        for name, k in ((PLAIN, 0), ("k=2", 2))
+    ]
+    settings = Settings(max_tokens=9, prefill_step_size=256)
+    measure(session, prompt_of(demo), settings, lambda *_: None)
+    plain, drafting = rows(as_result(session, {}), WHOLE)
+    per_cycle = {name: 0.01 + rest.get(name, 0.0) for name in (PLAIN, "k=2")}
+    (cycles,) = {count for entry in session.entries for count in entry.cycles if entry.contender == "k=2"}
+    assert cycles < 8
+    assert plain.speed.median == pytest.approx(1 / per_cycle[PLAIN])
+    assert drafting.speed.median == pytest.approx(8 / cycles / per_cycle["k=2"])
+    assert drafting.vs_plain.median == pytest.approx(8 / cycles * per_cycle[PLAIN] / per_cycle["k=2"])
+    assert drafting.vs_plain.conclusive
+    assert not session.differences
+
+
+def test_another_text_is_reported_where_it_begins(demo):
+    session = session_of(demo, [Wrong(demo.model, "wrong", 2)], 1)
+    (difference,) = session.differences
+    assert (difference["contender"], difference["position"]) == ("wrong", 3)
+    assert difference["found"] == [difference["expected"][0] + 1]
+    result = as_result(session, {})
+    assert broken(result) == [difference]
+    result["model"] = {**result["model"], "dtype": "bfloat16"}
+    assert broken(result) == []  # perhaps a near-tie
+    table = [[str(cell) for cell in column.cells] for column in overall(result, WHOLE).columns]
+    remarks = dict(zip(table[0], table[-1], strict=True))
+    assert "text differs" in remarks["wrong"]
+    assert "text differs" not in remarks["mlx-lm"] + remarks[PLAIN]
+
+
+def test_sampled_texts_are_compared_among_our_loops_alone(demo):
+    fixed = {"adaptive": False}
+    others = [Ours(demo.model, "k=2", 2, fixed), Wrong(demo.model, "wrong", 2)]
+    session = session_of(demo, others, 1, temp=1.5, seed=4, stop_tokens=())
+    assert [d["contender"] for d in session.differences] == ["wrong"]
+    by_loop = {entry.contender: entry for entry in session.entries}
+    assert by_loop["k=2"].text == by_loop[PLAIN].text != by_loop["mlx-lm"].text
+
+
+def test_peaks_are_a_loops_own(demo):
+    session = session_of(demo, [Ours(demo.model, "k=2", 2, {"adaptive": False}, 10**9)], 1)
+    by_loop = {entry.contender: max(*entry.peak_bytes, entry.read_peak_bytes) for entry in session.entries}
+    target = demo.facts["target_bytes"]
+    assert target < by_loop["mlx-lm"] < 2 * target
+    assert target < by_loop[PLAIN] < 2 * target
+    assert by_loop["k=2"] > 10**9
+
+
+def made(speeds: dict[str, list[float]], **changes) -> dict:
+    """A result by hand: 21 tokens of one prompt by each loop, at these speeds."""
+    entry = {
+        **{"context": 0, "kv_bits": None, "mtp_kv_bits": None, "category": "a", "prompt_tokens": 11},
+        **{"read_seconds": 0.5, "read_peak_bytes": 7, "text": "x", "lookup_drafted": [], "lookup_accepted": []},
+        **{"cycles": [], "drafted": [], "accepted": []},
+    }
+    entries = []
+    for name, values in speeds.items():
+        counts = {"tokens": [21] * len(values), "seconds": [20 / v for v in values], "peak_bytes": [5] * len(values)}
+        entries.append({**entry, **counts, "contender": name})
+    model = {"name": "m", "synthetic": None, "dtype": "float32"}
+    return {
+        "environment": {"mlx": "1"},
+        "model": model,
+        "options": {},
+        "entries": entries,
+        "differences": [],
+    } | changes
+
+
+def test_a_rows_arithmetic():
+    result = made({PLAIN: [10, 20, 40], "mlx-lm": [20, 20, 20], "k=2": [20, 40, 80]})
+    drafting = result["entries"][-1]
+    drafting |= {"cycles": [10, 10, 10], "drafted": [[10, 5], [10, 5], [8, 6]], "accepted": [[8, 2], [8, 2], [5, 1]]}
+    drafting |= {"lookup_drafted": [4, 0, 0], "lookup_accepted": [4, 0, 0]}
+    result["entries"] += [{**entry, "category": "b"} for entry in copy.deepcopy(result["entries"])]
+    assert settings(result) == [WHOLE]
+    assert categories(result) == ["a", "b"]
+    for category, n in ((None, 2), ("b", 1)):
+        plain, theirs, row = rows(result, WHOLE, category)
+        assert (row.contender, row.tokens, row.prompt_tokens) == ("k=2", 21 * n, 11 * n)
+        assert (row.drafted, row.accepted) == pytest.approx(((44 + 4) / 3 * n, (26 + 4) / 3 * n))
+        assert row.rates == pytest.approx([21 / 28, 5 / 16])
+        assert row.tokens_per_cycle == pytest.approx(1 + 30 / 30)
+        assert (row.speed.low, row.speed.median, row.speed.high) == pytest.approx((20, 40, 80))
+        # Within a round it was always twice as fast, however the machine changed.
+        assert (row.vs_plain.low, row.vs_plain.high, row.conclusive) == (2, 2, False)
+        assert (row.vs_mlx_lm.low, row.vs_mlx_lm.high) == pytest.approx((1, 4))
+        assert row.prompt_speed == pytest.approx(20)
+        assert row.peak_bytes == 7
+        assert not plain.conclusive
+        assert theirs.tokens_per_cycle is None
+
+
+def test_texts_of_one_token_have_no_speed():
+    result = made({PLAIN: [10], "k=1": [20]})
+    for entry in result["entries"]:
+        entry |= {"tokens": [1], "seconds": [0.0]}
+    assert [(row.speed, row.vs_plain, row.conclusive) for row in rows(result, WHOLE)] == [(None, None, False)] * 2
+    overall(result, WHOLE)
+
+
+def test_a_change_counts_where_the_ranges_do_not_touch():
+    before, after = (made({PLAIN: [10, 10.2], "k=1": values}) for values in ([20, 21], [20.2, 22]))
+    same = {(c.contender, c.what): c for c in changes(before, after)}
+    assert not any(c.beyond for c in same.values())
+    after = made({PLAIN: [10, 10.2], "k=1": [30, 31]})
+    beyond = {(c.contender, c.what) for c in changes(before, after) if c.beyond}
+    assert beyond == {("k=1", "tok/s"), ("k=1", "over plain")}
+    assert next(c for c in changes(before, after) if c.beyond).ratio == pytest.approx(30.5 / 20.5, rel=0.01)
+    assert compared(before, after).row_count == 3
+    assert changes(made({"other": [1]}), after) == []
+
+
+def test_what_two_results_do_not_share_is_listed():
+    before = made({PLAIN: [1]})
+    assert unlike(before, copy.deepcopy(before)) == []
+    after = made({PLAIN: [1]}, environment={"mlx": "2"}, options={"max_tokens": 3})
+    after["entries"][0]["text"] = "y"
+    lines = unlike(before, after)
+    assert [line.partition(":")[0] for line in lines] == ["environment", "options", "texts"]
+    assert "mlx was '1', is '2'" in lines[0]
+
+
+def test_prompts_are_nine_kinds_padded_to_a_length(demo):
+    whole = prompts.make_prompts(demo.tokenizer, 2048, each=2)
+    kinds = dict.fromkeys(p.category for p in whole)
+    assert len(kinds) == 9
+    assert len(whole) == 18
+    assert len({tuple(p.tokens) for p in whole}) == 18
+    for context in (600, 1500):
+        for p, short in zip(
+            prompts.make_prompts(demo.tokenizer, 2048, each=1, context=context), whole[::2], strict=True
+        ):
+            assert 0.97 * context <= len(p.tokens) <= context
+            assert p.tokens[-10:] == short.tokens[-10:]
+    with pytest.raises(ValueError, match=r"contexts=20: a prompt alone has"):
+        prompts.make_prompts(demo.tokenizer, 2048, each=1, context=20)
+    with pytest.raises(ValueError, match=r"categories=nope: allowed are code_python, "):
+        prompts.make_prompts(demo.tokenizer, 2048, each=1, only=["nope"])
+    random = prompts.make_prompts(None, 50, each=2, context=30)
+    assert [len(p.tokens) for p in random] == [30, 30]
+    assert max(map(max, (p.tokens for p in random))) < 50
+
+
+def test_loops_that_cannot_run_are_left_out_and_named(demo):
+    session = session_of(demo, [], 1, kv_bits=8, kv_group_size=32)
+    assert list(session.left_out) == ["mlx-lm with kv_bits=8"]  # its windows cannot be quantized
+    assert {e.contender for e in session.entries} == {PLAIN}
+    with pytest.raises(ValueError, match=r"drafts=4: allowed with this model is 1 to 3"):
+        open_session(demo, [4], 1, 0.0)
+
+
+def test_the_published_figures_and_their_conditions(demo):
+    assert len(documents.published()) == 42
+    assert "20981" in documents.source()
+    assert documents.conditions()[:3] == [("32k", None, None), ("64k", None, None), ("128k", None, None)]
+    assert len(documents.conditions()) == 8
+    assert (documents.tokens("128k"), documents.tokens("32k", quick=True)) == (131072, 128)
+    documents.check(demo.model)
+    with pytest.raises(ValueError, match="3 chained heads, as published; this model has none"):
+        documents.check(open_subject(mtp=False).model)
+    result = made({PLAIN: [10, 10], "k=1": [13, 13]})
+    for entry in result["entries"]:
+        entry["context"] = 32768
+    result["entries"][1] |= {"cycles": [10, 10], "drafted": [[8], [8]], "accepted": [[6], [6]]}
+    columns = [list(column.cells) for column in documents.beside(result, quick=False).columns]
+    lines = list(zip(*columns, strict=True))
+    assert len(lines) == 42 + 24
+    assert lines[0] == ("32k", "16", "16", "1", "here", "10.0", "13.0", "1.30", "75%", "1.60")
+    assert ("", "", "", "", "Mac Studio, IQ4_XS", "35.4", "45.6", "1.29", "89%", "1.89") in lines[1:6]
+
+
+def test_the_command_line_ends_in_the_result(tmp_path):
+    out = tmp_path / "a.json"
+    done = call(*QUICK, "--drafts", 2, "--quick", "--out", out)
+    assert done.returncode == 0, done.stderr
+    *shown, last = done.stdout.splitlines()
+    result = json.loads(last)
+    assert result == json.loads(out.read_text())
+    assert [e["contender"] for e in result["entries"]] == ["mlx-lm", "plain", "k=2", "adaptive"]
+    assert result["options"]["max_tokens"] == 4
+    text = "\n".join(shown)
+    assert all(word in text for word in ("accepted", "over", "spread", "k=2"))
+    again = call("bench", "compare", out, out)
+    assert again.returncode == 0
+    assert "1.00x" in again.stdout
+    assert "not alike" not in again.stdout
+
+
+def test_what_is_drawn_says_so(tmp_path):
+    config = json.loads((demo_path() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
+    done = call(
+        *("bench", "decode", "--config", tmp_path / "config.json", "--layers", 2, "--synth-rates", "1,0.5"),
+        *("--rounds", 1, "-m", 12, "--drafts", "1,2", "--prompts", 1, "--contexts", "40"),
+    )
+    assert done.returncode == 0, done.stderr
+    *shown, last = done.stdout.splitlines()
+    result = json.loads(last)
+    label = "random weights, the first 2 layers only; acceptance drawn at 1.0, 0.5"
+    assert result["model"]["synthetic"] == label
+    assert f"SYNTHETIC: {label}" in "".join(shown)
+    by_loop = {e["contender"]: e for e in result["entries"]}
+    assert by_loop["k=1"]["accepted"] == by_loop["k=1"]["drafted"]
+    assert result["differences"] == []  # of drafting loops nothing else was to be expected
+    assert {e["category"] for e in result["entries"]} == {"random_tokens"}
+    assert all(e["tokens"] == [12] for e in result["entries"])
+
+
+def test_an_earlier_result_is_shown_beside_and_a_wrong_text_is_exit_code_1(tmp_path, monkeypatch):
+    out = tmp_path / "a.json"
+    assert call(*QUICK, "--no-mtp", "--out", out).returncode == 0
+    tokens = MlxLm.tokens
+    monkeypatch.setattr(MlxLm, "tokens", lambda *args: (token + 1 for token in tokens(*args)))
+    done = call(*QUICK, "--no-mtp", "--compare", out)
+    assert done.returncode == 1
+    assert "text differs: mlx-lm on translation, token 0 is" in done.stdout
+    assert "compared with the earlier result" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["differences"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--synth-rates", "a"), "Invalid value for '--synth-rates': 'a'; expected chances"),
+        (("--layers", 2), "Invalid value for '--layers': layers=2: of random weights only"),
+        (("--config", "/none"), "Invalid value for '--config': config=/none: cannot be read"),
+        (("--drafts", "7"), "Invalid value for '--drafts': drafts=7: allowed with this model is 1 to 3"),
+        (("--contexts", "700,5"), "Invalid value for '--contexts': contexts=5: a prompt alone has"),
+        (("--preset", "documents"), "--preset documents: needs --model"),
+        (("--preset", "documents", "--model", "demo", "--contexts", "9"), "--preset documents: not with --contexts"),
+        (("--preset", "documents", "--model", "demo", "--no-mtp"), "preset=documents: allowed with 3 chained heads"),
+        (("--compare", "/none"), "No such file"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(flags, message):
+    done = call("bench", "decode", *flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1

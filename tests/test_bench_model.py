@@ -1,0 +1,407 @@
+"""`mlx-mtp bench model`: floors against modules, caches and the draft loop itself; measured times; the command."""
+
+import importlib
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import published
+import pytest
+from command_line import call
+from families import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from results import decode_result, profile_result, verify_result
+
+from mlx_mtp import generate_step, load_model
+from mlx_mtp.bench import documents as table
+from mlx_mtp.bench import random_model, result
+from mlx_mtp.bench.roofline import (
+    assemble,
+    chips,
+    cost,
+    documents,
+    fit,
+    floor,
+    measured,
+    ops,
+    predict,
+    released,
+    walk,
+)
+from mlx_mtp.bench.roofline.chips import CHIPS
+from mlx_mtp.bench.roofline.launches import KERNELS
+from mlx_mtp.bench.roofline.ops import OVERLAPS
+from mlx_mtp.demo import demo_path
+from mlx_mtp.layers.mtp_head import MTPHead
+from mlx_mtp.layers.port import Port
+from mlx_mtp.prompt_cache import make_prompt_cache
+from mlx_mtp.recurrent_cache import RecurrentCache
+
+FITTED = fit.fit(fit.read_rows())
+M3_ULTRA = FITTED["M3 Ultra"]
+MODELS = st.sampled_from(sorted(released.MODELS))
+CONTEXTS = st.integers(1, 200_000)
+WHOLE = ("embed_tokens", "embeddings", "lm_head", "head")  # modules that are an embedding or an LM head
+
+
+def build(name, heads=1):
+    """The port of a family's tiny config, as it is built; its weights are never computed."""
+    config = FAMILIES[name].config
+    port = importlib.import_module(f"mlx_mtp.models.{config['model_type']}")
+    return port.Model(port.ModelArgs.from_dict(config), heads, port.Model.SPEC.resolve(()))
+
+
+def matrices(module):
+    """(shared, experts) bytes of what has two dimensions or more, without embeddings and LM heads."""
+    arrays = [(path, a) for path, a in tree_flatten(module.parameters()) if a.ndim > 1]
+    arrays = [(path, a) for path, a in arrays if not any(f".{name}." in f".{path}" for name in WHOLE)]
+    experts = sum(a.nbytes for path, a in arrays if "switch_mlp" in path)
+    return sum(a.nbytes for _, a in arrays) - experts, experts
+
+
+def stored(layers):
+    """The same of operations, all experts included."""
+    made = [(layer.count, op) for layer in layers for op in layer.ops]
+    shared = sum(n * op.nbytes for n, op in made if isinstance(op, ops.Linear))
+    return shared, sum(n * op.total * op.nbytes for n, op in made if isinstance(op, ops.Experts))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_matrix_of_a_port_is_read(name, quantized):
+    model = build(name)
+    if quantized:
+        nn.quantize(
+            model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0
+        )
+    walked = walk.of_port(model)
+    real = [matrices(layer) for layer in model.layers]
+    assert stored(walked.layers) == pytest.approx(tuple(map(sum, zip(*real, strict=True))))
+    for depth, head in enumerate(model.mtp):
+        assert stored([walked.drafts[depth].block]) == pytest.approx(matrices(head))
+        assert walked.drafts[depth].lm_head.nbytes == pytest.approx(
+            sum(a.nbytes for a in model.unembedding(depth).values())
+        )
+    assert walked.head.nbytes == pytest.approx(sum(a.nbytes for a in model.unembedding().values()))
+    tops = {op.top for layer in walked.layers for op in layer.ops if isinstance(op, ops.Experts)}
+    text = FAMILIES[name].config.get("text_config", FAMILIES[name].config)
+    assert tops <= {text.get("num_experts_per_tok")}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_caches_and_states_are_as_large_as_the_real_ones(name):
+    model = build(name)
+    walked, caches = walk.of_port(model), make_prompt_cache(model, num_draft_tokens=0).layers
+    model.hidden(mx.array([[1, 2, 3]]), caches)
+    of_token = [
+        sum(part.nbytes // part.shape[2] for part in c.parts) for c in caches if not isinstance(c, RecurrentCache)
+    ]
+    states = sum(c.parts[1].nbytes for c in caches if isinstance(c, RecurrentCache))
+    found = floor.pass_floor(walked, 1, 1, "independent")
+    assert (found.cache, found.state) == (sum(of_token), 2 * states)
+    windows = [w for w in model.windows() if w != "recurrent"]
+    top, index = getattr(model.args, "index_topk", None), getattr(model.args, "index_head_dim", 0)
+    for context in (7, 10**4):
+        lengths = [min(context, window or top or context) for window in windows]
+        expected = sum(length * size for length, size in zip(lengths, of_token, strict=True))
+        if top:  # the indexer's keys are read at every position
+            indexers = sum("indexer" in layer.self_attn for layer in model.layers)
+            expected += indexers * 4 * index * (context - min(context, top))
+        assert floor.pass_floor(walked, 1, context, "independent").cache == expected
+
+
+RELEASED = {
+    "Step-3.5-Flash": "step-3.5-flash",
+    "GLM-4.5": "glm-4.5-fp8",
+    "Qwen3.6-27B": "qwen3.5-27b",
+    "Qwen3.6-35B-A3B": "qwen3.6-35b-a3b",
+    "DeepSeek-V3": "deepseek-v3",
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_are_what_their_config_builds(name, tmp_path):
+    """Layer by layer; routers aside, which mlx-lm keeps in 16 bits where they are no linears, and gates of 1 row."""
+    file = Path(published.__file__).parent / "fixtures" / f"{RELEASED[name]}.txt"
+    line = next(x for x in file.read_text().splitlines() if x.startswith("config "))
+    (tmp_path / "config.json").write_text(line.removeprefix("config "))
+    shaped, _ = random_model.shaped_model(tmp_path / "config.json")
+    built, known = walk.of_port(shaped, 2), released.MODELS[name]
+    for rows in (1, 2, 8):
+        for part in ("experts", "cache", "state", "head"):
+            pair = [getattr(floor.pass_floor(m, rows, 5000, "published"), part) for m in (built, known)]
+            assert pair[0] == pytest.approx(pair[1], rel=1e-6)
+    assert built.shared_bytes == pytest.approx(known.shared_bytes, rel=0.012)
+    assert (len(built.drafts), built.recycled) == (len(known.drafts), known.recycled)
+    for k in range(1, known.max_drafts + 1):
+        totals = [floor.draft_floor(m, k, 5000, "published").total for m in (built, known)]
+        assert totals[0] == pytest.approx(totals[1], rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "k"), [("demo", 1), ("demo", 2), ("demo", 3), ("glm4_moe", 1), ("glm4_moe", 3)])
+def test_heads_read_what_the_loop_gives_them(name, k, monkeypatch):
+    model = load_model(demo_path(), lazy=True) if name == "demo" else build(name)
+    read, drafted = [], []
+    call_head, choose = MTPHead.__call__, Port.draft_logits
+
+    def watched(self, embeddings, hidden, cache):
+        read.append((next(i for i, head in enumerate(model.mtp) if head is self), hidden.shape[1]))
+        return call_head(self, embeddings, hidden, cache)
+
+    def noted(self, depth, output):
+        drafted.append((depth, output.size // output.shape[-1]))
+        return choose(self, depth, output)
+
+    monkeypatch.setattr(MTPHead, "__call__", watched)
+    monkeypatch.setattr(type(model), "draft_logits", noted)
+    for _ in generate_step([1, 2, 3], model, max_tokens=12, num_draft_tokens=k, adaptive=False, prompt_lookup=False):
+        pass
+    walked = walk.of_port(model)
+    passes = walked.draft_passes(k)
+    depths = [0] * k if walked.recycled else list(range(k))
+    assert read[-k:] == [(depth, rows) for depth, (_, rows) in zip(depths, passes, strict=True)]
+    assert drafted[-k:] == [(depth, 1) for depth in depths]
+
+
+SMALL = ops.Model(
+    (
+        ops.Layer(
+            "glm experts", 2, (ops.Linear("q", 10, 10), ops.Experts(10, 10, 8, 2), ops.Attention(4, 2, 5, window=6))
+        ),
+    ),
+    ops.Linear("lm_head", 30, 10, bits=8, group=None),
+    (
+        ops.DraftHead(
+            ops.Layer("glm dense", 1, (ops.Linear("eh_proj", 10, 20), ops.State(40))), ops.Linear("lm_head", 5, 10)
+        ),
+    ),
+    recycled=True,
+)
+
+
+def test_floors_by_hand():
+    one = 100 * 0.5625
+    found = floor.pass_floor(SMALL, 3, 100, "independent")
+    assert found.shared == 2 * one
+    assert found.experts == pytest.approx(2 * 8 * (1 - 0.75**3) * 3 * one)
+    assert (found.head, found.cache, found.state) == (300, 2 * 6 * 2 * 10 * 2, 0)
+    drafts = floor.draft_floor(SMALL, 2, 100, "shared")
+    assert drafts == floor.Bytes(shared=2 * 2 * one, head=2 * 50 * 0.5625, state=2 * 80)
+    assert floor.cycle_floor(SMALL, 2, 100, "independent").total == pytest.approx(found.total + drafts.total)
+    assert floor.draft_floor(SMALL, 0, 100, "shared") == floor.Bytes()
+    with pytest.raises(ValueError, match="8 drafts; allowed are 0 to 7"):
+        SMALL.draft_passes(8)
+
+
+@settings(max_examples=50, deadline=None)
+@given(MODELS, st.integers(1, 8), CONTEXTS)
+def test_floors_grow_with_rows_and_shrink_with_overlap(name, rows, context):
+    model = released.MODELS[name]
+    floors = [floor.pass_floor(model, rows, context, o).total for o in OVERLAPS]
+    assert all(a >= b * (1 - 1e-12) for a, b in itertools.pairwise(floors))
+    plain = floor.pass_floor(model, 1, context, "independent").total
+    assert floors[-1] == pytest.approx(plain)
+    assert all(
+        floor.pass_floor(model, rows + 1, context, o).total >= f for o, f in zip(OVERLAPS, floors, strict=True)
+    )
+    assert floor.pass_floor(model, 1, context, "published").total == pytest.approx(plain)
+
+
+@settings(max_examples=50, deadline=None)
+@given(MODELS, st.sampled_from(sorted(CHIPS)), CONTEXTS, st.sampled_from((2, 4, 8)))
+def test_nothing_is_predicted_below_its_floor(name, chip, context, rows):
+    model, on = released.MODELS[name], FITTED[chip]
+    floors = {
+        (f["phase"], f["rows"], f["overlap"]): f["bytes"]["total"] for f in floor.floors(model, context, (rows,))
+    }
+    for line in predict.predicted(model, on, context, (rows,)):
+        if line["side"] == "ours" or line["overlap"] == "independent":
+            assert line["seconds"] >= floors[line["phase"], line["rows"], line["overlap"]] / on.bandwidth
+
+
+@settings(max_examples=50, deadline=None)
+@given(MODELS, CONTEXTS, st.sampled_from((2, 4, 8)))
+def test_what_kernels_take_off_is_what_lies_between_stock_and_ours(name, context, rows):
+    model = released.MODELS[name]
+    lines = {line["kernels"]: line for line in predict.kernels(model, M3_ULTRA, context, (rows,))}
+    times = {
+        p["side"]: p["seconds"]
+        for p in predict.predicted(model, M3_ULTRA, context, (rows,))
+        if (p["phase"], p["overlap"]) == ("verify", "published")
+    }
+    assert lines["all"]["stock"] == times["stock MLX"]
+    assert lines["all"]["seconds"] == pytest.approx(times["stock MLX"] - times["ours"])
+    alone = sum(lines[kind]["seconds"] for kind in KERNELS)
+    assert alone == pytest.approx(lines["all"]["seconds"], abs=400 * cost.LAUNCH)  # launches saved twice, or together
+
+
+def test_kernels_touch_only_what_they_replace():
+    glm, qwen = (
+        {line["kernels"]: line["seconds"] for line in predict.kernels(released.MODELS[name], M3_ULTRA, 4096, (4,))}
+        for name in ("GLM-4.5", "Qwen3.6-27B")
+    )
+    assert glm["recurrence"] == 0 < qwen["recurrence"]
+    assert qwen["experts"] == 0 < glm["experts"]
+    assert min(glm["products"], qwen["products"], glm["attention"]) > 0
+
+
+def test_the_documents_beside_their_limits():
+    lines = documents.documents(FITTED)
+    assert len(lines) == len(table.published()) == 42
+    for line, row in zip(lines, table.published(), strict=True):
+        assert line["cycle"] / line["plain"] == pytest.approx(row.cycle_cost_in_plain_steps, abs=0.011)
+        assert line["plain"] > line["plain_floor"]
+        assert line["cycle"] > line["cycle_floor"]["independent"] >= line["cycle_floor"]["published"]
+        assert line["cycle_floor"]["published"] > line["cycle_floor"]["shared"] > line["plain_floor"]
+        assert bool(line["predicted"]) == (row.machine == "Mac Studio")
+
+
+@pytest.mark.parametrize(("weights", "bits", "head_bits", "k"), [("IQ4_XS", 4.25, 16, 1), ("Q4_K_S", 4.5, 4.5, 3)])
+def test_a_documents_floor_by_hand(weights, bits, head_bits, k):
+    """The engine drafts with one head and its own LM head, again and again; `head_bits` are those of its cache."""
+    row = "Mac Studio", weights, 32768, k
+    lines = documents.documents(FITTED)
+    line = next(x for x in lines if (x["machine"], x["weights"], x["context"], x["drafts"]) == row)
+    h, vocabulary, experts = 4096, 128896, 8 * 3 * 1280
+    full, sliding = (2 * heads * 128 + 2 * 1024 + heads for heads in (64, 96))
+    dense, sparse = 3 * 11264, 288 + experts + 3 * 1280
+    read = h * (12 * full + 33 * sliding + 3 * dense + 42 * sparse + vocabulary)
+    cache = 2 * 1024 * 2 * (12 * 32768 + 33 * 512)
+    usable = 819e9 * M3_ULTRA.usable
+    assert line["plain_floor"] == pytest.approx((read * bits / 8 + cache) / usable)
+    head = h * (2 * h + sliding + dense + vocabulary) * bits / 8 + 2 * 1024 * 512 * head_bits / 8
+    assert line["cycle_floor"]["shared"] == pytest.approx(line["plain_floor"] + k * head / usable)
+    routed = (ops.distinct(288, 8, k + 1) / 8 - 1) * h * 42 * experts * bits / 8
+    assert line["cycle_floor"]["independent"] == pytest.approx(line["plain_floor"] + (k * head + routed) / usable)
+
+
+DEVICES = [
+    *(("Apple M3 Ultra", None, "M3 Ultra"), ("Apple M1", None, "M1"), ("Apple M3 Max", 30, "M3 Max 30c")),
+    *(("Apple M3 Max", 40, "M3 Max 40c"), ("Apple M3 Max", None, "M3 Max 40c"), ("Apple M4 Max", 32, "M4 Max 32c")),
+    *(
+        ("Apple M5 Pro", 18, "M5 Pro"),
+        ("Apple M6", None, None),
+        ("Apple M5 Ultra", None, None),
+        ("AMD EPYC", None, None),
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "cores", "name"), DEVICES)
+def test_the_chip_at_hand(device, cores, name):
+    assert chips.find(device, cores) == name
+
+
+def test_measured_times_are_those_of_the_results():
+    verify, decode, profile = (made() for made in (verify_result, decode_result, profile_result))
+    times = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in measured.times(verify, 128)}
+    whole = next(c for c in verify["curves"] if (c["name"], c["context"]) == ("whole", 128))
+    for side, seconds in whole["seconds"].items():
+        for m, values in seconds.items():
+            phase = "plain step" if m == "1" else "verify"
+            assert times.pop((phase, int(m), f"{side} pass")) == statistics.median(values)
+    assert not times
+    (context,) = measured.contexts(decode)
+    found = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in measured.times(decode, context)}
+    entries = [e for e in decode["entries"] if e["contender"] == "k=2"]
+    speeds = [sum(e["tokens"][i] - 1 for e in entries) / sum(e["seconds"][i] for e in entries) for i in range(3)]
+    cycles, kept = (
+        sum(map(sum, x)) for x in ([e["cycles"] for e in entries], [[sum(a) for a in e["accepted"]] for e in entries])
+    )
+    assert found["cycle", 3, "loop"] == pytest.approx((1 + kept / cycles) / statistics.median(speeds))
+    assert found.keys() >= {("plain step", 1, "loop"), ("plain step", 1, "mlx-lm's loop"), ("cycle", 2, "loop")}
+    parts = {(t["phase"], t["rows"]): t["seconds"] for t in measured.times(profile, 0)}
+    assert parts["draft", 4] == statistics.median(profile["seconds"]["draft"]) / profile["cycles"]
+    assert parts["cycle", 4] > parts["draft", 4] + parts["verify", 4]
+
+
+def test_a_result_of_another_model_or_context_is_refused():
+    demo = assemble.find_model("demo", on_chip=False)
+    with pytest.raises(ValueError, match="bench verify was measured at 128, 4096 tokens"):
+        assemble.bench_model(demo, None, 2000, results=[verify_result()])
+    step = assemble.find_model("step-3.5-flash", on_chip=True)
+    with pytest.raises(ValueError, match=r"Step-3\.5-Flash has 111 GB: say --model"):
+        assemble.bench_model(step, M3_ULTRA, 128, results=[verify_result()])
+    with pytest.raises(ValueError, match="a result of bench model; allowed are decode, verify, profile"):
+        measured.contexts({"bench": "model"})
+
+
+def test_the_command_with_what_was_measured(tmp_path):
+    files = []
+    for made in (verify_result(), decode_result(), profile_result()):
+        files.append(tmp_path / f"{made['bench']}.json")
+        result.write(made, files[-1])
+    shown = call(
+        "bench", "model", *(x for file in files for x in ("--measured", file)), "--out", tmp_path / "out.json"
+    )
+    assert shown.returncode == 0, shown.stderr
+    found = result.read(tmp_path / "out.json", "model")
+    assert json.loads(shown.stdout.splitlines()[-1]) == found
+    assert found["model"]["name"] == "demo"
+    assert found["options"]["context"] == 128
+    assert len(found["measured"]) > 10
+    assert "GB/s)" in shown.stdout
+    result.write(verify_result(target_bytes=5_600_000), files[0])  # as a Mac has it, in 16 bits
+    on_mac = call("bench", "model", "--measured", files[0], "--chip", "m3 ultra")
+    assert "stock pass" in on_mac.stdout
+    assert "GB/s)" not in on_mac.stdout
+    found = json.loads(on_mac.stdout.splitlines()[-1])
+    nbytes = next(x["bytes"]["total"] for x in found["floors"] if (x["rows"], x["overlap"]) == (1, "published"))
+    seconds = next(x["seconds"] for x in found["measured"] if (x["rows"], x["side"]) == (1, "stock pass"))
+    assert f"{seconds * 1e3:.2f} ({seconds * M3_ULTRA.bandwidth / nbytes:.2f}x)" in on_mac.stdout
+
+
+def test_the_gap_is_times_over_the_floor(tmp_path):
+    out = tmp_path / "out.json"
+    shown = call(
+        "bench", "model", "--chip", "M3 Ultra", "--model", "GLM-4.5", "--context", 1000, "--quick", "--out", out
+    )
+    found = result.read(out)
+    assert {line["rows"] for line in found["floors"]} == {1, 2, 4}
+    verify = next(
+        p
+        for p in found["predicted"]
+        if (p["phase"], p["rows"], p["side"], p["overlap"]) == ("verify", 4, "ours", "published")
+    )
+    plain = next(
+        p for p in found["predicted"] if (p["phase"], p["side"], p["overlap"]) == ("plain step", "ours", "published")
+    )
+    nbytes = floor.pass_floor(released.MODELS["GLM-4.5"], 4, 1000, "published").total
+    seconds = nbytes / (819e9 * found["chip"]["usable"])
+    over = verify["seconds"] / seconds, verify["seconds"] / plain["seconds"]
+    assert "{:.2f} ({:.2f}x; {:.2f})".format(verify["seconds"] * 1e3, *over) in shown.stdout
+    assert found["documents"] == []
+
+
+def test_a_config_and_a_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_5_moe"].config))
+    shown = call("bench", "model", "--config", tmp_path / "config.json", "--quick")
+    assert shown.returncode == 0, shown.stderr
+    assert tmp_path.name in shown.stdout
+    by_path = call("bench", "model", "--model", demo_path(), "--quick")
+    assert by_path.returncode == 0, by_path.stderr
+    assert "no chip that is known" in by_path.stdout
+
+
+MISTAKES = {
+    "chip": (("--chip", "M9"), "chip=M9: unknown; allowed are M1, M1 Pro"),
+    "model": (("--model", "nonesuch"), "model=nonesuch: neither a directory nor known; allowed are Step-3.5-Flash"),
+    "both": (("--model", "GLM-4.5", "--config", "x.json"), "not together with a model"),
+    "config": (("--config", "nonesuch.json"), "nonesuch.json"),
+    "measured": (("--measured", "nonesuch.json"), "nonesuch.json"),
+    "empty": (("--model", "{tmp}"), "config.json"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_line(case, tmp_path):
+    args, message = MISTAKES[case]
+    shown = call("bench", "model", *(arg.format(tmp=tmp_path) for arg in args))
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert message in shown.stderr
+    assert shown.stderr.count("\n") == 1

@@ -1,0 +1,436 @@
+"""Pictures of results: what they show is what was measured, nothing lies on anything else, light and dark."""
+
+import functools
+import itertools
+import re
+import statistics
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from command_line import call
+from results import decode_result, kernels_result, profile_result, verify_result
+
+from mlx_mtp.bench import page, page_tables, plot_data, plots, result
+from mlx_mtp.bench.panels import Bars, Grid, Lines, Ranges
+from mlx_mtp.bench.roofline import assemble
+
+matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib: the extra plot, or test")
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
+from matplotlib.colors import to_rgb  # noqa: E402
+
+THEMES = {"light": plots.LIGHT, "dark": plots.DARK}
+
+
+def model_result(name="Step-3.5-Flash", chip="M3 Ultra", rows=range(2, 9)):
+    on = assemble.find_chip(chip)
+    return assemble.bench_model(assemble.find_model(name, on_chip=on is not None), on, 32768, rows)
+
+
+RESULTS = {
+    "decode": decode_result,
+    "decode at contexts": lambda: decode_result(contexts=(512, 4096, 32768)),
+    "decode, noisy": lambda: decode_result(noise=0.4),
+    "decode, synthetic": lambda: decode_result(synthetic="random weights, the first 4 layers only; drawn acceptance"),
+    "verify": verify_result,
+    "verify, noisy stock": lambda: verify_result(sides=("stock",), noise=0.5),
+    "profile": profile_result,
+    "profile without drafts": lambda: profile_result(k=0),
+    "kernels": kernels_result,
+    "kernels, emulated": lambda: kernels_result(timed=False),
+    "model": model_result,
+    "model, dense": lambda: model_result("Qwen3.6-27B"),
+    "model without a chip": lambda: model_result("demo", None, (2, 4)),
+}
+
+
+DARK_TOO = ("decode at contexts", "verify", "profile")
+DRAWN = [*((name, "light") for name in RESULTS), *((name, "dark") for name in DARK_TOO)]
+
+
+@functools.cache
+def found_in(name):
+    return RESULTS[name]()
+
+
+@pytest.fixture
+def made():
+    return found_in
+
+
+@functools.cache
+def drawn(name, scheme="light"):
+    """(panel, its axes, laid out) of every picture of a result."""
+    pairs = []
+    with plots.style(THEMES[scheme]):
+        for panel in plot_data.panels(found_in(name)):
+            figure = plots.figure([panel], THEMES[scheme])
+            FigureCanvasAgg(figure)
+            figure.draw_without_rendering()
+            pairs.append((panel, figure.axes[0]))
+    return pairs
+
+
+def boxes(ax):
+    """(text, its rectangle in pixels) of everything that is written."""
+    legend = ax.get_legend()
+    ticks = [
+        tick.label1
+        for axis in (ax.xaxis, ax.yaxis)
+        for tick in axis.get_major_ticks()
+        if min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    ]
+    texts = [ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label, *ticks]
+    texts += [*ax.texts, *(legend.get_texts() if legend else [])]
+    return [(t.get_text(), t.get_window_extent()) for t in texts if t.get_text()]
+
+
+@pytest.mark.parametrize(("name", "scheme"), DRAWN)
+def test_nothing_is_written_over_anything_else_or_outside(name, scheme):
+    for panel, ax in drawn(name, scheme):
+        written, whole = boxes(ax), ax.figure.bbox
+        assert len(written) > 6
+        for (a, box), (b, other) in itertools.combinations(written, 2):
+            assert not box.padded(-1).overlaps(other.padded(-1)), (panel.title, a, b)
+        for text, box in written:
+            inside = whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
+            assert inside, (panel.title, text)
+        assert ax.get_window_extent().width > 0.35 * whole.width, "hardly any room for what is drawn"
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_axes_have_names_with_units(name, made):
+    assert drawn(name)
+    for panel, ax in drawn(name):
+        assert ax.get_xlabel() == panel.x_label
+        assert made(name)["model"]["name"] in ax.get_title(loc="left") or isinstance(panel, Grid)
+        match panel:
+            case Lines():
+                assert ax.get_ylabel() == panel.y_label
+                assert ax.get_ylim()[0] == 0
+                assert re.search(r"tokens/s|T\(1\)", panel.y_label)
+                assert [t.get_text() for t in ax.get_legend().get_texts()] == [s.label for s in panel.series]
+            case Bars() | Ranges():
+                assert "ms" in panel.x_label
+                assert ax.get_xlim()[0] == 0
+            case Grid():
+                assert "%" in panel.title or "over" in panel.title
+
+
+@pytest.mark.parametrize("name", [n for n in RESULTS if n.startswith(("decode", "verify", "model"))])
+def test_lines_are_where_the_data_is(name):
+    for panel, ax in ((p, ax) for p, ax in drawn(name) if isinstance(p, Lines)):
+        shown = {line.get_label(): line for line in ax.get_lines() if not line.get_label().startswith("_")}
+        assert list(shown) == [s.label for s in panel.series]
+        for series in panel.series:
+            line = shown[series.label]
+            assert list(line.get_ydata()) == series.y
+            assert [round(x) for x in line.get_xdata()] == series.x
+            if series.low:
+                assert all(low <= y <= high for low, y, high in zip(series.low, series.y, series.high, strict=True))
+
+
+def test_intervals_are_drawn_as_they_are():
+    (panel, ax), *_ = drawn("verify")
+    bars = [c.get_segments() for c in ax.collections if hasattr(c, "get_segments")]
+    assert len(bars) == len(panel.series)
+    for series, segments in zip(panel.series, bars, strict=True):
+        ends = [(min(s[:, 1]), max(s[:, 1])) for s in segments]
+        assert ends == [pytest.approx(pair) for pair in zip(series.low, series.high, strict=True)]
+
+
+def test_marks_and_ranges_are_where_the_data_is():
+    panel, ax = drawn("model")[2]
+    shown = {line.get_label(): line for line in ax.get_lines() if not line.get_label().startswith("_")}
+    assert {name: list(line.get_xdata()) for name, line in shown.items()} == panel.marks
+    (spans,) = (c for c in ax.collections if c.get_label() == panel.span_label)
+    assert [(s[0][0], s[1][0]) for s in spans.get_segments()] == panel.spans
+
+
+def test_bars_are_as_long_as_the_data():
+    for panel, ax in [*drawn("profile"), *drawn("model")]:
+        if isinstance(panel, Bars):
+            lengths = [[bar.get_width() for bar in container] for container in ax.containers]
+            assert lengths == [pytest.approx(values) for values in panel.parts.values()]
+            starts = [[bar.get_x() for bar in container] for container in ax.containers]
+            assert starts[1] == pytest.approx(lengths[0])
+            totals = [sum(values) for values in zip(*panel.parts.values(), strict=True)]
+            assert [t.get_text() for t in ax.texts] == [f"{total:.3g}" for total in totals]
+
+
+def test_speeds_are_tokens_over_seconds(made):
+    found = made("decode")
+    (lines, _) = plot_data.panels(found)
+    fixed = lines.series[0]
+    assert fixed.x == [0, 1, 2, 3]
+    for k, speed in zip(("plain", "k=1", "k=2", "k=3"), fixed.y, strict=True):
+        entries = [e for e in found["entries"] if e["contender"] == k]
+        rounds = [sum(e["tokens"][i] - 1 for e in entries) / sum(e["seconds"][i] for e in entries) for i in range(3)]
+        assert speed == pytest.approx(statistics.median(rounds))
+    levels = {s.label: s for s in lines.series if s.level}
+    assert levels.keys() == {"adaptive", "mlx-lm"}
+    assert levels["mlx-lm"].x == [0, 3]
+    several = plot_data.panels(made("decode at contexts"))[0].series
+    assert [(s.line, s.colour) for s in several] == [(line, i) for i in range(3) for line in ("-", "-.", ":")]
+
+
+def test_acceptance_is_accepted_over_drafted_of_the_most_drafts(made):
+    grid = plot_data.panels(made("decode"))[1]
+    assert grid.values == [[pytest.approx(x) for x in (90, 70, 40)]] * 3
+    assert grid.columns == ["1", "2", "3"]
+    three = [p for p in plot_data.panels(made("decode at contexts")) if isinstance(p, Grid)]
+    assert len({p.title for p in three}) == 3
+
+
+def test_a_verify_is_over_its_own_single_row(made):
+    whole, parts = plot_data.panels(made("verify"))
+    assert [s.label for s in whole.series[:2]] == ["whole at 128, stock", "whole at 128, ours"]
+    assert [(s.line, s.colour) for s in whole.series] == [("--", 0), ("-", 0), ("--", 1), ("-", 1)]
+    for series in whole.series:
+        slope = 0.4 if "stock" in series.label else 0.1
+        assert series.y == pytest.approx([1 + slope * (m - 1) for m in range(1, 17)], rel=0.03)
+    assert {s.label.split(",")[0] for s in parts.series} == {"projections", "attention at 4096"}
+
+
+def test_what_is_inconclusive_says_so(made):
+    labels = [s.label for panel in plot_data.panels(made("decode, noisy"))[:1] for s in panel.series]
+    assert all("inconclusive" in label for label in labels)
+    assert not any("inconclusive" in s.label for s in plot_data.panels(made("decode"))[0].series)
+
+
+def test_phases_and_the_unexplained_are_the_wall(made):
+    (bars,) = plot_data.panels(made("profile"))
+    assert bars.parts["unexplained"] == [pytest.approx(1e3 * 0.002 / 20)]
+    assert sum(v[0] for v in bars.parts.values()) == pytest.approx(4 + 12 + 0.5 + 1 + 1.5 + 0.1 + 0.1, rel=0.02)
+    assert "prefill" not in bars.parts
+    side_by_side = plot_data.panels_of([made("profile"), made("verify"), made("profile without drafts")])
+    last = side_by_side[-1]
+    assert last.bars == ["demo, k=3", "demo, k=0"]
+    assert last.parts["draft"][1] == 0 < last.parts["draft"][0]
+
+
+def test_the_model_beside_the_documents(made):
+    curve, cycles, ranges = plot_data.panels(made("model"))
+    assert [s.label for s in curve.series][-2:] == ["stock MLX, predicted", "ours, predicted"]
+    assert all(s.y[0] == 1 for s in curve.series)
+    assert cycles.bars[:3] == ["plain, floor", "plain, stock MLX", "plain, ours"]
+    assert len(ranges.rows) == 12
+    assert ranges.marks["published"][3] == pytest.approx(1e3 * 3.06 / 40.03)
+    for (low, high), mark in zip(ranges.spans, ranges.marks["floor, routed as published"], strict=True):
+        assert low <= mark <= high
+    dense = plot_data.panels(made("model, dense"))
+    assert [s.label for s in dense[0].series] == ["floor", "stock MLX, predicted", "ours, predicted"]
+    assert len(dense) == 2
+
+
+def test_kernels_are_stock_over_ours(made):
+    (timed,), (counted,) = plot_data.panels(made("kernels")), plot_data.panels(made("kernels, emulated"))
+    assert timed.rows == ["qmm 4096x4096", "experts"]
+    assert timed.values == [[pytest.approx(1.4)] * 8, [pytest.approx(0.9)] * 8]
+    assert counted.values[0] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("scheme", THEMES)
+def test_colours_can_be_seen(scheme):
+    theme = THEMES[scheme]
+    assert plots.contrast(theme.ink, theme.paper) > 12
+    assert all(plots.contrast(colour, theme.paper) >= 3 for colour in theme.series[:7])
+    assert len(set(theme.series)) == len(theme.series) <= len(plots.MARKERS)
+    for grid, ax in drawn("decode at contexts", scheme):
+        if isinstance(grid, Grid):
+            for text, value in zip(ax.texts, itertools.chain(*grid.values), strict=True):
+                assert plots.contrast(text.get_color(), ax.collections[0].cmap(value / 100)) > 4.5
+
+
+# What a dichromat sees of linear RGB. Source: Machado, Oliveira and Fernandes 2009, severity 1.
+SEEN = {
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+}
+
+
+def lab(colour, seen):
+    """CIELAB of a colour, seen in full or by a dichromat."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    if seen:
+        linear = [min(max(sum(a * b for a, b in zip(row, linear, strict=True)), 0), 1) for row in SEEN[seen]]
+    xyz = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    white = (0.9505, 1.0, 1.089)
+    ratios = [sum(a * b for a, b in zip(row, linear, strict=True)) / w for row, w in zip(xyz, white, strict=True)]
+    x, y, z = (r ** (1 / 3) if r > 0.008856 else 7.787 * r + 16 / 116 for r in ratios)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("seen", [None, *SEEN])
+@pytest.mark.parametrize("scheme", THEMES)
+def test_colours_can_be_told_apart(scheme, seen):
+    """The first five, which is as many as most pictures have; markers tell the others apart."""
+    for a, b in itertools.combinations(THEMES[scheme].series[:5], 2):
+        distance = sum((x - y) ** 2 for x, y in zip(lab(a, seen), lab(b, seen), strict=True)) ** 0.5
+        assert distance > 25, (a, b)
+
+
+@pytest.mark.parametrize(("file", "start", "dark"), [("x.png", b"\x89PNG", False), ("x.SVG", b"<?xml", True)])
+def test_files_are_pictures(file, start, dark, tmp_path, made):
+    plots.save([made("verify, noisy stock"), made("profile")], tmp_path / file, dark=dark)
+    data = (tmp_path / file).read_bytes()
+    assert data.startswith(start)
+    if start == b"<?xml":
+        paper = (plots.DARK if dark else plots.LIGHT).paper
+        assert f"fill: {paper}" in data.decode()
+        assert "rows verified, M" in data.decode()
+
+
+class Page(HTMLParser):
+    """What a page refers to, what it holds, and whether its elements are closed."""
+
+    VOID = ("meta", "path", "use", "br", "image", "rect", "circle", "stop")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.found, self.outside, self.ids, self.uses = [], [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "action") and not value.startswith("#"):
+                self.outside.append(value)
+            if name == "id":
+                self.ids.append(value)
+            self.uses += re.findall(r"url\(#([^)]*)\)", value or "") + [(value or "")[1:]] * (name == "xlink:href")
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def test_a_page_stands_alone(made):
+    results = [{**made(name), "command": "mlx-mtp bench x --y '<z>'"} for name in ("decode", "profile")]
+    text = page.page(results)
+    read = Page(text)
+    assert not read.open
+    assert not read.outside
+    assert not re.search(r"@import|url\((?!#)|<script|<link", text)
+    panels = plot_data.panels_of(results)
+    assert read.found.count("svg") == 2 * len(panels) == 2 * read.found.count("figure")
+    assert text.count('class="light"') == text.count('class="dark"') == len(panels)
+    of_pictures = [i for i in read.ids if re.search(r"[0-9a-f]{8}", i)]
+    assert len(of_pictures) == len(set(of_pictures))
+    assert set(read.uses) <= set(read.ids)
+    assert "prefers-color-scheme: dark" in text
+    assert "mlx-mtp bench x --y &#x27;&lt;z&gt;&#x27;" in text
+    assert "<z>" not in text
+    for value in (made("decode")["environment"]["mlx"], "11251744", "mlx_lm"):
+        assert value in text
+    for found in results:
+        for table in page_tables.tables_of(found):
+            assert str(table.title) in re.sub(r"&#x27;", "'", text)
+
+
+TABLES = {
+    "verify": (lambda: verify_result(noise=0), 2, ["10.000", "7.00", "2.50"]),
+    "kernels": (kernels_result, 1, ["1.40", "0.90"]),
+    "kernels, emulated": (lambda: kernels_result(timed=False), 1, ["8.00x"]),
+    "profile": (lambda: profile_result(noise=0), 1, ["  build the verify", "12.00", "0.50"]),
+    "decode": (lambda: decode_result((512, 4096), noise=0), 4, ["adaptive", "90%/70%/40%", "100.0"]),
+    "model": (model_result, 5, ["plain step", "76.4 (3.1/3.4/5.8x)"]),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_made_again_of_the_result(name):
+    make, count, expected = TABLES[name]
+    tables = list(page_tables.tables_of(make()))
+    assert len(tables) == count
+    assert set(expected) <= {str(cell) for table in tables for column in table.columns for cell in column.cells}
+
+
+def test_numbers_of_a_picture_are_its_own(made):
+    for name in ("decode", "verify", "profile", "kernels", "model"):
+        for panel in plot_data.panels(made(name)):
+            table = page.numbers_of(panel)
+            cells = [list(column.cells) for column in table.columns]
+            match panel:
+                case Lines():
+                    assert cells[0] == [s.label for s in panel.series]
+                    first = panel.series[0]
+                    assert [column[0] for column in cells[1:]][: len(first.y)] == [f"{y:.4g}" for y in first.y]
+                case Bars():
+                    assert cells[0] == panel.bars
+                    assert cells[-1] == [f"{sum(x):.4g}" for x in zip(*panel.parts.values(), strict=True)]
+                case Grid() | Ranges():
+                    assert cells[0] == panel.rows
+
+
+def test_saved_results_are_drawn(tmp_path, made):
+    files = []
+    for name in ("decode", "profile"):
+        files.append(tmp_path / f"{name}.json")
+        result.write(made(name), files[-1])
+    shown = call("bench", "plot", *files, "--plot", tmp_path / "x.png", "--dark", "--html", tmp_path / "x.html")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert (tmp_path / "x.html").read_text().count("<figure>") == 3
+
+
+def test_a_command_draws_what_it_found(tmp_path):
+    args = ("bench", "model", "--quick", "--chip", "M4 Pro", "--model", "GLM-4.5")
+    shown = call(*args, "--html", tmp_path / "x.html")
+    assert shown.returncode == 0, shown.stderr
+    text = (tmp_path / "x.html").read_text()
+    assert all(words in text for words in ("GLM-4.5, M4 Pro", "predicted to come off a pass", "<pre>mlx-mtp"))
+
+
+MISTAKES = {
+    "suffix": (("--plot", "x.pdf"), "x.pdf: a picture ends in .png or .svg, not in .pdf"),
+    "no suffix": (("--plot", "x"), "not in nothing"),
+    "directory": (("--plot", "nonesuch/x.png"), "no directory nonesuch"),
+    "page": (("--html", "nonesuch/x.html"), "no directory nonesuch"),
+    "nothing": ((), "nothing to write: --plot PICTURE, --html PAGE, or both"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_line(case, tmp_path, made):
+    args, message = MISTAKES[case]
+    result.write(made("profile"), tmp_path / "r.json")
+    shown = call("bench", "plot", tmp_path / "r.json", *args)
+    assert (shown.returncode, shown.stderr.count("\n")) == (2, 1)
+    assert message in shown.stderr
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path):
+    (tmp_path / "r.json").write_text("{}")
+    shown = call("bench", "plot", tmp_path / "r.json", "--plot", tmp_path / "x.png")
+    assert shown.returncode == 2
+    assert "r.json: no result of `mlx-mtp bench`" in shown.stderr
+
+
+def test_a_result_that_was_cut_is_named(tmp_path, made):
+    cut = {name: value for name, value in made("profile").items() if name != "seconds"}
+    result.write(cut, tmp_path / "r.json")
+    for args in (
+        ("plot", tmp_path / "r.json", "--plot", tmp_path / "x.png"),
+        ("model", "--measured", tmp_path / "r.json"),
+    ):
+        shown = call("bench", *args)
+        assert (shown.returncode, shown.stderr.count("\n")) == (2, 1)
+        assert "r.json: not a whole result of `mlx-mtp bench` (KeyError: 'seconds')" in shown.stderr
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch, made):
+    result.write(made("profile"), tmp_path / "r.json")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for option in ("--plot", "--html"):
+        shown = call("bench", "plot", tmp_path / "r.json", option, tmp_path / "x.png")
+        assert shown.returncode == 2
+        assert "pictures need matplotlib: pip install 'mlx-mtp[plot]'" in shown.stderr
+    assert call("bench", "model", "--quick").returncode == 0

@@ -1,0 +1,269 @@
+"""What is benchmarked: released shapes with random weights, acceptance that is drawn, and what neither may do."""
+
+import json
+import math
+from contextlib import suppress
+
+import families
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+from published import FILES, read
+
+import mlx_mtp
+from mlx_mtp import planning
+from mlx_mtp.bench.loops import MlxLm, Reader, Settings, twin
+from mlx_mtp.bench.random_model import first_layers, head_count, random_model
+from mlx_mtp.bench.subject import NoMemory, open_subject
+from mlx_mtp.bench.synthetic import DEPTHS, POSITIONS, drawn_acceptance, draws
+from mlx_mtp.cost_memory import CostMemory
+from mlx_mtp.demo import demo_path
+from mlx_mtp.load import find_port, read_args
+from mlx_mtp.sampling import Picker
+
+RELEASED = [file for file in FILES if not file.stem.startswith("eagle3")]  # an EAGLE-3 head is no model
+PROMPT = [1, 5, 3, 9, 2, 7]
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(config: dict):
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(config))
+        return file
+
+    return write
+
+
+def generated(model, k, n=12, **options):
+    stats = mlx_mtp.Stats()
+    options = {"prompt_lookup": False, "adaptive": False, **options}
+    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+    return [token for token, *_ in steps], stats
+
+
+def lazily(config):
+    """The port's model, of which nothing is computed."""
+    port = find_port(config)
+    heads = head_count(config, port.Model.SPEC)
+    return port.Model(read_args(port, demo_path(), config), heads, port.Model.SPEC.resolve(()))
+
+
+def shapes(model) -> dict:
+    return {name: (array.shape, array.dtype) for name, array in tree_flatten(model.parameters())}
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_family_can_be_drawn_and_decodes_without_loss(name, config):
+    model = random_model(config(families.FAMILIES[name].config), group_size=32)
+    assert len(model.mtp) == (3 if name == "mimo_v2_flash" else 1)
+    assert model.report().target_quantization.startswith("4-bit")
+    logits = model.logits(model.hidden(mx.array([PROMPT]), mlx_mtp.make_prompt_cache(model).layers))
+    assert mx.isfinite(logits).all().item()
+    assert 0.1 < mx.std(logits).item() < 10
+    text, _ = generated(model, 0)
+    drafted, stats = generated(model, 2)
+    assert drafted == text
+    assert stats.drafted
+    if name == "glm_moe_dsa_shared":
+        with pytest.raises(ValueError, match="cannot run this model"):
+            twin(model)
+    else:
+        theirs = Reader(MlxLm(twin(model)), PROMPT, Settings(max_tokens=12)).read().run()
+        assert theirs.tokens == text
+
+
+@pytest.mark.parametrize("file", RELEASED, ids=lambda file: file.stem)
+def test_the_first_layers_are_the_released_ones(file):
+    released = read(file).config
+    whole, cut = lazily(released), lazily(first_layers(released, 5))
+    assert len(cut.layers) == 5
+    expected = {name: shape for name, shape in shapes(whole).items() if _kept(name, 5)}
+    assert shapes(cut) == expected
+    assert cut.head_windows() == whole.head_windows()
+    assert cut.windows() == whole.windows()[: len(cut.windows())]
+
+
+def _kept(name: str, layers: int) -> bool:
+    number = next((part for part in name.split(".") if part.isdigit()), None)
+    return name.startswith("mtp.") or number is None or int(number) < layers
+
+
+@pytest.mark.parametrize("layers", [1, 2, 10])
+def test_what_a_config_says_of_the_heads_stays(layers):
+    demo = json.loads((demo_path() / "config.json").read_text())
+    cut = first_layers(demo, layers)
+    for name in ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits"):
+        assert cut[name] == demo[name][:layers] + demo[name][10:]
+    kept = [i for i in (5, 9) if i < layers]
+    experts = [i for i in map(int, cut["moe_layers_enum"].split(",")) if i < layers + 3]
+    assert experts == kept
+    assert cut["eos_token_id"] == demo["eos_token_id"]
+
+
+def test_no_weight_is_ever_held_whole(config):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096, "num_hidden_layers": 8}
+    file = config({**families.MIMO, **sizes})
+    mx.synchronize()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model = random_model(file)
+    made, peak = mx.get_active_memory() - held, mx.get_peak_memory() - held
+    largest = max(a.nbytes for _, a in tree_flatten(model.parameters()))
+    assert made > 10e6
+    assert peak < made + 4 * largest  # its random bits as numbers, one module at a time
+
+
+def test_drawn_weights_repeat_and_have_the_variance_they_should(config):
+    file = config({**families.MIMO, "hidden_size": 256, "intermediate_size": 512, "attention_bias": True})
+    for bits in (3, 4, 8, 16):
+        one, two = (dict(tree_flatten(random_model(file, bits=bits).parameters())) for _ in range(2))
+        other = dict(tree_flatten(random_model(file, bits=bits, seed=1).parameters()))
+        assert all(mx.array_equal(one[name], two[name]) for name in one)
+        name = "model.layers.0.mlp.down_proj"
+        assert not mx.array_equal(one[f"{name}.weight"], other[f"{name}.weight"])
+        weight = one[f"{name}.weight"]
+        if bits < 16:
+            weight = mx.dequantize(weight, one[f"{name}.scales"], one[f"{name}.biases"], 64, bits)
+        assert weight.shape == (256, 512)
+        assert mx.var(weight).item() * 512 == pytest.approx(1, rel=0.05)
+        assert abs(mx.mean(weight).item()) < 3 / math.sqrt(weight.size * 512)
+
+
+def test_a_stated_quantization_is_that_of_the_model(config):
+    stated = {"group_size": 32, "bits": 8, "lm_head": {"group_size": 32, "bits": 6}}
+    model = random_model(config({**families.MIMO, "quantization": stated}))
+    assert (model.lm_head.bits, model.model.layers[0].mlp.up_proj.bits) == (6, 8)
+    assert random_model(config({**families.MIMO, "quantization": stated}), bits=16).report().target_quantization == (
+        "not quantized (float32)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"model_type": "gpt2"}, {}, "model_type 'gpt2' has no port; allowed are"),
+        ({"model_type": None}, {}, "expected an object with a model_type"),
+        ({"num_attention_heads": "many"}, {}, "no model can be built from it"),
+        ({}, {"layers": 0}, r"layers=0: allowed is 1 to 3"),
+        ({}, {"layers": 4}, r"layers=4: allowed is 1 to 3"),
+        ({}, {"synth_rates": [1.5]}, r"synth_rates=1.5: allowed is between 0 and 1"),
+        ({}, {"synth_rates": [0.5], "mtp": False}, "no heads that draft"),
+        ({}, {"model": "demo"}, "not together with a checkpoint"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(config, changes, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        open_subject(config=config({**families.MIMO, **changes}), group_size=32, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_is_no_file_is_named(tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    for path, message in ((tmp_path / "b.json", "cannot be read"), (tmp_path / "a.json", "not valid JSON")):
+        with pytest.raises(ValueError, match=message):
+            open_subject(config=path)
+    with pytest.raises(ValueError, match="layers=2: of random weights only"):
+        open_subject(layers=2)
+
+
+def test_facts_of_a_subject(config):
+    drawn = open_subject(config=config(families.MIMO_V2), layers=2, group_size=32, synth_rates=[0.9, 0.5])
+    assert drawn.synthetic == "random weights, the first 2 layers only; acceptance drawn at 0.9, 0.5"
+    assert (drawn.tokenizer, drawn.stop_tokens, drawn.facts["layers"], drawn.facts["heads"]) == (None, (), 2, 3)
+    assert drawn.facts["target_bytes"] == sum(
+        a.nbytes for n, a in tree_flatten(drawn.model.parameters()) if not n.startswith("mtp.")
+    )
+    demo = open_subject("demo")
+    assert (demo.name, demo.synthetic, demo.facts["dtype"], demo.rates) == ("demo", None, "float32", ())
+    assert json.loads(json.dumps(demo.facts)) == demo.facts
+
+
+def expected_lengths(right: list[list[bool]], k: int, first: int, n: int) -> tuple[list[int], list[int]]:
+    """Drafted and accepted per depth when n tokens are generated, by the table alone, cycle by cycle."""
+    drafted, accepted = [0] * k, [0] * k
+    position, left = first, n - 1
+    while left > 0:
+        run = next((d for d in range(k) if not right[position % POSITIONS][d]), k)
+        for depth in range(k):
+            drafted[depth] += 1
+            accepted[depth] += depth < run
+        position, left = position + run + 1, left - run - 1
+    return drafted, accepted
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_as_many_are_accepted_as_were_drawn(k):
+    subject = open_subject(synth_rates=[0.8, 0.6])
+    right = draws([0.8, 0.6], 0).tolist()
+    with subject.acceptance():
+        text, stats = generated(subject.model, k, 40)
+        sampled, stats_sampled = generated(subject.model, k, 40, temp=0.7, seed=3)
+    # The first token stands behind the prompt, the first draft of the first cycle behind that.
+    expected = expected_lengths(right, k, len(PROMPT) + 1, 40)
+    assert (stats.drafted, stats.accepted) == expected
+    assert (stats_sampled.drafted, stats_sampled.accepted) == expected
+    assert len(text) == len(sampled) == 40
+
+
+def test_certain_draws_are_certain_and_the_text_is_the_drafts(config):
+    subject = open_subject()
+    for rate, most in ((0.0, 0), (1.0, 3)):
+        with drawn_acceptance([rate]):
+            _, stats = generated(subject.model, 3, 21)
+        assert stats.accepted == [stats.cycles * (most > 0)] * 3
+    plain = generated(subject.model, 0)
+    with drawn_acceptance([0.5]):
+        assert generated(subject.model, 0)[0] == plain[0]
+
+
+def test_the_rates_are_conditional_and_the_last_goes_on():
+    right = draws([0.9, 0.5], 7)
+    shares = right.astype(mx.float32).mean(axis=0).tolist()
+    assert shares[0] == pytest.approx(0.9, abs=0.02)
+    assert shares[1:] == pytest.approx([0.5] * (DEPTHS - 1), abs=0.03)
+    assert mx.array_equal(right, draws([0.9, 0.5], 7))
+    assert not mx.array_equal(right, draws([0.9, 0.5], 8))
+
+
+def test_afterwards_nothing_is_drawn():
+    pick = Picker.pick
+    with suppress(KeyboardInterrupt), drawn_acceptance([1.0]):
+        assert Picker.pick is not pick
+        raise KeyboardInterrupt
+    assert Picker.pick is pick
+
+
+@pytest.mark.slow
+def test_replayed_cycles_draw_anew():
+    subject = open_subject(synth_rates=[0.8, 0.6])
+    with subject.acceptance():
+        _, stats = generated(subject.model, 2, 80, compile_cycles=True)
+    assert stats.compiled_cycles > 10
+    assert (stats.drafted, stats.accepted) == expected_lengths(draws([0.8, 0.6], 0).tolist(), 2, len(PROMPT) + 1, 80)
+
+
+def test_a_benchmark_leaves_no_costs_behind(monkeypatch):
+    kept = []
+    monkeypatch.setattr(CostMemory, "keep", lambda *args: kept.append(args))
+    subject = open_subject()
+    generated(subject.model, 2, 30, adaptive=True)
+    assert planning.known_costs(subject.model) is not None
+    subject.forget()
+    assert planning.known_costs(subject.model) is None
+    assert kept == []
+    assert NoMemory().recall_compiled() is None
+
+
+def test_the_twin_is_what_mlx_lm_loads():
+    subject = open_subject()
+    theirs, _ = mlx_lm.load(str(demo_path()))
+    theirs.set_dtype(mx.float32)
+    own = dict(tree_flatten(twin(subject.model).parameters()))
+    loaded = dict(tree_flatten(theirs.parameters()))
+    assert own.keys() == loaded.keys()
+    assert all(mx.array_equal(own[name], loaded[name]) for name in own)
+    ours = dict(tree_flatten(subject.model.parameters()))
+    assert all(own[name] is ours[name] for name in own)  # no memory of its own
+    assert type(twin(subject.model)) is type(theirs)
