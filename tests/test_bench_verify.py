@@ -117,14 +117,14 @@ def test_a_pass_is_the_targets_over_the_text_however_often(both):
         mx.eval(whole.d.cache.arrays)
 
 
-def test_a_pass_computes_all_that_the_next_one_reads(tiny_models, monkeypatch):
-    whole, left, real = Pass(tiny_models()[0], TEXT, CONTEXT, 64), [], time.perf_counter
-    clock = []
-    monkeypatch.setattr(verify, "perf_counter", lambda: clock.append(1) or real())
-    whole.run(4, CONTEXT, 0)
-    left = operations(*whole.d.cache.arrays)
-    assert not left
-    assert len(clock) == 2
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_pass_computes_all_that_the_next_one_reads(both, monkeypatch, rows):
+    whole, left, real = Pass(both[0], TEXT, CONTEXT, 64), [], time.perf_counter
+    monkeypatch.setattr(verify, "perf_counter", lambda: left.append(operations(*whole.d.cache.arrays)) or real())
+    whole.run(rows, CONTEXT, 0)
+    before, after = left
+    assert before
+    assert not after
 
 
 def test_rows_that_are_slower_show(tiny_models, monkeypatch):
