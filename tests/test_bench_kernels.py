@@ -6,6 +6,7 @@ from itertools import pairwise
 import command_line
 import mlx.core as mx
 import pytest
+from metal_cases import linux_only
 
 from mlx_mtp import kernels as bindings
 from mlx_mtp.bench import kernels
@@ -100,6 +101,7 @@ def test_all_cases_of_one_op_are_tried(monkeypatch):
     assert not list(kernels.timed("norm_rope", 2, 1))
 
 
+@linux_only
 def test_traffic_is_one_calls():
     found = list(traffic("add_norm", 2))
     row = 512 * 2  # bytes of a row
@@ -109,6 +111,7 @@ def test_traffic_is_one_calls():
         list(traffic("verify_qmm_mma", 4))
 
 
+@linux_only
 def test_a_matrix_is_read_once_for_all_rows():
     found = list(traffic("verify_qmm", 4))
     assert [(a.rows, a.largest, a.reread) for a in found] == [(m, "w", 1.0) for m in (2, 3, 4)]
@@ -141,6 +144,7 @@ def test_an_unknown_op_is_refused_with_those_there_are():
     assert all(op in done.stderr for op in OPS)
 
 
+@linux_only
 def test_emulated_it_ends_with_its_result(tmp_path):
     done = command_line.call(
         "bench", "kernels", "--emulate", "--op", "add_norm", "--rows", 2, "--out", tmp_path / "k.json"

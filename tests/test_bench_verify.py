@@ -251,7 +251,7 @@ def test_the_head_chooses_the_targets_tokens(tiny_models):
 
 def test_every_curve_has_every_round(tiny_models):
     model = tiny_models()[0]
-    curves = list(measure(model, TEXT, Kernels(model, None), Plan((1, 3), (9, CONTEXT), 2, seconds=1e-5), 64))
+    curves = list(measure(model, TEXT, Kernels(model, "off"), Plan((1, 3), (9, CONTEXT), 2, seconds=1e-5), 64))
     titles = ["whole at 9", "whole at 20", "projections", "attention at 9", "attention at 20", "experts", "LM head"]
     assert [curve.title for curve in curves] == titles
     for curve in curves:
