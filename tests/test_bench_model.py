@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -248,6 +249,12 @@ def test_kernels_touch_only_what_they_replace():
     assert glm["recurrence"] == 0 < qwen["recurrence"]
     assert qwen["experts"] == 0 < glm["experts"]
     assert min(glm["products"], qwen["products"], glm["attention"]) > 0
+    head, at = released.MODELS["GLM-4.5"].head, cost.Pass(4)
+    stock, ours = (
+        cost.seconds(cost.of_op(head, replace(at, on=on), M3_ULTRA), M3_ULTRA) for on in (frozenset(), {"head"})
+    )
+    assert glm["head"] == pytest.approx(stock - ours)
+    assert stock > ours
 
 
 def test_the_documents_beside_their_limits():
