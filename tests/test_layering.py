@@ -57,15 +57,17 @@ ALLOWED = {
     "compiled": {"compile_choice", "controller", "cycle", "draft", "prefill", "recorded"},
     "contents": {"checkpoint", "spec"},
     "load": {
-        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "norms", "plain", "report"),
-        *("switch", "trial"),
+        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "memory", "models", "norms"),
+        *("plain", "report", "switch", "trial"),
     },
     "planning": {
         *("compile_choice", "compiled", "controller", "cost_memory", "costs", "plain_cache", "prompt_cache"),
         "sampling",
     },
-    "generate": {"cycle", "decode", "planning", "prompt_cache", "sampling", "stats"},
-    "session": {"generate", "prompt_cache", "stats"},
+    "generate": {
+        *("cycle", "decode", "machine_memory", "memory", "planning", "prompt_cache", "sampling", "stats"),
+    },
+    "session": {"generate", "machine_memory", "memory", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},
     "bench": {
         *("__init__", "cache", "checkpoint", "compiled", "controller", "costs", "cycle", "decode", "demo", "draft"),
@@ -74,7 +76,7 @@ ALLOWED = {
     },
     "cli": {
         *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "kernels", "load"),
-        *("prompt_cache", "session", "stats"),
+        *("machine_memory", "memory", "prompt_cache", "session", "stats"),
     },
     "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
     "__main__": {"cli"},
