@@ -142,7 +142,8 @@ def _operations(events: list[dict]) -> tuple[list[tuple[str, list[str], dict[str
     And the arrays that are left at the end. Views are not made; who reads one reads the array behind it.
     """
     behind: dict[str, str] = {}
-    operations, kept = [], []
+    operations: list[Any] = []
+    kept: list[str] = []
     for event in events:
         if event["type"] == "outputs":
             kept = [name for name, *_ in event["outputs"]]
