@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from .cache import make_saved
 from .footprint import fill, nbytes, plain_nbytes, scratch
 from .machine_memory import available
 from .plain_cache import PlainCache
@@ -101,13 +100,13 @@ def kv_bytes(model: Any, cache: PromptCache, context: int) -> tuple[int, int]:
     While nothing is drafted the target's hidden rows wait for the heads, in place of their keys and values.
     """
     later = _later(cache, context)
-    full = _empty(model, cache, quantized=later)
+    full = _empty(cache, quantized=later)
     row = fill(model, full, context, VERIFIED)
     if isinstance(full.layers[0], PlainCache):
         return plain_nbytes(full.layers[0].caches, context), 0
     kv, head_kv = (sum(c.nbytes for c in caches) for caches in (full.layers, full.heads))
     if later and cache.quantizing:
-        before = _empty(model, cache)
+        before = _empty(cache)
         fill(model, before, max(1, cache.quantizing.start), 1)
         kv = max(kv, sum(c.nbytes for c in before.layers))
     waiting = row * min(context, cache.reach or context) if cache.heads else 0
@@ -119,7 +118,7 @@ def scratch_bytes(model: Any, cache: PromptCache, context: int, step: int) -> in
 
     Where a CPU runs a recurrence row by row, two small numbers of rows tell what more of them take.
     """
-    rows, full = min(step, context), _empty(model, cache, quantized=_later(cache, context))
+    rows, full = min(step, context), _empty(cache, quantized=_later(cache, context))
     fill(model, full, context, 1)
     logits = (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4  # logits, log-probabilities, masks, orders
     if "recurrent" in model.windows() and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
@@ -135,15 +134,12 @@ def _later(cache: PromptCache, context: int) -> bool:
     return cache.quantizing is not None and context > cache.quantizing.start
 
 
-def _empty(model: Any, cache: PromptCache, *, quantized: bool = False) -> PromptCache:
+def _empty(cache: PromptCache, *, quantized: bool = False) -> PromptCache:
     """A new cache of the same layout; `quantized`: of the one that it is to become."""
-    if isinstance(cache.layers[0], PlainCache):
-        return make_prompt_cache(model)
-    caches = make_saved([c.config for c in (*cache.layers, *cache.heads)])
-    layers, heads = caches[: len(cache.layers)], caches[len(cache.layers) :]
-    if quantized and (due := cache.quantizing):
-        layers = [c.to_quantized(due.bits, due.group_size) for c in layers]
-    return PromptCache(model, layers, heads, cache.reach, [model.no_hidden() for _ in heads[1:]])
+    new = cache.like_new()
+    if quantized and new.quantizing:
+        new.quantize_at(new.quantizing.start)
+    return new
 
 
 def largest_context(model: Any, budget: int, *, step: int = STEP, **layout: Any) -> int:

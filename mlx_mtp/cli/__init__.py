@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
+from .cache_prompt import cache_prompt
 from .chat import chat
 from .draft_vocab import draft_vocab
 from .emulate import emulate
@@ -94,5 +95,6 @@ def main(ctx: click.Context) -> None:
 
 main.add_command(generate)
 main.add_command(chat)
+main.add_command(cache_prompt)
 main.add_command(draft_vocab)
 main.add_command(emulate)

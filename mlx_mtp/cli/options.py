@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from typing import Any
 
 import click
@@ -34,6 +35,14 @@ def check_text(_ctx: click.Context, _param: click.Parameter, value: str | None) 
     if any("\ud800" <= c <= "\udfff" for c in value or ""):
         raise click.BadParameter("not valid UTF-8 text")
     return value
+
+
+def read_prompt(value: str) -> str:
+    """The text of a --prompt: standard input for '-', else with the escapes that mlx_lm knows."""
+    text = sys.stdin.read() if value == "-" else value.replace("\\n", "\n").replace("\\t", "\t")
+    if any("\ud800" <= c <= "\udfff" for c in text):  # what Python makes of bytes that are no text
+        raise click.UsageError("the prompt is not valid UTF-8 text")
+    return text
 
 
 def check_max_tokens(_ctx: click.Context, _param: click.Parameter, value: int) -> int:
@@ -116,6 +125,11 @@ sampling_options = options(
         help="Drafts at a temperature; with rejection a seed's text depends on the drafts.",
     ),
 )
+cache_file_option = click.option(
+    "--prompt-cache-file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="What `mlx-mtp cache-prompt` has read: the message begins with it.",
+)
 memory_options = options(
     click.option("--max-context", type=click.IntRange(1), help="Most tokens of prompt and answer together."),
     click.option("--ignore-memory", is_flag=True, help="Load and generate even where there is not the memory."),
@@ -170,7 +184,9 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
 
 def _load(load: Any, path: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
-    extra = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
+    extra: dict[str, Any] = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
+    if flags.get("eos_token"):
+        extra["eos_token"] = flags["eos_token"]
     if flags.get("use_default_chat_template"):
         extra["use_default_chat_template"] = True
     model, tokenizer = load(
@@ -194,7 +210,7 @@ def _budget(flags: dict[str, Any]) -> Any:
     from ..memory import UNCHECKED, Budget
 
     context, ignore = flags.get("max_context") or UNCHECKED, flags.get("ignore_memory", False)
-    return Budget(context, flags.get("prefill_step_size") or _default_step(), _layout(flags), ignore)
+    return Budget(context, flags.get("prefill_step_size") or default_step(), _layout(flags), ignore)
 
 
 def _layout(flags: dict[str, Any]) -> dict[str, Any]:
@@ -203,27 +219,47 @@ def _layout(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: flags[name] and int(flags[name]) for name in numbers if name in flags}
 
 
-def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `stream_generate` from the command line's flags."""
-    from ..prompt_cache import group_size_for
+def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
+    """The cache of --prompt-cache-file, or None; an error where the flags ask for another layout than it has."""
+    file = flags["prompt_cache_file"]
+    if file is None:
+        return None
+    from ..saved_cache import load_prompt_cache
 
+    cache = load_prompt_cache(file, model)
+    asked = _layout(flags)
+    for name, found in cache.layout.items():
+        if asked[name] is not None and asked[name] != found:
+            flag = f"--{name.replace('_', '-')} {asked[name]}"
+            raise click.UsageError(f"{flag}: the prompt cache in {file} was made with {found}")
+    if model.mtp and not cache.heads and not flags["quiet"]:
+        click.echo(f"{file} holds no state of the heads: decoding plainly.", err=True)
+    return cache
+
+
+def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
+    """Keyword arguments of `stream_generate` from the command line's flags; `cache` has been loaded, or is None."""
     names = ("max_tokens", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling")
     names += ("adaptive", "draft_p_min", "prompt_lookup", "compile_cycles", "max_context")
     kept = {name: flags[name] for name in names}
     kept["check_memory"] = not flags["ignore_memory"]
-    kept["prefill_step_size"] = flags["prefill_step_size"] or _default_step()
+    kept["prefill_step_size"] = flags["prefill_step_size"] or default_step()
     kept["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-    file = flags.get("prompt_cache_file")
-    if file is not None:
-        from ..prompt_cache import load_prompt_cache
+    if cache is not None:
+        return {**kept, "prompt_cache": cache}
+    return {**kept, **cache_layout(model, flags)}
 
-        return {**kept, "prompt_cache": load_prompt_cache(file, model)}
+
+def cache_layout(model: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    """The command line's arguments of `make_prompt_cache`."""
+    from ..prompt_cache import group_size_for
+
     layout = _layout(flags)
-    return {**kept, **layout, "kv_group_size": layout["kv_group_size"] or group_size_for(model)}
+    return {**layout, "kv_group_size": layout["kv_group_size"] or group_size_for(model)}
 
 
-def _default_step() -> int:
+def default_step() -> int:
     """Long chunks are for GPUs; on a CPU short ones are faster, and Ctrl-C need not wait for a long one."""
     import mlx.core as mx
 
