@@ -96,7 +96,7 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
 
 
 def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: "PromptCache") -> list[int]:
-    """The token ids behind those of a saved cache, whose message the text goes on with, or which it follows as it is."""
+    """The token ids behind those of a saved cache, whose message goes on with the text, or which it follows."""
     opening = cache.opening
     if opening is None:
         return tokenizer.encode(text, add_special_tokens=False)
