@@ -50,14 +50,15 @@ def fill(model: Any, cache: PromptCache, context: int, rows: int) -> int:
     Returns the bytes of one of the target's hidden rows.
     """
     cache.reserve(context)
-    hidden = model.hidden(mx.zeros((1, 1), mx.int32), cache.layers)
+    read = max(1, len(cache.heads))  # the last depth's first row is there
+    hidden = model.hidden(mx.zeros((1, read), mx.int32), cache.layers)
     if not isinstance(cache.layers[0], PlainCache):
         if cache.heads:
             cache.push(hidden)
-            prime(model, cache, [0, 0], 0, 1, step=1)
+            prime(model, cache, [0] * (read + 1), 0, read, step=read)
         cache.to_device()
         model.hidden(mx.zeros((1, rows), mx.int32), cache.layers)
-    return hidden.nbytes
+    return hidden.nbytes // hidden.shape[1]
 
 
 def plain_nbytes(caches: list[Any], context: int) -> int:

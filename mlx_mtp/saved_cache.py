@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from .cache import make_saved
+from .cache import LinearKVCache, SlidingKVCache, make_saved
 from .fingerprint import fingerprint
 from .opening import Opening
 from .prompt_cache import PromptCache, Quantizing
@@ -28,8 +28,8 @@ PIECE = 1 << 24  # bytes read at a time
 def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
     """Write a cache that is at rest, heads and their pending rows included, in the safetensors format.
 
-    A reader finds the old file or the whole new one. Raises ValueError for what is no file, OSError or RuntimeError
-    where it cannot be written.
+    A reader finds the old file or the whole new one. Raises ValueError for what is no file, OSError where it
+    cannot be written.
     """
     path = Path(file)
     if path.exists() and not path.is_file():
@@ -40,7 +40,7 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
         arrays["backlog"] = mx.concatenate(cache.backlog, axis=1)
     work = path.with_name(f".{path.name}-{os.getpid()}.safetensors")
     try:
-        mx.save_safetensors(str(work), arrays, {"mlx_mtp": json.dumps(_state(cache)), "checksum": BLANK})
+        _write(work, arrays, _state(cache))
         with work.open("r+b") as f:
             place, digest = _checksum(f)
             f.seek(place)
@@ -60,11 +60,25 @@ def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
     Raises ValueError, with the reason, where it is not one, is damaged, of an older format or another model's.
     """
     state = _checked(Path(file))
+    if state.get("model") != fingerprint(model, heads=False):
+        raise ValueError(f"{file}: made with another model, or in another precision")
+    if model.mtp and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
+        raise ValueError(f"{file}: made with other MTP heads")
     try:
         loaded: Any = mx.load(str(file), format="safetensors")
-        return _restored(file, model, state, loaded)
-    except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as e:
-        raise ValueError(f"{file}: damaged ({type(e).__name__})") from e
+        cache = _restored(model, state, loaded)
+        _check(cache)
+        mx.eval(cache.arrays)  # the file may be replaced from now on
+    except (RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
+        raise ValueError(f"{file}: damaged ({str(e).partition(chr(10))[0] or type(e).__name__})") from e
+    return cache
+
+
+def _write(file: Path, arrays: dict[str, mx.array], state: dict[str, Any]) -> None:
+    try:
+        mx.save_safetensors(str(file), arrays, {"mlx_mtp": json.dumps(state), "checksum": BLANK})
+    except RuntimeError as e:  # MLX does not name the file
+        raise OSError(f"{file.parent}: a prompt cache cannot be written there ({e})") from e
 
 
 def _state(cache: PromptCache) -> dict[str, Any]:
@@ -83,27 +97,37 @@ def _state(cache: PromptCache) -> dict[str, Any]:
     }
 
 
-def _restored(file: str | Path, model: Any, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
-    """The cache, for a model that it was made with; one without heads leaves out their state."""
-    if state["model"] != fingerprint(model, heads=False):
-        raise ValueError(f"{file}: made with another model, or in another precision")
-    heads = state["heads"] if model.mtp else []
-    if heads and state["model_heads"] != fingerprint(model, heads=True):
-        raise ValueError(f"{file}: made with other MTP heads")
-    layers = len(state["layers"])
-    caches = make_saved([*state["layers"], *heads])
+def _restored(model: Any, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
+    """The cache; for a model that was loaded without heads without their state."""
+    layers, heads = state["layers"], state["heads"] if model.mtp else []
+    caches = make_saved([*layers, *heads])
     for i, c in enumerate(caches):
         names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
         c.parts = tuple(arrays[name] for name in names)
     kept = [arrays[f"kept.{i}"] for i in range(max(0, len(heads) - 1))]
-    cache = PromptCache(model, caches[:layers], caches[layers:], state["reach"], kept)
+    cache = PromptCache(model, caches[: len(layers)], caches[len(layers) :], state["reach"], kept)
     cache.primed = state["primed"]
     cache.backlog = [arrays["backlog"]] if heads and "backlog" in arrays else []
     cache.quantizing = state["quantizing"] and Quantizing(**state["quantizing"])
     cache.opening = state["opening"] and Opening(**state["opening"])
     cache.settle(state["tokens"])
-    mx.eval(cache.arrays)  # the file may be replaced from now on
     return cache
+
+
+def _check(cache: PromptCache) -> None:
+    """Raise ValueError for what no cache of this model can be: a checksum is no proof of who made it."""
+    model = cache.model
+    if not all(type(token) is int and 0 <= token < model.vocab_size for token in cache.tokens):
+        raise ValueError("its tokens are not the model's")
+    pairs = [*zip(model.windows(), cache.layers, strict=True), *zip(model.head_windows(), cache.heads, strict=False)]
+    if len(cache.heads) > len(model.mtp) or any(window not in (None, c.window) for window, c in pairs):
+        raise ValueError("its layers are not the model's")
+    if cache.heads and not 0 <= cache.primed <= cache.offset - cache.behind:
+        raise ValueError("its heads have read more than it holds")
+    for c in cache.caches:
+        slots = c.ring.slots if isinstance(c, SlidingKVCache) else c.offset
+        if isinstance(c, LinearKVCache) and c.parts and c.capacity < slots:
+            raise ValueError("rows are missing")
 
 
 def _checked(file: Path) -> dict[str, Any]:
