@@ -1,9 +1,11 @@
 """The beginning of a conversation's first message, which a saved cache holds, and how messages become tokens."""
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-PROBES = ("", "a", " a", "\n", ".", "1", "é")  # what may follow: no token of what is kept may depend on it
+LAST_RUN = re.compile(r"(\w+|\s+|[^\w\s]+)\Z")  # whose tokens depend on what follows
+PROBES = ("a", " a", "\n", ".", "1")  # what may follow; the template's own ending does not
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,13 @@ class Opening:
         return tokenizer.encode(render(tokenizer, messages, options), add_special_tokens=False)
 
     def settled(self, tokenizer: Any) -> list[int]:
-        """The tokens that the prompt begins with whatever follows; never all of it."""
-        tokens, *others = (self.tokens(tokenizer, text) for text in PROBES)
-        kept = len(tokens) - 1
-        for other in others:
-            kept = shared(tokens[:kept], other)
-        return tokens[: max(0, kept)]
+        """The tokens that the prompt begins with whatever follows: up to its last word, or what is in place of one."""
+        tokens = self.tokens(tokenizer, "")
+        whole = replace(self, prompt=LAST_RUN.sub("", self.prompt)).tokens(tokenizer, "")
+        kept = shared(tokens[:-1], whole)
+        for text in PROBES:
+            kept = shared(tokens[:kept], self.tokens(tokenizer, text))
+        return tokens[:kept]
 
     def check(self, **asked: Any) -> None:
         """Raise ValueError where another system prompt or other variables of the template are asked for."""

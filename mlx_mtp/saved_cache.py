@@ -125,9 +125,9 @@ def _check(cache: PromptCache) -> None:
     if cache.heads and not 0 <= cache.primed <= cache.offset - cache.behind:
         raise ValueError("its heads have read more than it holds")
     for c in cache.caches:
-        slots = c.ring.slots if isinstance(c, SlidingKVCache) else c.offset
-        if isinstance(c, LinearKVCache) and c.parts and c.capacity < slots:
-            raise ValueError("rows are missing")
+        slots = c.ring.slots if isinstance(c, SlidingKVCache) else max(c.offset, getattr(c, "capacity", 0))
+        if isinstance(c, LinearKVCache) and c.parts and c.capacity != slots:
+            raise ValueError("its rows are not as many as it holds")
 
 
 def _checked(file: Path) -> dict[str, Any]:

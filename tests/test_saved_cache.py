@@ -10,7 +10,7 @@ import families
 import mlx.core as mx
 import pytest
 import tiny
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
@@ -43,6 +43,13 @@ def model(tiny_models):
     return tiny_models(2, head_dim=32, vocab_size=5)[0]
 
 
+class Content(bytes):
+    """Bytes that hypothesis shows without their megabyte."""
+
+    def __repr__(self):
+        return f"{len(self)} bytes"
+
+
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
     """(file, its bytes) of a short conversation."""
@@ -51,7 +58,7 @@ def saved(model, tmp_path_factory):
     tokens_of(model, PROMPT, 6, 3, prompt_cache=cache)
     cache.opening = Opening("a text", "a system prompt", template_config={"x": 1})
     save_prompt_cache(file, cache)
-    return file, file.read_bytes()
+    return file, Content(file.read_bytes())
 
 
 def goes_on(model, tmp_path, before, after, **layout):
@@ -81,9 +88,9 @@ def test_the_text_is_that_of_one_run_in_every_family(name, tmp_path):
     goes_on(model, tmp_path, min(2, model.max_draft_tokens), 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_damage_anywhere_is_refused(model, saved, data, tmp_path_factory):
+def test_damage_anywhere_is_refused(model, saved, data):
     """Bits flipped in any region, an end that is missing or too long, a part that was not written."""
     file, content = saved
     header = 8 + struct.unpack("<Q", content[:8])[0]
@@ -106,6 +113,7 @@ def test_damage_anywhere_is_refused(model, saved, data, tmp_path_factory):
         first, end = regions[kind]
         place = data.draw(st.integers(first, end - 1))
         damaged[place] ^= 1 << data.draw(st.integers(0, 7))
+    assume(damaged != content)
     bad = file.with_name("damaged.safetensors")
     bad.write_bytes(damaged)
     with pytest.raises(ValueError, match=r"damaged\.safetensors: .*(damaged|of an? \w+ format)") as e:
