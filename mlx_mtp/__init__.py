@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .generate import GenerationResponse, generate, generate_step, stream_generate
     from .load import load, load_model
-    from .prompt_cache import PromptCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+    from .memory import Budget
+    from .prompt_cache import PromptCache, make_prompt_cache
     from .report import Report
+    from .saved_cache import load_prompt_cache, save_prompt_cache
     from .stats import Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Budget",
     "GenerationResponse",
     "PromptCache",
     "Report",
@@ -33,7 +36,9 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("GenerationResponse", "generate", "generate_step", "stream_generate"), "generate"),
     **dict.fromkeys(("load", "load_model"), "load"),
-    **dict.fromkeys(("PromptCache", "load_prompt_cache", "make_prompt_cache", "save_prompt_cache"), "prompt_cache"),
+    **dict.fromkeys(("PromptCache", "make_prompt_cache"), "prompt_cache"),
+    **dict.fromkeys(("load_prompt_cache", "save_prompt_cache"), "saved_cache"),
+    "Budget": "memory",
     "Report": "report",
     "Stats": "stats",
 }

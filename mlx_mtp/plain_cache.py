@@ -69,7 +69,7 @@ class PlainCache:
             return
         rest = iter(arrays)
         states = tree_unflatten([(name, next(rest) if kind == "array" else value) for name, kind, value in state])
-        kinds = [getattr(mlx_lm_caches, name) for name in classes]
+        kinds = [_kind(name) for name in classes]
         self.caches = [kind.from_state(saved) for kind, saved in zip(kinds, states, strict=True)]
 
     def _state(self) -> list[tuple[str, Any]]:
@@ -88,3 +88,11 @@ class PlainCache:
         ]
         classes = [type(c).__name__ for c in self.caches]
         return {"window": self.window, "classes": classes, "state": state, "offset": self.offset}
+
+
+def _kind(name: str) -> Any:
+    """mlx-lm's class of caches of this name, and nothing else that a file may name."""
+    kind = getattr(mlx_lm_caches, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, mlx_lm_caches._BaseCache)):
+        raise ValueError(f"{name}: not a cache of mlx-lm's")
+    return kind

@@ -5,18 +5,16 @@ position i of depth j reads token x_{i+1}, and all heads stand at the same offse
 """
 
 import hashlib
-import itertools
-import json
 import math
 import re
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from .cache import SlidingKVCache, make_caches, make_saved
+from .opening import Opening
 from .plain_cache import PlainCache
 from .recurrent_cache import RecurrentCache
 
@@ -75,7 +73,8 @@ class PromptCache:
     backlog: the target's hidden rows [1, r, H] that they have not read yet, ending at the last position held.
     kept:    for depths 1.., the previous depth's output [1, 1, H] at position primed - 1.
     reach:   how many last rows the heads' windows can see at all; None where a head attends to everything.
-    model:   whose state it is; a file tells it by the names and shapes of its parameters.
+    model:   whose state it is.
+    opening: the text whose tokens it holds, where `mlx-mtp cache-prompt` made it.
     """
 
     def __init__(self, model: Any, layers: list, heads: list, reach: int | None, kept: list[mx.array]):
@@ -86,6 +85,8 @@ class PromptCache:
         self.kept = kept
         self.quantizing: Quantizing | None = None
         self.live = False
+        self.opening: Opening | None = None
+        self._reserved = 0
 
     @property
     def offset(self) -> int:
@@ -94,19 +95,49 @@ class PromptCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(c.nbytes for c in self._all()) + sum(a.nbytes for a in (*self.kept, *self.backlog))
+        return sum(c.nbytes for c in self.caches) + sum(a.nbytes for a in (*self.kept, *self.backlog))
 
-    def _all(self) -> list:
+    @property
+    def caches(self) -> list:
+        """The target's, and behind them the heads'."""
         return [*self.layers, *self.heads]
+
+    def like_new(self) -> "PromptCache":
+        """An empty cache of the same layout; what has been quantized begins so."""
+        layers = [{"window": c.window} if isinstance(c, PlainCache) else c.config for c in self.layers]
+        heads = [{**c.config, "start": depth} for depth, c in enumerate(self.heads)]
+        kept = [self.model.no_hidden() for _ in self.kept]
+        new = PromptCache(self.model, make_saved(layers), make_saved(heads), self.reach, kept)
+        new.quantizing = self.quantizing
+        return new
+
+    @property
+    def layout(self) -> dict[str, int | None]:
+        """The arguments of `make_prompt_cache` that it was made with, or is quantized with by now."""
+        due, bits = self.quantizing, {id(c): getattr(c, "bits", None) for c in self.caches}
+        target = due.bits if due else next((bits[id(c)] for c in self.layers if bits[id(c)]), None)
+        draft = next((bits[id(c)] for c in self.heads if bits[id(c)]), None)
+        sizes = [due.group_size] if due else [c.group_size for c in self.caches if bits[id(c)]]
+        pairs = zip(self.model.windows(), self.layers, strict=True)
+        rings = [c.window for window, c in pairs if window is None and c.window]
+        return {
+            "kv_bits": target,
+            "mtp_kv_bits": draft,
+            "kv_group_size": next(iter(sizes), None),
+            "max_kv_size": next(iter(rings), None),
+        }
 
     @property
     def arrays(self) -> list[mx.array]:
         """Every array of the state, for `mx.eval`."""
-        return [part for c in self._all() for part in c.parts] + self.kept + self.backlog
+        return [part for c in self.caches for part in c.parts] + self.kept + self.backlog
 
     def reserve(self, rows: int) -> None:
-        """Expect `rows` positions: buffers grow to them in one step."""
-        for c in self._all():
+        """Expect `rows` positions: buffers grow to them in one step, or to where they are to be quantized."""
+        self._reserved = rows
+        for c in self.layers:
+            c.reserve(rows if self.quantizing is None else min(rows, self.quantizing.start))
+        for c in self.heads:
             c.reserve(rows)
 
     def push(self, hidden: mx.array) -> None:
@@ -186,7 +217,7 @@ class PromptCache:
 
     def mark(self) -> Mark:
         """The state now, to go back to with `restore`."""
-        caches = [(c, c.offset, c.limit, c.parts) for c in self._all()]
+        caches = [(c, c.offset, c.limit, c.parts) for c in self.caches]
         states = [(c, c.parts) for c in self.layers if isinstance(c, RecurrentCache)]
         return Mark(self.primed, self.kept, list(self.backlog), states, caches, self.quantizing)
 
@@ -204,7 +235,7 @@ class PromptCache:
     def snapshot(self) -> Snapshot:
         """Remember this moment (the caches must be at rest)."""
         assert not self.live, "a snapshot in the middle of a generation"
-        held = [(c, c.parts, c.start) for c in self._all() if isinstance(c, SlidingKVCache | RecurrentCache)]
+        held = [(c, c.parts, c.start) for c in self.caches if isinstance(c, SlidingKVCache | RecurrentCache)]
         return Snapshot(self.offset, self.primed, self.kept, list(self.backlog), held)
 
     def rewind(self, to: Snapshot) -> None:
@@ -236,6 +267,7 @@ class PromptCache:
         if due is not None and position >= due.start:
             self.layers = [c.to_quantized(due.bits, due.group_size) for c in self.layers]
             self.quantizing = None
+            self.reserve(self._reserved)
 
     def settle(self, tokens: list[int]) -> None:
         """Come to rest holding `tokens`: every position is a host integer again."""
@@ -298,6 +330,12 @@ def make_prompt_cache(
     return cache
 
 
+def group_size_for(model: Any) -> int:
+    """The largest usual group size that quantized keys and values of `model` can have, else 64."""
+    head_dim = getattr(model.args, "head_dim", None) or 64  # latent attention has none, and nothing to quantize
+    return next((size for size in (64, 32) if head_dim % size == 0), 64)
+
+
 def identity(model: Any, *, heads: bool) -> str:
     """A digest of the names and shapes of a model's parameters, with its heads' or without.
 
@@ -307,48 +345,3 @@ def identity(model: Any, *, heads: bool) -> str:
     others = re.compile(r"mtp\.\d+\.(head\.|d2t$)" if heads else r"mtp\.")
     own = [f"{name} {array.shape}" for name, array in arrays if not others.match(name)]
     return hashlib.sha256("\n".join(sorted(own)).encode()).hexdigest()
-
-
-def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
-    """Write a cache that is at rest to a .safetensors file, heads and their pending rows included."""
-    arrays = {f"cache.{i}.{j}": part for i, c in enumerate(cache._all()) for j, part in enumerate(c.used())}
-    arrays |= {f"kept.{i}": row for i, row in enumerate(cache.kept)}
-    if cache.backlog:
-        arrays["backlog"] = mx.concatenate(cache.backlog, axis=1)
-    state = {
-        "tokens": cache.tokens,
-        "primed": cache.primed,
-        "reach": cache.reach,
-        "layers": [c.config for c in cache.layers],
-        "heads": [c.config for c in cache.heads],
-        "quantizing": cache.quantizing and asdict(cache.quantizing),
-        "model": identity(cache.model, heads=bool(cache.heads)),
-    }
-    mx.save_safetensors(str(file), arrays, {"mlx_mtp": json.dumps(state)})
-
-
-def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
-    """Read a cache that `save_prompt_cache` wrote; ValueError where it is not one, or not this model's."""
-    try:
-        loaded: Any = mx.load(str(file), return_metadata=True)
-        arrays, metadata = loaded
-        state = json.loads(metadata["mlx_mtp"])
-    except (RuntimeError, KeyError, ValueError) as e:
-        raise ValueError(f"{file}: not a prompt cache of mlx_mtp ({type(e).__name__})") from e
-    shape = (len(state["layers"]), len(state["heads"]))
-    expected = (len(model.windows()), len(model.mtp))
-    if shape[0] != expected[0] or shape[1] > expected[1]:
-        raise ValueError(f"{file}: has caches for {shape} (layers, heads), the model {expected}")
-    if state.get("model") != identity(model, heads=bool(shape[1])):
-        raise ValueError(f"{file}: made with another model, whose parameters have other names or shapes")
-    caches = make_saved([*state["layers"], *state["heads"]])
-    for i, c in enumerate(caches):
-        names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
-        c.parts = tuple(arrays[name] for name in names)
-    kept = [arrays[f"kept.{i}"] for i in range(max(0, shape[1] - 1))]
-    cache = PromptCache(model, caches[: shape[0]], caches[shape[0] :], state["reach"], kept)
-    cache.primed = state["primed"]
-    cache.backlog = [arrays["backlog"]] if "backlog" in arrays else []
-    cache.quantizing = state["quantizing"] and Quantizing(**state["quantizing"])
-    cache.settle(state["tokens"])
-    return cache

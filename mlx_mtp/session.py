@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
-from mlx_lm.generate import wired_limit
-
 from .generate import GenerationResponse, Options, default_draft_tokens, generate_step, stream_generate
+from .machine_memory import wired
+from .memory import STEP, check_prompt, within
+from .opening import render, shared
 from .prompt_cache import PromptCache, Quantizing, Snapshot, make_prompt_cache
 from .stats import Stats
 
@@ -65,14 +66,23 @@ class ChatSession:
         template_config: dict[str, Any] | None = None,
         **options: Unpack[Options],
     ):
-        """options: those of `stream_generate`. Raises ValueError for one out of range."""
+        """options: those of `stream_generate`; the first message begins with what a `prompt_cache` holds of it.
+
+        Raises ValueError for an option out of range.
+        """
         self.model, self.tokenizer, self.template_config = model, tokenizer, template_config or {}
-        self._opening = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         generate_step([0], model, **options).close()  # checks the options, computes nothing
         k = options.pop("num_draft_tokens", None)
         self.num_draft_tokens = default_draft_tokens(model) if k is None else k
         self.seed = options.pop("seed", None)
-        self._cache_options: dict[str, Any] = {n: options.pop(n) for n in CACHE_OPTIONS if n in options}
+        layout: dict[str, Any] = {n: options.pop(n) for n in CACHE_OPTIONS if n in options}
+        self._given, self._prefix = options.pop("prompt_cache", None), ""
+        if self._given is not None:
+            system_prompt = self._continue(self._given, system_prompt)
+            self._begun = (self._given.snapshot(), self._given.quantizing)
+        self._blank = self._given.like_new() if self._given else make_prompt_cache(model, **layout)
+        self._at_rest = True
+        self._opening = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         self.options = options
         self.stopping = False
         self.answers = 0
@@ -81,13 +91,32 @@ class ChatSession:
     def reset(self) -> None:
         """Begin a new conversation. Answers are counted on, so that a seed's draws do not repeat."""
         self.messages, self.turn = self._opening, Turn(0)
-        self._start_over()
+        given = self._given if self._at_rest else None
+        if given is not None and given.quantizing is self._begun[1] and given.rewinds:
+            self.cache, self._snapshots = given, [self._begun]
+            given.rewind(self._begun[0])
+        else:
+            self._start_over()
         self._at_rest = True
 
     def _start_over(self) -> None:
         """Empty caches."""
         self._snapshots: list[tuple[Snapshot, Quantizing | None]] = []
-        self.cache: PromptCache = make_prompt_cache(self.model, **self._cache_options)
+        self.cache: PromptCache = self._blank.like_new()
+        self._given = None
+
+    def _continue(self, cache: PromptCache, system_prompt: str | None) -> str | None:
+        """Take over what a given cache holds; the system prompt."""
+        if len(cache.heads) < len(self.model.mtp):
+            self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
+        opening = cache.opening
+        if opening is None and not cache.offset:
+            return system_prompt
+        if opening is None or (self.tokenizer.has_chat_template and not opening.template):
+            raise ValueError("prompt_cache: does not hold the beginning of a conversation")
+        opening.check(system_prompt=system_prompt, template_config=self.template_config)
+        self._prefix, self.template_config = opening.prompt, opening.template_config
+        return opening.system_prompt
 
     def ask(self, text: str, progress: Progress | None = None) -> Responses:
         """Send a message and yield the answer's responses; `turn` has the counts of the whole prompt.
@@ -95,6 +124,7 @@ class ChatSession:
         Closing the iterator or setting `stopping` ends the answer, which stays in the conversation as far as it
         was yielded; where nothing was, the message is left out. Raises ValueError where the template does.
         """
+        text = text if len(self.messages) > len(self._opening) else self._prefix + text
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt, end = self._tokens(messages)
         if not self._at_rest:  # an exception ended the last turn, perhaps halfway through a write
@@ -127,18 +157,31 @@ class ChatSession:
             options["prompt_lookup"] = False  # switched off with the heads
         first, rest = prompt[turn.reused : end], prompt[max(end, turn.reused) :]
         total = len(first) + len(rest)
+        self._check(total)
         if first:
             tic = time.perf_counter()
             options["prompt_progress_callback"] = partial(self._read, progress, 0, total)
-            with wired_limit(self.model):
+            with wired():
                 next(generate_step(first, self.model, **{**options, "max_tokens": 0}), None)
             self._remember()
+            turn.stats.notes_memory()
             turn.read_time = time.perf_counter() - tic
         options["prompt_progress_callback"] = partial(self._read, progress, len(first), total)
         options["stats"] = turn.stats
         if self.seed is not None:
             options["seed"] = (self.seed + self.answers) % 2**63
         yield from stream_generate(self.model, self.tokenizer, rest, **options)
+
+    def _check(self, new: int) -> None:
+        """Raise ValueError where `new` tokens and an answer do not fit; the caches are as they were."""
+        options, held = self.options, self.cache.offset
+        try:
+            limit = within(options.get("max_context"), held, new, options.get("max_tokens", 256))
+            step, ignore = options.get("prefill_step_size", STEP), not options.get("check_memory", True)
+            check_prompt(self.model, self.cache, new, limit, step, ignore=ignore)
+        except ValueError:
+            self._at_rest = True
+            raise
 
     def _read(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
         """The callback between two chunks, where caches are whole (they are not yet after a part's last one)."""
@@ -149,7 +192,7 @@ class ChatSession:
 
     def _reuse(self, prompt: list[int]) -> int:
         """Take the caches back to where they are a prefix of the prompt, short of its end; that prefix's length."""
-        common = _common(self.cache.tokens, prompt[:-1])
+        common = shared(self.cache.tokens, prompt[:-1])
         if common == self.cache.offset:
             return common
         due = self.cache.quantizing  # a snapshot from before the caches were quantized does not fit them
@@ -173,25 +216,13 @@ class ChatSession:
         prompt = self._encode(messages, answering=True)
         if not prompt:
             raise ValueError("the prompt is empty: the chat template makes nothing of this conversation")
-        return prompt, _common(self._encode(messages, answering=False), prompt[:-1])
+        return prompt, shared(self._encode(messages, answering=False), prompt[:-1])
 
     def _encode(self, messages: list[dict], *, answering: bool) -> list[int]:
         if not self.tokenizer.has_chat_template:
             return self.tokenizer.encode(_running_text(messages))
         options = {**self.template_config, "add_generation_prompt": answering}
         return self.tokenizer.encode(render(self.tokenizer, messages, options), add_special_tokens=False)
-
-
-def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
-    """The chat template's text; raises ValueError, in one line, where the template fails."""
-    try:
-        text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
-    except Exception as e:  # a template is a program of the checkpoint's: anything can go wrong in it
-        reason = str(e).strip().partition("\n")[0] or type(e).__name__
-        raise ValueError(f"the chat template refuses this conversation ({reason})") from e
-    if any("\ud800" <= c <= "\udfff" for c in text):  # what Python makes of bytes that are no text
-        raise ValueError("the prompt is not valid UTF-8 text")
-    return text
 
 
 def _running_text(messages: list[dict]) -> str:
@@ -202,8 +233,3 @@ def _running_text(messages: list[dict]) -> str:
             text += "\n"
         text += message["content"]
     return text
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -19,7 +19,8 @@ from mlx_mtp.bench.subject import NoMemory, open_subject
 from mlx_mtp.bench.synthetic import DEPTHS, POSITIONS, drawn_acceptance, draws
 from mlx_mtp.cost_memory import CostMemory
 from mlx_mtp.demo import demo_path
-from mlx_mtp.load import find_port, read_args
+from mlx_mtp.load import read_args
+from mlx_mtp.models import find_port
 from mlx_mtp.sampling import Picker
 
 RELEASED = [file for file in FILES if not file.stem.startswith("eagle3")]  # an EAGLE-3 head is no model

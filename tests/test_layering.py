@@ -36,11 +36,17 @@ ALLOWED = {
     "sites": {"cache", "kernels", "layers", "recurrent_cache"},
     "switch": {"kernels", "layers", "sites", "trial"},
     "models": {"layers", "spec"},
-    "prompt_cache": {"cache", "plain_cache", "recurrent_cache"},
+    "opening": set(),
+    "fingerprint": set(),
+    "prompt_cache": {"cache", "opening", "plain_cache", "recurrent_cache"},
+    "saved_cache": {"cache", "fingerprint", "opening", "prompt_cache"},
     "agreement": {"prompt_cache"},
     "drafter": {"checkpoint", "models"},
     "draft_vocab": {"layers"},
     "draft": {"draft_choice", "prompt_cache"},
+    "footprint": {"draft", "plain_cache", "prompt_cache"},
+    "machine_memory": set(),
+    "memory": {"footprint", "machine_memory", "plain_cache", "prompt_cache"},
     "lookup": set(),
     "prefill": {"draft", "prompt_cache", "sampling"},
     "cycle": {
@@ -54,15 +60,17 @@ ALLOWED = {
     "compiled": {"compile_choice", "controller", "cycle", "draft", "prefill", "recorded"},
     "contents": {"checkpoint", "spec"},
     "load": {
-        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "norms", "plain", "report"),
-        *("switch", "trial"),
+        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "memory", "models", "norms"),
+        *("plain", "report", "switch", "trial"),
     },
     "planning": {
         *("compile_choice", "compiled", "controller", "cost_memory", "costs", "plain_cache", "prompt_cache"),
         "sampling",
     },
-    "generate": {"cycle", "decode", "planning", "prompt_cache", "sampling", "stats"},
-    "session": {"generate", "prompt_cache", "stats"},
+    "generate": {
+        *("cycle", "decode", "machine_memory", "memory", "planning", "prompt_cache", "sampling", "stats"),
+    },
+    "session": {"generate", "machine_memory", "memory", "opening", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},
     "bench": {
         *("__init__", "cache", "checkpoint", "compiled", "controller", "costs", "cycle", "decode", "demo", "draft"),
@@ -83,9 +91,9 @@ ALLOWED = {
     },
     "cli": {
         *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "kernels", "load"),
-        *("prompt_cache", "session", "stats"),
+        *("machine_memory", "memory", "opening", "prompt_cache", "saved_cache", "session", "stats"),
     },
-    "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
+    "__init__": {"generate", "load", "memory", "prompt_cache", "report", "saved_cache", "stats"},
     "__main__": {"cli"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -16,7 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint import checked_config
-from ..load import find_port, known_ports, read_args
+from ..load import read_args
+from ..models import find_port, port_names
 from ..report import DECLARED, make_report
 
 UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of a family whose config.json does not count them
@@ -61,7 +62,7 @@ def shaped_model(
     config = _read(file)
     port = find_port(config)
     if port is None:
-        names = ", ".join(known_ports())
+        names = ", ".join(port_names())
         raise ValueError(f"{file}: model_type {config['model_type']!r} has no port; allowed are {names}")
     config = config if layers is None else first_layers(config, layers)
     heads = head_count(config, port.Model.SPEC) if mtp else 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .bench_options import FILE, bar, console, cooldown_of, finish, numbers, run_options, subject_of, subject_options
-from .options import BITS, default_group, default_step, options
+from .options import BITS, default_step, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,6 +114,7 @@ def _prompts(subject: "Subject", flags: dict[str, Any], context: int) -> "list[P
 
 def _settings(subject: "Subject", flags: dict[str, Any], kv_bits: int | None, mtp_kv_bits: int | None) -> "Settings":
     from ..bench.loops import Settings
+    from ..prompt_cache import group_size_for
 
     return Settings(
         max_tokens=_max_tokens(flags),
@@ -123,7 +124,7 @@ def _settings(subject: "Subject", flags: dict[str, Any], kv_bits: int | None, mt
         prefill_step_size=default_step(),
         kv_bits=kv_bits,
         mtp_kv_bits=mtp_kv_bits,
-        kv_group_size=default_group(subject.model),
+        kv_group_size=group_size_for(subject.model),
     )
 
 

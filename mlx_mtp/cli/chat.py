@@ -6,14 +6,17 @@ from typing import Any
 import click
 
 from .options import (
+    cache_file_option,
     cache_options,
     check_max_tokens,
     check_text,
     generation_options,
     load_model,
+    memory_options,
     model_options,
     parse_template_config,
     sampling_options,
+    saved_cache,
 )
 
 
@@ -31,6 +34,8 @@ from .options import (
 @sampling_options
 @click.option("--chat-template-config", callback=parse_template_config, help="JSON object of template variables.")
 @cache_options
+@memory_options
+@cache_file_option
 @click.option("--pipeline", is_flag=True, help="Ignored, as by mlx_lm.chat in a single process.")
 @click.option("--quiet", is_flag=True, help="Print the answers only: no notices, footers or progress.")
 def chat(**flags: Any) -> None:
@@ -44,7 +49,7 @@ def chat(**flags: Any) -> None:
         tokenizer,
         system_prompt=flags["system_prompt"],
         template_config=flags["chat_template_config"],
-        **generation_options(model, tokenizer, flags),
+        **generation_options(model, tokenizer, flags, saved_cache(model, flags)),
     )
     name = flags["model"] or "the demo"
     if Path(name).expanduser().is_dir():

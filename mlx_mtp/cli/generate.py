@@ -1,23 +1,27 @@
 """`mlx-mtp generate`: one answer, with mlx_lm's output layout."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .options import (
+    cache_file_option,
     cache_options,
     check_max_tokens,
     check_text,
     generation_options,
     load_model,
+    memory_options,
     model_options,
     parse_template_config,
+    read_prompt,
     sampling_options,
+    saved_cache,
 )
 
 if TYPE_CHECKING:
     from ..generate import GenerationResponse
+    from ..prompt_cache import PromptCache
 
 
 @click.command()
@@ -41,26 +45,30 @@ if TYPE_CHECKING:
 @click.option("--verbose", type=bool, default=True, help="False prints the text without figures.")
 @click.option("--quiet", is_flag=True, help="Print the text only: no notices, figures or progress.")
 @cache_options
-@click.option("--prompt-cache-file", type=click.Path(exists=True, dir_okay=False), help="Continue a saved cache.")
+@memory_options
+@cache_file_option
 @click.option("--report", is_flag=True, help="Say what was loaded.")
 def generate(**flags: Any) -> None:
     """Print the model's continuation of, or answer to, a prompt."""
-    text = sys.stdin.read() if flags["prompt"] == "-" else flags["prompt"].replace("\\n", "\n").replace("\\t", "\t")
+    text = read_prompt(flags["prompt"])
     model, tokenizer = load_model(flags)
     if flags["report"]:
         click.echo(str(model.report()))
-    prompt = _tokens(tokenizer, text, flags)
-    last = _print_text(model, tokenizer, prompt, flags)
+    cache = saved_cache(model, flags)
+    prompt = _tokens(tokenizer, text, flags) if cache is None else _following(tokenizer, text, flags, cache)
+    options = generation_options(model, tokenizer, flags, cache)
+    last = _print_text(model, tokenizer, prompt, options, flags)
     if last and flags["verbose"] and not flags["quiet"]:
         _summary(last)
 
 
-def _print_text(model: Any, tokenizer: Any, prompt: list[int], flags: dict[str, Any]) -> "GenerationResponse | None":
+def _print_text(
+    model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any], flags: dict[str, Any]
+) -> "GenerationResponse | None":
     """Print the text as it comes; its last response."""
     from ..generate import stream_generate
     from .progress import PromptProgress, shows_progress
 
-    options = generation_options(model, tokenizer, flags)
     shown = shows_progress(quiet=flags["quiet"])
     progress = PromptProgress(shown=shown, chunk=options["prefill_step_size"])
     responses = stream_generate(model, tokenizer, prompt, **options, prompt_progress_callback=progress)
@@ -76,8 +84,6 @@ def _print_text(model: Any, tokenizer: Any, prompt: list[int], flags: dict[str, 
 
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
     """The prompt's token ids, through the chat template where there is one."""
-    if any("\ud800" <= c <= "\udfff" for c in text):  # what Python makes of bytes that are no text
-        raise click.UsageError("the prompt is not valid UTF-8 text")
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
     if template:
         text = _conversation(tokenizer, text, flags)
@@ -89,9 +95,22 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
     return tokens
 
 
+def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: "PromptCache") -> list[int]:
+    """The token ids behind those of a saved cache, whose message goes on with the text, or which it follows."""
+    opening = cache.opening
+    if opening is None:
+        return tokenizer.encode(text, add_special_tokens=False)
+    own = {"system_prompt": opening.system_prompt, "chat_template_config": opening.template_config}
+    opening.check(system_prompt=flags["system_prompt"], template_config=flags["chat_template_config"])
+    tokens = _tokens(tokenizer, opening.prompt + text, {**flags, **own, "ignore_chat_template": not opening.template})
+    if tokens[: cache.offset] != cache.tokens:
+        raise click.UsageError(f"the prompt's tokens do not begin with those in {flags['prompt_cache_file']}")
+    return tokens[cache.offset :]
+
+
 def _conversation(tokenizer: Any, text: str, flags: dict[str, Any]) -> str:
     """The messages of the flags as the chat template writes them."""
-    from ..session import render
+    from ..opening import render
 
     messages = [{"role": "user", "content": text}]
     if flags["system_prompt"] is not None:

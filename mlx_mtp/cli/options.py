@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from typing import Any
 
 import click
@@ -36,11 +37,26 @@ def check_text(_ctx: click.Context, _param: click.Parameter, value: str | None) 
     return value
 
 
+def read_prompt(value: str) -> str:
+    """The text of a --prompt: standard input for '-', else with the escapes that mlx_lm knows."""
+    text = sys.stdin.read() if value == "-" else value.replace("\\n", "\n").replace("\\t", "\t")
+    if any("\ud800" <= c <= "\udfff" for c in text):  # what Python makes of bytes that are no text
+        raise click.UsageError("the prompt is not valid UTF-8 text")
+    return text
+
+
 def check_max_tokens(_ctx: click.Context, _param: click.Parameter, value: int) -> int:
     """Callback: a text has at least one token."""
     if value == 0:
         raise click.BadParameter("0: allowed is 1 or more, or -1 for no limit")
     return value
+
+
+def check_size(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
+    """Callback: GB as bytes."""
+    if value is not None and not 0 <= value <= 2**20:  # not a number, to which click has no objection, is neither
+        raise click.BadParameter(f"{value}: allowed is 0 or more GB")
+    return None if value is None else int(value * 1e9)
 
 
 def options(*decorators: Any) -> Any:
@@ -109,6 +125,16 @@ sampling_options = options(
         help="Drafts at a temperature; with rejection a seed's text depends on the drafts.",
     ),
 )
+cache_file_option = click.option(
+    "--prompt-cache-file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="What `mlx-mtp cache-prompt` has read: the message begins with it.",
+)
+memory_options = options(
+    click.option("--max-context", type=click.IntRange(1), help="Most tokens of prompt and answer together."),
+    click.option("--ignore-memory", is_flag=True, help="Load and generate even where there is not the memory."),
+    click.option("--cache-limit", type=float, callback=check_size, help="Most GB of freed memory that MLX keeps."),
+)
 cache_options = options(
     click.option(
         "--max-kv-size", type=click.IntRange(1, 2**30), help="Full attention keeps this many last positions."
@@ -149,6 +175,8 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     shown = shows_progress(quiet=flags["quiet"])
     with loading(shown=shown):
         from ..load import load, resolve
+        from ..machine_memory import cache_limit
+    click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     path = resolve(flags["model"] or demo_path())  # a download shows progress of its own
     with loading(shown=shown):
         return _load(load, path, flags)
@@ -156,7 +184,9 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
 
 def _load(load: Any, path: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
-    extra = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
+    extra: dict[str, Any] = {"trust_remote_code": True} if flags["trust_remote_code"] else {}
+    if flags.get("eos_token"):
+        extra["eos_token"] = flags["eos_token"]
     if flags.get("use_default_chat_template"):
         extra["use_default_chat_template"] = True
     model, tokenizer = load(
@@ -168,33 +198,65 @@ def _load(load: Any, path: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
         tokenizer_config=extra,
         adapter_path=flags["adapter_path"],
         kernels=flags["kernels"],
+        budget=_budget(flags),
     )
     for token in flags.get("extra_eos_token", ()):
         tokenizer.add_eos_token(token)
     return model, tokenizer
 
 
-def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `stream_generate` from the command line's flags."""
+def _budget(flags: dict[str, Any]) -> Any:
+    """What there must be memory for: the context asked for, or one to begin with."""
+    from ..memory import UNCHECKED, Budget
+
+    context, ignore = flags.get("max_context") or UNCHECKED, flags.get("ignore_memory", False)
+    return Budget(context, flags.get("prefill_step_size") or default_step(), _layout(flags), ignore)
+
+
+def _layout(flags: dict[str, Any]) -> dict[str, Any]:
+    """How the command line's flags lay caches out; {} of a command without them."""
+    numbers = ("kv_bits", "mtp_kv_bits", "kv_group_size", "max_kv_size", "quantized_kv_start")
+    return {name: flags[name] and int(flags[name]) for name in numbers if name in flags}
+
+
+def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
+    """The cache of --prompt-cache-file, or None; an error where the flags ask for another layout than it has."""
+    file = flags["prompt_cache_file"]
+    if file is None:
+        return None
+    from ..saved_cache import load_prompt_cache
+
+    cache = load_prompt_cache(file, model)
+    asked = _layout(flags)
+    for name, found in cache.layout.items():
+        if asked[name] is not None and asked[name] != found:
+            flag = f"--{name.replace('_', '-')} {asked[name]}"
+            raise click.UsageError(f"{flag}: the prompt cache in {file} was made with {found}")
+    if model.mtp and not cache.heads and not flags["quiet"]:
+        click.echo(f"{file} holds no state of the heads: decoding plainly.", err=True)
+    return cache
+
+
+def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
+    """Keyword arguments of `stream_generate` from the command line's flags; `cache` has been loaded, or is None."""
     names = ("max_tokens", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling")
-    names += ("adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
+    names += ("adaptive", "draft_p_min", "prompt_lookup", "compile_cycles", "max_context")
     kept = {name: flags[name] for name in names}
+    kept["check_memory"] = not flags["ignore_memory"]
     kept["prefill_step_size"] = flags["prefill_step_size"] or default_step()
     kept["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-    file = flags.get("prompt_cache_file")
-    if file is not None:
-        from ..prompt_cache import load_prompt_cache
+    if cache is not None:
+        return {**kept, "prompt_cache": cache}
+    return {**kept, **cache_layout(model, flags)}
 
-        return {**kept, "prompt_cache": load_prompt_cache(file, model)}
-    bits = {name: flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits")}
-    return {
-        **kept,
-        **bits,
-        "kv_group_size": int(flags["kv_group_size"] or default_group(model)),
-        "max_kv_size": flags["max_kv_size"],
-        "quantized_kv_start": flags["quantized_kv_start"],
-    }
+
+def cache_layout(model: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    """The command line's arguments of `make_prompt_cache`."""
+    from ..prompt_cache import group_size_for
+
+    layout = _layout(flags)
+    return {**layout, "kv_group_size": layout["kv_group_size"] or group_size_for(model)}
 
 
 def default_step() -> int:
@@ -202,9 +264,3 @@ def default_step() -> int:
     import mlx.core as mx
 
     return 256 if mx.default_device() == mx.cpu else 2048
-
-
-def default_group(model: Any) -> int:
-    """The largest usual size that fits, else 64 for the library to refuse."""
-    head_dim = getattr(model.args, "head_dim", 64)  # latent attention has none, and nothing to quantize
-    return next((size for size in (64, 32) if head_dim % size == 0), 64)

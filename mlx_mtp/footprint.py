@@ -1,0 +1,158 @@
+"""What a model holds in memory, told by the shapes of its caches and its graph: nothing is read or computed."""
+
+import math
+from collections import Counter, deque
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from .draft import prime
+from .plain_cache import PlainCache
+from .prompt_cache import PromptCache
+
+# Primitives whose output is a view of their first input, or is written into it.
+VIEWS = {
+    *("AsStrided", "Broadcast", "BroadcastAxes", "Copy", "Contiguous", "ExpandDims", "Flatten", "Reshape", "Slice"),
+    *("DynamicSlice", "DynamicSliceUpdate", "ScatterAxis", "SliceUpdate", "Split", "Squeeze", "StopGradient"),
+    *("Transpose", "Unflatten", "View"),
+}
+# Those that may write their output over an input that nothing else reads.
+IN_PLACE = {
+    *(
+        "Abs",
+        "Add",
+        "AsType",
+        "Compiled",
+        "Cos",
+        "Divide",
+        "Exp",
+        "Log",
+        "Maximum",
+        "Minimum",
+        "Multiply",
+        "Negative",
+    ),
+    *("RMSNorm", "RoPE", "Rsqrt", "Select", "Sigmoid", "Sin", "Softmax", "Sqrt", "Square", "Subtract", "Tanh"),
+}
+LAG = 32  # operations that MLX has submitted and not done: what they read is still held
+
+
+def nbytes(tree: Any) -> int:
+    """Of the arrays of a tree, each counted once."""
+    arrays: Any = {id(value): value for _, value in tree_flatten(tree)}
+    return sum(a.nbytes for a in arrays.values() if isinstance(a, mx.array))
+
+
+def fill(model: Any, cache: PromptCache, context: int, rows: int) -> int:
+    """Give an empty cache the buffers that it has at `context` positions, when `rows` rows are verified at a time.
+
+    Returns the bytes of one of the target's hidden rows.
+    """
+    cache.reserve(context)
+    read = max(1, len(cache.heads))  # the last depth's first row is there
+    hidden = model.hidden(mx.zeros((1, read), mx.int32), cache.layers)
+    if not isinstance(cache.layers[0], PlainCache):
+        if cache.heads:
+            cache.push(hidden)
+            prime(model, cache, [0] * (read + 1), 0, read, step=read)
+        cache.to_device()
+        model.hidden(mx.zeros((1, rows), mx.int32), cache.layers)
+    return hidden.nbytes // hidden.shape[1]
+
+
+def plain_nbytes(caches: list[Any], context: int) -> int:
+    """Bytes of mlx-lm's own caches, which hold something, at `context` positions."""
+    total = 0
+    for c in caches:
+        if hasattr(c, "caches"):
+            total += plain_nbytes(c.caches, context)
+        elif getattr(c, "keys", None) is not None:
+            slots = min(context, getattr(c, "max_size", None) or context)
+            total += c.nbytes // c.keys.shape[2] * slots
+        else:
+            total += c.nbytes
+    return total
+
+
+def scratch(model: Any, cache: PromptCache, context: int, rows: int) -> int:
+    """Bytes that reading the last `rows` of `context` positions holds at once, beside weights and caches.
+
+    cache: one that was filled for that context; what it holds is not changed. mlx-lm's own caches are taken to be
+    empty. 0 where MLX cannot tell a model's graph.
+    """
+    kept = [(name, array) for name, array in tree_flatten(model.parameters()) if isinstance(array, mx.array)]
+    states = [(c, c.parts, c.offset, c.limit) for c in cache.layers if not isinstance(c, PlainCache)]
+    blanks = [blank(array) for _, array in kept] + [blank(part) for _, parts, *_ in states for part in parts]
+    events: list[dict] = []
+
+    def forward(tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
+        given = iter(arrays)
+        model.load_weights([(name, next(given)) for name, _ in kept], strict=False)
+        for c, parts, *_ in states:
+            c.parts = tuple(next(given) for _ in parts)
+            c.seek(context - rows, context - rows)
+        layers = cache.layers if states else [PlainCache()]
+        hidden = model.hidden(tokens, layers)
+        return [model.logits(hidden[:, -1:]), *(part for c, *_ in states for part in c.parts)]
+
+    try:
+        mx.export_function(events.append, forward, mx.zeros((1, rows), mx.int32), *blanks)
+    except ValueError:
+        return 0
+    finally:
+        model.load_weights(kept, strict=False)
+        for c, parts, offset, limit in states:
+            c.parts = parts
+            c.seek(offset, limit)
+    return peak(events)
+
+
+def blank(array: mx.array) -> mx.array:
+    """An array of the same shape and type that holds nothing."""
+    return mx.zeros(array.shape, array.dtype)
+
+
+def peak(events: list[dict]) -> int:
+    """Most bytes held at once while the operations of an exported graph run in order; its inputs are not counted."""
+    operations, kept = _operations(events)
+    left = Counter(kept)
+    for _, reads, _ in operations:
+        left.update(reads)
+    held: dict[str, int] = {}
+    leaving = deque([0] * LAG)
+    now = most = 0
+    for name, reads, makes in operations:
+        left.subtract(reads)
+        freed = [held.pop(array) for array in {*reads} & held.keys() if not left[array]]
+        if name in IN_PLACE and len(makes) == 1 and max(freed, default=0) >= sum(makes.values()):
+            makes = dict.fromkeys(makes, max(freed))  # it takes that buffer over
+            now -= max(freed)
+            freed.remove(max(freed))
+        held |= {array: size for array, size in makes.items() if left[array]}
+        now += sum(makes.values())
+        most = max(most, now)
+        leaving.append(sum(freed) + sum(size for array, size in makes.items() if not left[array]))
+        now -= leaving.popleft()
+    return most
+
+
+def _operations(events: list[dict]) -> tuple[list[tuple[str, list[str], dict[str, int]]], list[str]]:
+    """Of an exported graph: each operation's name, the arrays that it reads, and the bytes of those that it makes.
+
+    And the arrays that are left at the end. Views are not made; who reads one reads the array behind it.
+    """
+    behind: dict[str, str] = {}
+    operations: list[Any] = []
+    kept: list[str] = []
+    for event in events:
+        if event["type"] == "outputs":
+            kept = [name for name, *_ in event["outputs"]]
+        elif event["type"] == "primitive":
+            reads = [behind.get(name, name) for name, *_ in event["inputs"]]
+            view = event["name"] in VIEWS and reads
+            if view:
+                behind |= {name: reads[0] for name, *_ in event["outputs"]}
+            makes = {} if view else {name: math.prod(shape) * dtype.size for name, shape, dtype in event["outputs"]}
+            operations.append((event["name"], reads, makes))
+    return operations, [behind.get(name, name) for name in kept]

@@ -1,0 +1,63 @@
+"""The beginning of a conversation's first message, which a saved cache holds, and how messages become tokens."""
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+LAST_RUN = re.compile(r"(\w+|\s+|[^\w\s]+)\Z")  # whose tokens depend on what follows
+PROBES = ("a", " a", "\n", ".", "1")  # what may follow; the template's own ending does not
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A text that the first message begins with; what follows it is told later.
+
+    template: it goes through the chat template, of which `template_config` are variables.
+    """
+
+    prompt: str
+    system_prompt: str | None = None
+    template: bool = True
+    template_config: dict[str, Any] = field(default_factory=dict)
+
+    def tokens(self, tokenizer: Any, text: str) -> list[int]:
+        """The whole prompt's, where `text` follows; ValueError where the chat template refuses it."""
+        text = self.prompt + text
+        if not (self.template and tokenizer.has_chat_template):
+            return tokenizer.encode(text)
+        messages = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        messages.append({"role": "user", "content": text})
+        options = {**self.template_config, "add_generation_prompt": True}
+        return tokenizer.encode(render(tokenizer, messages, options), add_special_tokens=False)
+
+    def settled(self, tokenizer: Any) -> list[int]:
+        """The tokens that the prompt begins with whatever follows: up to its last word, or what is in place of one."""
+        tokens = self.tokens(tokenizer, "")
+        whole = replace(self, prompt=LAST_RUN.sub("", self.prompt)).tokens(tokenizer, "")
+        kept = shared(tokens[:-1], whole)
+        for text in PROBES:
+            kept = shared(tokens[:kept], self.tokens(tokenizer, text))
+        return tokens[:kept]
+
+    def check(self, **asked: Any) -> None:
+        """Raise ValueError where another system prompt or other variables of the template are asked for."""
+        for name, value in asked.items():
+            if value and value != (own := getattr(self, name)):
+                raise ValueError(f"{name}={value!r}: the prompt cache was made with {own or None!r}")
+
+
+def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
+    """The chat template's text; raises ValueError, in one line, where the template fails."""
+    try:
+        text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
+    except Exception as e:  # a template is a program of the checkpoint's: anything can go wrong in it
+        reason = str(e).strip().partition("\n")[0] or type(e).__name__
+        raise ValueError(f"the chat template refuses this conversation ({reason})") from e
+    if any("\ud800" <= c <= "\udfff" for c in text):  # what Python makes of bytes that are no text
+        raise ValueError("the prompt is not valid UTF-8 text")
+    return text
+
+
+def shared(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,174 @@
+"""Prompt caches as files: target's and heads' state, whose it is, and a checksum of every byte."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import re
+import struct
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+
+from .cache import LinearKVCache, SlidingKVCache, make_saved
+from .fingerprint import fingerprint
+from .opening import Opening
+from .prompt_cache import PromptCache, Quantizing
+
+FORMAT = 2
+DIGITS = 64
+BLANK = "0" * DIGITS  # where the checksum is to be, while it is taken
+CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
+PIECE = 1 << 24  # bytes read at a time
+
+
+def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
+    """Write a cache that is at rest, heads and their pending rows included, in the safetensors format.
+
+    A reader finds the old file or the whole new one. Raises ValueError for what is no file, OSError where it
+    cannot be written.
+    """
+    path = Path(file)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: not a file, a prompt cache cannot take its place")
+    arrays = {f"cache.{i}.{j}": part for i, c in enumerate(cache.caches) for j, part in enumerate(c.used())}
+    arrays |= {f"kept.{i}": row for i, row in enumerate(cache.kept)}
+    if cache.backlog:
+        arrays["backlog"] = mx.concatenate(cache.backlog, axis=1)
+    work = path.with_name(f".{path.name}-{os.getpid()}.safetensors")
+    try:
+        _write(work, arrays, _state(cache))
+        with work.open("r+b") as f:
+            place, digest = _checksum(f)
+            f.seek(place)
+            f.write(digest.encode())
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(work, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            work.unlink()
+        raise
+
+
+def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
+    """Read a cache that `save_prompt_cache` wrote.
+
+    Raises ValueError, with the reason, where it is not one, is damaged, of an older format or another model's.
+    """
+    state = _checked(Path(file))
+    if state.get("model") != fingerprint(model, heads=False):
+        raise ValueError(f"{file}: made with another model, or in another precision")
+    if model.mtp and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
+        raise ValueError(f"{file}: made with other MTP heads")
+    try:
+        loaded: Any = mx.load(str(file), format="safetensors")
+        cache = _restored(model, state, loaded)
+        _check(cache)
+        mx.eval(cache.arrays)  # the file may be replaced from now on
+    except (RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
+        raise ValueError(f"{file}: damaged ({str(e).partition(chr(10))[0] or type(e).__name__})") from e
+    return cache
+
+
+def _write(file: Path, arrays: dict[str, mx.array], state: dict[str, Any]) -> None:
+    try:
+        mx.save_safetensors(str(file), arrays, {"mlx_mtp": json.dumps(state), "checksum": BLANK})
+    except RuntimeError as e:  # MLX does not name the file
+        raise OSError(f"{file.parent}: a prompt cache cannot be written there ({e})") from e
+
+
+def _state(cache: PromptCache) -> dict[str, Any]:
+    """What of a cache is no array."""
+    return {
+        "format": FORMAT,
+        "tokens": cache.tokens,
+        "primed": cache.primed,
+        "reach": cache.reach,
+        "layers": [c.config for c in cache.layers],
+        "heads": [c.config for c in cache.heads],
+        "quantizing": cache.quantizing and asdict(cache.quantizing),
+        "opening": cache.opening and asdict(cache.opening),
+        "model": fingerprint(cache.model, heads=False),
+        "model_heads": fingerprint(cache.model, heads=True) if cache.heads else None,
+    }
+
+
+def _restored(model: Any, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
+    """The cache; for a model that was loaded without heads without their state."""
+    layers, heads = state["layers"], state["heads"] if model.mtp else []
+    caches = make_saved([*layers, *heads])
+    for i, c in enumerate(caches):
+        names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
+        c.parts = tuple(arrays[name] for name in names)
+    kept = [arrays[f"kept.{i}"] for i in range(max(0, len(heads) - 1))]
+    cache = PromptCache(model, caches[: len(layers)], caches[len(layers) :], state["reach"], kept)
+    cache.primed = state["primed"]
+    cache.backlog = [arrays["backlog"]] if heads and "backlog" in arrays else []
+    cache.quantizing = state["quantizing"] and Quantizing(**state["quantizing"])
+    cache.opening = state["opening"] and Opening(**state["opening"])
+    cache.settle(state["tokens"])
+    return cache
+
+
+def _check(cache: PromptCache) -> None:
+    """Raise ValueError for what no cache of this model can be: a checksum is no proof of who made it."""
+    model = cache.model
+    if not all(type(token) is int and 0 <= token < model.vocab_size for token in cache.tokens):
+        raise ValueError("its tokens are not the model's")
+    pairs = [*zip(model.windows(), cache.layers, strict=True), *zip(model.head_windows(), cache.heads, strict=False)]
+    if len(cache.heads) > len(model.mtp) or any(window not in (None, c.window) for window, c in pairs):
+        raise ValueError("its layers are not the model's")
+    if cache.heads and not 0 <= cache.primed <= cache.offset - cache.behind:
+        raise ValueError("its heads have read more than it holds")
+    for c in cache.caches:
+        slots = c.ring.slots if isinstance(c, SlidingKVCache) else max(c.offset, getattr(c, "capacity", 0))
+        if isinstance(c, LinearKVCache) and c.parts and c.capacity != slots:
+            raise ValueError("its rows are not as many as it holds")
+
+
+def _checked(file: Path) -> dict[str, Any]:
+    """What `_state` wrote, of a file every byte of which is as it was written."""
+    try:
+        with file.open("rb") as f:
+            header = json.loads(_header(f))
+            metadata = header["__metadata__"]
+            state = json.loads(metadata["mlx_mtp"])
+            version = state.get("format", 1)
+            found = _checksum(f)[1] if "checksum" in metadata else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{file}: not a prompt cache of mlx_mtp, or damaged") from None
+    if version != FORMAT:
+        age = "an older" if version < FORMAT else "a newer"
+        raise ValueError(f"{file}: of {age} format ({version}), this version reads {FORMAT}; make it again")
+    if found != metadata.get("checksum"):
+        raise ValueError(f"{file}: damaged, its content does not have its checksum")
+    return state
+
+
+def _header(f: BinaryIO) -> bytes:
+    """A safetensors file's header; ValueError where there is none."""
+    f.seek(0)
+    start = f.read(8)
+    size = os.fstat(f.fileno()).st_size
+    if len(start) < 8 or (length := struct.unpack("<Q", start)[0]) > size - 8:
+        raise ValueError("truncated")
+    return f.read(length)
+
+
+def _checksum(f: BinaryIO) -> tuple[int, str]:
+    """Where a file's checksum is, and what it should be: of all bytes, with zeros in that place."""
+    header = _header(f)
+    match = CHECKSUM.search(header)
+    if match is None:
+        raise ValueError("no checksum")
+    f.seek(0)
+    digest = hashlib.blake2b(f.read(8), digest_size=DIGITS // 2)
+    digest.update(header[: match.start(1)] + BLANK.encode() + header[match.end(1) :])
+    f.seek(8 + len(header))
+    while piece := f.read(PIECE):
+        digest.update(piece)
+    return 8 + match.start(1), digest.hexdigest()

@@ -1,0 +1,203 @@
+"""The beginning of a prompt, read once: chats and commands go on from it, with the text of one run."""
+
+import re
+import sys
+
+import mlx.core as mx
+import pytest
+from command_line import call
+from test_chat import LETTERS, PLAIN, REWRITING, VOCAB, answer, make_session, make_tokenizer
+from test_cli import one_line_error
+
+import mlx_mtp
+from mlx_mtp.demo import demo_path
+from mlx_mtp.opening import Opening
+from mlx_mtp.saved_cache import load_prompt_cache, save_prompt_cache
+
+BOTH = ("What does os.path", ".join do?")
+BEGINNING = "abcdefghij]abc[abcabc]a"
+TURNS = ["hgf", "d", "efghabcdefghij"]
+
+
+@pytest.fixture
+def model(tiny_models):
+    return tiny_models(2, vocab_size=len(VOCAB))[0]
+
+
+def begun(model, tmp_path, template=PLAIN, opening=Opening(BEGINNING), **layout):  # noqa: B008 - it is frozen
+    """A cache that has read an opening, by way of a file."""
+    cache = mlx_mtp.make_prompt_cache(model, **layout)
+    list(mlx_mtp.generate_step(opening.settled(make_tokenizer(template)), model, max_tokens=0, prompt_cache=cache))
+    cache.opening = opening
+    save_prompt_cache(tmp_path / "cache", cache)
+    return load_prompt_cache(tmp_path / "cache", model)
+
+
+def conversation(session, beginning=""):
+    texts = [beginning + TURNS[0], *TURNS[1:]]
+    return [answer(session, text) for text in texts]
+
+
+@pytest.mark.parametrize("template", [PLAIN, REWRITING], ids=["plain", "rewriting"])
+@pytest.mark.parametrize("layout", [{}, {"max_kv_size": 9}], ids=["linear", "rotating"])
+def test_a_chat_that_begins_with_a_cache(model, tmp_path, template, layout):
+    expected = conversation(make_session(model, template, **layout), BEGINNING)
+    cache = begun(model, tmp_path, template, **layout)
+    held = cache.offset
+    session = make_session(model, template, prompt_cache=cache)
+    for _ in range(2):
+        reused = []
+        for text, tokens in zip(TURNS, expected, strict=True):
+            assert answer(session, text) == tokens
+            reused.append(session.turn.reused)
+        assert reused[0] == held > 0
+        session.reset()
+    assert session.messages == []
+
+
+def test_a_turn_that_fails_leaves_a_conversation_to_go_on_with(model, tmp_path, monkeypatch):
+    session = make_session(model, prompt_cache=begun(model, tmp_path))
+    hidden, calls = type(model).hidden, []
+
+    def failing(self, tokens, cache):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("no")
+        return hidden(self, tokens, cache)
+
+    monkeypatch.setattr(type(model), "hidden", failing)
+    with pytest.raises(RuntimeError):
+        answer(session, TURNS[0])
+    monkeypatch.undo()
+    session.reset()
+    assert conversation(session) == conversation(make_session(model), BEGINNING)
+
+
+def test_a_turn_that_is_too_long_is_refused_and_the_next_one_is_not(model, tmp_path):
+    session = make_session(model, prompt_cache=begun(model, tmp_path), max_context=60)
+    first = answer(session, "hgf")
+    reused = session.cache.offset
+    with pytest.raises(
+        ValueError, match=r"max_context=60: .* tokens after .* in the cache and max_tokens=14 are more"
+    ):
+        answer(session, "a" * 30)
+    assert session.cache.offset == reused
+    plain = make_session(model)
+    assert [first, answer(session, "d")] == [answer(plain, BEGINNING + "hgf"), answer(plain, "d")]
+    assert session.turn.reused == reused
+
+
+def test_system_prompts_and_variables_are_those_of_the_cache(model, tmp_path):
+    opening = Opening(BEGINNING, "ij", template_config={"x": 1})
+    session = make_session(model, prompt_cache=begun(model, tmp_path, opening=opening))
+    expected = make_session(model, system_prompt="ij")
+    assert conversation(session) == conversation(expected, BEGINNING)
+    for given in ({"system_prompt": "ji"}, {"template_config": {"x": 2}}):
+        with pytest.raises(ValueError, match="the prompt cache was made with"):
+            make_session(model, prompt_cache=begun(model, tmp_path, opening=opening), **given)
+    cache = begun(model, tmp_path, opening=Opening(BEGINNING, template=False))
+    with pytest.raises(ValueError, match="does not hold the beginning of a conversation"):
+        make_session(model, prompt_cache=cache)
+
+
+def test_no_token_that_is_kept_depends_on_what_follows():
+    """With the demo's tokenizer, whose tokens are made of several characters, cut at every character."""
+    _, tokenizer = mlx_mtp.load(demo_path(), lazy=True)
+    text = "What does os.path.join(a, b)  do?\n\n    return  self.x10\n"
+    for template in (True, False):
+        kept = 0
+        for end in range(len(text)):
+            tokens = Opening(text[:end], template=template).settled(tokenizer)
+            whole = Opening(text, template=template).tokens(tokenizer, "")
+            assert whole[: len(tokens)] == tokens, text[:end]
+            kept += len(tokens)
+        assert kept > len(text) * len(whole) / 4
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return mlx_mtp.load(demo_path())
+
+
+@pytest.fixture
+def once(demo, monkeypatch):
+    """The demo is loaded once for all commands."""
+    monkeypatch.setattr(sys.modules["mlx_mtp.load"], "load", lambda *_, **__: demo)
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--system-prompt", "Be brief."], ["--ignore-chat-template"], ["--kv-bits", "8"]], ids=" ".join
+)
+def test_the_commands_text_is_that_of_one_run(once, tmp_path, flags):
+    file = tmp_path / "c"
+    beginning, rest = ("def read_", "lines(path):") if "--ignore-chat-template" in flags else BOTH
+    made = call("cache-prompt", "-p", beginning, "--prompt-cache-file", file, *flags)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith("Prompt: ")
+    expected = call("generate", "--quiet", "-m", 30, "-p", beginning + rest, *flags)
+    again = [] if flags == ["--ignore-chat-template"] else flags
+    for drafts in (0, 3):
+        found = call(
+            *("generate", "--quiet", "-m", 30, "-p", rest, "--prompt-cache-file", file, "--num-draft-tokens", drafts),
+            *again,
+        )
+        assert found.stdout == expected.stdout
+        assert len(found.stdout) > 40
+
+
+def test_a_file_without_a_text_is_gone_on_with_as_it_is(once, demo, tmp_path):
+    model, tokenizer = demo
+    cache = mlx_mtp.make_prompt_cache(model)
+    tokens = tokenizer.encode("def read_lines(path):\n")
+    list(mlx_mtp.generate_step(tokens[:5], model, max_tokens=0, prompt_cache=cache))
+    save_prompt_cache(tmp_path / "c", cache)
+    rest = tokenizer.decode(tokens[5:])
+    found = call("generate", "--quiet", "-m", 20, "-p", rest, "--prompt-cache-file", tmp_path / "c")
+    expected = call("generate", "--quiet", "-m", 20, "-p", "def read_lines(path):\n", "--ignore-chat-template")
+    assert found.stdout == expected.stdout
+
+
+def test_errors_of_the_commands(once, demo, tmp_path):
+    file = tmp_path / "c"
+    assert call("cache-prompt", "--quiet", "-p", "What does", "--prompt-cache-file", file).stdout == ""
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(file.read_bytes()[:-1])
+    for flags, message in (
+        (["--prompt-cache-file", file, "--kv-bits", 4], "--kv-bits 4: the prompt cache in .* was made with None"),
+        (["--prompt-cache-file", file, "--max-kv-size", 9], "--max-kv-size 9"),
+        (["--prompt-cache-file", file, "--mtp-kv-bits", 8], "--mtp-kv-bits 8"),
+        (["--prompt-cache-file", file, "--kv-group-size", 32], "--kv-group-size 32"),
+        (["--prompt-cache-file", file, "--system-prompt", "x"], "made with None"),
+        (["--prompt-cache-file", damaged], "damaged"),
+        (["--max-context", 20], "max_context=20: .* tokens and max_tokens=100 are more"),
+        (["--cache-limit", "nan"], "allowed is 0 or more GB"),
+        (["--cache-limit", "-1"], "allowed is 0 or more GB"),
+    ):
+        line = one_line_error(call("generate", "--quiet", *flags))
+        assert re.search(message, line), line
+    for place in (tmp_path, tmp_path / "no" / "c"):
+        assert "--prompt-cache-file" in one_line_error(call("cache-prompt", "-p", "x", "--prompt-cache-file", place))
+    one_line_error(call("cache-prompt", "-p", "x " * 99, "--prompt-cache-file", file, "--max-context", 20))
+
+
+def test_a_cache_without_heads_says_so(once, tmp_path):
+    flags = ["--prompt-cache-file", tmp_path / "c"]
+    call("cache-prompt", "-p", "What does os.path", "--num-draft-tokens", 0, *flags)
+    found = call("generate", "-p", ".join do?", "-m", 5, *flags)
+    assert "holds no state of the heads: decoding plainly" in found.stderr
+    assert "MTP:" not in found.stdout
+    chat = call("chat", *flags, stdin=".join do?\n/stats\n")
+    assert "MTP off" in chat.stdout
+
+
+def test_limits_are_those_before_when_a_command_has_ended(once):
+    before = mx.set_cache_limit(5 * 10**8)
+    try:
+        call("generate", "--quiet", "-m", 1, "--cache-limit", 0.001)
+        assert mx.set_cache_limit(0) == 5 * 10**8
+    finally:
+        mx.set_cache_limit(before)
+
+
+def test_the_letters_are_of_the_vocabulary():
+    assert set("".join([BEGINNING, *TURNS])) <= set(LETTERS)

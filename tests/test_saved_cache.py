@@ -1,0 +1,255 @@
+"""Prompt caches as files: the text goes on as if nothing had been saved, and nothing else is ever read from one."""
+
+import itertools
+import json
+import os
+import struct
+from pathlib import Path
+
+import families
+import mlx.core as mx
+import pytest
+import tiny
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+
+import mlx_mtp
+from mlx_mtp import fingerprint, saved_cache
+from mlx_mtp.opening import Opening
+from mlx_mtp.saved_cache import load_prompt_cache, save_prompt_cache
+
+PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
+TEXT = 24
+LAYOUTS = {
+    "plain": {},
+    "quantized": {"kv_bits": 8, "mtp_kv_bits": 4, "kv_group_size": 32},
+    "quantized later": {"kv_bits": 4, "quantized_kv_start": 14, "kv_group_size": 32},
+    "rotating": {"max_kv_size": 6},
+}
+
+
+def tokens_of(model, prompt, n, k, **options):
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, adaptive=False, **options)
+    return [token for token, _, _ in steps]
+
+
+def parameters(model) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models):
+    return tiny_models(2, head_dim=32, vocab_size=5)[0]
+
+
+class Content(bytes):
+    """Bytes that hypothesis shows without their megabyte."""
+
+    def __repr__(self):
+        return f"{len(self)} bytes"
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    """(file, its bytes) of a short conversation."""
+    file = tmp_path_factory.mktemp("saved") / "cache.safetensors"
+    cache = mlx_mtp.make_prompt_cache(model)
+    tokens_of(model, PROMPT, 6, 3, prompt_cache=cache)
+    cache.opening = Opening("a text", "a system prompt", template_config={"x": 1})
+    save_prompt_cache(file, cache)
+    return file, Content(file.read_bytes())
+
+
+def goes_on(model, tmp_path, before, after, **layout):
+    """The text of a run that was saved and loaded after so many tokens, and that of one run."""
+    whole = tokens_of(model, PROMPT, TEXT, 0, **layout)
+    for n in (0, 5, 13):  # the window of 8 is not full, wraps, has wrapped
+        cache = mlx_mtp.make_prompt_cache(model, **layout)
+        file = tmp_path / f"{n}.any-name"
+        first = tokens_of(model, PROMPT[:-1] if n == 0 else PROMPT, n, before, prompt_cache=cache)
+        save_prompt_cache(file, cache)
+        again = load_prompt_cache(file, model)
+        assert again.tokens == cache.tokens
+        assert again.layout == cache.layout
+        assert first + tokens_of(model, (PROMPT + first)[-1:], TEXT - n, after, prompt_cache=again) == whole, n
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("before", "after"), [(3, 3), (0, 2), (2, 0)])
+def test_the_text_is_that_of_one_run(model, tmp_path, layout, before, after):
+    goes_on(model, tmp_path, before, after, **LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "nemotron_h", "glm_moe_dsa_shared", "mimo_v2_flash"])
+def test_the_text_is_that_of_one_run_in_every_family(name, tmp_path):
+    """Recurrent states, latent rows, an indexer's keys, and heads that are recycled."""
+    model = mlx_mtp.load_model(families.build(name, tmp_path)[0])
+    goes_on(model, tmp_path, min(2, model.max_draft_tokens), 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_damage_anywhere_is_refused(model, saved, data):
+    """Bits flipped in any region, an end that is missing or too long, a part that was not written."""
+    file, content = saved
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    regions = {
+        "length": (0, 8),
+        "header": (8, header),
+        "state": (header - 900, header),
+        "data": (header, len(content)),
+    }
+    kind = data.draw(st.sampled_from([*regions, "cut", "longer", "zeros"]))
+    damaged = bytearray(content)
+    if kind == "cut":
+        del damaged[data.draw(st.integers(0, len(content) - 1)) :]
+    elif kind == "longer":
+        damaged += data.draw(st.binary(min_size=1, max_size=9))
+    elif kind == "zeros":
+        start = data.draw(st.integers(0, header))
+        damaged[start : start + 600] = bytes(600)
+    else:
+        first, end = regions[kind]
+        place = data.draw(st.integers(first, end - 1))
+        damaged[place] ^= 1 << data.draw(st.integers(0, 7))
+    assume(damaged != content)
+    bad = file.with_name("damaged.safetensors")
+    bad.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"damaged\.safetensors: .*(damaged|of an? \w+ format)") as e:
+        load_prompt_cache(bad, model)
+    assert "\n" not in str(e.value)
+
+
+def rewritten(content: bytes, change) -> bytes:
+    """A file with a changed state and a right checksum, as an attacker would make it."""
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    state = json.loads(header["__metadata__"]["mlx_mtp"])
+    change(state)
+    header["__metadata__"] = {"checksum": saved_cache.BLANK, "mlx_mtp": json.dumps(state)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+
+def sealed(file: Path, content: bytes) -> Path:
+    file.write_bytes(content)
+    with file.open("r+b") as f:
+        place, digest = saved_cache._checksum(f)
+        f.seek(place)
+        f.write(digest.encode())
+    return file
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("format"), r"of an older format \(1\), this version reads 2; make it again"),
+        (lambda s: s.update(format=3), r"of a newer format \(3\)"),
+        (lambda s: s.update(model="0" * 64), "made with another model"),
+        (lambda s: s.update(model_heads="0" * 64), "made with other MTP heads"),
+        (lambda s: s["layers"].pop(), "damaged"),
+        (lambda s: s["layers"].append({"window": None, "start": 0}), "damaged"),
+        (lambda s: s.update(heads=s["heads"] * 2), "damaged"),
+        (lambda s: s["layers"][0].update(window=4), "damaged"),
+        (lambda s: s["layers"][0].update(window="plain", classes=["os"], state=[]), "damaged"),
+        (lambda s: s.update(tokens=[*range(99)]), "damaged"),
+        (lambda s: s.update(tokens="abc"), "damaged"),
+        (lambda s: s.update(primed=10**6), "damaged"),
+        (lambda s: s.update(quantizing={"start": 1}), "damaged"),
+        (lambda s: s.update(opening={"text": "x"}), "damaged"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(model, saved, tmp_path, change, message):
+    """Even with a right checksum."""
+    file = sealed(tmp_path / "made.safetensors", rewritten(saved[1], change))
+    with pytest.raises(ValueError, match=rf"made\.safetensors: {message}") as e:
+        load_prompt_cache(file, model)
+    assert "\n" not in str(e.value)
+
+
+def test_what_is_no_cache_is_refused(model, tmp_path):
+    mx.save_safetensors(str(tmp_path / "other.safetensors"), {"a": mx.zeros(3)}, {"model": "x"})
+    for name, content in {"empty": b"", "text": b"{}" * 99, "deep": struct.pack("<Q", 40000) + b"[" * 40000}.items():
+        (tmp_path / f"{name}.safetensors").write_bytes(content)
+    for name in ("other", "empty", "text", "deep"):
+        with pytest.raises(ValueError, match=rf"{name}\.safetensors: not a prompt cache of mlx_mtp"):
+            load_prompt_cache(tmp_path / f"{name}.safetensors", model)
+    with pytest.raises(FileNotFoundError):
+        load_prompt_cache(tmp_path / "none", model)
+
+
+def test_another_finetune_is_another_model(tmp_path):
+    """Any tensor of the target's that was trained on, or a configuration that only positions notice."""
+    weights = tiny.random_weights(tiny.CONFIG)
+    model = mlx_mtp.load_model(tiny.save(tmp_path / "own", tiny.CONFIG, weights))
+    own = {heads: fingerprint.fingerprint(model, heads=heads) for heads in (False, True)}
+    before = parameters(model)
+    for name, array in before.items():
+        model.load_weights([(name, array * 1.01 + 0.001)], strict=False)
+        changed = {heads: fingerprint.fingerprint(model, heads=heads) != own[heads] for heads in (False, True)}
+        head = name.startswith("mtp.")
+        assert changed == {False: not head, True: head and ".head." not in name}, name
+        model.load_weights([(name, array)], strict=False)
+    longer = {**tiny.CONFIG, "rope_theta": [1e6, *tiny.CONFIG["rope_theta"][1:]]}
+    other = mlx_mtp.load_model(tiny.save(tmp_path / "longer", longer, weights))
+    assert fingerprint.fingerprint(other, heads=False) != own[False]
+    again = mlx_mtp.load_model(tmp_path / "own")
+    assert {heads: fingerprint.fingerprint(again, heads=heads) for heads in (False, True)} == own
+
+
+def test_with_and_without_heads(tmp_path):
+    weights = tiny.random_weights(tiny.CONFIG)
+    path = tiny.save(tmp_path / "own", tiny.CONFIG, weights)
+    models = {mtp: mlx_mtp.load_model(path, mtp=mtp) for mtp in (True, False)}
+    whole = tokens_of(models[False], PROMPT, TEXT, 0)
+    for made, used in itertools.product((True, False), repeat=2):
+        cache = mlx_mtp.make_prompt_cache(models[made])
+        first = tokens_of(models[made], PROMPT, 7, None, prompt_cache=cache)
+        save_prompt_cache(tmp_path / "cache", cache)
+        again = load_prompt_cache(tmp_path / "cache", models[used])
+        assert len(again.heads) == (3 if made and used else 0)
+        assert first + tokens_of(models[used], first[-1:], TEXT - 7, None, prompt_cache=again) == whole
+    assert max(len(load_prompt_cache(tmp_path / "cache", m).backlog) for m in models.values()) == 0
+
+
+@pytest.mark.parametrize("where", ["save_safetensors", "fsync", "replace", "full"])
+def test_an_interrupted_write_leaves_the_old_file(model, saved, tmp_path, monkeypatch, where):
+    file = tmp_path / "cache.safetensors"
+    file.write_bytes(saved[1])
+    cache = load_prompt_cache(file, model)
+    tokens_of(model, [1], 3, 0, prompt_cache=cache)
+    write = mx.save_safetensors
+
+    def interrupted(*arguments):
+        if where == "save_safetensors":
+            write(*arguments)
+        if where == "full":
+            raise RuntimeError("[write] Unable to write")
+        raise KeyboardInterrupt
+
+    place = mx if where in ("save_safetensors", "full") else os
+    monkeypatch.setattr(place, "save_safetensors" if place is mx else where, interrupted)
+    with pytest.raises(OSError if where == "full" else KeyboardInterrupt):
+        save_prompt_cache(file, cache)
+    assert [f.name for f in tmp_path.iterdir()] == [file.name]
+    assert file.read_bytes() == saved[1]
+
+
+def test_only_files_are_replaced(model, tmp_path):
+    cache = mlx_mtp.make_prompt_cache(model)
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match="not a file"):
+            save_prompt_cache(place, cache)
+    assert [f.name for f in tmp_path.iterdir()] == ["pipe"]
+
+
+@pytest.mark.parametrize("made", [{}, *LAYOUTS.values()])
+def test_the_layout_is_known(model, made):
+    expected = {name: made.get(name) for name in ("kv_bits", "mtp_kv_bits", "kv_group_size", "max_kv_size")}
+    cache = mlx_mtp.make_prompt_cache(model, **made)
+    for c in (cache, cache.like_new()):
+        assert c.layout == expected
+        tokens_of(model, PROMPT, 9, 2, prompt_cache=c)
+        assert c.layout == expected
