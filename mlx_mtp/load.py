@@ -78,7 +78,7 @@ def load(
         try:
             model = mlx_lm_utils.load_adapters(model, adapter_path)
         except Exception as e:
-            raise ValueError(f"adapter_path={adapter_path}: cannot be loaded ({_line(e)})") from e
+            raise ValueError(f"{adapter_path}: no usable adapters ({_line(e)})") from e
         model.eval()
     tokenizer = load_tokenizer(path, tokenizer_config)
     if not lazy:
