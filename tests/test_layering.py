@@ -41,6 +41,8 @@ ALLOWED = {
     "drafter": {"checkpoint", "models"},
     "draft_vocab": {"layers"},
     "draft": {"draft_choice", "prompt_cache"},
+    "footprint": {"draft", "plain_cache", "prompt_cache"},
+    "memory": {"footprint", "prompt_cache"},
     "lookup": set(),
     "prefill": {"draft", "prompt_cache", "sampling"},
     "cycle": {
