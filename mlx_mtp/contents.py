@@ -56,7 +56,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     spec = port.Model.SPEC
     trunk, heads, ignored = {}, {}, set()
     for name, tensor in trunk_header(path).items():
-        affix = next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
+        affix = ignored_by(port, name)
         if affix is not None:
             ignored.add(f"{affix}*" if name.startswith(affix) else f"*{affix}")
         elif name in beside or spec.locate(name, layers):
@@ -70,7 +70,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         if spec.locate(name, layers) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
     if beside:
-        source = ", ".join(_relative(file, path) for file in sidecars)
+        source = ", ".join(relative(file, path) for file in sidecars)
         kept = {} if drafting.mtp_path is not None else _missing_in(beside, heads, spec, layers)
         ignored |= {f"{name} of the shards" for name in heads.keys() - kept.keys()}
         heads, source = kept | beside, f"{source} and the model's shards" if kept else source
@@ -90,6 +90,11 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     ignored |= heads.keys() - used
     heads = {name: tensor for name, tensor in heads.items() if name in used}
     return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
+
+
+def ignored_by(port: ModuleType, name: str) -> str | None:
+    """The beginning or the end of a tensor's name by which text decoding does not use it."""
+    return next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
 
 
 def _used(spec: MTPSpec, places: dict[str, Any]) -> set[str]:
@@ -145,5 +150,6 @@ def only(files: set[Path], path: Path) -> str:
     return str(next(iter(files)) if len(files) == 1 else path)
 
 
-def _relative(file: Path, path: Path) -> str:
+def relative(file: Path, path: Path) -> str:
+    """A file's name as seen from a directory."""
     return str(file.relative_to(path)) if file.is_relative_to(path) else str(file)

@@ -5,7 +5,6 @@ and errors that name what is wrong.
 """
 
 import importlib
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,11 +22,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .agreement import LEAST, WORDS, agreement, random_tokens
 from .checkpoint import dequantized, read_config, read_tensors, resolve, untrained
-from .contents import Contents, Drafting, only, sort_tensors
+from .contents import Contents, Drafting, sort_tensors
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .drafter import attach_drafter
 from .models import DRAFTERS
+from .naming import expected, origin
 from .norms import conventions, warn_of_unusual
 from .plain import load_plain
 from .report import after_reducing, make_report
@@ -121,16 +121,24 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
 
 def _load(path: Path, drafting: Drafting, *, lazy: bool) -> Any:
     config = read_config(path)
-    known = sorted(p.stem for p in (Path(__file__).parent / "models").glob("*.py") if p.stem not in NO_PORTS)
-    model_type = mlx_lm_utils.MODEL_REMAPPING.get(config["model_type"], config["model_type"])
     drafting.check()
-    if model_type not in known:
-        return _load_plain(path, config, drafting, lazy=lazy, ports=", ".join(known))
-    port = importlib.import_module(f".models.{model_type}", __package__)
+    port = find_port(config["model_type"])
+    if port is None:
+        return _load_plain(path, config, drafting, lazy=lazy, ports=", ".join(_ports()))
     model = _load_port(port, path, config, drafting, lazy=lazy)
     if drafting.heads and not model.mtp:
         warnings.warn(f"{path}: no MTP heads found ({model.report().source}); decoding plainly", stacklevel=4)
     return model
+
+
+def _ports() -> list[str]:
+    return sorted(p.stem for p in (Path(__file__).parent / "models").glob("*.py") if p.stem not in NO_PORTS)
+
+
+def find_port(model_type: str) -> ModuleType | None:
+    """The module of `models/` for a config.json's model_type; None where there is none."""
+    name = mlx_lm_utils.MODEL_REMAPPING.get(model_type, model_type)
+    return importlib.import_module(f".models.{name}", __package__) if name in _ports() else None
 
 
 def _load_plain(path: Path, config: dict, drafting: Drafting, *, lazy: bool, ports: str) -> Any:
@@ -154,7 +162,7 @@ def _load_plain(path: Path, config: dict, drafting: Drafting, *, lazy: bool, por
 
 
 def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *, lazy: bool) -> Any:
-    args = _args(port, path, config)
+    args = read_args(port, path, config)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     spec = contents.spec
     raw, raw_heads = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads)
@@ -190,8 +198,8 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
         mx.eval(model.parameters())
         _check_heads(model, contents)
         _tie(model)
-        if port.Model.ZERO_CENTRED is not None:
-            warn_of_unusual(model, raw, raw_heads, partial(_origin, model, contents))
+    if port.Model.ZERO_CENTRED is not None:
+        warn_of_unusual(model, raw, raw_heads, partial(origin, model, contents))
     source, ignored = contents.source, contents.ignored
     if drafting.draft_model is not None:
         source, unused = attach_drafter(model, drafting.draft_model, drafting.mtp_overrides)
@@ -246,7 +254,8 @@ def _test_heads(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
         warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=3)
 
 
-def _args(port: ModuleType, path: Path, config: dict) -> Any:
+def read_args(port: ModuleType, path: Path, config: dict) -> Any:
+    """A port's ModelArgs of a config.json; ValueError where it has none of them."""
     try:
         args = port.ModelArgs.from_dict(config)
         if not isinstance(args.num_hidden_layers, int):
@@ -269,13 +278,13 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 
 def _sanitize(model: Any, contents: Contents, path: Path, shift: dict, weights: dict) -> dict:
-    """What mlx-lm calls with all that it read: hand the port the trunk's and the heads' tensors."""
-    trunk = dequantized({name: weights[name] for name in contents.trunk}, contents.trunk)
+    """What mlx-lm calls with all that it found by name: hand the port the trunk's and the heads' tensors."""
+    trunk = dequantized(read_tensors(contents.trunk), contents.trunk)
     heads = dequantized(read_tensors(contents.heads), contents.heads)
     try:
         return model.sanitized(trunk, heads, **shift)
     except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
-        file, raw = _expected(model, contents, path, str(e.args[0]))
+        ((file, raw),) = expected(model, contents, path, [str(e.args[0])])
         raise ValueError(f"{file}: tensor {raw} is missing; the rest of its layer needs it") from None
 
 
@@ -283,55 +292,20 @@ def _load_checked(
     model: nn.Module, contents: Contents, path: Path, weights: list[tuple[str, mx.array]], strict: bool
 ) -> None:
     """`nn.Module.load_weights` with errors that name file, tensor, expected and found."""
-    expected = _arrays(model.parameters())
+    parameters = _arrays(model.parameters())
     found = dict(weights)
-    for name, array in expected.items():
+    for name, array in parameters.items():
         if name not in found:
-            file, raw = _expected(model, contents, path, name)
+            ((file, raw),) = expected(model, contents, path, [name])
             raise ValueError(f"{file}: tensor {raw} is missing; config.json expects it with shape {array.shape}")
         if found[name].shape != array.shape:
-            file, raw = _origin(model, contents, name)
+            file, raw = origin(model, contents, name)
             raise ValueError(f"{file}: tensor {raw} has shape {found[name].shape}; config.json expects {array.shape}")
     for name in found:
-        if name not in expected:
-            file, raw = _origin(model, contents, name)
+        if name not in parameters:
+            file, raw = origin(model, contents, name)
             raise ValueError(f"{file}: tensor {raw} is not part of the model that config.json describes")
     nn.Module.load_weights(model, weights, strict=False)
-
-
-def _origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
-    """The file and the name in it of the tensor that became parameter `name`."""
-    stored = contents.trunk | contents.heads
-    for raw, tensor in stored.items():
-        if name in model.renamed(raw):
-            return str(tensor.file), raw
-    return str(stored[name].file) if name in stored else "checkpoint", name
-
-
-def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
-    """Where parameter `name` should have been, and its name there, judging by the same tensor of other layers."""
-    number = re.compile(r"\.(\d+)\.")
-    pattern = number.sub(".#.", name, count=1)
-    for part in (contents.heads, contents.trunk):
-        for raw in part:
-            for known in model.renamed(raw):
-                if number.sub(".#.", known, count=1) == pattern:
-                    numbers = (int(number.search(n)[1]) for n in (raw, known, name))  # type: ignore[index]
-                    layer = next(numbers) - next(numbers) + next(numbers)
-                    return only({t.file for t in part.values()}, path), number.sub(f".{layer}.", raw, count=1)
-    return _expected_by_name(model, contents, path, name)
-
-
-def _expected_by_name(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
-    """The same for a parameter that no other layer has: by the family's own names."""
-    name = model.unrenamed(name).replace(".switch_mlp.", ".experts.*.")
-    if not name.startswith("mtp."):
-        prefix = next((n.partition("layers.")[0] for n in contents.trunk if "layers." in n), "")
-        tail = name.partition("layers.")[2]
-        return only({t.file for t in contents.trunk.values()}, path), f"{prefix}layers.{tail}" if tail else name
-    prefix = re.match(model.spec.prefix, next(iter(contents.heads)))
-    stored = model.spec.stored(name.split(".", 2)[2])
-    return only({t.file for t in contents.heads.values()}, path), f"{prefix[0] if prefix else ''}{stored}"
 
 
 def _expand_experts(model: nn.Module) -> bool:
@@ -347,7 +321,7 @@ def _check_heads(model: Any, contents: Contents) -> None:
     """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right."""
     for name, array in _arrays([head.parameters() for head in model.mtp]).items():
         if (state := untrained(array)) and not name.endswith(".biases"):
-            file, raw = _origin(model, contents, f"mtp.{name}")
+            file, raw = origin(model, contents, f"mtp.{name}")
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
 
 

@@ -29,16 +29,16 @@ def conventions(zero_centred: tuple[str, str] | None, trunk: Header, heads: Head
         return False, False
     raw = _by_layout(zero_centred, trunk)
     if raw is None:
-        raw = _from_the_hub(trunk) or _mean(trunk) < USUAL[0]
+        raw = _from_the_hub(trunk) or mean(trunk) < USUAL[0]
     if not heads:
         return raw, raw
     by_name = _by_layout(zero_centred, heads)
     if raw and {t.file for t in heads.values()} <= {t.file for t in trunk.values()}:
         return True, by_name is not False
-    mean = _mean(heads)
-    if USUAL[0] <= mean <= SHIFTED:
+    heads_mean = mean(heads)
+    if USUAL[0] <= heads_mean <= SHIFTED:
         return raw, by_name if by_name is not None else raw or _from_the_hub(heads)
-    return raw, mean < USUAL[0]
+    return raw, heads_mean < USUAL[0]
 
 
 def _by_layout(zero_centred: tuple[str, str], header: Header) -> bool | None:
@@ -55,7 +55,7 @@ def _from_the_hub(header: Header) -> bool:
     return any(tensor.format == "pt" for tensor in header.values())
 
 
-def _mean(header: Header) -> float:
+def mean(header: Header) -> float:
     """The mean of the layers' norms; 1, which leaves them alone, where there are none."""
     return _mean_of(read_tensors({n: t for n, t in header.items() if LAYER_NORMS.search(n)}))
 

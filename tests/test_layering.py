@@ -55,9 +55,13 @@ ALLOWED = {
     },
     "compiled": {"compile_choice", "controller", "cycle", "draft", "prefill", "recorded"},
     "contents": {"checkpoint", "spec"},
+    "naming": {"contents"},
     "load": {
-        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "norms", "plain", "report"),
-        *("switch", "trial"),
+        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "naming", "norms", "plain"),
+        *("report", "switch", "trial"),
+    },
+    "inspect_checkpoint": {
+        *("checkpoint", "contents", "drafter", "footprint", "load", "memory", "naming", "norms", "report"),
     },
     "planning": {
         *("compile_choice", "compiled", "controller", "cost_memory", "costs", "plain_cache", "prompt_cache"),
@@ -72,8 +76,8 @@ ALLOWED = {
         *("prompt_cache", "report", "sampling", "sites", "spec", "stats", "switch", "trial", "trial_run"),
     },
     "cli": {
-        *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "kernels", "load"),
-        *("prompt_cache", "session", "stats"),
+        *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "inspect_checkpoint"),
+        *("kernels", "load", "prompt_cache", "report", "session", "stats"),
     },
     "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
     "__main__": {"cli"},

@@ -15,6 +15,7 @@ from .chat import chat
 from .draft_vocab import draft_vocab
 from .emulate import emulate
 from .generate import generate
+from .inspect import inspect
 
 
 class OneLine(click.Group):
@@ -110,3 +111,4 @@ main.add_command(generate)
 main.add_command(chat)
 main.add_command(draft_vocab)
 main.add_command(emulate)
+main.add_command(inspect)
