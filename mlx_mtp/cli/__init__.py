@@ -40,7 +40,11 @@ class OneLine(click.Group):
         except BrokenPipeError:
             _reader_left()
         except (ValueError, OSError, RuntimeError, MemoryError) as e:
-            _fail(*_with_flag(str(e).strip().partition("\n")[0] or type(e).__name__))
+            _fail(*_with_flag(_line(e)))
+        except Exception as e:
+            if os.environ.get("MLX_MTP_DEBUG"):
+                raise
+            _fail(f"unexpected {type(e).__name__}: {_line(e)}; MLX_MTP_DEBUG=1 shows where", 1)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -58,9 +62,9 @@ def _open_streams() -> None:
 
 
 def _unraisable(raised: Any) -> None:
-    """Ctrl-C in the middle of a finalizer, which can raise nothing, comes once more behind it."""
-    if raised.exc_type is KeyboardInterrupt:
-        _thread.interrupt_main()
+    """A signal in the middle of a finalizer, which can raise nothing, comes once more behind it."""
+    if raised.exc_type in (KeyboardInterrupt, SystemExit):
+        _thread.interrupt_main(signal.SIGINT if raised.exc_type is KeyboardInterrupt else signal.SIGTERM)
     else:
         sys.__unraisablehook__(raised)
 
@@ -82,6 +86,10 @@ def _reader_left() -> NoReturn:
 def _discard_output() -> None:
     """What could not be written is not tried again at exit, where it would be a traceback."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _line(e: BaseException) -> str:
+    return str(e).strip().partition("\n")[0] or type(e).__name__
 
 
 def _with_flag(message: str) -> tuple[str, int]:
