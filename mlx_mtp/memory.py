@@ -1,69 +1,204 @@
-"""What a model needs, what this machine has, and what fits."""
+"""What a model needs at a context, whether this machine has it, and what would fit: asked before anything is read."""
 
 import os
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from .footprint import fill, nbytes, scratch
-from .prompt_cache import make_prompt_cache
+from .cache import make_saved
+from .footprint import fill, nbytes, plain_nbytes, scratch
+from .machine_memory import available
+from .plain_cache import PlainCache
+from .prompt_cache import PromptCache, group_size_for, make_prompt_cache
 
+IGNORE = "MLX_MTP_IGNORE_MEMORY"  # set to anything but "" and "0": nothing is refused
 STEP = 2048  # rows of a prompt that are read at a time, where nothing else is said
-LONGEST = 2**24  # positions; no longer context is looked for
+LOOPED = (3, 6)  # numbers of rows that are looked at where a layer is a loop over them
+VERIFIED = 4  # rows of a cycle, which a recurrent layer keeps
+SLACK = 1.4  # times the scratch that a graph tells, for MLX runs ahead: measured 0.7 to 1.3
+UNCHECKED = 4096  # positions that a load leaves room for and a generation does not ask for
+LONGEST = 2**22  # positions; no longer context is looked for
+GRAIN = 256  # by which buffers grow, and contexts are tried
+SMALLER = (8, 4)  # kv_bits that a refusal tries
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes at one context: the target's weights and its heads', the KV caches of both, and scratch."""
+    """Bytes at one context: the target's weights and its heads', the caches of both, and what a pass holds beside."""
 
     weights: int
     heads: int
-    kv: int
-    head_kv: int
-    scratch: int
+    kv: int = 0
+    head_kv: int = 0
+    scratch: int = 0
 
     @property
     def total(self) -> int:
         return self.weights + self.heads + self.kv + self.head_kv + self.scratch
 
+    def __str__(self) -> str:
+        parts = [f"{name.replace('_', ' ')} {_gb(size)}" for name, size in vars(self).items() if size]
+        return f"{_gb(self.total)} GB ({', '.join(parts)})"
+
 
 @dataclass(frozen=True)
-class Available:
-    """Bytes that this process may still take, and what limits it ("free memory", "cgroup limit", ...)."""
+class Budget:
+    """What a load is to leave room for.
 
-    bytes: int
-    limit: str
+    context: positions; 0 asks for the weights alone.
+    step:    rows of a prompt that are read at a time.
+    layout:  arguments of `make_prompt_cache`; a kv_group_size of None is the largest that fits.
+    ignore:  refuse nothing.
+    """
+
+    context: int = 0
+    step: int = STEP
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    ignore: bool = False
+
+    def check(self, model: Any) -> None:
+        """Raise ValueError where `model`, whose weights need not have been read, does not fit this machine.
+
+        Also where it cannot have caches of that layout.
+        """
+        found = needs(model, self.context, step=self.step, **self.layout)
+        have = available()
+        if found.total <= have.bytes or self.ignore or ignored():
+            return
+        context = f"max_context={self.context}: " if self.context else ""
+        what = ", or ".join(_fitting(model, have.bytes, self)) or "the weights alone are too large"
+        raise ValueError(f"{context}{found} needed, {_gb(have.bytes)} GB available ({have.limit}); {what}")
+
+
+def ignored() -> bool:
+    """Whether the user insists, by the environment."""
+    return os.environ.get(IGNORE, "") not in ("", "0")
 
 
 def needs(model: Any, context: int, *, step: int = STEP, **layout: Any) -> Needs:
     """What `model` takes with `context` positions, of which a prompt is read `step` at a time.
 
-    model: loaded, or with `lazy=True`: only shapes are looked at, so that nothing is read or computed.
-    layout: `make_prompt_cache`'s arguments (kv_bits, mtp_kv_bits, kv_group_size, max_kv_size, num_draft_tokens).
+    model:  loaded, or with `lazy=True`, or built from a configuration: only shapes and types are looked at, nothing is
+            read or computed.
+    layout: `make_prompt_cache`'s arguments. Raises its ValueError.
     """
+    layout = {**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
     heads = nbytes(model.get("mtp", []))
+    weights = nbytes(model.parameters()) - heads
     cache = make_prompt_cache(model, **layout)
-    fill(model, cache, context, 1 + model.max_draft_tokens)
-    kv, head_kv = (sum(c.nbytes for c in caches) for caches in (cache.layers, cache.heads))
-    extra = scratch(model, cache, context, max(1, min(step, context)))
-    return Needs(nbytes(model.parameters()) - heads, heads, kv, head_kv, extra)
+    if not context:
+        return Needs(weights, heads)
+    kv, head_kv = kv_bytes(model, cache, context)
+    return Needs(weights, heads, kv, head_kv, scratch_bytes(model, cache, context, step))
+
+
+def kv_bytes(model: Any, cache: PromptCache, context: int) -> tuple[int, int]:
+    """Bytes of the target's and the heads' caches at `context` positions, of the layout of `cache`.
+
+    While nothing is drafted the target's hidden rows wait for the heads, in place of their keys and values.
+    """
+    later = _later(cache, context)
+    full = _empty(model, cache, quantized=later)
+    row = fill(model, full, context, VERIFIED)
+    if isinstance(full.layers[0], PlainCache):
+        return plain_nbytes(full.layers[0].caches, context), 0
+    kv, head_kv = (sum(c.nbytes for c in caches) for caches in (full.layers, full.heads))
+    if later and cache.quantizing:
+        before = _empty(model, cache)
+        fill(model, before, max(1, cache.quantizing.start), 1)
+        kv = max(kv, sum(c.nbytes for c in before.layers))
+    waiting = row * min(context, cache.reach or context) if cache.heads else 0
+    return kv, max(head_kv, waiting)
+
+
+def scratch_bytes(model: Any, cache: PromptCache, context: int, step: int) -> int:
+    """Bytes that reading the end of a prompt of `context` tokens holds beside weights and caches.
+
+    Where a CPU runs a recurrence row by row, two small numbers of rows tell what more of them take.
+    """
+    rows, full = min(step, context), _empty(model, cache, quantized=_later(cache, context))
+    fill(model, full, context, 1)
+    logits = (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4  # logits, log-probabilities, masks, orders
+    if "recurrent" in model.windows() and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
+        few, more = (scratch(model, full, context, n) for n in LOOPED)
+        held = few + (more - few) * (rows - LOOPED[0]) // (LOOPED[1] - LOOPED[0])
+    else:
+        held = scratch(model, full, context, rows)
+    return int(SLACK * held) + logits
+
+
+def _later(cache: PromptCache, context: int) -> bool:
+    """Whether a cache is to be quantized before it holds `context` positions."""
+    return cache.quantizing is not None and context > cache.quantizing.start
+
+
+def _empty(model: Any, cache: PromptCache, *, quantized: bool = False) -> PromptCache:
+    """A new cache of the same layout; `quantized`: of the one that it is to become."""
+    if isinstance(cache.layers[0], PlainCache):
+        return make_prompt_cache(model)
+    caches = make_saved([c.config for c in (*cache.layers, *cache.heads)])
+    layers, heads = caches[: len(cache.layers)], caches[len(cache.layers) :]
+    if quantized and (due := cache.quantizing):
+        layers = [c.to_quantized(due.bits, due.group_size) for c in layers]
+    return PromptCache(model, layers, heads, cache.reach, [model.no_hidden() for _ in heads[1:]])
 
 
 def largest_context(model: Any, budget: int, *, step: int = STEP, **layout: Any) -> int:
-    """The most positions whose `needs` are within `budget` bytes, 0 where not even one is; at most LONGEST."""
-    low, high = 0, LONGEST
-    while low < high:
-        middle = (low + high + 1) // 2
-        if needs(model, middle, step=step, **layout).total <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """The most positions, by the hundreds, whose `needs` are within `budget` bytes; 0 where not even one is."""
+    layout = {**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
+    cache, weights = make_prompt_cache(model, **layout), nbytes(model.parameters())
+    near, far = (scratch_bytes(model, cache, n * step, step) for n in (2, 8))
+
+    def total(context: int) -> int:
+        beyond = context - 2 * step  # from where on what is held grows by the position
+        held = near + beyond * (far - near) // (6 * step) if beyond > 0 else near * context // (2 * step)
+        return weights + sum(kv_bytes(model, cache, context)) + held
+
+    low, high = (0, weights), (GRAIN, total(GRAIN))
+    while high[1] <= budget:
+        if high[0] >= LONGEST:
+            return LONGEST
+        low, high = high, (4 * high[0], total(4 * high[0]))
+    while high[0] - low[0] > GRAIN:
+        share = max(0.0, (budget - low[1]) / (high[1] - low[1]))
+        middle = low[0] + int(share * (high[0] - low[0])) // GRAIN * GRAIN
+        middle = min(max(middle, low[0] + GRAIN), high[0] - GRAIN)
+        tried = (middle, total(middle))
+        low, high = (tried, high) if tried[1] <= budget else (low, tried)
+    return low[0]
 
 
-def available() -> Available:
-    """The least of what limits this process."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Available(physical, "physical memory")
+def _fitting(model: Any, budget: int, asked: Budget) -> Iterator[str]:
+    """What would fit: a shorter context, and a longer one with quantized caches; nothing where weights do not."""
+    if not asked.context:
+        return
+    plain = largest_context(model, budget, step=asked.step, **asked.layout)
+    if plain:
+        yield f"max_context={plain} fits"
+    for bits in SMALLER if asked.layout.get("kv_bits") is None and model.NO_KV_BITS is None else ():
+        layout = {**asked.layout, "kv_bits": bits}
+        if (context := largest_context(model, budget, step=asked.step, **layout)) > 1.1 * plain:
+            yield f"{min(context, asked.context)} with kv_bits={bits}"
+
+
+def check_prompt(model: Any, cache: PromptCache, prompt: int, new: int, step: int) -> None:
+    """Raise ValueError where reading `prompt` tokens into `cache` and writing `new` ones does not fit this machine.
+
+    A model that is loaded has room for UNCHECKED positions, and nothing is asked then.
+    """
+    context = cache.offset + prompt + new
+    if context <= UNCHECKED or ignored():
+        return
+    needed = sum(kv_bytes(model, cache, context)) + scratch_bytes(model, cache, context, step) - cache.nbytes
+    have = available()
+    if needed > have.bytes:
+        raise ValueError(
+            f"prompt: {prompt} tokens and {new} new ones after {cache.offset} in the cache need {_gb(needed)} GB more, "
+            f"{_gb(have.bytes)} GB available ({have.limit})"
+        )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.{1 if size >= 1e10 else 2 if size >= 1e8 else 3}f}"

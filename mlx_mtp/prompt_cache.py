@@ -86,6 +86,7 @@ class PromptCache:
         self.kept = kept
         self.quantizing: Quantizing | None = None
         self.live = False
+        self._reserved = 0
 
     @property
     def offset(self) -> int:
@@ -105,8 +106,11 @@ class PromptCache:
         return [part for c in self._all() for part in c.parts] + self.kept + self.backlog
 
     def reserve(self, rows: int) -> None:
-        """Expect `rows` positions: buffers grow to them in one step."""
-        for c in self._all():
+        """Expect `rows` positions: buffers grow to them in one step, those that are to be quantized as far as that."""
+        self._reserved = rows
+        for c in self.layers:
+            c.reserve(rows if self.quantizing is None else min(rows, self.quantizing.start))
+        for c in self.heads:
             c.reserve(rows)
 
     def push(self, hidden: mx.array) -> None:
@@ -236,6 +240,7 @@ class PromptCache:
         if due is not None and position >= due.start:
             self.layers = [c.to_quantized(due.bits, due.group_size) for c in self.layers]
             self.quantizing = None
+            self.reserve(self._reserved)
 
     def settle(self, tokens: list[int]) -> None:
         """Come to rest holding `tokens`: every position is a host integer again."""
@@ -296,6 +301,12 @@ def make_prompt_cache(
     if later and kv_bits:
         cache.quantizing = Quantizing(quantized_kv_start, kv_bits, kv_group_size)
     return cache
+
+
+def group_size_for(model: Any) -> int:
+    """The largest usual group size that quantized keys and values of `model` can have, else 64."""
+    head_dim = getattr(model.args, "head_dim", None) or 64  # latent attention has none, and nothing to quantize
+    return next((size for size in (64, 32) if head_dim % size == 0), 64)
 
 
 def identity(model: Any, *, heads: bool) -> str:

@@ -42,7 +42,8 @@ ALLOWED = {
     "draft_vocab": {"layers"},
     "draft": {"draft_choice", "prompt_cache"},
     "footprint": {"draft", "plain_cache", "prompt_cache"},
-    "memory": {"footprint", "prompt_cache"},
+    "machine_memory": set(),
+    "memory": {"cache", "footprint", "machine_memory", "plain_cache", "prompt_cache"},
     "lookup": set(),
     "prefill": {"draft", "prompt_cache", "sampling"},
     "cycle": {

@@ -1,0 +1,101 @@
+"""How much memory this process may still take, and what limits it."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+MOUNT = Path("sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Available:
+    """Bytes that may still be taken, and what limits them."""
+
+    bytes: int
+    limit: str
+
+
+def available(root: Path = Path("/")) -> Available:
+    """The least of physical memory, free memory, the control group's limit and Metal's recommended working set.
+
+    What MLX holds for reuse counts as free. root: where /proc and /sys are.
+    """
+    reusable = mx.get_cache_memory()
+    found = [(_physical(), "physical memory")]
+    if (free := free_memory(root)) is not None:
+        found.append((free + reusable, "free memory"))
+    found += [(room + reusable, "the control group's limit") for room in cgroup_rooms(root)]
+    if mx.default_device() == mx.gpu and (most := mx.device_info().get("max_recommended_working_set_size")):
+        found.append((int(most) - mx.get_active_memory(), "the GPU's recommended working set"))
+    least, limit = min(found)
+    return Available(max(0, least), limit)
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that the system can give without swapping, file caches included; None where it does not say."""
+    if sys.platform == "darwin":
+        try:
+            done = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, timeout=5, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return free_in_vm_stat(done.stdout, _physical())
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def free_in_vm_stat(text: str, physical: int) -> int | None:
+    """What `vm_stat` of macOS leaves of physical memory: all but wired, anonymous and compressed pages."""
+    size = re.search(r"page size of (\d+) bytes", text)
+    kinds = ("Pages wired down", "Anonymous pages", "Pages occupied by compressor")
+    counts = [re.search(rf"^{kind}:\s+(\d+)\.$", text, re.MULTILINE) for kind in kinds]
+    if size is None or None in counts:
+        return None
+    return max(0, physical - int(size[1]) * sum(int(count[1]) for count in counts if count))
+
+
+def cgroup_rooms(root: Path = Path("/")) -> Iterator[int]:
+    """Bytes left in each control group above this process that has a limit, versions 1 and 2.
+
+    File caches that the kernel would drop first are left, too. A group's directory may be outside of a container's
+    view, whose own limit is then at the mount.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        names = ("memory.max", "memory.current", "inactive_file")
+        mounts = [root / MOUNT, root / MOUNT / "unified"]
+        if "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mounts = [root / MOUNT / "memory", root / MOUNT / controllers]
+        elif controllers:
+            continue
+        for mount in mounts:
+            inside = mount / os.path.normpath(f"/{path}").lstrip("/")
+            for group in [inside, *inside.parents][: len(inside.parts) - len(mount.parts) + 1]:
+                if (room := _room(group, *names)) is not None:
+                    yield room
+
+
+def _room(group: Path, limit: str, usage: str, droppable: str) -> int | None:
+    most, used = _read(group / limit).strip(), _read(group / usage).strip()
+    if not most.isdigit() or not used.isdigit():
+        return None
+    dropped = re.search(rf"^{droppable} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+    return int(most) - int(used) + (int(dropped[1]) if dropped else 0)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _physical() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
