@@ -100,6 +100,8 @@ def read_header(files: Iterable[Path]) -> Header:
     """The tensors of safetensors files; a truncated or damaged file is a ValueError that names it."""
     header: Header = {}
     for file in files:
+        if not file.is_file():  # to open a pipe waits for its writer
+            raise ValueError(f"{file}: not a file")
         try:
             with safe_open(file, "numpy") as f:
                 format = (f.metadata() or {}).get("format")

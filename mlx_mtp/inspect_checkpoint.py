@@ -20,9 +20,11 @@ from .contents import Contents, ignored_by, relative
 from .drafter import is_drafter
 from .footprint import nbytes
 from .load import find_port, load_model, read_args
-from .memory import available, largest_context, needs
+from .machine_memory import available
+from .memory import kv_bytes, largest_context, needs
 from .naming import expected
 from .norms import conventions, mean
+from .prompt_cache import make_prompt_cache
 from .report import Report, declared_heads, quantization
 
 LONG = 1 << 16  # positions: beyond every window, so that what keys and values still grow by is theirs
@@ -229,17 +231,11 @@ def _types(tensors: Header) -> dict[str, int]:
 
 
 def _memory(model: Any, longest: int | None) -> Memory:
-    short, long, room = needs(model, LONG), needs(model, 2 * LONG), available()
-    least = needs(model, 1)
-    context = largest_context(model, room.bytes) if least.total <= room.bytes else 0
-    return Memory(
-        kv=(long.kv - short.kv) * 1000 // LONG,
-        head_kv=(long.head_kv - short.head_kv) * 1000 // LONG,
-        least=least.total,
-        available=room.bytes,
-        limit=room.limit,
-        context=min(context, longest or context),
-    )
+    empty, room, least = make_prompt_cache(model), available(), needs(model, 1).total
+    short, long = kv_bytes(model, empty, LONG), kv_bytes(model, empty, 2 * LONG)
+    kv, head_kv = ((b - a) * 1000 // LONG for a, b in zip(short, long, strict=True))
+    context = largest_context(model, room.bytes) if least <= room.bytes else 0
+    return Memory(kv, head_kv, least, room.bytes, room.limit, min(context, longest or context))
 
 
 def _number(config: dict, name: str) -> int | None:

@@ -62,7 +62,8 @@ ALLOWED = {
         *("report", "switch", "trial"),
     },
     "inspect_checkpoint": {
-        *("checkpoint", "contents", "drafter", "footprint", "load", "memory", "naming", "norms", "report"),
+        *("checkpoint", "contents", "drafter", "footprint", "load", "machine_memory", "memory", "naming", "norms"),
+        *("prompt_cache", "report"),
     },
     "planning": {
         *("compile_choice", "compiled", "controller", "cost_memory", "costs", "plain_cache", "prompt_cache"),
