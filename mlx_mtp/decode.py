@@ -35,7 +35,6 @@ class Rest:
 def decode(
     d: Decoder,
     prompt: list[int],
-    *,
     max_tokens: int,
     stop_tokens: Collection[int],
     progress: Callable[[int, int], None] | None = None,

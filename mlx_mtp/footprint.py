@@ -1,5 +1,6 @@
-"""What a model holds in memory, told by its caches and its graph: shapes only, nothing is computed or read from disk."""
+"""What a model holds in memory, told by the shapes of its caches and its graph: nothing is read or computed."""
 
+import math
 from collections import Counter, deque
 from typing import Any
 
@@ -18,7 +19,20 @@ VIEWS = {
 }
 # Those that may write their output over an input that nothing else reads.
 IN_PLACE = {
-    *("Abs", "Add", "AsType", "Compiled", "Cos", "Divide", "Exp", "Log", "Maximum", "Minimum", "Multiply", "Negative"),
+    *(
+        "Abs",
+        "Add",
+        "AsType",
+        "Compiled",
+        "Cos",
+        "Divide",
+        "Exp",
+        "Log",
+        "Maximum",
+        "Minimum",
+        "Multiply",
+        "Negative",
+    ),
     *("RMSNorm", "RoPE", "Rsqrt", "Select", "Sigmoid", "Sin", "Softmax", "Sqrt", "Square", "Subtract", "Tanh"),
 }
 LAG = 32  # operations that MLX has submitted and not done: what they read is still held
@@ -100,45 +114,44 @@ def blank(array: mx.array) -> mx.array:
 
 def peak(events: list[dict]) -> int:
     """Most bytes held at once while the operations of an exported graph run in order; its inputs are not counted."""
-    operations = [e for e in events if e["type"] == "primitive"]
-    outputs = next(e["outputs"] for e in events if e["type"] == "outputs")
-    root = _views(operations)
-    left = Counter(root.get(name, name) for name, *_ in outputs)
-    for e in operations:
-        left.update(root.get(name, name) for name, *_ in e["inputs"])
+    operations, kept = _operations(events)
+    left = Counter(kept)
+    for _, reads, _ in operations:
+        left.update(reads)
     held: dict[str, int] = {}
-    leaving: deque[int] = deque([0] * LAG)
+    leaving = deque([0] * LAG)
     now = most = 0
-    for e in operations:
-        for name, *_ in e["inputs"]:
-            left[root.get(name, name)] -= 1
-        ending = {name for name in (root.get(name, name) for name, *_ in e["inputs"]) if not left[name]}
-        freed = [held.pop(name) for name in ending & held.keys()]
-        made = {name: _size(shape, dtype) for name, shape, dtype in e["outputs"] if name not in root}
-        if e["name"] in IN_PLACE and len(made) == 1 and max(freed, default=0) >= sum(made.values()):
-            made = dict.fromkeys(made, max(freed))  # it takes over that buffer
+    for name, reads, makes in operations:
+        left.subtract(reads)
+        freed = [held.pop(array) for array in {*reads} & held.keys() if not left[array]]
+        if name in IN_PLACE and len(makes) == 1 and max(freed, default=0) >= sum(makes.values()):
+            makes = dict.fromkeys(makes, max(freed))  # it takes that buffer over
             now -= max(freed)
             freed.remove(max(freed))
-        held |= {name: size for name, size in made.items() if left[name]}
-        now += sum(made.values())
+        held |= {array: size for array, size in makes.items() if left[array]}
+        now += sum(makes.values())
         most = max(most, now)
-        leaving.append(sum(freed) + sum(size for name, size in made.items() if not left[name]))
+        leaving.append(sum(freed) + sum(size for array, size in makes.items() if not left[array]))
         now -= leaving.popleft()
     return most
 
 
-def _views(operations: list[dict]) -> dict[str, str]:
-    """Of each view in a graph, the array that it is a view of."""
-    root: dict[str, str] = {}
-    for e in operations:
-        if e["name"] in VIEWS and e["inputs"]:
-            first = e["inputs"][0][0]
-            root |= {name: root.get(first, first) for name, *_ in e["outputs"]}
-    return root
+def _operations(events: list[dict]) -> tuple[list[tuple[str, list[str], dict[str, int]]], list[str]]:
+    """Of an exported graph: each operation's name, the arrays that it reads, and the bytes of those that it makes.
 
-
-def _size(shape: tuple[int, ...], dtype: mx.Dtype) -> int:
-    n = dtype.size
-    for length in shape:
-        n *= length
-    return n
+    And the arrays that are left at the end. Views are not made; who reads one reads the array behind it.
+    """
+    behind: dict[str, str] = {}
+    operations: list[Any] = []
+    kept: list[str] = []
+    for event in events:
+        if event["type"] == "outputs":
+            kept = [name for name, *_ in event["outputs"]]
+        elif event["type"] == "primitive":
+            reads = [behind.get(name, name) for name, *_ in event["inputs"]]
+            view = event["name"] in VIEWS and reads
+            if view:
+                behind |= {name: reads[0] for name, *_ in event["outputs"]}
+            makes = {} if view else {name: math.prod(shape) * dtype.size for name, shape, dtype in event["outputs"]}
+            operations.append((event["name"], reads, makes))
+    return operations, [behind.get(name, name) for name in kept]

@@ -8,11 +8,12 @@ from typing import Any, TypedDict, Unpack
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import GenerationResponse as MLXResponse
-from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cycle import Decoder
 from .decode import Yielded, decode
+from .machine_memory import wired
+from .memory import check_prompt, within
 from .planning import compiled_for, control_for, lookup_drafts, remember
 from .prompt_cache import PromptCache, make_prompt_cache
 from .sampling import DRAFT_SAMPLING, LogitsProcessor, Picker, Sampler, Sampling, random_key
@@ -37,6 +38,8 @@ class Options(TypedDict, total=False):
     kv_group_size: int
     quantized_kv_start: int
     max_kv_size: int | None
+    max_context: int | None
+    check_memory: bool
     temp: float
     top_p: float
     top_k: int
@@ -79,6 +82,8 @@ def generate_step(
     kv_group_size: int = 64,
     quantized_kv_start: int = 0,
     max_kv_size: int | None = None,
+    max_context: int | None = None,
+    check_memory: bool = True,
     temp: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -103,10 +108,11 @@ def generate_step(
         is less are not verified, at the price of one more wait in such a cycle. 0: never.
     prompt_lookup: draft up to seven tokens that followed the last ones before. None: where it pays, with `adaptive`.
     compile_cycles: record frequent cycles, and replay them. None: where a trial finds that faster; on a CPU never.
-    max_tokens: -1 means no limit, 0 only reads the prompt into `prompt_cache`.
+    max_tokens: -1 means no limit but `max_context`, 0 only reads the prompt into `prompt_cache`.
     sampler, logits_processors: mlx-lm's callables; a sampler stands in for temp .. xtc_threshold.
     prompt_cache: from `make_prompt_cache`; continued where it stands and left holding every token but the last
         one yielded, wherever the generator is stopped.
+    max_context: most tokens, those held and max_tokens included. check_memory: that there is room for over 4,096.
     seed: makes draws reproducible, for every num_draft_tokens alike (not with an own `sampler` that draws).
     draft_sampling: at a temperature drafts are the heads' likeliest tokens ("greedy"), draws with the noise of the
         target's own ("coupled"), or draws that are kept or replaced by their probabilities ("rejection": the same
@@ -114,32 +120,29 @@ def generate_step(
     stop_tokens: yielded, then the generation ends. stats: filled while generating.
     Raises ValueError (at the call) for an argument out of range.
     """
-    sampling = Sampling(
-        temp, top_p, top_k, min_p, min_tokens_to_keep, xtc_probability, xtc_threshold, tuple(xtc_special_tokens)
-    )
+    xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
+    sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
     sampling.validate(model.vocab_size)
-    if sampler is not None and sampling != Sampling():
-        raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
-    _check_numbers(max_tokens, prefill_step_size, seed)
-    if not 0 <= draft_p_min <= 1:
-        raise ValueError(f"draft_p_min={draft_p_min}: allowed is between 0 and 1")
-    _check_draft_sampling(draft_sampling, sampler)
+    _check_sampling(sampling, sampler, draft_sampling)
+    _check_numbers(max_tokens, prefill_step_size, seed, draft_p_min)
     tokens = _token_ids(prompt, model.vocab_size)
     k = _draft_count(num_draft_tokens, model, prompt_cache)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
     cache = _cache_for(model, prompt_cache, k, kv_group_size, quantized_kv_start, layout)
+    max_tokens = within(max_context, cache.offset, len(tokens), max_tokens)
+    check_prompt(model, cache, len(tokens), max_tokens, prefill_step_size, ignore=not check_memory)
     cache.reserve(cache.offset + len(tokens) + min(max_tokens % 2**31, RESERVED_TOKENS))
     if seed is not None and sampler is not None:
         mx.random.seed(seed)
     stats = stats or Stats()
-    stats.num_draft_tokens, stats.prompt_tokens = k, len(tokens)
+    stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
     control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed), draft_sampling)
     decoder = Decoder(model, cache, picker, control, stats, prefill_step_size, k, lookup, draft_p_min)
     decoder.compiled = compiled_for(model, cache, picker, compile_cycles)
-    limits = {"max_tokens": max_tokens, "stop_tokens": frozenset(stop_tokens)}
-    return _remembered(decoder, decode(decoder, tokens, **limits, progress=prompt_progress_callback))
+    steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
+    return _remembered(decoder, steps)
 
 
 def _remembered(decoder: Decoder, steps: Generator[Yielded, None, None]) -> Generator[Yielded, None, None]:
@@ -154,15 +157,19 @@ DEFAULT_DRAFTS = 2  # of a recycled head, which is right less and less often
 RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; more is added as it is needed
 
 
-def _check_numbers(max_tokens: int, prefill_step_size: int, seed: int | None) -> None:
+def _check_numbers(max_tokens: int, prefill_step_size: int, seed: int | None, draft_p_min: float) -> None:
     for name, value, least in (("max_tokens", max_tokens, -1), ("prefill_step_size", prefill_step_size, 1)):
         if value < least:
             raise ValueError(f"{name}={value}: allowed is {least} or more")
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: allowed is 0 to 2**63 - 1")
+    if not 0 <= draft_p_min <= 1:
+        raise ValueError(f"draft_p_min={draft_p_min}: allowed is between 0 and 1")
 
 
-def _check_draft_sampling(mode: str, sampler: Sampler | None) -> None:
+def _check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> None:
+    if sampler is not None and sampling != Sampling():
+        raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
     if mode not in DRAFT_SAMPLING:
         raise ValueError(f"draft_sampling={mode!r}: allowed are {', '.join(DRAFT_SAMPLING)}")
     if mode == "rejection" and sampler is not None:
@@ -236,21 +243,16 @@ def stream_generate(
     stats = options.setdefault("stats", None) or Stats()
     stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
     steps = generate_step(ids, model, **{**options, "stats": stats, "stop_tokens": stops})
-    return _responses(model, tokenizer.detokenizer, steps, stats, stops, options.get("max_tokens", 256))
+    return _responses(tokenizer.detokenizer, steps, stats, stops)
 
 
 def _responses(
-    model: Any,
-    detokenizer: Any,
-    steps: Generator[Yielded, None, None],
-    stats: Stats,
-    stops: Collection[int],
-    max_tokens: int,
+    detokenizer: Any, steps: Generator[Yielded, None, None], stats: Stats, stops: Collection[int]
 ) -> Iterator[GenerationResponse]:
     """Detokenize; as in mlx-lm a stop token has no text, and the last response has the reason."""
-    with wired_limit(model), contextlib.closing(steps):
+    with wired(), contextlib.closing(steps):
         for step in steps:
-            reason = "length" if stats.generation_tokens == max_tokens else None
+            reason = "length" if stats.generation_tokens == stats.max_tokens else None
             if step[0] in stops:
                 reason = "stop"
             else:
@@ -271,7 +273,7 @@ def _response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | None)
         prompt_tps=stats.prompt_tps,
         generation_tokens=stats.generation_tokens,
         generation_tps=stats.generation_tps,
-        peak_memory=mx.get_peak_memory() / 1e9,
+        peak_memory=stats.peak_memory / 1e9,
         finish_reason=reason,
         stats=stats,
     )

@@ -26,6 +26,7 @@ from .contents import Contents, Drafting, sort_tensors
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .drafter import attach_drafter
+from .memory import Budget
 from .models import DRAFTERS
 from .naming import expected, origin
 from .norms import conventions, warn_of_unusual
@@ -35,6 +36,7 @@ from .switch import switch_on
 from .trial import requested
 
 NO_PORTS = ("__init__", *DRAFTERS)
+WEIGHTS_ALONE = Budget()
 
 
 def load(
@@ -50,6 +52,7 @@ def load(
     tokenizer_config: dict[str, Any] | None = None,
     adapter_path: str | None = None,
     kernels: str | None = None,
+    budget: Budget = WEIGHTS_ALONE,
 ) -> tuple[Any, TokenizerWrapper]:
     """Load a checkpoint with its MTP heads; returns (model, tokenizer).
 
@@ -66,12 +69,13 @@ def load(
     kernels: "off", "exact" or "fast" Metal kernels in place of MLX's own ("fast" has products by matrices, too,
         whose bits are not MLX's); None is MLX_MTP_KERNELS, and where that is not set those that a trial here finds
         right and faster.
-    Raises ValueError, in one line, for a checkpoint that is damaged or of an unknown kind.
+    budget: what there must be memory for, before any weight is read.
+    Raises ValueError, in one line, for a checkpoint that is damaged, of an unknown kind, or too large.
     """
     lane = requested(kernels)
     vocab = _read_vocab(draft_vocab, mtp=mtp)
     path = resolve(path_or_hf_repo, revision)
-    model = _load(path, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), lazy=lazy)
+    model = _load(path, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
     if adapter_path is not None:
         if not (Path(adapter_path) / "adapter_config.json").exists():
             raise ValueError(f"adapter_path={adapter_path}: no adapter_config.json in it")
@@ -98,11 +102,12 @@ def load_model(
     draft_vocab: str | Path | Sequence[int] | None = None,
     lazy: bool = False,
     kernels: str | None = None,
+    budget: Budget = WEIGHTS_ALONE,
 ) -> Any:
     """`load` for the model alone, from a local directory; whose tokenizer a draft vocabulary is of is not checked."""
     lane = requested(kernels)
     vocab = _read_vocab(draft_vocab, mtp=mtp)
-    model = _load(resolve(path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), lazy=lazy)
+    model = _load(resolve(path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
     if not lazy:
         _test_heads(model, Path(path), {})
     _reduce(model, vocab, None, lazy=lazy)
@@ -119,13 +124,13 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
         raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
 
 
-def _load(path: Path, drafting: Drafting, *, lazy: bool) -> Any:
+def _load(path: Path, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
     config = read_config(path)
     drafting.check()
     port = find_port(config["model_type"])
     if port is None:
-        return _load_plain(path, config, drafting, lazy=lazy, ports=", ".join(_ports()))
-    model = _load_port(port, path, config, drafting, lazy=lazy)
+        return _load_plain(path, config, drafting, budget, lazy=lazy, ports=", ".join(_ports()))
+    model = _load_port(port, path, config, drafting, budget, lazy=lazy)
     if drafting.heads and not model.mtp:
         warnings.warn(f"{path}: no MTP heads found ({model.report().source}); decoding plainly", stacklevel=4)
     return model
@@ -141,14 +146,17 @@ def find_port(model_type: str) -> ModuleType | None:
     return importlib.import_module(f".models.{name}", __package__) if name in _ports() else None
 
 
-def _load_plain(path: Path, config: dict, drafting: Drafting, *, lazy: bool, ports: str) -> Any:
+def _load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool, ports: str) -> Any:
     """A family without a port: mlx-lm's own model, and a warning that nothing is drafted."""
     name = config["model_type"]
     for option in ("draft_model", "mtp_path", "mtp_overrides"):
         if value := getattr(drafting, option):
             raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; ports are {ports}")
     try:
-        model, ignored = load_plain(path, config, lazy=lazy, ports=ports)
+        model, ignored = load_plain(path, config, ports=ports)
+        if not lazy:
+            budget.check(model, path)
+            mx.eval(model.parameters())
     except Exception as e:
         if isinstance(e, ValueError) and "\n" not in str(e):
             raise
@@ -161,7 +169,7 @@ def _load_plain(path: Path, config: dict, drafting: Drafting, *, lazy: bool, por
     return model
 
 
-def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *, lazy: bool) -> Any:
+def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
     args = read_args(port, path, config)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     spec = contents.spec
@@ -195,6 +203,7 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
     del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
     expanded = _expand_experts(model)
     if not lazy:
+        budget.check(model, path)
         mx.eval(model.parameters())
         _check_heads(model, contents)
         _tie(model)

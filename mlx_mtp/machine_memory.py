@@ -1,10 +1,11 @@
-"""How much memory this process may still take, and what limits it."""
+"""How much memory this process may still take, what limits it, and MLX's own limits while something runs."""
 
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,8 @@ def available(root: Path = Path("/")) -> Available:
     if (free := free_memory(root)) is not None:
         found.append((free + reusable, "free memory"))
     found += [(room + reusable, "the control group's limit") for room in cgroup_rooms(root)]
-    if mx.default_device() == mx.gpu and (most := mx.device_info().get("max_recommended_working_set_size")):
-        found.append((int(most) - mx.get_active_memory(), "the GPU's recommended working set"))
+    if (most := _working_set()) is not None:
+        found.append((most - mx.get_active_memory(), "the GPU's recommended working set"))
     least, limit = min(found)
     return Available(max(0, least), limit)
 
@@ -88,6 +89,42 @@ def _room(group: Path, limit: str, usage: str, droppable: str) -> int | None:
         return None
     dropped = re.search(rf"^{droppable} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
     return int(most) - int(used) + (int(dropped[1]) if dropped else 0)
+
+
+@contextmanager
+def wired() -> Iterator[None]:
+    """Keep what the GPU may recommend resident while something runs; what was set before comes back in any case."""
+    most = _working_set()
+    if most is None:
+        yield
+        return
+    before = mx.set_wired_limit(most)
+    try:
+        yield
+    finally:
+        try:
+            mx.synchronize()  # not to be changed while something is computed
+        finally:
+            mx.set_wired_limit(before)
+
+
+@contextmanager
+def cache_limit(limit: int | None) -> Iterator[None]:
+    """Let MLX keep at most `limit` bytes of freed buffers for reuse; None: as many as before."""
+    if limit is None:
+        yield
+        return
+    before = mx.set_cache_limit(limit)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(before)
+
+
+def _working_set() -> int | None:
+    """Bytes that the GPU recommends to use; None where nothing runs on one, or it does not say."""
+    most = mx.device_info().get("max_recommended_working_set_size") if mx.default_device() == mx.gpu else None
+    return None if most is None else int(most)
 
 
 def _read(file: Path) -> str:

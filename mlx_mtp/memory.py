@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -58,8 +59,8 @@ class Budget:
     layout: Mapping[str, Any] = field(default_factory=dict)
     ignore: bool = False
 
-    def check(self, model: Any) -> None:
-        """Raise ValueError where `model`, whose weights need not have been read, does not fit this machine.
+    def check(self, model: Any, path: Path) -> None:
+        """Raise ValueError where `model`, whose weights at `path` have not been read, does not fit this machine.
 
         Also where it cannot have caches of that layout.
         """
@@ -67,9 +68,10 @@ class Budget:
         have = available()
         if found.total <= have.bytes or self.ignore or ignored():
             return
-        context = f"max_context={self.context}: " if self.context else ""
-        what = ", or ".join(_fitting(model, have.bytes, self)) or "the weights alone are too large"
-        raise ValueError(f"{context}{found} needed, {_gb(have.bytes)} GB available ({have.limit}); {what}")
+        asked = f" with max_context={self.context}" if self.context else ""
+        what = ", or ".join(_fitting(model, have.bytes, self)) or "no context fits"
+        there = f"{_gb(have.bytes)} GB available ({have.limit})"
+        raise ValueError(f"{path}: {found} needed{asked}, {there}; {what}; {IGNORE}=1 insists")
 
 
 def ignored() -> bool:
@@ -80,8 +82,7 @@ def ignored() -> bool:
 def needs(model: Any, context: int, *, step: int = STEP, **layout: Any) -> Needs:
     """What `model` takes with `context` positions, of which a prompt is read `step` at a time.
 
-    model:  loaded, or with `lazy=True`, or built from a configuration: only shapes and types are looked at, nothing is
-            read or computed.
+    model:  loaded, or with `lazy=True`, or built from a configuration: only shapes and types are looked at.
     layout: `make_prompt_cache`'s arguments. Raises its ValueError.
     """
     layout = {**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
@@ -146,20 +147,20 @@ def _empty(model: Any, cache: PromptCache, *, quantized: bool = False) -> Prompt
 
 
 def largest_context(model: Any, budget: int, *, step: int = STEP, **layout: Any) -> int:
-    """The most positions, by the hundreds, whose `needs` are within `budget` bytes; 0 where not even one is."""
+    """The most positions, in steps of GRAIN, whose `needs` are within `budget` bytes; 0 where not even one is."""
     layout = {**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
     cache, weights = make_prompt_cache(model, **layout), nbytes(model.parameters())
-    near, far = (scratch_bytes(model, cache, n * step, step) for n in (2, 8))
+    near, far = (scratch_bytes(model, cache, n * step, step) for n in (2, 66))
 
     def total(context: int) -> int:
         beyond = context - 2 * step  # from where on what is held grows by the position
-        held = near + beyond * (far - near) // (6 * step) if beyond > 0 else near * context // (2 * step)
+        held = near + beyond * (far - near) // (64 * step) if beyond > 0 else near * context // (2 * step)
         return weights + sum(kv_bytes(model, cache, context)) + held
 
     low, high = (0, weights), (GRAIN, total(GRAIN))
     while high[1] <= budget:
         if high[0] >= LONGEST:
-            return LONGEST
+            return high[0]
         low, high = high, (4 * high[0], total(4 * high[0]))
     while high[0] - low[0] > GRAIN:
         share = max(0.0, (budget - low[1]) / (high[1] - low[1]))
@@ -167,36 +168,55 @@ def largest_context(model: Any, budget: int, *, step: int = STEP, **layout: Any)
         middle = min(max(middle, low[0] + GRAIN), high[0] - GRAIN)
         tried = (middle, total(middle))
         low, high = (tried, high) if tried[1] <= budget else (low, tried)
-    return low[0]
+    context = low[0]
+    while context and needs(model, context, step=step, **layout).total > budget:
+        context = context * 15 // 16 // GRAIN * GRAIN  # what is held does not grow evenly
+    return context
 
 
 def _fitting(model: Any, budget: int, asked: Budget) -> Iterator[str]:
     """What would fit: a shorter context, and a longer one with quantized caches; nothing where weights do not."""
-    if not asked.context:
-        return
     plain = largest_context(model, budget, step=asked.step, **asked.layout)
     if plain:
         yield f"max_context={plain} fits"
     for bits in SMALLER if asked.layout.get("kv_bits") is None and model.NO_KV_BITS is None else ():
         layout = {**asked.layout, "kv_bits": bits}
-        if (context := largest_context(model, budget, step=asked.step, **layout)) > 1.1 * plain:
-            yield f"{min(context, asked.context)} with kv_bits={bits}"
+        context = min(asked.context, largest_context(model, budget, step=asked.step, **layout))
+        if context > 1.1 * plain:
+            yield f"{context} with kv_bits={bits}"
 
 
-def check_prompt(model: Any, cache: PromptCache, prompt: int, new: int, step: int) -> None:
-    """Raise ValueError where reading `prompt` tokens into `cache` and writing `new` ones does not fit this machine.
+def within(max_context: int | None, held: int, prompt: int, max_tokens: int) -> int:
+    """max_tokens (-1: no limit), or what `max_context` leaves of no limit after `held` tokens and `prompt` more.
 
-    A model that is loaded has room for UNCHECKED positions, and nothing is asked then.
+    Raises ValueError where they are too many.
     """
-    context = cache.offset + prompt + new
-    if context <= UNCHECKED or ignored():
+    if max_context is None:
+        return max_tokens
+    if max_context < 1:
+        raise ValueError(f"max_context={max_context}: allowed is 1 or more")
+    left = max_context - held - prompt
+    if left < (1 if max_tokens == -1 else max_tokens):
+        already = f" after {held} in the cache" if held else ""
+        raise ValueError(f"max_context={max_context}: {prompt} tokens{already} and max_tokens={max_tokens} are more")
+    return left if max_tokens == -1 else max_tokens
+
+
+def check_prompt(model: Any, cache: PromptCache, prompt: int, max_tokens: int, step: int, *, ignore: bool) -> None:
+    """Raise ValueError where reading `prompt` tokens into `cache` and writing `max_tokens` does not fit this machine.
+
+    Of no limit, -1, one token is asked for. A model that is loaded has room for UNCHECKED positions.
+    """
+    context = cache.offset + prompt + abs(max_tokens)
+    if context <= UNCHECKED or ignore or ignored():
         return
     needed = sum(kv_bytes(model, cache, context)) + scratch_bytes(model, cache, context, step) - cache.nbytes
     have = available()
     if needed > have.bytes:
+        already = f" after {cache.offset} in the cache" if cache.offset else ""
         raise ValueError(
-            f"prompt: {prompt} tokens and {new} new ones after {cache.offset} in the cache need {_gb(needed)} GB more, "
-            f"{_gb(have.bytes)} GB available ({have.limit})"
+            f"prompt: {prompt} tokens{already} and max_tokens={max_tokens} need {_gb(needed)} GB beside the model, "
+            f"{_gb(have.bytes)} GB available ({have.limit}); {IGNORE}=1 insists"
         )
 
 

@@ -41,8 +41,11 @@ class Plain:
         """None: `hidden` is the logits."""
 
 
-def load_plain(path: Path, config: dict, *, lazy: bool, ports: str) -> tuple[Any, tuple[str, ...]]:
-    """(mlx-lm's model, tensors of the checkpoint that it does not know); ValueError where it cannot be loaded."""
+def load_plain(path: Path, config: dict, *, ports: str) -> tuple[Any, tuple[str, ...]]:
+    """(mlx-lm's model, its weights not read; tensors of the checkpoint that it does not know).
+
+    ValueError where it cannot be loaded.
+    """
     name = mlx_lm_utils.MODEL_REMAPPING.get(config["model_type"], config["model_type"])
     try:
         family = importlib.import_module(f"mlx_lm.models.{name}")
@@ -59,7 +62,7 @@ def load_plain(path: Path, config: dict, *, lazy: bool, ports: str) -> tuple[Any
         return model
 
     classes: Any = (build, family.ModelArgs)
-    model, _ = mlx_lm_utils.load_model(path, lazy=lazy, strict=False, get_model_classes=lambda config: classes)
+    model, _ = mlx_lm_utils.load_model(path, lazy=True, strict=False, get_model_classes=lambda config: classes)
     del model.load_weights  # what loads later, as adapters, is not a checkpoint
     model.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # its shape only: nothing is computed
     return model, tuple(ignored)

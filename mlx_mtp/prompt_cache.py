@@ -106,7 +106,7 @@ class PromptCache:
         return [part for c in self._all() for part in c.parts] + self.kept + self.backlog
 
     def reserve(self, rows: int) -> None:
-        """Expect `rows` positions: buffers grow to them in one step, those that are to be quantized as far as that."""
+        """Expect `rows` positions: buffers grow to them in one step, or to where they are to be quantized."""
         self._reserved = rows
         for c in self.layers:
             c.reserve(rows if self.quantizing is None else min(rows, self.quantizing.start))

@@ -75,7 +75,11 @@ class RecurrentCache:
         if isinstance(self.offset, int):
             self.offset += rows
             # A copy: a slice would keep the rows of the whole prompt alive.
-            self.parts = (mx.array([self.offset]), after, mx.take(convolved, mx.arange(rows, convolved.shape[1]), axis=1))
+            self.parts = (
+                mx.array([self.offset]),
+                after,
+                mx.take(convolved, mx.arange(rows, convolved.shape[1]), axis=1),
+            )
         else:
             self.parts = (self.offset, before, convolved, *tape)
             self.offset = self.offset + rows

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
-from mlx_lm.generate import wired_limit
-
 from .generate import GenerationResponse, Options, default_draft_tokens, generate_step, stream_generate
+from .machine_memory import wired
+from .memory import STEP, check_prompt, within
 from .prompt_cache import PromptCache, Quantizing, Snapshot, make_prompt_cache
 from .stats import Stats
 
@@ -127,18 +127,31 @@ class ChatSession:
             options["prompt_lookup"] = False  # switched off with the heads
         first, rest = prompt[turn.reused : end], prompt[max(end, turn.reused) :]
         total = len(first) + len(rest)
+        self._check(total)
         if first:
             tic = time.perf_counter()
             options["prompt_progress_callback"] = partial(self._read, progress, 0, total)
-            with wired_limit(self.model):
+            with wired():
                 next(generate_step(first, self.model, **{**options, "max_tokens": 0}), None)
             self._remember()
+            turn.stats.notes_memory()
             turn.read_time = time.perf_counter() - tic
         options["prompt_progress_callback"] = partial(self._read, progress, len(first), total)
         options["stats"] = turn.stats
         if self.seed is not None:
             options["seed"] = (self.seed + self.answers) % 2**63
         yield from stream_generate(self.model, self.tokenizer, rest, **options)
+
+    def _check(self, new: int) -> None:
+        """Raise ValueError where `new` tokens and an answer do not fit; the caches are as they were."""
+        options, held = self.options, self.cache.offset
+        try:
+            limit = within(options.get("max_context"), held, new, options.get("max_tokens", 256))
+            step, ignore = options.get("prefill_step_size", STEP), not options.get("check_memory", True)
+            check_prompt(self.model, self.cache, new, limit, step, ignore=ignore)
+        except ValueError:
+            self._at_rest = True
+            raise
 
     def _read(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
         """The callback between two chunks, where caches are whole (they are not yet after a part's last one)."""

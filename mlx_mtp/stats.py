@@ -25,12 +25,14 @@ class Stats:
     prefill_time:  until the first token had arrived, the heads' reading of the prompt included.
     decode_time:   spent in cycles after that; the caller's own time between two tokens is left out.
     wait_time:     the part of it in which the host waited for the device.
+    peak_memory:   most bytes that MLX held, the weights included, since the generation began.
     phases:        set it to have `draft_time`: every 16th cycle is then computed in two halves, with a wait for each.
     """
 
     phases: bool = False
     num_draft_tokens: int = 0
     prompt_tokens: int = 0
+    max_tokens: int = -1
     generation_tokens: int = 0
     cycles: int = 0
     drafted: list[int] = field(default_factory=list)
@@ -46,6 +48,7 @@ class Stats:
     prefill_time: float = 0.0
     decode_time: float = 0.0
     wait_time: float = 0.0
+    peak_memory: int = 0
     _halves: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _tic: float = 0.0
     _prompt_read: bool = False
@@ -101,7 +104,8 @@ class Stats:
         sums += ("lookups", "lookup_drafted", "lookup_accepted", "compiled_cycles", "compiled_shapes")
         for name in sums:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
+        for name in ("num_draft_tokens", "peak_memory"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
         for mine, theirs in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
             mine.extend([0] * (len(theirs) - len(mine)))
             for depth, count in enumerate(theirs):
@@ -112,7 +116,12 @@ class Stats:
 
     def start(self) -> None:
         self.drafted, self.accepted = [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
+        mx.reset_peak_memory()
         self._tic = time.perf_counter()
+
+    def notes_memory(self) -> None:
+        """Note what MLX holds at most, before another generation begins anew with that."""
+        self.peak_memory = max(self.peak_memory, mx.get_peak_memory())
 
     def time_phases(self, run: Any) -> None:
         """Every so often compute a cycle here and now, drafts first, to learn what each half costs."""
@@ -176,6 +185,7 @@ class Stats:
         """Stop the clock: a token goes to the caller."""
         now = time.perf_counter()
         self.generation_tokens += 1
+        self.notes_memory()
         self.decode_time += now - self._tic
         self._tic = now
 

@@ -57,9 +57,10 @@ ALLOWED = {
     "compiled": {"compile_choice", "controller", "cycle", "draft", "prefill", "recorded"},
     "contents": {"checkpoint", "spec"},
     "naming": {"contents"},
+    "hub_headers": {"checkpoint"},
     "load": {
-        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "naming", "norms", "plain"),
-        *("report", "switch", "trial"),
+        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "memory", "models", "naming", "norms"),
+        *("plain", "report", "switch", "trial"),
     },
     "inspect_checkpoint": {
         *("checkpoint", "contents", "drafter", "footprint", "load", "machine_memory", "memory", "naming", "norms"),
@@ -69,8 +70,10 @@ ALLOWED = {
         *("compile_choice", "compiled", "controller", "cost_memory", "costs", "plain_cache", "prompt_cache"),
         "sampling",
     },
-    "generate": {"cycle", "decode", "planning", "prompt_cache", "sampling", "stats"},
-    "session": {"generate", "prompt_cache", "stats"},
+    "generate": {
+        *("cycle", "decode", "machine_memory", "memory", "planning", "prompt_cache", "sampling", "stats"),
+    },
+    "session": {"generate", "machine_memory", "memory", "prompt_cache", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},
     "bench": {
         *("__init__", "cache", "checkpoint", "compiled", "controller", "costs", "cycle", "decode", "demo", "draft"),
@@ -78,8 +81,9 @@ ALLOWED = {
         *("prompt_cache", "report", "sampling", "sites", "spec", "stats", "switch", "trial", "trial_run"),
     },
     "cli": {
-        *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "inspect_checkpoint"),
-        *("kernels", "load", "prompt_cache", "report", "session", "stats"),
+        *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "hub_headers"),
+        *("inspect_checkpoint", "kernels", "load", "machine_memory", "memory", "prompt_cache", "report", "session"),
+        "stats",
     },
     "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
     "__main__": {"cli"},

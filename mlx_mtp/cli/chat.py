@@ -11,6 +11,7 @@ from .options import (
     check_text,
     generation_options,
     load_model,
+    memory_options,
     model_options,
     parse_template_config,
     sampling_options,
@@ -31,6 +32,7 @@ from .options import (
 @sampling_options
 @click.option("--chat-template-config", callback=parse_template_config, help="JSON object of template variables.")
 @cache_options
+@memory_options
 @click.option("--pipeline", is_flag=True, help="Ignored, as by mlx_lm.chat in a single process.")
 @click.option("--quiet", is_flag=True, help="Print the answers only: no notices, footers or progress.")
 def chat(**flags: Any) -> None:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import mlx.core as mx
-
 from ..generate import GenerationResponse
 from ..session import ChatSession, Turn
 from ..stats import Stats
@@ -15,7 +13,7 @@ def footer(turn: Turn, last: GenerationResponse) -> str:
     parts = [
         f"{last.generation_tokens} tok{speed}",
         f"prompt {_short(turn.prompt_tps)}/s, {turn.reused}/{turn.prompt_tokens} reused",
-        f"{_short(mx.get_peak_memory() / 1e9)} GB",
+        f"{_short(stats.peak_memory / 1e9)} GB",
     ]
     if stats.cycles and stats.num_draft_tokens:
         rates = "/".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
@@ -39,6 +37,7 @@ class Totals:
     decode_time: float = 0.0
     prompt_tokens: int = 0
     reused: int = 0
+    peak_memory: int = 0
     drafting: Stats = field(default_factory=Stats)
 
     def add(self, turn: Turn) -> None:
@@ -47,6 +46,7 @@ class Totals:
         self.decode_time += turn.stats.decode_time
         self.prompt_tokens += turn.prompt_tokens
         self.reused += turn.reused
+        self.peak_memory = max(self.peak_memory, turn.stats.peak_memory)
         if turn.stats.num_draft_tokens:
             self.drafting.add(turn.stats)
 
@@ -59,7 +59,7 @@ class Totals:
         return [
             " · ".join([_count(self.turns, "turn"), _count(self.tokens, "token"), *speed, reading]),
             " · ".join(drafting),
-            " · ".join([caches, _peak()]),
+            " · ".join([caches, f"peak {self.peak_memory / 1e9:.2f} GB"]),
         ]
 
 
@@ -78,7 +78,3 @@ def _short(number: float) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
-
-
-def _peak() -> str:
-    return f"peak {mx.get_peak_memory() / 1e9:.2f} GB"

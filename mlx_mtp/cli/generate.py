@@ -11,6 +11,7 @@ from .options import (
     check_text,
     generation_options,
     load_model,
+    memory_options,
     model_options,
     parse_template_config,
     sampling_options,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 @click.option("--verbose", type=bool, default=True, help="False prints the text without figures.")
 @click.option("--quiet", is_flag=True, help="Print the text only: no notices, figures or progress.")
 @cache_options
+@memory_options
 @click.option("--prompt-cache-file", type=click.Path(exists=True, dir_okay=False), help="Continue a saved cache.")
 @click.option("--report", is_flag=True, help="Say what was loaded.")
 def generate(**flags: Any) -> None:

@@ -43,6 +43,13 @@ def check_max_tokens(_ctx: click.Context, _param: click.Parameter, value: int) -
     return value
 
 
+def check_size(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
+    """Callback: GB as bytes."""
+    if value is not None and not 0 <= value <= 2**20:  # not a number, to which click has no objection, is neither
+        raise click.BadParameter(f"{value}: allowed is 0 or more GB")
+    return None if value is None else int(value * 1e9)
+
+
 def options(*decorators: Any) -> Any:
     """One decorator out of several click options, in the order they are listed in the help."""
 
@@ -109,6 +116,11 @@ sampling_options = options(
         help="Drafts at a temperature; with rejection a seed's text depends on the drafts.",
     ),
 )
+memory_options = options(
+    click.option("--max-context", type=click.IntRange(1), help="Most tokens of prompt and answer together."),
+    click.option("--ignore-memory", is_flag=True, help="Load and generate even where there is not the memory."),
+    click.option("--cache-limit", type=float, callback=check_size, help="Most GB of freed memory that MLX keeps."),
+)
 cache_options = options(
     click.option(
         "--max-kv-size", type=click.IntRange(1, 2**30), help="Full attention keeps this many last positions."
@@ -149,6 +161,8 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     shown = shows_progress(quiet=flags["quiet"])
     with loading(shown=shown):
         from ..load import load, resolve
+        from ..machine_memory import cache_limit
+    click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     path = resolve(flags["model"] or demo_path())  # a download shows progress of its own
     with loading(shown=shown):
         return _load(load, path, flags)
@@ -168,18 +182,36 @@ def _load(load: Any, path: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
         tokenizer_config=extra,
         adapter_path=flags["adapter_path"],
         kernels=flags["kernels"],
+        budget=_budget(flags),
     )
     for token in flags.get("extra_eos_token", ()):
         tokenizer.add_eos_token(token)
     return model, tokenizer
 
 
+def _budget(flags: dict[str, Any]) -> Any:
+    """What there must be memory for: the context asked for, or one to begin with."""
+    from ..memory import UNCHECKED, Budget
+
+    context, ignore = flags.get("max_context") or UNCHECKED, flags.get("ignore_memory", False)
+    return Budget(context, flags.get("prefill_step_size") or _default_step(), _layout(flags), ignore)
+
+
+def _layout(flags: dict[str, Any]) -> dict[str, Any]:
+    """How the command line's flags lay caches out; {} of a command without them."""
+    numbers = ("kv_bits", "mtp_kv_bits", "kv_group_size", "max_kv_size", "quantized_kv_start")
+    return {name: flags[name] and int(flags[name]) for name in numbers if name in flags}
+
+
 def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `stream_generate` from the command line's flags."""
+    from ..prompt_cache import group_size_for
+
     names = ("max_tokens", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling")
-    names += ("adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
+    names += ("adaptive", "draft_p_min", "prompt_lookup", "compile_cycles", "max_context")
     kept = {name: flags[name] for name in names}
+    kept["check_memory"] = not flags["ignore_memory"]
     kept["prefill_step_size"] = flags["prefill_step_size"] or _default_step()
     kept["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     file = flags.get("prompt_cache_file")
@@ -187,14 +219,8 @@ def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any]) -> dic
         from ..prompt_cache import load_prompt_cache
 
         return {**kept, "prompt_cache": load_prompt_cache(file, model)}
-    bits = {name: flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits")}
-    return {
-        **kept,
-        **bits,
-        "kv_group_size": int(flags["kv_group_size"] or _default_group(model)),
-        "max_kv_size": flags["max_kv_size"],
-        "quantized_kv_start": flags["quantized_kv_start"],
-    }
+    layout = _layout(flags)
+    return {**kept, **layout, "kv_group_size": layout["kv_group_size"] or group_size_for(model)}
 
 
 def _default_step() -> int:
@@ -202,9 +228,3 @@ def _default_step() -> int:
     import mlx.core as mx
 
     return 256 if mx.default_device() == mx.cpu else 2048
-
-
-def _default_group(model: Any) -> int:
-    """The largest usual size that fits, else 64 for the library to refuse."""
-    head_dim = getattr(model.args, "head_dim", 64)  # latent attention has none, and nothing to quantize
-    return next((size for size in (64, 32) if head_dim % size == 0), 64)
