@@ -14,7 +14,7 @@ ALLOWED = {
     "recurrent_cache": set(),
     "plain_cache": set(),
     "cache": {"plain_cache", "recurrent_cache"},
-    "plain": {"plain_cache"},
+    "plain": {"checkpoint", "plain_cache"},
     "report": set(),
     "stats": set(),
     "accept": set(),
