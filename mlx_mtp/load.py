@@ -85,6 +85,7 @@ def load(
             raise ValueError(f"{adapter_path}: no usable adapters ({_line(e)})") from e
         model.eval()
     tokenizer = load_tokenizer(path, tokenizer_config)
+    _check_tokens(tokenizer, model.vocab_size, path)
     if not lazy:
         _test_heads(model, path, {"words": tokenizer.encode(WORDS)})
     _reduce(model, vocab, tokenizer, lazy=lazy)
@@ -122,6 +123,13 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
         return mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
     except Exception as e:
         raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
+
+
+def _check_tokens(tokenizer: TokenizerWrapper, vocab_size: int, path: Path) -> None:
+    """Warn of a tokenizer made for more tokens than the model has; a few more are usual."""
+    unknown = sum(token >= vocab_size for token in tokenizer.get_vocab().values())
+    if unknown > vocab_size // 100:
+        warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=3)
 
 
 def _load(path: Path, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:

@@ -1,10 +1,10 @@
 """Command line. With `bench/` the only code that prints."""
 
-import _thread
 import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from typing import Any, NoReturn
 
@@ -62,9 +62,12 @@ def _open_streams() -> None:
 
 
 def _unraisable(raised: Any) -> None:
-    """A signal in the middle of a finalizer, which can raise nothing, comes once more behind it."""
+    """A signal in the middle of a finalizer, which can raise nothing, comes once more when that is over."""
     if raised.exc_type in (KeyboardInterrupt, SystemExit):
-        _thread.interrupt_main(signal.SIGINT if raised.exc_type is KeyboardInterrupt else signal.SIGTERM)
+        again = signal.SIGINT if raised.exc_type is KeyboardInterrupt else signal.SIGTERM
+        timer = threading.Timer(0.01, os.kill, (os.getpid(), again))
+        timer.daemon = True
+        timer.start()
     else:
         sys.__unraisablehook__(raised)
 
