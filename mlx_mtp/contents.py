@@ -1,6 +1,7 @@
 """Which of a checkpoint's tensors are the trunk's, which the heads', which nobody's."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -128,17 +129,27 @@ def check_once(places: dict[str, Any], header: Header) -> None:
 
 def _check_experts(path: Path, header: Header) -> None:
     """Raise where numbered experts have gaps, which stacking them would report under another name."""
+    for name, before, count in missing_experts(header):
+        file = only({t.file for other, t in header.items() if other.startswith(before)}, path)
+        raise ValueError(f"{file}: tensor {name} is missing, of {count} experts")
+
+
+def missing_experts(header: Header) -> Iterator[tuple[str, str, int]]:
+    """Of numbered experts those that others show to be missing: name, what comes before the number, how many of them.
+
+    There may be any number: that of an expert is what a file says.
+    """
     numbers: dict[tuple[str, str], set[int]] = {}
     for name in header:
-        if match := re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name):
+        if match := re.fullmatch(r"(.+\.experts\.)(\d{1,9})(\..+)", name):
             numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
     counts: dict[str, int] = {}  # by the name without its layer's number: a head may have more experts than the trunk
     for (before, _), found in numbers.items():
         counts[_layerless(before)] = max(counts.get(_layerless(before), 0), *(number + 1 for number in found))
     for (before, after), found in numbers.items():
-        if missing := set(range(count := counts[_layerless(before)])) - found:
-            file = only({t.file for name, t in header.items() if name.startswith(before)}, path)
-            raise ValueError(f"{file}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
+        for number in range(counts[_layerless(before)]):
+            if number not in found:
+                yield f"{before}{number}{after}", before, counts[_layerless(before)]
 
 
 def _layerless(name: str) -> str:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, snapshot_download
 
 from .checkpoint import SIDECAR_FILES, TRUNK_FILES, reason
 
@@ -33,20 +33,35 @@ def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
         yield path
 
 
+def downloaded(repo: str, revision: str | None = None) -> Path | None:
+    """The directory of a repository that was downloaded with its weights; None where it was not."""
+    try:
+        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    except Exception:  # of many kinds: not there, no such name, no cache
+        return None
+    return path if any(path.glob(TRUNK_FILES)) else None
+
+
 def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:
-    info = api.model_info(repo, revision=revision, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    for name in sizes:
-        if any(fnmatch(name, pattern) for pattern in SMALL) and "/" not in name:
-            cached = hf_hub_download(repo, name, revision=info.sha)
+    info = api.model_info(repo, revision=revision)
+    names = [file.rfilename for file in info.siblings or []]
+    for name in names:
+        if "/" not in name and any(fnmatch(name, pattern) for pattern in SMALL):
+            cached = api.hf_hub_download(repo, name, revision=info.sha)
             (path / name).write_bytes(Path(cached).read_bytes())
-    wanted = [name for name in sizes if any(fnmatch(name, pattern) for pattern in (TRUNK_FILES, *SIDECAR_FILES))]
+    wanted = [name for name in names if any(_matches(name, pattern) for pattern in (TRUNK_FILES, *SIDECAR_FILES))]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(lambda name: _write(api, repo, info.sha, path / name, name, sizes[name]), wanted))
+        list(pool.map(lambda name: _write(api, repo, info.sha, path, name), wanted))
 
 
-def _write(api: HfApi, repo: str, revision: str | None, file: Path, name: str, size: int) -> None:
+def _matches(name: str, pattern: str) -> bool:
+    """As `Path.glob` does: a "*" is within one directory, which ".." is not."""
+    return fnmatch(name, pattern) and name.count("/") == pattern.count("/")
+
+
+def _write(api: HfApi, repo: str, revision: str | None, path: Path, name: str) -> None:
     """One file's header, and a hole of its data's size."""
+    file = path / name
     found = api.parse_safetensors_file_metadata(repo, name, revision=revision)
     header: dict = {"__metadata__": {key: str(value) for key, value in found.metadata.items()}}
     for tensor, entry in found.tensors.items():

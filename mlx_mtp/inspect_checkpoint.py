@@ -3,20 +3,21 @@
 The verdict is the loader's own: the model is built as `load_model(lazy=True)` builds it, and no weight is read.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from .checkpoint import TRUNK_FILES, Header, read_config, read_header, sidecar_files
-from .contents import Contents, ignored_by, relative
+from .contents import Contents, ignored_by, missing_experts, relative
 from .drafter import is_drafter
 from .footprint import nbytes
 from .load import find_port, load_model, read_args
@@ -28,6 +29,7 @@ from .prompt_cache import make_prompt_cache
 from .report import Report, declared_heads, quantization
 
 LONG = 1 << 16  # positions: beyond every window, so that what keys and values still grow by is theirs
+MOST_NAMED = 1000  # experts, of which a file may claim any number
 EXPERTS = re.compile(r"\.(experts|switch_mlp|moe)\.(?!gate\.|router)")
 CONVERTED = re.compile(r"\.switch_mlp\.|\.scales$")  # what only MLX's checkpoints have
 WRITERS = {"pt": "as released", "mlx": "written by MLX, names as released"}  # by what a file's metadata says
@@ -68,8 +70,8 @@ class Inspection:
     """The facts about a checkpoint; what cannot be told is None or empty, and `problems` says why.
 
     depths: of MTP heads that were found; declared: by config.json. head_tensors: those found, missing: those not.
-    zero_centred: whether the norms of target and heads are stored so, norms: their layers' means as stored; both
-        only of families that may. longest: the context that the model was made for.
+    zero_centred: whether the norms of target and heads are stored so, norms: their layers' means as stored (None: not
+        a number); both only of families that may. longest: the context that the model was made for.
     report: the loader's. warnings: what looks wrong to it; problems: why it does not load.
     """
 
@@ -85,7 +87,7 @@ class Inspection:
     head_tensors: tuple[str, ...]
     missing: tuple[str, ...]
     zero_centred: tuple[bool, bool] | None
-    norms: tuple[float, ...]
+    norms: tuple[float | None, ...]
     longest: int | None
     report: Report | None
     memory: Memory | None
@@ -119,7 +121,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
         head_tensors=tuple(sorted(contents.heads)),
         missing=tuple(tried(_missing, port, path, config, contents) or ()) if contents.spec else (),
         zero_centred=tried(conventions, centred, contents.trunk, contents.heads) if centred else None,
-        norms=tuple(mean(part) for part in (contents.trunk, contents.heads) if part) if centred else (),
+        norms=tuple(_finite(mean(part)) for part in (contents.trunk, contents.heads) if part) if centred else (),
         longest=_number(config, "max_position_embeddings"),
         report=model.report() if model else None,
         memory=tried(_memory, model, _number(config, "max_position_embeddings")) if model else None,
@@ -180,7 +182,8 @@ def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> 
     found = {parameter for name in contents.heads for parameter in model.renamed(name)}
     parameters: Any = tree_flatten(model.parameters())
     lacking = [p for p, _ in parameters if p.startswith("mtp.") and p not in found]
-    return list(dict.fromkeys(name for _, name in expected(model, contents, path, lacking)))
+    experts = [name for name, _, _ in islice(missing_experts(contents.heads), MOST_NAMED)]
+    return list(dict.fromkeys([*(name for _, name in expected(model, contents, path, lacking)), *experts]))
 
 
 def _layout(path: Path, header: Header, heads: Header) -> str:
@@ -191,7 +194,7 @@ def _layout(path: Path, header: Header, heads: Header) -> str:
     if any(CONVERTED.search(name) for name in trunk):
         writer = "converted to MLX"
     else:
-        writer = WRITERS.get(next((t.format for t in trunk.values()), None), "names as released")
+        writer = WRITERS.get(next((t.format for t in trunk.values() if t.format), ""), "names as released")
     files = {tensor.file for tensor in header.values()}
     apart = {t.file for t in heads.values()} - {t.file for t in trunk.values()}
     text = f"{writer}, {len(files)} file{'s' * (len(files) > 1)}"
@@ -200,26 +203,25 @@ def _layout(path: Path, header: Header, heads: Header) -> str:
 
 def _parts(contents: Contents, model: Any) -> dict[str, Part]:
     """The target, its experts and the heads, by their names in Inspection."""
-    experts = {name: tensor for name, tensor in contents.trunk.items() if EXPERTS.search(name)}
-    modules: dict[str, dict[str, nn.Module]] = {"target": {}, "experts": {}, "heads": {}}
-    for at, module in model.named_modules() if model else ():
-        part = "heads" if at.startswith("mtp.") else "target"
-        modules[part][at] = module
-        if part == "target" and isinstance(module, SwitchLinear | QuantizedSwitchLinear):
-            modules["experts"][at] = module
-    return {
-        name: Part(
-            len(tensors),
-            _types(tensors),
-            _leaf_bytes(modules[name]) if model else None,
-            quantization(modules[name]) if model and modules[name] else None,
-        )
-        for name, tensors in (("target", contents.trunk), ("experts", experts), ("heads", contents.heads))
+    tensors = {
+        "target": contents.trunk,
+        "experts": {name: tensor for name, tensor in contents.trunk.items() if EXPERTS.search(name)},
+        "heads": contents.heads,
     }
-
-
-def _leaf_bytes(modules: Mapping[str, nn.Module]) -> int:
-    return nbytes([[a for a in module.values() if not isinstance(a, dict | list)] for module in modules.values()])
+    if model is None:
+        return {name: Part(len(part), _types(part), None, None) for name, part in tensors.items()}
+    report: Report = model.report()
+    experts = {
+        at: module
+        for at, module in model.named_modules()
+        if isinstance(module, SwitchLinear | QuantizedSwitchLinear) and not at.startswith("mtp.")
+    }
+    loaded = {
+        "target": (report.target_bytes, report.target_quantization),
+        "experts": (nbytes([m.parameters() for m in experts.values()]), quantization(experts) if experts else None),
+        "heads": (report.head_bytes, report.head_quantization if report.heads else None),
+    }
+    return {name: Part(len(part), _types(part), *loaded[name]) for name, part in tensors.items()}
 
 
 def _types(tensors: Header) -> dict[str, int]:
@@ -236,6 +238,10 @@ def _memory(model: Any, longest: int | None) -> Memory:
     kv, head_kv = ((b - a) * 1000 // LONG for a, b in zip(short, long, strict=True))
     context = largest_context(model, room.bytes) if least <= room.bytes else 0
     return Memory(kv, head_kv, least, room.bytes, room.limit, min(context, longest or context))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _number(config: dict, name: str) -> int | None:

@@ -125,7 +125,7 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
         raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
 
 
-def _check_tokens(tokenizer: TokenizerWrapper, vocab_size: int, path: Path) -> None:
+def _check_tokens(tokenizer: TokenizerWrapper, vocab_size: Any, path: Path) -> None:
     """Warn of a tokenizer made for more tokens than the model has; a few more are usual."""
     unknown = sum(token >= vocab_size for token in tokenizer.get_vocab().values())
     if unknown > vocab_size // 100:

@@ -4,6 +4,7 @@ Decided once for the trunk and once for the heads, never tensor by tensor: a nor
 either convention, while the norms of the layers together tell them apart (omlx PRs 1507 and 3750, MTPLX issue 306).
 """
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -77,6 +78,7 @@ def warn_of_unusual(model: Any, raw: bool, raw_heads: bool, origin: Callable[[st
         if not USUAL[0] <= mean <= USUAL[1]:
             file, name = origin(next(iter(weights)))
             state = "stored zero-centred and not shifted" if mean < USUAL[0] else "shifted twice"
+            state = state if math.isfinite(mean) else "damaged"
             warnings.warn(
                 f"{file}: {len(weights)} norms of {part} ({name} ...) have mean {mean:.2f} once loaded, expected "
                 f"near 1; they look {state}",

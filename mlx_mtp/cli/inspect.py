@@ -1,13 +1,14 @@
 """`mlx-mtp inspect`: what a checkpoint holds, from its headers."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from ..inspect_checkpoint import Inspection, Memory, Part
 
@@ -29,15 +30,25 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
 
     directory = local(path)
     if directory is None:
-        from ..hub_headers import headers_only
+        from ..hub_headers import downloaded, headers_only
 
+        directory = downloaded(path, revision)
+    if directory is None:
         with headers_only(path, revision) as directory:
-            facts = inspect_checkpoint(directory, values=False)
+            facts = _named(inspect_checkpoint(directory, values=False), directory, path)
     else:
         facts = inspect_checkpoint(directory)
     click.echo(json.dumps(asdict(facts), indent=2) if as_json else _text(facts))
     if facts.problems:
         raise click.ClickException(facts.problems[0])
+
+
+def _named(facts: "Inspection", directory: "Path", name: str) -> "Inspection":
+    """The facts with the repository's name in place of a directory that is gone."""
+    texts = {
+        key: tuple(t.replace(str(directory), name) for t in getattr(facts, key)) for key in ("warnings", "problems")
+    }
+    return replace(facts, path=name, **texts)
 
 
 def _text(facts: "Inspection") -> str:
@@ -56,7 +67,7 @@ def _text(facts: "Inspection") -> str:
         rows.append(("missing", listed(facts.missing)))
     if facts.report and facts.report.heads:
         rows.append(("LM heads", facts.report.lm_head))
-    if facts.norms:
+    if facts.zero_centred:
         rows.append(("norms", _norms(facts)))
     rows += _memory(facts.memory, facts.longest) if facts.memory else []
     if facts.report and facts.report.ignored:
@@ -94,7 +105,7 @@ def _heads(facts: "Inspection") -> str:
 def _norms(facts: "Inspection") -> str:
     """How each part's norms are stored."""
     states = [STORED[centred] for centred in facts.zero_centred or ()][: len(facts.norms)]
-    means = ", ".join(f"{value:.2f}" for value in facts.norms)
+    means = ", ".join("not a number" if value is None else f"{value:.2f}" for value in facts.norms)
     if len(set(states)) == 1:
         return f"{states[0]} (their means: {means})"
     return f"the target's {states[0]}; the heads' {states[1]} (their means: {means})"
