@@ -1,5 +1,28 @@
-"""`python -m mlx_mtp`."""
+"""`python -m mlx_mtp`, and the script `mlx-mtp`."""
 
-from .cli import main
+import os
+import signal
+from typing import Any
 
-main()
+
+def main() -> None:
+    """Run the command line. Ctrl-C ends it with exit code 130, while it is imported and when it is done too."""
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        from .cli import main
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            main()
+        finally:
+            signal.signal(signal.SIGINT, _leave)
+    except KeyboardInterrupt:
+        _leave()
+
+
+def _leave(*_: Any) -> None:
+    os._exit(130)  # at once: there is nothing to clean up yet, or any more
+
+
+if __name__ == "__main__":
+    main()

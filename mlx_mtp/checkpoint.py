@@ -1,9 +1,11 @@
 """What a checkpoint directory holds, from file headers alone: tensors, their files, where the heads are."""
 
 import json
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +14,11 @@ from mlx_lm.utils import load_config
 from safetensors import SafetensorError, safe_open
 
 TRUNK_FILES = "model*.safetensors"
+INDEX = "model.safetensors.index.json"
 SIDECAR_FILES = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
 DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken", TRUNK_FILES, *SIDECAR_FILES)
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # how families spell their number
+MOST_LAYERS = 1024  # a model is built, layer by layer, before its tensors are looked at
 FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
 FP8_BLOCK = 128
 
@@ -24,7 +29,14 @@ class Tensor:
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str  # as the format spells it: "BF16", "F8_E4M3", ...
     format: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        bits = re.search(r"\d+", self.dtype)  # "BOOL" has none, and takes a byte
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
 
 Header = dict[str, Tensor]
@@ -32,16 +44,31 @@ Header = dict[str, Tensor]
 
 def resolve(path_or_repo: str | Path, revision: str | None = None) -> Path:
     """The local directory of a checkpoint, downloaded from the Hugging Face hub where it is not a path."""
-    path = Path(path_or_repo).expanduser()
-    if path.is_dir():
+    path = local(path_or_repo)
+    if path is not None:
         return path
-    if path.exists():
-        raise ValueError(f"{path}: not a directory; a checkpoint is a directory with config.json")
     try:
         return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(DOWNLOADED)))
     except Exception as e:
-        reason = str(e).strip().partition("\n")[0] or type(e).__name__
-        raise ValueError(f"{path_or_repo}: no such directory, and not on the hub: {reason}") from e
+        raise ValueError(f"{path_or_repo}: no such directory, and not on the hub: {reason(e)}") from e
+
+
+def local(path_or_repo: str | Path) -> Path | None:
+    """The directory of this name, None where there is no such path; ValueError for what cannot be a checkpoint."""
+    try:
+        path = Path(path_or_repo).expanduser()
+        if path.is_dir():
+            special = next(
+                (p for p in sorted(path.iterdir()) if p.exists() and not (p.is_file() or p.is_dir())), None
+            )
+            if special is not None:  # opening a pipe would wait for its writer
+                raise ValueError(f"{special}: neither a file nor a directory")
+            return path
+        if path.exists():
+            raise ValueError(f"{path}: not a directory; a checkpoint is a directory with config.json")
+    except (OSError, RuntimeError) as e:
+        raise ValueError(f"{path_or_repo}: cannot be read ({e})") from None
+    return None
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -50,10 +77,12 @@ def read_config(path: Path) -> dict[str, Any]:
         config = load_config(path)
     except FileNotFoundError:
         raise ValueError(f"{path}/config.json: not found; not a checkpoint directory") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
+    except OSError as e:
+        raise ValueError(f"{path}/config.json: cannot be read ({e.strerror})") from None
     except (TypeError, AttributeError):  # mlx-lm merges generation_config.json into what may be a list
         raise ValueError(f"{path}: config.json and generation_config.json must be JSON objects") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
     return checked_config(config, path / "config.json")
 
 
@@ -65,6 +94,10 @@ def checked_config(config: Any, file: Path) -> dict[str, Any]:
         del config["text_config"]
     if not isinstance(config.get("text_config", {}), dict):
         raise ValueError(f"{file}: text_config is {config['text_config']!r}, expected an object")
+    for name in LAYERS:
+        count = (config | config.get("text_config", {})).get(name)
+        if isinstance(count, int) and not 1 <= count <= MOST_LAYERS:
+            raise ValueError(f"{file}: {name} is {count}; allowed are 1 to {MOST_LAYERS}")
     return config
 
 
@@ -72,11 +105,14 @@ def read_header(files: Iterable[Path]) -> Header:
     """The tensors of safetensors files; a truncated or damaged file is a ValueError that names it."""
     header: Header = {}
     for file in files:
+        if not file.is_file():  # to open a pipe waits for its writer
+            raise ValueError(f"{file}: not a file")
         try:
             with safe_open(file, "numpy") as f:
                 format = (f.metadata() or {}).get("format")
                 for name in f.keys():  # noqa: SIM118 - safe_open is not iterable
-                    header[name] = Tensor(file, tuple(f.get_slice(name).get_shape()), format)
+                    entry = f.get_slice(name)
+                    header[name] = Tensor(file, tuple(entry.get_shape()), entry.get_dtype(), format)
         except (SafetensorError, OSError) as e:
             raise ValueError(f"{file}: truncated or damaged ({e})") from None
     return header
@@ -87,19 +123,40 @@ def trunk_header(path: Path) -> Header:
     files = sorted(path.glob(TRUNK_FILES))
     if not files:
         raise ValueError(f"{path}: no {TRUNK_FILES} in it")
-    header = read_header(files)
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            listed = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as e:
-            raise ValueError(f"{index}: damaged ({e})") from None
-        for name, file in listed.items():
-            if not (path / file).exists():
-                raise ValueError(f"{path / file}: missing; {index.name} expects tensor {name} in it")
-            if name not in header and (path / file) in files:
-                raise ValueError(f"{path / file}: tensor {name} is missing; {index.name} expects it there")
+    listed, beside = _listed(path / INDEX), sidecar_files(path, None)
+    header: Header = {}
+    for name, tensor in ((n, t) for file in files for n, t in read_header([file]).items()):
+        if name in header and name not in listed and tensor.file not in beside:
+            raise ValueError(f"{tensor.file}: tensor {name} is in {header[name].file.name}, too")
+        if name not in header or listed.get(name) == tensor.file.name:
+            header[name] = tensor
+    for name, file in listed.items():
+        if not (path / file).exists():
+            raise ValueError(f"{path / file}: missing; {INDEX} expects tensor {name} in it")
+        if name not in header and (path / file) in files:
+            raise ValueError(f"{path / file}: tensor {name} is missing; {INDEX} expects it there")
     return header
+
+
+def _listed(index: Path) -> dict[str, str]:
+    """The file of each tensor by a shard index; empty where there is none."""
+    if not index.exists():
+        return {}
+    try:
+        listed = json.loads(index.read_text())["weight_map"]
+        files = set(listed.values())
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{index}: damaged ({reason(e)})") from None
+    for file in files:
+        parts = PurePosixPath(file).parts if isinstance(file, str) else ()
+        if not parts or ".." in parts or parts[0] == "/":
+            raise ValueError(f"{index}: {file!r} is no file of this directory")
+    return listed
+
+
+def reason(e: BaseException) -> str:
+    """An exception's first line, or its name where it has none."""
+    return str(e).strip().partition("\n")[0] or type(e).__name__
 
 
 def sidecar_files(path: Path, mtp_path: str | Path | None) -> list[Path]:

@@ -1,6 +1,7 @@
 """Which of a checkpoint's tensors are the trunk's, which the heads', which nobody's."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -56,7 +57,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     spec = port.Model.SPEC
     trunk, heads, ignored = {}, {}, set()
     for name, tensor in trunk_header(path).items():
-        affix = next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
+        affix = ignored_by(port, name)
         if affix is not None:
             ignored.add(f"{affix}*" if name.startswith(affix) else f"*{affix}")
         elif name in beside or spec.locate(name, layers):
@@ -70,7 +71,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         if spec.locate(name, layers) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
     if beside:
-        source = ", ".join(_relative(file, path) for file in sidecars)
+        source = ", ".join(relative(file, path) for file in sidecars)
         kept = {} if drafting.mtp_path is not None else _missing_in(beside, heads, spec, layers)
         ignored |= {f"{name} of the shards" for name in heads.keys() - kept.keys()}
         heads, source = kept | beside, f"{source} and the model's shards" if kept else source
@@ -90,6 +91,11 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     ignored |= heads.keys() - used
     heads = {name: tensor for name, tensor in heads.items() if name in used}
     return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
+
+
+def ignored_by(port: ModuleType, name: str) -> str | None:
+    """The beginning or the end of a tensor's name by which text decoding does not use it."""
+    return next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
 
 
 def _used(spec: MTPSpec, places: dict[str, Any]) -> set[str]:
@@ -123,17 +129,27 @@ def check_once(places: dict[str, Any], header: Header) -> None:
 
 def _check_experts(path: Path, header: Header) -> None:
     """Raise where numbered experts have gaps, which stacking them would report under another name."""
+    for name, before, count in missing_experts(header):
+        file = only({t.file for other, t in header.items() if other.startswith(before)}, path)
+        raise ValueError(f"{file}: tensor {name} is missing, of {count} experts")
+
+
+def missing_experts(header: Header) -> Iterator[tuple[str, str, int]]:
+    """Of numbered experts those that others show to be missing: name, what comes before the number, how many of them.
+
+    There may be any number: that of an expert is what a file says.
+    """
     numbers: dict[tuple[str, str], set[int]] = {}
     for name in header:
-        if match := re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name):
+        if match := re.fullmatch(r"(.+\.experts\.)(\d{1,9})(\..+)", name):
             numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
     counts: dict[str, int] = {}  # by the name without its layer's number: a head may have more experts than the trunk
     for (before, _), found in numbers.items():
         counts[_layerless(before)] = max(counts.get(_layerless(before), 0), *(number + 1 for number in found))
     for (before, after), found in numbers.items():
-        if missing := set(range(count := counts[_layerless(before)])) - found:
-            file = only({t.file for name, t in header.items() if name.startswith(before)}, path)
-            raise ValueError(f"{file}: tensor {before}{min(missing)}{after} is missing, of {count} experts")
+        for number in range(counts[_layerless(before)]):
+            if number not in found:
+                yield f"{before}{number}{after}", before, counts[_layerless(before)]
 
 
 def _layerless(name: str) -> str:
@@ -145,5 +161,6 @@ def only(files: set[Path], path: Path) -> str:
     return str(next(iter(files)) if len(files) == 1 else path)
 
 
-def _relative(file: Path, path: Path) -> str:
+def relative(file: Path, path: Path) -> str:
+    """A file's name as seen from a directory."""
     return str(file.relative_to(path)) if file.is_relative_to(path) else str(file)

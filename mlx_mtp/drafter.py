@@ -41,12 +41,20 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
     return f"{path}, reading the target after layers {', '.join(map(str, spec.capture))}", ignored
 
 
+def is_drafter(path: Path) -> bool:
+    """Whether a directory holds a drafter."""
+    try:
+        return _kind(path, _config(path), _header(path)) is not None
+    except (ValueError, OSError):
+        return False
+
+
 def _config(path: Path) -> dict:
     try:
         config = json.loads((path / "config.json").read_text())
     except FileNotFoundError:
         raise ValueError(f"{path}/config.json: not found; a drafter is {_accepted()}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}/config.json: expected an object")

@@ -4,7 +4,6 @@ mlx-lm's `load_model` does the trunk and all quantization formats; here: finding
 and errors that name what is wrong.
 """
 
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,12 +21,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .agreement import LEAST, WORDS, agreement, random_tokens
 from .checkpoint import dequantized, read_config, read_tensors, resolve, untrained
-from .contents import Contents, Drafting, only, sort_tensors
+from .contents import Contents, Drafting, sort_tensors
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .drafter import attach_drafter
 from .memory import Budget
 from .models import find_port, port_names
+from .naming import expected, origin
 from .norms import conventions, warn_of_unusual
 from .plain import load_plain
 from .report import after_reducing, make_report
@@ -80,9 +80,10 @@ def load(
         try:
             model = mlx_lm_utils.load_adapters(model, adapter_path)
         except Exception as e:
-            raise ValueError(f"adapter_path={adapter_path}: cannot be loaded ({_line(e)})") from e
+            raise ValueError(f"{adapter_path}: no usable adapters ({_line(e)})") from e
         model.eval()
     tokenizer = load_tokenizer(path, tokenizer_config)
+    _check_tokens(tokenizer, model.vocab_size, path)
     if not lazy:
         _test_heads(model, path, {"words": tokenizer.encode(WORDS)})
     _reduce(model, vocab, tokenizer, lazy=lazy)
@@ -120,6 +121,13 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
         return mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
     except Exception as e:
         raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
+
+
+def _check_tokens(tokenizer: TokenizerWrapper, vocab_size: Any, path: Path) -> None:
+    """Warn of a tokenizer made for more tokens than the model has; a few more are usual."""
+    unknown = sum(token >= vocab_size for token in tokenizer.get_vocab().values())
+    if unknown > vocab_size // 100:
+        warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=3)
 
 
 def _load(path: Path, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
@@ -195,8 +203,8 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, b
         mx.eval(model.parameters())
         _check_heads(model, contents)
         _tie(model)
-        if port.Model.ZERO_CENTRED is not None:
-            warn_of_unusual(model, raw, raw_heads, partial(_origin, model, contents))
+    if port.Model.ZERO_CENTRED is not None:
+        warn_of_unusual(model, raw, raw_heads, partial(origin, model, contents))
     source, ignored = contents.source, contents.ignored
     if drafting.draft_model is not None:
         source, unused = attach_drafter(model, drafting.draft_model, drafting.mtp_overrides)
@@ -275,13 +283,13 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 
 def _sanitize(model: Any, contents: Contents, path: Path, shift: dict, weights: dict) -> dict:
-    """What mlx-lm calls with all that it read: hand the port the trunk's and the heads' tensors."""
-    trunk = dequantized({name: weights[name] for name in contents.trunk}, contents.trunk)
+    """What mlx-lm calls with all that it found by name: hand the port the trunk's and the heads' tensors."""
+    trunk = dequantized(read_tensors(contents.trunk), contents.trunk)
     heads = dequantized(read_tensors(contents.heads), contents.heads)
     try:
         return model.sanitized(trunk, heads, **shift)
     except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
-        file, raw = _expected(model, contents, path, str(e.args[0]))
+        ((file, raw),) = expected(model, contents, path, [str(e.args[0])])
         raise ValueError(f"{file}: tensor {raw} is missing; the rest of its layer needs it") from None
 
 
@@ -289,55 +297,20 @@ def _load_checked(
     model: nn.Module, contents: Contents, path: Path, weights: list[tuple[str, mx.array]], strict: bool
 ) -> None:
     """`nn.Module.load_weights` with errors that name file, tensor, expected and found."""
-    expected = _arrays(model.parameters())
+    parameters = _arrays(model.parameters())
     found = dict(weights)
-    for name, array in expected.items():
+    for name, array in parameters.items():
         if name not in found:
-            file, raw = _expected(model, contents, path, name)
+            ((file, raw),) = expected(model, contents, path, [name])
             raise ValueError(f"{file}: tensor {raw} is missing; config.json expects it with shape {array.shape}")
         if found[name].shape != array.shape:
-            file, raw = _origin(model, contents, name)
+            file, raw = origin(model, contents, name)
             raise ValueError(f"{file}: tensor {raw} has shape {found[name].shape}; config.json expects {array.shape}")
     for name in found:
-        if name not in expected:
-            file, raw = _origin(model, contents, name)
+        if name not in parameters:
+            file, raw = origin(model, contents, name)
             raise ValueError(f"{file}: tensor {raw} is not part of the model that config.json describes")
     nn.Module.load_weights(model, weights, strict=False)
-
-
-def _origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
-    """The file and the name in it of the tensor that became parameter `name`."""
-    stored = contents.trunk | contents.heads
-    for raw, tensor in stored.items():
-        if name in model.renamed(raw):
-            return str(tensor.file), raw
-    return str(stored[name].file) if name in stored else "checkpoint", name
-
-
-def _expected(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
-    """Where parameter `name` should have been, and its name there, judging by the same tensor of other layers."""
-    number = re.compile(r"\.(\d+)\.")
-    pattern = number.sub(".#.", name, count=1)
-    for part in (contents.heads, contents.trunk):
-        for raw in part:
-            for known in model.renamed(raw):
-                if number.sub(".#.", known, count=1) == pattern:
-                    numbers = (int(number.search(n)[1]) for n in (raw, known, name))  # type: ignore[index]
-                    layer = next(numbers) - next(numbers) + next(numbers)
-                    return only({t.file for t in part.values()}, path), number.sub(f".{layer}.", raw, count=1)
-    return _expected_by_name(model, contents, path, name)
-
-
-def _expected_by_name(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
-    """The same for a parameter that no other layer has: by the family's own names."""
-    name = model.unrenamed(name).replace(".switch_mlp.", ".experts.*.")
-    if not name.startswith("mtp."):
-        prefix = next((n.partition("layers.")[0] for n in contents.trunk if "layers." in n), "")
-        tail = name.partition("layers.")[2]
-        return only({t.file for t in contents.trunk.values()}, path), f"{prefix}layers.{tail}" if tail else name
-    prefix = re.match(model.spec.prefix, next(iter(contents.heads)))
-    stored = model.spec.stored(name.split(".", 2)[2])
-    return only({t.file for t in contents.heads.values()}, path), f"{prefix[0] if prefix else ''}{stored}"
 
 
 def _expand_experts(model: nn.Module) -> bool:
@@ -353,7 +326,7 @@ def _check_heads(model: Any, contents: Contents) -> None:
     """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right."""
     for name, array in _arrays([head.parameters() for head in model.mtp]).items():
         if (state := untrained(array)) and not name.endswith(".biases"):
-            file, raw = _origin(model, contents, f"mtp.{name}")
+            file, raw = origin(model, contents, f"mtp.{name}")
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
 
 

@@ -4,6 +4,7 @@ Decided once for the trunk and once for the heads, never tensor by tensor: a nor
 either convention, while the norms of the layers together tell them apart (omlx PRs 1507 and 3750, MTPLX issue 306).
 """
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -29,16 +30,16 @@ def conventions(zero_centred: tuple[str, str] | None, trunk: Header, heads: Head
         return False, False
     raw = _by_layout(zero_centred, trunk)
     if raw is None:
-        raw = _from_the_hub(trunk) or _mean(trunk) < USUAL[0]
+        raw = _from_the_hub(trunk) or mean(trunk) < USUAL[0]
     if not heads:
         return raw, raw
     by_name = _by_layout(zero_centred, heads)
     if raw and {t.file for t in heads.values()} <= {t.file for t in trunk.values()}:
         return True, by_name is not False
-    mean = _mean(heads)
-    if USUAL[0] <= mean <= SHIFTED:
+    heads_mean = mean(heads)
+    if USUAL[0] <= heads_mean <= SHIFTED:
         return raw, by_name if by_name is not None else raw or _from_the_hub(heads)
-    return raw, mean < USUAL[0]
+    return raw, heads_mean < USUAL[0]
 
 
 def _by_layout(zero_centred: tuple[str, str], header: Header) -> bool | None:
@@ -55,7 +56,7 @@ def _from_the_hub(header: Header) -> bool:
     return any(tensor.format == "pt" for tensor in header.values())
 
 
-def _mean(header: Header) -> float:
+def mean(header: Header) -> float:
     """The mean of the layers' norms; 1, which leaves them alone, where there are none."""
     return _mean_of(read_tensors({n: t for n, t in header.items() if LAYER_NORMS.search(n)}))
 
@@ -77,6 +78,7 @@ def warn_of_unusual(model: Any, raw: bool, raw_heads: bool, origin: Callable[[st
         if not USUAL[0] <= mean <= USUAL[1]:
             file, name = origin(next(iter(weights)))
             state = "stored zero-centred and not shifted" if mean < USUAL[0] else "shifted twice"
+            state = state if math.isfinite(mean) else "damaged"
             warnings.warn(
                 f"{file}: {len(weights)} norms of {part} ({name} ...) have mean {mean:.2f} once loaded, expected "
                 f"near 1; they look {state}",

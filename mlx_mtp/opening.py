@@ -31,7 +31,7 @@ class Opening:
         return tokenizer.encode(render(tokenizer, messages, options), add_special_tokens=False)
 
     def settled(self, tokenizer: Any) -> list[int]:
-        """The tokens that the prompt begins with whatever follows: up to its last word, or what is in place of one."""
+        """The tokens that the prompt begins with whatever follows: up to its last word, or what stands for one."""
         tokens = self.tokens(tokenizer, "")
         whole = replace(self, prompt=LAST_RUN.sub("", self.prompt)).tokens(tokenizer, "")
         kept = shared(tokens[:-1], whole)

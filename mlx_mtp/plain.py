@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
+from .checkpoint import trunk_header
 from .plain_cache import PlainCache
 
 
@@ -53,6 +54,7 @@ def load_plain(path: Path, config: dict, *, ports: str) -> tuple[Any, tuple[str,
         raise ValueError(
             f"{path}/config.json: model_type {config['model_type']!r} is unknown; known are {ports} and mlx-lm's"
         ) from None
+    trunk_header(path)  # for what is wrong with the files: MLX itself looks less closely
     ignored: list[str] = []
 
     def build(args: Any) -> Any:

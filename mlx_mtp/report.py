@@ -1,7 +1,7 @@
 """What was loaded, in words: so that "is MTP even on?" has an answer."""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,12 +50,12 @@ class Report:
         )
         rows = [
             ("family", f"{self.family}, {self.layers} layers"),
-            ("target", f"{_size(self.target_bytes)}, {self.target_quantization}"),
+            ("target", f"{size(self.target_bytes)}, {self.target_quantization}"),
             ("MTP heads", f"{found}, {self.source}"),
         ]
         if self.heads:
             rows += [
-                ("heads", f"{_size(self.head_bytes)}, {self.head_quantization}"),
+                ("heads", f"{size(self.head_bytes)}, {self.head_quantization}"),
                 ("LM heads", self.lm_head),
             ]
         if self.agreement:
@@ -72,9 +72,19 @@ class Report:
         if self.not_exact:
             rows.append(("not exact", f"{', '.join(self.not_exact)}: bits may depend on the number of rows"))
         if self.ignored:
-            more = f" and {len(self.ignored) - LISTED} more" if len(self.ignored) > LISTED else ""
-            rows.append(("not used", ", ".join(self.ignored[:LISTED]) + more))
-        return "\n".join(f"{name:<10} {text}" for name, text in rows)
+            rows.append(("not used", listed(self.ignored)))
+        return table(rows)
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """Lines of a name and its text."""
+    return "\n".join(f"{name:<10} {text}" for name, text in rows)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first LISTED of the names, and how many more there are."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
 
 
 def _broken(text: str) -> list[str]:
@@ -82,12 +92,13 @@ def _broken(text: str) -> list[str]:
     return textwrap.wrap(text, COLUMNS - 11, subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _size(n: int) -> str:
+def size(n: int) -> str:
+    """Bytes in words."""
     return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
 
 
 def _drafted(rows: int, before: int, saved: int) -> str:
-    change = f"{_size(saved)} less" if saved >= 0 else f"{_size(-saved)} more for a copy of their rows"
+    change = f"{size(saved)} less" if saved >= 0 else f"{size(-saved)} more for a copy of their rows"
     return f"from {rows:,} of {before:,} tokens, {change}"
 
 
@@ -101,7 +112,7 @@ def make_report(
     model: Any, config: dict, *, source: str, norms: str, ignored: tuple[str, ...], expanded: bool = False
 ) -> Report:
     """The facts about a model that was loaded from this config.json."""
-    modules, text = dict(model.named_modules()), config | config.get("text_config", {})
+    modules = dict(model.named_modules())
     heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
     target = {path: m for path, m in modules.items() if path not in heads}
     head_bytes = _nbytes(model.get("mtp", []))
@@ -109,17 +120,23 @@ def make_report(
         family=config["model_type"],
         layers=len(model.layers),
         target_bytes=_nbytes(model.parameters()) - head_bytes,
-        target_quantization=_quantization(target),
+        target_quantization=quantization(target),
         heads=len(model.mtp),
-        declared=next((text[name] for name in DECLARED if name in text), None),
+        declared=declared_heads(config),
         head_bytes=head_bytes,
-        head_quantization=_quantization(heads),
+        head_quantization=quantization(heads),
         source=source,
         norms=norms,
         lm_head=_lm_heads(model.mtp),
         ignored=ignored,
         expanded=expanded,
     )
+
+
+def declared_heads(config: dict) -> int | None:
+    """How many heads a config.json says there are; None where it says nothing."""
+    text = config | config.get("text_config", {})
+    return next((text[name] for name in DECLARED if name in text), None)
 
 
 def _lm_heads(heads: Any) -> str:
@@ -136,7 +153,8 @@ def _nbytes(tree: Any) -> int:
     return sum(a.nbytes for a in arrays.values() if isinstance(a, mx.array))
 
 
-def _quantization(modules: Mapping[str, nn.Module]) -> str:
+def quantization(modules: Mapping[str, nn.Module]) -> str:
+    """Of modules by their path: kinds of quantization, and of how many modules; else the weights' type."""
     kinds: dict[str, int] = {}
     for module in modules.values():
         if hasattr(module, "bits"):

@@ -53,9 +53,21 @@ class MTPSpec:
         """In words, where a checkpoint has its heads."""
         if self.numbered == "trunk":
             return f"from layer {num_hidden_layers} on"
-        name = self.prefix.replace(r"\.", ".").replace(r"(\d+)", "#")
-        made_of = ", ".join(stored for stored, _ in self.tensors)
-        return "under " + re.sub(r"\(\?:[^()]*\)\*|\(\?:|\)\??", "", name) + f" made of {made_of}"
+        return f"under {self._spelled('#')} made of {', '.join(stored for stored, _ in self.tensors)}"
+
+    def before(self, name: str | None, depth: int, num_hidden_layers: int) -> str:
+        """The prefix of a depth's tensors, as tensor `name` of any depth has it, or as the family usually has it."""
+        number = str(depth + (num_hidden_layers if self.numbered == "trunk" else 0))
+        match = re.match(self.prefix, name or "")
+        if match is None or not match[0]:
+            return self._spelled(number)
+        start, end = match.span(1) if match.lastindex else (match.end(), match.end())
+        return match[0][:start] + (number if match.lastindex else "") + match[0][end:]
+
+    def _spelled(self, number: str) -> str:
+        """The prefix without what may be left out."""
+        name = self.prefix.replace(r"\.", ".").replace(r"(\d+)", number)
+        return re.sub(r"\(\?:[^()]*\)\*|\(\?:|\)\??", "", name)
 
     def stored(self, path: str) -> str | None:
         """A checkpoint's own name, without prefix, of the tensor at `path` inside a head."""

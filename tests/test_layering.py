@@ -14,7 +14,7 @@ ALLOWED = {
     "recurrent_cache": set(),
     "plain_cache": set(),
     "cache": {"plain_cache", "recurrent_cache"},
-    "plain": {"plain_cache"},
+    "plain": {"checkpoint", "plain_cache"},
     "report": set(),
     "stats": set(),
     "accept": set(),
@@ -59,9 +59,15 @@ ALLOWED = {
     },
     "compiled": {"compile_choice", "controller", "cycle", "draft", "prefill", "recorded"},
     "contents": {"checkpoint", "spec"},
+    "naming": {"contents"},
+    "hub_headers": {"checkpoint"},
     "load": {
-        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "memory", "models", "norms"),
+        *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "memory", "models", "naming", "norms"),
         *("plain", "report", "switch", "trial"),
+    },
+    "inspect_checkpoint": {
+        *("checkpoint", "contents", "drafter", "footprint", "load", "machine_memory", "memory", "naming", "norms"),
+        *("prompt_cache", "report"),
     },
     "planning": {
         *("compile_choice", "compiled", "controller", "cost_memory", "costs", "plain_cache", "prompt_cache"),
@@ -90,8 +96,9 @@ ALLOWED = {
         *("trial", "trial_run"),
     },
     "cli": {
-        *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "kernels", "load"),
-        *("machine_memory", "memory", "opening", "prompt_cache", "saved_cache", "session", "stats"),
+        *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "hub_headers"),
+        *("inspect_checkpoint", "kernels", "load", "machine_memory", "memory", "opening", "prompt_cache", "report"),
+        *("saved_cache", "session", "stats"),
     },
     "__init__": {"generate", "load", "memory", "prompt_cache", "report", "saved_cache", "stats"},
     "__main__": {"cli"},

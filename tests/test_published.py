@@ -8,8 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING
 
-from mlx_mtp.contents import Drafting
-from mlx_mtp.load import _load
+import mlx_mtp
 from mlx_mtp.models import eagle3
 
 DRAFTERS = [file for file in published.FILES if file.stem.startswith("eagle3-")]
@@ -29,7 +28,7 @@ def loaded(path: Path, checkpoint: published.Published):
     published.write(path, checkpoint)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if not checkpoint.heads() else "error")
-        return _load(path, Drafting(True, None, {}, None), lazy=True)
+        return mlx_mtp.load_model(path, lazy=True, kernels="off")
 
 
 def check(model, checkpoint: published.Published) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from typing import Any, NoReturn
 
@@ -16,26 +17,36 @@ from .chat import chat
 from .draft_vocab import draft_vocab
 from .emulate import emulate
 from .generate import generate
+from .inspect import inspect
 
 
 class OneLine(click.Group):
-    """A group whose errors are one line on stderr and exit code 2, with no usage text and no traceback."""
+    """A group whose errors are one line on stderr, with no usage text and no traceback.
+
+    Exit codes: 2 where the command line is wrong, in itself or for this model; 1 where something failed, such as a
+    file, the hub or memory; 130 at Ctrl-C.
+    """
 
     def main(self, *args: Any, **options: Any) -> Any:
         _open_streams()
         warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {message}", err=True)
+        sys.unraisablehook = _unraisable
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally`s that restore a terminal
         try:
             super().main(*args, **{**options, "standalone_mode": False})
             sys.stdout.flush()
         except click.ClickException as e:
-            _fail(e.format_message())
+            _fail(e.format_message(), e.exit_code)
         except (click.Abort, KeyboardInterrupt):
             sys.exit(130)
         except BrokenPipeError:
             _reader_left()
         except (ValueError, OSError, RuntimeError, MemoryError) as e:
-            _fail(_with_flag(str(e).strip().partition("\n")[0] or type(e).__name__))
+            _fail(*_with_flag(_line(e)))
+        except Exception as e:
+            if os.environ.get("MLX_MTP_DEBUG"):
+                raise
+            _fail(f"unexpected {type(e).__name__}: {_line(e)}; MLX_MTP_DEBUG=1 shows where", 1)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -52,13 +63,24 @@ def _open_streams() -> None:
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
-def _fail(message: str) -> NoReturn:
+def _unraisable(raised: Any) -> None:
+    """A signal in the middle of a finalizer, which can raise nothing, comes once more when that is over."""
+    if raised.exc_type in (KeyboardInterrupt, SystemExit):
+        again = signal.SIGINT if raised.exc_type is KeyboardInterrupt else signal.SIGTERM
+        timer = threading.Timer(0.01, os.kill, (os.getpid(), again))
+        timer.daemon = True
+        timer.start()
+    else:
+        sys.__unraisablehook__(raised)
+
+
+def _fail(message: str, code: int) -> NoReturn:
     try:
         sys.stdout.flush()
     except OSError:
         _discard_output()
     click.echo(f"error: {message}", err=True)
-    sys.exit(2)
+    sys.exit(code)
 
 
 def _reader_left() -> NoReturn:
@@ -71,14 +93,18 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _with_flag(message: str) -> str:
-    """The library names an argument, "top_k=9: ..."; say which flag it came from."""
+def _line(e: BaseException) -> str:
+    return str(e).strip().partition("\n")[0] or type(e).__name__
+
+
+def _with_flag(message: str) -> tuple[str, int]:
+    """(message, exit code). The library names an argument, "top_k=9: ..."; say which flag it came from."""
     name = re.match(r"(\w+)=", message)
     commands = [*main.commands.values(), *bench.commands.values()]
     flags = {param.name for command in commands for param in command.params}
     if name and name[1] in flags:
-        return f"Invalid value for '--{name[1].replace('_', '-')}': {message}"
-    return message
+        return f"Invalid value for '--{name[1].replace('_', '-')}': {message}", 2
+    return message, 2 if name and name[1].startswith("MLX_MTP_") else 1
 
 
 @click.group(
@@ -101,3 +127,4 @@ main.add_command(cache_prompt)
 main.add_command(draft_vocab)
 main.add_command(emulate)
 main.add_command(bench)
+main.add_command(inspect)

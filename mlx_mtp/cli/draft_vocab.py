@@ -48,7 +48,7 @@ def draft_vocab(
     from ..load import load_tokenizer
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long texts
-    path = resolve(model or demo_path())
+    path = resolve(demo_path() if model is None else model)
     config = read_config(path)
     vocab_size = (config | config.get("text_config", {})).get("vocab_size")
     if not isinstance(vocab_size, int):

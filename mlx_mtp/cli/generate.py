@@ -88,10 +88,10 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
     if template:
         text = _conversation(tokenizer, text, flags)
     tokens = tokenizer.encode(text, add_special_tokens=not template)
+    if not tokens and template:
+        raise ValueError("the prompt is empty: the chat template makes nothing of it")
     if not tokens:
-        raise click.UsageError(
-            "the prompt is empty" + (": the chat template makes nothing of it" if template else "")
-        )
+        raise click.UsageError("the prompt is empty")
     return tokens
 
 

@@ -21,7 +21,7 @@ def parse_template_config(_ctx: click.Context, _param: click.Parameter, value: s
     """Callback: a JSON object of the chat template's variables."""
     try:
         parsed = json.loads(value or "{}")
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise click.BadParameter(f"not JSON: {e}") from None
     if not isinstance(parsed, dict):
         raise click.BadParameter(f"{value!r} is not a JSON object")
@@ -131,7 +131,7 @@ cache_file_option = click.option(
     help="What `mlx-mtp cache-prompt` has read: the message begins with it.",
 )
 memory_options = options(
-    click.option("--max-context", type=click.IntRange(1), help="Most tokens of prompt and answer together."),
+    click.option("--max-context", type=click.IntRange(1, 2**30), help="Most tokens of prompt and answer together."),
     click.option("--ignore-memory", is_flag=True, help="Load and generate even where there is not the memory."),
     click.option("--cache-limit", type=float, callback=check_size, help="Most GB of freed memory that MLX keeps."),
 )
@@ -177,7 +177,7 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
         from ..load import load, resolve
         from ..machine_memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
-    path = resolve(flags["model"] or demo_path())  # a download shows progress of its own
+    path = resolve(demo_path() if flags["model"] is None else flags["model"])  # a download shows progress of its own
     with loading(shown=shown):
         return _load(load, path, flags)
 
@@ -201,8 +201,16 @@ def _load(load: Any, path: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
         budget=_budget(flags),
     )
     for token in flags.get("extra_eos_token", ()):
-        tokenizer.add_eos_token(token)
+        _add_eos_token(tokenizer, token)
     return model, tokenizer
+
+
+def _add_eos_token(tokenizer: Any, token: str) -> None:
+    """Let a token that is given by name, or by number, end the text."""
+    try:
+        tokenizer.add_eos_token(token)
+    except ValueError:  # of mlx-lm, or of text that is no UTF-8
+        raise click.BadParameter(f"{token!r} is no token of this tokenizer", param_hint="--extra-eos-token") from None
 
 
 def _budget(flags: dict[str, Any]) -> Any:

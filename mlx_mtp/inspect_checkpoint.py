@@ -1,0 +1,250 @@
+"""What a checkpoint directory holds and whether it loads, from headers and the values of its norms alone.
+
+The verdict is the loader's own: the model is built as `load_model(lazy=True)` builds it, and no weight is read.
+"""
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from .checkpoint import TRUNK_FILES, Header, read_config, read_header, sidecar_files
+from .contents import Contents, ignored_by, missing_experts, relative
+from .drafter import is_drafter
+from .footprint import nbytes
+from .load import load_model, read_args
+from .models import find_port
+from .machine_memory import available
+from .memory import kv_bytes, largest_context, needs
+from .naming import expected
+from .norms import conventions, mean
+from .prompt_cache import make_prompt_cache
+from .report import Report, declared_heads, quantization
+
+LONG = 1 << 16  # positions: beyond every window, so that what keys and values still grow by is theirs
+MOST_NAMED = 1000  # experts, of which a file may claim any number
+EXPERTS = re.compile(r"\.(experts|switch_mlp|moe)\.(?!gate\.|router)")
+CONVERTED = re.compile(r"\.switch_mlp\.|\.scales$")  # what only MLX's checkpoints have
+WRITERS = {"pt": "as released", "mlx": "written by MLX, names as released"}  # by what a file's metadata says
+
+
+@dataclass(frozen=True)
+class Part:
+    """The target, its experts (of which the target's figures are, too) or the heads.
+
+    types: bytes in the files, by the type they are stored in ("BF16", "F8_E4M3", "U32", ...).
+    loaded: bytes in this machine's memory, quantization: in words, as loaded; None where it does not load.
+    """
+
+    tensors: int
+    types: Mapping[str, int]
+    loaded: int | None
+    quantization: str | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that this machine needs and has.
+
+    kv, head_kv: by which the target's and the heads' caches grow with 1,000 tokens; least: with a context of one.
+    available, limit: what there is, and what limits it. context: the most tokens that fit, 0 where nothing does.
+    """
+
+    kv: int
+    head_kv: int
+    least: int
+    available: int
+    limit: str
+    context: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The facts about a checkpoint; what cannot be told is None or empty, and `problems` says why.
+
+    depths: of MTP heads that were found; declared: by config.json. head_tensors: those found, missing: those not.
+    zero_centred: whether the norms of target and heads are stored so, norms: their layers' means as stored (None: not
+        a number); both only of families that may. longest: the context that the model was made for.
+    report: the loader's. warnings: what looks wrong to it; problems: why it does not load.
+    """
+
+    path: str
+    family: str | None
+    layers: int | None
+    layout: str
+    target: Part
+    experts: Part
+    heads: Part
+    depths: int
+    declared: int | None
+    head_tensors: tuple[str, ...]
+    missing: tuple[str, ...]
+    zero_centred: tuple[bool, bool] | None
+    norms: tuple[float | None, ...]
+    longest: int | None
+    report: Report | None
+    memory: Memory | None
+    warnings: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
+    """Look at a directory. What is wrong with it is not raised but told.
+
+    values: False where the files are headers only, so that there are no norms to look at.
+    """
+    tried = _Tried()
+    config: dict[str, Any] = tried(read_config, path) or {}
+    model, said = _loaded(tried, path)
+    header = _readable(tried, path)
+    port = find_port(config) if config else None
+    contents = tried(_sort, port, path, config, header) if port else None
+    contents = contents or Contents(header, {}, 0, "", (), None)  # type: ignore[arg-type] - no heads, no spec
+    centred = port.Model.ZERO_CENTRED if port and values else None
+    if model is None and is_drafter(path):
+        tried.problems.insert(0, f"{path}: a drafter, for --draft-model beside its target; not a model")
+    return Inspection(
+        path=str(path),
+        family=config.get("model_type"),
+        layers=_number(config, "num_hidden_layers"),
+        layout=_layout(path, header, contents.heads),
+        **_parts(contents, model),
+        depths=contents.depths,
+        declared=declared_heads(config),
+        head_tensors=tuple(sorted(contents.heads)),
+        missing=tuple(tried(_missing, port, path, config, contents) or ()) if contents.spec else (),
+        zero_centred=tried(conventions, centred, contents.trunk, contents.heads) if centred else None,
+        norms=tuple(_finite(mean(part)) for part in (contents.trunk, contents.heads) if part) if centred else (),
+        longest=_number(config, "max_position_embeddings"),
+        report=model.report() if model else None,
+        memory=tried(_memory, model, _number(config, "max_position_embeddings")) if model else None,
+        warnings=tuple(said),
+        problems=tuple(dict.fromkeys(tried.problems)),
+    )
+
+
+class _Tried:
+    """Calls functions, and keeps the first lines of what they raise."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def __call__(self, function: Callable, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as e:
+            reason = str(e).strip().partition("\n")[0]
+            self.problems.append(reason if isinstance(e, ValueError) and reason else f"{type(e).__name__}: {reason}")
+
+
+def _loaded(tried: _Tried, path: Path) -> tuple[Any, list[str]]:
+    """(the model with its weights left on disk, or None; what its loader warned of)"""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = tried(lambda: load_model(path, lazy=True, kernels="off"))
+    return model, [str(warning.message) for warning in said]
+
+
+def _readable(tried: _Tried, path: Path) -> Header:
+    """The tensors of all files that can be read, the sidecars' last."""
+    header: Header = {}
+    for file in dict.fromkeys([*sorted(path.glob(TRUNK_FILES)), *sidecar_files(path, None)]):
+        header |= tried(read_header, [file]) or {}
+    return header
+
+
+def _sort(port: ModuleType, path: Path, config: dict, header: Header) -> Contents:
+    """As the loader sorts, but whatever there is: depths may be missing."""
+    layers, spec = read_args(port, path, config).num_hidden_layers, port.Model.SPEC
+    used = {name: tensor for name, tensor in header.items() if ignored_by(port, name) is None}
+    places = {name: place for name in used if (place := spec.locate(name, layers))}
+    if spec.topology == "recycle":
+        places = {name: place for name, place in places.items() if place[0] == 0}
+    heads = {name: used[name] for name in places}
+    trunk = {name: tensor for name, tensor in used.items() if name not in heads}
+    spec = spec.resolve([inside for _, inside in places.values()])
+    return Contents(trunk, heads, len({depth for depth, _ in places.values()}), "", (), spec)
+
+
+def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> list[str]:
+    """Names of the tensors that the heads lack, or that all declared heads would have where there are none."""
+    depths = max(contents.depths, declared_heads(config) or 0)
+    if contents.spec.topology == "recycle":
+        depths = min(depths, 1)
+    model = port.Model(read_args(port, path, config), depths, contents.spec)
+    found = {parameter for name in contents.heads for parameter in model.renamed(name)}
+    parameters: Any = tree_flatten(model.parameters())
+    lacking = [p for p, _ in parameters if p.startswith("mtp.") and p not in found]
+    experts = [name for name, _, _ in islice(missing_experts(contents.heads), MOST_NAMED)]
+    return list(dict.fromkeys([*(name for _, name in expected(model, contents, path, lacking)), *experts]))
+
+
+def _layout(path: Path, header: Header, heads: Header) -> str:
+    """Who wrote the files, how many there are, and where the heads are."""
+    if not header:
+        return "no tensors"
+    trunk = {name: tensor for name, tensor in header.items() if name not in heads}
+    if any(CONVERTED.search(name) for name in trunk):
+        writer = "converted to MLX"
+    else:
+        writer = WRITERS.get(next((t.format for t in trunk.values() if t.format), ""), "names as released")
+    files = {tensor.file for tensor in header.values()}
+    apart = {t.file for t in heads.values()} - {t.file for t in trunk.values()}
+    text = f"{writer}, {len(files)} file{'s' * (len(files) > 1)}"
+    return text + (f", heads in {', '.join(sorted(relative(file, path) for file in apart))}" if apart else "")
+
+
+def _parts(contents: Contents, model: Any) -> dict[str, Part]:
+    """The target, its experts and the heads, by their names in Inspection."""
+    tensors = {
+        "target": contents.trunk,
+        "experts": {name: tensor for name, tensor in contents.trunk.items() if EXPERTS.search(name)},
+        "heads": contents.heads,
+    }
+    if model is None:
+        return {name: Part(len(part), _types(part), None, None) for name, part in tensors.items()}
+    report: Report = model.report()
+    experts = {
+        at: module
+        for at, module in model.named_modules()
+        if isinstance(module, SwitchLinear | QuantizedSwitchLinear) and not at.startswith("mtp.")
+    }
+    loaded = {
+        "target": (report.target_bytes, report.target_quantization),
+        "experts": (nbytes([m.parameters() for m in experts.values()]), quantization(experts) if experts else None),
+        "heads": (report.head_bytes, report.head_quantization if report.heads else None),
+    }
+    return {name: Part(len(part), _types(part), *loaded[name]) for name, part in tensors.items()}
+
+
+def _types(tensors: Header) -> dict[str, int]:
+    """Bytes in the files by type, the most first."""
+    types: dict[str, int] = {}
+    for tensor in tensors.values():
+        types[tensor.dtype] = types.get(tensor.dtype, 0) + tensor.nbytes
+    return dict(sorted(types.items(), key=lambda item: -item[1]))
+
+
+def _memory(model: Any, longest: int | None) -> Memory:
+    empty, room, least = make_prompt_cache(model), available(), needs(model, 1).total
+    short, long = kv_bytes(model, empty, LONG), kv_bytes(model, empty, 2 * LONG)
+    kv, head_kv = ((b - a) * 1000 // LONG for a, b in zip(short, long, strict=True))
+    context = largest_context(model, room.bytes) if least <= room.bytes else 0
+    return Memory(kv, head_kv, least, room.bytes, room.limit, min(context, longest or context))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(config: dict, name: str) -> int | None:
+    value = (config | config.get("text_config", {})).get(name)
+    return value if isinstance(value, int) else None

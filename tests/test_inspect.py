@@ -1,0 +1,310 @@
+"""`mlx-mtp inspect`: the facts are those of a load, none of it is read, and what is broken is said."""
+
+import http.server
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import damage
+import drafters
+import families
+import huggingface_hub.constants
+import mlx.core as mx
+import published
+import pytest
+import test_load
+import tiny
+from command_line import call
+
+import mlx_mtp
+from mlx_mtp.demo import demo_path
+from mlx_mtp.inspect_checkpoint import inspect_checkpoint
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory):
+    """kind -> (directory, its files)"""
+
+    def make(kind):
+        files = damage.build(kind, tmp_path_factory.mktemp("built"))
+        return damage.put(tmp_path_factory.mktemp("whole") / kind, files), files
+
+    return {kind: make(kind) for kind in ("step3p5", "sharded", "plain", "qwen3_5")}
+
+
+@pytest.mark.parametrize("kind", ["step3p5", "sharded", "plain", "qwen3_5"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_facts_are_a_loads(wholes, kind):
+    path, files = wholes[kind]
+    facts, report = inspect_checkpoint(path), mlx_mtp.load_model(path).report()
+    assert facts.problems == ()
+    assert (facts.family, facts.layers, facts.depths) == (report.family, report.layers, report.heads)
+    assert (facts.target.loaded, facts.heads.loaded) == (report.target_bytes, report.head_bytes)
+    assert facts.target.quantization == report.target_quantization
+    assert (facts.heads.quantization or "not quantized") == report.head_quantization
+    stored = [damage.unpack(content) for name, content in files.items() if name.endswith(".safetensors")]
+    assert facts.target.tensors + facts.heads.tensors == sum(map(len, stored))
+    sizes = {"F32": sum(len(data) for file in stored for _, _, data in file.values())}
+    assert {"F32": facts.target.types["F32"] + facts.heads.types.get("F32", 0)} == sizes
+
+
+def test_keys_and_values_by_hand(wholes):
+    """Bytes that 1,000 tokens add: keys and values of every head of each layer without a window, in float32."""
+    step, glm = (inspect_checkpoint(wholes[kind][0]).memory for kind in ("step3p5", "sharded"))
+    a_layer = 2 * 2 * 16 * 4 * 1000
+    assert (step.kv, step.head_kv) == (a_layer, 0)
+    assert (glm.kv, glm.head_kv) == (3 * a_layer, a_layer)
+    assert glm.context == 4096, "what the model was made for"
+    assert 0 < glm.least < 10**7 < glm.available
+
+
+def test_experts_and_quantization_per_part(tmp_path):
+    """4-bit experts and target, 8-bit routers, heads as they were."""
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "share_expert_dim")
+    config = {**test_load.CONFIG, **dict.fromkeys(sizes, 64)}
+    facts = inspect_checkpoint(test_load.converted(tmp_path, config, tiny.random_weights(config), bits=4))
+    assert facts.problems == ()
+    assert facts.layout == "converted to MLX, 2 files, heads in model-mtp.safetensors"
+    assert facts.experts.quantization == "4-bit affine g32 (9 modules)"
+    assert "8-bit affine g64 (3 modules)" in facts.target.quantization
+    assert facts.heads.quantization == "not quantized (float32)"
+    packed = 3 * 3 * 4 * 64 * 64 // 2  # three layers of three matrices of four experts, two values a byte
+    assert facts.experts.types == {"U32": packed, "F32": packed // 2}  # a scale and a bias for 32 values
+    assert facts.zero_centred == (False, False)
+
+
+def test_fp8_is_told(tmp_path):
+    path, weights, _ = families.build("deepseek_v3", tmp_path / "a")
+    stored = dict(weights)
+    for name in [name for name in weights if ".experts." in name]:
+        stored[name] = mx.to_fp8(weights[name])
+        stored[f"{name}_scale_inv"] = mx.ones((1, 1))
+    path = tiny.save(tmp_path / "b", json.loads((path / "config.json").read_text()), stored)
+    experts = inspect_checkpoint(path).experts
+    assert list(experts.types) == ["U8", "F32"]  # as MLX writes F8_E4M3
+    assert experts.loaded == 4 * experts.types["U8"]  # float32 on a CPU
+
+
+def test_text_and_json_say_the_same(wholes):
+    path, _ = wholes["sharded"]
+    text, facts = call("inspect", path), json.loads(call("inspect", "--json", path).stdout)
+    rows = dict(re.match(r"(.{10}) (.*)", line).groups() for line in text.stdout.splitlines())
+    assert rows["family    "] == f"{facts['family']}, {facts['layers']} layers"
+    assert rows["layout    "] == facts["layout"] == "as released, 3 files, heads in mtp.safetensors"
+    assert rows["MTP heads "] == "1 found, 1 declared; no tensor missing"
+    assert rows["target    "].endswith(facts["target"]["quantization"])
+    assert rows["fits      "] == "a context of 4,096 of 4,096 tokens"
+    assert (text.returncode, text.stderr, facts["problems"], facts["missing"]) == (0, "", [], [])
+    assert "shared_head.head" in " ".join(facts["head_tensors"])
+
+
+@pytest.mark.parametrize("file", ["step-3.5-flash", "glm-4.5-air", "qwen3.5-2b-mlx"])
+def test_hundreds_of_gigabytes_are_not_read(tmp_path, file):
+    """Sparse files of the published size; what is read shows in time, in memory and in blocks of the disk."""
+    found = published.read(next(f for f in published.FILES if f.stem == file))
+    published.write(tmp_path, found)
+    size = sum(f.stat().st_size for f in tmp_path.iterdir())
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before, begun = mx.get_active_memory(), time.process_time()
+    facts = inspect_checkpoint(tmp_path)
+    assert time.process_time() - begun < 15
+    assert mx.get_peak_memory() - before < 2e7
+    assert facts.problems == ()
+    assert sum(facts.target.types.values()) + sum(facts.heads.types.values()) <= size
+    assert sum(facts.target.types.values()) > (2e11 if file != "qwen3.5-2b-mlx" else 1e9)
+    assert len(facts.head_tensors) == len(found.heads()) == (facts.heads.tensors if facts.depths else 0)
+    if facts.memory.least > facts.memory.available:
+        assert facts.memory.context == 0
+
+
+@pytest.mark.parametrize("kind", ["step3p5", "deepseek_v3", "qwen3_5", "mimo_v2_flash", "nemotron_h"])
+def test_what_no_head_is_left_of_is_named(tmp_path, kind):
+    """All tensors of the heads, but for embeddings and LM heads that may be the target's; experts are one name."""
+    if kind == "step3p5":
+        config, weights = test_load.CONFIG, tiny.random_weights(test_load.CONFIG)
+        heads = test_load.head_names(weights)
+    else:
+        path, weights, _ = families.build(kind, tmp_path / "whole")
+        config, family = json.loads((path / "config.json").read_text()), families.FAMILIES[kind]
+        heads = set(family.heads(family.config))
+        config = {**config, "num_nextn_predict_layers": 3 if kind == "mimo_v2_flash" else 1}
+    path = tiny.save(tmp_path / "apart", config, {n: w for n, w in weights.items() if n not in heads})
+    facts = inspect_checkpoint(path)
+    named = {re.sub(r"\.experts\.\d+\.", ".experts.*.", n) for n in heads}
+    assert set(facts.missing) == {n for n in named if kind == "step3p5" or not re.search(r"embed_tok|_head\.head", n)}
+    assert (facts.problems, facts.depths) == ((), 0)
+    assert "no MTP heads found" in facts.warnings[0]
+
+
+def test_every_missing_tensor_is_named(wholes, tmp_path):
+    _, files = wholes["sharded"]
+    tensors = damage.unpack(files["mtp.safetensors"])
+    gone = [
+        "model.layers.3.eh_proj.weight",
+        "model.layers.3.mlp.experts.1.up_proj.weight",
+        "model.layers.3.enorm.weight",
+    ]
+    changed = {name: tensor for name, tensor in tensors.items() if name not in gone}
+    files = {**files, "mtp.safetensors": damage.pack(changed)}
+    del files[damage.INDEX]
+    result = call("inspect", damage.put(tmp_path / "c", files))
+    assert result.returncode == 1
+    row = next(line for line in result.stdout.splitlines() if line.startswith("missing"))
+    assert {name.strip() for name in row[11:].split(",")} == set(gone)
+    assert (
+        result.stderr
+        == f"error: {tmp_path}/c/mtp.safetensors: tensor {gone[1]} is missing; the rest of its layer needs it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "case", ["a head tensor is misshapen", "an unknown trunk tensor", "a whole depth is missing"]
+)
+def test_the_reason_is_the_loaders(tmp_path, case):
+    weights = tiny.random_weights(test_load.CONFIG)
+    test_load.DAMAGE[case][0](weights)
+    path = tiny.save(tmp_path, test_load.CONFIG, weights)
+    facts = inspect_checkpoint(path)
+    with pytest.raises(ValueError, match=test_load.DAMAGE[case][1]) as error:
+        mlx_mtp.load_model(path)
+    assert facts.problems[0] == str(error.value)
+    assert (facts.layers, facts.report, facts.memory, facts.target.loaded) == (4, None, None, None)
+    assert facts.target.tensors + facts.heads.tensors == len(weights)
+
+
+def test_what_can_be_said_of_broken_files(wholes, tmp_path):
+    _, files = wholes["sharded"]
+    broken = {
+        "config": {**files, "config.json": b"{"},
+        "sidecar": {**files, "mtp.safetensors": files["mtp.safetensors"][:-1]},
+        "shard": {**files, "model-00002-of-00002.safetensors": b""},
+        "outside": {**files, damage.INDEX: b'{"weight_map": {"x": "../../x.safetensors"}}'},
+        "nothing": {},
+    }
+    said = {}
+    for name, content in broken.items():
+        result = call("inspect", "--json", damage.put(tmp_path / name, content))
+        assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+        said[name] = json.loads(result.stdout)
+        assert result.stderr == f"error: {said[name]['problems'][0]}\n"
+    assert [said[n]["family"] for n in said] == [None, "glm4_moe", "glm4_moe", "glm4_moe", None]
+    whole = inspect_checkpoint(wholes["sharded"][0])
+    assert said["config"]["target"]["tensors"] == whole.target.tensors + whole.heads.tensors
+    assert (said["sidecar"]["depths"], said["sidecar"]["target"]["tensors"]) == (0, whole.target.tensors)
+    assert 0 < said["shard"]["target"]["tensors"] < whole.target.tensors
+    assert "'../../x.safetensors' is no file of this directory" in said["outside"]["problems"][0]
+    assert said["outside"]["depths"] == 1
+
+
+def test_heads_in_the_other_convention_are_warned_of(tmp_path):
+    """Heads that were shifted twice, from the values of the norms alone."""
+    weights = tiny.random_weights(test_load.CONFIG)
+    path = test_load.converted(tmp_path, test_load.CONFIG, weights)
+    facts = inspect_checkpoint(path)
+    assert (facts.warnings, facts.zero_centred) == ((), (False, False))
+    assert [round(mean) for mean in facts.norms] == [1, 1]
+    heads = {
+        n: w + 2 if n.endswith("norm.weight") else w for n, w in weights.items() if n in test_load.head_names(weights)
+    }
+    mx.save_safetensors(str(path / "model-mtp.safetensors"), heads, {"format": "mlx"})
+    result = call("inspect", path)
+    assert result.returncode == 0
+    assert re.search(
+        r"warning .*model-mtp.safetensors: 4 norms of MTP depth 0 .* they look shifted twice", result.stdout
+    )
+    assert (
+        re.search(r"norms +stored as they are used \(their means: 1.\d\d, 2.\d\d\)", result.stdout)
+        or "1." in result.stdout
+    )
+
+
+def test_a_drafter_is_told_from_a_model(tmp_path):
+    path = tiny.save(tmp_path, drafters.CONFIG, drafters.weights(drafters.CONFIG, families.H))
+    result = call("inspect", path)
+    assert result.returncode == 1
+    assert result.stderr == f"error: {path}: a drafter, for --draft-model beside its target; not a model\n"
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub of one repository, the demo, that also lists files which are none of a checkpoint's."""
+
+    protocol_version = "HTTP/1.1"
+    served: list[tuple[str, int]] = []  # noqa: RUF012 - of the one server there is
+
+    def do_HEAD(self):
+        self.do_GET(body=False)
+
+    def do_GET(self, body=True):
+        content, code, headers = b"", 404, {}
+        if self.path.startswith("/api/models/some/demo"):
+            names = [*(file.name for file in demo_path().iterdir()), "mtp/../../x.safetensors", "../config.json"]
+            files = [{"rfilename": name} for name in names]
+            content, code = json.dumps({"id": "some/demo", "sha": "a" * 40, "siblings": files}).encode(), 200
+        elif match := re.fullmatch(rf"/some/demo/resolve/{'a' * 40}/([\w.]+)", self.path):
+            content, code = (demo_path() / match[1]).read_bytes(), 200
+            headers = {"etag": f'"{match[1]}"', "x-repo-commit": "a" * 40}
+            if wanted := re.match(r"bytes=(\d+)-(\d+)", self.headers.get("range", "")):
+                content, code = content[int(wanted[1]) : int(wanted[2]) + 1], 206
+        self.send_response(code)
+        for name, value in {**headers, "content-length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.served.append((self.path, len(content)))
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        for name, value in (
+            ("ENDPOINT", here),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", here + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("HF_HUB_CACHE", str(tmp_path / "cache")),
+            ("HF_HUB_OFFLINE", False),
+        ):
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        Hub.served.clear()
+        yield
+        server.shutdown()
+
+
+def test_a_repository_is_inspected_without_its_weights(hub, tmp_path):
+    result = call("inspect", "--json", "some/demo")
+    assert (result.returncode, result.stderr) == (0, "")
+    there, here = json.loads(result.stdout), json.loads(call("inspect", "--json", demo_path()).stdout)
+    told_by_values = ("path", "norms", "zero_centred")
+    for fact in here.keys() - {*told_by_values, "memory", "report"}:
+        assert there[fact] == here[fact], fact
+    assert (there["path"], there["norms"], there["zero_centred"]) == ("some/demo", [], None)
+    assert sum(size for _, size in Hub.served) < 200_000 < (demo_path() / "model.safetensors").stat().st_size
+    assert not any("x.safetensors" in path or ".." in path for path, _ in Hub.served)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cache"]
+
+
+def test_what_is_not_on_the_hub_is_refused(hub):
+    result = call("inspect", "some/other")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: some/other: no such directory, and no headers from the hub: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_repository_that_was_downloaded_is_read_there(hub, monkeypatch, tmp_path):
+    snapshot = tmp_path / "cache" / "models--some--demo" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    for file in demo_path().iterdir():
+        (snapshot / file.name).symlink_to(file)
+    refs = Path(snapshot.parents[1] / "refs")
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    facts = json.loads(call("inspect", "--json", "some/demo").stdout)
+    assert len(facts["norms"]) == 2
+    assert not Hub.served
