@@ -16,15 +16,20 @@ SIDECAR_FILES = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors
 DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken", TRUNK_FILES, *SIDECAR_FILES)
 FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
 FP8_BLOCK = 128
+CONVERTED = {"format": "mlx", "norms": "converted"}  # metadata of files that `mlx-mtp convert` writes
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One entry of a safetensors header; `format` is the file's metadata entry ("pt", "mlx") or None."""
+    """One entry of a safetensors header; `format` is the file's metadata entry ("pt", "mlx") or None.
+
+    converted: no norm in the file is zero-centred, says its metadata.
+    """
 
     file: Path
     shape: tuple[int, ...]
     format: str | None
+    converted: bool
 
 
 Header = dict[str, Tensor]
@@ -69,9 +74,10 @@ def read_header(files: Iterable[Path]) -> Header:
     for file in files:
         try:
             with safe_open(file, "numpy") as f:
-                format = (f.metadata() or {}).get("format")
+                metadata = f.metadata() or {}
+                said = metadata.get("format"), metadata.get("norms") == CONVERTED["norms"]
                 for name in f.keys():  # noqa: SIM118 - safe_open is not iterable
-                    header[name] = Tensor(file, tuple(f.get_slice(name).get_shape()), format)
+                    header[name] = Tensor(file, tuple(f.get_slice(name).get_shape()), *said)
         except (SafetensorError, OSError) as e:
             raise ValueError(f"{file}: truncated or damaged ({e})") from None
     return header

@@ -48,6 +48,18 @@ class Contents:
     ignored: tuple[str, ...]
     spec: MTPSpec
 
+    def overrides(self, config: dict) -> dict[str, Any]:
+        """What of config.json mlx-lm shall read otherwise: how a head is quantized is read off its tensors' shapes."""
+        found: dict[str, Any] = {}
+        stored = (config | config.get("text_config", {})).get("quantization_config") or {}
+        if stored.get("format") == "float-quantized":
+            found["quantization_config"] = {}  # mlx-lm refuses what `dequantized` deals with
+        if isinstance(listed := config.get("quantization"), dict):  # of heads that others may have replaced
+            found["quantization"] = {path: value for path, value in listed.items() if not path.startswith("mtp.")}
+        elif listed is None and any(name.endswith(".scales") for name in self.heads):
+            found["quantization"] = {"group_size": 64, "bits": 4}
+        return found
+
 
 def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) -> Contents:
     """Sort every tensor of the checkpoint; one that belongs nowhere is an error."""

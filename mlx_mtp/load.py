@@ -4,7 +4,6 @@ mlx-lm's `load_model` does the trunk and all quantization formats; here: finding
 and errors that name what is wrong.
 """
 
-import importlib
 import re
 import warnings
 from collections.abc import Sequence
@@ -27,14 +26,12 @@ from .contents import Contents, Drafting, only, sort_tensors
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .drafter import attach_drafter
-from .models import DRAFTERS
+from .models import find_port, port_names
 from .norms import conventions, warn_of_unusual
 from .plain import load_plain
 from .report import after_reducing, make_report
 from .switch import switch_on
 from .trial import requested
-
-NO_PORTS = ("__init__", *DRAFTERS)
 
 
 def load(
@@ -121,26 +118,24 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
 
 def _load(path: Path, drafting: Drafting, *, lazy: bool) -> Any:
     config = read_config(path)
-    known = sorted(p.stem for p in (Path(__file__).parent / "models").glob("*.py") if p.stem not in NO_PORTS)
-    model_type = mlx_lm_utils.MODEL_REMAPPING.get(config["model_type"], config["model_type"])
     drafting.check()
-    if model_type not in known:
-        return _load_plain(path, config, drafting, lazy=lazy, ports=", ".join(known))
-    port = importlib.import_module(f".models.{model_type}", __package__)
+    port = find_port(config)
+    if port is None:
+        return _load_plain(path, config, drafting, lazy=lazy)
     model = _load_port(port, path, config, drafting, lazy=lazy)
     if drafting.heads and not model.mtp:
         warnings.warn(f"{path}: no MTP heads found ({model.report().source}); decoding plainly", stacklevel=4)
     return model
 
 
-def _load_plain(path: Path, config: dict, drafting: Drafting, *, lazy: bool, ports: str) -> Any:
+def _load_plain(path: Path, config: dict, drafting: Drafting, *, lazy: bool) -> Any:
     """A family without a port: mlx-lm's own model, and a warning that nothing is drafted."""
-    name = config["model_type"]
+    name, known = config["model_type"], ", ".join(port_names())
     for option in ("draft_model", "mtp_path", "mtp_overrides"):
         if value := getattr(drafting, option):
-            raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; ports are {ports}")
+            raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; ports are {known}")
     try:
-        model, ignored = load_plain(path, config, lazy=lazy, ports=ports)
+        model, ignored = load_plain(path, config, lazy=lazy, ports=known)
     except Exception as e:
         if isinstance(e, ValueError) and "\n" not in str(e):
             raise
@@ -153,7 +148,12 @@ def _load_plain(path: Path, config: dict, drafting: Drafting, *, lazy: bool, por
     return model
 
 
-def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *, lazy: bool) -> Any:
+def read_port(
+    port: ModuleType, path: Path, config: dict, drafting: Drafting
+) -> tuple[Any, Contents, tuple[bool, bool]]:
+    """(the model with parameters that are read and computed when they are used, what the checkpoint holds, whether
+    the trunk's norms and the heads' were stored zero-centred). Raises ValueError.
+    """
     args = _args(port, path, config)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     spec = contents.spec
@@ -170,12 +170,8 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
         model.load_weights = partial(_load_checked, model, contents, path)
         return model
 
-    overrides: dict[str, Any] = {}
-    if ((config | config.get("text_config", {})).get("quantization_config") or {}).get("format") == "float-quantized":
-        overrides["quantization_config"] = {}  # mlx-lm refuses what `dequantized` has already dealt with
-    if "quantization" not in config and any(name.endswith(".scales") for name in contents.heads):
-        overrides["quantization"] = {"group_size": 64, "bits": 4}  # each module's own are read off its shapes
     classes: Any = (build, port.ModelArgs)
+    overrides = contents.overrides(config)
     try:
         model, _ = mlx_lm_utils.load_model(
             path, lazy=True, strict=False, model_config=overrides, get_model_classes=lambda config: classes
@@ -185,19 +181,23 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
             raise
         raise ValueError(f"{path}: cannot be loaded ({_line(e)})") from e
     del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
+    return model, contents, (raw, raw_heads)
+
+
+def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *, lazy: bool) -> Any:
+    model, contents, raw = read_port(port, path, config, drafting)
     expanded = _expand_experts(model)
     if not lazy:
         mx.eval(model.parameters())
         _check_heads(model, contents)
         _tie(model)
-        if port.Model.ZERO_CENTRED is not None:
-            warn_of_unusual(model, raw, raw_heads, partial(_origin, model, contents))
+        check_norms(model, contents, raw)
     source, ignored = contents.source, contents.ignored
     if drafting.draft_model is not None:
         source, unused = attach_drafter(model, drafting.draft_model, drafting.mtp_overrides)
         _tie(model)
         ignored += unused
-    shifted = raw_heads if contents.depths else raw
+    shifted = raw[bool(contents.depths)]
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
     facts = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
     model.report = lambda: facts
@@ -205,6 +205,12 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {facts.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
     return model
+
+
+def check_norms(model: Any, contents: Contents, raw: tuple[bool, bool]) -> None:
+    """Warn of norms that look unshifted, shifted twice, or of two conventions."""
+    if model.ZERO_CENTRED is not None:
+        warn_of_unusual(model, *raw, partial(_origin, model, contents))
 
 
 def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:

@@ -53,9 +53,8 @@ class MTPSpec:
         """In words, where a checkpoint has its heads."""
         if self.numbered == "trunk":
             return f"from layer {num_hidden_layers} on"
-        name = self.prefix.replace(r"\.", ".").replace(r"(\d+)", "#")
         made_of = ", ".join(stored for stored, _ in self.tensors)
-        return "under " + re.sub(r"\(\?:[^()]*\)\*|\(\?:|\)\??", "", name) + f" made of {made_of}"
+        return f"under {self._prefix('#')} made of {made_of}"
 
     def stored(self, path: str) -> str | None:
         """A checkpoint's own name, without prefix, of the tensor at `path` inside a head."""
@@ -63,6 +62,16 @@ class MTPSpec:
             if path == inside or path.startswith(f"{inside}."):
                 return stored + path[len(inside) :]
         return None
+
+    def name(self, depth: int, path: str, num_hidden_layers: int) -> str:
+        """What `locate` finds at (depth, path): the usual one of the names that it knows."""
+        first = num_hidden_layers if self.numbered == "trunk" else 0
+        return f"{self._prefix(str(first + depth))}{self.stored(path)}"
+
+    def _prefix(self, number: str) -> str:
+        """The prefix without what it leaves to choice, but for a whole one that may be left out."""
+        usual = re.sub(r"\(\?:[^()]*\)[*?]", "", self.prefix.replace(r"(\d+)", number))
+        return re.sub(r"\(\?:|\)\?", "", usual).replace(r"\.", ".")
 
     def resolve(self, paths: Collection[str]) -> "MTPSpec":
         """What "shared_or_own" means for a checkpoint whose head tensors have these paths."""

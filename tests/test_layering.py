@@ -57,6 +57,12 @@ ALLOWED = {
         *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "norms", "plain", "report"),
         *("switch", "trial"),
     },
+    "quantization": set(),
+    "tensor_file": set(),
+    "unfinished": set(),
+    "convert": {
+        *("checkpoint", "contents", "load", "models", "quantization", "report", "spec", "tensor_file", "unfinished"),
+    },
     "planning": {
         *("compile_choice", "compiled", "controller", "cost_memory", "costs", "plain_cache", "prompt_cache"),
         "sampling",
@@ -70,8 +76,8 @@ ALLOWED = {
         *("prompt_cache", "report", "sampling", "sites", "spec", "stats", "switch", "trial", "trial_run"),
     },
     "cli": {
-        *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "kernels", "load"),
-        *("prompt_cache", "session", "stats"),
+        *("__init__", "bench", "checkpoint", "convert", "demo", "draft_vocab", "emulator", "generate", "kernels"),
+        *("load", "prompt_cache", "session", "stats"),
     },
     "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
     "__main__": {"cli"},

@@ -11,6 +11,7 @@ import click
 
 from .. import __version__
 from .chat import chat
+from .convert import convert
 from .draft_vocab import draft_vocab
 from .emulate import emulate
 from .generate import generate
@@ -94,5 +95,6 @@ def main(ctx: click.Context) -> None:
 
 main.add_command(generate)
 main.add_command(chat)
+main.add_command(convert)
 main.add_command(draft_vocab)
 main.add_command(emulate)

@@ -25,4 +25,21 @@ A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, 
 num_hidden_layers, overrides)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED; see `drafter.py`.
 """
 
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+from mlx_lm.utils import MODEL_REMAPPING
+
 DRAFTERS = ("eagle3",)
+
+
+def port_names() -> list[str]:
+    """Every model_type that has a port."""
+    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", *DRAFTERS))
+
+
+def find_port(config: dict) -> ModuleType | None:
+    """The port of a config.json's model_type, or of the one that mlx-lm takes it for; None where there is none."""
+    model_type = MODEL_REMAPPING.get(config["model_type"], config["model_type"])
+    return importlib.import_module(f".{model_type}", __package__) if model_type in port_names() else None
