@@ -49,7 +49,7 @@ class Contents:
     spec: MTPSpec
 
     def overrides(self, config: dict) -> dict[str, Any]:
-        """What of config.json mlx-lm shall read otherwise: how a head is quantized is read off its tensors' shapes."""
+        """What of config.json mlx-lm shall read otherwise: a head's quantization is read off its tensors' shapes."""
         found: dict[str, Any] = {}
         stored = (config | config.get("text_config", {})).get("quantization_config") or {}
         if stored.get("format") == "float-quantized":

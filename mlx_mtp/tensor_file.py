@@ -54,13 +54,13 @@ def file_size(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> int:
     return len(header(tensors, metadata)) + sum(w.nbytes for w in tensors.values())
 
 
-def write(file: Path, tensors: Tensors, metadata: dict[str, str], check: Callable[[str, mx.array], None]) -> None:
-    """Write a file and empty `tensors`; `check` is called with each one's name and itself before it is written."""
+def write(file: Path, tensors: Tensors, metadata: dict[str, str], compute: Callable[[str, mx.array], None]) -> None:
+    """Write a file and empty `tensors`; `compute` is called with each one's name and itself before it is written."""
     with file.open("wb") as f:
         f.write(header(tensors, metadata))
         for name in list(tensors):
             w = tensors.pop(name)
-            check(name, w)
+            compute(name, w)
             f.write(_raw(w))
             del w
             mx.clear_cache()

@@ -57,12 +57,11 @@ ALLOWED = {
         *("agreement", "checkpoint", "contents", "draft_vocab", "drafter", "models", "norms", "plain", "report"),
         *("switch", "trial"),
     },
-    "quantization": set(),
+    "precision": set(),
     "tensor_file": set(),
     "unfinished": set(),
-    "convert": {
-        *("checkpoint", "contents", "load", "models", "quantization", "report", "spec", "tensor_file", "unfinished"),
-    },
+    "source": {"checkpoint", "contents", "load", "models", "precision", "report"},
+    "convert": {"checkpoint", "precision", "report", "source", "tensor_file", "unfinished"},
     "planning": {
         *("compile_choice", "compiled", "controller", "cost_memory", "costs", "plain_cache", "prompt_cache"),
         "sampling",
