@@ -2,8 +2,8 @@
 
     python bench/convert_memory.py [--megabytes 1500] [--shard 50] [--experts 32] [--fp8] [--out FILE]
 
-A GLM-4.5 of small layers with numbered experts is written, converted in 16, 8 and 4 bits, each in a process of its own,
-and deleted. Shown are MLX's peak and what the process's resident memory grew by after its imports, beside the largest
+A GLM-4.5 of small layers with numbered experts is written, converted in 16, 8 and 4 bits by a process each, and
+deleted. Shown are MLX's peak and what the process's resident memory grew by after its imports, beside the largest
 expert stack: what a conversion has to hold at the least. The last line is one JSON object with the raw counts.
 """
 

@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.filesize import decimal
+
 SUFFIX = ".partial"
 NOTE = "unfinished.txt"
 TEXT = "What `mlx-mtp convert` has not finished; delete it, or run the same command again.\n"
@@ -21,7 +23,7 @@ def check_free(path: Path, needed: int) -> None:
     above = next(folder for folder in path.parents if folder.exists())
     free = shutil.disk_usage(above).free
     if free < needed:
-        raise ValueError(f"{path}: needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there")
+        raise ValueError(f"{path}: needs {decimal(needed)}, and {decimal(free)} are free there")
 
 
 def check_new(path: Path) -> None:

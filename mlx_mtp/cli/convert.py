@@ -1,16 +1,12 @@
 """`mlx-mtp convert`: a hub checkpoint for MLX, with its heads, or its heads alone."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .options import BITS, options
-from .progress import loading, shows_progress
 
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 GROUPS = click.Choice(["32", "64", "128"])
@@ -72,6 +68,8 @@ def convert(**flags: Any) -> None:
     largest tensor; what is interrupted leaves nothing that looks finished.
     """
     _check(flags)
+    from .progress import loading, shows_progress
+
     shown = shows_progress(quiet=False)
     with loading(shown=shown):
         from ..convert import convert as convert_all
@@ -87,7 +85,7 @@ def convert(**flags: Any) -> None:
             names = ("quantize", "quant_predicate", "dequantize", "mtp_layout")
             kept |= {name: flags[name] for name in names} | {"q_mode": flags["q_mode"] or "affine"}
             done = convert_all(flags["hf_path"], flags["mlx_path"] or "mlx_model", **given, **kept)
-    click.echo(f"{os.path.relpath(done.path)}: {done.nbytes / 1e9:.2f} GB")
+    click.echo(f"wrote      {done.path}")
     click.echo(str(done.report))
 
 
@@ -112,6 +110,9 @@ def _bar(*, shown: bool) -> Iterator[Any]:
     if not shown:
         yield None
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = TextColumn("Converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
