@@ -110,6 +110,9 @@ def convert_alone(source: str, kind: str, shard: int) -> None:
 @click.option("--megabytes", default=1500, show_default=True, help="Of the checkpoint.")
 @click.option("--shard", default=50, show_default=True, help="Megabytes of a file, read and written.")
 @click.option("--experts", default=32, show_default=True, help="Of a layer.")
+@click.option(
+    "--target", "targets", type=click.Choice(list(KINDS)), multiple=True, help="Repeatable.  [default: all]"
+)
 @click.option("--fp8", is_flag=True, help="Experts in 8-bit floats with scales per block.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the JSON there too.")
 @click.option("--alone", nargs=2, hidden=True)
@@ -123,7 +126,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         total, stack = write_checkpoint(source, megabytes, shard, experts, fp8=fp8)
-        for kind in KINDS:
+        for kind in targets or KINDS:
             command = [sys.executable, __file__, "--shard", str(shard), "--alone", str(source), kind]
             run = subprocess.run(command, check=True, capture_output=True, text=True)
             found[kind] = json.loads(run.stdout.splitlines()[-1])

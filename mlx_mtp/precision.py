@@ -82,13 +82,11 @@ class Precision:
             _cast(model, getattr(mx, dtype))
         if self.dequantize:
             _dequantize(model)
-        before = ", ".join(sorted({str(form) for form in formats(model).values()})) or "of sizes that no group fits"
+        before = formats(model)
         if self.target and not self._quantize_target(model, self.target):
-            raise ValueError(f"quantize=True: the target has nothing left to quantize, it is {before}")
+            raise ValueError(f"quantize=True: {_nothing_left(before, heads=False)}")
         if self.heads and not _quantize_heads(model, self.heads) and self.heads_named:
-            raise ValueError(
-                f"mtp_q_bits={self.heads.bits}: the heads have nothing left to quantize, they are {before}"
-            )
+            raise ValueError(f"mtp_q_bits={self.heads.bits}: {_nothing_left(before, heads=True)}")
 
     def _quantize_target(self, model: Any, form: Format) -> int:
         """Quantize what mlx-lm would, with the family's exceptions or by the recipe; how many modules."""
@@ -150,6 +148,12 @@ def listed(model: nn.Module) -> dict[str, Any] | None:
         return None
     usual = target.most_common(1)[0][0]
     return asdict(usual) | {path: asdict(form) for path, form in found.items() if form != usual}
+
+
+def _nothing_left(found: dict[str, Format], *, heads: bool) -> str:
+    kinds = sorted({str(form) for path, form in found.items() if path.startswith("mtp.") == heads})
+    state = f"already {', '.join(kinds)}" if kinds else "not in rows of whole groups"
+    return f"nothing left to quantize in {'the heads' if heads else 'the target'}, whose matrices are {state}"
 
 
 def _quantize_heads(model: Any, form: Format) -> int:

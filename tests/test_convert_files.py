@@ -10,18 +10,22 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import families
 import mlx.core as mx
+import published
 import pytest
 import tiny
 from command_line import call, run
+from mlx.utils import tree_flatten
 from safetensors import safe_open
 
 import mlx_mtp
 from mlx_mtp import tensor_file, unfinished
 from mlx_mtp.convert import convert, extract_heads
 from mlx_mtp.demo import demo_path
+from mlx_mtp.source import open_source
 
 SHARD = 20_000
 
@@ -317,3 +321,47 @@ def test_flags_that_are_refused(tmp_path, monkeypatch, flags, words):
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
     assert left(tmp_path) == ["mine"]
+
+
+RELEASED = ("deepseek-v3", "glm-4.6", "qwen3.6-35b-a3b", "nemotron-3-super", "step-3.5-flash", "mimo-v2-flash")
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_names_are_found_again(tmp_path, name):
+    """Of released checkpoints' tensors, four experts a layer: what they are called afterwards is one model, too."""
+    file = next(file for file in published.FILES if file.stem == name)
+    source = open_source(published.write(tmp_path, published.read(file).with_experts(4)))
+    model, layers = source.model, source.model.args.num_hidden_layers
+    trunk, heads = source.tensors()
+    places = {stored: model.spec.locate(stored, layers) for stored in heads}
+    assert {f"mtp.{depth}.{path}" for depth, path in places.values()} == {
+        path for path, _ in tree_flatten(model.parameters()) if path.startswith("mtp.")
+    }
+    assert not any(model.spec.locate(stored, layers) for stored in trunk)
+    for stored in trunk | heads:
+        path = "mtp.{}.{}".format(*places[stored]) if stored in heads else stored
+        assert model.renamed(stored) == [path]
+    assert model.BASE.sanitize(model, trunk | heads).keys() == trunk.keys()  # mlx-lm leaves such heads out
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_stack_not_of_the_model(tmp_path):
+    """Of 29 layers' experts, one projection's at a time: what they are stacked from, and what becomes of them."""
+    flags = [
+        "--megabytes",
+        "100",
+        "--shard",
+        "4",
+        "--experts",
+        "8",
+        "--target",
+        "4 bits",
+        "--out",
+        tmp_path / "found",
+    ]
+    bench = Path(__file__).parents[1] / "bench" / "convert_memory.py"
+    subprocess.run([sys.executable, bench, *flags], check=True, capture_output=True)
+    counts = json.loads((tmp_path / "found").read_text())
+    assert counts["total"] > 25 * counts["stack"] > 25 * counts["shard"]
+    assert counts["found"]["4 bits"]["mlx_peak"] < 3.5 * counts["stack"]
+    assert counts["found"]["4 bits"]["resident"] < counts["total"] / 4
