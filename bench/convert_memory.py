@@ -10,6 +10,7 @@ expert stack: what a conversion has to hold at the least. The last line is one J
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -110,14 +111,18 @@ def convert_alone(source: str, kind: str, shard: int) -> None:
 @click.option("--megabytes", default=1500, show_default=True, help="Of the checkpoint.")
 @click.option("--shard", default=50, show_default=True, help="Megabytes of a file, read and written.")
 @click.option("--experts", default=32, show_default=True, help="Of a layer.")
-@click.option(
-    "--target", "targets", type=click.Choice(list(KINDS)), multiple=True, help="Repeatable.  [default: all]"
-)
+@click.option("--target", "targets", type=click.Choice(list(KINDS)), multiple=True, help="Bits.  [default: all]")
 @click.option("--fp8", is_flag=True, help="Experts in 8-bit floats with scales per block.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the JSON there too.")
 @click.option("--alone", nargs=2, hidden=True)
 def main(
-    megabytes: int, shard: int, experts: int, fp8: bool, out: Path | None, alone: tuple[str, str] | None
+    megabytes: int,
+    shard: int,
+    experts: int,
+    targets: tuple[str, ...],
+    fp8: bool,
+    out: Path | None,
+    alone: tuple[str, str] | None,
 ) -> None:
     """Memory that converting takes."""
     if alone is not None:
@@ -130,9 +135,7 @@ def main(
             command = [sys.executable, __file__, "--shard", str(shard), "--alone", str(source), kind]
             run = subprocess.run(command, check=True, capture_output=True, text=True)
             found[kind] = json.loads(run.stdout.splitlines()[-1])
-            for file in (converted := Path(f"{source}-converted")).iterdir():
-                file.unlink()
-            converted.rmdir()
+            shutil.rmtree(f"{source}-converted")
     table = Table("target", "written", "MLX's peak", "resident memory grew by", "expert stacks in it")
     for kind, counts in found.items():
         sizes = (f"{counts[name] / 1e6:.0f} MB" for name in ("written", "mlx_peak", "resident"))
