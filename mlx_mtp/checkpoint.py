@@ -1,7 +1,7 @@
 """What a checkpoint directory holds, from file headers alone: tensors, their files, where the heads are."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from mlx_lm.utils import load_config
 from safetensors import SafetensorError, safe_open
 
 TRUNK_FILES = "model*.safetensors"
+INDEX = "model.safetensors.index.json"
 SIDECAR_FILES = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
 DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken", TRUNK_FILES, *SIDECAR_FILES)
 FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
@@ -35,15 +36,15 @@ class Tensor:
 Header = dict[str, Tensor]
 
 
-def resolve(path_or_repo: str | Path, revision: str | None = None) -> Path:
-    """The local directory of a checkpoint, downloaded from the Hugging Face hub where it is not a path."""
+def resolve(path_or_repo: str | Path, revision: str | None = None, *, files: Collection[str] = DOWNLOADED) -> Path:
+    """The local directory of a checkpoint; where it is no path, its `files` are downloaded from the hub."""
     path = Path(path_or_repo).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise ValueError(f"{path}: not a directory; a checkpoint is a directory with config.json")
     try:
-        return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(DOWNLOADED)))
+        return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(files)))
     except Exception as e:
         reason = str(e).strip().partition("\n")[0] or type(e).__name__
         raise ValueError(f"{path_or_repo}: no such directory, and not on the hub: {reason}") from e
@@ -83,24 +84,31 @@ def read_header(files: Iterable[Path]) -> Header:
     return header
 
 
-def trunk_header(path: Path) -> Header:
-    """The tensors of `model*.safetensors`, checked against the shard index where there is one."""
+def trunk_header(path: Path, *, whole: bool = True) -> Header:
+    """The tensors of `model*.safetensors`, checked against the shard index where there is one and `whole` is."""
     files = sorted(path.glob(TRUNK_FILES))
+    if not whole:
+        return read_header(files)
     if not files:
         raise ValueError(f"{path}: no {TRUNK_FILES} in it")
     header = read_header(files)
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            listed = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as e:
-            raise ValueError(f"{index}: damaged ({e})") from None
-        for name, file in listed.items():
-            if not (path / file).exists():
-                raise ValueError(f"{path / file}: missing; {index.name} expects tensor {name} in it")
-            if name not in header and (path / file) in files:
-                raise ValueError(f"{path / file}: tensor {name} is missing; {index.name} expects it there")
+    for name, file in read_index(path).items():
+        if not (path / file).exists():
+            raise ValueError(f"{path / file}: missing; {INDEX} expects tensor {name} in it")
+        if name not in header and (path / file) in files:
+            raise ValueError(f"{path / file}: tensor {name} is missing; {INDEX} expects it there")
     return header
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor as the shard index has it; empty where there is none."""
+    index = path / INDEX
+    if not index.exists():
+        return {}
+    try:
+        return json.loads(index.read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError, TypeError) as e:
+        raise ValueError(f"{index}: damaged ({e})") from None
 
 
 def sidecar_files(path: Path, mtp_path: str | Path | None) -> list[Path]:

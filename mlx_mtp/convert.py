@@ -17,13 +17,12 @@ import mlx.core as mx
 from mlx_lm.utils import get_total_parameters, save_config
 
 from . import tensor_file, unfinished
-from .checkpoint import CONVERTED, resolve
+from .checkpoint import CONVERTED, INDEX, SIDECAR_FILES, resolve
 from .precision import choose
 from .report import Report
-from .source import Source, Tensors, open_source
+from .source import Source, Tensors, files_of_heads, open_source
 
 SIDECAR = "mtp.safetensors"
-INDEX = "model.safetensors.index.json"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.py", "LICENSE*")
 NOT_COPIED = re.compile(r"config\.json|.*\.safetensors\.index\.json|.*quant\w*_config\.json")
 Progress = Callable[[int, int], None]
@@ -113,7 +112,8 @@ def extract_heads(
 ) -> Converted:
     """Write a checkpoint's heads alone to the new file `mtp_path`, or as `mtp.safetensors` to that directory.
 
-    Beside any conversion of the same model `load` finds them there; elsewhere they are its `mtp_path`.
+    Beside any conversion of the same model `load` finds them there; elsewhere they are its `mtp_path`. Of a hub
+    repository only the files that hold them are downloaded, and a directory need not have the others.
     mtp_q_bits: None leaves them as they are. The rest is as `convert` has it. Raises ValueError.
     """
     precision = choose(mtp_q_group_size=mtp_q_group_size, mtp_q_bits=mtp_q_bits, dtype=dtype)
@@ -123,7 +123,9 @@ def extract_heads(
         raise ValueError(f"mtp_path={mtp_path}: allowed are a directory that is there, or a new file *.safetensors")
     if new.exists():
         raise ValueError(f"{new}: already there; name a new file, or delete it")
-    source = open_source(resolve(hf_path, revision))
+    path = resolve(hf_path, revision, files=("*.json", *SIDECAR_FILES))
+    path = resolve(hf_path, revision, files=("*.json", *SIDECAR_FILES, *files_of_heads(path)))
+    source = open_source(path, alone=True)
     if not source.model.mtp:
         raise ValueError(f"{source.path}: no MTP heads found ({source.contents.source})")
     source.prepare(precision)

@@ -154,10 +154,10 @@ def read_port(
     """(the model with parameters that are read and computed when they are used, what the checkpoint holds, whether
     the trunk's norms and the heads' were stored zero-centred). Raises ValueError.
     """
-    args = _args(port, path, config)
+    args = read_args(port, path, config)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     spec = contents.spec
-    raw, raw_heads = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads)
+    raw, raw_heads = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
 
     def build(args: Any) -> nn.Module:
         try:
@@ -209,8 +209,12 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, *
 
 def check_norms(model: Any, contents: Contents, raw: tuple[bool, bool]) -> None:
     """Warn of norms that look unshifted, shifted twice, or of two conventions."""
+    checked: Any = model
+    if contents.alone:
+        checked = nn.Module()
+        checked.mtp = model.mtp
     if model.ZERO_CENTRED is not None:
-        warn_of_unusual(model, *raw, partial(_origin, model, contents))
+        warn_of_unusual(checked, *raw, partial(_origin, model, contents))
 
 
 def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:
@@ -252,7 +256,8 @@ def _test_heads(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
         warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=3)
 
 
-def _args(port: ModuleType, path: Path, config: dict) -> Any:
+def read_args(port: ModuleType, path: Path, config: dict) -> Any:
+    """The port's ModelArgs of config.json; ValueError where something is missing from it."""
     try:
         args = port.ModelArgs.from_dict(config)
         if not isinstance(args.num_hidden_layers, int):
@@ -276,7 +281,8 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 def _sanitize(model: Any, contents: Contents, path: Path, shift: dict, weights: dict) -> dict:
     """What mlx-lm calls with all that it read: hand the port the trunk's and the heads' tensors."""
-    trunk = dequantized({name: weights[name] for name in contents.trunk}, contents.trunk)
+    loaded = {} if contents.alone else contents.trunk
+    trunk = dequantized({name: weights[name] for name in loaded}, contents.trunk)
     heads = dequantized(read_tensors(contents.heads), contents.heads)
     try:
         return model.sanitized(trunk, heads, **shift)
@@ -289,7 +295,7 @@ def _load_checked(
     model: nn.Module, contents: Contents, path: Path, weights: list[tuple[str, mx.array]], strict: bool
 ) -> None:
     """`nn.Module.load_weights` with errors that name file, tensor, expected and found."""
-    expected = _arrays(model.parameters())
+    expected = {n: w for n, w in _arrays(model.parameters()).items() if n.startswith("mtp.") or not contents.alone}
     found = dict(weights)
     for name, array in expected.items():
         if name not in found:

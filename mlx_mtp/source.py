@@ -4,14 +4,15 @@ import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .checkpoint import read_config, read_tensors
+from .checkpoint import TRUNK_FILES, read_config, read_index, read_tensors
 from .contents import Contents, Drafting
-from .load import check_norms, read_port
+from .load import check_norms, read_args, read_port
 from .models import find_port, port_names
 from .precision import Precision, listed
 from .report import Report, make_report
@@ -87,14 +88,34 @@ class Source:
             raise ValueError(f"{self.path}: tensor {name} holds {state}, expected trained weights")
 
 
-def open_source(path: Path) -> Source:
-    """A checkpoint directory's parameters, not yet read; ValueError where no port knows it, or it is damaged."""
+def open_source(path: Path, *, alone: bool = False) -> Source:
+    """A checkpoint directory's parameters, or its heads' `alone`, not yet read; ValueError where no port knows it, or
+    it is damaged.
+    """
     config = read_config(path)
+    return Source(path, config, *read_port(_port(path, config), path, config, Drafting(True, None, {}, None, alone)))
+
+
+def files_of_heads(path: Path) -> list[str]:
+    """The weights' files that heads need, by config.json and the index; without an index, all.
+
+    Where heads have embeddings or LM heads, the target's are needed too: they may be the same.
+    """
+    config, places = read_config(path), read_index(path)
+    port = _port(path, config)
+    spec, layers = port.Model.SPEC, read_args(port, path, config).num_hidden_layers
+    heads = {name: place for name in places if (place := spec.locate(name, layers))}
+    compared = any(spec.may_repeat(inside.partition(".")[0]) for _, inside in heads.values())
+    shared = {name for name in places if compared and re.search(r"(^|\.)(lm_head|embed_tokens)\.", name)}
+    return sorted({places[name] for name in heads.keys() | shared}) if places else [TRUNK_FILES]
+
+
+def _port(path: Path, config: dict[str, Any]) -> ModuleType:
     port = find_port(config)
     if port is None:
         ports = ", ".join(port_names())
         raise ValueError(f"{path}: model_type {config['model_type']!r} has no port that drafts; ports are {ports}")
-    return Source(path, config, *read_port(port, path, config, Drafting(True, None, {}, None)))
+    return port
 
 
 def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +125,7 @@ def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
 def _drop_repeated(model: Any, contents: Contents) -> None:
     """Drop a head's embedding and LM head where they only repeat the target's: in other bits they would be others."""
     spec, layers = type(model).SPEC, model.args.num_hidden_layers
-    for module, shared, kind in (("head", "lm_head", spec.head), ("embed_tokens", "embed_tokens", spec.embedding)):
+    for module, shared in (("head", "lm_head"), ("embed_tokens", "embed_tokens")):
         own: dict[int, dict[str, str]] = {}
         for name in contents.heads:
             depth, path = spec.locate(name, layers)
@@ -112,7 +133,7 @@ def _drop_repeated(model: Any, contents: Contents) -> None:
                 own.setdefault(depth, {})[path.removeprefix(f"{module}.")] = name
         tail = re.compile(rf"(?:.*\.)?{shared}\.(\w+)")
         target = {match[1]: name for name in contents.trunk if (match := tail.fullmatch(name))}
-        if kind == "shared_or_own" and own and all(_equal(contents, part, target) for part in own.values()):
+        if own and spec.may_repeat(module) and all(_equal(contents, part, target) for part in own.values()):
             for head in model.mtp:
                 head.pop(module)
 

@@ -73,6 +73,10 @@ class MTPSpec:
         usual = re.sub(r"\(\?:[^()]*\)[*?]", "", self.prefix.replace(r"(\d+)", number))
         return re.sub(r"\(\?:|\)\?", "", usual).replace(r"\.", ".")
 
+    def may_repeat(self, module: str) -> bool:
+        """Whether a head's module of this name may be a copy of the target's, and then need not be there."""
+        return {"head": self.head, "embed_tokens": self.embedding}.get(module) == "shared_or_own"
+
     def resolve(self, paths: Collection[str]) -> "MTPSpec":
         """What "shared_or_own" means for a checkpoint whose head tensors have these paths."""
         found = {

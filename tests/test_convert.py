@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import warnings
 
 import families
@@ -12,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 import mlx_mtp
+from mlx_mtp import checkpoint
 from mlx_mtp.convert import convert, extract_heads
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
@@ -51,6 +53,12 @@ def checkpoints(tmp_path_factory):
 
 def parameters(path, **options):
     return dict(tree_flatten(mlx_mtp.load_model(path, **options).parameters()))
+
+
+def names_of_heads(name: str, weights: dict) -> set[str]:
+    if name in families.FAMILIES:
+        return set(families.FAMILIES[name].heads(families.FAMILIES[name].config))
+    return {n for n in weights if re.match(r"model\.layers\.[456]\.", n)}
 
 
 def text(model, k):
@@ -153,8 +161,7 @@ def test_a_conversion_is_converted_to_itself(checkpoints, tmp_path, name):
 def test_small_norms_of_a_head_are_not_shifted_twice(checkpoints, tmp_path, name, beside):
     """Such as lie nearer to the hub's convention than to ours: the conversion's files say which it is."""
     path, weights, _ = checkpoints(name)
-    heads = {n: w for n, w in weights.items() if n.startswith("mtp.") or re.match(r"model\.layers\.[456]\.", n)}
-    small = {n: w - 0.8 if "norm" in n else w for n, w in heads.items()}
+    small = {n: weights[n] - 0.8 if "norm" in n else weights[n] for n in names_of_heads(name, weights)}
     config = json.loads((path / "config.json").read_text())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such norms are warned of
@@ -205,6 +212,57 @@ def test_heads_alone_for_a_conversion_without(checkpoints, tmp_path, name):
     same({n: w for n, w in found.items() if n.startswith("mtp.")}, in_bits(heads, 4, found, of_heads=4))
     extract_heads(path, tmp_path / "head.safetensors")
     same(parameters(tmp_path / "new", mtp_path=tmp_path / "head.safetensors"), target | heads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_of_a_repository_need_no_more_than_their_files(checkpoints, tmp_path, monkeypatch, name):
+    """Of one on the hub only what holds them is downloaded, and what they may repeat."""
+    path, weights, before = checkpoints(name)
+    heads = names_of_heads(name, weights)
+    ends = {n for n in weights if n.endswith(("embed_tokens.weight", "lm_head.weight"))} - heads
+    parts = {
+        "model-1.safetensors": ends,
+        "model-2.safetensors": heads,
+        "model-3.safetensors": weights.keys() - heads - ends,
+    }
+    hub, here = tmp_path / "hub", tmp_path / "here"
+    hub.mkdir()
+    shutil.copy(path / "config.json", hub)
+    for file, names in parts.items():
+        mx.save_safetensors(str(hub / file), {n: weights[n] for n in names}, {"format": "pt"})
+    places = {n: file for file, names in parts.items() for n in names}
+    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+    def download(repo, revision, allow_patterns):
+        here.mkdir(exist_ok=True)
+        for file in hub.iterdir():
+            if any(file.match(pattern) for pattern in allow_patterns):
+                shutil.copy(file, here)
+        return here if (repo, revision) == ("they/model", "v2") else None
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    extract_heads("they/model", tmp_path / "mtp.safetensors", revision="v2")
+    compared = {"glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"}  # which have their own
+    needed = ["model-1.safetensors"] if name in compared else []
+    assert sorted(file.name for file in here.glob("*.safetensors")) == [*needed, "model-2.safetensors"]
+    same(parameters(path, mtp_path=tmp_path / "mtp.safetensors"), before)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "step3p5"])
+def test_large_norms_of_heads_without_their_target(checkpoints, tmp_path, name):
+    """Such as lie nearer to our convention than to the hub's: the hub's files say which it is."""
+    path, weights, _ = checkpoints(name)
+    large = {n: weights[n] + 0.9 if "norm" in n else weights[n] for n in names_of_heads(name, weights)}
+    config = json.loads((path / "config.json").read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such norms are warned of
+        before = parameters(tiny.save(tmp_path / "whole", config, weights | large))
+        assert before["mtp.0.block.input_layernorm.weight"].mean() > 1.75
+        (tmp_path / "part").mkdir()
+        shutil.copy(path / "config.json", tmp_path / "part")
+        mx.save_safetensors(str(tmp_path / "part" / "model-2.safetensors"), large, {"format": "pt"})
+        extract_heads(tmp_path / "part", tmp_path / "mtp.safetensors")
+        same(parameters(tmp_path / "whole", mtp_path=tmp_path / "mtp.safetensors"), before)
 
 
 def test_a_head_in_few_bits_for_a_target_in_many(checkpoints, tmp_path):

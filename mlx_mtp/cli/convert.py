@@ -86,7 +86,8 @@ def convert(**flags: Any) -> None:
             kept |= {name: flags[name] for name in names} | {"q_mode": flags["q_mode"] or "affine"}
             done = convert_all(flags["hf_path"], flags["mlx_path"] or "mlx_model", **given, **kept)
     click.echo(f"wrote      {done.path}")
-    click.echo(str(done.report))
+    lines = str(done.report).splitlines()
+    click.echo("\n".join(line for line in lines if not (flags["mtp_only"] and line.startswith("target"))))
 
 
 def _check(flags: dict[str, Any]) -> None:
