@@ -169,7 +169,7 @@ def _write(source: Source, files: dict[Path, Tensors], progress: Progress | None
 
     def compute(name: str, w: mx.array) -> None:
         nonlocal done
-        source.check_trained(name, w)
+        source.compute(name, w)
         done += w.nbytes
         if progress is not None:
             progress(done, total)

@@ -25,6 +25,7 @@ class Source:
     """What `open_source` found. raw: whether the trunk's norms, and the heads', are stored zero-centred.
 
     trained: by the names of `tensors`, of a head's floating-point tensors: is there NaN in it, anything but zeros.
+    dtype: what was asked for.
     """
 
     path: Path
@@ -33,6 +34,7 @@ class Source:
     contents: Contents
     raw: tuple[bool, bool]
     trained: dict[str, tuple[mx.array, mx.array]] = field(default_factory=dict)
+    dtype: str | None = None
 
     def prepare(self, precision: Precision) -> None:
         """Drop what repeats the target, and give the rest its precision. Warns of norms that look wrong."""
@@ -46,6 +48,7 @@ class Source:
             precision.apply(self.model, declared)
         except ValueError as e:
             raise ValueError(f"{self.path}: {e}") from None
+        self.dtype = precision.dtype
 
     def tensors(self) -> tuple[Tensors, Tensors]:
         """The target's by mlx-lm's names, and the heads' by the hub's."""
@@ -63,12 +66,11 @@ class Source:
         return self.model.spec.name(int(depth), inside, self.model.args.num_hidden_layers)
 
     def new_config(self) -> dict[str, Any]:
-        """config.json with the quantization that the model has now, in place of what its source had."""
-        old = dict(self.config)
-        if "text_config" in old:
-            old["text_config"] = _unquantized(old["text_config"])
-        found = listed(self.model)
-        return _unquantized(old) | ({} if found is None else {"quantization": found})
+        """config.json with the type and quantization that the model has now, in place of its source's."""
+        new, found = _renewed(self.config, self.dtype), listed(self.model)
+        if "text_config" in new:
+            new["text_config"] = _renewed(new["text_config"], self.dtype)
+        return new if found is None else new | {"quantization": found}
 
     def facts(self, place: str) -> Report:
         """What a load of the conversion would report; `place` is where its heads are."""
@@ -79,10 +81,15 @@ class Source:
             place = self.contents.source
         return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
 
-    def check_trained(self, name: str, w: mx.array) -> None:
-        """Compute a tensor; ValueError where it is a head's, and was NaN or zeros before it was quantized."""
+    def compute(self, name: str, w: mx.array) -> None:
+        """Read and compute a tensor; ValueError where that fails, or it is a head's and was NaN or zeros before
+        it was quantized.
+        """
         states = self.trained.pop(name, ())
-        mx.eval(w, *states)
+        try:
+            mx.eval(w, *states)
+        except RuntimeError as e:
+            raise ValueError(f"{self.path}: tensor {name} cannot be read ({e})") from e
         if states and (states[0].item() or not states[1].item()):
             state = "NaN" if states[0].item() else "only zeros"
             raise ValueError(f"{self.path}: tensor {name} holds {state}, expected trained weights")
@@ -118,8 +125,10 @@ def _port(path: Path, config: dict[str, Any]) -> ModuleType:
     return port
 
 
-def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in ("quantization", "quantization_config")}
+def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """Without its quantization, and of the type that was asked for."""
+    kept = {name: value for name, value in config.items() if name not in ("quantization", "quantization_config")}
+    return kept | {name: dtype for name in ("torch_dtype", "dtype") if dtype and name in kept}
 
 
 def _drop_repeated(model: Any, contents: Contents) -> None:

@@ -56,16 +56,20 @@ def file_size(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> int:
 
 def write(file: Path, tensors: Tensors, metadata: dict[str, str], compute: Callable[[str, mx.array], None]) -> None:
     """Write a file and empty `tensors`; `compute` is called with each one's name and itself before it is written."""
-    with file.open("wb") as f:
-        f.write(header(tensors, metadata))
-        for name in list(tensors):
-            w = tensors.pop(name)
-            compute(name, w)
-            f.write(_raw(w))
-            del w
-            mx.clear_cache()
-        f.flush()
-        os.fsync(f.fileno())
+    try:
+        with file.open("wb") as f:
+            f.write(header(tensors, metadata))
+            for name in list(tensors):
+                w = tensors.pop(name)
+                compute(name, w)
+                f.write(_raw(w))
+                del w
+                mx.clear_cache()
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        e.filename = e.filename or str(file)  # of a full disk nothing else says where
+        raise
 
 
 def _raw(w: mx.array) -> memoryview:

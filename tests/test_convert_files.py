@@ -231,6 +231,19 @@ def test_a_disk_that_is_too_small(source, tmp_path, monkeypatch):
     extract_heads(source, heads)
 
 
+def test_a_source_that_is_cut_while_it_is_read(source, tmp_path):
+    path = shutil.copytree(source, tmp_path / "source")
+    with pytest.raises(ValueError, match=r"source: tensor \S+ cannot be read \("):
+        convert(path, tmp_path / "new", progress=lambda done, total: os.truncate(path / "model-2.safetensors", 100))
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no full device")
+def test_a_full_disk_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'$"):
+        tensor_file.write(Path("/dev/full"), {"a": mx.zeros((9,))}, {}, lambda name, w: None)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), SystemExit(143)])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_an_interrupted_run_leaves_nothing(source, tmp_path, error, share):

@@ -61,6 +61,7 @@ def test_the_target_is_that_of_mlx_lms_conversion(tmp_path, options):
     ours, theirs = stored(tmp_path / "ours"), stored(tmp_path / "theirs")
     same(ours, theirs)
     index = [json.loads((tmp_path / who / "model.safetensors.index.json").read_text()) for who in ("ours", "theirs")]
+    assert json.loads((tmp_path / "ours/config.json").read_text())["torch_dtype"] == options.get("dtype", "bfloat16")
     assert index[0]["weight_map"].items() >= index[1]["weight_map"].items()
     if options.get("quantize"):
         assert formats(tmp_path / "ours", ours) == formats(tmp_path / "theirs", theirs)
