@@ -19,6 +19,8 @@ from mlx_mtp.convert import convert, extract_heads
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 STEP = {**tiny.CONFIG, "vocab_size": 13}
 NAMES = [*sorted(families.FAMILIES), "step3p5", "step3p7"]
+VARIANTS = ("glm4_moe_untied", "glm_moe_dsa_shared", "nemotron_h", "step3p7")  # of families of which another is there
+FAMILIES = [name for name in NAMES if name not in VARIANTS]
 NOT_MLX_LM = ("glm_moe_dsa_shared", "step3p7")  # mlx-lm's models of these are others, or none
 BITS = {"bf16": {"dtype": "bfloat16"}, "8": {"quantize": True, "q_bits": 8}, "4": {"quantize": True, "q_bits": 4}}
 KINDS = ("weight", "scales", "biases")
@@ -62,7 +64,7 @@ def names_of_heads(name: str, weights: dict) -> set[str]:
 
 
 def text(model, k):
-    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=8, num_draft_tokens=k, adaptive=False)
+    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=5, num_draft_tokens=k, adaptive=False)
     return [token for token, _, _ in steps]
 
 
@@ -94,8 +96,7 @@ def packed_of_heads(before: dict) -> set[str]:
     return {n.removesuffix("weight") + "scales" for n in heads if not kept.search(n)}
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "bits"), [(n, b) for n in NAMES for b in BITS if n in FAMILIES or b == "4"])
 def test_round_trip(checkpoints, tmp_path, name, bits):
     """What is loaded is what the source's parameters are in these bits; it decodes without loss, for mlx-lm too."""
     path, _, before = checkpoints(name)
@@ -112,16 +113,16 @@ def test_round_trip(checkpoints, tmp_path, name, bits):
     else:
         same(found, in_bits(before, int(bits), found))
         assert {n for n in found if re.match(r"mtp\..*\.scales$", n)} == packed_of_heads(before)
-    greedy = text(model, 0)
-    assert greedy == text(model, 2)
-    if name not in NOT_MLX_LM:
-        plain, _ = mlx_lm_utils.load_model(new)
-        if bits == "bf16":
-            plain.set_dtype(mx.float32)
-        assert greedy == tiny.greedy(plain, PROMPT, 8)
+    if name in NOT_MLX_LM:
+        assert text(model, 2) == text(model, 0)
+        return
+    plain, _ = mlx_lm_utils.load_model(new)
+    if bits == "bf16":
+        plain.set_dtype(mx.float32)
+    assert text(model, 2) == tiny.greedy(plain, PROMPT, 5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_heads_in_the_shards(checkpoints, tmp_path, name):
     """As good as a sidecar, for mlx-lm too, or refused because mlx-lm would not load it."""
     path, _, before = checkpoints(name)
@@ -177,7 +178,7 @@ def test_small_norms_of_a_head_are_not_shifted_twice(checkpoints, tmp_path, name
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
-@pytest.mark.parametrize("repeated", [(), ("embed_tokens",), ("head",), ("embed_tokens", "head")])
+@pytest.mark.parametrize("repeated", [("embed_tokens",), ("head",), ("embed_tokens", "head")])
 def test_what_repeats_the_target_is_not_kept(checkpoints, tmp_path, name, repeated):
     """In other bits than the target's it would be an embedding and an LM head of its own."""
     path, weights, _ = checkpoints(name)
@@ -196,7 +197,7 @@ def test_what_repeats_the_target_is_not_kept(checkpoints, tmp_path, name, repeat
     assert {"embed_tokens", "head"} - set(head) == set(repeated)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["deepseek_v32", "mimo_v2_flash", "nemotron_h_latent", "qwen3_5_moe", "step3p7"])
 def test_heads_alone_for_a_conversion_without(checkpoints, tmp_path, name):
     """The heads beside a target that was quantized without them, in bits that nothing but the file knows."""
     path, _, before = checkpoints(name)
@@ -214,7 +215,7 @@ def test_heads_alone_for_a_conversion_without(checkpoints, tmp_path, name):
     same(parameters(tmp_path / "new", mtp_path=tmp_path / "head.safetensors"), target | heads)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_heads_of_a_repository_need_no_more_than_their_files(checkpoints, tmp_path, monkeypatch, name):
     """Of one on the hub only what holds them is downloaded, and what they may repeat."""
     path, weights, before = checkpoints(name)
@@ -273,7 +274,7 @@ def test_a_head_in_few_bits_for_a_target_in_many(checkpoints, tmp_path):
     same(found, in_bits(before, 6, found, of_heads=6))
     assert packed_of_heads(before) == {n for n in found if n.endswith(".scales")}
     plain, _ = mlx_lm_utils.load_model(tmp_path / "new")
-    assert text(mlx_mtp.load_model(tmp_path / "new"), 2) == tiny.greedy(plain, PROMPT, 8)
+    assert text(mlx_mtp.load_model(tmp_path / "new"), 2) == tiny.greedy(plain, PROMPT, 5)
 
 
 @pytest.mark.parametrize("bad", ["NaN", "only zeros"])

@@ -306,7 +306,7 @@ def test_the_command_converts_and_what_it_wrote_talks(tmp_path):
     heads = ("convert", "--model", demo_path(), "--mtp-only", "--mtp-path", tmp_path / "head.safetensors")
     assert call(*heads, "--mtp-q-bits", 4).returncode == 0
     question = ("generate", "-p", "What does os.path.join do?", "--quiet", "--no-adaptive", "-m", 12)
-    texts = {call(*question, "--model", new, *more).stdout for more in ((), ("--mtp-path", heads[-1]), ("--no-mtp",))}
+    texts = {call(*question, "--model", new, *more).stdout for more in ((), ("--mtp-path", heads[-1]))}
     assert len(texts) == 1
     assert texts.pop().startswith("Join two or more pathname components")
 
@@ -359,7 +359,7 @@ def test_released_names_are_found_again(tmp_path, name):
 
 @pytest.mark.slow
 def test_memory_is_that_of_a_stack_not_of_the_model(tmp_path):
-    """Of 29 layers' experts, one projection's at a time: what they are stacked from, and what becomes of them."""
+    """Of 16 layers' experts, one projection's at a time: what they are stacked from, and what becomes of them."""
     flags = [
         "--megabytes",
         "100",
@@ -375,6 +375,6 @@ def test_memory_is_that_of_a_stack_not_of_the_model(tmp_path):
     bench = Path(__file__).parents[1] / "bench" / "convert_memory.py"
     subprocess.run([sys.executable, bench, *flags], check=True, capture_output=True)
     counts = json.loads((tmp_path / "found").read_text())
-    assert counts["total"] > 25 * counts["stack"] > 25 * counts["shard"]
+    assert counts["total"] > 14 * counts["stack"] > 14 * counts["shard"]
     assert counts["found"]["4 bits"]["mlx_peak"] < 3.5 * counts["stack"]
-    assert counts["found"]["4 bits"]["resident"] < counts["total"] / 4
+    assert counts["found"]["4 bits"]["resident"] < counts["total"] / 3
