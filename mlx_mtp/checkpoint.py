@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,16 +21,21 @@ LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # how famil
 MOST_LAYERS = 1024  # a model is built, layer by layer, before its tensors are looked at
 FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
 FP8_BLOCK = 128
+CONVERTED = {"format": "mlx", "norms": "converted"}  # metadata of files that `mlx-mtp convert` writes
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One entry of a safetensors header; `format` is the file's metadata entry ("pt", "mlx") or None."""
+    """One entry of a safetensors header; `format` is the file's metadata entry ("pt", "mlx") or None.
+
+    converted: no norm in the file is zero-centred, says its metadata.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str  # as the format spells it: "BF16", "F8_E4M3", ...
     format: str | None
+    converted: bool
 
     @property
     def nbytes(self) -> int:
@@ -42,13 +47,13 @@ class Tensor:
 Header = dict[str, Tensor]
 
 
-def resolve(path_or_repo: str | Path, revision: str | None = None) -> Path:
-    """The local directory of a checkpoint, downloaded from the Hugging Face hub where it is not a path."""
+def resolve(path_or_repo: str | Path, revision: str | None = None, *, files: Collection[str] = DOWNLOADED) -> Path:
+    """The local directory of a checkpoint; where it is no path, its `files` are downloaded from the hub."""
     path = local(path_or_repo)
     if path is not None:
         return path
     try:
-        return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(DOWNLOADED)))
+        return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(files)))
     except Exception as e:
         raise ValueError(f"{path_or_repo}: no such directory, and not on the hub: {reason(e)}") from e
 
@@ -109,21 +114,24 @@ def read_header(files: Iterable[Path]) -> Header:
             raise ValueError(f"{file}: not a file")
         try:
             with safe_open(file, "numpy") as f:
-                format = (f.metadata() or {}).get("format")
+                metadata = f.metadata() or {}
+                said = metadata.get("format"), metadata.get("norms") == CONVERTED["norms"]
                 for name in f.keys():  # noqa: SIM118 - safe_open is not iterable
                     entry = f.get_slice(name)
-                    header[name] = Tensor(file, tuple(entry.get_shape()), entry.get_dtype(), format)
+                    header[name] = Tensor(file, tuple(entry.get_shape()), entry.get_dtype(), *said)
         except (SafetensorError, OSError) as e:
             raise ValueError(f"{file}: truncated or damaged ({e})") from None
     return header
 
 
-def trunk_header(path: Path) -> Header:
-    """The tensors of `model*.safetensors`, checked against the shard index where there is one."""
+def trunk_header(path: Path, *, whole: bool = True) -> Header:
+    """The tensors of `model*.safetensors`, checked against the shard index where there is one and `whole` is."""
     files = sorted(path.glob(TRUNK_FILES))
+    if not whole:
+        return read_header(files)
     if not files:
         raise ValueError(f"{path}: no {TRUNK_FILES} in it")
-    listed, beside = _listed(path / INDEX), sidecar_files(path, None)
+    listed, beside = read_index(path), sidecar_files(path, None)
     header: Header = {}
     for name, tensor in ((n, t) for file in files for n, t in read_header([file]).items()):
         if name in header and name not in listed and tensor.file not in beside:
@@ -138,8 +146,9 @@ def trunk_header(path: Path) -> Header:
     return header
 
 
-def _listed(index: Path) -> dict[str, str]:
-    """The file of each tensor by a shard index; empty where there is none."""
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor as the shard index has it; empty where there is none."""
+    index = path / INDEX
     if not index.exists():
         return {}
     try:

@@ -13,12 +13,13 @@ from .spec import MTPSpec
 
 @dataclass(frozen=True)
 class Drafting:
-    """What `load` was asked for about drafts."""
+    """What `load` was asked for about drafts. alone: the heads are wanted, the target need not be there."""
 
     mtp: bool
     mtp_path: str | Path | None
     mtp_overrides: dict[str, Any]
     draft_model: str | Path | None
+    alone: bool = False
 
     @property
     def heads(self) -> bool:
@@ -40,7 +41,10 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint's tensors, sorted: the trunk's, the heads', and what text decoding does not use."""
+    """A checkpoint's tensors, sorted: the trunk's, the heads', and what text decoding does not use.
+
+    alone: the trunk's are those that happen to be there, and are not loaded.
+    """
 
     trunk: Header
     heads: Header
@@ -48,6 +52,19 @@ class Contents:
     source: str
     ignored: tuple[str, ...]
     spec: MTPSpec
+    alone: bool = False
+
+    def overrides(self, config: dict) -> dict[str, Any]:
+        """What of config.json mlx-lm shall read otherwise: a head's quantization is read off its tensors' shapes."""
+        found: dict[str, Any] = {}
+        stored = (config | config.get("text_config", {})).get("quantization_config") or {}
+        if stored.get("format") == "float-quantized":
+            found["quantization_config"] = {}  # mlx-lm refuses what `dequantized` deals with
+        if isinstance(listed := config.get("quantization"), dict):  # of heads that others may have replaced
+            found["quantization"] = {path: value for path, value in listed.items() if not path.startswith("mtp.")}
+        elif listed is None and any(name.endswith(".scales") for name in self.heads):
+            found["quantization"] = {"group_size": 64, "bits": 4}
+        return found
 
 
 def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) -> Contents:
@@ -56,7 +73,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     beside = read_header(sidecars)
     spec = port.Model.SPEC
     trunk, heads, ignored = {}, {}, set()
-    for name, tensor in trunk_header(path).items():
+    for name, tensor in trunk_header(path, whole=not drafting.alone).items():
         affix = ignored_by(port, name)
         if affix is not None:
             ignored.add(f"{affix}*" if name.startswith(affix) else f"*{affix}")
@@ -64,7 +81,9 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             heads[name] = tensor
         else:
             trunk[name] = tensor
-    for part in (trunk, heads):  # a head's experts may be more or fewer than the target's
+    for part in (
+        (heads,) if drafting.alone else (trunk, heads)
+    ):  # a head's experts may be more or fewer than the target's
         _check_experts(path, part)
     source = "in the model's shards"
     for name, tensor in (heads | beside).items():
@@ -90,7 +109,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     depths = {places[name][0] for name in used}
     ignored |= heads.keys() - used
     heads = {name: tensor for name, tensor in heads.items() if name in used}
-    return Contents(trunk, heads, len(depths), source if depths else "no head tensors", tuple(sorted(ignored)), spec)
+    source = source if depths else "no head tensors"
+    return Contents(trunk, heads, len(depths), source, tuple(sorted(ignored)), spec, drafting.alone)
 
 
 def ignored_by(port: ModuleType, name: str) -> str | None:

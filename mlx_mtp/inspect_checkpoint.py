@@ -21,9 +21,9 @@ from .contents import Contents, ignored_by, missing_experts, relative
 from .drafter import is_drafter
 from .footprint import nbytes
 from .load import load_model, read_args
-from .models import find_port
 from .machine_memory import available
 from .memory import kv_bytes, largest_context, needs
+from .models import find_port
 from .naming import expected
 from .norms import conventions, mean
 from .prompt_cache import make_prompt_cache

@@ -144,12 +144,12 @@ def _load(path: Path, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
 
 def _load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
     """A family without a port: mlx-lm's own model, and a warning that nothing is drafted."""
-    name, ports = config["model_type"], ", ".join(port_names())
+    name, known = config["model_type"], ", ".join(port_names())
     for option in ("draft_model", "mtp_path", "mtp_overrides"):
         if value := getattr(drafting, option):
-            raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; ports are {ports}")
+            raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; ports are {known}")
     try:
-        model, ignored = load_plain(path, config, ports=ports)
+        model, ignored = load_plain(path, config, ports=known)
         if not lazy:
             budget.check(model, path)
             mx.eval(model.parameters())
@@ -165,11 +165,16 @@ def _load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *,
     return model
 
 
-def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
+def read_port(
+    port: ModuleType, path: Path, config: dict, drafting: Drafting
+) -> tuple[Any, Contents, tuple[bool, bool]]:
+    """(the model with parameters that are read and computed when they are used, what the checkpoint holds, whether
+    the trunk's norms and the heads' were stored zero-centred). Raises ValueError.
+    """
     args = read_args(port, path, config)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     spec = contents.spec
-    raw, raw_heads = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads)
+    raw, raw_heads = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
 
     def build(args: Any) -> nn.Module:
         try:
@@ -182,12 +187,8 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, b
         model.load_weights = partial(_load_checked, model, contents, path)
         return model
 
-    overrides: dict[str, Any] = {}
-    if ((config | config.get("text_config", {})).get("quantization_config") or {}).get("format") == "float-quantized":
-        overrides["quantization_config"] = {}  # mlx-lm refuses what `dequantized` has already dealt with
-    if "quantization" not in config and any(name.endswith(".scales") for name in contents.heads):
-        overrides["quantization"] = {"group_size": 64, "bits": 4}  # each module's own are read off its shapes
     classes: Any = (build, port.ModelArgs)
+    overrides = contents.overrides(config)
     try:
         model, _ = mlx_lm_utils.load_model(
             path, lazy=True, strict=False, model_config=overrides, get_model_classes=lambda config: classes
@@ -197,20 +198,24 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, b
             raise
         raise ValueError(f"{path}: cannot be loaded ({_line(e)})") from e
     del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
+    return model, contents, (raw, raw_heads)
+
+
+def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
+    model, contents, raw = read_port(port, path, config, drafting)
     expanded = _expand_experts(model)
     if not lazy:
         budget.check(model, path)
         mx.eval(model.parameters())
         _check_heads(model, contents)
         _tie(model)
-    if port.Model.ZERO_CENTRED is not None:
-        warn_of_unusual(model, raw, raw_heads, partial(origin, model, contents))
+    check_norms(model, contents, raw)
     source, ignored = contents.source, contents.ignored
     if drafting.draft_model is not None:
         source, unused = attach_drafter(model, drafting.draft_model, drafting.mtp_overrides)
         _tie(model)
         ignored += unused
-    shifted = raw_heads if contents.depths else raw
+    shifted = raw[bool(contents.depths)]
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
     facts = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
     model.report = lambda: facts
@@ -218,6 +223,16 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, b
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {facts.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
     return model
+
+
+def check_norms(model: Any, contents: Contents, raw: tuple[bool, bool]) -> None:
+    """Warn of norms that look unshifted, shifted twice, or of two conventions."""
+    checked: Any = model
+    if contents.alone:
+        checked = nn.Module()
+        checked.mtp = model.mtp
+    if model.ZERO_CENTRED is not None:
+        warn_of_unusual(checked, *raw, partial(origin, model, contents))
 
 
 def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:
@@ -284,7 +299,7 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 def _sanitize(model: Any, contents: Contents, path: Path, shift: dict, weights: dict) -> dict:
     """What mlx-lm calls with all that it found by name: hand the port the trunk's and the heads' tensors."""
-    trunk = dequantized(read_tensors(contents.trunk), contents.trunk)
+    trunk = dequantized({} if contents.alone else read_tensors(contents.trunk), contents.trunk)
     heads = dequantized(read_tensors(contents.heads), contents.heads)
     try:
         return model.sanitized(trunk, heads, **shift)
@@ -298,6 +313,8 @@ def _load_checked(
 ) -> None:
     """`nn.Module.load_weights` with errors that name file, tensor, expected and found."""
     parameters = _arrays(model.parameters())
+    if contents.alone:
+        parameters = {name: array for name, array in parameters.items() if name.startswith("mtp.")}
     found = dict(weights)
     for name, array in parameters.items():
         if name not in found:

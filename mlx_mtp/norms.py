@@ -13,33 +13,44 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .checkpoint import Header, read_tensors
+from .checkpoint import TRUNK_FILES, Header, read_tensors
 
 LAYER_NORMS = re.compile(r"(layernorm|_norm)\.weight$")
 SHIFTED = 0.75  # a mean above it is no zero-centred norm's
 USUAL = 0.5, 1.75  # means of a loaded part's layer norms; far outside lie norms unshifted, or shifted twice
 
 
-def conventions(zero_centred: tuple[str, str] | None, trunk: Header, heads: Header) -> tuple[bool, bool]:
+def conventions(
+    zero_centred: tuple[str, str] | None, trunk: Header, heads: Header, *, alone: bool = False
+) -> tuple[bool, bool]:
     """Whether the trunk's norms, and the heads', are stored zero-centred.
 
-    The trunk: by what only one layout has, else by the writer ("pt" is the hub's), else by its layers' norms.
+    Files that `mlx-mtp convert` wrote say that none is. Other trunks: by what only one layout has, else by the writer
+    ("pt" is the hub's), else by the layers' norms.
     Heads in a raw trunk's shards are raw unless their names deny it; others are what their layers' norms look like.
+    alone: the trunk may have shards that are not here.
     """
     if zero_centred is None:
         return False, False
-    raw = _by_layout(zero_centred, trunk)
+    raw = False if trunk and _converted(trunk) else _by_layout(zero_centred, trunk)
     if raw is None:
-        raw = _from_the_hub(trunk) or mean(trunk) < USUAL[0]
+        raw = _from_the_hub(trunk or heads) or mean(trunk) < USUAL[0]
     if not heads:
         return raw, raw
+    if _converted(heads):
+        return raw, False
     by_name = _by_layout(zero_centred, heads)
-    if raw and {t.file for t in heads.values()} <= {t.file for t in trunk.values()}:
+    shards = {t.file for t in trunk.values()}
+    if raw and all(t.file in shards or (alone and t.file.match(TRUNK_FILES)) for t in heads.values()):
         return True, by_name is not False
     heads_mean = mean(heads)
     if USUAL[0] <= heads_mean <= SHIFTED:
         return raw, by_name if by_name is not None else raw or _from_the_hub(heads)
     return raw, heads_mean < USUAL[0]
+
+
+def _converted(header: Header) -> bool:
+    return all(tensor.converted for tensor in header.values())
 
 
 def _by_layout(zero_centred: tuple[str, str], header: Header) -> bool | None:
@@ -82,7 +93,7 @@ def warn_of_unusual(model: Any, raw: bool, raw_heads: bool, origin: Callable[[st
             warnings.warn(
                 f"{file}: {len(weights)} norms of {part} ({name} ...) have mean {mean:.2f} once loaded, expected "
                 f"near 1; they look {state}",
-                stacklevel=6,
+                stacklevel=7,
             )
         elif part != "the trunk":
             _warn_of_two_conventions(parameters, part, mean, (raw, raw_heads), origin)
@@ -105,5 +116,5 @@ def _warn_of_two_conventions(
         warnings.warn(
             f"{file}: tensor {name} of {part} has mean {stored:.2f}, the norms of its layer {layers:.2f}: two "
             f"conventions in one head; {'all were shifted by +1' if raw[1] else 'none was shifted'}",
-            stacklevel=7,
+            stacklevel=8,
         )

@@ -53,21 +53,17 @@ class MTPSpec:
         """In words, where a checkpoint has its heads."""
         if self.numbered == "trunk":
             return f"from layer {num_hidden_layers} on"
-        return f"under {self._spelled('#')} made of {', '.join(stored for stored, _ in self.tensors)}"
+        made_of = ", ".join(stored for stored, _ in self.tensors)
+        return f"under {self._prefix('#')} made of {made_of}"
 
     def before(self, name: str | None, depth: int, num_hidden_layers: int) -> str:
         """The prefix of a depth's tensors, as tensor `name` of any depth has it, or as the family usually has it."""
         number = str(depth + (num_hidden_layers if self.numbered == "trunk" else 0))
         match = re.match(self.prefix, name or "")
         if match is None or not match[0]:
-            return self._spelled(number)
+            return self._prefix(number)
         start, end = match.span(1) if match.lastindex else (match.end(), match.end())
         return match[0][:start] + (number if match.lastindex else "") + match[0][end:]
-
-    def _spelled(self, number: str) -> str:
-        """The prefix without what may be left out."""
-        name = self.prefix.replace(r"\.", ".").replace(r"(\d+)", number)
-        return re.sub(r"\(\?:[^()]*\)\*|\(\?:|\)\??", "", name)
 
     def stored(self, path: str) -> str | None:
         """A checkpoint's own name, without prefix, of the tensor at `path` inside a head."""
@@ -75,6 +71,20 @@ class MTPSpec:
             if path == inside or path.startswith(f"{inside}."):
                 return stored + path[len(inside) :]
         return None
+
+    def name(self, depth: int, path: str, num_hidden_layers: int) -> str:
+        """What `locate` finds at (depth, path): the usual one of the names that it knows."""
+        first = num_hidden_layers if self.numbered == "trunk" else 0
+        return f"{self._prefix(str(first + depth))}{self.stored(path)}"
+
+    def _prefix(self, number: str) -> str:
+        """The prefix without what it leaves to choice, but for a whole one that may be left out."""
+        usual = re.sub(r"\(\?:[^()]*\)[*?]", "", self.prefix.replace(r"(\d+)", number))
+        return re.sub(r"\(\?:|\)\?", "", usual).replace(r"\.", ".")
+
+    def may_repeat(self, module: str) -> bool:
+        """Whether a head's module of this name may be a copy of the target's, and then need not be there."""
+        return {"head": self.head, "embed_tokens": self.embedding}.get(module) == "shared_or_own"
 
     def resolve(self, paths: Collection[str]) -> "MTPSpec":
         """What "shared_or_own" means for a checkpoint whose head tensors have these paths."""

@@ -69,6 +69,11 @@ ALLOWED = {
         *("checkpoint", "contents", "drafter", "footprint", "load", "machine_memory", "memory", "naming", "norms"),
         *("prompt_cache", "report"),
     },
+    "precision": set(),
+    "tensor_file": set(),
+    "unfinished": set(),
+    "source": {"checkpoint", "contents", "load", "models", "precision", "report"},
+    "convert": {"checkpoint", "precision", "report", "source", "tensor_file", "unfinished"},
     "planning": {
         *("compile_choice", "compiled", "controller", "cost_memory", "costs", "plain_cache", "prompt_cache"),
         "sampling",
@@ -96,7 +101,7 @@ ALLOWED = {
         *("trial", "trial_run"),
     },
     "cli": {
-        *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "hub_headers"),
+        *("__init__", "bench", "checkpoint", "convert", "demo", "draft_vocab", "emulator", "generate", "hub_headers"),
         *("inspect_checkpoint", "kernels", "load", "machine_memory", "memory", "opening", "prompt_cache", "report"),
         *("saved_cache", "session", "stats"),
     },

@@ -14,6 +14,7 @@ from .. import __version__
 from .bench import bench
 from .cache_prompt import cache_prompt
 from .chat import chat
+from .convert import convert
 from .draft_vocab import draft_vocab
 from .emulate import emulate
 from .generate import generate
@@ -124,6 +125,7 @@ def main(ctx: click.Context) -> None:
 main.add_command(generate)
 main.add_command(chat)
 main.add_command(cache_prompt)
+main.add_command(convert)
 main.add_command(draft_vocab)
 main.add_command(emulate)
 main.add_command(bench)

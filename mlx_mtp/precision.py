@@ -1,0 +1,206 @@
+"""In what bits a model's parameters are to be stored, target and heads apart, and how they come to be.
+
+Nothing is computed here: parameters stay what they will be computed from.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path, tree_unflatten
+from mlx_lm.convert import mixed_quant_predicate_builder
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+MODES = {  # MLX's group sizes and bits, the default first
+    "affine": ((64, 32, 128), (4, 2, 3, 5, 6, 8)),
+    "mxfp4": ((32,), (4,)),
+    "nvfp4": ((16,), (4,)),
+    "mxfp8": ((32,), (8,)),
+}
+RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx-lm's
+DTYPES = ("float16", "bfloat16", "float32")
+HEAD_BITS = 8
+UNQUANTIZED = 16  # bits of heads that stay as they are
+KEPT = re.compile(r"(^|\.)(eh_proj|gate|shared_expert_gate)$")  # of a head: what fuses its inputs, and routers
+PLAIN = {
+    nn.QuantizedLinear: nn.Linear,
+    nn.QuantizedEmbedding: nn.Embedding,
+    QuantizedSwitchLinear: SwitchLinear,
+    QuantizedMultiLinear: MultiLinear,
+}
+Predicate = Callable[[str, nn.Module], bool | dict]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How MLX packs a matrix."""
+
+    group_size: int
+    bits: int
+    mode: str = "affine"
+
+    def __str__(self) -> str:
+        return f"{self.bits}-bit {self.mode} g{self.group_size}"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What parameters shall be stored in. None leaves them as they are.
+
+    recipe: mlx-lm's mixture of bits, for the target. heads_named: somebody asked for the heads' format, which must
+    then be had. dtype: of what is not quantized; None is config.json's.
+    """
+
+    target: Format | None = None
+    recipe: str | None = None
+    heads: Format | None = None
+    heads_named: bool = False
+    dequantize: bool = False
+    dtype: str | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for what contradicts itself, or is unknown."""
+        for name, value, allowed in (("dtype", self.dtype, DTYPES), ("quant_predicate", self.recipe, RECIPES)):
+            if value not in (None, *allowed):
+                raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
+        if self.recipe is not None and (self.target is None or self.target.mode != "affine"):
+            raise ValueError(f"quant_predicate={self.recipe!r}: only with quantize=True and q_mode='affine'")
+        if self.dequantize and (self.target or self.heads):
+            raise ValueError("dequantize=True: not together with quantize=True or bits of the heads")
+
+    def apply(self, model: Any, declared: str | None) -> None:
+        """Give a port's model these formats, and dtype or the `declared` one; ValueError where there is nothing left
+        to quantize.
+        """
+        dtype = self.dtype or declared
+        if dtype in DTYPES:
+            _cast(model, getattr(mx, dtype))
+        if self.dequantize:
+            _dequantize(model)
+        before = formats(model)
+        if self.target and not self._quantize_target(model, self.target):
+            raise ValueError(f"quantize=True: {_nothing_left(before, heads=False)}")
+        if self.heads and not _quantize_heads(model, self.heads) and self.heads_named:
+            raise ValueError(f"mtp_q_bits={self.heads.bits}: {_nothing_left(before, heads=True)}")
+
+    def _quantize_target(self, model: Any, form: Format) -> int:
+        """Quantize what mlx-lm would, with the family's exceptions or by the recipe; how many modules."""
+        heads = model.pop("mtp")  # a recipe counts layers by the names that it sees
+        predicate: Any = getattr(model, "quant_predicate", None)
+        if self.recipe is not None:
+            predicate = mixed_quant_predicate_builder(self.recipe, model, form.group_size)
+        count = _quantize(model, form, predicate)
+        model.mtp = heads
+        return count
+
+
+def choose(
+    *,
+    quantize: bool = False,
+    q_group_size: int | None = None,
+    q_bits: int | None = None,
+    q_mode: str = "affine",
+    quant_predicate: str | None = None,
+    mtp_q_group_size: int | None = None,
+    mtp_q_bits: int | None = None,
+    dequantize: bool = False,
+    dtype: str | None = None,
+) -> Precision:
+    """The precision that `convert`'s arguments mean; ValueError names the one that is wrong."""
+    target = _format(q_group_size, q_bits, q_mode) if quantize else None
+    if mtp_q_bits == UNQUANTIZED and mtp_q_group_size is not None:
+        raise ValueError(f"mtp_q_group_size={mtp_q_group_size}: not with mtp_q_bits={UNQUANTIZED}, no quantization")
+    named = mtp_q_bits != UNQUANTIZED and (mtp_q_bits, mtp_q_group_size) != (None, None)
+    quantized = named or (quantize and mtp_q_bits != UNQUANTIZED)
+    heads = _format(mtp_q_group_size, mtp_q_bits or HEAD_BITS, prefix="mtp_") if quantized else None
+    found = Precision(target, quant_predicate, heads, named, dequantize, dtype)
+    found.check()
+    return found
+
+
+def _format(group_size: int | None, bits: int | None, mode: str = "affine", prefix: str = "") -> Format:
+    """The format with the mode's defaults for what is None; ValueError names the argument, which has a prefix."""
+    if mode not in MODES:
+        raise ValueError(f"q_mode={mode!r}: allowed are {', '.join(MODES)}")
+    sizes, widths = MODES[mode]
+    for name, given, allowed in (("q_group_size", group_size, sizes), ("q_bits", bits, widths)):
+        if given not in (None, *allowed):
+            raise ValueError(f"{prefix}{name}={given}: {mode} allows {', '.join(map(str, sorted(allowed)))}")
+    return Format(group_size or sizes[0], bits or widths[0], mode)
+
+
+def formats(model: nn.Module) -> dict[str, Format]:
+    """The format of every quantized module, by its path."""
+    found: Any = {path: m for path, m in model.named_modules() if "scales" in m}
+    return {path: Format(m.group_size, m.bits, m.mode) for path, m in found.items()}
+
+
+def listed(model: nn.Module) -> dict[str, Any] | None:
+    """config.json's "quantization": the target's usual format, and by path what differs; None where it has none."""
+    found = formats(model)
+    target = Counter(form for path, form in found.items() if not path.startswith("mtp."))
+    if not target:
+        return None
+    usual = target.most_common(1)[0][0]
+    return asdict(usual) | {path: asdict(form) for path, form in found.items() if form != usual}
+
+
+def _nothing_left(found: dict[str, Format], *, heads: bool) -> str:
+    kinds = sorted({str(form) for path, form in found.items() if path.startswith("mtp.") == heads})
+    state = f"already {', '.join(kinds)}" if kinds else "not in rows of whole groups"
+    return f"nothing left to quantize in {'the heads' if heads else 'the target'}, whose matrices are {state}"
+
+
+def _quantize_heads(model: Any, form: Format) -> int:
+    return sum(_quantize(head, form, lambda path, _: KEPT.search(path) is None) for head in model.mtp)
+
+
+def _quantize(module: nn.Module, form: Format, predicate: Predicate | None) -> int:
+    """Quantize the submodules that can be, that `predicate` names, and whose rows are whole groups; how many."""
+
+    def chosen(path: str, m: Any) -> bool | dict:
+        if not hasattr(m, "to_quantized"):
+            return False
+        how = True if predicate is None else predicate(path, m)
+        size = how["group_size"] if isinstance(how, dict) else form.group_size
+        return how if m.weight.shape[-1] % size == 0 else False
+
+    before = len(formats(module))
+    nn.quantize(module, form.group_size, form.bits, mode=form.mode, class_predicate=chosen)
+    return len(formats(module)) - before
+
+
+def _dequantize(model: nn.Module) -> None:
+    """Every quantized module as an ordinary one, of the type of its scales."""
+    plain = [(path, _plain(path, m)) for path, m in model.named_modules() if "scales" in m]
+    model.update_modules(tree_unflatten(plain))
+
+
+def _plain(path: str, m: Any) -> nn.Module:
+    kind: Any = PLAIN.get(type(m))
+    if kind is None or m.get("global_scale") is not None:
+        raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}, which cannot be")
+    weight = mx.dequantize(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode)
+    plain = kind(*[1] * weight.ndim)
+    plain.weight = weight
+    if "bias" in m:
+        plain.bias = m.bias
+    else:
+        plain.pop("bias", None)
+    return plain
+
+
+def _cast(model: Any, dtype: mx.Dtype) -> None:
+    """Give floating-point parameters a type, but for those that the family keeps in their own."""
+    predicate = getattr(model, "cast_predicate", None)
+
+    def as_wanted(path: str, w: mx.array) -> mx.array:
+        kept = not mx.issubdtype(w.dtype, mx.floating) or (predicate is not None and not predicate(path))
+        return w if kept else w.astype(dtype)
+
+    model.update(tree_map_with_path(as_wanted, model.parameters()))

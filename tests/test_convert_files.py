@@ -1,0 +1,380 @@
+"""What a conversion writes and what it refuses; what an interrupted one leaves; its command line."""
+
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import families
+import mlx.core as mx
+import published
+import pytest
+import tiny
+from command_line import call, run
+from mlx.utils import tree_flatten
+from safetensors import safe_open
+
+import mlx_mtp
+from mlx_mtp import tensor_file, unfinished
+from mlx_mtp.convert import convert, extract_heads
+from mlx_mtp.demo import demo_path
+from mlx_mtp.source import open_source
+
+SHARD = 20_000
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint directory of several shards, with an index and files of its tokenizer's."""
+    path, weights, _ = families.build("glm4_moe", tmp_path_factory.mktemp("source"))
+    (path / "model.safetensors").unlink()
+    places = {}
+    for i, (name, w) in enumerate(weights.items()):
+        places.setdefault(f"model-{i * 4 // len(weights)}.safetensors", {})[name] = w
+    for file, tensors in places.items():
+        mx.save_safetensors(str(path / file), tensors, {"format": "pt"})
+    index = {"weight_map": {name: file for file, tensors in places.items() for name in tensors}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((path / "config.json").read_text())
+    config |= {
+        "quantization_config": {"quant_method": "fp8"},
+        "vision_config": {},
+        "rope_theta": float("inf"),
+        "new": [1],
+    }
+    config["rope_theta"] = 1e6
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text('{"eos_token_id": [3, 4], "temperature": 0.6}')
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "LICENSE.md"):
+        (path / name).write_text(f"the text of {name}")
+    (path / "hf_quant_config.json").write_text("{}")
+    return path
+
+
+def left(folder):
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+
+
+def test_what_is_written(source, tmp_path):
+    told = []
+    done = convert(source, tmp_path / "a" / "new", shard_bytes=SHARD, progress=lambda *counts: told.append(counts))
+    new = tmp_path / "a" / "new"
+    assert left(tmp_path / "a")[0] == "new"
+    assert done.path == new
+    index = json.loads((new / "model.safetensors.index.json").read_text())
+    files = sorted(new.glob("*.safetensors"))
+    assert len(files) > 5
+    assert [f.name for f in files[:-1]] == [
+        f"model-{i:05d}-of-{len(files) - 1:05d}.safetensors" for i in range(1, len(files))
+    ]
+    assert files[-1].name == "mtp.safetensors"
+    found = {}
+    for file in files:
+        with safe_open(file, "numpy") as f:
+            assert f.metadata() == {"format": "mlx", "norms": "converted"}
+            sizes = {name: f.get_tensor(name).nbytes for name in f.keys()}  # noqa: SIM118
+            assert {name: index["weight_map"][name] for name in sizes} == dict.fromkeys(sizes, file.name)
+        assert file.name == "mtp.safetensors" or len(sizes) == 1 or sum(sizes.values()) <= SHARD
+        found |= sizes
+    assert found.keys() == index["weight_map"].keys()
+    assert done.nbytes == sum(found.values()) == index["metadata"]["total_size"]
+    assert told[-1] == (done.nbytes, done.nbytes)
+    assert [total for _, total in told] == [done.nbytes] * len(found)
+    assert sorted(done for done, _ in told) == [done for done, _ in told]
+    copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "LICENSE.md"}
+    for name in copied | {"generation_config.json"}:
+        assert (new / name).read_bytes() == (source / name).read_bytes()
+    written = {f.name for f in new.iterdir()} - {f.name for f in files} - copied
+    assert written == {"config.json", "generation_config.json", "model.safetensors.index.json"}
+    config = json.loads((source / "config.json").read_text())
+    gone = {"quantization_config", "vision_config"}
+    kept = {name: value for name, value in config.items() if name not in gone} | {"eos_token_id": [3, 4]}
+    assert json.loads((new / "config.json").read_text()) == kept
+
+
+@pytest.mark.parametrize("limit", [1, 100, 2000, 10**9])
+def test_shards_keep_the_order_and_the_limit(limit):
+    tensors = {f"{i}": mx.zeros((n,), mx.uint8) for i, n in enumerate([90, 5, 5, 100, 101, 1, 99, 0, 1])}
+    parts = list(tensor_file.shards(tensors, limit).values())
+    assert [name for part in parts for name in part] == list(tensors)
+    sizes = [[w.nbytes for w in part.values()] for part in parts]
+    assert all(sum(part) <= limit or sum(map(bool, part)) == 1 for part in sizes)
+    assert all(sum(a) + b[0] > limit for a, b in itertools.pairwise(sizes))
+
+
+def test_a_file_holds_every_type(tmp_path):
+    values = mx.array([[0, 1, 2], [3, 100, 250]])
+    tensors = {str(dtype): values.astype(dtype) for dtype in tensor_file.DTYPES if dtype != mx.float64}
+    tensors |= {"scalar": mx.array(1.5), "none": mx.zeros((0, 3)), "turned": values.T, "part": values[:, 1:]}
+    written, order = dict(tensors), []
+    size = tensor_file.file_size(tensors, {"a": "b"})
+    file = tmp_path / "x.safetensors"
+    tensor_file.write(file, written, {"a": "b"}, lambda name, w: order.append(name))
+    assert (written, order) == ({}, list(tensors))
+    assert file.stat().st_size == size
+    back, metadata = mx.load(str(file), return_metadata=True)
+    assert metadata == {"a": "b"}
+    assert {name: w.dtype for name, w in back.items()} == {name: w.dtype for name, w in tensors.items()}
+    assert all(mx.array_equal(back[name], w) for name, w in tensors.items())
+
+
+MISTAKES = {
+    "q_bits=7: affine allows 2, 3, 4, 5, 6, 8": {"quantize": True, "q_bits": 7},
+    "q_group_size=48: affine allows 32, 64, 128": {"quantize": True, "q_group_size": 48},
+    "q_mode='int4': allowed are affine, mxfp4, nvfp4, mxfp8": {"quantize": True, "q_mode": "int4"},
+    "q_bits=8: mxfp4 allows 4": {"quantize": True, "q_mode": "mxfp4", "q_bits": 8},
+    "mtp_q_bits=1: affine allows 2, 3, 4, 5, 6, 8": {"mtp_q_bits": 1},
+    "mtp_q_group_size=7: affine allows 32, 64, 128": {"mtp_q_group_size": 7},
+    "mtp_q_group_size=32: not with mtp_q_bits=16, no quantization": {"mtp_q_group_size": 32, "mtp_q_bits": 16},
+    "dtype='int8': allowed are float16, bfloat16, float32": {"dtype": "int8"},
+    "dequantize=True: not together with quantize=True or bits of the heads": {"quantize": True, "dequantize": True},
+    "mtp_layout='both': allowed are sidecar, shards": {"mtp_layout": "both"},
+    "quant_predicate='x': allowed are mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6": {"quant_predicate": "x"},
+    "quant_predicate='mixed_4_6': only with quantize=True and q_mode='affine'": {"quant_predicate": "mixed_4_6"},
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_arguments_are_refused_before_anything_is_read(tmp_path, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        convert(tmp_path / "nowhere", tmp_path / "new", **MISTAKES[message])
+
+
+def test_directories_that_are_refused(source, tmp_path, monkeypatch):
+    before = left(source)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("mine")
+    (tmp_path / "a file").write_text("mine")
+    (tmp_path / "link").symlink_to(source)
+    cases = {
+        source: "in the directory that is to be converted",
+        source / "mtp": "in the directory that is to be converted",
+        tmp_path / "link": "in the directory that is to be converted",
+        tmp_path / "full": "already there and not empty; name a new directory, or delete it",
+        tmp_path / "a file": "already there and no directory",
+    }
+    for path, words in cases.items():
+        with pytest.raises(ValueError, match=words):
+            convert(source, path)
+    monkeypatch.setattr("pathlib.Path.is_mount", lambda path: path.name == "disk")
+    (tmp_path / "disk").mkdir()
+    with pytest.raises(ValueError, match="a mounted disk; name a new directory on it"):
+        convert(source, tmp_path / "disk")
+    assert left(source) == before
+    assert left(tmp_path) == ["a file", "disk", "full", "full/a", "link"]
+    (tmp_path / "empty").mkdir()
+    convert(source, tmp_path / "empty")
+    assert (tmp_path / "empty" / "mtp.safetensors").exists()
+
+
+def test_what_heads_alone_are_refused(source, tmp_path):
+    (tmp_path / "mtp.safetensors").write_text("mine")
+    for path in (tmp_path, tmp_path / "mtp.safetensors"):
+        with pytest.raises(ValueError, match=r"mtp\.safetensors: already there"):
+            extract_heads(source, path)
+    with pytest.raises(
+        ValueError, match=r"head: allowed are a directory that is there, or a new file \*\.safetensors"
+    ):
+        extract_heads(source, tmp_path / "head")
+    weights = {name: w for file in source.glob("model-*.safetensors") for name, w in mx.load(str(file)).items()}
+    config = json.loads((source / "config.json").read_text())
+    tiny.save(tmp_path / "b", config, {n: w for n, w in weights.items() if not n.startswith("model.layers.3.")})
+    with pytest.raises(ValueError, match="no MTP heads found"):
+        extract_heads(tmp_path / "b", tmp_path / "new.safetensors")
+    with pytest.warns(UserWarning, match="no MTP heads found"):
+        convert(tmp_path / "b", tmp_path / "new")
+    assert not (tmp_path / "new" / "mtp.safetensors").exists()
+    assert (tmp_path / "mtp.safetensors").read_text() == "mine"
+
+
+def test_sources_that_are_refused(source, tmp_path):
+    for damage, words in (
+        (lambda p: (p / "model-1.safetensors").unlink(), r"model-1\.safetensors: missing"),
+        (lambda p: os.truncate(p / "model-1.safetensors", 5000), r"model-1\.safetensors: truncated or damaged"),
+        (lambda p: (p / "config.json").write_text('{"model_type": "gemma3"}'), "'gemma3' has no port that drafts"),
+    ):
+        path = shutil.copytree(source, tmp_path / "damaged")
+        damage(path)
+        with pytest.raises(ValueError, match=words):
+            convert(path, tmp_path / "new")
+        shutil.rmtree(path)
+    assert left(tmp_path) == []
+
+
+def test_a_disk_that_is_too_small(source, tmp_path, monkeypatch):
+    """Exactly what is written has to fit: of a byte less nothing is begun."""
+    heads = tmp_path / "heads.safetensors"
+    alone = extract_heads(source, heads).path.stat().st_size
+    heads.unlink()
+    convert(source, tmp_path / "once", quantize=True, q_group_size=32)
+    needed = sum(file.stat().st_size for file in (tmp_path / "once").iterdir())
+    usage = type(shutil.disk_usage(tmp_path))
+    free = [needed * 98 // 100]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12 - free[0], free[0]))
+    new = tmp_path / "deep" / "new"
+    with pytest.raises(ValueError, match=rf"{new}: needs \S+ [kM]B, and \S+ [kM]B are free there$"):
+        convert(source, new, quantize=True, q_group_size=32)
+    assert not new.parent.exists()
+    free[0] = needed
+    convert(source, new, quantize=True, q_group_size=32)
+    free[0] = alone - 1
+    with pytest.raises(ValueError, match="are free there"):
+        extract_heads(source, heads)
+    free[0] += 1
+    extract_heads(source, heads)
+
+
+def test_a_source_that_is_cut_while_it_is_read(source, tmp_path):
+    path = shutil.copytree(source, tmp_path / "source")
+    with pytest.raises(ValueError, match=r"source: tensor \S+ cannot be read \("):
+        convert(path, tmp_path / "new", progress=lambda done, total: os.truncate(path / "model-2.safetensors", 100))
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no full device")
+def test_a_full_disk_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'$"):
+        tensor_file.write(Path("/dev/full"), {"a": mx.zeros((9,))}, {}, lambda name, w: None)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), SystemExit(143)])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_an_interrupted_run_leaves_nothing(source, tmp_path, error, share):
+    def stop(done, total):
+        if done >= share * total:
+            raise error
+
+    for write, new in ((convert, tmp_path / "new"), (extract_heads, tmp_path / "new.safetensors")):
+        with pytest.raises(type(error)):
+            write(source, new, progress=stop)
+        assert left(tmp_path) == []
+
+
+def test_a_killed_run_leaves_what_the_next_one_replaces(source, tmp_path):
+    """After any number of tensors: nothing under the right name, and the same command then does it all."""
+    code = """if True:
+        import os, signal, sys
+        from mlx_mtp.convert import convert
+        told = []
+        def stop(done, total):
+            told.append(done)
+            if len(told) == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+        convert(sys.argv[1], sys.argv[2], progress=stop, shard_bytes=20_000)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(source), str(tmp_path / "new")]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert [file.name for file in tmp_path.iterdir()] == ["new.partial"]
+    partial = tmp_path / "new.partial"
+    assert "not finished" in (partial / unfinished.NOTE).read_text()
+    handle = os.open(partial, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match=r"new\.partial: another run is writing it"):
+        convert(source, tmp_path / "new")
+    assert (partial / unfinished.NOTE).exists()
+    os.close(handle)
+    convert(source, tmp_path / "new")
+    assert left(tmp_path)[0] == "new"
+    assert not partial.exists()
+    assert not (tmp_path / "new" / unfinished.NOTE).exists()
+    assert mlx_mtp.load_model(tmp_path / "new").report().heads == 1
+
+
+def test_what_is_in_the_way_and_not_ours_is_left_alone(source, tmp_path):
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"new\.partial: in the way, and not left by an earlier run; delete it"):
+        convert(source, tmp_path / "new")
+    assert left(tmp_path) == ["new.partial", "new.partial/thesis.txt"]
+
+
+def test_the_command_converts_and_what_it_wrote_talks(tmp_path):
+    new = tmp_path / "new"
+    flags = ("-q", "--q-bits", 8, "--mtp-q-bits", 6, "--dtype", "float32")  # which a CPU is faster with
+    done = run("convert", "--hf-path", demo_path(), "--mlx-path", new, *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0].split() == ["wrote", str(new)]
+    assert "MTP heads  3, mtp.safetensors" in done.stdout
+    assert "6-bit affine g64 (27 modules)" in done.stdout
+    heads = ("convert", "--model", demo_path(), "--mtp-only", "--mtp-path", tmp_path / "head.safetensors")
+    assert call(*heads, "--mtp-q-bits", 4).returncode == 0
+    question = ("generate", "-p", "What does os.path.join do?", "--quiet", "--no-adaptive", "-m", 12)
+    texts = {call(*question, "--model", new, *more).stdout for more in ((), ("--mtp-path", heads[-1]))}
+    assert len(texts) == 1
+    assert texts.pop().startswith("Join two or more pathname components")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--q-bits", 8], "--q-bits: only with -q"),
+        (["--quant-predicate", "mixed_4_6"], "--quant-predicate: only with -q"),
+        (["--mtp-only"], "--mtp-only and --mtp-path: the one needs the other"),
+        (["--mtp-path", "x.safetensors"], "--mtp-only and --mtp-path: the one needs the other"),
+        (["--mtp-only", "--mtp-path", "x.safetensors", "-q"], "--quantize: not with --mtp-only; --mtp-q-bits is"),
+        (["-q", "-d"], "not together with quantize=True"),
+        (["-q", "--q-bits", 1], "Invalid value for '--q-bits'"),
+        (["--upload-repo", "me/mine"], "nothing is uploaded from here; `hf upload me/mine MLX_PATH` does it"),
+        (["--mlx-path", "."], "already there and not empty"),
+    ],
+)
+def test_flags_that_are_refused(tmp_path, monkeypatch, flags, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").touch()
+    done = call("convert", "--hf-path", demo_path(), *flags)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert left(tmp_path) == ["mine"]
+
+
+RELEASED = ("deepseek-v3", "glm-4.6", "qwen3.6-35b-a3b", "nemotron-3-super", "step-3.5-flash", "mimo-v2-flash")
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_names_are_found_again(tmp_path, name):
+    """Of released checkpoints' tensors, four experts a layer: what they are called afterwards is one model, too."""
+    file = next(file for file in published.FILES if file.stem == name)
+    source = open_source(published.write(tmp_path, published.read(file).with_experts(4)))
+    model, layers = source.model, source.model.args.num_hidden_layers
+    trunk, heads = source.tensors()
+    places = {stored: model.spec.locate(stored, layers) for stored in heads}
+    assert {f"mtp.{depth}.{path}" for depth, path in places.values()} == {
+        path for path, _ in tree_flatten(model.parameters()) if path.startswith("mtp.")
+    }
+    assert not any(model.spec.locate(stored, layers) for stored in trunk)
+    for stored in trunk | heads:
+        path = "mtp.{}.{}".format(*places[stored]) if stored in heads else stored
+        assert model.renamed(stored) == [path]
+    assert model.BASE.sanitize(model, trunk | heads).keys() == trunk.keys()  # mlx-lm leaves such heads out
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_stack_not_of_the_model(tmp_path):
+    """Of 16 layers' experts, one projection's at a time: what they are stacked from, and what becomes of them."""
+    flags = [
+        "--megabytes",
+        "100",
+        "--shard",
+        "4",
+        "--experts",
+        "8",
+        "--target",
+        "4 bits",
+        "--out",
+        tmp_path / "found",
+    ]
+    bench = Path(__file__).parents[1] / "bench" / "convert_memory.py"
+    subprocess.run([sys.executable, bench, *flags], check=True, capture_output=True)
+    counts = json.loads((tmp_path / "found").read_text())
+    assert counts["total"] > 14 * counts["stack"] > 14 * counts["shard"]
+    assert counts["found"]["4 bits"]["mlx_peak"] < 3.5 * counts["stack"]
+    assert counts["found"]["4 bits"]["resident"] < counts["total"] / 3
