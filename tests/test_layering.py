@@ -63,6 +63,7 @@ ALLOWED = {
     },
     "generate": {"cycle", "decode", "planning", "prompt_cache", "sampling", "stats"},
     "session": {"generate", "prompt_cache", "stats"},
+    "lossless": {"agreement", "cache", "generate", "prompt_cache", "sampling", "session", "stats"},
     "demo": {"load", "generate", "models", "layers", "spec", "stats"},
     "bench": {
         *("__init__", "cache", "checkpoint", "compiled", "controller", "costs", "cycle", "decode", "demo", "draft"),
@@ -71,7 +72,7 @@ ALLOWED = {
     },
     "cli": {
         *("__init__", "bench", "checkpoint", "demo", "draft_vocab", "emulator", "generate", "kernels", "load"),
-        *("prompt_cache", "session", "stats"),
+        *("lossless", "prompt_cache", "session", "stats"),
     },
     "__init__": {"generate", "load", "prompt_cache", "report", "stats"},
     "__main__": {"cli"},

@@ -14,6 +14,7 @@ from .chat import chat
 from .draft_vocab import draft_vocab
 from .emulate import emulate
 from .generate import generate
+from .verify_lossless import verify_lossless
 
 
 class OneLine(click.Group):
@@ -96,3 +97,4 @@ main.add_command(generate)
 main.add_command(chat)
 main.add_command(draft_vocab)
 main.add_command(emulate)
+main.add_command(verify_lossless)
