@@ -28,7 +28,7 @@ TASK_TOKENS = 2048  # of an answer
     type=click.IntRange(1),
     help=f"Most tokens of a text.  [default: {TOKENS}, with --tasks {TASK_TOKENS}]",
 )
-@click.option("--draws", type=click.IntRange(50), default=200, help="Sampled texts whose distribution is tested.")
+@click.option("--draws", type=click.IntRange(50), default=150, help="Sampled texts whose distribution is tested.")
 @click.option(
     "--diagnose/--no-diagnose", default=True, help="Try other wirings of the heads: is one right more often?"
 )
@@ -49,8 +49,8 @@ def verify_lossless(**flags: Any) -> None:
     reaches as far. Sampled: one seed gives one text however it is drafted, and rejection sampling has the target's
     probabilities. The heads: how often each is right, and whether it would be more often if it were wired otherwise.
 
-    --tasks FILE: each line is {"question": "...", "answer": "..."}. An answer is right if the last \\boxed{...} of the
-    text, or without one its last number, equals it; one that is no number has to occur in the box or in the text.
+    --tasks FILE: each line is {"question": "...", "answer": "..."}. An answer is right if the last \\boxed{...} of
+    the text, or without one its last number, equals it; one that is no number has to occur in the box or in the text.
 
     Exit codes: 0 lossless, 1 a divergence, or heads that are wired wrongly, 2 usage.
     """
@@ -119,15 +119,15 @@ def _run(
 
 
 def _drafts(model: Any, asked: int | None) -> int:
-    """The most drafts of a cycle; a model without heads has lookups alone."""
+    """The most drafts of a cycle; 0 for a model without heads, which has lookups alone."""
     from ..generate import default_draft_tokens
 
+    most = model.max_draft_tokens
     if not hasattr(model, "spec"):
         raise ValueError(f"model_type {model.report().family!r} has no port that drafts: there is nothing to verify")
-    if asked is not None and asked > model.max_draft_tokens:
-        raise ValueError(
-            f"num_draft_tokens={asked}: allowed is 1 to {model.max_draft_tokens} with this model's heads"
-        )
+    if asked is not None and asked > most:
+        allowed = f"1 to {most} with the MTP heads of the model" if most else "none without MTP heads"
+        raise ValueError(f"num_draft_tokens={asked}: allowed is {allowed}")
     return default_draft_tokens(model) if asked is None else asked
 
 

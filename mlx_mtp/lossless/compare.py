@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..generate import generate_step
 from ..sampling import key_at, random_key
@@ -32,12 +33,12 @@ class Way:
         """The same, for a text that is drawn."""
         return Way(self.name, self.options | {"temp": temp, "seed": seed, "draft_sampling": mode})
 
-    def noise(self, position: int, vocab_size: int) -> mx.array | None:
-        """What the draw at a position adds to its logits [V]; None where nothing is drawn."""
+    def noise(self, position: int, vocab_size: int) -> np.ndarray | float:
+        """What the draw at a position adds to its logits [V]; 0 where nothing is drawn."""
         if "seed" not in self.options:
-            return None
+            return 0.0
         dice = mx.random.split(key_at(random_key(self.options["seed"]), position))[1]
-        return self.options["temp"] * mx.random.gumbel((1, vocab_size), key=dice)[0]
+        return self.options["temp"] * np.array(mx.random.gumbel((1, vocab_size), key=dice)[0])
 
 
 PLAIN = Way("plain", {"num_draft_tokens": 0})
@@ -161,7 +162,7 @@ def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
 
 
 def compare_one_pass(reference: Reference, into: Comparison) -> None:
-    """Count in what the judge itself says behind every token of a text: no drafts, but other caches and row counts."""
+    """Count in what the judge says behind every token of a text: no drafts, but other caches and row counts."""
     start, way = len(reference.prompt.tokens), Way(into.way, {})
     said = reference.one_pass.said()[start - 1 : -1]
     for position, (plain, other) in enumerate(zip(reference.text, said, strict=True)):
@@ -173,18 +174,21 @@ def compare_one_pass(reference: Reference, into: Comparison) -> None:
 
 def drift(reference: Reference, way: Way) -> Drift:
     """Where the logprobs of a way's text differ most from the judge's, as long as the texts are the same."""
-    worst = Drift(reference.prompt.name, 0, 0.0, math.inf)
+    found = []
     steps = reference.steps(way, logprobs=True)
     for position, ((token, logprobs, _), plain) in enumerate(zip(steps, reference.text, strict=False)):
         place = len(reference.prompt.tokens) + position
-        row = reference.one_pass.logits(place)
-        change = mx.abs(logprobs.astype(mx.float32) - (row - mx.logsumexp(row))).max().item()
-        found = Drift(reference.prompt.name, position, change, reference.one_pass.floor(place))
-        if not found.share <= worst.share:
-            worst = found
+        row = mx.array(reference.one_pass.logits(place))
+        change = np.abs(np.array(logprobs.astype(mx.float32) - (row - mx.logsumexp(row)))).max()
+        found.append(Drift(reference.prompt.name, position, float(change), reference.one_pass.floor(place)))
         if token != plain:
             break
-    return worst
+    return worst(found)
+
+
+def worst(found: list[Drift]) -> Drift:
+    """That of the greatest share, or the first whose share is not a number."""
+    return max(found, key=lambda d: math.inf if math.isnan(d.share) else d.share)
 
 
 def _first_difference(plain: list[int], text: list[int]) -> int | None:

@@ -3,8 +3,8 @@
 Two tokens are a near-tie where their logits lie closer than rounding reaches. A floor follows from the dtype: each of
 the 2 x layers sums of the residual stream is rounded, and errors that add up at random move a logit by about
 sqrt(2 x layers) units of the spread of its row, the logit's own rounding by one of its size. Where a router may take
-another expert it is far more; what it is there is measured as in Monte Carlo arithmetic (Parker, UCLA CSD-970002): the
-pass is repeated with the embeddings changed in their last place, so that all later roundings fall otherwise.
+another expert it is far more; what it is there is measured as in Monte Carlo arithmetic (Parker 1997): the pass is
+repeated with the embeddings changed in their last place, so that all later roundings fall otherwise.
 """
 
 import math
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from ..prompt_cache import make_prompt_cache
 
@@ -33,7 +34,7 @@ class Judgement(NamedTuple):
 
 
 class OnePass:
-    """The hidden rows [1, L, H] of a text of L tokens, read from empty caches; `dtype` is what the model computes in."""
+    """A text of L tokens, read from empty caches: `hidden` rows [1, L, H], of the `dtype` the model computes in."""
 
     def __init__(self, model: Any, tokens: list[int]):
         self.model, self.tokens = model, tokens
@@ -43,7 +44,7 @@ class OnePass:
     def dtype(self) -> mx.Dtype:
         return self.hidden.dtype
 
-    def logits(self, position: int) -> mx.array:
+    def logits(self, position: int) -> np.ndarray:
         """Float32 [V], of which the token at `position` >= 1 of the text is chosen."""
         return _logits(self.model, self.hidden, position)
 
@@ -51,7 +52,7 @@ class OnePass:
         """The greatest logit's token behind each of the L tokens."""
         length = self.hidden.shape[1]
         rows = (self.model.logits(self.hidden[:, i : i + ROWS])[0] for i in range(0, length, ROWS))
-        return [token for some in rows for token in mx.argmax(some, axis=-1).tolist()]  # type: ignore[union-attr]
+        return [token for some in rows for token in np.array(mx.argmax(some, axis=-1)).tolist()]
 
     def floor(self, position: int) -> float:
         """How far rounding reaches at least, as a difference of two logits at a position; see the head comment."""
@@ -59,32 +60,28 @@ class OnePass:
         unit = UNITS[self.dtype]
         if self.dtype == mx.float32:  # products are summed in it, too, of as many terms
             unit *= math.sqrt(self.hidden.shape[-1])
-        depth = math.sqrt(2 * len(self.model.layers))
-        return FLOOR * unit * (depth * mx.std(row).item() + mx.abs(row).max().item())  # type: ignore[operator]
+        return FLOOR * unit * float(math.sqrt(2 * len(self.model.layers)) * row.std() + np.abs(row).max())
 
-    def judge(self, position: int, tokens: tuple[int, int], noise: mx.array | None = None) -> Judgement:
+    def judge(self, position: int, tokens: tuple[int, int], noise: np.ndarray | float = 0.0) -> Judgement:
         """Whether either of two tokens could have been chosen at a position, by logits plus `noise` [V]."""
         row = self.logits(position)
-        scores = row if noise is None else row + noise
-        best = int(mx.argmax(scores).item())
-        places = mx.array([best, *tokens])
-        gap = (scores[best] - scores[places].min()).item()
+        scores = row + noise
+        places = [int(scores.argmax()), *tokens]
+        gap = float(scores.max() - scores[places].min())
         tolerance = self.floor(position)
         if not gap <= tolerance:
             changes = [self._again(position, seed)[places] - row[places] for seed in range(PASSES)]
-            moved = max((change.max() - change.min()).item() for change in changes)
-            tolerance = max(tolerance, REACH * moved)
-        values = row[mx.array(tokens)].tolist()
-        return Judgement((values[0], values[1]), gap, tolerance)  # type: ignore[index,arg-type]
+            tolerance = max(tolerance, REACH * max(float(np.ptp(change)) for change in changes))
+        return Judgement((float(row[tokens[0]]), float(row[tokens[1]])), gap, tolerance)
 
-    def _again(self, position: int, seed: int) -> mx.array:
+    def _again(self, position: int, seed: int) -> np.ndarray:
         with _other_roundings(self.model.model.embed_tokens, seed):
             hidden = _read(self.model, self.tokens[:position])
         return _logits(self.model, hidden, position)
 
 
-def _logits(model: Any, hidden: mx.array, position: int) -> mx.array:
-    return model.logits(hidden[:, position - 1 : position])[0, 0].astype(mx.float32)
+def _logits(model: Any, hidden: mx.array, position: int) -> np.ndarray:
+    return np.array(model.logits(hidden[:, position - 1 : position])[0, 0].astype(mx.float32))
 
 
 def _read(model: Any, tokens: list[int]) -> mx.array:

@@ -1,6 +1,7 @@
-"""What is generated: questions, code and prose, one token alone, and documents that end where the model's windows do."""
+"""What is continued: questions, code and prose, one token alone, and documents that end where windows do."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..cache import MAX_ROWS
@@ -24,6 +25,7 @@ def fine(days):
     return 10 * (days - {})
 
 """
+SOURCE = 600  # tokens of this package's own source, which the heads alone are tried on
 LONGEST = 8192  # tokens; windows that are longer are not filled
 NO_WINDOW = 240  # tokens of a document where there is none: caches grow behind it
 
@@ -69,6 +71,13 @@ def document(tokenizer: Any, length: int) -> list[int]:
         section += 1
         tokens += tokenizer.encode(DOCUMENT.format(section, section + 7, section + 7), add_special_tokens=not tokens)
     return tokens[:length]
+
+
+def source(tokenizer: Any) -> list[int]:
+    """The beginning of a text that no model made: this file, and those beside it."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    return tokenizer.encode(text[: 8 * SOURCE])[:SOURCE]
 
 
 def chat(tokenizer: Any, question: str) -> list[int]:

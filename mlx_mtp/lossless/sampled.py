@@ -1,8 +1,8 @@
 """Texts that are drawn: do they have the target's own probabilities?
 
-Many short texts of one prompt with independent seeds; wherever enough of them agree so far, the counts of their next
-tokens are compared with the target's exact probabilities by a likelihood ratio (G) test. Given how many texts come by,
-the counts at different places are independent, so their statistics and degrees of freedom add up.
+Many short texts of one prompt with independent seeds; wherever enough of them agree so far, the counts of their
+next tokens are compared with the target's exact probabilities by a likelihood ratio (G) test. Given how many texts
+come by, the counts at different places are independent, so their statistics and degrees of freedom add up.
 """
 
 import math
@@ -68,7 +68,7 @@ def fit(model: Any, prompt: list[int], texts: Sequence[tuple[int, ...]], *, temp
             if count < 2 * LEAST_EXPECTED:
                 continue
             row = OnePass(model, [*prompt, *prefix]).logits(len(prompt) + length)
-            expected = count * np.array(mx.softmax(row / temp))
+            expected = count * np.array(mx.softmax(mx.array(row) / temp))
             seen = Counter(text[length] for text in texts if text[:length] == prefix)
             g, cells = _likelihood_ratio(expected, seen)
             statistic, freedom = statistic + g, freedom + cells - 1

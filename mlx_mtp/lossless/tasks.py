@@ -23,7 +23,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answered:
-    """Whether a task's answers without (`plain`) and with drafts are right; `tokens` of the plain text; `same` texts."""
+    """Whether the answers without drafts (`plain`, of so many tokens) and with them are right, and the same text."""
 
     task: Task
     plain: bool
@@ -33,7 +33,7 @@ class Answered:
 
 
 def read_tasks(file: str | Path) -> list[Task]:
-    """Tasks of a JSON-lines file, each line {"question": ..., "answer": ...}; ValueError names a line that is not one."""
+    """Tasks of a JSON-lines file, {"question": ..., "answer": ...} a line; ValueError names one that is not."""
     try:
         lines = Path(file).read_text("utf-8").splitlines()
     except UnicodeDecodeError:

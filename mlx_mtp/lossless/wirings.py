@@ -1,7 +1,7 @@
 """Other ways to wire or read a checkpoint's heads, tried in memory: is one of them right more often?
 
-A head that is wired wrongly changes no text and is slow only. Its fusion's norm hides a hidden state taken at the wrong
-place, its depths look alike, and some of its guesses are right whatever is wrong; only another wiring shows it.
+A head that is wired wrongly changes no text and is slow only. Its fusion's norm hides a hidden state taken at the
+wrong place, its depths look alike, and some of its guesses are right whatever is wrong; only another wiring shows it.
 """
 
 import itertools
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from .heads import Known, right, shares
@@ -27,9 +28,9 @@ NORMS = {
     "the last norm": r"norm\.",
 }
 EVERY_ORDER = 3  # depths; of more only two at a time change places
-LOST, WON = -4.0, 5.0  # sds of the paired difference by which a wiring is given up, and is better
+LOST, WON = -3.0, 4.0  # sds of the gain by which a wiring is given up, and is better
+BLOCK = 8  # positions
 LEAST_GAIN = 0.02  # of a depth's share
-FEW = 150  # positions before which none is given up
 
 
 @dataclass(frozen=True)
@@ -117,29 +118,29 @@ def diagnose(
 
 def _try(model: Any, wiring: Wiring, texts: list[Known], own: list[list[mx.array]]) -> Better | None:
     """What a wiring, which is on, gains over the `own` one; None where it does not, as soon as that is clear."""
-    found, won, lost, seen = [], 0, 0, 0
+    found: list[list[mx.array]] = []
+    gains = np.zeros(0)
     for text, before in zip(texts, own, strict=True):
-        after = right(model, text, len(before))
-        found.append(after)
-        won += _count(after, before)
-        lost += _count(before, after)
-        seen += before[0].size
-        if seen >= FEW and _sds(won, lost) < LOST:
+        found.append(right(model, text, len(before)))
+        gains = np.append(gains, _gains(before, found[-1]))
+        if _sds(gains) < LOST:
             return None
     was, now = shares(own), shares(found)
     gain = max(b - a for a, b in zip(was, now, strict=True))
-    sds = _sds(won, lost)
-    return Better(wiring.name, was, now, sds) if sds > WON and gain > LEAST_GAIN else None
+    return Better(wiring.name, was, now, _sds(gains)) if _sds(gains) > WON and gain > LEAST_GAIN else None
 
 
-def _count(a: list[mx.array], b: list[mx.array]) -> int:
-    """Guesses that are right in a and wrong in b."""
-    return sum(int((x & ~y).sum().item()) for x, y in zip(a, b, strict=True))
+def _gains(before: list[mx.array], after: list[mx.array]) -> np.ndarray:
+    """By how many guesses `after` is better in each block of a text, all depths together."""
+    total = np.zeros(-(-before[0].size // BLOCK) * BLOCK)
+    for a, b in zip(before, after, strict=True):
+        total[: a.size] += np.array(b, dtype=int) - np.array(a, dtype=int)
+    return total.reshape(-1, BLOCK).sum(axis=1)
 
 
-def _sds(won: int, lost: int) -> float:
-    """McNemar's statistic of two paired shares."""
-    return (won - lost) / math.sqrt(won + lost or 1)
+def _sds(gains: np.ndarray) -> float:
+    """How many standard deviations their sum lies above zero; blocks, for guesses side by side are alike."""
+    return float(gains.sum() / (math.sqrt((gains**2).sum()) or 1.0))
 
 
 def _orders(depths: int) -> list[tuple[int, ...]]:
