@@ -153,7 +153,7 @@ def _heads(
 ) -> None:
     passes = sorted((r.one_pass for r in references), key=lambda one_pass: len(one_pass.tokens))
     passes.append(OnePass(model, source(tokenizer)))
-    texts, own = [Known.of(p.tokens, p.hidden, p.said()) for p in passes], []
+    texts, own = [Known.of(p.tokens, p.hidden, p.said) for p in passes], []
     for i, text in enumerate(texts):
         progress("heads", i, len(texts))
         own.append(right(model, text, max(len(model.mtp), min(settings.drafts, 2))))

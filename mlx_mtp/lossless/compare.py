@@ -164,7 +164,7 @@ def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
 def compare_one_pass(reference: Reference, into: Comparison) -> None:
     """Count in what the judge says behind every token of a text: no drafts, but other caches and row counts."""
     start, way = len(reference.prompt.tokens), Way(into.way, {})
-    said = reference.one_pass.said()[start - 1 : -1]
+    said = reference.one_pass.said[start - 1 : -1]
     for position, (plain, other) in enumerate(zip(reference.text, said, strict=True)):
         if plain != other:
             into.differences.append(reference.difference(way, position, other))

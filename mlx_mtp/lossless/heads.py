@@ -70,7 +70,7 @@ def right_recycled(model: Any, text: Known) -> mx.array:
 
 def shares(found: list[list[mx.array]]) -> list[float]:
     """Per depth, over all texts, how often the guess is right."""
-    depths = [mx.concatenate(depth) for depth in zip(*found, strict=True)]
+    depths = [mx.concatenate(list(depth)) for depth in zip(*found, strict=True)]
     return [depth.astype(mx.float32).mean().item() if depth.size else 0.0 for depth in depths]  # type: ignore[misc]
 
 

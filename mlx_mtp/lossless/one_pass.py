@@ -10,6 +10,7 @@ repeated with the embeddings changed in their last place, so that all later roun
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -48,6 +49,7 @@ class OnePass:
         """Float32 [V], of which the token at `position` >= 1 of the text is chosen."""
         return _logits(self.model, self.hidden, position)
 
+    @cached_property
     def said(self) -> list[int]:
         """The greatest logit's token behind each of the L tokens."""
         length = self.hidden.shape[1]
