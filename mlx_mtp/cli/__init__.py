@@ -19,6 +19,7 @@ from .draft_vocab import draft_vocab
 from .emulate import emulate
 from .generate import generate
 from .inspect import inspect
+from .verify_lossless import verify_lossless
 
 
 class OneLine(click.Group):
@@ -130,3 +131,4 @@ main.add_command(draft_vocab)
 main.add_command(emulate)
 main.add_command(bench)
 main.add_command(inspect)
+main.add_command(verify_lossless)

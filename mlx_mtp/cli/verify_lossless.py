@@ -1,0 +1,147 @@
+"""`mlx-mtp verify-lossless`: is the text with drafts the text without, with this model on this machine?"""
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import load_model, model_options
+from .progress import shows_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..lossless.check import Progress, Verdict
+    from ..lossless.tasks import Answered, Task
+
+TOKENS = 40  # of a new text, by default
+TASK_TOKENS = 2048  # of an answer
+
+
+@click.command("verify-lossless")
+@model_options
+@click.option(
+    "--max-tokens",
+    "-m",
+    type=click.IntRange(1),
+    help=f"Most tokens of a text.  [default: {TOKENS}, with --tasks {TASK_TOKENS}]",
+)
+@click.option("--draws", type=click.IntRange(50), default=150, help="Sampled texts whose distribution is tested.")
+@click.option(
+    "--diagnose/--no-diagnose", default=True, help="Try other wirings of the heads: is one right more often?"
+)
+@click.option(
+    "--float32", is_flag=True, help="Compute in float32, with MLX's own kernels: what differs then is a bug."
+)
+@click.option(
+    "--tasks",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Instead, answer the questions of a JSON-lines file, without and with drafts.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify_lossless(**flags: Any) -> None:
+    """Compare texts with and without drafts, greedy and sampled; exit code 1 where drafting is not lossless.
+
+    Greedy: built-in prompts, with 1 to --num-draft-tokens drafts, with lookups, with --draft-p-min, adaptively; every
+    difference is listed with both tokens' logits, by a forward pass of the target, and is a near-tie where rounding
+    reaches as far. Sampled: one seed gives one text however it is drafted, and rejection sampling has the target's
+    probabilities. The heads: how often each is right, and whether it would be more often if it were wired otherwise.
+
+    --tasks FILE: each line is {"question": "...", "answer": "..."}. An answer is right if the last \\boxed{...} of
+    the text, or without one its last number, equals it; one that is no number has to occur in the box or in the text.
+
+    Exit codes: 0 lossless, 1 a divergence, or heads that are wired wrongly, 2 usage.
+    """
+    if not flags["mtp"] or flags["num_draft_tokens"] == 0:
+        raise click.UsageError(
+            "without drafts there is nothing to verify; leave --no-mtp and --num-draft-tokens 0 out"
+        )
+    tasks = _read_tasks(flags["tasks"])
+    model, tokenizer = _load(flags)
+    from .verify_tables import as_dict, show
+
+    with _progress(shown=shows_progress(quiet=flags["as_json"])) as progress:
+        verdict, answered = _run(model, tokenizer, tasks, flags, progress)
+    if flags["as_json"]:
+        click.echo(json.dumps(as_dict(model, verdict, answered)))
+    else:
+        show(model, tokenizer, verdict, answered)
+    sys.exit(1 if verdict.broken else 0)
+
+
+def _read_tasks(file: str | None) -> "list[Task]":
+    """Before a model is loaded for them."""
+    if file is None:
+        return []
+    from ..lossless.tasks import read_tasks
+
+    return read_tasks(file)
+
+
+def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
+    if flags["float32"] and flags["kernels"] not in (None, "off"):
+        raise click.UsageError(f"--float32 is without kernels; leave --kernels {flags['kernels']} out")
+    kernels = "off" if flags["float32"] else flags["kernels"]
+    model, tokenizer = load_model({**flags, "quiet": flags["as_json"], "kernels": kernels})
+    if flags["float32"]:
+        import mlx.core as mx
+
+        model.set_dtype(mx.float32)
+    return model, tokenizer
+
+
+def _run(
+    model: Any, tokenizer: Any, tasks: "list[Task]", flags: dict[str, Any], progress: "Progress"
+) -> "tuple[Verdict, list[Answered]]":
+    """The checks that the flags ask for."""
+    from ..lossless.check import Settings, conclude, verify
+    from ..lossless.tasks import answer_all
+
+    settings = Settings(
+        drafts=_drafts(model, flags["num_draft_tokens"]),
+        max_tokens=flags["max_tokens"] or (TASK_TOKENS if tasks else TOKENS),
+        draws=flags["draws"],
+        adaptive=flags["adaptive"],
+        p_min=flags["draft_p_min"],
+        lookup=flags["prompt_lookup"] is not False,
+        compiled=bool(flags["compile_cycles"]),
+        diagnose=flags["diagnose"],
+    )
+    if not tasks:
+        return verify(model, tokenizer, settings, progress), []
+    verdict, answered = answer_all(
+        model, tokenizer, tasks, settings.ways[-1], max_tokens=settings.max_tokens, progress=progress
+    )
+    conclude(model, verdict)
+    return verdict, answered
+
+
+def _drafts(model: Any, asked: int | None) -> int:
+    """The most drafts of a cycle; 0 for a model without heads, which has lookups alone."""
+    from ..generate import default_draft_tokens
+
+    most = model.max_draft_tokens
+    if not hasattr(model, "spec"):
+        raise ValueError(f"model_type {model.report().family!r} has no port that drafts: there is nothing to verify")
+    if asked is not None and asked > most:
+        allowed = f"1 to {most} with the MTP heads of the model" if most else "none without MTP heads"
+        raise ValueError(f"num_draft_tokens={asked}: allowed is {allowed}")
+    return default_draft_tokens(model) if asked is None else asked
+
+
+@contextlib.contextmanager
+def _progress(*, shown: bool) -> "Iterator[Progress]":
+    """A bar on stderr, one stage after the other."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task("")
+
+        def stage(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total)
+
+        yield stage

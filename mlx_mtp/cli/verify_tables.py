@@ -1,0 +1,158 @@
+"""What `mlx-mtp verify-lossless` prints: tables for people, a dictionary for programs."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..lossless.check import Verdict
+    from ..lossless.compare import Comparison, Difference
+    from ..lossless.tasks import Answered
+
+LISTED = 20  # differences
+WIDTH = 110  # of a table where the terminal is not a terminal
+
+
+def show(model: Any, tokenizer: Any, verdict: "Verdict", answered: "list[Answered]") -> None:
+    """Print all of it."""
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(str(model.report()), markup=False, soft_wrap=True)
+    console.print()
+    if answered:
+        console.print(_tasks(answered))
+    console.print(_ways("greedy, beside the text without drafts", verdict.greedy))
+    if verdict.drift:
+        d = verdict.drift
+        console.print(
+            f"logprobs of drafted text differ by at most {d.change:.2g} ({d.share:.0%} of what rounding reaches)\n"
+        )
+    if verdict.sampled:
+        console.print(_ways("sampled, beside the text without drafts of the same seed", verdict.sampled))
+    for f in verdict.fits:
+        console.print(
+            f"{f.mode} sampling against the target's probabilities: {f.texts} texts, "
+            f"G = {f.statistic:.1f} with {f.freedom} degrees of freedom, p = {f.p:.2g}\n"
+        )
+    differences = [d for comparison in (*verdict.greedy, *verdict.sampled) for d in comparison.differences]
+    if differences:
+        console.print(_differences(tokenizer, differences, verdict.dtype))
+    if verdict.agreement:
+        console.print(_heads(verdict))
+    for warning in verdict.warnings:
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+    for broken in verdict.broken:
+        console.print(f"broken: {broken}", markup=False, soft_wrap=True)
+    console.print(_sum(verdict, differences), markup=False, soft_wrap=True)
+
+
+def _ways(title: str, comparisons: "list[Comparison]") -> Table:
+    table = Table("drafting", title=title, title_justify="left")
+    for name in ("texts", "tokens", "near-ties", "divergences", "tok/cycle"):
+        table.add_column(name, justify="right")
+    table.add_column("drafts kept, per depth")
+    for c in comparisons:
+        near = sum(difference.near_tie for difference in c.differences)
+        speed = f"{c.stats.tokens_per_cycle:.2f}" if c.stats.cycles else ""
+        kept = " / ".join(f"{share:.0%}" for share in c.stats.acceptance)
+        if c.stats.lookups:
+            kept += f", looked up {c.stats.lookup_accepted} of {c.stats.lookup_drafted}"
+        counts = (c.prompts, c.tokens, near, len(c.differences) - near)
+        table.add_row(c.way, *map(str, counts), speed, kept)
+    return table
+
+
+def _differences(tokenizer: Any, differences: "list[Difference]", dtype: str) -> Table:
+    caption = f"logits of a forward pass over the plain text; tolerance: how far rounding to {dtype} reaches there"
+    if len(differences) > LISTED:
+        caption = f"{LISTED} of {len(differences)}, divergences first; {caption}"
+    table = Table("", "prompt", "drafting", title="differences", caption=caption, title_justify="left")
+    for name in ("token", "without", "with", "logits", "gap", "tolerance"):
+        table.add_column(name, justify="right")
+    for d in sorted(differences, key=lambda d: d.near_tie)[:LISTED]:
+        texts = [
+            ("(end)" if t is None else repr(tokenizer.decode([t]))).replace("[", "\\[") for t in (d.plain, d.drafted)
+        ]
+        figures = ["", "", ""]
+        if d.judgement:
+            a, b = d.judgement.logits
+            figures = [f"{a:.5g} {b:.5g}", f"{d.judgement.gap:.2g}", f"{d.judgement.tolerance:.2g}"]
+        verdict = "near-tie" if d.near_tie else "DIVERGES"
+        table.add_row(verdict, d.prompt, d.way, str(d.position), *texts, *figures)
+    return table
+
+
+def _heads(verdict: "Verdict") -> Table:
+    table = Table("heads", title="guesses that are the target's own token, on the plain texts", title_justify="left")
+    for depth in range(1, len(verdict.agreement) + 1):
+        table.add_column(f"depth {depth}", justify="right")
+    table.add_row("as they are wired", *(f"{share:.1%}" for share in verdict.agreement))
+    for better in verdict.better:
+        cells = [f"{share:.1%}" for share in better.after]
+        table.add_row(better.wiring, *cells)
+    return table
+
+
+def _tasks(answered: "list[Answered]") -> Table:
+    table = Table("task", "question", title="tasks", title_justify="left")
+    for name in ("tokens", "without", "with", "same text"):
+        table.add_column(name, justify="right")
+    marks = {True: "right", False: "wrong"}
+    for i, a in enumerate(answered, 1):
+        question = " ".join(a.task.question.split())[:40].replace("[", "\\[")
+        row = (marks[a.plain], marks[a.drafted], "yes" if a.same else "no")
+        table.add_row(str(i), question, str(a.tokens), *row, end_section=i == len(answered))
+    plain, drafted, same = (sum(getattr(a, name) for a in answered) for name in ("plain", "drafted", "same"))
+    n = len(answered)
+    table.add_row("", "right", "", *(f"{count}/{n} = {count / n:.0%}" for count in (plain, drafted)), f"{same}/{n}")
+    return table
+
+
+def _sum(verdict: "Verdict", differences: "list[Difference]") -> str:
+    """The verdict in a line."""
+    diverged = sum(not d.near_tie for d in differences)
+    if diverged:
+        return f"NOT LOSSLESS: {diverged} divergences"
+    if any(f.refused for f in verdict.fits):
+        return "NOT LOSSLESS: sampled texts have other probabilities"
+    tokens = sum(c.tokens for c in (*verdict.greedy, *verdict.sampled))
+    near = f", {len(differences)} near-ties" if differences else ", no near-tie"
+    return f"lossless in {verdict.dtype}: {tokens:,} tokens compared{near}" + (
+        "; but see above" if verdict.broken else ""
+    )
+
+
+def as_dict(model: Any, verdict: "Verdict", answered: "list[Answered]") -> dict[str, Any]:
+    """All of it, for JSON."""
+    facts = model.report()
+    found = {
+        "lossless": not verdict.diverged,
+        "broken": verdict.broken,
+        "warnings": verdict.warnings,
+        "dtype": verdict.dtype,
+        "device": str(mx.default_device()),
+        "family": facts.family,
+        "kernels": facts.kernels,
+        "not_exact": facts.not_exact,
+        "greedy": [_comparison(c) for c in verdict.greedy],
+        "sampled": [_comparison(c) for c in verdict.sampled],
+        "logprobs": verdict.drift and asdict(verdict.drift),
+        "distributions": [asdict(f) for f in verdict.fits],
+        "heads": {"right": verdict.agreement, "better_wirings": [asdict(b) for b in verdict.better]},
+    }
+    if answered:
+        found["tasks"] = [asdict(a) for a in answered]
+    return found
+
+
+def _comparison(c: "Comparison") -> dict[str, Any]:
+    differences = [
+        {**asdict(d), "judgement": d.judgement and d.judgement._asdict(), "near_tie": d.near_tie}
+        for d in c.differences
+    ]
+    figures = {"tokens_per_cycle": c.stats.tokens_per_cycle, "kept_per_depth": c.stats.acceptance}
+    return {"drafting": c.way, "texts": c.prompts, "tokens": c.tokens, **figures, "differences": differences}

@@ -1,0 +1,198 @@
+"""Texts with drafts beside texts without: the same, or every difference judged, and the comparison goes on behind it.
+
+The reference is plain decoding, `num_draft_tokens=0`. Behind a near-tie the drafting run starts anew from the plain
+text up to there, so that one near-tie does not hide a later real divergence; behind a real one it ends.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..generate import generate_step
+from ..sampling import key_at, random_key
+from ..stats import Stats
+from .one_pass import Judgement, OnePass
+from .prompts import Prompt
+
+STEP = 256  # tokens of a prompt that are read in one call
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to draft: keyword arguments of `generate_step`."""
+
+    name: str
+    options: dict[str, Any]
+
+    def sampled(self, temp: float, seed: int, mode: str) -> "Way":
+        """The same, for a text that is drawn."""
+        return Way(self.name, self.options | {"temp": temp, "seed": seed, "draft_sampling": mode})
+
+    def noise(self, position: int, vocab_size: int) -> np.ndarray | float:
+        """What the draw at a position adds to its logits [V]; 0 where nothing is drawn."""
+        if "seed" not in self.options:
+            return 0.0
+        dice = mx.random.split(key_at(random_key(self.options["seed"]), position))[1]
+        return self.options["temp"] * np.array(mx.random.gumbel((1, vocab_size), key=dice)[0])
+
+
+PLAIN = Way("plain", {"num_draft_tokens": 0})
+
+
+def ways(k: int, *, adaptive: bool, p_min: float, lookup: bool, compiled: bool) -> list[Way]:
+    """Every number of drafts up to k, and what else decides how many there are."""
+    fixed: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
+    found = [Way(f"{n} draft{'s' * (n > 1)}", fixed | {"num_draft_tokens": n}) for n in range(1, k + 1)]
+    most: dict[str, Any] = {"num_draft_tokens": k or None}
+    if lookup:
+        found.append(Way("lookups", fixed | most | {"prompt_lookup": True}))
+    if not k:
+        return found
+    found.append(Way("p_min", fixed | most | {"draft_p_min": p_min}))
+    if adaptive:
+        found.append(Way("adaptive", most | {"compile_cycles": False}))
+    if compiled:
+        found.append(Way("compiled", most | {"adaptive": False, "compile_cycles": True}))
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two tokens at one position of a new text (0 is its first), None where it had ended; and what the judge says."""
+
+    prompt: str
+    way: str
+    position: int
+    plain: int | None
+    drafted: int | None
+    judgement: Judgement | None
+
+    @property
+    def near_tie(self) -> bool:
+        return self.judgement is not None and self.judgement.gap <= self.judgement.tolerance
+
+
+@dataclass
+class Comparison:
+    """A way's texts over all prompts."""
+
+    way: str
+    prompts: int = 0
+    tokens: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+
+    @property
+    def diverged(self) -> bool:
+        return not all(difference.near_tie for difference in self.differences)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The greatest change of a logprob at a position of a new text, and how far rounding reaches there at least."""
+
+    prompt: str
+    position: int
+    change: float
+    floor: float
+
+    @property
+    def share(self) -> float:
+        return self.change / self.floor
+
+
+class Reference:
+    """A prompt, its text without drafts (`plain` may draw it), and the judge who reads both."""
+
+    def __init__(self, model: Any, prompt: Prompt, max_tokens: int, stops: Sequence[int], plain: Way = PLAIN):
+        self.model, self.prompt, self.max_tokens = model, prompt, max_tokens
+        self.stops = stops if prompt.stops else ()
+        self.text: list[int] = []
+        self.text, self.stats = self.generated(plain)
+
+    @cached_property
+    def one_pass(self) -> OnePass:
+        return OnePass(self.model, self.prompt.tokens + self.text)
+
+    def generated(self, way: Way, given: int = 0) -> tuple[list[int], Stats]:
+        """What a way makes behind the prompt and the first `given` tokens of the text."""
+        stats = Stats()
+        steps = self.steps(way, given, stats=stats)
+        return [token for token, _, _ in steps], stats
+
+    def steps(self, way: Way, given: int = 0, **options: Any) -> Any:
+        """The same, token by token, with `options` of `generate_step`."""
+        tokens = self.prompt.tokens + self.text[:given]
+        limits = {"max_tokens": self.max_tokens - given, "stop_tokens": self.stops, "prefill_step_size": STEP}
+        return generate_step(tokens, self.model, **limits, **way.options, **options)
+
+    def difference(self, way: Way, position: int, drafted: int | None) -> Difference:
+        """What differs at a position of the text, judged."""
+        plain = self.text[position] if position < len(self.text) else None
+        judgement = None
+        if plain is not None and drafted is not None:
+            place = len(self.prompt.tokens) + position
+            judgement = self.one_pass.judge(place, (plain, drafted), way.noise(place, self.model.vocab_size))
+        return Difference(self.prompt.name, way.name, position, plain, drafted, judgement)
+
+
+def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
+    """Count a way's text of one prompt in; returns its tokens before anything was put right."""
+    done = 0
+    first, stats = reference.generated(way)
+    text = first
+    while True:
+        into.stats.add(stats)
+        at = _first_difference(reference.text[done:], text)
+        if at is None:
+            break
+        into.differences.append(reference.difference(way, done + at, text[at] if at < len(text) else None))
+        done += at + 1
+        if not into.differences[-1].near_tie or done >= len(reference.text):
+            break
+        text, stats = reference.generated(way, done)
+    into.prompts += 1
+    into.tokens += len(reference.text)
+    return first
+
+
+def compare_one_pass(reference: Reference, into: Comparison) -> None:
+    """Count in what the judge says behind every token of a text: no drafts, but other caches and row counts."""
+    start, way = len(reference.prompt.tokens), Way(into.way, {})
+    said = reference.one_pass.said[start - 1 : -1]
+    for position, (plain, other) in enumerate(zip(reference.text, said, strict=True)):
+        if plain != other:
+            into.differences.append(reference.difference(way, position, other))
+    into.prompts += 1
+    into.tokens += len(reference.text)
+
+
+def drift(reference: Reference, way: Way) -> Drift:
+    """Where the logprobs of a way's text differ most from the judge's, as long as the texts are the same."""
+    found = []
+    steps = reference.steps(way, logprobs=True)
+    for position, ((token, logprobs, _), plain) in enumerate(zip(steps, reference.text, strict=False)):
+        place = len(reference.prompt.tokens) + position
+        row = mx.array(reference.one_pass.logits(place))
+        change = np.abs(np.array(logprobs.astype(mx.float32) - (row - mx.logsumexp(row)))).max()
+        found.append(Drift(reference.prompt.name, position, float(change), reference.one_pass.floor(place)))
+        if token != plain:
+            break
+    return worst(found)
+
+
+def worst(found: list[Drift]) -> Drift:
+    """That of the greatest share, or the first whose share is not a number."""
+    return max(found, key=lambda d: math.inf if math.isnan(d.share) else d.share)
+
+
+def _first_difference(plain: list[int], text: list[int]) -> int | None:
+    """The first position at which two texts differ; one that ends differs there."""
+    if plain == text:
+        return None
+    return next((i for i, (a, b) in enumerate(zip(plain, text, strict=False)) if a != b), min(len(plain), len(text)))

@@ -1,0 +1,103 @@
+"""Questions with known answers, answered without and with drafts: the same texts, so the same marks."""
+
+import json
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from .check import Progress, Verdict
+from .compare import Comparison, Reference, Way, compare
+from .prompts import Prompt, chat
+
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+BOX = "\\boxed{"
+
+
+@dataclass(frozen=True)
+class Task:
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Whether the answers without drafts (`plain`, of so many tokens) and with them are right, and the same text."""
+
+    task: Task
+    plain: bool
+    drafted: bool
+    tokens: int
+    same: bool
+
+
+def read_tasks(file: str | Path) -> list[Task]:
+    """Tasks of a JSON-lines file, {"question": ..., "answer": ...} a line; ValueError names one that is not."""
+    try:
+        lines = Path(file).read_text("utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{file}: not UTF-8 text") from None
+    tasks = [_task(f"{file}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip()]
+    if not tasks:
+        raise ValueError(f"{file}: no tasks in it")
+    return tasks
+
+
+def _task(where: str, line: str) -> Task:
+    try:
+        found = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"{where}: not JSON ({e})") from None
+    question, answer = (found.get(name) if isinstance(found, dict) else None for name in ("question", "answer"))
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f'{where}: expected {{"question": "...", "answer": "..."}}')
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise ValueError(f"{where}: answer is {answer!r}, expected text or a number")
+    return Task(question, str(answer).strip())
+
+
+def is_right(text: str, answer: str) -> bool:
+    """Whether the last \\boxed{...} of a text, or without one its last number, is `answer`; one that is no number has
+    to occur in the box or in the text, whatever its case and spaces.
+    """
+    given = _boxed(text)
+    given = text if given is None else given
+    if not NUMBER.fullmatch(answer):
+        words = r"\s+".join(map(re.escape, answer.split()))
+        return re.search(rf"(?<!\w){words}(?!\w)", given, re.IGNORECASE) is not None
+    numbers = NUMBER.findall(given)
+    return bool(numbers) and _value(numbers[-1]) == _value(answer)
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))
+
+
+def _boxed(text: str) -> str | None:
+    """What the last \\boxed{...} holds; its braces may be nested."""
+    _, box, rest = text.rpartition(BOX)
+    depth = 1
+    for i, c in enumerate(rest if box else ""):
+        depth += (c == "{") - (c == "}")
+        if depth == 0:
+            return rest[:i]
+    return None
+
+
+def answer_all(
+    model: Any, tokenizer: Any, tasks: list[Task], way: Way, *, max_tokens: int, progress: Progress
+) -> tuple[Verdict, list[Answered]]:
+    """Answer every task greedily without drafts and in `way`, and compare the texts."""
+    stops, comparison, answered = tuple(tokenizer.eos_token_ids), Comparison(way.name), []
+    dtype = model.no_hidden().dtype
+    for i, task in enumerate(tasks):
+        progress("tasks", i, len(tasks))
+        reference = Reference(model, Prompt(f"task {i + 1}", chat(tokenizer, task.question)), max_tokens, stops)
+        drafted = compare(reference, way, comparison)
+        marks = [
+            is_right(tokenizer.decode([t for t in text if t not in stops]), task.answer)
+            for text in (reference.text, drafted)
+        ]
+        answered.append(Answered(task, marks[0], marks[1], len(reference.text), drafted == reference.text))
+    return Verdict(str(dtype).rpartition(".")[2], greedy=[comparison]), answered

@@ -1,0 +1,173 @@
+"""Other ways to wire or read a checkpoint's heads, tried in memory: is one of them right more often?
+
+A head that is wired wrongly changes no text and is slow only. Its fusion's norm hides a hidden state taken at the
+wrong place, its depths look alike, and some of its guesses are right whatever is wrong; only another wiring shows it.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from .heads import Known, right, shares
+
+# Norms that a converter may have shifted by one, or not, together.
+NORMS = {
+    "all norms": r"",
+    "the norms of the block": r"block\.",
+    "enorm and hnorm": r"[eh]norm\.",
+    "enorm": r"enorm\.",
+    "hnorm": r"hnorm\.",
+    "the last norm": r"norm\.",
+}
+EVERY_ORDER = 3  # depths; of more only two at a time change places
+LOST, WON = -3.0, 4.0  # sds of the gain by which a wiring is given up, and is better
+BLOCK = 8  # positions
+LEAST_GAIN = 0.02  # of a depth's share
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A change of how the heads are wired.
+
+    spec:     values of the MTPSpec.
+    depths:   whose head stands at each depth. lm_heads: whose LM head each has; None is the target's.
+    norms:    a regex of norms' paths in a head, and what is added to them.
+    """
+
+    name: str
+    spec: dict[str, str] = field(default_factory=dict)
+    depths: Sequence[int] = ()
+    lm_heads: Sequence[int | None] = ()
+    norms: tuple[str, int] | None = None
+
+    @contextmanager
+    def on(self, model: Any) -> Generator[None, None, None]:
+        """Let the heads of `model` be wired so."""
+        spec, heads = model.spec, list(model.mtp)
+        lm_heads = [head.get("head") for head in heads]
+        norms = [_norms(head, self.norms[0]) if self.norms else [] for head in heads]
+        try:
+            _rewire(model, replace(spec, **self.spec), heads)  # type: ignore[arg-type]
+            for head, whose in zip(heads, self.lm_heads, strict=False):
+                _give(head, None if whose is None else lm_heads[whose])
+            for head, weights in zip(heads, norms, strict=True):
+                head.load_weights([(path, w + self.norms[1]) for path, w in weights], strict=False)  # type: ignore[index]
+            model.mtp = [heads[whose] for whose in self.depths] or heads
+            yield
+        finally:
+            _rewire(model, spec, heads)
+            for head, own, weights in zip(heads, lm_heads, norms, strict=True):
+                _give(head, own)
+                head.load_weights(weights, strict=False)
+
+
+@dataclass(frozen=True)
+class Better:
+    """A wiring that is right more often: shares per depth before and with it, and by how many sds."""
+
+    wiring: str
+    before: list[float]
+    after: list[float]
+    sds: float
+
+
+def alternatives(model: Any) -> list[Wiring]:
+    """Every wiring but the model's own that makes sense for its heads."""
+    spec, depths, found = model.spec, len(model.mtp), []
+    fields = {"capture": ("pre", "post"), "fuse": ("eh", "he"), "feedback": ("pre", "post")}
+    if depths > 1:
+        fields["topology"] = ("chain", "target_each")
+    for name, values in fields.items():
+        own = getattr(spec, name)
+        found += [Wiring(f"{name}={v!r} for {own!r}", {name: v}) for v in values if own in values and v != own]
+    for order in _orders(depths):
+        numbers = _numbered(order)
+        found.append(Wiring(f"depths in the order {numbers}", depths=order))
+        if spec.head == "own":
+            found.append(Wiring(f"LM heads of depths {numbers}", lm_heads=order))
+    if spec.head == "own" and not any("d2t" in head for head in model.mtp):
+        found.append(Wiring("head='shared' for 'own'", lm_heads=[None] * depths))
+    for name, path in NORMS.items():
+        if any(_norms(head, path) for head in model.mtp):
+            found += [Wiring(f"{name} {shift:+d}", norms=(path, shift)) for shift in (1, -1)]
+    return found
+
+
+def diagnose(
+    model: Any, texts: list[Known], own: list[list[mx.array]], progress: Callable[[int, int], None]
+) -> list[Better]:
+    """The wirings that are right more often than the model's `own` is on these texts, the best one first."""
+    found, wirings = [], alternatives(model)
+    for i, wiring in enumerate(wirings):
+        progress(i, len(wirings))
+        # What a recycled head is fed shows in its second draft, and nothing else needs that.
+        depths = len(own[0]) if "feedback" in wiring.spec else len(model.mtp)
+        with wiring.on(model):
+            better = _try(model, wiring, texts, [shown[:depths] for shown in own])
+        found += [better] if better else []
+    return sorted(found, key=lambda better: -better.sds)
+
+
+def _try(model: Any, wiring: Wiring, texts: list[Known], own: list[list[mx.array]]) -> Better | None:
+    """What a wiring, which is on, gains over the `own` one; None where it does not, as soon as that is clear."""
+    found: list[list[mx.array]] = []
+    gains = np.zeros(0)
+    for text, before in zip(texts, own, strict=True):
+        found.append(right(model, text, len(before)))
+        gains = np.append(gains, _gains(before, found[-1]))
+        if _sds(gains) < LOST:
+            return None
+    was, now = shares(own), shares(found)
+    gain = max(b - a for a, b in zip(was, now, strict=True))
+    return Better(wiring.name, was, now, _sds(gains)) if _sds(gains) > WON and gain > LEAST_GAIN else None
+
+
+def _gains(before: list[mx.array], after: list[mx.array]) -> np.ndarray:
+    """By how many guesses `after` is better in each block of a text, all depths together."""
+    total = np.zeros(-(-before[0].size // BLOCK) * BLOCK)
+    for a, b in zip(before, after, strict=True):
+        total[: a.size] += np.array(b, dtype=int) - np.array(a, dtype=int)
+    return total.reshape(-1, BLOCK).sum(axis=1)
+
+
+def _sds(gains: np.ndarray) -> float:
+    """How many standard deviations their sum lies above zero; blocks, for guesses side by side are alike."""
+    return float(gains.sum() / (math.sqrt((gains**2).sum()) or 1.0))
+
+
+def _orders(depths: int) -> list[tuple[int, ...]]:
+    own = tuple(range(depths))
+    if depths <= EVERY_ORDER:
+        return [order for order in itertools.permutations(own) if order != own]
+    swaps = itertools.combinations(own, 2)
+    return [tuple(b if i == a else a if i == b else i for i in own) for a, b in swaps]
+
+
+def _numbered(order: Sequence[int]) -> str:
+    return ", ".join(str(depth + 1) for depth in order)
+
+
+def _norms(head: Any, path: str) -> list[tuple[str, mx.array]]:
+    parameters: Any = tree_flatten(head.parameters())
+    return [(name, w) for name, w in parameters if name.endswith("norm.weight") and re.match(path, name)]
+
+
+def _rewire(model: Any, spec: Any, heads: list[Any]) -> None:
+    model.spec, model.mtp = spec, heads
+    for head in heads:
+        head._spec = spec
+
+
+def _give(head: Any, lm_head: Any) -> None:
+    if lm_head is not None:
+        head.head = lm_head
+    elif "head" in head:
+        head.pop("head")

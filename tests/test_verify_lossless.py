@@ -1,0 +1,364 @@
+"""`verify-lossless` on a tiny model: it passes what is right, and finds what is planted in the product."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+
+from mlx_mtp import cycle, decode, prefill, sampling
+from mlx_mtp.cache import Ring
+from mlx_mtp.lossless import check
+from mlx_mtp.lossless.check import Settings, Verdict, conclude, verify
+from mlx_mtp.lossless.compare import PLAIN, Comparison, Reference, Way, compare, compare_one_pass, drift, ways
+from mlx_mtp.lossless.one_pass import PASSES, OnePass
+from mlx_mtp.lossless.prompts import Prompt, built_in, document, lengths
+from mlx_mtp.lossless.sampled import chi_squared_tail, draw, fit
+from mlx_mtp.prompt_cache import PromptCache
+
+V, NEW = 5, 40
+FIXED = {"adaptive": False, "prompt_lookup": False}
+
+
+class Letters:
+    """A tokenizer of V tokens."""
+
+    has_chat_template = False
+    eos_token_ids = frozenset({V - 1})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(c) % V for c in text][:60]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join("abcde"[t] for t in tokens)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models):
+    return tiny_models(0)[0]
+
+
+@pytest.fixture(scope="module")
+def references(model):
+    """Texts without drafts, of the product as it is; windows of 8 wrap in all of them."""
+    return [Reference(model, Prompt("p", [1, 2, 3, 4, seed], stops=False), NEW, ()) for seed in range(3)]
+
+
+def found(references, way: Way) -> Comparison:
+    comparison = Comparison(way.name)
+    for reference in references:
+        compare(reference, way, comparison)
+    return comparison
+
+
+def all_ways():
+    return ways(3, adaptive=True, p_min=0.5, lookup=True, compiled=False)
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    assert 0 <= done <= total
+
+
+def test_a_right_product_passes(model):
+    verdict = verify(model, Letters(), Settings(3, max_tokens=16, draws=50, diagnose=False), quiet)
+    names = ["one pass", "1 draft", "2 drafts", "3 drafts", "lookups", "p_min", "adaptive"]
+    assert [c.way for c in verdict.greedy] == names
+    assert [c.way for c in verdict.sampled] == ["3 drafts, coupled", "3 drafts, greedy", "adaptive, coupled"]
+    texts = {c.prompts for c in verdict.greedy}
+    assert texts == {len(built_in(model, Letters(), 16))}
+    assert {c.tokens for c in verdict.greedy} == {verdict.greedy[0].tokens}
+    assert not any(c.differences for c in (*verdict.greedy, *verdict.sampled))
+    assert not verdict.diverged
+    assert verdict.drift.share < 1
+    assert [f.texts for f in verdict.fits] == [50]
+    assert len(verdict.agreement) == 3
+    assert (verdict.dtype, verdict.broken) == ("float32", [])
+
+
+def test_documents_wrap_the_rings(model):
+    ring = Ring(8).slots
+    assert lengths(model, 16) == {"up to window 8": ring - 8, "past window 8": 2 * ring - 8}
+    for length in lengths(model, 16).values():
+        assert len(document(Letters(), length)) == length
+        assert length % ring != 0
+        assert length // ring < (length + 16) // ring  # the new text goes past the last slot
+    names = [p.name for p in built_in(model, Letters(), 16)]
+    assert len(set(names)) == len(names) >= 6
+
+
+# What is planted in the product, and one way that has to show it.
+
+
+def accept_one_more(drafts, tokens):
+    return mx.minimum(REAL_ACCEPT(drafts, tokens) + 1, drafts.size)
+
+
+REAL_ACCEPT, REAL_MASK, REAL_INDEX = cycle.accept, Ring.mask, Ring.index
+REAL_CUT, REAL_ROLLBACK, REAL_PICK = decode._cut, PromptCache.rollback, sampling.Picker.pick
+REAL_KEY = sampling.key_at
+
+
+def one_mask_less(ring, offset, rows, visible, start):
+    mask = REAL_MASK(ring, offset, rows, visible, start)
+    queries = offset + mx.arange(rows)[:, None]
+    last = offset + (rows - 1)
+    positions = last - (last - mx.arange(visible)[None]) % ring.slots
+    return mask & (positions > queries - ring.window + 1)
+
+
+def slots_too_few(ring, offset, rows):
+    return ((offset + mx.arange(rows)) % (ring.slots - 1)).reshape(1, 1, rows, 1)
+
+
+def rollback_of_one_less(cache, n):
+    REAL_ROLLBACK(cache, mx.maximum(n - 1, 0))
+
+
+def runs_on(tokens, left, stop_tokens):
+    return REAL_CUT(tokens, left, ())
+
+
+def drawn_elsewhere(key, position):
+    return REAL_KEY(key, position + 1) if isinstance(position, mx.array) else REAL_KEY(key, position)
+
+
+GREEDY_PLANTS = {
+    "accepts one draft too many": (cycle, "accept", accept_one_more),
+    "accepts all drafts": (cycle, "accept", lambda drafts, tokens: mx.array([drafts.size])),
+    "rolls nothing back": (PromptCache, "rollback", lambda cache, n: None),
+    "rolls one row too few back": (PromptCache, "rollback", rollback_of_one_less),
+    "a window one short": (Ring, "mask", one_mask_less),
+    "a ring one slot short": (Ring, "index", slots_too_few),
+}
+
+
+@pytest.mark.parametrize("name", GREEDY_PLANTS)
+def test_planted_divergences_are_found(references, monkeypatch, name):
+    monkeypatch.setattr(*GREEDY_PLANTS[name])
+    comparisons = [found(references, way) for way in all_ways()]
+    shown = {c.way for c in comparisons if c.diverged}
+    assert {"2 drafts", "3 drafts", "lookups"} <= shown
+    verdict = Verdict("float32", greedy=comparisons)
+    conclude(references[0].model, verdict)
+    assert verdict.diverged
+    assert all(way in verdict.broken[0] for way in shown)
+
+
+def test_a_wrong_cache_shows_in_logprobs_before_it_shows_in_tokens(references, monkeypatch):
+    assert all(drift(reference, all_ways()[2]).share < 1 for reference in references)
+    monkeypatch.setattr(Ring, "mask", one_mask_less)
+    verdict = Verdict("float32", drift=drift(references[0], all_ways()[2]))
+    conclude(references[0].model, verdict)
+    assert verdict.drift.share > 1000
+    assert "what rounding explains" in verdict.broken[0]
+    low = Verdict("bfloat16", drift=verdict.drift)
+    conclude(references[0].model, low)
+    assert (low.broken, len(low.warnings)) == ([], 1)
+
+
+def test_a_text_that_runs_on_is_found(model, monkeypatch):
+    reference = Reference(model, Prompt("p", [1, 2, 3]), NEW, stops=())
+    stop = reference.text[NEW // 2]
+    reference = Reference(model, Prompt("p", [1, 2, 3]), NEW, stops=(stop,))
+    assert reference.text[-1] == stop
+    assert not found([reference], all_ways()[2]).differences
+    monkeypatch.setattr(decode, "_cut", runs_on)
+    (difference,) = found([reference], all_ways()[2]).differences
+    assert (difference.plain, difference.position, difference.near_tie) == (None, len(reference.text), False)
+
+
+def test_a_plain_text_that_is_wrong_itself(model, monkeypatch):
+    """Without drafts, too: what decodes token by token is compared with one pass."""
+    real = Ring.mask_of_one
+    monkeypatch.setattr(Ring, "mask_of_one", lambda ring, positions, n: real(ring, positions[1:], n))
+    comparison = Comparison("one pass")
+    for seed in range(3):
+        compare_one_pass(Reference(model, Prompt("p", [1, 2, 3, 4, seed], stops=False), NEW, ()), comparison)
+    assert comparison.diverged
+
+
+@pytest.fixture(scope="module")
+def drawn(model):
+    plain = PLAIN.sampled(0.8, 3, "coupled")
+    return [Reference(model, Prompt("p", [1, 2, seed], stops=False), NEW, (), plain) for seed in range(2)]
+
+
+@pytest.mark.parametrize("mode", ["coupled", "greedy"])
+def test_one_seed_gives_one_text(drawn, mode):
+    for way in all_ways():
+        assert not found(drawn, way.sampled(0.8, 3, mode)).differences
+
+
+@pytest.mark.parametrize("plant", [*GREEDY_PLANTS, "draws by another position's noise"])
+def test_planted_divergences_of_drawn_texts_are_found(drawn, monkeypatch, plant):
+    """The judge knows the noise of the draw: what another one would have given is no near-tie."""
+    monkeypatch.setattr(*GREEDY_PLANTS.get(plant, (sampling, "key_at", drawn_elsewhere)))
+    assert found(drawn, all_ways()[2].sampled(0.8, 3, "greedy")).diverged
+
+
+# The judge.
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory):
+    """A model of six tokens of which 4 and 5 have the same logits but for rounding."""
+    import mlx_mtp
+
+    config = {**tiny.CONFIG, "vocab_size": 6}
+    weights = tiny.random_weights(config, seed=1)
+    weights["lm_head.weight"][5] = weights["lm_head.weight"][4] * (1 - 1e-7)
+    return mlx_mtp.load_model(tiny.save(tmp_path_factory.mktemp("twins"), config, weights))
+
+
+def other_twin(picker, model, hidden, position, history, drafts, q=None):
+    """Of 4 and 5 always 5 in a cycle with drafts."""
+    tokens, logprobs = REAL_PICK(picker, model, hidden, position, history, drafts, q)
+    return (mx.where(tokens == 4, 5, tokens) if drafts.size else tokens), logprobs
+
+
+def test_behind_a_near_tie_the_comparison_goes_on(twins, monkeypatch):
+    reference = Reference(twins, Prompt("p", [1, 2, 3], stops=False), NEW, ())
+    fours = [i for i, token in enumerate(reference.text) if token == 4 and i]
+    assert len(fours) > 3
+    monkeypatch.setattr(sampling.Picker, "pick", other_twin)
+    comparison = found([reference], all_ways()[0])
+    # A token that is the first of a run is chosen without drafts.
+    assert {d.position for d in comparison.differences} <= set(fours)
+    assert len(comparison.differences) > 1
+    assert all(d.near_tie and (d.plain, d.drafted) == (4, 5) for d in comparison.differences)
+    assert all(d.judgement.gap < 1e-5 for d in comparison.differences)
+    assert comparison.tokens == NEW
+    assert not comparison.diverged
+
+    later = comparison.differences[1].position + 1
+
+    def and_a_wrong_one(picker, model, hidden, position, history, drafts, q=None):
+        tokens, logprobs = other_twin(picker, model, hidden, position, history, drafts, q)
+        places = position + mx.arange(tokens.size)
+        return mx.where(places == len(reference.prompt.tokens) + later, (tokens + 1) % 4, tokens), logprobs
+
+    monkeypatch.setattr(sampling.Picker, "pick", and_a_wrong_one)
+    comparison = found([reference], all_ways()[0])
+    assert [d.near_tie for d in comparison.differences] == [True, True, False]
+    assert comparison.differences[-1].position == later
+    assert comparison.diverged
+
+
+def test_the_judge_measures_where_it_doubts(model, monkeypatch):
+    tokens = [1, 2, 3, 4, 0, 1, 2, 2, 1]
+    one_pass, passes = OnePass(model, tokens), []
+    again = OnePass._again
+    monkeypatch.setattr(OnePass, "_again", lambda self, *args: passes.append(args) or again(self, *args))
+    row = one_pass.logits(6)
+    best, second, *_, last = np.argsort(-row).tolist()
+    judgement = one_pass.judge(6, (best, last))
+    assert judgement.logits == (row[best], row[last])
+    assert judgement.gap == pytest.approx(row[best] - row[last])
+    assert len(passes) == PASSES
+    assert one_pass.floor(6) <= judgement.tolerance < 1e-3 < judgement.gap
+    # Neither of two tokens need be the best: the lower one is compared with it.
+    assert one_pass.judge(6, (second, last)).gap == pytest.approx(judgement.gap)
+    noise = np.zeros(V, np.float32)
+    noise[last] = judgement.gap
+    assert one_pass.judge(6, (best, last), noise).gap < 1e-5
+    assert type(model.model.embed_tokens).__call__(model.model.embed_tokens, mx.array([1])).shape == (1, 32)
+    assert np.array_equal(OnePass(model, tokens).logits(6), row)  # nothing is left changed
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_rounding_is_tolerated(tmp_path, dtype):
+    """What reading in pieces of other sizes, or in float32, changes about the two best logits."""
+    import mlx_mtp
+
+    config = {**tiny.CONFIG, "vocab_size": 32, "moe_layers_enum": "99"}
+    weights = {name: w.astype(dtype) for name, w in tiny.random_weights(config, heads=0).items()}
+    model = mlx_mtp.load_model(tiny.save(tmp_path, config, weights), mtp=False)
+    tokens = np.random.default_rng(0).integers(0, 32, 60).tolist()
+    low = OnePass(model, tokens)
+    assert low.dtype == dtype
+    judged = []
+    for position in range(1, 60, 7):
+        first, second = np.argsort(-low.logits(position))[:2].tolist()
+        judged.append((position, first, second, low.judge(position, (first, second))))
+    floors = [low.floor(position) for position, *_ in judged]
+    model.set_dtype(mx.float32)
+    high = OnePass(model, tokens)
+    for position, first, second, judgement in judged:
+        row = high.logits(position)
+        moved = abs((row[first] - row[second]) - (judgement.logits[0] - judgement.logits[1]))
+        assert moved <= 2 * judgement.tolerance
+    scale = {mx.float32: 2.0**-24 * math.sqrt(32), mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}[dtype]
+    assert all(5 * scale < floor < 300 * scale for floor in floors)
+
+
+# Distributions.
+
+
+@pytest.mark.parametrize(
+    ("x", "freedom", "p"),
+    [(3.841459, 1, 0.05), (5.991465, 2, 0.05), (18.307038, 10, 0.05), (24.995790, 15, 0.05), (35.0, 9, 6.0e-5)],
+)
+def test_the_tail_of_chi_squared(x, freedom, p):
+    assert chi_squared_tail(x, freedom) == pytest.approx(p, rel=2e-2)
+    assert chi_squared_tail(x, freedom) == pytest.approx(p, rel=1e-5) or p != 0.05
+    assert chi_squared_tail(0.0, freedom) == 1.0
+
+
+def test_the_tail_of_chi_squared_far_out_and_degenerate():
+    assert chi_squared_tail(5.0, 0) == 1.0
+    assert 0 <= chi_squared_tail(1e6, 3) < 1e-300
+    assert 0 <= chi_squared_tail(1e6, 4) < 1e-300
+    assert chi_squared_tail(300.0, 300) == pytest.approx(0.4891, abs=1e-3)
+
+
+def texts_of(model, prompt, temp, n, seed=0):
+    """Texts of two tokens drawn by NumPy from the probabilities of single passes."""
+    rng, rows = np.random.default_rng(seed), {}
+
+    def one(prefix):
+        if prefix not in rows:
+            scores = OnePass(model, [*prompt, *prefix, 0]).logits(len(prompt) + len(prefix)).astype(float) / temp
+            rows[prefix] = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        return int(rng.choice(V, p=rows[prefix]))
+
+    texts = []
+    for _ in range(n):
+        first = one(())
+        texts.append((first, one((first,))))
+    return texts
+
+
+def test_right_draws_pass_and_p_is_about_uniform(model):
+    ps = [fit(model, [1, 2, 3], texts_of(model, [1, 2, 3], 1.0, 80, s), temp=1.0, mode="x").p for s in range(12)]
+    assert min(ps) > 1e-3
+    assert 0.2 < sum(ps) / len(ps) < 0.8
+    wrong = texts_of(model, [1, 2, 3], 1.6, 300)
+    assert fit(model, [1, 2, 3], wrong, temp=1.0, mode="x").refused
+
+
+def always(scores, q, draft, dice):
+    return draft
+
+
+def too_often(scores, q, draft, dice):
+    return REAL_KEEP(scores + mx.where(mx.arange(V) == draft, 1.0, 0.0), q, draft, dice)
+
+
+REAL_KEEP = sampling.keep_or_replace
+
+
+@pytest.mark.parametrize("plant", [None, always, too_often])
+def test_rejection_sampling_is_tested(model, monkeypatch, plant):
+    if plant:
+        monkeypatch.setattr(sampling, "keep_or_replace", plant)
+    options = {**FIXED, "num_draft_tokens": 3, "temp": 1.0, "draft_sampling": "rejection"}
+    texts = draw(model, [1, 2, 3], options, seeds=range(150), length=3, progress=lambda n: None)
+    assert fit(model, [1, 2, 3], texts, temp=1.0, mode="rejection").refused == (plant is not None)
+
+
+def test_what_is_broken_is_said(model):
+    verdict = Verdict("float32", agreement=[check.LEAST / 2, 0.0])
+    conclude(model, verdict)
+    assert verdict.broken == ["the first head's guess is the target's token in 1.0% of cases"]
+    assert prefill.NO_DRAFTS.tokens.size == 0
