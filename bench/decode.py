@@ -1,6 +1,6 @@
 """Decoding speed: mlx-lm's own loop, our plain loop, MTP at k = 1.., and adaptive, on one checkpoint and prompts.
 
-    python bench/decode.py [--model DIR] [--runs 5] [--max-tokens 100] [--out FILE]
+    python bench/decode.py [--model DIR] [--runs 5] [--max-tokens 100] [--ignore-eos] [--per-category N] [--out FILE]
 
 For each prompt all contenders take turns, so that a machine that slows down slows them all. A speed is tokens after
 the first over the time since the first, summed over prompts; ratios are within a run, their median is shown. The
@@ -32,11 +32,11 @@ USELESS, COMPILED = "adaptive, useless heads", "adaptive, compiled"
 REPETITIVE = 40  # distinct 8-grams per 100 tokens, below which a text repeats itself
 
 
-def read_prompts(tokenizer, file: Path) -> list[tuple[str, list[int]]]:
-    """(category, token ids) of every prompt; a chat goes through the template."""
+def read_prompts(tokenizer, file: Path, per_category: int | None = None) -> list[tuple[str, list[int]]]:
+    """(category, token ids) of the prompts, all or the first of each category; a chat goes through the template."""
     prompts = []
     for category, entries in json.loads(file.read_text()).items():
-        for entry in entries:
+        for entry in entries[:per_category]:
             if isinstance(entry, str):
                 prompts.append((category, tokenizer.encode(entry)))
                 continue
@@ -128,6 +128,7 @@ def print_tables(seconds: dict, texts: list, prompts: list, stats: dict) -> None
     table = Table("category", "tokens", "8-grams", *names, title="speed over that of k = 0")
     groups = {category: [i for i in everything if prompts[i][0] == category] for category, _ in prompts}
     groups["all but repetitive"] = [i for i in everything if distinct_8grams(texts[i]) >= REPETITIVE]
+    groups = {category: chosen for category, chosen in groups.items() if chosen}
     for category, chosen in groups.items():
         part = speeds(seconds, texts, chosen)
         row = [category, str(sum(len(texts[i]) for i in chosen))]
@@ -149,8 +150,18 @@ def _lengths(counts) -> str:
 @click.option("--prompts", type=click.Path(exists=True, path_type=Path), default=HERE / "prompts.json")
 @click.option("--runs", default=5, show_default=True)
 @click.option("--max-tokens", default=100, show_default=True)
+@click.option("--ignore-eos", is_flag=True, help="Go on behind the end of an answer, to --max-tokens.")
+@click.option("--per-category", type=click.IntRange(1), help="Only the first prompts of each category.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the JSON there too.")
-def main(model: str, prompts: Path, runs: int, max_tokens: int, out: Path | None) -> None:
+def main(
+    model: str,
+    prompts: Path,
+    runs: int,
+    max_tokens: int,
+    ignore_eos: bool,
+    per_category: int | None,
+    out: Path | None,
+) -> None:
     """Compare mlx-lm's loop, our plain loop and MTP on one checkpoint."""
     ours, tokenizer = mlx_mtp.load(model)
     plain = {f"k={k}": {"adaptive": False} for k in range(min(ours.max_draft_tokens, 3) + 1)}
@@ -164,14 +175,15 @@ def main(model: str, prompts: Path, runs: int, max_tokens: int, out: Path | None
         Ours(other, COMPILED, None, {"compile_cycles": True}),
         Ours(with_useless_heads(ours, Path(model)), USELESS, None),
     ]
-    encoded = read_prompts(tokenizer, prompts)
-    settings = Settings(max_tokens, stop_tokens=frozenset(tokenizer.eos_token_ids))
+    encoded = read_prompts(tokenizer, prompts, per_category)
+    settings = Settings(max_tokens, stop_tokens=frozenset(() if ignore_eos else tokenizer.eos_token_ids))
     seconds, texts, stats = measure(loops, encoded, settings, runs)
     print_tables(seconds, texts, encoded, stats)
     result = {
         "environment": environment(),
         "model": Path(model).name,
         "max_tokens": max_tokens,
+        "ignore_eos": ignore_eos,
         "categories": [category for category, _ in encoded],
         "tokens": [len(text) for text in texts],
         "distinct_8grams_per_100": [round(distinct_8grams(text)) for text in texts],

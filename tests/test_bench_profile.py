@@ -3,7 +3,6 @@
 import itertools
 import json
 import time
-from contextlib import contextmanager
 
 import command_line
 import families
@@ -13,7 +12,7 @@ from mlx.utils import tree_flatten
 
 import mlx_mtp
 from mlx_mtp import cycle
-from mlx_mtp.bench import capture, census, profile_report
+from mlx_mtp.bench import census, profile_report
 from mlx_mtp.bench.profile import HOST, PHASES, Profile, Timer, Workload, decode_in_phases, profile
 from mlx_mtp.layers.mtp_head import MTPHead
 from mlx_mtp.lookup import Text
@@ -295,84 +294,6 @@ def test_bandwidth_is_stated_known_or_measured(monkeypatch):
     assert 1e8 < census.stream_rate(1 << 22, 3) < 1e13
 
 
-# Traces
-
-
-class Metal:
-    """Notes what is evaluated while a trace is taken."""
-
-    def __init__(self, monkeypatch):
-        self.open, self.files, self.seen = None, [], {}
-        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-        monkeypatch.setattr(mx.metal, "start_capture", self.start)
-        monkeypatch.setattr(mx.metal, "stop_capture", self.stop)
-
-    def start(self, path):
-        assert self.open is None
-        self.open = path
-        self.files.append(path)
-
-    def stop(self):
-        assert self.open
-        open(self.open, "w").close()
-        self.open = None
-
-
-@pytest.mark.parametrize(("phase", "cycles"), [("draft", 1), ("verify", 2), ("accept", 2), ("prefill", 1)])
-def test_a_trace_is_of_one_phase_in_some_cycles(tiny_models, monkeypatch, tmp_path, phase, cycles):
-    metal, evaluated = Metal(monkeypatch), []
-    real = Timer.evaluate
-
-    def evaluate(self, name, caches, *arrays):
-        real(self, name, caches, *arrays)
-        evaluated.append((name, self.cycles))
-
-    monkeypatch.setattr(Timer, "evaluate", evaluate)
-    inside, during = [], Timer.during
-
-    @contextmanager
-    def noted(self, name):
-        if metal.open:
-            inside.append((name, self.cycles))
-        with during(self, name):
-            yield
-
-    monkeypatch.setattr(Timer, "during", noted)
-    files = capture.capture(work(tiny_models()[0], tokens=20), phase, tmp_path / "a.gputrace", cycles)
-    assert [str(f) for f in files] == metal.files
-    assert len(files) == cycles
-    assert metal.open is None
-    first = 0 if phase == "prefill" else capture.WARM
-    assert inside == [(phase, first + i) for i in range(cycles)]
-
-
-def test_a_trace_is_closed_when_something_fails(tiny_models, monkeypatch, tmp_path):
-    metal = Metal(monkeypatch)
-    watch = capture.Captured(phase="prefill", paths=[tmp_path / "a.gputrace"])
-    with pytest.raises(KeyboardInterrupt), watch.during("prefill"):
-        raise KeyboardInterrupt
-    assert metal.open is None
-
-
-def test_what_forbids_a_trace_is_said(monkeypatch, tmp_path):
-    path = tmp_path / "a.gputrace"
-    with pytest.raises(ValueError, match="needs a Metal GPU"):
-        capture.check_capture("verify", path, 1)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.delenv(capture.VARIABLE, raising=False)
-    with pytest.raises(ValueError, match="started with MTL_CAPTURE_ENABLED=1"):
-        capture.check_capture("verify", path, 1)
-    monkeypatch.setenv(capture.VARIABLE, "1")
-    capture.check_capture("verify", path, 2)
-    with pytest.raises(ValueError, match=r"a\.txt: must end in \.gputrace"):
-        capture.check_capture("verify", tmp_path / "a.txt", 1)
-    with pytest.raises(ValueError, match="allowed is 1 with --capture prefill"):
-        capture.check_capture("prefill", path, 2)
-    (tmp_path / "a-2.gputrace").mkdir()
-    with pytest.raises(ValueError, match=r"a-2\.gputrace: exists"):
-        capture.check_capture("verify", path, 2)
-
-
 # The command
 
 
@@ -399,11 +320,3 @@ def test_the_command_ends_with_its_result(tmp_path):
         assert sum(times[i] for times in found["seconds"].values()) + found["unexplained"][i] == pytest.approx(wall)
     for said in ("prefill", "build the draft", "in no phase", "Overhead:", "10.0 GB/s, as stated", "inconclusive"):
         assert said in done.stdout or said == "inconclusive"
-
-
-@pytest.mark.skipif(mx.metal.is_available(), reason="off Metal")
-def test_off_metal_a_trace_is_an_error():
-    done = command_line.call("bench", "profile", "--capture", "verify")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --capture verify: needs a Metal GPU")
-    assert done.stderr.count("\n") == 1

@@ -1,0 +1,142 @@
+"""`mlx-mtp bench model` as a command: the chip at hand, measured times beside the floors, mistakes."""
+
+import json
+import statistics
+
+import pytest
+from command_line import call
+from families import FAMILIES
+from results import decode_result, profile_result, verify_result
+
+from mlx_mtp.bench import result
+from mlx_mtp.bench.roofline import assemble, chips, fit, floor, measured, released
+from mlx_mtp.demo import demo_path
+
+M3_ULTRA = fit.fit(fit.read_rows())["M3 Ultra"]
+
+
+DEVICES = [
+    *(("Apple M3 Ultra", None, "M3 Ultra"), ("Apple M1", None, "M1"), ("Apple M3 Max", 30, "M3 Max 30c")),
+    *(("Apple M3 Max", 40, "M3 Max 40c"), ("Apple M3 Max", None, "M3 Max 40c"), ("Apple M4 Max", 32, "M4 Max 32c")),
+    *(
+        ("Apple M5 Pro", 18, "M5 Pro"),
+        ("Apple M6", None, None),
+        ("Apple M5 Ultra", None, None),
+        ("AMD EPYC", None, None),
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "cores", "name"), DEVICES)
+def test_the_chip_at_hand(device, cores, name):
+    assert chips.find(device, cores) == name
+
+
+def test_measured_times_are_those_of_the_results():
+    verify, decode, profile = (made() for made in (verify_result, decode_result, profile_result))
+    times = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in measured.times(verify, 128)}
+    whole = next(c for c in verify["curves"] if (c["name"], c["context"]) == ("whole", 128))
+    for side, seconds in whole["seconds"].items():
+        for m, values in seconds.items():
+            phase = "plain step" if m == "1" else "verify"
+            assert times.pop((phase, int(m), f"{side} pass")) == statistics.median(values)
+    assert not times
+    (context,) = measured.contexts(decode)
+    found = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in measured.times(decode, context)}
+    entries = [e for e in decode["entries"] if e["contender"] == "k=2"]
+    speeds = [sum(e["tokens"][i] - 1 for e in entries) / sum(e["seconds"][i] for e in entries) for i in range(3)]
+    cycles, kept = (
+        sum(map(sum, x)) for x in ([e["cycles"] for e in entries], [[sum(a) for a in e["accepted"]] for e in entries])
+    )
+    assert found["cycle", 3, "loop"] == pytest.approx((1 + kept / cycles) / statistics.median(speeds))
+    assert found.keys() >= {("plain step", 1, "loop"), ("plain step", 1, "mlx-lm's loop"), ("cycle", 2, "loop")}
+    parts = {(t["phase"], t["rows"]): t["seconds"] for t in measured.times(profile, 0)}
+    assert parts["draft", 4] == statistics.median(profile["seconds"]["draft"]) / profile["cycles"]
+    assert parts["cycle", 4] > parts["draft", 4] + parts["verify", 4]
+
+
+def test_a_result_of_another_model_or_context_is_refused():
+    demo = assemble.find_model("demo", on_chip=False)
+    with pytest.raises(ValueError, match="bench verify was measured at 128, 4096 tokens"):
+        assemble.bench_model(demo, None, 2000, results=[verify_result()])
+    step = assemble.find_model("step-3.5-flash", on_chip=True)
+    with pytest.raises(ValueError, match=r"Step-3\.5-Flash has 111 GB: say --model"):
+        assemble.bench_model(step, M3_ULTRA, 128, results=[verify_result()])
+    with pytest.raises(ValueError, match="a result of bench model; allowed are decode, verify, profile"):
+        measured.contexts({"bench": "model"})
+
+
+def test_the_command_with_what_was_measured(tmp_path):
+    files = []
+    for made in (verify_result(), decode_result(), profile_result()):
+        files.append(tmp_path / f"{made['bench']}.json")
+        result.write(made, files[-1])
+    shown = call(
+        "bench", "model", *(x for file in files for x in ("--measured", file)), "--out", tmp_path / "out.json"
+    )
+    assert shown.returncode == 0, shown.stderr
+    found = result.read(tmp_path / "out.json", "model")
+    assert json.loads(shown.stdout.splitlines()[-1]) == found
+    assert found["model"]["name"] == "demo"
+    assert found["options"]["context"] == 128
+    assert len(found["measured"]) > 10
+    assert "GB/s)" in shown.stdout
+    result.write(verify_result(target_bytes=5_600_000), files[0])  # as a Mac has it, in 16 bits
+    on_mac = call("bench", "model", "--measured", files[0], "--chip", "m3 ultra")
+    assert "stock pass" in on_mac.stdout
+    assert "GB/s)" not in on_mac.stdout
+    found = json.loads(on_mac.stdout.splitlines()[-1])
+    nbytes = next(x["bytes"]["total"] for x in found["floors"] if (x["rows"], x["overlap"]) == (1, "published"))
+    seconds = next(x["seconds"] for x in found["measured"] if (x["rows"], x["side"]) == (1, "stock pass"))
+    assert f"{seconds * 1e3:.2f} ({seconds * M3_ULTRA.bandwidth / nbytes:.2f}x)" in on_mac.stdout
+
+
+def test_the_gap_is_times_over_the_floor(tmp_path):
+    out = tmp_path / "out.json"
+    shown = call(
+        "bench", "model", "--chip", "M3 Ultra", "--model", "GLM-4.5", "--context", 1000, "--quick", "--out", out
+    )
+    found = result.read(out)
+    assert {line["rows"] for line in found["floors"]} == {1, 2, 4}
+    verify = next(
+        p
+        for p in found["predicted"]
+        if (p["phase"], p["rows"], p["side"], p["overlap"]) == ("verify", 4, "ours", "published")
+    )
+    plain = next(
+        p for p in found["predicted"] if (p["phase"], p["side"], p["overlap"]) == ("plain step", "ours", "published")
+    )
+    nbytes = floor.pass_floor(released.MODELS["GLM-4.5"], 4, 1000, "published").total
+    seconds = nbytes / (819e9 * found["chip"]["usable"])
+    over = verify["seconds"] / seconds, verify["seconds"] / plain["seconds"]
+    assert "{:.2f} ({:.2f}x; {:.2f})".format(verify["seconds"] * 1e3, *over) in shown.stdout
+    assert found["documents"] == []
+
+
+def test_a_config_and_a_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_5_moe"].config))
+    shown = call("bench", "model", "--config", tmp_path / "config.json", "--quick")
+    assert shown.returncode == 0, shown.stderr
+    assert tmp_path.name in shown.stdout
+    by_path = call("bench", "model", "--model", demo_path(), "--quick")
+    assert by_path.returncode == 0, by_path.stderr
+    assert "no chip that is known" in by_path.stdout
+
+
+MISTAKES = {
+    "chip": (("--chip", "M9"), "chip=M9: unknown; allowed are M1, M1 Pro"),
+    "model": (("--model", "nonesuch"), "model=nonesuch: neither a directory nor known; allowed are Step-3.5-Flash"),
+    "both": (("--model", "GLM-4.5", "--config", "x.json"), "not together with a model"),
+    "config": (("--config", "nonesuch.json"), "nonesuch.json"),
+    "measured": (("--measured", "nonesuch.json"), "nonesuch.json"),
+    "empty": (("--model", "{tmp}"), "config.json"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_line(case, tmp_path):
+    args, message = MISTAKES[case]
+    shown = call("bench", "model", *(arg.format(tmp=tmp_path) for arg in args))
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert message in shown.stderr
+    assert shown.stderr.count("\n") == 1
