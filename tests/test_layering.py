@@ -88,8 +88,7 @@ ALLOWED = {
         *("__init__", "cache", "checkpoint", "compiled", "controller", "costs", "cycle", "decode", "demo", "draft"),
         *("emulator", "generate", "kernels", "layers", "load", "lookup", "machine_file", "models", "planning"),
         *("prefill", "prompt_cache", "recurrent_cache", "report", "sampling", "session", "sites", "spec", "stats"),
-        "switch",
-        *("trial", "trial_run"),
+        *("switch", "trial", "trial_run"),
     },
     "cli": {
         *("__init__", "bench", "checkpoint", "convert", "demo", "draft_vocab", "emulator", "generate", "hub_headers"),
