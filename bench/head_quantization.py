@@ -13,11 +13,12 @@ import warnings
 from pathlib import Path
 
 import click
-from decode import HERE, environment, read_prompts
+from decode import HERE, read_prompts
 from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
+from mlx_mtp.bench.result import environment
 from mlx_mtp.convert import extract_heads
 from mlx_mtp.demo import demo_path
 
