@@ -25,6 +25,7 @@ import mlx_mtp
 from mlx_mtp.bench import timing
 from mlx_mtp.bench.loops import Loop, MlxLm, Ours, Reader, Settings, twin
 from mlx_mtp.bench.result import environment
+from mlx_mtp.bench.subject import forget
 from mlx_mtp.demo import demo_path
 
 HERE = Path(__file__).parent
@@ -52,7 +53,7 @@ def sibling(model, path: Path):
         warnings.simplefilter("ignore")
         other, _ = mlx_mtp.load(path)
     other.update(model.parameters())
-    other._costs = None  # what is remembered of `model` is not this one's
+    forget(other)
     return other
 
 
@@ -164,6 +165,7 @@ def main(
 ) -> None:
     """Compare mlx-lm's loop, our plain loop and MTP on one checkpoint."""
     ours, tokenizer = mlx_mtp.load(model)
+    forget(ours)
     plain = {f"k={k}": {"adaptive": False} for k in range(min(ours.max_draft_tokens, 3) + 1)}
     loops: list[Loop] = [MlxLm(twin(ours))]
     loops += [Ours(ours, name, k, options) for k, (name, options) in enumerate(plain.items())]

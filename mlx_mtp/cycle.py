@@ -26,8 +26,8 @@ class Decoder:
     step:    rows that idle heads read at a time when they are needed again.
     k, max_lookup: most drafts of the heads in a cycle, and of the text's own past.
     p_min:   least probability of a draft that is verified, in cycles whose plan says so.
-    text:    the tokens that the host has read.
     compiled: replays cycles that were recorded (`compiled.Compiled`); None: all are built.
+    text:    the tokens that the host has read.
     """
 
     model: Any
@@ -39,8 +39,8 @@ class Decoder:
     k: int
     max_lookup: int = 0
     p_min: float = 0.0
-    text: Text = field(default_factory=Text)
     compiled: Any = None
+    text: Text = field(default_factory=Text)
 
     def needs_host(self, flight: "Flight") -> str | None:
         """Why the cycle after this one cannot be built before this one's tokens have been read."""

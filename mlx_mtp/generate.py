@@ -137,10 +137,10 @@ def generate_step(
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
-    control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed), draft_sampling)
-    decoder = Decoder(model, cache, picker, control, stats, prefill_step_size, k, lookup, draft_p_min)
-    decoder.compiled = compiled_for(model, cache, picker, compile_cycles)
+    compiled = compiled_for(model, cache, picker, compile_cycles)
+    control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
+    decoder = Decoder(model, cache, picker, control, stats, prefill_step_size, k, lookup, draft_p_min, compiled)
     steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
     return _remembered(decoder, steps)
 

@@ -30,18 +30,46 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
     return LOOKUP_DRAFTS if asked or (asked is None and adaptive and k) else 0
 
 
-def control_for(model: Any, k: int, max_lookup: int, *, adaptive: bool, p_min: bool) -> Controller | Fixed:
+class Learned:
+    """What is known of a model's cycles on this machine: of those that are built, and of those that are replayed."""
+
+    def __init__(self, built: CostMemory, replayed: CostMemory):
+        self.memories = {False: built, True: replayed}
+        self.costs: dict[bool, Costs | None] = {}
+
+    def recall(self, *, replayed: bool) -> Costs | None:
+        """What earlier generations measured, here or in another process."""
+        if replayed not in self.costs:
+            self.costs[replayed] = self.memories[replayed].recall()
+        return self.costs[replayed]
+
+    def keep(self, *, replayed: bool, faster: bool | None) -> None:
+        """For other processes. faster: whether replaying was found to be, None where that is not known."""
+        self.memories[replayed].keep(self.recall(replayed=replayed), faster)
+
+
+def learned(model: Any) -> Learned:
+    """Made once for a model: to name its parameters takes as long as some cycles."""
+    if not hasattr(model, "_learned"):
+        report = model.report() if hasattr(model, "report") else None
+        name, kernels = identity(model, heads=True), "; ".join(report.kernels if report else ())
+        model._learned = Learned(CostMemory(name, kernels), CostMemory(name, f"{kernels}; replayed cycles"))
+    return model._learned
+
+
+def control_for(
+    model: Any, k: int, max_lookup: int, *, adaptive: bool, p_min: bool, compiled: Compiled | None = None
+) -> Controller | Fixed:
     """The control of a generation with at most k drafts of the heads, or max_lookup of the text's, in a cycle."""
     if adaptive and (k or max_lookup):
-        return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known_costs(model))
+        known = learned(model).recall(replayed=_replayed(compiled))
+        return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known)
     return Fixed(k, max_lookup=max_lookup, p_min=p_min)
 
 
-def known_costs(model: Any) -> Costs | None:
-    """What earlier generations with this model measured, here or in another process."""
-    if not hasattr(model, "_costs"):
-        model._costs = _memory(model).recall()
-    return model._costs
+def _replayed(compiled: Compiled | None) -> bool:
+    """Whether cycles are replayed from the first on."""
+    return compiled is not None and bool(compiled.choice.verdict) and not compiled.choice.tried
 
 
 def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
@@ -54,7 +82,7 @@ def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | N
         return None
     if not hasattr(model, "_recorder"):
         model._recorder = Recorder()
-        model._recorder.verdict = _memory(model).recall_compiled()
+        model._recorder.verdict = learned(model).memories[False].recall_compiled()
     recorder = model._recorder
     if asked is None and recorder.verdict is False:
         return None
@@ -64,18 +92,15 @@ def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | N
 
 def remember(model: Any, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
     """Keep what a generation measured for the next ones."""
+    known, replayed = learned(model), _replayed(compiled)
+    measured = isinstance(control, Controller) and any(control.costs.seen)
     found = compiled is not None and compiled.found()
-    if isinstance(control, Controller) and any(control.costs.seen):
+    if isinstance(control, Controller) and measured:
         control.costs.confirm()
-        model._costs, found = control.costs, True
-    if found:
-        recorder = getattr(model, "_recorder", None)
-        _memory(model).keep(known_costs(model), recorder.verdict if recorder else _memory(model).recall_compiled())
-
-
-def _memory(model: Any) -> CostMemory:
-    """Made once for a model: to name its parameters takes as long as some cycles."""
-    if not hasattr(model, "_cost_memory"):
-        report = model.report() if hasattr(model, "report") else None
-        model._cost_memory = CostMemory(identity(model, heads=True), "; ".join(report.kernels if report else ()))
-    return model._cost_memory
+        known.costs[replayed] = control.costs
+    recorder = getattr(model, "_recorder", None)
+    faster = recorder.verdict if recorder else known.memories[False].recall_compiled()
+    if measured:
+        known.keep(replayed=replayed, faster=faster)
+    if found and (replayed or not measured):
+        known.keep(replayed=False, faster=faster)

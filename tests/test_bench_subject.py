@@ -252,9 +252,9 @@ def test_a_benchmark_leaves_no_costs_behind(monkeypatch):
     monkeypatch.setattr(CostMemory, "keep", lambda *args: kept.append(args))
     subject = open_subject()
     generated(subject.model, 2, 30, adaptive=True)
-    assert planning.known_costs(subject.model) is not None
+    assert planning.learned(subject.model).recall(replayed=False) is not None
     subject.forget()
-    assert planning.known_costs(subject.model) is None
+    assert planning.learned(subject.model).recall(replayed=False) is None
     assert kept == []
     assert NoMemory().recall_compiled() is None
 

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from ..checkpoint import resolve
 from ..demo import demo_path
 from ..load import load
+from ..planning import Learned
 from ..switch import switch_on
 from ..trial import requested
 from .random_model import random_model
@@ -33,6 +34,13 @@ class NoMemory:
 
     def keep(self, *_: Any) -> None:
         pass
+
+
+def forget(model: Any) -> None:
+    """Let a model know nothing of what its cycles cost, and keep what it learns to itself."""
+    model._learned = Learned(NoMemory(), NoMemory())  # type: ignore[arg-type] - as far as it is asked
+    if hasattr(model, "_recorder"):
+        del model._recorder
 
 
 @dataclass
@@ -67,9 +75,7 @@ class Subject:
 
     def forget(self) -> None:
         """Let go of what cycles were learned to cost; the next adaptive generation begins from nothing."""
-        self.model._cost_memory, self.model._costs = NoMemory(), None
-        if hasattr(self.model, "_recorder"):
-            del self.model._recorder
+        forget(self.model)
 
 
 def open_subject(
