@@ -1,11 +1,13 @@
 """One cycle: what it drafts is planned, its graph is built, it is submitted, and its tokens are read."""
 
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 
 from .accept import accept
+from .compile_choice import HOST_BOUND
 from .controller import Controller, Cycle, Fixed, Plan
 from .draft import Drafts, Run, draft, prime
 from .draft_choice import DraftChooser
@@ -16,6 +18,7 @@ from .sampling import Picker
 from .stats import Stats
 
 PROMPT = Plan()  # of the prompt's own run, which is no cycle
+LEAST = 0.25  # of a cycle's seconds, what is left of them when the next one's building is taken off
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Flight:
 
     run:    with p_min, known when it is submitted.
     replayed: it was not built, but replayed.
+    built:  seconds that the host took to build it.
     before: the caches as its predecessor leaves them, once heads that were behind have caught up.
     after:  the caches as it leaves them itself, known with `base`, the position of its first row.
     """
@@ -66,6 +70,7 @@ class Flight:
     matched: int = 0
     caught_up: int = 0
     replayed: bool = False
+    built: float = 0.0
     run: Run = field(init=False)
     after: Mark = field(init=False)
     base: int = field(init=False)
@@ -75,7 +80,7 @@ class Flight:
 
 def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
     """Plan the cycle after `last`, with at most `most` drafts, and build its graph."""
-    cache, base = d.cache, last.base
+    cache, base, tic = d.cache, last.base, perf_counter()
     matched = d.text.matched() if d.max_lookup else 0
     plan = d.control.plan(matched, 0 if cache.live else cache.behind)
     plan = replace(plan, k=int(min(plan.k, most))) if most else Plan()
@@ -89,6 +94,7 @@ def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
     new = Flight(plan, before, drafts, matched, caught_up, replayed=run is not None)
     if run or not plan.p_min:
         new.run = run or verify(d, last.run, drafts)
+    new.built = perf_counter() - tic
     return new
 
 
@@ -132,14 +138,28 @@ def read(d: Decoder, flight: Flight) -> tuple[list[int], int]:
     return tokens, accepted
 
 
-def learn(d: Decoder, flight: Flight, accepted: int) -> None:
+def learn(d: Decoder, flight: Flight, accepted: int, following: Flight | None) -> None:
     """Tell the control what a cycle did; when the next one is under way, for nobody waits for it."""
     seconds = flight.seconds
     if d.compiled:
         seconds = d.compiled.observe(flight, seconds, flight.waited)
+    if seconds is not None and following:
+        seconds = among_its_like(seconds, flight.waited, flight.built, following.built)
     if flight.plan is not PROMPT:
         verified = flight.run.drafts.size
         d.control.observe(Cycle(flight.plan, verified, accepted, seconds, flight.caught_up, flight.matched))
+
+
+def among_its_like(seconds: float, waited: float, built: float, following: float) -> float:
+    """What a cycle would have taken if the next one, built in its time, had taken as long to build as itself.
+
+    Without it a plain step between cycles that draft seems as slow as they are to build. A device that the host had
+    to wait for was busy all the time, and hides a quicker host.
+    """
+    more = built - following
+    if waited > HOST_BOUND * seconds:
+        return seconds + max(0.0, more - waited)
+    return max(seconds + more, LEAST * seconds)
 
 
 def submit(d: Decoder, last: Flight, new: Flight, accepted: int) -> None:

@@ -58,7 +58,7 @@ def decode(
             if following and not last:
                 newest, rest = following.before, _unshown(flight, following)
                 submit(d, flight, following, accepted)
-            learn(d, flight, accepted)
+            learn(d, flight, accepted, following)
             for i, token in enumerate(tokens):
                 rest = Rest(flight, i, newest)
                 d.stats.yields()

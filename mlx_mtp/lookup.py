@@ -20,6 +20,7 @@ class Text:
 
     def __init__(self, tokens: Sequence[int] = ()):
         self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
+        self._runs = _runs(self._buffer)  # of SHORTEST tokens from each position on, as numbers
 
     @property
     def tokens(self) -> np.ndarray:
@@ -27,23 +28,28 @@ class Text:
         return self._buffer[: self._size]
 
     def extend(self, tokens: list[int]) -> None:
-        end = self._size + len(tokens)
+        start, end = self._size, self._size + len(tokens)
         if end > self._buffer.size:
-            self._buffer = np.concatenate([self.tokens, np.zeros(end, np.int32)])
-        self._buffer[self._size : end] = tokens
+            blank = np.zeros(end, np.int32)
+            self._buffer = np.concatenate([self.tokens, blank])
+            self._runs = np.concatenate([self._runs[:start], blank], dtype=np.int64)
+        self._buffer[start:end] = tokens
         self._size = end
+        new = _runs(self._buffer[max(0, start - SHORTEST + 1) : end])
+        self._runs[end - SHORTEST + 1 - new.size : end - SHORTEST + 1] = new
 
     def matched(self) -> int:
         """How many of the last tokens have occurred before in this order: 0, or SHORTEST to LONGEST."""
-        text = self.tokens
-        if text.size <= SHORTEST:
+        text, last = self.tokens, self._size - SHORTEST
+        if last < 1:
             return 0
-        same = np.ones(text.size - SHORTEST, bool)
-        for i, token in enumerate(text[-SHORTEST:]):
-            same &= text[i : i + same.size] == token
-        ends = np.flatnonzero(same)[-CANDIDATES:] + SHORTEST
-        suffix = text[: -LONGEST - 1 : -1]
-        return max((_common(text[max(0, end - LONGEST) : end][::-1], suffix) for end in ends), default=0)
+        ends = np.flatnonzero(self._runs[:last] == self._runs[last])[-CANDIDATES:] + SHORTEST
+        length = SHORTEST if ends.size else 0
+        while ends.size and length < LONGEST:
+            ends = ends[ends > length]
+            ends = ends[text[ends - length - 1] == text[-length - 1]]
+            length += bool(ends.size)
+        return length
 
     def continued(self, end: int, tokens: mx.array, right: mx.array, k: int) -> mx.array:
         """What followed the last occurrence of the longest match, int32 [k], behind `end` tokens and `tokens` [R].
@@ -67,8 +73,7 @@ class Text:
         return mx.take(padded, LONGEST + source + ahead)
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common prefix."""
-    size = min(a.size, b.size)
-    same = a[:size] == b[:size]
-    return size if same.all() else int(same.argmin())
+def _runs(tokens: np.ndarray) -> np.ndarray:
+    """Each SHORTEST tokens in a row as one number, int64 [N - SHORTEST + 1]; no vocabulary has 2**21 tokens."""
+    wide, count = tokens.astype(np.int64), max(0, tokens.size - SHORTEST + 1)
+    return sum((wide[i : i + count] << 21 * i for i in range(SHORTEST)), np.zeros(count, np.int64))

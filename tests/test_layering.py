@@ -50,7 +50,8 @@ ALLOWED = {
     "lookup": set(),
     "prefill": {"draft", "prompt_cache", "sampling"},
     "cycle": {
-        *("accept", "controller", "draft", "draft_choice", "lookup", "prefill", "prompt_cache", "sampling", "stats")
+        *("accept", "compile_choice", "controller", "draft", "draft_choice", "lookup", "prefill", "prompt_cache"),
+        *("sampling", "stats"),
     },
     "decode": {"cycle", "lookup", "prefill", "prompt_cache"},
     "compile_choice": set(),

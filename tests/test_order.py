@@ -257,3 +257,40 @@ def test_waits_of_a_prompt(monkeypatch, model, step):
     """One for each chunk, and one for the first token, by the heads' reading not one more."""
     prompt, _, _ = calls_of(monkeypatch, model, Listed([HEADS]), prefill_step_size=step, max_tokens=2)
     assert prompt == ["eval"] * -(-len(PROMPT) // step) + ["tolist"]
+
+
+@pytest.mark.parametrize(
+    ("waited", "built", "following", "expected"),
+    [
+        (0.0, 2.0, 2.0, 10.0),  # all alike
+        (0.0, 2.0, 5.0, 7.0),  # a plain step before a cycle that drafts
+        (0.0, 5.0, 2.0, 13.0),
+        (0.0, 0.0, 9.9, 2.5),  # what is left is never nothing
+        (4.0, 2.0, 5.0, 10.0),  # the device was busy all the time
+        (4.0, 5.0, 2.0, 10.0),
+        (2.0, 5.0, 2.0, 11.0),  # more than the host had time for
+    ],
+)
+def test_a_cycle_is_not_charged_with_building_another_kind(waited, built, following, expected):
+    assert cycle.among_its_like(10.0, waited, built, following) == pytest.approx(expected)
+
+
+def test_what_the_control_learns_is_of_cycles_among_their_like(monkeypatch, model):
+    """A next cycle that takes long to build is in the time of its predecessor, and comes out of it again."""
+    real, slow = cycle.propose, 0.1
+
+    def propose(d, last, plan):
+        if plan.k:
+            time.sleep(slow)
+        return real(d, last, plan)
+
+    monkeypatch.setattr(cycle, "propose", propose)
+    control = Listed([PLAIN, PLAIN, HEADS] * 8)
+    follow(monkeypatch, control)
+    list(mlx_mtp.generate_step(PROMPT, model, max_tokens=40, num_draft_tokens=3))
+    plain, drafting = (
+        [c.seconds for c in control.cycles if bool(c.plan.k) == drafts and c.seconds] for drafts in (0, 1)
+    )
+    assert len(plain) > 8
+    assert max(plain[1:]) < slow / 2
+    assert min(drafting) > slow
