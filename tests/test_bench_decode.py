@@ -319,11 +319,10 @@ def test_what_is_drawn_says_so(tmp_path):
         *("--rounds", 1, "-m", 12, "--drafts", "1,2", "--prompts", 1, "--contexts", "40"),
     )
     assert done.returncode == 0, done.stderr
-    *shown, last = done.stdout.splitlines()
-    result = json.loads(last)
+    result = json.loads(done.stdout.splitlines()[-1])
     label = "random weights, the first 2 layers only; acceptance drawn at 1.0, 0.5"
     assert result["model"]["synthetic"] == label
-    assert f"SYNTHETIC: {label}" in "".join(shown)
+    assert f"SYNTHETIC: {label}" in " ".join(done.stdout.split())  # a title wraps where the model's name ends
     by_loop = {e["contender"]: e for e in result["entries"]}
     assert by_loop["k=1"]["accepted"] == by_loop["k=1"]["drafted"]
     assert result["differences"] == []  # of drafting loops nothing else was to be expected
