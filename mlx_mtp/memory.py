@@ -1,5 +1,6 @@
 """What a model needs at a context, whether this machine has it, and what would fit: asked before anything is read."""
 
+import bisect
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -153,18 +154,7 @@ def largest_context(model: Any, budget: int, *, step: int = STEP, **layout: Any)
         held = near + beyond * (far - near) // (64 * step) if beyond > 0 else near * context // (2 * step)
         return weights + sum(kv_bytes(model, cache, context)) + held
 
-    low, high = (0, weights), (GRAIN, total(GRAIN))
-    while high[1] <= budget:
-        if high[0] >= LONGEST:
-            return high[0]
-        low, high = high, (4 * high[0], total(4 * high[0]))
-    while high[0] - low[0] > GRAIN:
-        share = max(0.0, (budget - low[1]) / (high[1] - low[1]))
-        middle = low[0] + int(share * (high[0] - low[0])) // GRAIN * GRAIN
-        middle = min(max(middle, low[0] + GRAIN), high[0] - GRAIN)
-        tried = (middle, total(middle))
-        low, high = (tried, high) if tried[1] <= budget else (low, tried)
-    context = low[0]
+    context = GRAIN * bisect.bisect_right(range(GRAIN, LONGEST + 1, GRAIN), budget, key=total)
     while context and needs(model, context, step=step, **layout).total > budget:
         context = context * 15 // 16 // GRAIN * GRAIN  # what is held does not grow evenly
     return context
@@ -207,13 +197,16 @@ def check_prompt(model: Any, cache: PromptCache, prompt: int, max_tokens: int, s
     if context <= UNCHECKED or ignore or ignored():
         return
     needed = sum(kv_bytes(model, cache, context)) + scratch_bytes(model, cache, context, step) - cache.nbytes
+    already = f" after {cache.offset} in the cache" if cache.offset else ""
+    check_room(f"prompt: {prompt} tokens{already} and max_tokens={max_tokens}:", needed, ignore=False)
+
+
+def check_room(what: str, needed: int, *, ignore: bool) -> None:
+    """Raise ValueError where `needed` bytes beside a loaded model are not available."""
     have = available()
-    if needed > have.bytes:
-        already = f" after {cache.offset} in the cache" if cache.offset else ""
-        raise ValueError(
-            f"prompt: {prompt} tokens{already} and max_tokens={max_tokens} need {_gb(needed)} GB beside the model, "
-            f"{_gb(have.bytes)} GB available ({have.limit}); {IGNORE}=1 insists"
-        )
+    if needed > have.bytes and not ignore and not ignored():
+        there = f"{_gb(have.bytes)} GB available ({have.limit})"
+        raise ValueError(f"{what} {_gb(needed)} GB needed beside the model, {there}; {IGNORE}=1 insists")
 
 
 def _gb(size: int) -> str:

@@ -12,13 +12,16 @@ PROBES = ("a", " a", "\n", ".", "1")  # what may follow; the template's own endi
 class Opening:
     """A text that the first message begins with; what follows it is told later.
 
-    template: it goes through the chat template, of which `template_config` are variables.
+    template:  it goes through the chat template, of which `template_config` are variables.
+    model:     what a command loaded, and with which end-of-text token; None: the demo, the tokenizer's own.
     """
 
     prompt: str
     system_prompt: str | None = None
     template: bool = True
     template_config: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    eos_token: str | None = None
 
     def tokens(self, tokenizer: Any, text: str) -> list[int]:
         """The whole prompt's, where `text` follows; ValueError where the chat template refuses it."""

@@ -1,6 +1,7 @@
 """The beginning of a prompt, read once: chats and commands go on from it, with the text of one run."""
 
 import re
+import shutil
 import sys
 
 import mlx.core as mx
@@ -178,6 +179,25 @@ def test_errors_of_the_commands(once, demo, tmp_path):
     for place in (tmp_path, tmp_path / "no" / "c"):
         assert "--prompt-cache-file" in one_line_error(call("cache-prompt", "-p", "x", "--prompt-cache-file", place))
     one_line_error(call("cache-prompt", "-p", "x " * 99, "--prompt-cache-file", file, "--max-context", 20))
+
+
+def test_the_model_is_the_files(demo, tmp_path, monkeypatch):
+    """And the end-of-text token; a directory wherever the next command is run. Another one's name is checked."""
+    loaded = []
+    monkeypatch.setattr(sys.modules["mlx_mtp.load"], "load", lambda path, **o: (loaded.append((path, o)), demo)[1])
+    shutil.copytree(demo_path(), tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    call(
+        "cache-prompt", "-p", "What does os.path", "--prompt-cache-file", "c", "--model", "model", "--eos-token", "x"
+    )
+    monkeypatch.chdir("/")
+    flags = ["--prompt-cache-file", tmp_path / "c"]
+    for command, stdin in ((["generate", "-m", 1], ""), (["chat"], "")):
+        for named in ([], ["--model", demo_path()]):
+            result = call(*command, *flags, *named, stdin=stdin)
+            assert result.returncode == 0, result.stderr
+            assert loaded[-1][0] == (named[1] if named else tmp_path / "model")
+            assert loaded[-1][1]["tokenizer_config"] == {"eos_token": "x"}
 
 
 def test_a_cache_without_heads_says_so(once, tmp_path):

@@ -1,10 +1,12 @@
 """Greedy text is that of a cacheless forward, whatever is drafted, wherever windows wrap."""
 
+import families
 import mlx.core as mx
 import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
 from oracle import Oracle, real
 
 import mlx_mtp
@@ -147,6 +149,19 @@ def test_quantized_kv_is_used(tiny_models):
                 )
             )
             assert all(hasattr(c, "bits") == (bits is not None) for c in (*cache.layers, *cache.heads)), (start, k)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "mimo"])
+def test_max_kv_size_is_mlx_lms(name, tmp_path):
+    """Its rotating cache, which keeps the first four positions; those families of which it has one."""
+    path, _, plain = families.build(name, tmp_path)
+    model = mlx_mtp.load_model(path)
+    for size in (9, 30):
+        prompt = a_prompt(size, 9, model.vocab_size)
+        expected = [t for t, _ in generate_step(mx.array(prompt), plain, max_tokens=60, max_kv_size=size)]
+        for k in (0, 1):
+            assert ours(model, prompt, 60, k, max_kv_size=size)[0] == expected
+    assert expected != ours(model, prompt, 60, 0)[0]
 
 
 def test_max_kv_size_is_a_window_on_full_attention(tiny_models):

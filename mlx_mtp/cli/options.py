@@ -137,7 +137,9 @@ memory_options = options(
 )
 cache_options = options(
     click.option(
-        "--max-kv-size", type=click.IntRange(1, 2**30), help="Full attention keeps this many last positions."
+        "--max-kv-size",
+        type=click.IntRange(1, 2**30),
+        help="Full attention keeps this many positions: the first four, and the last.",
     ),
     click.option(
         "--prefill-step-size",
@@ -162,6 +164,15 @@ cache_options = options(
         help="With --kv-bits: from this position on.",
     ),
 )
+
+
+def continues_cache(flags: dict[str, Any]) -> None:
+    """Take from --prompt-cache-file which model it is of, where no other is named, and its end-of-text token."""
+    if flags["prompt_cache_file"] is not None:
+        from ..saved_cache import saved_opening
+
+        if opening := saved_opening(flags["prompt_cache_file"]):
+            flags["model"], flags["eos_token"] = flags["model"] or opening.model, opening.eos_token
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
@@ -234,7 +245,7 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
         return None
     from ..saved_cache import load_prompt_cache
 
-    cache = load_prompt_cache(file, model)
+    cache = load_prompt_cache(file, model, check_memory=not flags["ignore_memory"])
     asked = _layout(flags)
     for name, found in cache.layout.items():
         if asked[name] is not None and asked[name] != found:
