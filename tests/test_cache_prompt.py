@@ -1,7 +1,6 @@
 """The beginning of a prompt, read once: chats and commands go on from it, with the text of one run."""
 
 import re
-import shutil
 import sys
 
 import mlx.core as mx
@@ -185,7 +184,7 @@ def test_the_model_is_the_files(demo, tmp_path, monkeypatch):
     """And the end-of-text token; a directory wherever the next command is run. Another one's name is checked."""
     loaded = []
     monkeypatch.setattr(sys.modules["mlx_mtp.load"], "load", lambda path, **o: (loaded.append((path, o)), demo)[1])
-    shutil.copytree(demo_path(), tmp_path / "model")
+    (tmp_path / "model").symlink_to(demo_path())
     monkeypatch.chdir(tmp_path)
     call(
         "cache-prompt", "-p", "What does os.path", "--prompt-cache-file", "c", "--model", "model", "--eos-token", "x"

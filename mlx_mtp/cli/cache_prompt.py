@@ -68,7 +68,7 @@ def cache_prompt(**flags: Any) -> None:
 def _lasting(model: str | None) -> str | None:
     """A model's name that means the same in another directory."""
     path = Path(model or "").expanduser()
-    return str(path.resolve()) if model and path.is_dir() else model
+    return str(path.absolute()) if model and path.is_dir() else model
 
 
 def _read(model: Any, tokens: list[int], opening: Any, flags: dict[str, Any]) -> Any:
