@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-LAST_RUN = re.compile(r"(\w+|\s+|[^\w\s]+)\Z")  # whose tokens depend on what follows
+# Whose tokens depend on what follows: often a mark is of one token with the letters behind it.
+LAST_RUNS = re.compile(r"(\w+|\s+|[^\w\s]+){1,2}\Z")
 PROBES = ("a", " a", "\n", ".", "1")  # what may follow; the template's own ending does not
 
 
@@ -34,9 +35,9 @@ class Opening:
         return tokenizer.encode(render(tokenizer, messages, options), add_special_tokens=False)
 
     def settled(self, tokenizer: Any) -> list[int]:
-        """The tokens that the prompt begins with whatever follows: up to its last word, or what stands for one."""
+        """The tokens that the prompt begins with whatever follows: up to its last words, or what stands for them."""
         tokens = self.tokens(tokenizer, "")
-        whole = replace(self, prompt=LAST_RUN.sub("", self.prompt)).tokens(tokenizer, "")
+        whole = replace(self, prompt=LAST_RUNS.sub("", self.prompt)).tokens(tokenizer, "")
         kept = shared(tokens[:-1], whole)
         for text in PROBES:
             kept = shared(tokens[:kept], self.tokens(tokenizer, text))

@@ -4,7 +4,6 @@ import contextlib
 import resource
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -115,12 +114,17 @@ def test_free_memory_of_a_mac(monkeypatch):
     assert free_memory() is None
 
 
-class NoText(TokenizerWrapper):
-    """A tokenizer whose tokens have no text."""
+class Letters:
+    """A tokenizer that has no stop token."""
 
-    def __init__(self):
-        self.eos_token_ids = ()
-        self.detokenizer = SimpleNamespace(last_segment="", add_token=lambda _: None, finalize=lambda: None)
+    vocab = [*"abcde"]  # noqa: RUF012 - not written to
+    bos_token, eos_token_id, clean_up_tokenization_spaces = None, None, False
+
+    def decode(self, tokens, **_):
+        return "".join(self.vocab[t] for t in tokens)
+
+    def get_vocab(self):
+        return {letter: i for i, letter in enumerate(self.vocab)}
 
 
 @pytest.fixture
@@ -184,7 +188,9 @@ def test_a_generation_is_wired_however_it_ends(tiny_models, monkeypatch, end):
             raise KeyboardInterrupt if end == "interrupted" else RuntimeError
         return logits
 
-    responses = mlx_mtp.stream_generate(model, NoText(), [1, 2, 3], max_tokens=9, logits_processors=[processor])
+    responses = mlx_mtp.stream_generate(
+        model, TokenizerWrapper(Letters(), eos_token_ids=[]), [1, 2, 3], max_tokens=9, logits_processors=[processor]
+    )
     assert state["limit"] == 3  # an error at the call could not take it back
     next(responses)
     assert state["limit"] == 10 * GB
