@@ -22,6 +22,7 @@ SLACK = 1.4  # times the scratch that a graph tells, for MLX runs ahead: measure
 UNCHECKED = 4096  # positions that a load leaves room for and a generation does not ask for
 LONGEST = 2**22  # positions; no longer context is looked for
 GRAIN = 256  # by which buffers grow, and contexts are tried
+NARROW = 256  # columns; narrower models have more heads for their width
 SMALLER = (8, 4)  # kv_bits that a refusal tries
 
 
@@ -66,7 +67,7 @@ class Budget:
         """
         have, cache = available(), make_prompt_cache(model, **_grouped(model, self.layout))
         weights = nbytes(model.parameters())
-        rough = weights + _rough(model, self.context, min(self.step, self.context))
+        rough = weights + _rough(model, cache, self.context, min(self.step, self.context))
         if rough <= have.bytes or self.ignore or ignored():
             return
         found = _needs(model, cache, self.context, self.step)
@@ -110,13 +111,14 @@ def _beside(model: Any, cache: PromptCache, context: int, rows: int) -> tuple[in
     return *_held(model, cache, full, context, hidden), _scratch(model, full, context, rows)
 
 
-def _rough(model: Any, context: int, rows: int) -> int:
+def _rough(model: Any, cache: PromptCache, context: int, rows: int) -> int:
     """More than `_beside`, from the model's width alone: where there is as much nobody has to look closer.
 
     Scores of a head to every 8 columns, a wide row between layers, and keys and values as wide as the model.
     """
-    width, layers = model.no_hidden().shape[-1], len(model.layers) + len(model.mtp)
-    return 4 * width * (rows * (context // 8 + 256) + 2 * layers * context) + _logits(model)
+    width, layers = max(NARROW, model.no_hidden().shape[-1]), len(model.layers) + len(model.mtp)
+    held = context + 2 * GRAIN + max((c.window for c in cache.caches if isinstance(c.window, int)), default=0)
+    return 4 * width * (rows * (held // 8 + 256) + 2 * layers * held) + _logits(model)
 
 
 def kv_bytes(model: Any, cache: PromptCache, context: int) -> tuple[int, int]:
@@ -231,7 +233,7 @@ def check_prompt(model: Any, cache: PromptCache, prompt: int, max_tokens: int, s
     if context <= UNCHECKED or ignore or ignored():
         return
     rows = min(step, prompt)
-    if _rough(model, context, rows) <= available().bytes + cache.nbytes:
+    if _rough(model, cache, context, rows) <= available().bytes + cache.nbytes:
         return
     needed = sum(_beside(model, cache, context, rows)) - cache.nbytes
     already = f" after {cache.offset} in the cache" if cache.offset else ""

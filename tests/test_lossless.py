@@ -12,7 +12,6 @@ from oracle import Oracle, real
 import mlx_mtp
 from mlx_mtp import cycle
 
-
 SIZE = {"max_kv_size": 9}
 
 

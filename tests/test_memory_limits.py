@@ -7,7 +7,7 @@ import sys
 
 import mlx.core as mx
 import pytest
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from test_chat import VOCAB, make_tokenizer
 
 import mlx_mtp
 from mlx_mtp import machine_memory
@@ -114,19 +114,6 @@ def test_free_memory_of_a_mac(monkeypatch):
     assert free_memory() is None
 
 
-class Letters:
-    """A tokenizer that has no stop token."""
-
-    vocab = [*"abcde"]  # noqa: RUF012 - not written to
-    bos_token, eos_token_id, clean_up_tokenization_spaces = None, None, False
-
-    def decode(self, tokens, **_):
-        return "".join(self.vocab[t] for t in tokens)
-
-    def get_vocab(self):
-        return {letter: i for i, letter in enumerate(self.vocab)}
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """A device that recommends 10 GB, and what MLX's wired limit is: no other limit is known."""
@@ -179,7 +166,7 @@ def test_the_wired_limit_comes_back_when_the_last_of_several_has_ended(gpu):
 
 @pytest.mark.parametrize("end", ["all", "closed", "dropped", "raised", "interrupted"])
 def test_a_generation_is_wired_however_it_ends(tiny_models, monkeypatch, end):
-    model, state = tiny_models(0, vocab_size=5)[0], {"limit": 3}
+    model, state = tiny_models(2, vocab_size=len(VOCAB))[0], {"limit": 3}
     monkeypatch.setattr(machine_memory, "_working_set", lambda: 10 * GB)
     monkeypatch.setattr(mx, "set_wired_limit", lambda n: (state["limit"], state.update(limit=n))[0])
 
@@ -188,9 +175,8 @@ def test_a_generation_is_wired_however_it_ends(tiny_models, monkeypatch, end):
             raise KeyboardInterrupt if end == "interrupted" else RuntimeError
         return logits
 
-    responses = mlx_mtp.stream_generate(
-        model, TokenizerWrapper(Letters(), eos_token_ids=[]), [1, 2, 3], max_tokens=9, logits_processors=[processor]
-    )
+    options = {"max_tokens": 9, "logits_processors": [processor]}
+    responses = mlx_mtp.stream_generate(model, make_tokenizer(), [1, 2, 3], **options)
     assert state["limit"] == 3  # an error at the call could not take it back
     next(responses)
     assert state["limit"] == 10 * GB
