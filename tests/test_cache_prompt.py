@@ -171,8 +171,8 @@ def test_errors_of_the_commands(once, tmp_path, monkeypatch):
         (["--prompt-cache-file", file, "--kv-group-size", 32], "--kv-group-size 32"),
         (["--prompt-cache-file", file, "--system-prompt", "x"], "made with None"),
         (["--max-context", 20], "max_context=20: .* tokens and max_tokens=100 are more"),
-        (["--cache-limit", "nan"], "allowed is 0 or more GB"),
-        (["--cache-limit", "-1"], "allowed is 0 or more GB"),
+        (["--cache-limit", "nan"], "allowed is 0 to 1048576 GB"),
+        (["--cache-limit", "-1"], "allowed is 0 to 1048576 GB"),
     ):
         line = one_line_error(call("generate", "--quiet", *flags), 1 if damaged in flags else 2)
         assert re.search(message, line), line

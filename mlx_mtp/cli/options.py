@@ -54,8 +54,8 @@ def check_max_tokens(_ctx: click.Context, _param: click.Parameter, value: int) -
 
 def check_size(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
     """Callback: GB as bytes."""
-    if value is not None and not 0 <= value <= 2**20:  # not a number, to which click has no objection, is neither
-        raise click.BadParameter(f"{value}: allowed is 0 or more GB")
+    if value is not None and not 0 <= value <= MOST_GB:  # not a number, to which click has no objection, is neither
+        raise click.BadParameter(f"{value}: allowed is 0 to {MOST_GB} GB")
     return None if value is None else int(value * 1e9)
 
 
@@ -70,6 +70,7 @@ def options(*decorators: Any) -> Any:
     return apply
 
 
+MOST_GB = 2**20
 BITS = click.Choice(["2", "3", "4", "5", "6", "8"])
 
 model_options = options(
