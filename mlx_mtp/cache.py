@@ -34,6 +34,7 @@ class LinearKVCache:
     """
 
     window: int | None = None
+    keep = 0
 
     def __init__(self, start: int = 0):
         self.start = start
@@ -149,39 +150,49 @@ class LinearKVCache:
 class Ring:
     """Geometry of a ring of `window` positions with room to take back two calls of MAX_ROWS rows.
 
-    Position p lives in slot p mod `slots`. One object serves all layers of a model, so that what depends on the
-    position alone is computed once per forward pass.
+    The first `keep` positions belong to every window, and stay in their slots; those behind them take turns. One
+    object serves all layers of a model, so that what depends on the position alone is computed once per forward pass.
     """
 
-    def __init__(self, window: int):
-        self.window = window
+    def __init__(self, window: int, keep: int = 0):
+        self.window, self.keep = window, keep
         self.slots = window + 2 * MAX_ROWS
+        self.turn = self.slots - keep
         self._last: tuple = (None, 0, None)
+
+    def slot(self, position: int) -> int:
+        """Where a position lives."""
+        return min(position, self.keep + (position - self.keep) % self.turn)
 
     def index(self, offset: mx.array, rows: int) -> mx.array:
         """Slots [1, 1, rows, 1] of the rows at a device-side offset."""
         if self._last[0] is not offset or self._last[1] != rows:
-            index = ((offset + mx.arange(rows)) % self.slots).reshape(1, 1, rows, 1)
-            self._last = (offset, rows, index)
+            positions = offset + mx.arange(rows)
+            index = self.keep + (positions - self.keep) % self.turn if self.keep else positions % self.slots
+            index = mx.minimum(positions, index) if self.keep else index
+            self._last = (offset, rows, index.reshape(1, 1, rows, 1))
         return self._last[2]
 
     def mask(self, offset: mx.array, rows: int, visible: int, start: int) -> mx.array:
         """Boolean [rows, visible]: which slots each of the rows, once written, may attend to."""
-        queries = offset + mx.arange(rows)[:, None]
+        queries, slots = offset + mx.arange(rows)[:, None], mx.arange(visible)[None]
         last = offset + (rows - 1)
         # The newest position that maps to each slot; negative where none was written yet.
-        positions = last - (last - mx.arange(visible)[None]) % self.slots
-        mask = (positions <= queries) & (positions > queries - self.window)
-        return mask & (positions >= mx.minimum(start, queries))
+        positions = last - (last - slots) % self.turn
+        if self.keep:
+            positions = mx.where(slots < self.keep, slots, mx.where(positions < self.keep, -1, positions))
+        return self.seen(positions, queries) & (positions >= mx.minimum(start, queries))
+
+    def seen(self, positions: mx.array, queries: mx.array) -> mx.array:
+        """Boolean: whether the queries' windows have the positions."""
+        near = positions > queries - (self.window - self.keep)
+        return (positions <= queries) & (near | (positions < self.keep) if self.keep else near)
 
     def mask_of_one(self, positions: range, visible: int) -> mx.array:
-        """`mask` [1, visible] for one row that may attend to `positions`, made on the host."""
+        """`mask` [1, visible] for one row that may attend to `positions`, and to the kept ones; made on the host."""
         mask = np.zeros((1, visible), bool)
-        first, last = positions[0] % self.slots, positions[-1] % self.slots
-        if first <= last:
-            mask[:, first : last + 1] = True
-        else:
-            mask[:, first:] = mask[:, : last + 1] = True
+        mask[:, : self.keep] = True
+        mask[:, self.keep + (np.arange(positions.start, positions.stop) - self.keep) % self.turn] = True
         return mx.array(mask)
 
 
@@ -199,26 +210,33 @@ class SlidingKVCache(LinearKVCache):
         return self.ring.window
 
     @property
+    def keep(self) -> int:
+        return self.ring.keep
+
+    @property
     def config(self) -> dict:
-        return {"window": self.window, "start": self.start}
+        return {"window": self.window, "keep": self.keep, "start": self.start}
 
     def _grow(self, rows: int, like: Parts) -> None:
         if not self.parts:
             self.parts = tuple(mx.zeros((*p.shape[:2], self.ring.slots, p.shape[3]), p.dtype) for p in like)
 
     def _write(self, new: Parts) -> None:
-        slots, rows = self.ring.slots, new[0].shape[2]
+        ring, rows = self.ring, new[0].shape[2]
         if not isinstance(self.offset, int):
-            index = self.ring.index(self.offset, rows)
+            index = ring.index(self.offset, rows)
             pairs = zip(self.parts, new, strict=True)
             self.parts = tuple(
                 mx.put_along_axis(part, mx.broadcast_to(index, r.shape), r, axis=2) for part, r in pairs
             )
             return
-        done = max(0, rows - slots)
+        done = min(rows, max(0, ring.keep - self.offset))
+        if done:
+            self._assign(self.offset, tuple(r[:, :, :done] for r in new))
+        done = max(done, rows - ring.turn)
         while done < rows:
-            slot = (self.offset + done) % slots
-            block = slice(done, done + min(rows - done, slots - slot))
+            slot = ring.slot(self.offset + done)
+            block = slice(done, done + min(rows - done, ring.slots - slot))
             self._assign(slot, tuple(r[:, :, block] for r in new))
             done = block.stop
 
@@ -232,8 +250,12 @@ class SlidingKVCache(LinearKVCache):
         return self.parts
 
     def _past(self) -> range:
-        """The positions, before its own, that the next row's window reaches back to."""
-        return range(max(self.offset - self.window + 1, min(self.start, self.offset)), self.offset)
+        """The positions, before its own, that the next row's window reaches back to; kept ones are not among them."""
+        first = max(self.offset - (self.window - self.keep) + 1, self.keep, self.start)
+        return range(min(first, self.offset), self.offset)
+
+    def _kept(self) -> range:
+        return range(min(self.keep, self.offset))
 
     def update_and_fetch(self, *arrays: mx.array):
         rows = arrays[0].shape[2]
@@ -243,7 +265,7 @@ class SlidingKVCache(LinearKVCache):
         # Prefill: attend to the past in order, then the chunk, of which the ring may keep only the end.
         new = self._encode(*arrays)
         self._grow(rows, new)
-        slots = mx.array([p % self.ring.slots for p in self._past()], mx.int32)
+        slots = mx.array([self.ring.slot(p) for p in (*self._kept(), *self._past())], mx.int32)
         past = [mx.take(part, slots, axis=2) for part in self.parts]
         self._write(new)
         self.offset += rows
@@ -253,6 +275,9 @@ class SlidingKVCache(LinearKVCache):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         if not isinstance(self.offset, int):
             return self.ring.mask(self.offset, N, self._visible(N).stop, self.start)
+        if N > 1 and self.keep:
+            positions = mx.array([*self._kept(), *self._past(), *range(self.offset, self.offset + N)])
+            return self.ring.seen(positions, mx.arange(self.offset, self.offset + N)[:, None])
         if N > 1:
             return create_causal_mask(N, len(self._past()), window_size=self.window)
         if self.offset < self.window:
@@ -295,11 +320,17 @@ class QuantizedSlidingKVCache(_Quantized, SlidingKVCache):
 
 
 def make_cache(
-    window: int | str | Ring | None, *, start: int = 0, bits: int | None = None, group_size: int = 64, **saved: Any
+    window: int | str | Ring | None,
+    *,
+    start: int = 0,
+    keep: int = 0,
+    bits: int | None = None,
+    group_size: int = 64,
+    **saved: Any,
 ) -> Any:
     """The cache for one layer: a state, or keys and values: a ring where there is a window, quantized with `bits`.
 
-    `saved`: what else a cache's `config` holds.
+    `keep`: the first positions that a ring holds for ever. `saved`: what else a cache's `config` holds.
     """
     if window == RecurrentCache.window:
         return RecurrentCache()
@@ -307,13 +338,13 @@ def make_cache(
         return PlainCache(**saved)
     if window is None:
         return LinearKVCache(start) if bits is None else QuantizedLinearKVCache(group_size, bits, start)
-    ring = window if isinstance(window, Ring) else Ring(int(window))
+    ring = window if isinstance(window, Ring) else Ring(int(window), keep)
     if bits is None:
         return SlidingKVCache(ring, start)
     return QuantizedSlidingKVCache(group_size, bits, ring, start)
 
 
-def make_caches(windows: list[int | str | None], *, starts: list[int], **quantization) -> list:
+def make_caches(windows: list[int | str | Ring | None], *, starts: list[int], **quantization) -> list:
     """One cache per layer; layers of the same window share one Ring."""
     rings: dict[Any, Ring] = {window: Ring(window) for window in windows if isinstance(window, int)}
     pairs = zip(windows, starts, strict=True)
@@ -322,11 +353,11 @@ def make_caches(windows: list[int | str | None], *, starts: list[int], **quantiz
 
 def make_saved(configs: list[dict]) -> list:
     """Empty caches of these `config`s; those of the same window share one Ring."""
-    rings: dict[int, Ring] = {}
+    rings: dict[tuple[int, int], Ring] = {}
     caches = []
     for config in configs:
-        window = config["window"]
+        window, keep = config["window"], config.get("keep", 0)
         if isinstance(window, int):
-            window = rings.setdefault(window, Ring(window))
+            window = rings.setdefault((window, keep), Ring(window, keep))
         caches.append(make_cache(**{**config, "window": window}))
     return caches

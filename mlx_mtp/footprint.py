@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, deque
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -19,21 +20,9 @@ VIEWS = {
 }
 # Those that may write their output over an input that nothing else reads.
 IN_PLACE = {
-    *(
-        "Abs",
-        "Add",
-        "AsType",
-        "Compiled",
-        "Cos",
-        "Divide",
-        "Exp",
-        "Log",
-        "Maximum",
-        "Minimum",
-        "Multiply",
-        "Negative",
-    ),
-    *("RMSNorm", "RoPE", "Rsqrt", "Select", "Sigmoid", "Sin", "Softmax", "Sqrt", "Square", "Subtract", "Tanh"),
+    *("Abs", "Add", "AsType", "Compiled", "Cos", "Divide", "Exp", "Log", "Maximum", "Minimum", "Multiply"),
+    *("Negative", "RMSNorm", "RoPE", "Rsqrt", "Select", "Sigmoid", "Sin", "Softmax", "Sqrt", "Square", "Subtract"),
+    "Tanh",
 }
 LAG = 32  # operations that MLX has submitted and not done: what they read is still held
 
@@ -83,7 +72,7 @@ def scratch(model: Any, cache: PromptCache, context: int, rows: int) -> int:
     """
     kept = [(name, array) for name, array in tree_flatten(model.parameters()) if isinstance(array, mx.array)]
     states = [(c, c.parts, c.offset, c.limit) for c in cache.layers if not isinstance(c, PlainCache)]
-    blanks = [blank(array) for _, array in kept] + [blank(part) for _, parts, *_ in states for part in parts]
+    inputs = [array for _, array in kept] + [part for _, parts, *_ in states for part in parts]
     events: list[dict] = []
 
     def forward(tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
@@ -97,7 +86,7 @@ def scratch(model: Any, cache: PromptCache, context: int, rows: int) -> int:
         return [model.logits(hidden[:, -1:]), *(part for c, *_ in states for part in c.parts)]
 
     try:
-        mx.export_function(events.append, forward, mx.zeros((1, rows), mx.int32), *blanks)
+        mx.export_function(events.append, forward, mx.zeros((1, rows), mx.int32), *map(mx.zeros_like, inputs))
     except ValueError:
         return 0
     finally:
@@ -108,22 +97,16 @@ def scratch(model: Any, cache: PromptCache, context: int, rows: int) -> int:
     return peak(events)
 
 
-def blank(array: mx.array) -> mx.array:
-    """An array of the same shape and type that holds nothing."""
-    return mx.zeros(array.shape, array.dtype)
-
-
 def peak(events: list[dict]) -> int:
     """Most bytes held at once while the operations of an exported graph run in order; its inputs are not counted."""
     operations, kept = _operations(events)
-    left = Counter(kept)
-    for _, reads, _ in operations:
-        left.update(reads)
+    left = Counter(chain(kept, *(reads for _, reads, _ in operations)))
     held: dict[str, int] = {}
     leaving = deque([0] * LAG)
     now = most = 0
     for name, reads, makes in operations:
-        left.subtract(reads)
+        for array in reads:
+            left[array] -= 1
         freed = [held.pop(array) for array in {*reads} & held.keys() if not left[array]]
         if name in IN_PLACE and len(makes) == 1 and max(freed, default=0) >= sum(makes.values()):
             makes = dict.fromkeys(makes, max(freed))  # it takes that buffer over

@@ -2,8 +2,10 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from pathlib import Path
 import mlx.core as mx
 
 MOUNT = Path("sys/fs/cgroup")
+_wired: list[int] = []  # the limit before, and one entry for each that asked for another
+_lock = threading.RLock()  # a finalizer may come in between
 
 
 @dataclass(frozen=True)
@@ -23,15 +27,16 @@ class Available:
 
 
 def available(root: Path = Path("/")) -> Available:
-    """The least of physical memory, free memory, the control group's limit and Metal's recommended working set.
-
-    What MLX holds for reuse counts as free. root: where /proc and /sys are.
+    """The least of physical memory, free memory, the limits of the control group and of the process, and Metal's
+    recommended working set. What MLX holds for reuse counts as free. root: where /proc and /sys are.
     """
     reusable = mx.get_cache_memory()
     found = [(_physical(), "physical memory")]
     if (free := free_memory(root)) is not None:
         found.append((free + reusable, "free memory"))
     found += [(room + reusable, "the control group's limit") for room in cgroup_rooms(root)]
+    if (room := address_room(root)) is not None:
+        found.append((room + reusable, "the limit on virtual memory"))
     if (most := _working_set()) is not None:
         found.append((most - mx.get_active_memory(), "the GPU's recommended working set"))
     least, limit = min(found)
@@ -91,21 +96,41 @@ def _room(group: Path, limit: str, usage: str, droppable: str) -> int | None:
     return int(most) - int(used) + (int(dropped[1]) if dropped else 0)
 
 
+def address_room(root: Path = Path("/")) -> int | None:
+    """Bytes left of what `ulimit -v` lets this process map; None where there is no limit, or no way to know."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    size = re.search(r"^VmSize:\s+(\d+) kB$", _read(root / "proc/self/status"), re.MULTILINE)
+    return None if most == resource.RLIM_INFINITY or size is None else most - int(size[1]) * 1024
+
+
 @contextmanager
 def wired() -> Iterator[None]:
-    """Keep what the GPU may recommend resident while something runs; what was set before comes back in any case."""
+    """Keep what the GPU may recommend resident while something runs; what was set before comes back in any case.
+
+    Of several that overlap, as generators do in any order, the first sets it and the last brings it back.
+    """
     most = _working_set()
     if most is None:
         yield
         return
-    before = mx.set_wired_limit(most)
+    with _lock:
+        if not _wired:
+            _wired.append(mx.set_wired_limit(most))
+        _wired.append(most)
     try:
         yield
     finally:
-        try:
-            mx.synchronize()  # not to be changed while something is computed
-        finally:
-            mx.set_wired_limit(before)
+        with _lock:
+            _wired.pop()
+            if len(_wired) == 1:
+                _unwire(_wired.pop())
+
+
+def _unwire(before: int) -> None:
+    try:
+        mx.synchronize()  # not to be changed while something is computed
+    finally:
+        mx.set_wired_limit(before)
 
 
 @contextmanager

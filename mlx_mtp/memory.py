@@ -1,5 +1,6 @@
 """What a model needs at a context, whether this machine has it, and what would fit: asked before anything is read."""
 
+import bisect
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ SLACK = 1.4  # times the scratch that a graph tells, for MLX runs ahead: measure
 UNCHECKED = 4096  # positions that a load leaves room for and a generation does not ask for
 LONGEST = 2**22  # positions; no longer context is looked for
 GRAIN = 256  # by which buffers grow, and contexts are tried
+NARROW = 256  # columns; narrower models have more heads for their width
 SMALLER = (8, 4)  # kv_bits that a refusal tries
 
 
@@ -63,9 +65,13 @@ class Budget:
 
         Also where it cannot have caches of that layout.
         """
-        found = needs(model, self.context, step=self.step, **self.layout)
-        have = available()
-        if found.total <= have.bytes or self.ignore or ignored():
+        have, cache = available(), make_prompt_cache(model, **_grouped(model, self.layout))
+        weights = nbytes(model.parameters())
+        rough = weights + _rough(model, cache, self.context, min(self.step, self.context))
+        if rough <= have.bytes or self.ignore or ignored():
+            return
+        found = _needs(model, cache, self.context, self.step)
+        if found.total <= have.bytes:
             return
         asked = f" with max_context={self.context}" if self.context else ""
         what = ", or ".join(_fitting(model, have.bytes, self)) or "no context fits"
@@ -84,49 +90,81 @@ def needs(model: Any, context: int, *, step: int = STEP, **layout: Any) -> Needs
     model:  loaded, or with `lazy=True`, or built from a configuration: only shapes and types are looked at.
     layout: `make_prompt_cache`'s arguments. Raises its ValueError.
     """
-    layout = {**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
+    return _needs(model, make_prompt_cache(model, **_grouped(model, layout)), context, step)
+
+
+def _grouped(model: Any, layout: Mapping[str, Any]) -> dict[str, Any]:
+    return {**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
+
+
+def _needs(model: Any, cache: PromptCache, context: int, step: int) -> Needs:
     heads = nbytes(model.get("mtp", []))
     weights = nbytes(model.parameters()) - heads
-    cache = make_prompt_cache(model, **layout)
     if not context:
         return Needs(weights, heads)
-    kv, head_kv = kv_bytes(model, cache, context)
-    return Needs(weights, heads, kv, head_kv, scratch_bytes(model, cache, context, step))
+    return Needs(weights, heads, *_beside(model, cache, context, min(step, context)))
+
+
+def _beside(model: Any, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
+    """Bytes of the target's caches and the heads', and of what reading the last `rows` positions holds beside."""
+    full, hidden = _filled(model, cache, context)
+    return *_held(model, cache, full, context, hidden), _scratch(model, full, context, rows)
+
+
+def _rough(model: Any, cache: PromptCache, context: int, rows: int) -> int:
+    """More than `_beside`, from the model's width alone: where there is as much nobody has to look closer.
+
+    Scores of a head to every 8 columns, a wide row between layers, and keys and values as wide as the model.
+    """
+    width, layers = max(NARROW, model.no_hidden().shape[-1]), len(model.layers) + len(model.mtp)
+    held = context + 2 * GRAIN + max((c.window for c in cache.caches if isinstance(c.window, int)), default=0)
+    return 4 * width * (rows * (held // 8 + 256) + 2 * layers * held) + _logits(model)
 
 
 def kv_bytes(model: Any, cache: PromptCache, context: int) -> tuple[int, int]:
-    """Bytes of the target's and the heads' caches at `context` positions, of the layout of `cache`.
+    """Bytes of the target's and the heads' caches at `context` positions, of the layout of `cache`."""
+    full, hidden = _filled(model, cache, context)
+    return _held(model, cache, full, context, hidden)
+
+
+def _filled(model: Any, cache: PromptCache, context: int) -> tuple[PromptCache, int]:
+    """A new cache of the same layout, with buffers as at `context` positions; bytes of one of the hidden rows."""
+    full = _empty(cache, quantized=_later(cache, context))
+    return full, fill(model, full, context, VERIFIED)
+
+
+def _held(model: Any, cache: PromptCache, full: PromptCache, context: int, hidden: int) -> tuple[int, int]:
+    """Bytes of the target's and the heads' caches; `full` is `cache` at `context`.
 
     While nothing is drafted the target's hidden rows wait for the heads, in place of their keys and values.
     """
-    later = _later(cache, context)
-    full = _empty(cache, quantized=later)
-    row = fill(model, full, context, VERIFIED)
     if isinstance(full.layers[0], PlainCache):
         return plain_nbytes(full.layers[0].caches, context), 0
     kv, head_kv = (sum(c.nbytes for c in caches) for caches in (full.layers, full.heads))
-    if later and cache.quantizing:
+    if _later(cache, context) and cache.quantizing:
         before = _empty(cache)
         fill(model, before, max(1, cache.quantizing.start), 1)
         kv = max(kv, sum(c.nbytes for c in before.layers))
-    waiting = row * min(context, cache.reach or context) if cache.heads else 0
+    waiting = hidden * min(context, cache.reach or context) if cache.heads else 0
     return kv, max(head_kv, waiting)
 
 
-def scratch_bytes(model: Any, cache: PromptCache, context: int, step: int) -> int:
-    """Bytes that reading the end of a prompt of `context` tokens holds beside weights and caches.
+def _scratch(model: Any, full: PromptCache, context: int, rows: int) -> int:
+    """Bytes that reading the last `rows` of `context` positions holds beside weights and caches.
 
     Where a CPU runs a recurrence row by row, two small numbers of rows tell what more of them take.
     """
-    rows, full = min(step, context), _empty(cache, quantized=_later(cache, context))
-    fill(model, full, context, 1)
-    logits = (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4  # logits, log-probabilities, masks, orders
     if "recurrent" in model.windows() and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
         few, more = (scratch(model, full, context, n) for n in LOOPED)
         held = few + (more - few) * (rows - LOOPED[0]) // (LOOPED[1] - LOOPED[0])
     else:
         held = scratch(model, full, context, rows)
-    return int(SLACK * held) + logits
+    return int(SLACK * held) + _logits(model)
+
+
+def _logits(model: Any) -> int:
+    """Bytes of a cycle's logits, log-probabilities, masks and orders."""
+    return (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4
 
 
 def _later(cache: PromptCache, context: int) -> bool:
@@ -144,28 +182,16 @@ def _empty(cache: PromptCache, *, quantized: bool = False) -> PromptCache:
 
 def largest_context(model: Any, budget: int, *, step: int = STEP, **layout: Any) -> int:
     """The most positions, in steps of GRAIN, whose `needs` are within `budget` bytes; 0 where not even one is."""
-    layout = {**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
-    cache, weights = make_prompt_cache(model, **layout), nbytes(model.parameters())
-    near, far = (scratch_bytes(model, cache, n * step, step) for n in (2, 66))
+    cache, weights = make_prompt_cache(model, **_grouped(model, layout)), nbytes(model.parameters())
+    near, far = (_beside(model, cache, n * step, step)[2] for n in (2, 66))
 
     def total(context: int) -> int:
         beyond = context - 2 * step  # from where on what is held grows by the position
         held = near + beyond * (far - near) // (64 * step) if beyond > 0 else near * context // (2 * step)
         return weights + sum(kv_bytes(model, cache, context)) + held
 
-    low, high = (0, weights), (GRAIN, total(GRAIN))
-    while high[1] <= budget:
-        if high[0] >= LONGEST:
-            return high[0]
-        low, high = high, (4 * high[0], total(4 * high[0]))
-    while high[0] - low[0] > GRAIN:
-        share = max(0.0, (budget - low[1]) / (high[1] - low[1]))
-        middle = low[0] + int(share * (high[0] - low[0])) // GRAIN * GRAIN
-        middle = min(max(middle, low[0] + GRAIN), high[0] - GRAIN)
-        tried = (middle, total(middle))
-        low, high = (tried, high) if tried[1] <= budget else (low, tried)
-    context = low[0]
-    while context and needs(model, context, step=step, **layout).total > budget:
+    context = GRAIN * bisect.bisect_right(range(GRAIN, LONGEST + 1, GRAIN), budget, key=total)
+    while context and _needs(model, cache, context, step).total > budget:
         context = context * 15 // 16 // GRAIN * GRAIN  # what is held does not grow evenly
     return context
 
@@ -206,14 +232,21 @@ def check_prompt(model: Any, cache: PromptCache, prompt: int, max_tokens: int, s
     context = cache.offset + prompt + abs(max_tokens)
     if context <= UNCHECKED or ignore or ignored():
         return
-    needed = sum(kv_bytes(model, cache, context)) + scratch_bytes(model, cache, context, step) - cache.nbytes
+    rows = min(step, prompt)
+    if _rough(model, cache, context, rows) <= available().bytes + cache.nbytes:
+        return
+    needed = sum(_beside(model, cache, context, rows)) - cache.nbytes
+    already = f" after {cache.offset} in the cache" if cache.offset else ""
+    what = f"prompt: {prompt} tokens{already} and max_tokens={max_tokens}:"
+    check_room(what, needed, ignore=False)
+
+
+def check_room(what: str, needed: int, *, ignore: bool) -> None:
+    """Raise ValueError where `needed` bytes beside a loaded model are not available."""
     have = available()
-    if needed > have.bytes:
-        already = f" after {cache.offset} in the cache" if cache.offset else ""
-        raise ValueError(
-            f"prompt: {prompt} tokens{already} and max_tokens={max_tokens} need {_gb(needed)} GB beside the model, "
-            f"{_gb(have.bytes)} GB available ({have.limit}); {IGNORE}=1 insists"
-        )
+    if needed > have.bytes and not ignore and not ignored():
+        there = f"{_gb(have.bytes)} GB available ({have.limit})"
+        raise ValueError(f"{what} {_gb(needed)} GB needed beside the model, {there}; {IGNORE}=1 insists")
 
 
 def _gb(size: int) -> str:

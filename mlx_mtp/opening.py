@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-LAST_RUN = re.compile(r"(\w+|\s+|[^\w\s]+)\Z")  # whose tokens depend on what follows
+# Whose tokens depend on what follows: often a mark is of one token with the letters behind it.
+LAST_RUNS = re.compile(r"(\w+|\s+|[^\w\s]+){1,2}\Z")
 PROBES = ("a", " a", "\n", ".", "1")  # what may follow; the template's own ending does not
 
 
@@ -12,13 +13,16 @@ PROBES = ("a", " a", "\n", ".", "1")  # what may follow; the template's own endi
 class Opening:
     """A text that the first message begins with; what follows it is told later.
 
-    template: it goes through the chat template, of which `template_config` are variables.
+    template:  it goes through the chat template, of which `template_config` are variables.
+    model:     what a command loaded, and with which end-of-text token; None: the demo, the tokenizer's own.
     """
 
     prompt: str
     system_prompt: str | None = None
     template: bool = True
     template_config: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    eos_token: str | None = None
 
     def tokens(self, tokenizer: Any, text: str) -> list[int]:
         """The whole prompt's, where `text` follows; ValueError where the chat template refuses it."""
@@ -31,9 +35,9 @@ class Opening:
         return tokenizer.encode(render(tokenizer, messages, options), add_special_tokens=False)
 
     def settled(self, tokenizer: Any) -> list[int]:
-        """The tokens that the prompt begins with whatever follows: up to its last word, or what stands for one."""
+        """The tokens that the prompt begins with whatever follows: up to its last words, or what stands for them."""
         tokens = self.tokens(tokenizer, "")
-        whole = replace(self, prompt=LAST_RUN.sub("", self.prompt)).tokens(tokenizer, "")
+        whole = replace(self, prompt=LAST_RUNS.sub("", self.prompt)).tokens(tokenizer, "")
         kept = shared(tokens[:-1], whole)
         for text in PROBES:
             kept = shared(tokens[:kept], self.tokens(tokenizer, text))

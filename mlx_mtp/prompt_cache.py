@@ -13,12 +13,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .cache import SlidingKVCache, make_caches, make_saved
+from .cache import Ring, SlidingKVCache, make_caches, make_saved
 from .opening import Opening
 from .plain_cache import PlainCache
 from .recurrent_cache import RecurrentCache
 
 GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
+SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)
 SPILL = 64  # the backlog is joined and cut at about this many rows, not at each one
 
 
@@ -294,8 +295,8 @@ def make_prompt_cache(
         kernel, and with it a row's bits whatever is drafted, is for None, 4 and 8.
     quantized_kv_start: with kv_bits, positions before this one are read unquantized, as in mlx-lm; the switch
         comes exactly there, so that it does not depend on drafting.
-    max_kv_size: full-attention layers keep only this many last positions; latent attention has no kernel for that.
-        Raises ValueError on a bad value.
+    max_kv_size: full-attention layers keep this many positions, the first SINKS and the last ones, as mlx_lm's
+        rotating cache when it decodes; no kernel reads it, MLX does. Raises ValueError on a bad value.
     """
     if kv_group_size not in GROUP_SIZES:
         raise ValueError(f"kv_group_size={kv_group_size}: allowed are 32, 64 and 128")
@@ -312,7 +313,8 @@ def make_prompt_cache(
         raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
     if max_kv_size is not None and PlainCache.window in model.windows():
         raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
-    windows, heads = [window or max_kv_size for window in model.windows()], model.head_windows()
+    full = None if max_kv_size is None else Ring(max_kv_size, keep=min(SINKS, max_kv_size - 1))
+    windows, heads = [window or full for window in model.windows()], model.head_windows()
     if num_draft_tokens is not None:
         heads = heads[:num_draft_tokens]
     later = kv_bits is not None and quantized_kv_start > 0

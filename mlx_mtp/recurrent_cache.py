@@ -21,7 +21,7 @@ class RecurrentCache:
     """
 
     window = "recurrent"
-    start = 0
+    start = keep = 0
 
     def __init__(self):
         self.offset: int | mx.array = 0

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import struct
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +16,7 @@ import mlx.core as mx
 
 from .cache import LinearKVCache, SlidingKVCache, make_saved
 from .fingerprint import fingerprint
+from .memory import check_room
 from .opening import Opening
 from .prompt_cache import PromptCache, Quantizing
 
@@ -38,7 +40,7 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
     arrays |= {f"kept.{i}": row for i, row in enumerate(cache.kept)}
     if cache.backlog:
         arrays["backlog"] = mx.concatenate(cache.backlog, axis=1)
-    work = path.with_name(f".{path.name}-{os.getpid()}.safetensors")
+    work = path.with_name(f".{path.name}-{uuid.uuid4().hex}.safetensors")
     try:
         _write(work, arrays, _state(cache))
         with work.open("r+b") as f:
@@ -54,24 +56,41 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
         raise
 
 
-def load_prompt_cache(file: str | Path, model: Any) -> PromptCache:
+def load_prompt_cache(file: str | Path, model: Any, *, check_memory: bool = True) -> PromptCache:
     """Read a cache that `save_prompt_cache` wrote.
 
-    Raises ValueError, with the reason, where it is not one, is damaged, of an older format or another model's.
+    Raises ValueError, with the reason, where it is not one, is damaged, of an older format or another model's, or
+    where there is no memory for it; OSError where it cannot be read.
     """
-    state = _checked(Path(file))
-    if state.get("model") != fingerprint(model, heads=False):
-        raise ValueError(f"{file}: made with another model, or in another precision")
-    if model.mtp and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
-        raise ValueError(f"{file}: made with other MTP heads")
-    try:
-        loaded: Any = mx.load(str(file), format="safetensors")
-        cache = _restored(model, state, loaded)
-        _check(cache)
-        mx.eval(cache.arrays)  # the file may be replaced from now on
-    except (RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
-        raise ValueError(f"{file}: damaged ({str(e).partition(chr(10))[0] or type(e).__name__})") from e
+    with Path(file).open("rb") as f:  # one file from here on, whoever replaces it
+        state = _checked(f, file)
+        if state.get("model") != fingerprint(model, heads=False):
+            raise ValueError(f"{file}: made with another model, or in another precision")
+        if model.mtp and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
+            raise ValueError(f"{file}: made with other MTP heads")
+        check_room(f"{file}:", os.fstat(f.fileno()).st_size, ignore=not check_memory)
+        f.seek(0)
+        try:
+            loaded: Any = mx.load(f, format="safetensors")
+            cache = _restored(model, state, loaded)
+            _check(cache)
+            mx.eval(cache.arrays)
+        except (RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
+            raise ValueError(f"{file}: damaged ({str(e).partition(chr(10))[0] or type(e).__name__})") from e
     return cache
+
+
+def saved_opening(file: str | Path) -> Opening | None:
+    """The text that a file holds the state of, and whose tokens they are; ValueError where it is no prompt cache.
+
+    Nothing but the header is read, and nothing checked that loading checks.
+    """
+    with Path(file).open("rb") as f:
+        opening = _state_in(f, file)[0].get("opening")
+    try:
+        return opening and Opening(**opening)
+    except TypeError:
+        raise ValueError(f"{file}: damaged") from None
 
 
 def _write(file: Path, arrays: dict[str, mx.array], state: dict[str, Any]) -> None:
@@ -130,23 +149,31 @@ def _check(cache: PromptCache) -> None:
             raise ValueError("its rows are not as many as it holds")
 
 
-def _checked(file: Path) -> dict[str, Any]:
+def _checked(f: BinaryIO, file: str | Path) -> dict[str, Any]:
     """What `_state` wrote, of a file every byte of which is as it was written."""
+    state, checksum = _state_in(f, file)
     try:
-        with file.open("rb") as f:
-            header = json.loads(_header(f))
-            metadata = header["__metadata__"]
-            state = json.loads(metadata["mlx_mtp"])
-            version = state.get("format", 1)
-            found = _checksum(f)[1] if "checksum" in metadata else None
+        found = _checksum(f)[1]
+    except ValueError:
+        found = None
+    if found != checksum:
+        raise ValueError(f"{file}: damaged, its content does not have its checksum")
+    return state
+
+
+def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
+    """What the header of a file of this format has of `_state`, and its checksum."""
+    try:
+        metadata = json.loads(_header(f))["__metadata__"]
+        state = json.loads(metadata["mlx_mtp"])
+        version = state.get("format", 1)
+        older = version < FORMAT
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{file}: not a prompt cache of mlx_mtp, or damaged") from None
     if version != FORMAT:
-        age = "an older" if version < FORMAT else "a newer"
+        age = "an older" if older else "a newer"
         raise ValueError(f"{file}: of {age} format ({version}), this version reads {FORMAT}; make it again")
-    if found != metadata.get("checksum"):
-        raise ValueError(f"{file}: damaged, its content does not have its checksum")
-    return state
+    return state, metadata.get("checksum", "")
 
 
 def _header(f: BinaryIO) -> bytes:

@@ -158,6 +158,7 @@ class ChatSession:
         first, rest = prompt[turn.reused : end], prompt[max(end, turn.reused) :]
         total = len(first) + len(rest)
         self._check(total)
+        options["check_memory"] = False  # both parts of the prompt are checked
         if first:
             tic = time.perf_counter()
             options["prompt_progress_callback"] = partial(self._read, progress, 0, total)

@@ -30,12 +30,12 @@ def attended(cache, keys, mask, n):
     return [sorted(values[row].tolist()) for row in allowed]
 
 
-def expected(text, first, n, window, start):
+def expected(text, first, n, window, start, keep):
     """The same from a list: row i of n, at position first + i, sees positions start.. of its window."""
     out = []
     for q in range(first, first + n):
-        low = max(min(start, q), 0 if window is None else q - window + 1)
-        out.append(sorted(float(v) for v in text[low : q + 1]))
+        low = max(min(start, q), keep, 0 if window is None else q - (window - keep) + 1)
+        out.append(sorted(float(v) for v in (*text[: min(keep, q + 1)], *text[low : q + 1])))
     return out
 
 
@@ -50,10 +50,18 @@ steps = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=steps, window=st.sampled_from([None, 1, 4, 8, 33]), start=st.integers(0, 2))
-def test_rows_see_exactly_their_window(steps, window, start):
+@given(
+    steps=steps,
+    kind=st.one_of(
+        st.tuples(st.sampled_from([None, 1, 4, 8, 33]), st.integers(0, 2), st.just(0)),
+        st.tuples(st.sampled_from([2, 5, 8, 33]), st.just(0), st.integers(1, 4)),
+    ),
+)
+def test_rows_see_exactly_their_window(steps, kind):
     """Any order of prefill chunks (host positions) and verifies with rollbacks (device positions)."""
-    cache, text, salt = make_cache(window, start=start), [], 0.0
+    window, start, keep = kind
+    keep = min(keep, (window or 1) - 1)
+    cache, text, salt = make_cache(window, start=start, keep=keep), [], 0.0
     for kind, n, back in steps:
         first, salt = len(text), salt + 0.001
         if kind == "prefill" and first < start:
@@ -64,7 +72,7 @@ def test_rows_see_exactly_their_window(steps, window, start):
         mask = cache.make_mask(n)
         keys, values = cache.update_and_fetch(new, new + 1000)
         text += np.array(new)[0, 0, :, 0].tolist()
-        assert attended(cache, keys, mask, n) == expected(text, first, n, window, start)
+        assert attended(cache, keys, mask, n) == expected(text, first, n, window, start, keep)
         assert mx.array_equal(values, mx.where(keys == 0, values, keys + 1000))
         if kind == "verify":
             back = min(back, n - 1)

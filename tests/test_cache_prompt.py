@@ -1,5 +1,6 @@
 """The beginning of a prompt, read once: chats and commands go on from it, with the text of one run."""
 
+import os
 import re
 import sys
 
@@ -157,27 +158,50 @@ def test_a_file_without_a_text_is_gone_on_with_as_it_is(once, demo, tmp_path):
     assert found.stdout == expected.stdout
 
 
-def test_errors_of_the_commands(once, demo, tmp_path):
+def test_errors_of_the_commands(once, tmp_path, monkeypatch):
     file = tmp_path / "c"
     assert call("cache-prompt", "--quiet", "-p", "What does", "--prompt-cache-file", file).stdout == ""
     damaged = tmp_path / "damaged"
     damaged.write_bytes(file.read_bytes()[:-1])
     for flags, message in (
+        (["--prompt-cache-file", damaged], "damaged"),
         (["--prompt-cache-file", file, "--kv-bits", 4], "--kv-bits 4: the prompt cache in .* was made with None"),
         (["--prompt-cache-file", file, "--max-kv-size", 9], "--max-kv-size 9"),
         (["--prompt-cache-file", file, "--mtp-kv-bits", 8], "--mtp-kv-bits 8"),
         (["--prompt-cache-file", file, "--kv-group-size", 32], "--kv-group-size 32"),
         (["--prompt-cache-file", file, "--system-prompt", "x"], "made with None"),
-        (["--prompt-cache-file", damaged], "damaged"),
         (["--max-context", 20], "max_context=20: .* tokens and max_tokens=100 are more"),
-        (["--cache-limit", "nan"], "allowed is 0 or more GB"),
-        (["--cache-limit", "-1"], "allowed is 0 or more GB"),
+        (["--cache-limit", "nan"], "allowed is 0 to 1048576 GB"),
+        (["--cache-limit", "-1"], "allowed is 0 to 1048576 GB"),
     ):
-        line = one_line_error(call("generate", "--quiet", *flags))
+        line = one_line_error(call("generate", "--quiet", *flags), 1 if damaged in flags else 2)
         assert re.search(message, line), line
-    for place in (tmp_path, tmp_path / "no" / "c"):
-        assert "--prompt-cache-file" in one_line_error(call("cache-prompt", "-p", "x", "--prompt-cache-file", place))
-    one_line_error(call("cache-prompt", "-p", "x " * 99, "--prompt-cache-file", file, "--max-context", 20))
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
+    for place in (tmp_path, tmp_path / "no" / "c", closed / "c"):
+        line = one_line_error(call("cache-prompt", "-p", "x", "--prompt-cache-file", place), 2)
+        assert "--prompt-cache-file" in line
+    one_line_error(call("cache-prompt", "-p", "x " * 99, "--prompt-cache-file", file, "--max-context", 20), 2)
+
+
+def test_the_model_is_the_files(demo, tmp_path, monkeypatch):
+    """And the end-of-text token; a directory wherever the next command is run. Another one's name is checked."""
+    loaded = []
+    monkeypatch.setattr(sys.modules["mlx_mtp.load"], "load", lambda path, **o: (loaded.append((path, o)), demo)[1])
+    (tmp_path / "model").symlink_to(demo_path())
+    monkeypatch.chdir(tmp_path)
+    call(
+        "cache-prompt", "-p", "What does os.path", "--prompt-cache-file", "c", "--model", "model", "--eos-token", "x"
+    )
+    monkeypatch.chdir("/")
+    flags = ["--prompt-cache-file", tmp_path / "c"]
+    for command, stdin in ((["generate", "-m", 1], ""), (["chat"], "")):
+        for named in ([], ["--model", demo_path()]):
+            result = call(*command, *flags, *named, stdin=stdin)
+            assert result.returncode == 0, result.stderr
+            assert loaded[-1][0] == (named[1] if named else tmp_path / "model")
+            assert loaded[-1][1]["tokenizer_config"] == {"eos_token": "x"}
 
 
 def test_a_cache_without_heads_says_so(once, tmp_path):

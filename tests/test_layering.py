@@ -39,7 +39,7 @@ ALLOWED = {
     "opening": set(),
     "fingerprint": set(),
     "prompt_cache": {"cache", "opening", "plain_cache", "recurrent_cache"},
-    "saved_cache": {"cache", "fingerprint", "opening", "prompt_cache"},
+    "saved_cache": {"cache", "fingerprint", "memory", "opening", "prompt_cache"},
     "agreement": {"prompt_cache"},
     "drafter": {"checkpoint", "models"},
     "draft_vocab": {"layers"},

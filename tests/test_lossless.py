@@ -1,14 +1,18 @@
 """Greedy text is that of a cacheless forward, whatever is drafted, wherever windows wrap."""
 
+import families
 import mlx.core as mx
 import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
 from oracle import Oracle, real
 
 import mlx_mtp
 from mlx_mtp import cycle
+
+SIZE = {"max_kv_size": 9}
 
 
 def ours(model, prompt, n, k, **options):
@@ -147,6 +151,17 @@ def test_quantized_kv_is_used(tiny_models):
                 )
             )
             assert all(hasattr(c, "bits") == (bits is not None) for c in (*cache.layers, *cache.heads)), (start, k)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_max_kv_size_is_mlx_lms(name, tmp_path):
+    """Its rotating cache, which keeps the first four positions; those families of which it has one."""
+    path, _, plain = families.build(name, tmp_path)
+    model = mlx_mtp.load_model(path)
+    prompt = a_prompt(0, 9, model.vocab_size)
+    expected = [t for t, _ in generate_step(mx.array(prompt), plain, max_tokens=50, max_kv_size=9)]
+    texts = [ours(model, prompt, 50, k, **options)[0] for k, options in ((0, {}), (0, SIZE), (2, SIZE))]
+    assert texts[1:] == [expected] * 2 != texts[:1] * 2
 
 
 def test_max_kv_size_is_a_window_on_full_attention(tiny_models):

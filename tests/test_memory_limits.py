@@ -1,12 +1,15 @@
 """What limits a process, read from any system's files; and limits of MLX's that come back, whatever happens."""
 
 import contextlib
+import resource
 import subprocess
 import sys
 
 import mlx.core as mx
 import pytest
+from test_chat import VOCAB, make_tokenizer
 
+import mlx_mtp
 from mlx_mtp import machine_memory
 from mlx_mtp.machine_memory import available, cache_limit, cgroup_rooms, free_in_vm_stat, free_memory, wired
 
@@ -148,6 +151,53 @@ def test_the_wired_limit_comes_back(gpu, monkeypatch, error):
     with pytest.raises(RuntimeError, match="gone"), wired():
         pass
     assert gpu["wired"] == 3
+
+
+def test_the_wired_limit_comes_back_when_the_last_of_several_has_ended(gpu):
+    first, second = wired(), wired()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gpu["wired"] == 10 * GB
+    second.__exit__(None, None, None)
+    assert gpu["wired"] == 3
+    assert gpu["set"] == [10 * GB, 3]
+
+
+@pytest.mark.parametrize("end", ["all", "closed", "dropped", "raised", "interrupted"])
+def test_a_generation_is_wired_however_it_ends(tiny_models, monkeypatch, end):
+    model, state = tiny_models(2, vocab_size=len(VOCAB))[0], {"limit": 3}
+    monkeypatch.setattr(machine_memory, "_working_set", lambda: 10 * GB)
+    monkeypatch.setattr(mx, "set_wired_limit", lambda n: (state["limit"], state.update(limit=n))[0])
+
+    def processor(tokens, logits):
+        if len(tokens) > 6 and end in ("raised", "interrupted"):
+            raise KeyboardInterrupt if end == "interrupted" else RuntimeError
+        return logits
+
+    options = {"max_tokens": 9, "logits_processors": [processor]}
+    responses = mlx_mtp.stream_generate(model, make_tokenizer(), [1, 2, 3], **options)
+    assert state["limit"] == 3  # an error at the call could not take it back
+    next(responses)
+    assert state["limit"] == 10 * GB
+    if end == "closed":
+        responses.close()
+    elif end == "dropped":
+        del responses
+    else:
+        with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+            list(responses)
+    assert state["limit"] == 3
+
+
+def test_a_limit_on_virtual_memory(system, monkeypatch):
+    root = system({"proc/self/status": "VmPeak:\t 9000000 kB\nVmSize:\t 4000000 kB\n"})
+    limits = {resource.RLIMIT_AS: (5 * GB, 6 * GB)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    assert available(root).bytes == 5 * GB - 4_000_000 * 1024 + mx.get_cache_memory()
+    assert "virtual" in available(root).limit
+    limits[resource.RLIMIT_AS] = (resource.RLIM_INFINITY,) * 2
+    assert available(root).bytes == 64 * GB
 
 
 def test_the_cache_limit_comes_back():

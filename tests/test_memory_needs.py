@@ -63,6 +63,8 @@ def test_as_much_as_is_taken(built, name):
     assert sum(c.nbytes for c in cache.heads) <= said.head_kv
     taken = stats.peak_memory - active
     assert 0.9 * taken < said.kv + said.head_kv + said.scratch < 2.2 * taken
+    for positions, rows in ((1, 1), (context, step), (5000, 1), (5000, 2048)):
+        assert sum(memory._beside(lazy, cache, positions, rows)) < memory._rough(lazy, cache, positions, rows), rows
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -91,11 +93,12 @@ def test_a_prompt_that_is_to_be_quantized_is_not_held_whole_before(tiny_models):
     assert max(sizes) < full.nbytes / 2
 
 
-def test_looking_changes_nothing(built):
+def test_looking_changes_nothing(built, machine):
     _, model, _ = built("qwen3_5")
     cache = mlx_mtp.make_prompt_cache(model)
     read(model, [1, 2, 3], 4, prompt_cache=cache, num_draft_tokens=2)
     before = [id(a) for _, a in tree_flatten(model.parameters())], [id(p) for c in cache.caches for p in c.parts]
+    machine(memory._rough(model, cache, 5001, 64) - cache.nbytes)
     memory.check_prompt(model, cache, 5000, 1, 64, ignore=False)
     after = [id(a) for _, a in tree_flatten(model.parameters())], [id(p) for c in cache.caches for p in c.parts]
     assert before == after
@@ -216,7 +219,7 @@ def test_a_prompt_that_does_not_fit_fails_before_it_starts(tiny_models, machine)
         mlx_mtp.generate_step(huge, model, max_context=64, **options)
     machine(10**6)
     with pytest.raises(
-        ValueError, match=r"prompt: 100000 tokens and max_tokens=-1 need .* GB beside the model, 0\.0"
+        ValueError, match=r"prompt: 100000 tokens and max_tokens=-1: .* GB needed beside the model, 0\.0"
     ):
         mlx_mtp.generate_step(huge, model, max_tokens=-1, **options)
     mlx_mtp.generate_step(huge, model, max_tokens=-1, check_memory=False, **options).close()

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import families
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 import mlx_mtp
-from mlx_mtp import fingerprint, saved_cache
+from mlx_mtp import fingerprint, memory, saved_cache
+from mlx_mtp.machine_memory import Available
 from mlx_mtp.opening import Opening
 from mlx_mtp.saved_cache import load_prompt_cache, save_prompt_cache
 
@@ -234,6 +236,50 @@ def test_an_interrupted_write_leaves_the_old_file(model, saved, tmp_path, monkey
         save_prompt_cache(file, cache)
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
     assert file.read_bytes() == saved[1]
+
+
+def test_a_file_that_is_replaced_while_it_is_read(model, saved, tmp_path, monkeypatch):
+    """What was checked is what is read; its place is another's by then."""
+    file, longer = tmp_path / "cache", mlx_mtp.make_prompt_cache(model)
+    file.write_bytes(saved[1])
+    tokens_of(model, PROMPT[::-1], 6, 3, prompt_cache=longer)
+    load = mx.load
+
+    def late(f, **options):
+        save_prompt_cache(file, longer)
+        return load(f, **options)
+
+    monkeypatch.setattr(mx, "load", late)
+    found = load_prompt_cache(file, model)
+    monkeypatch.undo()
+    expected, other = load_prompt_cache(saved[0], model), load_prompt_cache(file, model)
+    assert found.tokens == expected.tokens != other.tokens
+    assert all(mx.array_equal(a, b) for a, b in zip(found.arrays, expected.arrays, strict=True))
+
+
+def test_writers_and_readers_at_the_same_time(model, tmp_path):
+    """Each reader finds one writer's whole file."""
+    file, caches = tmp_path / "cache", [mlx_mtp.make_prompt_cache(model) for _ in range(3)]
+    for n, cache in enumerate(caches):
+        tokens_of(model, PROMPT[n:], 6, 3, prompt_cache=cache)
+    mx.eval([cache.arrays for cache in caches])
+    save_prompt_cache(file, caches[0])
+    with ThreadPoolExecutor(6) as pool:
+        written = [pool.submit(save_prompt_cache, file, cache) for cache in caches * 4]
+        read = [pool.submit(load_prompt_cache, file, model) for _ in range(8)]
+    assert [f.result() for f in written] == [None] * 12
+    assert {tuple(f.result().tokens) for f in read} <= {tuple(cache.tokens) for cache in caches}
+    assert [f.name for f in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_cache_there_is_no_memory_for(model, saved, monkeypatch):
+    monkeypatch.delenv(memory.IGNORE, raising=False)
+    monkeypatch.setattr(memory, "available", lambda: Available(len(saved[1]) - 1, "a test"))
+    with pytest.raises(
+        ValueError, match=r"cache\.safetensors: 0\.\d+ GB needed beside the model, .* \(a test\); MLX"
+    ):
+        load_prompt_cache(saved[0], model)
+    load_prompt_cache(saved[0], model, check_memory=False)
 
 
 def test_only_files_are_replaced(model, tmp_path):

@@ -1,5 +1,6 @@
 """`mlx-mtp cache-prompt`: read the beginning of a prompt once, for many to go on from."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Pat
     path = Path(value)
     if not path.parent.is_dir():
         raise click.BadParameter(f"{path.parent} is not a directory")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise click.BadParameter(f"{path.parent} cannot be written to")
     if path.exists() and not path.is_file():
         raise click.BadParameter(f"{value} is not a file")
     return path
@@ -42,14 +45,16 @@ def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Pat
 def cache_prompt(**flags: Any) -> None:
     """Read a prompt and keep what the model, and its heads, know after it.
 
-    generate and chat then go on with --prompt-cache-file, as if their text stood behind that prompt.
+    generate and chat then go on with --prompt-cache-file, as if their text stood behind that prompt, and with the
+    same model where no other is named.
     """
     text = read_prompt(flags["prompt"])
     model, tokenizer = load_model(flags)
     from ..opening import Opening
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
-    opening = Opening(text, flags["system_prompt"], template, flags["chat_template_config"])
+    own = {"model": _lasting(flags["model"]), "eos_token": flags["eos_token"]}
+    opening = Opening(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
     tokens = opening.settled(tokenizer)
     if not tokens:
         raise click.UsageError("the prompt is too short: none of its tokens is certain before what follows is known")
@@ -58,6 +63,12 @@ def cache_prompt(**flags: Any) -> None:
         size = flags["prompt_cache_file"].stat().st_size
         click.echo(f"Prompt: {len(tokens)} tokens, {size / 1e6:.1f} MB in {flags['prompt_cache_file']}")
         click.echo(f"Peak memory: {stats.peak_memory / 1e9:.3f} GB")
+
+
+def _lasting(model: str | None) -> str | None:
+    """A model's name that means the same in another directory."""
+    path = Path(model or "").expanduser()
+    return str(path.absolute()) if model and path.is_dir() else model
 
 
 def _read(model: Any, tokens: list[int], opening: Any, flags: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from .options import (
     cache_options,
     check_max_tokens,
     check_text,
+    continues_cache,
     generation_options,
     load_model,
     memory_options,
@@ -40,6 +41,7 @@ from .options import (
 @click.option("--quiet", is_flag=True, help="Print the answers only: no notices, footers or progress.")
 def chat(**flags: Any) -> None:
     """Chat with a model. /help lists the commands; q, r and h work as in mlx_lm.chat."""
+    continues_cache(flags)
     model, tokenizer = load_model(flags)
     from ..session import ChatSession
     from .conversation import Chat

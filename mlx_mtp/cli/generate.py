@@ -9,6 +9,7 @@ from .options import (
     cache_options,
     check_max_tokens,
     check_text,
+    continues_cache,
     generation_options,
     load_model,
     memory_options,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 def generate(**flags: Any) -> None:
     """Print the model's continuation of, or answer to, a prompt."""
     text = read_prompt(flags["prompt"])
+    continues_cache(flags)
     model, tokenizer = load_model(flags)
     if flags["report"]:
         click.echo(str(model.report()))

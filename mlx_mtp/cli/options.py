@@ -54,8 +54,8 @@ def check_max_tokens(_ctx: click.Context, _param: click.Parameter, value: int) -
 
 def check_size(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
     """Callback: GB as bytes."""
-    if value is not None and not 0 <= value <= 2**20:  # not a number, to which click has no objection, is neither
-        raise click.BadParameter(f"{value}: allowed is 0 or more GB")
+    if value is not None and not 0 <= value <= MOST_GB:  # not a number, to which click has no objection, is neither
+        raise click.BadParameter(f"{value}: allowed is 0 to {MOST_GB} GB")
     return None if value is None else int(value * 1e9)
 
 
@@ -70,6 +70,7 @@ def options(*decorators: Any) -> Any:
     return apply
 
 
+MOST_GB = 2**20
 BITS = click.Choice(["2", "3", "4", "5", "6", "8"])
 
 model_options = options(
@@ -137,7 +138,9 @@ memory_options = options(
 )
 cache_options = options(
     click.option(
-        "--max-kv-size", type=click.IntRange(1, 2**30), help="Full attention keeps this many last positions."
+        "--max-kv-size",
+        type=click.IntRange(1, 2**30),
+        help="Full attention keeps this many positions: the first four, and the last.",
     ),
     click.option(
         "--prefill-step-size",
@@ -162,6 +165,15 @@ cache_options = options(
         help="With --kv-bits: from this position on.",
     ),
 )
+
+
+def continues_cache(flags: dict[str, Any]) -> None:
+    """Take from --prompt-cache-file which model it is of, where no other is named, and its end-of-text token."""
+    if flags["prompt_cache_file"] is not None:
+        from ..saved_cache import saved_opening
+
+        if opening := saved_opening(flags["prompt_cache_file"]):
+            flags["model"], flags["eos_token"] = flags["model"] or opening.model, opening.eos_token
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
@@ -234,7 +246,7 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
         return None
     from ..saved_cache import load_prompt_cache
 
-    cache = load_prompt_cache(file, model)
+    cache = load_prompt_cache(file, model, check_memory=not flags["ignore_memory"])
     asked = _layout(flags)
     for name, found in cache.layout.items():
         if asked[name] is not None and asked[name] != found:

@@ -166,7 +166,9 @@ class Attention:
         return self.format is not None
 
     def of(self, cache: Any) -> "Attention | None":
-        """The site that reads this cache; None where none knows its format."""
+        """The site that reads this cache; None where none knows its format, or it keeps its first positions."""
+        if cache.keep:
+            return None
         wanted = cache_format(cache)
         return next((site for site in (self, *self.quantized) if site.format == wanted), None)
 

@@ -112,9 +112,10 @@ class Port:
         x, masks = self.model.embed_tokens(tokens), {}
         stream = [x]
         for layer, c in zip(self.layers, cache, strict=True):
-            if c.window not in masks:
-                masks[c.window] = c.make_mask(x.shape[1], return_array=self.MASK_ARRAY)
-            x = layer(x, mask=masks[c.window], cache=c)
+            kind = c.window, c.keep
+            if kind not in masks:
+                masks[kind] = c.make_mask(x.shape[1], return_array=self.MASK_ARRAY)
+            x = layer(x, mask=masks[kind], cache=c)
             stream.append(x)
         return self.captured(stream)
 
