@@ -37,8 +37,8 @@ def show(model: Any, tokenizer: Any, verdict: "Verdict", answered: "list[Answere
         console.print(_ways("sampled, beside the text without drafts of the same seed", verdict.sampled))
     for f in verdict.fits:
         console.print(
-            f"{f.mode} draws against the target's probabilities: {f.tokens} tokens, chi-squared {f.statistic:.1f} with "
-            f"{f.freedom} degrees of freedom, p = {f.p:.2g} (a temperature {HOTTER}x as high is found with {f.power:.0%})"
+            f"{f.mode} draws: {f.tokens} tokens have the target's probabilities with p = {f.p:.2g} (chi-squared "
+            f"{f.statistic:.1f}, {f.freedom} degrees; of {HOTTER}x the temperature {f.power:.1%} would be refused)"
         )
     differences = [d for comparison in (*verdict.greedy, *verdict.sampled) for d in comparison.differences]
     if differences:

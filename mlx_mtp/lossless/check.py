@@ -17,7 +17,7 @@ from .wirings import Better, diagnose
 Progress = Callable[[str, int, int], None]  # a stage, and how much of it is done
 P_MIN = 0.5
 TEMP, SAMPLED_PROMPTS, SAMPLED_TOKENS = 0.8, 3, 32
-FIT_TEMP, FIT_TOKENS, FIT_PROMPT = 1.0, 4, 256  # the last one: most tokens of a prompt
+FIT_TEMP, FIT_TOKENS, FIT_PROMPT = 1.0, 8, 256  # the last one: most tokens of a prompt
 MISSED = 0.95, 3  # a loop keeps at least this share of the right guesses, less so many
 FIT_MODES = "coupled", "rejection"
 
@@ -32,7 +32,7 @@ class Settings:
 
     drafts: int
     max_tokens: int = 40
-    draws: int = 150
+    draws: int = 50
     seed: int = 0
     adaptive: bool = True
     p_min: float = P_MIN
@@ -172,15 +172,24 @@ def _heads(
 ) -> None:
     references = sorted(references, key=lambda r: len(r.one_pass.tokens))
     passes = [*(r.one_pass for r in references), OnePass(model, source(tokenizer))]
-    texts, own = [Known.of(p.tokens, p.hidden, p.said) for p in passes], []
+    texts = [Known.of(p.tokens, p.hidden, p.said) for p in passes]
+    own = examine(model, texts, settings, verdict, progress)
+    verdict.kept = _kept(references, own, verdict.greedy[: settings.drafts + 1], len(model.mtp))
+
+
+def examine(
+    model: Any, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress
+) -> list[list[mx.array]]:
+    """Look at the heads alone; returns where they are `right`, by text and depth."""
+    own = []
     for i, text in enumerate(texts):
         progress("heads", i, len(texts))
         own.append(right(model, text, max(len(model.mtp), min(settings.drafts, 2))))
     verdict.agreement = shares(own)
     verdict.warnings += suspicions(model, own)
-    verdict.kept = _kept(references, own, verdict.greedy[: settings.drafts + 1], len(model.mtp))
     if settings.diagnose:
         verdict.better = diagnose(model, texts, own, lambda done, total: progress("other wirings", done, total))
+    return own
 
 
 def _kept(
