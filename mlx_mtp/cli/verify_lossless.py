@@ -28,7 +28,8 @@ TASK_TOKENS = 2048  # of an answer
     type=click.IntRange(1),
     help=f"Most tokens of a text.  [default: {TOKENS}, with --tasks {TASK_TOKENS}]",
 )
-@click.option("--draws", type=click.IntRange(50), default=150, help="Sampled texts whose distribution is tested.")
+@click.option("--draws", type=click.IntRange(20), default=50, help="Sampled texts whose distribution is tested.")
+@click.option("--seed", type=click.IntRange(0, 2**62), default=0, help="Of all draws.")
 @click.option(
     "--diagnose/--no-diagnose", default=True, help="Try other wirings of the heads: is one right more often?"
 )
@@ -103,6 +104,7 @@ def _run(
         drafts=_drafts(model, flags["num_draft_tokens"]),
         max_tokens=flags["max_tokens"] or (TASK_TOKENS if tasks else TOKENS),
         draws=flags["draws"],
+        seed=flags["seed"],
         adaptive=flags["adaptive"],
         p_min=flags["draft_p_min"],
         lookup=flags["prompt_lookup"] is not False,

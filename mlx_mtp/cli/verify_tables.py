@@ -7,6 +7,8 @@ import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
+from ..lossless.sampled import HOTTER
+
 if TYPE_CHECKING:
     from ..lossless.check import Verdict
     from ..lossless.compare import Comparison, Difference
@@ -35,14 +37,15 @@ def show(model: Any, tokenizer: Any, verdict: "Verdict", answered: "list[Answere
         console.print(_ways("sampled, beside the text without drafts of the same seed", verdict.sampled))
     for f in verdict.fits:
         console.print(
-            f"{f.mode} sampling against the target's probabilities: {f.texts} texts, "
-            f"G = {f.statistic:.1f} with {f.freedom} degrees of freedom, p = {f.p:.2g}\n"
+            f"{f.mode} draws: {f.tokens} tokens have the target's probabilities with p = {f.p:.2g} (chi-squared "
+            f"{f.statistic:.1f}, {f.freedom} degrees; of {HOTTER}x the temperature {f.power:.1%} would be refused)"
         )
     differences = [d for comparison in (*verdict.greedy, *verdict.sampled) for d in comparison.differences]
     if differences:
         console.print(_differences(tokenizer, differences, verdict.dtype))
     if verdict.agreement:
         console.print(_heads(verdict))
+        console.print("{} drafts kept, one per head and cycle; {} are right by these guesses\n".format(*verdict.kept))
     for warning in verdict.warnings:
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
     for broken in verdict.broken:

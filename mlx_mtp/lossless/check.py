@@ -4,30 +4,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from ..agreement import LEAST
 from .compare import PLAIN, Comparison, Drift, Reference, Way, compare, compare_one_pass, drift, ways, worst
-from .heads import Known, right, shares, suspicions
+from .heads import LONGEST, Known, kept, right, shares, suspicions
 from .one_pass import OnePass
 from .prompts import Prompt, built_in, source
-from .sampled import Fit, draw, fit
+from .sampled import Fit, draw, fit, spread
 from .wirings import Better, diagnose
 
 Progress = Callable[[str, int, int], None]  # a stage, and how much of it is done
 P_MIN = 0.5
 TEMP, SAMPLED_PROMPTS, SAMPLED_TOKENS = 0.8, 3, 32
-FIT_TEMP, FIT_TOKENS, FIT_PROMPT = 1.0, 4, "code"
+FIT_TEMP, FIT_TOKENS, FIT_PROMPT = 1.0, 8, 256  # the last one: most tokens of a prompt
+MISSED = 0.95, 3  # a loop keeps at least this share of the right guesses, less so many
+FIT_MODES = "coupled", "rejection"
 
 
 @dataclass(frozen=True)
 class Settings:
     """What is to be checked.
 
-    drafts: most of a cycle. max_tokens: of a new text. draws: short texts whose distribution is tested.
+    drafts: most of a cycle. max_tokens: of a new text.
+    draws: short texts whose distribution is tested, in each of FIT_MODES. seed: of all draws.
     """
 
     drafts: int
     max_tokens: int = 40
-    draws: int = 150
+    draws: int = 50
+    seed: int = 0
     adaptive: bool = True
     p_min: float = P_MIN
     lookup: bool = True
@@ -54,6 +60,7 @@ class Verdict:
     drift:     the worst of the drafted logprobs.
     fits:      tests of distributions.
     agreement: per depth, how often its guess is the target's token.
+    kept:      drafts that were, while drafting one per head, and those that are right by `agreement`'s guesses.
     better:    wirings of the heads that would be right more often.
     warnings:  what looks wrong, though no text is; broken: what is wrong.
     """
@@ -64,6 +71,7 @@ class Verdict:
     drift: Drift | None = None
     fits: list[Fit] = field(default_factory=list)
     agreement: list[float] = field(default_factory=list)
+    kept: tuple[int, int] = 0, 0
     better: list[Better] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
@@ -87,7 +95,7 @@ def verify(model: Any, tokenizer: Any, settings: Settings, progress: Progress) -
     if settings.drafts:
         verdict.drift = _drift(references, settings.most, progress)
         verdict.sampled = _sampled(model, prompts[:SAMPLED_PROMPTS], stops, settings, progress)
-        verdict.fits = _fits(model, prompts, settings, progress)
+        verdict.fits = _fits(model, references, settings, progress)
     if model.mtp:
         _heads(model, tokenizer, references, settings, verdict, progress)
     conclude(model, verdict)
@@ -121,8 +129,9 @@ def _sampled(
     plans = [(settings.most, "coupled"), (settings.most, "greedy")]
     plans += [(way, "coupled") for way in settings.ways if way.name == "adaptive"]
     found = [Comparison(f"{way.name}, {mode}") for way, mode in plans]
-    for seed, prompt in enumerate(prompts):
-        progress("sampled text", seed, len(prompts))
+    for i, prompt in enumerate(prompts):
+        progress("sampled text", i, len(prompts))
+        seed = settings.seed + i
         plain = PLAIN.sampled(TEMP, seed, "coupled")
         reference = Reference(model, prompt, min(SAMPLED_TOKENS, settings.max_tokens), stops, plain)
         for (way, mode), comparison in zip(plans, found, strict=True):
@@ -130,17 +139,27 @@ def _sampled(
     return found
 
 
-def _fits(model: Any, prompts: list[Prompt], settings: Settings, progress: Progress) -> list[Fit]:
-    """Of drafts that are kept or replaced by their probabilities: only their distribution is the target's."""
-    (prompt,) = (p.tokens for p in prompts if p.name == FIT_PROMPT)
-    options = settings.most.options | {"temp": FIT_TEMP, "draft_sampling": "rejection"}
-    seeds = range(settings.draws)
+def _fits(model: Any, references: list[Reference], settings: Settings, progress: Progress) -> list[Fit]:
+    """Of draws behind the prompt whose draws tell most."""
+    short = [r for r in references if len(r.prompt.tokens) <= FIT_PROMPT]
+    prompt = max(short, key=_spread).prompt.tokens
+    seeds = range(settings.seed + 1000, settings.seed + 1000 + settings.draws)
+    found = []
+    for mode in FIT_MODES:
+        options = settings.most.options | {"temp": FIT_TEMP, "draft_sampling": mode}
 
-    def drawn(done: int) -> None:
-        progress("distribution", done, settings.draws)
+        def drawn(done: int) -> None:
+            progress("distribution", done, settings.draws)
 
-    texts = draw(model, prompt, options, seeds=seeds, length=FIT_TOKENS, progress=drawn)
-    return [fit(model, prompt, texts, temp=FIT_TEMP, mode="rejection")]
+        texts = draw(model, prompt, options, seeds=seeds, length=FIT_TOKENS, progress=drawn)
+        found.append(fit(model, prompt, texts, temp=FIT_TEMP, mode=mode))
+    return found
+
+
+def _spread(reference: Reference) -> float:
+    start = len(reference.prompt.tokens)
+    places = range(start, start + min(FIT_TOKENS, len(reference.text)))
+    return sum(spread(reference.one_pass.logits(place), FIT_TEMP) for place in places)
 
 
 def _heads(
@@ -151,9 +170,18 @@ def _heads(
     verdict: Verdict,
     progress: Progress,
 ) -> None:
-    passes = sorted((r.one_pass for r in references), key=lambda one_pass: len(one_pass.tokens))
-    passes.append(OnePass(model, source(tokenizer)))
-    texts, own = [Known.of(p.tokens, p.hidden, p.said) for p in passes], []
+    references = sorted(references, key=lambda r: len(r.one_pass.tokens))
+    passes = [*(r.one_pass for r in references), OnePass(model, source(tokenizer))]
+    texts = [Known.of(p.tokens, p.hidden, p.said) for p in passes]
+    own = examine(model, texts, settings, verdict, progress)
+    verdict.kept = _kept(references, own, verdict.greedy[: settings.drafts + 1], len(model.mtp))
+
+
+def examine(
+    model: Any, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress
+) -> list[list[mx.array]]:
+    """Look at the heads alone; returns where they are `right`, by text and depth."""
+    own = []
     for i, text in enumerate(texts):
         progress("heads", i, len(texts))
         own.append(right(model, text, max(len(model.mtp), min(settings.drafts, 2))))
@@ -161,6 +189,22 @@ def _heads(
     verdict.warnings += suspicions(model, own)
     if settings.diagnose:
         verdict.better = diagnose(model, texts, own, lambda done, total: progress("other wirings", done, total))
+    return own
+
+
+def _kept(
+    references: list[Reference], own: list[list[mx.array]], fixed: list[Comparison], modules: int
+) -> tuple[int, int]:
+    """How many drafts were kept of texts that are the plain ones, and how many of them the heads have right there."""
+    k = min(len(fixed) - 1, modules)
+    found = [0, 0]
+    differing = {difference.prompt for difference in fixed[k].differences}
+    for reference, right_ones in zip(references, own, strict=False):
+        start, new = len(reference.prompt.tokens), len(reference.text)
+        if k and reference.prompt.name not in differing and start + new <= LONGEST:
+            found[0] += fixed[k].kept[reference.prompt.name]
+            found[1] += kept(right_ones, start, new, k)
+    return found[0], found[1]
 
 
 def conclude(model: Any, verdict: Verdict) -> None:
@@ -182,6 +226,10 @@ def conclude(model: Any, verdict: Verdict) -> None:
         verdict.broken.append(f"config.json declares {facts.declared} MTP heads, none were loaded ({facts.source})")
     if verdict.agreement and verdict.agreement[0] < LEAST:
         verdict.broken.append(f"the first head's guess is the target's token in {verdict.agreement[0]:.1%} of cases")
+    if verdict.kept[0] < MISSED[0] * verdict.kept[1] - MISSED[1]:
+        verdict.broken.append(
+            "{} drafts were kept of {} that the heads have right where they read the whole text".format(*verdict.kept)
+        )
     for better in verdict.better[:1]:
         before, after = (" / ".join(f"{s:.0%}" for s in some) for some in (better.before, better.after))
         verdict.broken.append(

@@ -6,7 +6,7 @@ text up to there, so that one near-tie does not hide a later real divergence; be
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from .one_pass import Judgement, OnePass
 from .prompts import Prompt
 
 STEP = 256  # tokens of a prompt that are read in one call
+DOUBTED = 4  # positions of a text at which it is measured how far rounding reaches
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,16 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """A way's texts over all prompts."""
+    """A way's texts over all prompts.
+
+    kept: by prompt, how many drafts of the heads were right before anything differed.
+    """
 
     way: str
     prompts: int = 0
     tokens: int = 0
     differences: list[Difference] = field(default_factory=list)
+    kept: dict[str, int] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
 
     @property
@@ -94,16 +99,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Drift:
-    """The greatest change of a logprob at a position of a new text, and how far rounding reaches there at least."""
+    """The greatest change of a logprob at a position of a new text, and how far rounding reaches there."""
 
     prompt: str
     position: int
     change: float
-    floor: float
+    tolerance: float
 
     @property
     def share(self) -> float:
-        return self.change / self.floor
+        return self.change / self.tolerance
 
 
 class Reference:
@@ -145,7 +150,7 @@ def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
     """Count a way's text of one prompt in; returns its tokens before anything was put right."""
     done = 0
     first, stats = reference.generated(way)
-    text = first
+    text, into.kept[reference.prompt.name] = first, sum(stats.accepted)
     while True:
         into.stats.add(stats)
         at = _first_difference(reference.text[done:], text)
@@ -174,21 +179,28 @@ def compare_one_pass(reference: Reference, into: Comparison) -> None:
 
 def drift(reference: Reference, way: Way) -> Drift:
     """Where the logprobs of a way's text differ most from the judge's, as long as the texts are the same."""
-    found = []
+    found, one_pass, start = [], reference.one_pass, len(reference.prompt.tokens)
     steps = reference.steps(way, logprobs=True)
     for position, ((token, logprobs, _), plain) in enumerate(zip(steps, reference.text, strict=False)):
-        place = len(reference.prompt.tokens) + position
-        row = mx.array(reference.one_pass.logits(place))
+        place = start + position
+        row = mx.array(one_pass.logits(place))
         change = np.abs(np.array(logprobs.astype(mx.float32) - (row - mx.logsumexp(row)))).max()
-        found.append(Drift(reference.prompt.name, position, float(change), reference.one_pass.floor(place)))
+        found.append(Drift(reference.prompt.name, position, float(change), one_pass.floor(place)))
         if token != plain:
             break
-    return worst(found)
+    found.sort(key=_share, reverse=True)
+    doubted = [d for d in found[:DOUBTED] if not d.share <= 1]
+    measured = [replace(d, tolerance=one_pass.reach(start + d.position)) for d in doubted]
+    return worst(measured + found[len(doubted) :][: DOUBTED - len(doubted)])
 
 
 def worst(found: list[Drift]) -> Drift:
     """That of the greatest share, or the first whose share is not a number."""
-    return max(found, key=lambda d: math.inf if math.isnan(d.share) else d.share)
+    return max(found, key=_share)
+
+
+def _share(drift: Drift) -> float:
+    return math.inf if math.isnan(drift.share) else drift.share
 
 
 def _first_difference(plain: list[int], text: list[int]) -> int | None:

@@ -6,10 +6,11 @@ compared with what the target says at position p + 2 + j. So depths are judged o
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from ..cache import make_caches
@@ -33,6 +34,11 @@ class Known:
     def of(cls, tokens: list[int], hidden: mx.array, said: list[int]) -> "Known":
         n = LONGEST
         return cls(mx.array(tokens[:n]), hidden[:, :n], mx.array(said[:n]))
+
+    def shifted(self, by: int) -> "Known":
+        """The same with the hidden row of the position `by` behind in each one's place."""
+        length = self.tokens.size
+        return replace(self, hidden=self.hidden[:, mx.clip(mx.arange(length) + by, 0, length - 1)])
 
 
 def right(model: Any, text: Known, depths: int) -> list[mx.array]:
@@ -72,6 +78,21 @@ def shares(found: list[list[mx.array]]) -> list[float]:
     """Per depth, over all texts, how often the guess is right."""
     depths = [mx.concatenate(list(depth)) for depth in zip(*found, strict=True)]
     return [depth.astype(mx.float32).mean().item() if depth.size else 0.0 for depth in depths]  # type: ignore[misc]
+
+
+def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
+    """How many drafts are kept along `new` greedy tokens behind the first `start` ones, k drafted in each cycle.
+
+    found: of `right`, for the whole text.
+    """
+    rights = [np.array(depth) for depth in found[:k]]
+    row, last, total = start - 1, start + new - 1, 0
+    while row + 1 < last:
+        n = 0
+        while n < k and row + n + 2 <= last and rights[n][row]:
+            n += 1
+        row, total = row + n + 1, total + n
+    return total
 
 
 def suspicions(model: Any, found: list[list[mx.array]]) -> list[str]:

@@ -8,7 +8,7 @@ repeated with the embeddings changed in their last place, so that all later roun
 """
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -64,6 +64,12 @@ class OnePass:
             unit *= math.sqrt(self.hidden.shape[-1])
         return FLOOR * unit * float(math.sqrt(2 * len(self.model.layers)) * row.std() + np.abs(row).max())
 
+    def reach(self, position: int) -> float:
+        """How far other roundings move a row's logprobs at a position, measured; never less than `floor`."""
+        row = _logprobs(self.logits(position))
+        moved = max(float(np.abs(_logprobs(other) - row).max()) for other in self._others(position))
+        return max(self.floor(position), REACH * moved)
+
     def judge(self, position: int, tokens: tuple[int, int], noise: np.ndarray | float = 0.0) -> Judgement:
         """Whether either of two tokens could have been chosen at a position, by logits plus `noise` [V]."""
         row = self.logits(position)
@@ -72,18 +78,24 @@ class OnePass:
         gap = float(scores.max() - scores[places].min())
         tolerance = self.floor(position)
         if not gap <= tolerance:
-            changes = [self._again(position, seed)[places] - row[places] for seed in range(PASSES)]
+            changes = [other[places] - row[places] for other in self._others(position)]
             tolerance = max(tolerance, REACH * max(float(np.ptp(change)) for change in changes))
         return Judgement((float(row[tokens[0]]), float(row[tokens[1]])), gap, tolerance)
 
-    def _again(self, position: int, seed: int) -> np.ndarray:
-        with _other_roundings(self.model.model.embed_tokens, seed):
-            hidden = _read(self.model, self.tokens[:position])
-        return _logits(self.model, hidden, position)
+    def _others(self, position: int) -> Iterator[np.ndarray]:
+        """The row's logits after each of PASSES."""
+        for seed in range(PASSES):
+            with _other_roundings(self.model.model.embed_tokens, seed):
+                hidden = _read(self.model, self.tokens[:position])
+            yield _logits(self.model, hidden, position)
 
 
 def _logits(model: Any, hidden: mx.array, position: int) -> np.ndarray:
     return np.array(model.logits(hidden[:, position - 1 : position])[0, 0].astype(mx.float32))
+
+
+def _logprobs(row: np.ndarray) -> np.ndarray:
+    return row - np.logaddexp.reduce(row.astype(np.float64))
 
 
 def _read(model: Any, tokens: list[int]) -> mx.array:

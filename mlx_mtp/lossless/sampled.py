@@ -1,36 +1,41 @@
 """Texts that are drawn: do they have the target's own probabilities?
 
-Many short texts of one prompt with independent seeds; wherever enough of them agree so far, the counts of their
-next tokens are compared with the target's exact probabilities by a likelihood ratio (G) test. Given how many texts
-come by, the counts at different places are independent, so their statistics and degrees of freedom add up.
+Many short texts with independent seeds. Given the text before it, a token is the target's likeliest, its second, its
+third or fourth or a later one with probabilities that one pass of the target tells. How often each class was drawn
+less how often it was expected is a sum of martingale differences, over all texts and positions, and its covariance
+is known: so its quadratic form is chi-squared. No text has to be drawn twice, and no vocabulary is too large.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from ..generate import generate_step
 from ..prompt_cache import make_prompt_cache
 from .one_pass import OnePass
 
-LEAST_EXPECTED = 5.0  # texts in a cell, for chi-squared to describe it
+RANKS = (0, 1, 2, 4)  # where classes of tokens begin, the likeliest first
+LEAST_VARIANCE = 20.0  # of a class's count, for chi-squared to describe it
 LEAST_P = 1e-4  # a test that fails more seldom than this by chance
+HOTTER = 1.25  # times the temperature: the error whose discovery `power` is about
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A test's outcome: texts drawn, the statistic, its degrees of freedom and the probability of one so large."""
+    """A test's outcome: tokens drawn, the statistic, its degrees of freedom and the probability of one so large.
+
+    power: the probability that draws at HOTTER times the temperature would be refused.
+    """
 
     mode: str
-    texts: int
+    tokens: int
     statistic: float
     freedom: int
     p: float
+    power: float
 
     @property
     def refused(self) -> bool:
@@ -45,7 +50,7 @@ def draw(
     seeds: Sequence[int],
     length: int,
     progress: Callable[[int], None],
-) -> list[tuple[int, ...]]:
+) -> list[list[int]]:
     """A text of `length` tokens for each seed; the prompt is read once."""
     k = options.get("num_draft_tokens")
     cache = make_prompt_cache(model, num_draft_tokens=k)
@@ -54,39 +59,70 @@ def draw(
     moment, texts = cache.snapshot(), []
     for seed in seeds:
         steps = generate_step(prompt[-1:], model, prompt_cache=cache, max_tokens=length, seed=seed, **options)
-        texts.append(tuple(token for token, _, _ in steps))
+        texts.append([token for token, _, _ in steps])
         cache.rewind(moment)
         progress(len(texts))
     return texts
 
 
-def fit(model: Any, prompt: list[int], texts: Sequence[tuple[int, ...]], *, temp: float, mode: str) -> Fit:
+def fit(model: Any, prompt: list[int], texts: Sequence[list[int]], *, temp: float, mode: str) -> Fit:
     """Whether texts, drawn at a temperature alone, have the target's probabilities."""
-    statistic, freedom = 0.0, 0
-    for length in range(len(texts[0])):
-        for prefix, count in Counter(text[:length] for text in texts).items():
-            if count < 2 * LEAST_EXPECTED:
-                continue
-            row = OnePass(model, [*prompt, *prefix]).logits(len(prompt) + length)
-            expected = count * np.array(mx.softmax(mx.array(row) / temp))
-            seen = Counter(text[length] for text in texts if text[:length] == prefix)
-            g, cells = _likelihood_ratio(expected, seen)
-            statistic, freedom = statistic + g, freedom + cells - 1
-    return Fit(mode, len(texts), statistic, freedom, chi_squared_tail(statistic, freedom))
+    seen, expected, hotter = [], [], []
+    for text in texts:
+        one_pass = OnePass(model, [*prompt, *text])
+        for i, token in enumerate(text):
+            logits = one_pass.logits(len(prompt) + i).astype(np.float64)
+            order = np.argsort(-logits, kind="stable")
+            seen.append(_classes(order == token))
+            expected.append(_classes(_softmax(logits[order] / temp)))
+            hotter.append(_classes(_softmax(logits[order] / (temp * HOTTER))))
+    p = np.array(expected)
+    groups = _merged(p)
+    seen, p, hotter = (np.array(rows) @ groups for rows in (seen, p, hotter))
+    statistic, freedom = _quadratic(seen.sum(axis=0), p)
+    noncentral, _ = _quadratic(hotter.sum(axis=0), p)
+    power = noncentral_tail(quantile(LEAST_P, freedom), freedom, noncentral) if freedom else 0.0
+    return Fit(mode, len(p), statistic, freedom, chi_squared_tail(statistic, freedom), power)
 
 
-def _likelihood_ratio(expected: np.ndarray, seen: Counter[int]) -> tuple[float, int]:
-    """G = 2 sum n ln(n / expected) and its number of cells: each likely token, and all others together."""
-    likely = [int(i) for i in np.flatnonzero(expected >= LEAST_EXPECTED)]
-    cells = [(seen[token], float(expected[token])) for token in likely]
-    total = sum(seen.values())
-    rest = total - sum(n for n, _ in cells), total - sum(e for _, e in cells)
-    if rest[1] < LEAST_EXPECTED and cells:  # too few to be a cell of their own
-        least = min(range(len(cells)), key=lambda i: cells[i][1])
-        n, e = cells.pop(least)
-        rest = rest[0] + n, rest[1] + e
-    cells.append(rest)
-    return 2 * sum(n * math.log(n / e) for n, e in cells if n), len(cells)
+def spread(logits: np.ndarray, temp: float) -> float:
+    """The variance of a draw's log probability: how much it tells of the temperature."""
+    p = _softmax(logits.astype(np.float64) / temp)
+    logs = np.log(np.maximum(p, 1e-30))
+    return float((p * logs**2).sum() - (p * logs).sum() ** 2)
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    e = np.exp(scores - scores.max())
+    return e / e.sum()
+
+
+def _classes(values: np.ndarray) -> np.ndarray:
+    """Sums [len(RANKS)] of values [V] that are sorted by rank."""
+    return np.add.reduceat(values.astype(np.float64), [start for start in RANKS if start < len(values)])
+
+
+def _merged(p: np.ndarray) -> np.ndarray:
+    """Which classes of p [n, C] are counted together, 0/1 [C, groups]: those whose count varies too little."""
+    groups = [[c] for c in range(p.shape[1])]
+
+    def variance(group: list[int]) -> float:
+        one = p[:, group].sum(axis=1)
+        return float((one * (1 - one)).sum())
+
+    while len(groups) > 1 and min(map(variance, groups)) < LEAST_VARIANCE:
+        least = min(range(len(groups)), key=lambda i: variance(groups[i]))
+        beside = least - 1 if least else 1
+        groups[beside] = groups[beside] + groups[least]
+        del groups[least]
+    return np.array([[c in group for group in groups] for c in range(p.shape[1])], dtype=np.float64)
+
+
+def _quadratic(counts: np.ndarray, p: np.ndarray) -> tuple[float, int]:
+    """(the quadratic form of counts [C] less those expected of rows p [n, C], its degrees of freedom)"""
+    off = (counts - p.sum(axis=0))[1:]  # the first one follows from the others
+    covariance = (np.diag(p.sum(axis=0)) - p.T @ p)[1:, 1:]
+    return (float(off @ np.linalg.solve(covariance, off)) if off.size else 0.0), off.size
 
 
 def chi_squared_tail(x: float, freedom: int) -> float:
@@ -98,3 +134,19 @@ def chi_squared_tail(x: float, freedom: int) -> float:
     shift = 0.5 if freedom % 2 else 0.0
     terms = [math.exp((i - shift) * math.log(half) - half - math.lgamma(i - shift + 1)) for i in steps]
     return min(1.0, sum(terms) + (math.erfc(math.sqrt(half)) if freedom % 2 else 0.0))
+
+
+def noncentral_tail(x: float, freedom: int, noncentral: float) -> float:
+    """The same of noncentral chi-squared: a Poisson mixture of central ones (Abramowitz and Stegun 26.4.25)."""
+    half = min(noncentral, 300.0) / 2
+    weights = [math.exp(j * math.log(half) - half - math.lgamma(j + 1)) if half else float(not j) for j in range(400)]
+    return min(1.0, sum(w * chi_squared_tail(x, freedom + 2 * j) for j, w in enumerate(weights) if w > 1e-12))
+
+
+def quantile(p: float, freedom: int) -> float:
+    """What chi-squared exceeds with probability p, by bisection."""
+    low, high = 0.0, 1000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if chi_squared_tail(middle, freedom) > p else (low, middle)
+    return low

@@ -40,6 +40,7 @@ class Wiring:
     spec:     values of the MTPSpec.
     depths:   whose head stands at each depth. lm_heads: whose LM head each has; None is the target's.
     norms:    a regex of norms' paths in a head, and what is added to them.
+    hidden:   of how many positions behind the hidden state is that the first depth reads.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Wiring:
     depths: Sequence[int] = ()
     lm_heads: Sequence[int | None] = ()
     norms: tuple[str, int] | None = None
+    hidden: int = 0
 
     @contextmanager
     def on(self, model: Any) -> Generator[None, None, None]:
@@ -95,6 +97,7 @@ def alternatives(model: Any) -> list[Wiring]:
             found.append(Wiring(f"LM heads of depths {numbers}", lm_heads=order))
     if spec.head == "own" and not any("d2t" in head for head in model.mtp):
         found.append(Wiring("head='shared' for 'own'", lm_heads=[None] * depths))
+    found += [Wiring(f"the hidden state of the position {w}", hidden=by) for by, w in ((-1, "before"), (1, "behind"))]
     for name, path in NORMS.items():
         if any(_norms(head, path) for head in model.mtp):
             found += [Wiring(f"{name} {shift:+d}", norms=(path, shift)) for shift in (1, -1)]
@@ -121,7 +124,7 @@ def _try(model: Any, wiring: Wiring, texts: list[Known], own: list[list[mx.array
     found: list[list[mx.array]] = []
     gains = np.zeros(0)
     for text, before in zip(texts, own, strict=True):
-        found.append(right(model, text, len(before)))
+        found.append(right(model, text.shifted(wiring.hidden) if wiring.hidden else text, len(before)))
         gains = np.append(gains, _gains(before, found[-1]))
         if _sds(gains) < LOST:
             return None

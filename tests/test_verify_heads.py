@@ -1,0 +1,200 @@
+"""`verify-lossless` on heads that are wired, stored or converted wrongly; no text is another one, only slower."""
+
+import warnings
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+import tiny
+import trained
+
+import mlx_mtp
+from mlx_mtp import cycle
+from mlx_mtp.draft import Drafts
+from mlx_mtp.lossless.check import Settings, Verdict, _kept, conclude, examine
+from mlx_mtp.lossless.compare import Comparison, Reference, compare, ways
+from mlx_mtp.lossless.heads import Known, right
+from mlx_mtp.lossless.one_pass import OnePass
+from mlx_mtp.lossless.prompts import Prompt
+
+CHECKPOINTS = {name: trained.checkpoint(name) for name in trained.NAMES}
+
+
+def load(path, config, weights, **options):
+    """(the model, what its loader warned of)"""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = mlx_mtp.load_model(tiny.save(path, config, weights), **options)
+    return model, [str(w.message) for w in said]
+
+
+def verdict_on(model):
+    """What the heads' examination comes to, on texts that it did not learn."""
+    texts = []
+    for seed in (1000, 1001, 1002):
+        one_pass = OnePass(model, trained.text(seed))
+        texts.append(Known.of(one_pass.tokens, one_pass.hidden, one_pass.said))
+    verdict = Verdict("float32")
+    examine(model, texts, Settings(2), verdict, lambda *_: None)
+    conclude(model, verdict)
+    return verdict
+
+
+@pytest.fixture(scope="module")
+def right_models(tmp_path_factory):
+    return {name: load(tmp_path_factory.mktemp(name), *CHECKPOINTS[name]) for name in trained.NAMES}
+
+
+@pytest.mark.parametrize("name", trained.NAMES)
+def test_right_heads_pass(right_models, name):
+    model, said = right_models[name]
+    verdict = verdict_on(model)
+    assert min(verdict.agreement) > 0.6
+    assert (said, verdict.broken, verdict.warnings) == ([], [], [])
+
+
+class Tensors(dict):
+    """A checkpoint's tensors; those of heads by (depth, path)."""
+
+    def __init__(self, name, model):
+        super().__init__(CHECKPOINTS[name][1])
+        layers = model.args.num_hidden_layers
+        self.places = {place: n for n in self if (place := model.spec.locate(n, layers))}
+        self.shift = 1 if name == "step3p5" else 0  # norms are stored less one
+
+    def change(self, path, function):
+        """Every depth's tensor at paths that begin so becomes function(depth, tensor)."""
+        for (depth, at), n in self.places.items():
+            if at.startswith(path):
+                self[n] = function(depth, self[n])
+
+    def swap(self, path, order):
+        found = {depth: {p: self[n] for (d, p), n in self.places.items() if d == depth} for depth in order}
+        for (depth, p), n in self.places.items():
+            if p.startswith(path):
+                self[n] = found[order[depth]][p]
+
+
+def unshifted(paths):
+    """A shift by one that was forgotten, or undone."""
+
+    def plant(tensors):
+        for path in paths:
+            tensors.change(path, lambda _, w: w - 1 if w.ndim == 1 else w)
+
+    return plant
+
+
+def other_order(tensors):
+    tensors.change("eh_proj", lambda _, w: mx.concatenate(mx.split(w, 2, axis=1)[::-1], axis=1))
+
+
+def behind_the_norm(tensors):
+    """A first depth whose weights belong to the hidden state behind the final norm; it reads the one before."""
+    norm, shift = tensors["model.norm.weight"] + tensors.shift, tensors.shift
+    tensors.change("hnorm", lambda depth, w: w if depth else (w + shift) / norm - shift)
+
+
+def fed_behind_the_norm(tensors):
+    """Depths from the second on whose weights belong to the depth before behind its norm."""
+    norms = {d: tensors[n] + 1 for (d, p), n in tensors.places.items() if p == "norm.weight"}
+    tensors.change("hnorm", lambda depth, w: (w + 1) / norms[depth - 1] - 1 if depth else w)
+
+
+NORMS = {
+    "norms": ("enorm", "hnorm", "norm", "block.input_layernorm", "block.post_attention_layernorm"),
+    "norms of the block": ("block.input_layernorm", "block.post_attention_layernorm"),
+    "norms of the fusion": ("enorm", "hnorm"),
+    "enorm": ("enorm",),
+    "hnorm": ("hnorm",),
+    "last norm": ("norm",),
+}
+# What the verdict names; a norm's shift it may name by another norm's, which has the same effect.
+NAMED = {
+    "hidden and embedding": "with fuse=",
+    "hidden state before the norm": "with capture='post' for 'pre'",
+    "feedback before the norm": "with feedback='post' for 'pre'",
+    "depths (1, 0, 2)": "with depths in the order 2, 1, 3",
+    "depths (0, 2, 1)": "with depths in the order 1, 3, 2",
+    "depths (1, 2, 0)": "with depths in the order 3, 1, 2",
+    "LM heads (1, 0, 2)": "with LM heads of depths 2, 1, 3",
+    "LM heads (2, 0, 1)": "with LM heads of depths 2, 3, 1",
+}
+CASES = {
+    **{f"{name}: {norms}": (name, unshifted(paths)) for name in trained.NAMES for norms, paths in NORMS.items()},
+    **{f"{name}: hidden and embedding": (name, other_order) for name in trained.NAMES},
+    "step3p5: hidden state before the norm": ("step3p5", behind_the_norm),
+    "mimo: hidden state before the norm": ("mimo", behind_the_norm),
+    "step3p5: feedback before the norm": ("step3p5", fed_behind_the_norm),
+    **{
+        f"{name}: depths {order}": (name, lambda tensors, order=order: tensors.swap("", order))
+        for name in ("step3p5", "mimo_v2_flash")
+        for order in ((1, 0, 2), (0, 2, 1), (1, 2, 0))
+    },
+    **{
+        f"step3p5: LM heads {order}": ("step3p5", lambda tensors, order=order: tensors.swap("head", order))
+        for order in ((1, 0, 2), (2, 0, 1), (0, 0, 0), (0, 1, 1))
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_heads_are_found(tmp_path, right_models, case):
+    name, plant = CASES[case]
+    tensors = Tensors(name, right_models[name][0])
+    plant(tensors)
+    model, said = load(tmp_path, CHECKPOINTS[name][0], dict(tensors))
+    verdict = verdict_on(model)
+    assert verdict.broken or said
+    if why := NAMED.get(case.partition(": ")[2]):
+        assert why in verdict.broken[-1]
+
+
+@pytest.mark.parametrize("name", trained.NAMES)
+def test_a_hidden_state_of_another_position_is_found(right_models, monkeypatch, name):
+    model, _ = right_models[name]
+    real = type(model).capture
+    monkeypatch.setattr(type(model), "capture", lambda self, hidden: shifted(real(self, hidden)))
+    verdict = verdict_on(model)
+    assert "with the hidden state of the position behind" in verdict.broken[-1]
+
+
+def shifted(rows):
+    return mx.concatenate([rows[:, :1], rows[:, :-1]], axis=1)
+
+
+# The loop's own drafts beside those of a head that reads the whole text.
+
+REAL_DRAFT = cycle.draft
+
+
+def one_row_off(model, cache, run, *args):
+    return REAL_DRAFT(model, cache, replace(run, hidden=shifted(run.hidden)), *args)
+
+
+LOOPS = {
+    "right": None,
+    "hidden states one row off": (cycle, "draft", one_row_off),
+    "the last draft first": (cycle, "draft", lambda *args: Drafts(REAL_DRAFT(*args).tokens[::-1])),
+}
+
+
+@pytest.mark.parametrize("name", trained.NAMES[::2])
+@pytest.mark.parametrize("plant", LOOPS)
+def test_a_loop_that_drafts_worse_than_its_heads_is_found(right_models, monkeypatch, name, plant):
+    model, _ = right_models[name]
+    prompts = [Prompt(str(seed), trained.text(seed, 12), stops=False) for seed in range(2000, 2004)]
+    references = [Reference(model, prompt, 48, ()) for prompt in prompts]
+    k = len(model.mtp)
+    way = ways(k, adaptive=False, p_min=0.5, lookup=False, compiled=False)[k - 1]
+    if LOOPS[plant]:
+        monkeypatch.setattr(*LOOPS[plant])
+    comparison = Comparison(way.name)
+    for reference in references:
+        compare(reference, way, comparison)
+    assert not comparison.differences
+    own = [right(model, Known.of(p.tokens, p.hidden, p.said), k) for p in (r.one_pass for r in references)]
+    verdict = Verdict("float32", kept=_kept(references, own, [comparison] * (k + 1), k))
+    conclude(model, verdict)
+    assert bool(verdict.broken) == (plant != "right"), verdict.kept
+    assert plant != "right" or verdict.kept[0] - verdict.kept[1] in range(4 * k + 1)
