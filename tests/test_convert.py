@@ -68,6 +68,13 @@ def text(model, k):
     return [token for token, _, _ in steps]
 
 
+def decoded(model):
+    """Tokens with all drafts, and of the drafts per depth how many there were and how many were right."""
+    stats = mlx_mtp.Stats()
+    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=5, adaptive=False, prompt_lookup=False, stats=stats)
+    return [token for token, _, _ in steps], stats.drafted, stats.accepted
+
+
 def same(a, b):
     assert a.keys() == b.keys()
     for name in a:
@@ -123,25 +130,41 @@ def test_round_trip(checkpoints, tmp_path, name, bits):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_heads_in_the_shards(checkpoints, tmp_path, name):
-    """As good as a sidecar, for mlx-lm too, or refused because mlx-lm would not load it."""
+def test_heads_in_shards_and_beside_them(checkpoints, tmp_path, name):
+    """Either way what the source has: parameters, tokens, and drafts accepted; for mlx-lm the target's parameters.
+
+    Two families' heads mlx-lm would take for the target's: in shards they are for us alone, and not written so.
+    """
     path, _, before = checkpoints(name)
-    new = tmp_path / "new"
-    if name in ("deepseek_v3", "qwen3_next"):
-        with pytest.raises(ValueError, match=r"^mtp_layout='shards': among its own tensors mlx-lm cannot load \S+; "):
+    beside, new = tmp_path / "beside", tmp_path / "shards"
+    convert(path, beside)
+    refused = name in ("deepseek_v3", "qwen3_next")
+    if refused:
+        with pytest.raises(ValueError, match=r"^mtp_layout='shards': mlx-lm would not load \S+ in shards with heads"):
             convert(path, new, mtp_layout="shards")
         assert not new.exists()
-        convert(path, new)
+        shutil.copytree(beside, new)
         merged = mx.load(str(new / "model.safetensors")) | mx.load(str(new / "mtp.safetensors"))
-        mx.save_safetensors(str(new / "model.safetensors"), merged)
-        with pytest.raises(ValueError, match="parameters not in model"):
-            mlx_lm_utils.load_model(new)
-        return
-    convert(path, new, mtp_layout="shards")
+        mx.save_safetensors(str(new / "model.safetensors"), merged, checkpoint.CONVERTED)
+        (new / "mtp.safetensors").unlink()
+        (new / checkpoint.INDEX).unlink()
+    else:
+        convert(path, new, mtp_layout="shards")
+    assert (beside / "mtp.safetensors").exists()
     assert not (new / "mtp.safetensors").exists()
-    same(parameters(new), before)
-    if name not in NOT_MLX_LM:
-        mlx_lm_utils.load_model(new)
+    target = {n: w for n, w in before.items() if not n.startswith("mtp.")}
+    wanted = decoded(mlx_mtp.load_model(path))
+    assert wanted[0] == text(mlx_mtp.load_model(path), 0)
+    for converted in (beside, new):
+        model = mlx_mtp.load_model(converted)
+        same(dict(tree_flatten(model.parameters())), before)
+        assert decoded(model) == wanted
+        if refused and converted == new:
+            with pytest.raises(ValueError, match="parameters not in model"):
+                mlx_lm_utils.load_model(converted)
+        elif name not in NOT_MLX_LM:
+            plain, _ = mlx_lm_utils.load_model(converted)
+            same(dict(tree_flatten(plain.parameters())), target)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next", "step3p5", "deepseek_v3", "nemotron_h"])

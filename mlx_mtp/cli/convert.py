@@ -40,8 +40,7 @@ head_options = options(
     click.option(
         "--mtp-layout",
         type=click.Choice(["sidecar", "shards"]),
-        default="sidecar",
-        help="Heads in mtp.safetensors, which mlx-lm does not read, or in the target's files.",
+        help="Heads in mtp.safetensors, which mlx-lm does not read, or in the target's files.  [default: sidecar]",
     ),
     click.option("--mtp-only", is_flag=True, help="Write the heads alone, to --mtp-path."),
     click.option("--mtp-path", help="With --mtp-only: new file, or the directory of a conversion to go with."),
@@ -82,8 +81,9 @@ def convert(**flags: Any) -> None:
         if flags["mtp_only"]:
             done = extract_heads(flags["hf_path"], flags["mtp_path"], **heads, **kept)
         else:
-            names = ("quantize", "quant_predicate", "dequantize", "mtp_layout")
-            kept |= {name: flags[name] for name in names} | {"q_mode": flags["q_mode"] or "affine"}
+            defaults = {"quantize": False, "quant_predicate": None, "dequantize": False}
+            defaults |= {"q_mode": "affine", "mtp_layout": "sidecar"}
+            kept |= {name: flags[name] or default for name, default in defaults.items()}
             done = convert_all(flags["hf_path"], flags["mlx_path"] or "mlx_model", **given, **kept)
     click.echo(f"wrote      {done.path}")
     lines = str(done.report).splitlines()
@@ -97,6 +97,7 @@ def _check(flags: dict[str, Any]) -> None:
         raise click.UsageError("--mtp-only and --mtp-path: the one needs the other")
     if flags["mtp_only"]:
         of_target = ("mlx_path", "quantize", "dequantize", "q_group_size", "q_bits", "q_mode", "quant_predicate")
+        of_target += ("mtp_layout",)
         if given := next((name for name in of_target if flags[name]), None):
             raise click.UsageError(f"{named[given]}: not with --mtp-only; --mtp-q-bits is the heads'")
     elif not flags["quantize"]:
