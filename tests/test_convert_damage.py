@@ -17,7 +17,7 @@ import mlx_mtp
 
 LONG = os.environ.get("MLX_MTP_SWEEP") == "1"
 EXAMPLES = int(os.environ.get("MLX_MTP_EXAMPLES", 1000)) if LONG else 25
-BASES = ["step3p5", "sharded", "qwen3_5", "deepseek_v3"]
+BASES = ["step3p5", "sharded", "qwen3_5", "mimo"]
 COMMANDS = ["--mlx-path new", "--mlx-path new --mtp-layout shards", "--mlx-path new -q --q-group-size 32"]
 COMMANDS += ["--mlx-path new -d --dtype float16", "--mtp-only --mtp-path new.safetensors"]
 
@@ -27,10 +27,10 @@ def bases(tmp_path_factory):
     return Bases((name, damage.build(name, tmp_path_factory.mktemp(name))) for name in BASES)
 
 
-def parameters(path, **options) -> dict:
+def parameters(path) -> dict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return dict(tree_flatten(mlx_mtp.load_model(path, **options).parameters()))
+        return dict(tree_flatten(mlx_mtp.load_model(path, lazy=True).parameters()))
 
 
 def same(a: dict, b: dict) -> bool:

@@ -216,7 +216,7 @@ def test_sources_that_are_refused(source, tmp_path):
         (lambda p: os.truncate(p / "model-1.safetensors", 5000), r"model-1\.safetensors: truncated or damaged"),
         (lambda p: (p / "config.json").write_text('{"model_type": "gemma3"}'), "'gemma3' has no port that drafts"),
     ):
-        path = shutil.copytree(source, tmp_path / "damaged")
+        path = shutil.copytree(source, tmp_path / "damaged", symlinks=True)
         damage(path)
         with pytest.raises(ValueError, match=words):
             convert(path, tmp_path / "new")

@@ -84,7 +84,7 @@ def test_two_runs_do_not_write_one_file(source, tmp_path):
 
 
 def test_a_source_that_is_cut_while_it_is_read(source, tmp_path):
-    path = shutil.copytree(source, tmp_path / "source")
+    path = shutil.copytree(source, tmp_path / "source", symlinks=True)
     with pytest.raises(ValueError, match=r"source: tensor \S+ cannot be read \("):
         convert(path, tmp_path / "new", progress=lambda done, total: os.truncate(path / "model-2.safetensors", 100))
     assert [file.name for file in tmp_path.iterdir()] == ["source"]
@@ -128,7 +128,7 @@ def test_a_killed_run_leaves_what_the_next_one_replaces(source, tmp_path):
     assert "not finished" in (partial / unfinished.NOTE).read_text()
     handle = os.open(partial, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match=r"new\.partial: another run is writing it"):
+    with pytest.raises(ValueError, match=r"new: another run is writing it$"):
         convert(source, tmp_path / "new")
     assert (partial / unfinished.NOTE).exists()
     os.close(handle)
