@@ -257,6 +257,7 @@ def test_the_command_converts_and_what_it_wrote_talks(tmp_path):
         (["-q", "--q-group-size", 16], "--q-group-size': q_group_size=16: affine allows 32, 64, 128"),
         (["--upload-repo", "me/mine"], "nothing is uploaded from here; `hf upload me/mine MLX_PATH` does it"),
         (["--mlx-path", "."], "already there and not empty"),
+        (["--mlx-path", ""], "already there and not empty"),
     ],
 )
 def test_flags_that_are_refused(tmp_path, monkeypatch, flags, words):
