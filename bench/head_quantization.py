@@ -80,7 +80,9 @@ def main(model: Path, prompts: Path, max_tokens: int, out: Path | None) -> None:
     for name, counts in found.items():
         rates = " / ".join(f"{a / d:.1%}" for a, d in zip(counts["accepted"], counts["drafted"], strict=True))
         size = f"{counts['bytes'] / 1e6:.2f} MB", f"{counts['bytes'] / whole:.0%}"
-        table.add_row(name, counts["precision"], *size, rates, f"{counts['tokens_per_cycle']:.3f}", str(counts["cycles"]))
+        table.add_row(
+            name, counts["precision"], *size, rates, f"{counts['tokens_per_cycle']:.3f}", str(counts["cycles"])
+        )
     Console(width=120).print(table)
     line = json.dumps(
         {"bench": "head_quantization", "environment": environment(), "max_tokens": max_tokens, "heads": found}

@@ -1,4 +1,4 @@
-"""Converting damaged checkpoints, at random: a conversion that loads as its source does, or one line and nothing else."""
+"""Damaged checkpoints, converted: what loads as its source does, or one line and nothing else."""
 
 import os
 import shutil

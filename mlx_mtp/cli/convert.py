@@ -84,7 +84,8 @@ def convert(**flags: Any) -> None:
             defaults = {"quantize": False, "quant_predicate": None, "dequantize": False}
             defaults |= {"q_mode": "affine", "mtp_layout": "sidecar"}
             kept |= {name: flags[name] or default for name, default in defaults.items()}
-            done = convert_all(flags["hf_path"], "mlx_model" if flags["mlx_path"] is None else flags["mlx_path"], **given, **kept)
+            new = "mlx_model" if flags["mlx_path"] is None else flags["mlx_path"]
+            done = convert_all(flags["hf_path"], new, **given, **kept)
     click.echo(f"wrote      {done.path}")
     lines = str(done.report).splitlines()
     click.echo("\n".join(line for line in lines if not (flags["mtp_only"] and line.startswith("target"))))
