@@ -299,18 +299,8 @@ def test_released_names_are_found_again(tmp_path, name):
 @pytest.mark.slow
 def test_memory_is_that_of_a_stack_not_of_the_model(tmp_path):
     """Of 16 layers' experts, one projection's at a time: what they are stacked from, and what becomes of them."""
-    flags = [
-        "--megabytes",
-        "100",
-        "--shard",
-        "4",
-        "--experts",
-        "8",
-        "--target",
-        "4 bits",
-        "--out",
-        tmp_path / "found",
-    ]
+    sizes = "--megabytes", "64", "--shard", "4", "--experts", "8"
+    flags = [*sizes, "--target", "4 bits", "--out", tmp_path / "found"]
     bench = Path(__file__).parents[1] / "bench" / "convert_memory.py"
     subprocess.run([sys.executable, bench, *flags], check=True, capture_output=True)
     counts = json.loads((tmp_path / "found").read_text())
