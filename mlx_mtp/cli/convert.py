@@ -94,15 +94,14 @@ def convert(**flags: Any) -> None:
 def _check(flags: dict[str, Any]) -> None:
     """Flags that would be without effect."""
     named = {name: "--" + name.replace("_", "-") for name in flags}
+    of_quantized = ("q_group_size", "q_bits", "q_mode", "quant_predicate")
     if flags["mtp_only"] != (flags["mtp_path"] is not None):
         raise click.UsageError("--mtp-only and --mtp-path: the one needs the other")
     if flags["mtp_only"]:
-        of_target = ("mlx_path", "quantize", "dequantize", "q_group_size", "q_bits", "q_mode", "quant_predicate")
-        of_target += ("mtp_layout",)
+        of_target = ("mlx_path", "mtp_layout", "quantize", "dequantize", *of_quantized)
         if given := next((name for name in of_target if flags[name]), None):
             raise click.UsageError(f"{named[given]}: not with --mtp-only; --mtp-q-bits is the heads'")
     elif not flags["quantize"]:
-        of_quantized = ("q_group_size", "q_bits", "q_mode", "quant_predicate")
         if given := next((name for name in of_quantized if flags[name]), None):
             raise click.UsageError(f"{named[given]}: only with -q")
 
