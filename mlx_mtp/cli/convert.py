@@ -97,13 +97,11 @@ def _check(flags: dict[str, Any]) -> None:
     of_quantized = ("q_group_size", "q_bits", "q_mode", "quant_predicate")
     if flags["mtp_only"] != (flags["mtp_path"] is not None):
         raise click.UsageError("--mtp-only and --mtp-path: the one needs the other")
-    if flags["mtp_only"]:
-        of_target = ("mlx_path", "mtp_layout", "quantize", "dequantize", *of_quantized)
-        if given := next((name for name in of_target if flags[name]), None):
-            raise click.UsageError(f"{named[given]}: not with --mtp-only; --mtp-q-bits is the heads'")
-    elif not flags["quantize"]:
-        if given := next((name for name in of_quantized if flags[name]), None):
-            raise click.UsageError(f"{named[given]}: only with -q")
+    of_target = ("mlx_path", "mtp_layout", "quantize", "dequantize", *of_quantized)
+    useless = () if flags["quantize"] else of_quantized
+    if given := next((name for name in (of_target if flags["mtp_only"] else useless) if flags[name]), None):
+        why = "not with --mtp-only; --mtp-q-bits is the heads'" if flags["mtp_only"] else "only with -q"
+        raise click.UsageError(f"{named[given]}: {why}")
 
 
 @contextlib.contextmanager
@@ -115,7 +113,7 @@ def _bar(*, shown: bool) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = TextColumn("Converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    columns = TextColumn("Converting"), BarColumn(bar_width=20), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
