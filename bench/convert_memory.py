@@ -8,7 +8,6 @@ expert stack: what a conversion has to hold at the least. The last line is one J
 """
 
 import json
-import os
 import resource
 import shutil
 import subprocess
@@ -20,6 +19,8 @@ import click
 import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
+
+from mlx_mtp.bench.result import environment
 
 H, INNER, V = 512, 512, 4096
 RESIDENT = 1 if sys.platform == "darwin" else 1024  # bytes of a unit of ru_maxrss
@@ -144,8 +145,8 @@ def main(
     console.print(table)
     files = f"{total / 1e6:.0f} MB in files of {shard} MB, experts of a layer and projection {stack / 1e6:.0f} MB"
     console.print(f"source: {files}{' once they are bfloat16' if fp8 else ''}")
-    facts = {"total": total, "stack": stack, "shard": shard * 10**6, "fp8": fp8, "cores": os.cpu_count()}
-    line = json.dumps({"bench": "convert_memory", **facts, "found": found})
+    facts = {"total": total, "stack": stack, "shard": shard * 10**6, "fp8": fp8}
+    line = json.dumps({"bench": "convert_memory", "environment": environment(), **facts, "found": found})
     print(line)
     if out is not None:
         out.write_text(line + "\n")

@@ -44,17 +44,18 @@ def measure(model: Path, prompts: Path, n: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         for bits in WIDTHS:
             name = f"{bits} bits" if bits else "as they are"
-            file = extract_heads(model, Path(folder) / f"{bits}.safetensors", mtp_q_bits=bits).path
+            extracted = extract_heads(model, Path(folder) / f"{bits}.safetensors", mtp_q_bits=bits)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                loaded, tokenizer = mlx_mtp.load(model, mtp_path=file)
+                loaded, tokenizer = mlx_mtp.load(model, mtp_path=extracted.path)
             stops = set(tokenizer.eos_token_ids)
             written, stats = counted(loaded, read_prompts(tokenizer, prompts), stops, n)
             texts = texts or written
             if written != texts:
                 raise SystemExit(f"heads of {name} wrote another text")
             found[name] = {
-                "bytes": file.stat().st_size,
+                "precision": extracted.report.head_quantization,
+                "bytes": extracted.path.stat().st_size,
                 "drafted": stats.drafted,
                 "accepted": stats.accepted,
                 "cycles": stats.cycles,
@@ -75,12 +76,14 @@ def main(model: Path, prompts: Path, max_tokens: int, out: Path | None) -> None:
     """Acceptance per depth and size of heads in 4, 6 and 8 bits and as they are."""
     found = measure(model, prompts, max_tokens)
     whole = found["as they are"]["bytes"]
-    table = Table("heads", "file", "of whole", "accepted per depth", "tokens per cycle", "cycles")
+    table = Table("heads", "in them", "file", "of whole", "accepted per depth", "tokens per cycle", "cycles")
     for name, counts in found.items():
         rates = " / ".join(f"{a / d:.1%}" for a, d in zip(counts["accepted"], counts["drafted"], strict=True))
         size = f"{counts['bytes'] / 1e6:.2f} MB", f"{counts['bytes'] / whole:.0%}"
-        table.add_row(name, *size, rates, f"{counts['tokens_per_cycle']:.3f}", str(counts["cycles"]))
-    Console(width=110).print(table)
+        table.add_row(
+            name, counts["precision"], *size, rates, f"{counts['tokens_per_cycle']:.3f}", str(counts["cycles"])
+        )
+    Console(width=120).print(table)
     line = json.dumps(
         {"bench": "head_quantization", "environment": environment(), "max_tokens": max_tokens, "heads": found}
     )

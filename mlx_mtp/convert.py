@@ -87,7 +87,8 @@ def convert(
     facts = source.facts(SIDECAR if mtp_layout == "sidecar" else "in the model's shards")
     files = _files(source, mtp_layout, shard_bytes)
     index, config = _index(files, get_total_parameters(source.model)), source.new_config()
-    copied = [file for pattern in COPIED for file in path.glob(pattern) if not NOT_COPIED.fullmatch(file.name)]
+    others = {file for pattern in COPIED for file in path.glob(pattern) if file.is_file()}
+    copied = [file for file in others if not NOT_COPIED.fullmatch(file.name)]
     small = len(index) + len(json.dumps(config)) + sum(file.stat().st_size for file in copied)
     source.release()
     unfinished.check_free(new, _file_sizes(files) + small)
@@ -122,7 +123,7 @@ def extract_heads(
     if new.suffix != ".safetensors":
         raise ValueError(f"mtp_path={mtp_path}: allowed are a directory that is there, or a new file *.safetensors")
     if new.exists():
-        raise ValueError(f"{new}: already there; name a new file, or delete it")
+        raise ValueError(f"mtp_path={new}: already there; name a new file, or delete it")
     path = resolve(hf_path, revision, files=("*.json", *SIDECAR_FILES))
     path = resolve(hf_path, revision, files=("*.json", *SIDECAR_FILES, *files_of_heads(path)))
     source = open_source(path, alone=True)
@@ -142,11 +143,11 @@ def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
     trunk, heads = source.tensors()
     if layout == "sidecar":
         return ({SIDECAR: heads} if heads else {}) | tensor_file.shards(trunk, shard_bytes)
-    left = source.model.BASE.sanitize(source.model, trunk | heads).keys() - trunk.keys()
-    if left:
-        raise ValueError(
-            f"mtp_layout={layout!r}: among its own tensors mlx-lm cannot load {min(left)}; allowed is 'sidecar'"
-        )
+    read = source.model.BASE.sanitize(source.model, trunk | heads)
+    for name in sorted(read):
+        if read[name] is not trunk.get(name):
+            harm = "change" if name in trunk else "not load"
+            raise ValueError(f"mtp_layout={layout!r}: mlx-lm would {harm} {name} in shards with heads; use 'sidecar'")
     return tensor_file.shards(heads | trunk, shard_bytes)
 
 

@@ -299,6 +299,7 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 def _sanitize(model: Any, contents: Contents, path: Path, shift: dict, weights: dict) -> dict:
     """What mlx-lm calls with all that it found by name: hand the port the trunk's and the heads' tensors."""
+    weights.clear()  # else every file is open twice, and a process may open but so many
     trunk = dequantized({} if contents.alone else read_tensors(contents.trunk), contents.trunk)
     heads = dequantized(read_tensors(contents.heads), contents.heads)
     try:

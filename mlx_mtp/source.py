@@ -44,10 +44,7 @@ class Source:
         kept = {p: w for p, w in before if mx.issubdtype(w.dtype, mx.floating) and not p.endswith(".biases")}
         self.trained = {self._stored(path): (mx.isnan(w).any(), w.any()) for path, w in kept.items()}
         declared = self.config.get("torch_dtype") or self.config.get("text_config", {}).get("dtype")
-        try:
-            precision.apply(self.model, declared)
-        except ValueError as e:
-            raise ValueError(f"{self.path}: {e}") from None
+        precision.apply(self.model, declared)
         self.dtype = precision.dtype
 
     def tensors(self) -> tuple[Tensors, Tensors]:

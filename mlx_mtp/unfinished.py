@@ -1,7 +1,7 @@
 """A directory or file that is there when it is finished, and not before.
 
-It grows under another name beside it. Whoever is stopped, by Ctrl-C, a full disk or SIGKILL, leaves nothing under the
-right name; what SIGKILL leaves under the other one, the next run replaces.
+It grows under another name beside it, which one run at a time may write. Whoever is stopped, by Ctrl-C, a full disk
+or SIGKILL, leaves nothing under the right name; what SIGKILL leaves under the other one, the next run replaces.
 """
 
 import contextlib
@@ -19,30 +19,39 @@ TEXT = "What `mlx-mtp convert` has not finished; delete it, or run the same comm
 
 
 def check_free(path: Path, needed: int) -> None:
-    """Raise ValueError where the disk that `path` will be on has less than `needed` bytes free."""
-    above = next(folder for folder in path.parents if folder.exists())
-    free = shutil.disk_usage(above).free
+    """Raise ValueError where the disk that `path` will be on has less than `needed` bytes free.
+
+    What an earlier run left behind counts as free: it is replaced.
+    """
+    above, left = next(folder for folder in path.parents if folder.exists()), _work(path)
+    old = [left, *left.iterdir()] if (left / NOTE).exists() else [left]
+    free = shutil.disk_usage(above).free + sum(file.stat().st_size for file in old if file.is_file())
     if free < needed:
         raise ValueError(f"{path}: needs {decimal(needed)}, and {decimal(free)} are free there")
 
 
 def check_new(path: Path) -> None:
-    """Raise ValueError where `path` is taken: by a file, a directory with anything in it, or a mounted disk."""
+    """Raise ValueError where no directory can become `path`: it is taken, a mounted disk, or somebody's own."""
     if path.is_dir():
         if any(path.iterdir()):
-            raise ValueError(f"{path}: already there and not empty; name a new directory, or delete it")
+            raise ValueError(f"mlx_path={path}: already there and not empty; name a new directory, or delete it")
         if path.is_mount():
-            raise ValueError(f"{path}: a mounted disk; name a new directory on it")
+            raise ValueError(f"mlx_path={path}: a mounted disk; name a new directory on it")
+        if path == Path.cwd():
+            raise ValueError(f"mlx_path={path}: the working directory; name a new directory in it")
     elif path.exists() or path.is_symlink():
-        raise ValueError(f"{path}: already there and no directory; name a new directory, or delete it")
+        raise ValueError(f"mlx_path={path}: already there and no directory; name a new directory, or delete it")
 
 
 @contextlib.contextmanager
 def directory(path: Path) -> Iterator[Path]:
     """A directory to fill, which becomes `path` when the block ends, and is deleted when it raises."""
-    work = path.with_name(path.name + SUFFIX)
-    with _locked(_fresh(work), path):
+    work = _work(path)
+    work.mkdir(parents=True, exist_ok=True)
+    with _locked(work, path, os.O_RDONLY):
+        _empty(work)
         try:
+            (work / NOTE).write_text(TEXT)
             yield work
             (work / NOTE).unlink()
             work.rename(path)
@@ -54,32 +63,33 @@ def directory(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def file(path: Path) -> Iterator[Path]:
     """The same for a file."""
-    work = path.with_name(path.name + SUFFIX)
+    work = _work(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield work
-        work.rename(path)
-    except BaseException:
-        work.unlink(missing_ok=True)
-        raise
+    with _locked(work, path, os.O_RDWR | os.O_CREAT):
+        try:
+            yield work
+            work.rename(path)
+        except BaseException:
+            work.unlink(missing_ok=True)
+            raise
 
 
-def _fresh(work: Path) -> Path:
-    """`work` as a directory with nothing but a note in it; ValueError where somebody else's is in the way."""
-    if work.exists() and any(work.iterdir()):
-        if not (work / NOTE).exists():
-            raise ValueError(f"{work}: in the way, and not left by an earlier run; delete it")
-        with _locked(work, work):
-            shutil.rmtree(work)
-    work.mkdir(parents=True, exist_ok=True)
-    (work / NOTE).write_text(TEXT)
-    return work
+def _work(path: Path) -> Path:
+    return path.with_name(path.name + SUFFIX)
+
+
+def _empty(work: Path) -> None:
+    """Delete what an earlier run left in a directory; ValueError where it is somebody else's."""
+    if any(work.iterdir()) and not (work / NOTE).exists():
+        raise ValueError(f"{work}: in the way, and not left by an earlier run; delete it")
+    for left in sorted(work.iterdir(), key=lambda left: left.name == NOTE):  # by the note it is known to be ours
+        left.unlink()
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, path: Path) -> Iterator[None]:
-    """Hold the directory's lock; ValueError where another process does."""
-    handle = os.open(folder, os.O_RDONLY)
+def _locked(work: Path, path: Path, flags: int) -> Iterator[None]:
+    """Hold the lock of what becomes `path`; ValueError where another process does."""
+    handle = os.open(work, flags, 0o666)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -90,12 +90,12 @@ def test_and_back_again(tmp_path, name):
 def test_what_is_quantized_is_not_quantized_again(tmp_path):
     convert(demo_path(), tmp_path / "4", quantize=True, mtp_q_bits=16)
     words = (
-        "4: quantize=True: nothing left to quantize in the target, whose matrices are already 4-bit affine g64, 8-bit"
+        "^quantize=True: nothing left to quantize in the target, whose matrices are already 4-bit affine g64, 8-bit"
     )
     with pytest.raises(ValueError, match=words):
         convert(tmp_path / "4", tmp_path / "new", quantize=True, q_bits=8)
     convert(tmp_path / "4", tmp_path / "6", mtp_q_bits=6)
-    words = "mtp_q_bits=8: nothing left to quantize in the heads, whose matrices are already 6-bit affine g64$"
+    words = "^mtp_q_bits=8: nothing left to quantize in the heads, whose matrices are already 6-bit affine g64$"
     with pytest.raises(ValueError, match=words):
         convert(tmp_path / "6", tmp_path / "new", mtp_q_bits=8)
     path, _, _ = families.build("mimo", tmp_path / "mimo")

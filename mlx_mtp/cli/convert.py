@@ -40,8 +40,7 @@ head_options = options(
     click.option(
         "--mtp-layout",
         type=click.Choice(["sidecar", "shards"]),
-        default="sidecar",
-        help="Heads in mtp.safetensors, which mlx-lm does not read, or in the target's files.",
+        help="Heads in mtp.safetensors, which mlx-lm does not read, or in the target's files.  [default: sidecar]",
     ),
     click.option("--mtp-only", is_flag=True, help="Write the heads alone, to --mtp-path."),
     click.option("--mtp-path", help="With --mtp-only: new file, or the directory of a conversion to go with."),
@@ -82,9 +81,11 @@ def convert(**flags: Any) -> None:
         if flags["mtp_only"]:
             done = extract_heads(flags["hf_path"], flags["mtp_path"], **heads, **kept)
         else:
-            names = ("quantize", "quant_predicate", "dequantize", "mtp_layout")
-            kept |= {name: flags[name] for name in names} | {"q_mode": flags["q_mode"] or "affine"}
-            done = convert_all(flags["hf_path"], flags["mlx_path"] or "mlx_model", **given, **kept)
+            defaults = {"quantize": False, "quant_predicate": None, "dequantize": False}
+            defaults |= {"q_mode": "affine", "mtp_layout": "sidecar"}
+            kept |= {name: flags[name] or default for name, default in defaults.items()}
+            new = "mlx_model" if flags["mlx_path"] is None else flags["mlx_path"]
+            done = convert_all(flags["hf_path"], new, **given, **kept)
     click.echo(f"wrote      {done.path}")
     lines = str(done.report).splitlines()
     click.echo("\n".join(line for line in lines if not (flags["mtp_only"] and line.startswith("target"))))
@@ -93,16 +94,14 @@ def convert(**flags: Any) -> None:
 def _check(flags: dict[str, Any]) -> None:
     """Flags that would be without effect."""
     named = {name: "--" + name.replace("_", "-") for name in flags}
+    of_quantized = ("q_group_size", "q_bits", "q_mode", "quant_predicate")
     if flags["mtp_only"] != (flags["mtp_path"] is not None):
         raise click.UsageError("--mtp-only and --mtp-path: the one needs the other")
-    if flags["mtp_only"]:
-        of_target = ("mlx_path", "quantize", "dequantize", "q_group_size", "q_bits", "q_mode", "quant_predicate")
-        if given := next((name for name in of_target if flags[name]), None):
-            raise click.UsageError(f"{named[given]}: not with --mtp-only; --mtp-q-bits is the heads'")
-    elif not flags["quantize"]:
-        of_quantized = ("q_group_size", "q_bits", "q_mode", "quant_predicate")
-        if given := next((name for name in of_quantized if flags[name]), None):
-            raise click.UsageError(f"{named[given]}: only with -q")
+    of_target = ("mlx_path", "mtp_layout", "quantize", "dequantize", *of_quantized)
+    useless = () if flags["quantize"] else of_quantized
+    if given := next((name for name in (of_target if flags["mtp_only"] else useless) if flags[name]), None):
+        why = "not with --mtp-only; --mtp-q-bits is the heads'" if flags["mtp_only"] else "only with -q"
+        raise click.UsageError(f"{named[given]}: {why}")
 
 
 @contextlib.contextmanager
@@ -114,7 +113,7 @@ def _bar(*, shown: bool) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = TextColumn("Converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    columns = TextColumn("Converting"), BarColumn(bar_width=20), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
