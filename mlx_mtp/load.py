@@ -207,7 +207,7 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, b
     if not lazy:
         budget.check(model, path)
         mx.eval(model.parameters())
-        _check_heads(model, contents)
+        check_heads(model, contents)
         _tie(model)
     check_norms(model, contents, raw)
     source, ignored = contents.source, contents.ignored
@@ -339,9 +339,14 @@ def _expand_experts(model: nn.Module) -> bool:
     return True
 
 
-def _check_heads(model: Any, contents: Contents) -> None:
-    """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right."""
+def check_heads(model: Any, contents: Contents, *, vectors: bool = False) -> None:
+    """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right.
+
+    vectors: look at these alone, which are small.
+    """
     for name, array in _arrays([head.parameters() for head in model.mtp]).items():
+        if vectors and array.ndim > 1:
+            continue
         if (state := untrained(array)) and not name.endswith(".biases"):
             file, raw = origin(model, contents, f"mtp.{name}")
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
