@@ -47,6 +47,8 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
     if not isinstance(given, str | Path):
         return DraftVocab(_tokens("draft_vocab", list(given)), "draft_vocab")
     file = Path(given).expanduser()
+    if file.exists() and not file.is_file():  # a device may never end
+        raise ValueError(f"{file}: not a file")
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
     except OSError as e:

@@ -207,6 +207,13 @@ def config_entry(draw, files: Files) -> str:
         tree = json.loads(files[name])
     except (ValueError, RecursionError):
         return "nothing"
+    said = change_entry(draw, tree)
+    files[name] = json.dumps(tree).encode()
+    return f"{name} {said}"
+
+
+def change_entry(draw, tree) -> str:
+    """Something within a JSON value is gone, or another value."""
     node, path = tree, []
     while isinstance(node, dict | list) and node:
         key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
@@ -221,8 +228,7 @@ def config_entry(draw, files: Files) -> str:
         del node[path[-1]]
     else:
         node[path[-1]] = value
-    files[name] = json.dumps(tree).encode()
-    return f"{name} {path} = {value!r}"
+    return f"{path} = {value!r}"
 
 
 def header_entry(draw, files: Files) -> str:

@@ -67,8 +67,8 @@ ALLOWED = {
         *("plain", "report", "switch", "trial"),
     },
     "inspect_checkpoint": {
-        *("checkpoint", "contents", "drafter", "footprint", "load", "machine_memory", "memory", "naming", "norms"),
-        *("prompt_cache", "report"),
+        *("checkpoint", "contents", "drafter", "footprint", "load", "machine_memory", "memory", "models", "naming"),
+        *("norms", "prompt_cache", "report"),
     },
     "precision": set(),
     "tensor_file": set(),

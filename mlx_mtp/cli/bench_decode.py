@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .bench_options import bar, console, cooldown_of, finish, numbers, run_options, subject_of, subject_options
-from .bench_pictures import GIVEN, complete
-from .options import BITS, default_step, options
+from .bench_pictures import complete
+from .options import BITS, GIVEN, default_step, options
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,7 +6,8 @@ from typing import Any
 import click
 
 from .bench_options import console, finish
-from .bench_pictures import GIVEN, WRITTEN, complete, picture_options
+from .bench_pictures import WRITTEN, complete, picture_options
+from .options import GIVEN
 
 QUICK_ROWS = (2, 4)
 CONTEXT = 4096

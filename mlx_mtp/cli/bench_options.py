@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .bench_pictures import GIVEN, WRITTEN, draw, picture_options
-from .options import options
+from .bench_pictures import WRITTEN, draw, picture_options
+from .options import GIVEN, options
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from .options import options
+from .options import GIVEN, options
 
-GIVEN = click.Path(exists=True, dir_okay=False, path_type=Path)
 WRITTEN = click.Path(dir_okay=False, path_type=Path)
 
 
