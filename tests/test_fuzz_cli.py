@@ -84,7 +84,7 @@ def arguments(draw, name: str) -> list[str]:
         else:
             given += [flag, draw(st.sampled_from(values(draw, name, flag, param)))]
     needed = NEEDED[name]
-    for flag, value in zip(needed, [*needed[1:], ""], strict=True):
+    for flag, value in zip(needed, [*needed, ""][1:], strict=True):
         if flag.startswith("-") and flag not in given and not (flag == "-m" and "--max-tokens" in given):
             given += [flag] if value.startswith("-") or not value else [flag, value]
     model = next((p for p in command_of(name).params if "--model" in p.opts and "--hf-path" not in p.opts), None)
