@@ -20,7 +20,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .agreement import LEAST, WORDS, agreement, random_tokens
-from .checkpoint import dequantized, read_config, read_tensors, resolve, untrained
+from .checkpoint import dequantized, read_config, read_header, read_tensors, resolve, untrained
 from .contents import Contents, Drafting, sort_tensors
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
@@ -78,6 +78,7 @@ def load(
         if not (Path(adapter_path) / "adapter_config.json").exists():
             raise ValueError(f"adapter_path={adapter_path}: no adapter_config.json in it")
         try:
+            read_header([Path(adapter_path) / "adapters.safetensors"])
             model = mlx_lm_utils.load_adapters(model, adapter_path)
         except Exception as e:
             raise ValueError(f"{adapter_path}: no usable adapters ({_line(e)})") from e

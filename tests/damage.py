@@ -122,8 +122,8 @@ def cut_bytes(draw, files: Files) -> str:
 
 def flip_bits(draw, files: Files) -> str:
     name = draw(st.sampled_from(sorted(files)))
-    content = bytearray(files[name])
-    last = max(0, len(content) - 1)
+    content = bytearray(files[name] or b"\0")
+    last = len(content) - 1
     bits = draw(
         st.lists(st.tuples(st.integers(0, min(last, draw(st.sampled_from([20, 500, last])))), st.integers(0, 7)))
     )

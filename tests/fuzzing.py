@@ -14,10 +14,15 @@ LOG = os.environ.get("MLX_MTP_FUZZ_LOG", os.devnull)
 PATIENCE = 100  # seconds: what takes longer hangs
 
 
+def count(few: int, many: int) -> int:
+    """How many cases: few, in a sweep MLX_MTP_EXAMPLES or many."""
+    return int(os.environ.get("MLX_MTP_EXAMPLES", many)) if LONG else few
+
+
 def profile(few: int) -> settings:
-    """So many cases, always the same ones; in a sweep MLX_MTP_EXAMPLES random ones."""
-    count = int(os.environ.get("MLX_MTP_EXAMPLES", 1000)) if LONG else few
-    return settings(max_examples=count, deadline=None, derandomize=not LONG, suppress_health_check=list(HealthCheck))
+    """So many cases, always the same ones; in a sweep more, and at random."""
+    kept = {"deadline": None, "derandomize": not LONG, "suppress_health_check": list(HealthCheck)}
+    return settings(max_examples=count(few, 1000), **kept)
 
 
 class Files(dict):
