@@ -199,7 +199,8 @@ def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> 
     parameters: Any = tree_flatten(model.parameters())
     lacking = [p for p, _ in parameters if p.startswith("mtp.") and p not in found]
     experts = [name for name, _, _ in islice(missing_experts(contents.heads), MOST_NAMED)]
-    return list(dict.fromkeys([*(name for _, name in expected(model, contents, path, lacking)), *experts]))
+    named = [name for _, name in expected(model, contents, path, lacking)] if lacking else []
+    return list(dict.fromkeys([*named, *experts]))
 
 
 def _layout(path: Path, header: Header, heads: Header) -> str:

@@ -4,6 +4,7 @@ mlx-lm's `load_model` does the trunk and all quantization formats; here: finding
 and errors that name what is wrong.
 """
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from .report import after_reducing, make_report
 from .switch import switch_on
 from .trial import requested
 
+EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
 WEIGHTS_ALONE = Budget()
 
 
@@ -289,7 +291,11 @@ def read_args(port: ModuleType, path: Path, config: dict) -> Any:
 def _check_names(model: Any, contents: Contents) -> None:
     """Raise for a trunk tensor that mlx-lm would drop in silence, such as a layer that config.json denies."""
     modules = {path.rpartition(".")[0] for path in _arrays(model.parameters())}
+    known: set[str] = set()
     for name, tensor in contents.trunk.items():
+        if (alike := EXPERT.sub(".experts.0.", name)) in known:
+            continue
+        known.add(alike)
         if not any(path.rpartition(".")[0] in modules for path in model.renamed(name)):
             layers = model.args.num_hidden_layers
             raise ValueError(
@@ -300,8 +306,10 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 def _sanitize(model: Any, contents: Contents, path: Path, shift: dict, weights: dict) -> dict:
     """What mlx-lm calls with all that it found by name: hand the port the trunk's and the heads' tensors."""
-    trunk = dequantized({} if contents.alone else read_tensors(contents.trunk), contents.trunk)
-    heads = dequantized(read_tensors(contents.heads), contents.heads)
+    wanted = {} if contents.alone else contents.trunk
+    stored = read_tensors(wanted | contents.heads)
+    trunk = dequantized({name: stored[name] for name in wanted}, wanted)
+    heads = dequantized({name: stored[name] for name in contents.heads}, contents.heads)
     try:
         return model.sanitized(trunk, heads, **shift)
     except KeyError as e:  # mlx-lm takes for granted what it stacks or splits

@@ -32,6 +32,7 @@ NEEDED = {
     "bench plot": ["--html", "new.html"],
     "bench kernels": ["--rows", "1"],
 }
+ARGUMENTS = {"path": "DIR", "texts": "TEXT", "before": "RESULT", "after": "RESULT", "files": "RESULT"}
 NUMBERS = [*("", "-1", "-0", "0", "1", "2", "3", "7", "64", "1.5", "0.5", "1e-40", "1e400", "nan", "-nan", "inf")]
 NUMBERS += ["9" * 30, str(2**31), str(2**63 - 1), str(2**63), "0x10", "1_000", "\u0663", "x", "1,2", "0,", "1,nan"]
 USUAL = ["0", "1", "2", "0.5", "8", "abc", "True"]
@@ -74,11 +75,12 @@ def command_of(name: str) -> click.Command:
 def arguments(draw, name: str) -> list[str]:
     """Some of the command's options with any values, and the rest of what it needs."""
     params = [p for p in command_of(name).params if not p.is_eager and not set(p.opts) & set(SLOW_FLAGS)]
+    unnamed = {p.name: ARGUMENTS[p.name] for p in params if isinstance(p, click.Argument)}
     given: list[str] = []
     for param in draw(st.lists(st.sampled_from(params), max_size=4, unique_by=lambda p: p.name)):
         flag = draw(st.sampled_from([*param.opts, *param.secondary_opts]))
         if isinstance(param, click.Argument):
-            given.append(draw(st.sampled_from(READ + TEXTS)))
+            unnamed[param.name] = draw(st.sampled_from(READ + TEXTS))
         elif getattr(param, "is_flag", False):
             given.append(flag)
         else:
@@ -90,7 +92,7 @@ def arguments(draw, name: str) -> list[str]:
     model = next((p for p in command_of(name).params if "--model" in p.opts and "--hf-path" not in p.opts), None)
     if model and "--model" not in given and "--config" not in given:
         given += ["--model", "DIR"]
-    return given
+    return [*given, *unnamed.values()]
 
 
 def values(draw, name: str, flag: str, param: click.Parameter) -> list[str]:
@@ -111,7 +113,7 @@ def run_case(whole, draw) -> None:
     before = tree(whole)
     kept = {path: path.read_bytes() for path in whole.iterdir() if path.is_file()}
     result = watched(whole, [*name.split(), *given], "", draw(st.sampled_from(STDIN)))
-    assert_orderly(result, (0, 1, 2))
+    assert_orderly(result, (0, 1, 2), turns=name == "chat")
     made = tree(whole).keys() - before.keys()
     assert all(path.startswith(MADE) for path in made), made
     assert not (result.returncode and made) or name.startswith("bench"), made  # whose result is the first of several

@@ -230,7 +230,7 @@ WRONG = {
         "warning .*4 norms of MTP depth 0 .* look shifted twice",
     ),
     "two conventions": (
-        change("head.norm.weight", lambda w: w - 1),
+        change("6.transformer.shared_head.norm.weight", lambda w: w - 1),
         "warning .*depth 2 .* two conventions in one",
     ),
     "one head twice": (twice, "warning .*MTP depths 0 and 1 have the same norms, value for value"),

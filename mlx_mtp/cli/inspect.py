@@ -1,5 +1,6 @@
 """`mlx-mtp inspect`: what a checkpoint holds, from its headers."""
 
+import gc
 import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -33,11 +34,15 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
         from ..hub_headers import downloaded, headers_only
 
         directory = downloaded(path, revision)
-    if directory is None:
-        with headers_only(path, revision) as directory:
-            facts = _named(inspect_checkpoint(directory, values=False), directory, path)
-    else:
-        facts = inspect_checkpoint(directory)
+    gc.disable()  # 100,000 tensors are many small objects, all of them in use
+    try:
+        if directory is None:
+            with headers_only(path, revision) as directory:
+                facts = _named(inspect_checkpoint(directory, values=False), directory, path)
+        else:
+            facts = inspect_checkpoint(directory)
+    finally:
+        gc.enable()
     click.echo(json.dumps(asdict(facts), indent=2) if as_json else _text(facts))
     if facts.problems:
         raise click.ClickException(facts.problems[0])

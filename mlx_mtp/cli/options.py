@@ -67,7 +67,7 @@ class GivenFile(click.Path):
         super().__init__(exists=True, dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(super().convert(value, param, ctx))
+        path: Any = super().convert(value, param, ctx)
         if not path.is_file():
             self.fail(f"{path} is not a file", param, ctx)
         return path
