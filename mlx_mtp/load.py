@@ -4,9 +4,10 @@ mlx-lm's `load_model` does the trunk and all quantization formats; here: finding
 and errors that name what is wrong.
 """
 
+import contextlib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,7 @@ def load(
     path = resolve(path_or_hf_repo, revision)
     model = _load(path, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
     if adapter_path is not None:
-        if not (Path(adapter_path) / "adapter_config.json").exists():
+        if not (Path(adapter_path) / "adapter_config.json").is_file():
             raise ValueError(f"adapter_path={adapter_path}: no adapter_config.json in it")
         try:
             read_header([Path(adapter_path) / "adapters.safetensors"])
@@ -208,7 +209,8 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, b
     model, contents, raw = read_port(port, path, config, drafting)
     expanded = _expand_experts(model)
     if not lazy:
-        budget.check(model, path)
+        with _as_its_config_says(path):
+            budget.check(model, path)
         mx.eval(model.parameters())
         check_heads(model, contents)
         _tie(model)
@@ -236,6 +238,15 @@ def check_norms(model: Any, contents: Contents, raw: tuple[bool, bool]) -> None:
         checked.mtp = model.mtp
     if model.ZERO_CENTRED is not None:
         warn_of_unusual(checked, *raw, partial(origin, model, contents))
+
+
+@contextlib.contextmanager
+def _as_its_config_says(path: Path) -> Iterator[None]:
+    """The first passes of a model: what cannot be computed is due to an entry of another type than is expected."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as e:
+        raise ValueError(f"{path}/config.json: the model that it describes cannot run ({_line(e)})") from e
 
 
 def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:
@@ -269,7 +280,8 @@ def _test_heads(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
     if not model.mtp:
         return
     texts = {"random tokens": random_tokens(model.vocab_size), **texts}
-    shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
+    with _as_its_config_says(path):
+        shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
     facts = replace(model.report(), agreement=tuple(shares.items()))
     model.report = lambda: facts
     if max(shares.values()) < LEAST:

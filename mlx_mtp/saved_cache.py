@@ -139,6 +139,8 @@ def _checked(file: Path) -> dict[str, Any]:
             state = json.loads(metadata["mlx_mtp"])
             version = state.get("format", 1)
             found = _checksum(f)[1] if "checksum" in metadata else None
+        if type(version) is not int:
+            raise ValueError(version)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{file}: not a prompt cache of mlx_mtp, or damaged") from None
     if version != FORMAT:

@@ -18,6 +18,10 @@ NOTE = "unfinished.txt"
 TEXT = "What `mlx-mtp convert` has not finished; delete it, or run the same command again.\n"
 
 
+class Taken(ValueError):
+    """Another run's, to be left alone."""
+
+
 def check_free(path: Path, needed: int) -> None:
     """Raise ValueError where the disk that `path` will be on has less than `needed` bytes free."""
     above = next(folder for folder in path.parents if folder.exists())
@@ -41,14 +45,19 @@ def check_new(path: Path) -> None:
 def directory(path: Path) -> Iterator[Path]:
     """A directory to fill, which becomes `path` when the block ends, and is deleted when it raises."""
     work = path.with_name(path.name + SUFFIX)
-    with _locked(_fresh(work), path):
-        try:
+    _clear(work)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        (work / NOTE).write_text(TEXT)
+        with _locked(work, path):
             yield work
             (work / NOTE).unlink()
             work.rename(path)
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
+    except Taken:
+        raise
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -64,27 +73,24 @@ def file(path: Path) -> Iterator[Path]:
         raise
 
 
-def _fresh(work: Path) -> Path:
-    """`work` as a directory with nothing but a note in it; ValueError where somebody else's is in the way."""
+def _clear(work: Path) -> None:
+    """Delete what an earlier run left; ValueError where somebody else's is in the way."""
     if work.exists() and any(work.iterdir()):
         if not (work / NOTE).exists():
             raise ValueError(f"{work}: in the way, and not left by an earlier run; delete it")
         with _locked(work, work):
             shutil.rmtree(work)
-    work.mkdir(parents=True, exist_ok=True)
-    (work / NOTE).write_text(TEXT)
-    return work
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, path: Path) -> Iterator[None]:
-    """Hold the directory's lock; ValueError where another process does."""
+    """Hold the directory's lock; Taken where another process does."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{path}: another run is writing it") from None
+            raise Taken(f"{path}: another run is writing it") from None
         except OSError:
             pass  # a file system without locks
         yield

@@ -28,6 +28,8 @@ COMMANDS = [
     "bench model --quick --model PATH",
     f"verify-lossless {TWO_TOKENS} --model PATH",
 ]
+USAGE = ("bench", "cache-prompt")  # where a whole checkpoint may be the wrong one
+SPOKEN = ("inspect", "chat", "verify-lossless")  # what they say has a value though they fail
 CORPUS: list[list] = []
 
 
@@ -45,14 +47,15 @@ def run_case(bases, directory, draw) -> None:
     path = damage.put(directory / "checkpoint", files)
     before = tree(directory)
     result = watched(directory, [str(path) if word == "PATH" else word for word in command], drawn, b"abc\nab\n")
-    assert_orderly(result, (0, 1, 2) if command[1] == "model" else (0, 1), turns=command[0] == "chat")
-    assert result.returncode or result.stdout, "nothing was said"
+    if command[0] != "verify-lossless" or not result.stdout:  # which says how texts differ
+        assert_orderly(result, (0, 1, 2) if command[0] in USAGE else (0, 1), turns=command[0] == "chat")
+    assert result.returncode or result.stdout or command[0] == "chat", "nothing was said"
     made = tree(directory).keys() - before.keys()
     assert {name: size for name, size in tree(directory).items() if name in before} == before
     assert {name.partition("/")[0] for name in made} <= {"NEW", "NEW.safetensors"}
-    if result.returncode and command[0] != "verify-lossless":  # which says how texts differ
+    if result.returncode:
         assert not made
-        assert command[0] == "inspect" or not result.stdout, result.stdout
+        assert command[0] in SPOKEN or not result.stdout, result.stdout
     if command[0] == "convert" and "NEW" in made:
         again = call("inspect", directory / "NEW")
         assert again.returncode == 0, again.stderr
