@@ -122,9 +122,13 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
     """The tokenizer of a checkpoint's directory, with config.json's stop tokens."""
     try:
         eos = read_config(path).get("eos_token_id")
-        return mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
+        tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
+        tokens = tokenizer.get_vocab()
     except Exception as e:
         raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
+    if not tokens:  # what transformers makes of a file that it does not find
+        raise ValueError(f"{path}: no usable tokenizer (it has no tokens)")
+    return tokenizer
 
 
 def _check_tokens(tokenizer: TokenizerWrapper, vocab_size: Any, path: Path) -> None:

@@ -30,7 +30,11 @@ COMMANDS = [
 ]
 USAGE = ("bench", "cache-prompt")  # where a whole checkpoint may be the wrong one
 SPOKEN = ("inspect", "chat", "verify-lossless")  # what they say has a value though they fail
-CORPUS: list[list] = []
+CORPUS: list[list] = [  # each with the draws that it took
+    ["step3p5", "inspect PATH", ["junk"], "model.safetensors", b"{}", False],
+    ["step3p5", COMMANDS[2], ["config_entry"], "config.json", "rms_norm_eps", "\ud800"],
+    ["step3p5", COMMANDS[-1], ["odd_file"], "tokenizer.json", b"->tokenizer.json"],
+]
 
 
 @pytest.fixture(scope="module")

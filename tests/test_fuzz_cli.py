@@ -40,7 +40,7 @@ FEW = ["-2", "0", "1", "5", "x", ""]  # tokens, rounds, rows: a text without an 
 TEXTS = [*("", "-", "a", "abcab", "<e>", "<u><a><e>", "a" * 300, "xyz", "é💥", "\udcff", "\0", "\\n\\t", "{", "[]")]
 TEXTS += ["{}", '{"a": 1}', '{"tokenize": true}', "null", "--", "-p", "=", "a=b"]
 ODD = ["", ".", "DIR", "LOOP", "~x", "a\0b", "/dev/null", "/dev/null/x", "none/such"]
-READ = [*ODD, "..", "/", "/no/such", "/dev/zero", "PIPE", "FILE", "TEXT", "RESULT", "TASKS", "DIR/config.json"]
+READ = [*ODD, "..", "/", "/no/such", "/dev/zero", "PIPE", "FILE", "TEXT", "DEEP", "RESULT", "TASKS"]
 WRITTEN = [*ODD, "new", "new.json", "new.png", "new.svg", "new.html", "new.safetensors"]
 MADE = ("new", "none", "~x", "mtp.safetensors", "DIR/mtp.safetensors")
 FEW_FLAGS = ("-m", "--max-tokens", "--rounds", "--rows", "--contexts", "--context", "--cooldown", "--draws")
@@ -63,6 +63,7 @@ def whole(tmp_path_factory):
     (here / "TASKS").write_text('{"question": "a?", "answer": 1}\n')
     (here / "LOOP").symlink_to("LOOP")
     os.mkfifo(here / "PIPE")
+    (here / "DEEP").write_text("[" * 50_000)
     return here
 
 
@@ -109,10 +110,13 @@ def values(draw, name: str, flag: str, param: click.Parameter) -> list[str]:
 
 def run_case(whole, draw) -> None:
     name = draw(st.sampled_from(sorted(NEEDED)))
-    given = arguments(draw, name)
+    check(whole, name, arguments(draw, name), draw(st.sampled_from(STDIN)))
+
+
+def check(whole, name: str, given: list[str], stdin: bytes = b"") -> None:
     before = tree(whole)
     kept = {path: path.read_bytes() for path in whole.iterdir() if path.is_file()}
-    result = watched(whole, [*name.split(), *given], "", draw(st.sampled_from(STDIN)))
+    result = watched(whole, [*name.split(), *given], "", stdin)
     assert_orderly(result, (0, 1, 2), turns=name == "chat")
     made = tree(whole).keys() - before.keys()
     assert all(path.startswith(MADE) for path in made), made
@@ -124,7 +128,22 @@ def run_case(whole, draw) -> None:
         path.write_bytes(content)
 
 
-@profile(60)
+@profile(40)
 @given(data=st.data())
 def test_any_flags(whole, data):
     run_case(whole, data.draw)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("bench model", ["--quick", "--out", "/dev/null", "--html", "/dev/null"]),
+        ("bench compare", ["TEXT", "PIPE"]),
+        ("bench plot", ["DEEP", "--html", "new.html"]),
+        ("verify-lossless", ["--tasks", "/dev/zero", "--model", "DIR"]),
+        ("verify-lossless", ["--tasks", "DEEP", "--model", "DIR"]),
+        ("generate", ["--draft-vocab", "/dev/zero", "--model", "DIR", "-m", "1"]),
+    ],
+)
+def test_what_was_once_found(whole, name, given):
+    check(whole, name, given)
