@@ -1,5 +1,6 @@
 """What a checkpoint directory holds, from file headers alone: tensors, their files, where the heads are."""
 
+import functools
 import json
 import math
 import re
@@ -40,8 +41,14 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        bits = re.search(r"\d+", self.dtype)  # "BOOL" has none, and takes a byte
-        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
+        return math.prod(self.shape) * _bits(self.dtype) // 8
+
+
+@functools.cache
+def _bits(dtype: str) -> int:
+    """Of one value; "BOOL" has no number, and takes a byte."""
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8
 
 
 Header = dict[str, Tensor]

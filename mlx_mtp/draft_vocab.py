@@ -6,7 +6,6 @@ the list are lost. Source: FR-Spec (arXiv 2502.14856), which ranks tokens by how
 
 import hashlib
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, TypeGuard
 import mlx.core as mx
 
 from .layers.heads import KINDS, sliced
+from .whole_file import write_whole
 
 FORMAT = 1
 
@@ -47,6 +47,8 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
     if not isinstance(given, str | Path):
         return DraftVocab(_tokens("draft_vocab", list(given)), "draft_vocab")
     file = Path(given).expanduser()
+    if file.exists() and not file.is_file():  # a device may never end
+        raise ValueError(f"{file}: not a file")
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
@@ -95,16 +97,7 @@ def _check_range(source: str, tokens: Sequence[int], vocab_size: int) -> None:
 def write(file: str | Path, tokens: Collection[int], vocab_size: int, tokenizer: Any) -> None:
     """Write the list for `load(..., draft_vocab=file)`: JSON, one object, all of it or nothing."""
     entries = {"format": FORMAT, "vocab_size": vocab_size, "tokenizer": digest(tokenizer), "tokens": sorted(tokens)}
-    text, path = json.dumps(entries) + "\n", Path(file).resolve()
-    if path.exists() and not path.is_file():  # a pipe or a terminal, which nothing can take the place of
-        path.write_text(text, encoding="utf-8")
-        return
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(file, json.dumps(entries) + "\n")
 
 
 def digest(tokenizer: Any) -> str:

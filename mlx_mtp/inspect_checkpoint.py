@@ -8,11 +8,12 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
@@ -20,7 +21,7 @@ from .checkpoint import TRUNK_FILES, Header, read_config, read_header, sidecar_f
 from .contents import Contents, ignored_by, missing_experts, relative
 from .drafter import is_drafter
 from .footprint import nbytes
-from .load import load_model, read_args
+from .load import check_heads, load_model, read_args
 from .machine_memory import available
 from .memory import kv_bytes, largest_context, needs
 from .models import find_port
@@ -109,6 +110,9 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
     contents = tried(_sort, port, path, config, header) if port else None
     contents = contents or Contents(header, {}, 0, "", (), None)  # type: ignore[arg-type] - no heads, no spec
     centred = port.Model.ZERO_CENTRED if port and values else None
+    if model is not None and values:
+        tried(check_heads, model, contents, vectors=True)
+        said += tried(_repeated, model, path) or []
     if model is None and is_drafter(path):
         tried.problems.insert(0, f"{path}: a drafter, for --draft-model beside its target; not a model")
     return Inspection(
@@ -137,9 +141,9 @@ class _Tried:
     def __init__(self) -> None:
         self.problems: list[str] = []
 
-    def __call__(self, function: Callable, *args: Any) -> Any:
+    def __call__(self, function: Callable, *args: Any, **options: Any) -> Any:
         try:
-            return function(*args)
+            return function(*args, **options)
         except Exception as e:
             reason = str(e).strip().partition("\n")[0]
             self.problems.append(reason if isinstance(e, ValueError) and reason else f"{type(e).__name__}: {reason}")
@@ -151,6 +155,17 @@ def _loaded(tried: _Tried, path: Path) -> tuple[Any, list[str]]:
         warnings.simplefilter("always")
         model = tried(lambda: load_model(path, lazy=True, kernels="off"))
     return model, [str(warning.message) for warning in said]
+
+
+def _repeated(model: Any, path: Path) -> list[str]:
+    """What to warn of: depths whose vectors, norms above all, are the same, value for value."""
+    parameters: Any = [tree_flatten(head.parameters()) for head in model.mtp]
+    vectors = [{name: a for name, a in head if a.ndim == 1} for head in parameters]
+    return [
+        f"{path}: MTP depths {i} and {j} have the same norms, value for value; they look like one head twice"
+        for (i, a), (j, b) in combinations(enumerate(vectors), 2)
+        if a and a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
+    ]
 
 
 def _readable(tried: _Tried, path: Path) -> Header:
@@ -184,7 +199,8 @@ def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> 
     parameters: Any = tree_flatten(model.parameters())
     lacking = [p for p, _ in parameters if p.startswith("mtp.") and p not in found]
     experts = [name for name, _, _ in islice(missing_experts(contents.heads), MOST_NAMED)]
-    return list(dict.fromkeys([*(name for _, name in expected(model, contents, path, lacking)), *experts]))
+    named = [name for _, name in expected(model, contents, path, lacking)] if lacking else []
+    return list(dict.fromkeys([*named, *experts]))
 
 
 def _layout(path: Path, header: Header, heads: Header) -> str:
@@ -247,4 +263,4 @@ def _finite(value: float) -> float | None:
 
 def _number(config: dict, name: str) -> int | None:
     value = (config | config.get("text_config", {})).get(name)
-    return value if isinstance(value, int) else None
+    return value if type(value) is int and value > 0 else None

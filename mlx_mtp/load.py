@@ -4,8 +4,10 @@ mlx-lm's `load_model` does the trunk and all quantization formats; here: finding
 and errors that name what is wrong.
 """
 
+import contextlib
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .agreement import LEAST, WORDS, agreement, random_tokens
-from .checkpoint import dequantized, read_config, read_tensors, resolve, untrained
+from .checkpoint import dequantized, read_config, read_header, read_tensors, resolve, untrained
 from .contents import Contents, Drafting, sort_tensors
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
@@ -34,6 +36,7 @@ from .report import after_reducing, make_report
 from .switch import switch_on
 from .trial import requested
 
+EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
 WEIGHTS_ALONE = Budget()
 
 
@@ -75,9 +78,10 @@ def load(
     path = resolve(path_or_hf_repo, revision)
     model = _load(path, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
     if adapter_path is not None:
-        if not (Path(adapter_path) / "adapter_config.json").exists():
+        if not (Path(adapter_path) / "adapter_config.json").is_file():
             raise ValueError(f"adapter_path={adapter_path}: no adapter_config.json in it")
         try:
+            read_header([Path(adapter_path) / "adapters.safetensors"])
             model = mlx_lm_utils.load_adapters(model, adapter_path)
         except Exception as e:
             raise ValueError(f"{adapter_path}: no usable adapters ({_line(e)})") from e
@@ -118,9 +122,13 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
     """The tokenizer of a checkpoint's directory, with config.json's stop tokens."""
     try:
         eos = read_config(path).get("eos_token_id")
-        return mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
+        tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
+        tokens = tokenizer.get_vocab()
     except Exception as e:
         raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
+    if not tokens:  # what transformers makes of a file that it does not find
+        raise ValueError(f"{path}: no usable tokenizer (it has no tokens)")
+    return tokenizer
 
 
 def _check_tokens(tokenizer: TokenizerWrapper, vocab_size: Any, path: Path) -> None:
@@ -205,9 +213,10 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, b
     model, contents, raw = read_port(port, path, config, drafting)
     expanded = _expand_experts(model)
     if not lazy:
-        budget.check(model, path)
+        with _as_its_config_says(path):
+            budget.check(model, path)
         mx.eval(model.parameters())
-        _check_heads(model, contents)
+        check_heads(model, contents)
         _tie(model)
     check_norms(model, contents, raw)
     source, ignored = contents.source, contents.ignored
@@ -233,6 +242,15 @@ def check_norms(model: Any, contents: Contents, raw: tuple[bool, bool]) -> None:
         checked.mtp = model.mtp
     if model.ZERO_CENTRED is not None:
         warn_of_unusual(checked, *raw, partial(origin, model, contents))
+
+
+@contextlib.contextmanager
+def _as_its_config_says(path: Path) -> Iterator[None]:
+    """The first passes of a model: what cannot be computed is due to an entry of another type than is expected."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as e:
+        raise ValueError(f"{path}/config.json: the model that it describes cannot run ({_line(e)})") from e
 
 
 def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:
@@ -266,7 +284,8 @@ def _test_heads(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
     if not model.mtp:
         return
     texts = {"random tokens": random_tokens(model.vocab_size), **texts}
-    shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
+    with _as_its_config_says(path):
+        shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
     facts = replace(model.report(), agreement=tuple(shares.items()))
     model.report = lambda: facts
     if max(shares.values()) < LEAST:
@@ -288,7 +307,11 @@ def read_args(port: ModuleType, path: Path, config: dict) -> Any:
 def _check_names(model: Any, contents: Contents) -> None:
     """Raise for a trunk tensor that mlx-lm would drop in silence, such as a layer that config.json denies."""
     modules = {path.rpartition(".")[0] for path in _arrays(model.parameters())}
+    known: set[str] = set()
     for name, tensor in contents.trunk.items():
+        if (alike := EXPERT.sub(".experts.0.", name)) in known:
+            continue
+        known.add(alike)
         if not any(path.rpartition(".")[0] in modules for path in model.renamed(name)):
             layers = model.args.num_hidden_layers
             raise ValueError(
@@ -300,8 +323,10 @@ def _check_names(model: Any, contents: Contents) -> None:
 def _sanitize(model: Any, contents: Contents, path: Path, shift: dict, weights: dict) -> dict:
     """What mlx-lm calls with all that it found by name: hand the port the trunk's and the heads' tensors."""
     weights.clear()  # else every file is open twice, and a process may open but so many
-    trunk = dequantized({} if contents.alone else read_tensors(contents.trunk), contents.trunk)
-    heads = dequantized(read_tensors(contents.heads), contents.heads)
+    wanted = {} if contents.alone else contents.trunk
+    stored = read_tensors(wanted | contents.heads)  # no name is in both
+    trunk = dequantized({name: stored[name] for name in wanted}, wanted)
+    heads = dequantized({name: stored[name] for name in contents.heads}, contents.heads)
     try:
         return model.sanitized(trunk, heads, **shift)
     except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
@@ -340,9 +365,14 @@ def _expand_experts(model: nn.Module) -> bool:
     return True
 
 
-def _check_heads(model: Any, contents: Contents) -> None:
-    """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right."""
+def check_heads(model: Any, contents: Contents, *, vectors: bool = False) -> None:
+    """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right.
+
+    vectors: look at these alone, which are small.
+    """
     for name, array in _arrays([head.parameters() for head in model.mtp]).items():
+        if vectors and array.ndim > 1:
+            continue
         if (state := untrained(array)) and not name.endswith(".biases"):
             file, raw = origin(model, contents, f"mtp.{name}")
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")

@@ -167,11 +167,12 @@ def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
         metadata = json.loads(_header(f))["__metadata__"]
         state = json.loads(metadata["mlx_mtp"])
         version = state.get("format", 1)
-        older = version < FORMAT
+        if type(version) is not int:
+            raise ValueError(version)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{file}: not a prompt cache of mlx_mtp, or damaged") from None
     if version != FORMAT:
-        age = "an older" if older else "a newer"
+        age = "an older" if version < FORMAT else "a newer"
         raise ValueError(f"{file}: of {age} format ({version}), this version reads {FORMAT}; make it again")
     return state, metadata.get("checksum", "")
 

@@ -47,17 +47,22 @@ def check_new(path: Path) -> None:
 def directory(path: Path) -> Iterator[Path]:
     """A directory to fill, which becomes `path` when the block ends, and is deleted when it raises."""
     work = _work(path)
-    work.mkdir(parents=True, exist_ok=True)
-    with _locked(work, path, os.O_RDONLY):
-        _empty(work)
-        try:
-            (work / NOTE).write_text(TEXT)
-            yield work
-            (work / NOTE).unlink()
-            work.rename(path)
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        with _locked(work, path, os.O_RDONLY):
+            _empty(work)
+            try:
+                (work / NOTE).write_text(TEXT)
+                yield work
+                (work / NOTE).unlink()
+                work.rename(path)
+            except BaseException:
+                shutil.rmtree(work, ignore_errors=True)
+                raise
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            work.rmdir()  # where it came before there was anything in it
+        raise
 
 
 @contextlib.contextmanager

@@ -98,8 +98,8 @@ def put(path: Path, files: Files) -> Path:
     for name, content in files.items():
         file = path / name
         file.parent.mkdir(exist_ok=True)
-        if content.startswith(b"->"):
-            file.symlink_to(content[2:].decode())
+        if content.startswith(b"->") and b"\0" not in content:
+            file.symlink_to(os.fsdecode(content[2:]))
         elif content == b"|":
             os.mkfifo(file)
         elif content == b"/":
@@ -113,6 +113,8 @@ def put(path: Path, files: Files) -> Path:
 
 
 def cut_bytes(draw, files: Files) -> str:
+    if not files:
+        return "nothing"
     name = draw(st.sampled_from(sorted(files)))
     content = files[name]
     at = draw(st.one_of(st.sampled_from([0, 1, 7, 8, 9, len(content) - 1]), st.integers(0, len(content))))
@@ -121,9 +123,11 @@ def cut_bytes(draw, files: Files) -> str:
 
 
 def flip_bits(draw, files: Files) -> str:
+    if not files:
+        return "nothing"
     name = draw(st.sampled_from(sorted(files)))
-    content = bytearray(files[name])
-    last = max(0, len(content) - 1)
+    content = bytearray(files[name] or b"\0")
+    last = len(content) - 1
     bits = draw(
         st.lists(st.tuples(st.integers(0, min(last, draw(st.sampled_from([20, 500, last])))), st.integers(0, 7)))
     )
@@ -134,6 +138,8 @@ def flip_bits(draw, files: Files) -> str:
 
 
 def junk(draw, files: Files) -> str:
+    if not files:
+        return "nothing"
     name = draw(st.sampled_from(sorted(files)))
     content = draw(
         st.sampled_from([b"", b"\0" * 64, b"{", b"[]", b"{}", b"null", b"\xff\xfe{}", b"9" * 5000, b"[" * 3000])
@@ -156,7 +162,9 @@ def odd_file(draw, files: Files) -> str:
 
 def same_again(draw, files: Files) -> str:
     """A shard once more under another name."""
-    name = draw(st.sampled_from(sorted(n for n in files if n.endswith(".safetensors"))))
+    if not (shards := sorted(n for n in files if n.endswith(".safetensors"))):
+        return "nothing"
+    name = draw(st.sampled_from(shards))
     other = draw(st.sampled_from(["model-copy.safetensors", "mtp.safetensors", "model-mtp-copy.safetensors"]))
     files[other] = files[name]
     return f"{name} again as {other}"
@@ -207,6 +215,13 @@ def config_entry(draw, files: Files) -> str:
         tree = json.loads(files[name])
     except (ValueError, RecursionError):
         return "nothing"
+    said = change_entry(draw, tree)
+    files[name] = json.dumps(tree).encode()
+    return f"{name} {said}"
+
+
+def change_entry(draw, tree) -> str:
+    """Something within a JSON value is gone, or another value."""
     node, path = tree, []
     while isinstance(node, dict | list) and node:
         key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
@@ -221,12 +236,13 @@ def config_entry(draw, files: Files) -> str:
         del node[path[-1]]
     else:
         node[path[-1]] = value
-    files[name] = json.dumps(tree).encode()
-    return f"{name} {path} = {value!r}"
+    return f"{path} = {value!r}"
 
 
 def header_entry(draw, files: Files) -> str:
-    name = draw(st.sampled_from(sorted(n for n in files if n.endswith(".safetensors"))))
+    if not (shards := sorted(n for n in files if n.endswith(".safetensors"))):
+        return "nothing"
+    name = draw(st.sampled_from(shards))
     try:
         (length,) = struct.unpack("<Q", files[name][:8])
         header, data = json.loads(files[name][8 : 8 + length]), files[name][8 + length :]
@@ -277,7 +293,9 @@ def header_entry(draw, files: Files) -> str:
 
 
 def tensor_values(draw, files: Files) -> str:
-    name = draw(st.sampled_from(sorted(n for n in files if n.endswith(".safetensors"))))
+    if not (shards := sorted(n for n in files if n.endswith(".safetensors"))):
+        return "nothing"
+    name = draw(st.sampled_from(shards))
     try:
         tensors = unpack(files[name])
         tensor = draw(st.sampled_from(sorted(tensors)))

@@ -90,5 +90,5 @@ def test_what_forbids_a_trace_is_said(monkeypatch, tmp_path):
 def test_off_metal_a_trace_is_an_error():
     done = command_line.call("bench", "profile", "--capture", "verify")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --capture verify: needs a Metal GPU")
+    assert done.stderr.startswith("error: Invalid value for '--capture': capture=verify: needs a Metal GPU")
     assert done.stderr.count("\n") == 1

@@ -347,7 +347,7 @@ def test_an_earlier_result_is_shown_beside_and_a_wrong_text_is_exit_code_1(tmp_p
     [
         (("--synth-rates", "a"), "Invalid value for '--synth-rates': 'a'; expected chances"),
         (("--layers", 2), "Invalid value for '--layers': layers=2: of random weights only"),
-        (("--config", "/none"), "Invalid value for '--config': config=/none: cannot be read"),
+        (("--config", "/none"), "Invalid value for '--config': File '/none' does not exist"),
         (("--drafts", "7"), "Invalid value for '--drafts': drafts=7: allowed with this model is 1 to 3"),
         (
             ("--contexts", "700,5", "--prompts", 1, "--categories", "translation"),
@@ -356,7 +356,7 @@ def test_an_earlier_result_is_shown_beside_and_a_wrong_text_is_exit_code_1(tmp_p
         (("--preset", "documents"), "--preset documents: needs --model"),
         (("--preset", "documents", "--model", "demo", "--contexts", "9"), "--preset documents: not with --contexts"),
         (("--preset", "documents", "--model", "demo", "--no-mtp"), "preset=documents: allowed with 3 chained heads"),
-        (("--compare", "/none"), "No such file"),
+        (("--compare", "/none"), "Invalid value for '--compare': File '/none' does not exist"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(flags, message):

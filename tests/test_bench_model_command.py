@@ -126,17 +126,24 @@ def test_a_config_and_a_checkpoint(tmp_path):
 MISTAKES = {
     "chip": (("--chip", "M9"), "chip=M9: unknown; allowed are M1, M1 Pro"),
     "model": (("--model", "nonesuch"), "model=nonesuch: neither a directory nor known; allowed are Step-3.5-Flash"),
-    "both": (("--model", "GLM-4.5", "--config", "x.json"), "not together with a model"),
-    "config": (("--config", "nonesuch.json"), "nonesuch.json"),
-    "measured": (("--measured", "nonesuch.json"), "nonesuch.json"),
-    "empty": (("--model", "{tmp}"), "config.json"),
+    "both": (("--model", "GLM-4.5", "--config", __file__), "not together with a model"),
+    "config": (("--config", "nonesuch.json"), "'nonesuch.json' does not exist"),
+    "measured": (("--measured", "nonesuch.json"), "'nonesuch.json' does not exist"),
 }
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_one_line(case, tmp_path):
+def test_mistakes_are_one_line(case):
     args, message = MISTAKES[case]
-    shown = call("bench", "model", *(arg.format(tmp=tmp_path) for arg in args))
+    shown = call("bench", "model", *args)
     assert (shown.returncode, shown.stdout) == (2, "")
     assert message in shown.stderr
     assert shown.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--model", "--config", "--measured"])
+def test_what_is_named_and_holds_nothing_is_a_failure(option, tmp_path):
+    (tmp_path / "x").write_text("{")
+    shown = call("bench", "model", option, tmp_path if option == "--model" else tmp_path / "x")
+    assert (shown.returncode, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)
+    assert shown.stderr.startswith(f"error: {tmp_path}")

@@ -1,163 +1,149 @@
 """The command line with odd flags, prompts and input: exit code 0, 1 or 2, and one line for what is wrong."""
 
-import faulthandler
+import json
 import os
-import re
+import shutil
+from pathlib import Path
 
 import click
 import damage
 import pytest
-from command_line import call
-from hypothesis import HealthCheck, given, settings
+import results
+from fuzzing import assert_orderly, profile, tree, watched
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.cli import main
 
-LONG = os.environ.get("MLX_MTP_SWEEP") == "1"
-EXAMPLES = int(os.environ.get("MLX_MTP_EXAMPLES", 1000)) if LONG else 60
-LOG = os.environ.get("MLX_MTP_FUZZ_LOG", os.devnull)
-PATIENCE = 100  # seconds: what takes longer hangs
-COMMANDS = ["generate", "chat", "inspect", "draft-vocab"]
-NUMBERS = [
-    "",
-    "-1",
-    "-0",
-    "0",
-    "1",
-    "2",
-    "3",
-    "7",
-    "64",
-    "1.5",
-    "0.5",
-    "1e-40",
-    "1e400",
-    "nan",
-    "-nan",
-    "inf",
-    "9" * 30,
-]
-NUMBERS += [str(2**31), str(2**63 - 1), str(2**63), "0x10", "1_000", "\u0663", "x"]
+# What each command needs to be quick, and to run at all.
+NEEDED = {
+    "generate": ["-m", "4"],
+    "chat": ["-m", "4"],
+    "inspect": [],
+    "draft-vocab": ["--out", "new.json"],
+    "convert": ["--hf-path", "DIR", "--mlx-path", "new"],
+    "cache-prompt": ["-p", "abc", "--prompt-cache-file", "new"],
+    "verify-lossless": ["-m", "2", "--draws", "50", "--no-diagnose"],
+    "bench decode": ["--quick", "--rounds", "1", "-m", "2", "--categories", "code_python", "--cooldown", "0"],
+    "bench verify": ["--rows", "1,2", "--contexts", "8", "--rounds", "1"],
+    "bench profile": ["--quick", "--rounds", "1", "-m", "2", "--cooldown", "0"],
+    "bench model": ["--quick"],
+    "bench compare": [],
+    "bench plot": ["--html", "new.html"],
+    "bench kernels": ["--rows", "1"],
+}
+ARGUMENTS = {"path": "DIR", "texts": "TEXT", "before": "RESULT", "after": "RESULT", "files": "RESULT"}
+NUMBERS = [*("", "-1", "-0", "0", "1", "2", "3", "7", "64", "1.5", "0.5", "1e-40", "1e400", "nan", "-nan", "inf")]
+NUMBERS += ["9" * 30, str(2**31), str(2**63 - 1), str(2**63), "0x10", "1_000", "\u0663", "x", "1,2", "0,", "1,nan"]
 USUAL = ["0", "1", "2", "0.5", "8", "abc", "True"]
-FEW = ["-2", "0", "1", "5", "x", ""]  # tokens: a text without an end would be no defect
-TEXTS = [
-    "",
-    "-",
-    "a",
-    "abcab",
-    "<e>",
-    "<u><a><e>",
-    "a" * 300,
-    "xyz",
-    "é💥",
-    "\udcff",
-    "\0",
-    "\\n\\t",
-    "{",
-    "[]",
-    "{}",
-]
-TEXTS += ['{"a": 1}', '{"tokenize": true}', "null", "--", "-p", "=", "a=b"]
-PATHS = [
-    "",
-    ".",
-    "..",
-    "/",
-    "/dev/null",
-    "/no/such",
-    "none/such",
-    "DIR",
-    "FILE",
-    "HERE/new.json",
-    "TEXT",
-    "LOOP",
-    "~x",
-]
-SHORT = {"-m": FEW, "--max-tokens": FEW}
-PATHLIKE = (
-    "--model",
-    "--mtp-path",
-    "--adapter-path",
-    "--draft-model",
-    "--draft-vocab",
-    "--prompt-cache-file",
-    "--out",
-)
+FEW = ["-2", "0", "1", "5", "x", ""]  # tokens, rounds, rows: a text without an end would be no defect
+TEXTS = [*("", "-", "a", "abcab", "<e>", "<u><a><e>", "a" * 300, "xyz", "é💥", "\udcff", "\0", "\\n\\t", "{", "[]")]
+TEXTS += ["{}", '{"a": 1}', '{"tokenize": true}', "null", "--", "-p", "=", "a=b"]
+ODD = ["", ".", "DIR", "LOOP", "~x", "a\0b", "/dev/null", "/dev/null/x", "none/such"]
+READ = [*ODD, "..", "/", "/no/such", "/dev/zero", "PIPE", "FILE", "TEXT", "DEEP", "RESULT", "TASKS"]
+WRITTEN = [*ODD, "new", "new.json", "new.png", "new.svg", "new.html", "new.safetensors"]
+MADE = ("new", "none", "~x", "mtp.safetensors", "DIR/mtp.safetensors")
+FEW_FLAGS = ("-m", "--max-tokens", "--rounds", "--rows", "--contexts", "--context", "--cooldown", "--draws")
+READ_FLAGS = ("--model", "--hf-path", "--mtp-path", "--adapter-path", "--draft-model", "--draft-vocab", "--config")
+READ_FLAGS += ("--prompt-cache-file", "--tasks", "--compare", "--measured")
+WRITTEN_FLAGS = ("--out", "--mlx-path", "--plot", "--html", "--capture-path")
+WRITTEN_BY = {("cache-prompt", "--prompt-cache-file"), ("convert", "--mtp-path")}
+SLOW_FLAGS = ("--emulate", "--compile", "--diagnose", "--trust-remote-code")  # the last downloads, or would
+STDIN = [b"", b"a", b"\xff\xfe\n", b"abc\n/stats\n\0\n", b"/mtp off\nab\n", b"a" * 300, b"\n" * 50]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A directory with a checkpoint, a file, a text, and a link to itself."""
+    """A directory with a checkpoint, files of several kinds, and a link to itself."""
     here = tmp_path_factory.mktemp("here")
     damage.put(here / "DIR", damage.build("step3p5", tmp_path_factory.mktemp("built")))
     (here / "FILE").write_bytes(b"\x00\xff")
     (here / "TEXT").write_text("abc")
+    (here / "RESULT").write_text(json.dumps(results.decode_result()))
+    (here / "TASKS").write_text('{"question": "a?", "answer": 1}\n')
     (here / "LOOP").symlink_to("LOOP")
+    os.mkfifo(here / "PIPE")
+    (here / "DEEP").write_text("[" * 50_000)
     return here
 
 
-def arguments(draw, command: str) -> list[str]:
+def command_of(name: str) -> click.Command:
+    group, _, inside = name.rpartition(" ")
+    found = main.commands[group].commands if group else main.commands  # type: ignore[attr-defined]
+    return found[inside]
+
+
+def arguments(draw, name: str) -> list[str]:
     """Some of the command's options with any values, and the rest of what it needs."""
-    params = [p for p in main.commands[command].params if not p.is_eager]
+    params = [p for p in command_of(name).params if not p.is_eager and not set(p.opts) & set(SLOW_FLAGS)]
+    unnamed = {p.name: ARGUMENTS[p.name] for p in params if isinstance(p, click.Argument)}
     given: list[str] = []
     for param in draw(st.lists(st.sampled_from(params), max_size=4, unique_by=lambda p: p.name)):
-        flag = draw(st.sampled_from([*param.opts, *param.secondary_opts])) if param.opts else ""
+        flag = draw(st.sampled_from([*param.opts, *param.secondary_opts]))
         if isinstance(param, click.Argument):
-            given.append(draw(st.sampled_from(PATHS + TEXTS)))
-        elif param.is_flag:
+            unnamed[param.name] = draw(st.sampled_from(READ + TEXTS))
+        elif getattr(param, "is_flag", False):
             given.append(flag)
         else:
-            usual = SHORT.get(flag) or (
-                PATHS if flag in PATHLIKE else draw(st.sampled_from([USUAL, NUMBERS + TEXTS]))
-            )
-            choices = list(param.type.choices) if isinstance(param.type, click.Choice) else []
-            given += [flag, draw(st.sampled_from([*usual, *choices]))]
-    if command in ("generate", "chat") and not {"-m", "--max-tokens"} & set(given):
-        given += ["-m", "4"]
-    if command != "inspect" and "--model" not in given:
+            given += [flag, draw(st.sampled_from(values(draw, name, flag, param)))]
+    needed = NEEDED[name]
+    for flag, value in zip(needed, [*needed, ""][1:], strict=True):
+        if flag.startswith("-") and flag not in given and not (flag == "-m" and "--max-tokens" in given):
+            given += [flag] if value.startswith("-") or not value else [flag, value]
+    model = next((p for p in command_of(name).params if "--model" in p.opts and "--hf-path" not in p.opts), None)
+    if model and "--model" not in given and "--config" not in given:
         given += ["--model", "DIR"]
-    if command == "draft-vocab" and "--out" not in given:
-        given += ["--out", "HERE/new.json"]
-    return given
+    return [*given, *unnamed.values()]
+
+
+def values(draw, name: str, flag: str, param: click.Parameter) -> list[str]:
+    """What may be given for an option."""
+    if flag in WRITTEN_FLAGS or (name, flag) in WRITTEN_BY:
+        return WRITTEN
+    if flag in READ_FLAGS:
+        return READ
+    if flag in FEW_FLAGS:
+        return FEW
+    choices = list(param.type.choices) if isinstance(param.type, click.Choice) else []
+    return choices * 2 + draw(st.sampled_from([USUAL, NUMBERS + TEXTS]))
 
 
 def run_case(whole, draw) -> None:
-    command = draw(st.sampled_from(COMMANDS))
-    given = [value.replace("HERE", str(whole)) for value in arguments(draw, command)]
-    stdin = draw(
-        st.sampled_from([b"", b"a", b"\xff\xfe\n", b"abc\n/stats\n\0\n", b"/mtp off\nab\n", b"a" * 300, b"\n" * 50])
-    )
-    before = sorted(whole.rglob("*"))
-    with open(LOG, "a") as log, pytest.MonkeyPatch.context() as patch:
-        log.write(f"{os.getpid()} {command} {given} {stdin[:20]!r}\n")
-        log.flush()
-        faulthandler.dump_traceback_later(PATIENCE, exit=True, file=log)
-        patch.chdir(whole)
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        try:
-            result = call(command, *given, stdin=stdin)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-    assert_orderly(result, command)
-    made = [path.name for path in whole.rglob("*") if path not in before]
-    assert made == (["new.json"] if result.returncode == 0 and command == "draft-vocab" and made else []), made
-    for name in made:
-        (whole / name).unlink()
+    name = draw(st.sampled_from(sorted(NEEDED)))
+    check(whole, name, arguments(draw, name), draw(st.sampled_from(STDIN)))
 
 
-def assert_orderly(result, command: str) -> None:
-    assert result.returncode in (0, 1, 2), (result.returncode, result.stderr)
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert "Traceback" not in result.stderr
-    assert not re.search("error: unexpected|std::", result.stderr), result.stderr
-    if result.returncode:
-        assert len(errors) == 1, result.stderr
-        assert result.stderr.splitlines()[-1] == errors[0]
-    elif command != "chat":  # whose turns may fail, one line each
-        assert not errors, errors
+def check(whole, name: str, given: list[str], stdin: bytes = b"") -> None:
+    before = tree(whole)
+    kept = {path: path.read_bytes() for path in whole.iterdir() if path.is_file()}
+    result = watched(whole, [*name.split(), *given], "", stdin)
+    assert_orderly(result, (0, 1, 2), turns=name == "chat")
+    made = tree(whole).keys() - before.keys()
+    assert all(path.startswith(MADE) for path in made), made
+    assert not (result.returncode and made) or name.startswith("bench"), made  # whose result is the first of several
+    assert Path("/dev/null").is_char_device()
+    for path in made:
+        shutil.rmtree(whole / path) if (whole / path).is_dir() else (whole / path).unlink(missing_ok=True)
+    for path, content in kept.items():
+        path.write_bytes(content)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=not LONG, suppress_health_check=list(HealthCheck))
+@profile(25)
 @given(data=st.data())
 def test_any_flags(whole, data):
     run_case(whole, data.draw)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("bench model", ["--quick", "--out", "/dev/null", "--html", "/dev/null"]),
+        ("bench compare", ["TEXT", "PIPE"]),
+        ("bench plot", ["DEEP", "--html", "new.html"]),
+        ("verify-lossless", ["--tasks", "/dev/zero", "--model", "DIR"]),
+        ("verify-lossless", ["--tasks", "DEEP", "--model", "DIR"]),
+        ("generate", ["--draft-vocab", "/dev/zero", "--model", "DIR", "-m", "1"]),
+    ],
+)
+def test_what_was_once_found(whole, name, given):
+    check(whole, name, given)

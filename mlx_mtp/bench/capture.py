@@ -49,16 +49,16 @@ def trace_paths(path: Path, cycles: int) -> list[Path]:
 def check_capture(phase: str, path: Path, cycles: int) -> None:
     """Raise ValueError where Metal would write no trace."""
     if not mx.metal.is_available():
-        raise ValueError(f"--capture {phase}: needs a Metal GPU, and there is none here")
+        raise ValueError(f"capture={phase}: needs a Metal GPU, and there is none here")
     if os.environ.get(VARIABLE) != "1":
-        raise ValueError(f"--capture {phase}: Metal captures only in a process started with {VARIABLE}=1 in front")
+        raise ValueError(f"capture={phase}: Metal captures only in a process started with {VARIABLE}=1 in front")
     if path.suffix != ".gputrace":
-        raise ValueError(f"--capture-path {path}: must end in .gputrace")
+        raise ValueError(f"capture_path={path}: must end in .gputrace")
     if cycles > 1 and phase == "prefill":
-        raise ValueError(f"--capture-cycles {cycles}: a prompt is read once; allowed is 1 with --capture prefill")
+        raise ValueError(f"capture_cycles={cycles}: a prompt is read once; allowed is 1 with --capture prefill")
     for file in trace_paths(path, cycles):
         if file.exists():
-            raise ValueError(f"--capture-path {file}: exists, and Metal does not overwrite a trace")
+            raise ValueError(f"capture_path={file}: exists, and Metal does not overwrite a trace")
 
 
 def capture(work: Workload, phase: str, path: Path, cycles: int) -> list[Path]:

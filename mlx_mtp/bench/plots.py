@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..whole_file import write_whole
 from .panels import Bars, Found, Grid, Lines, Panel, Ranges, Series
 from .plot_data import panels_of
 
@@ -69,10 +70,10 @@ def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
     panels = panels_of(results)
     if not panels:
         raise ValueError(f"plot={path}: nothing in these results can be drawn")
+    kind, drawn = path.suffix.lower().removeprefix("."), BytesIO()
     with style(theme := DARK if dark else LIGHT):
-        figure(panels, theme).savefig(
-            path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None
-        )
+        figure(panels, theme).savefig(drawn, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    write_whole(path, drawn.getvalue())
 
 
 def svg(panel: Panel, *, dark: bool, name: str) -> str:

@@ -83,9 +83,7 @@ def shaped_model(
 def _read(file: Path) -> dict:
     try:
         return checked_config(json.loads(file.read_text()), file)
-    except OSError:
-        raise ValueError(f"config={file}: cannot be read; expected a model's config.json") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise ValueError(f"{file}: not valid JSON ({e})") from None
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import __version__, machine_file
+from .. import __version__
+from ..whole_file import write_whole
 
 FORMAT = 1
 KINDS = ("decode", "verify", "kernels", "profile", "model")
@@ -48,14 +49,14 @@ def result(kind: str, model: dict[str, Any], options: dict[str, Any], **measured
 
 def write(found: dict[str, Any], path: Path) -> None:
     """Write a result as one line, at once."""
-    machine_file.replace(path, json.dumps(found) + "\n")
+    write_whole(path, json.dumps(found) + "\n")
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
     """A result that `write` wrote; ValueError where the file holds none, or one of another kind or format."""
     try:
         found = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: no result of `mlx-mtp bench` ({e})") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("bench") not in KINDS:
         raise ValueError(f"{path}: no result of `mlx-mtp bench`, format {FORMAT}")

@@ -103,9 +103,9 @@ def _with_flag(message: str) -> tuple[str, int]:
     """(message, exit code). The library names an argument, "top_k=9: ..."; say which flag it came from."""
     name = re.match(r"(\w+)=", message)
     commands = [*main.commands.values(), *bench.commands.values()]
-    flags = {param.name for command in commands for param in command.params}
+    flags = {param.name: param.opts[0] for command in commands for param in command.params}
     if name and name[1] in flags:
-        return f"Invalid value for '--{name[1].replace('_', '-')}': {message}", 2
+        return f"Invalid value for '{flags[name[1]]}': {message}", 2
     return message, 2 if name and name[1].startswith("MLX_MTP_") else 1
 
 

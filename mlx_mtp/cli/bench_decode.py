@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .bench_options import FILE, bar, console, cooldown_of, finish, numbers, run_options, subject_of, subject_options
-from .options import BITS, default_step, options
+from .bench_options import bar, console, cooldown_of, finish, numbers, run_options, subject_of, subject_options
+from .bench_pictures import complete
+from .options import BITS, GIVEN, default_step, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +44,7 @@ what_options = options(
 @what_options
 @click.option("--preset", type=click.Choice(["documents"]), help="The published experiment, beside its figures.")
 @run_options
-@click.option("--compare", type=FILE, help="Show what changed since this earlier result.")
+@click.option("--compare", type=GIVEN, help="Show what changed since this earlier result.")
 def decode(**flags: Any) -> None:
     """Tokens per second of mlx-lm's loop, our plain one, fixed numbers of drafts, and adaptive drafting.
 
@@ -59,9 +60,11 @@ def decode(**flags: Any) -> None:
     out = console()
     found = _measured(flags)
     _print(out, found, flags)
-    if before:
-        _print_changes(out, before, found)
-    finish(found, flags)
+    try:
+        if before:
+            _print_changes(out, (flags["compare"],), before, found)
+    finally:
+        finish(found, flags)
     if broken(found):
         sys.exit(1)
 
@@ -154,19 +157,22 @@ def _in_words(d: dict[str, Any]) -> str:
     return f"text differs: {d['contender']} on {place}, token {d['position']} is {found}, plain's is {expected}"
 
 
-def _print_changes(out: "Console", before: dict[str, Any], found: dict[str, Any]) -> None:
+def _print_changes(out: "Console", files: tuple[Path, ...], before: dict[str, Any], found: dict[str, Any]) -> None:
+    """Two results side by side, of which these were read from files."""
     from ..bench.decode_tables import compared, unlike
 
-    for line in unlike(before, found):
+    with complete(files):
+        lines, table = unlike(before, found), compared(before, found)
+    for line in lines:
         out.print(f"not alike: {line}", highlight=False)
-    out.print(compared(before, found))
+    out.print(table)
 
 
 @click.command()
-@click.argument("before", type=FILE)
-@click.argument("after", type=FILE)
+@click.argument("before", type=GIVEN)
+@click.argument("after", type=GIVEN)
 def compare(before: Path, after: Path) -> None:
     """What changed from one result of `bench decode` to another."""
     from ..bench import result
 
-    _print_changes(console(), result.read(before, "decode"), result.read(after, "decode"))
+    _print_changes(console(), (before, after), result.read(before, "decode"), result.read(after, "decode"))

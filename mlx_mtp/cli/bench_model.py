@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
-from .bench_options import FILE, console, finish
-from .bench_pictures import complete, picture_options
+from .bench_options import console, finish
+from .bench_pictures import WRITTEN, complete, picture_options
+from .options import GIVEN
 
 QUICK_ROWS = (2, 4)
 CONTEXT = 4096
@@ -17,12 +18,12 @@ CONTEXT = 4096
 @click.option(
     "--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]"
 )
-@click.option("--config", type=FILE, help="A model's config.json, taken in 4 bits if it says nothing else.")
+@click.option("--config", type=GIVEN, help="A model's config.json, taken in 4 bits if it says nothing else.")
 @click.option("--context", type=click.IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
-@click.option("--measured", type=FILE, multiple=True, help="A result of bench decode, verify or profile.")
+@click.option("--measured", type=GIVEN, multiple=True, help="A result of bench decode, verify or profile.")
 @click.option("--validate", is_flag=True, help="Also all constants and published rows; exit code 1 if one is off.")
 @click.option("--quick", is_flag=True, help="Only a verify of 2 and of 4 rows.")
-@click.option("--out", type=FILE, help="Write the result there, too.")
+@click.option("--out", type=WRITTEN, help="Write the result there, too.")
 @picture_options
 def model(**flags: Any) -> None:
     """Set a model's byte floor beside what a chip is predicted, and was measured, to need. Nothing runs.

@@ -6,13 +6,12 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .bench_pictures import draw, picture_options
-from .options import options
+from .bench_pictures import WRITTEN, draw, picture_options
+from .options import GIVEN, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from ..bench.subject import Subject
 
 WIDTH = 124  # columns that the tables need
-FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def numbers(kind: type, what: str) -> Any:
@@ -37,7 +35,7 @@ def numbers(kind: type, what: str) -> Any:
 
 subject_options = options(
     click.option("--model", help="Local directory, Hugging Face repository, or demo.  [default: demo]"),
-    click.option("--config", type=FILE, help="A config.json to draw a model of, with random weights."),
+    click.option("--config", type=GIVEN, help="A config.json to draw a model of, with random weights."),
     click.option("--layers", type=click.IntRange(1), help="With --config, this many of its first layers."),
     click.option(
         "--q-bits",
@@ -66,7 +64,7 @@ run_options = options(
         "--cooldown", type=click.FloatRange(0), help="Seconds of rest before each turn.  [default: 1 on a GPU]"
     ),
     click.option("--quick", is_flag=True, help="Fewer of everything: under two minutes for the demo."),
-    click.option("--out", type=FILE, help="Write the result there, too."),
+    click.option("--out", type=WRITTEN, help="Write the result there, too."),
     picture_options,
 )
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from .options import options
+from .options import GIVEN, options
 
-FILE = click.Path(dir_okay=False, path_type=Path)
+WRITTEN = click.Path(dir_okay=False, path_type=Path)
 
 
 def _drawable(_ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
@@ -28,9 +28,9 @@ def _drawable(_ctx: click.Context, param: click.Parameter, path: Path | None) ->
 
 
 picture_options = options(
-    click.option("--plot", type=FILE, callback=_drawable, help="Draw the result into this .png or .svg file."),
+    click.option("--plot", type=WRITTEN, callback=_drawable, help="Draw the result into this .png or .svg file."),
     click.option("--dark", is_flag=True, help="With --plot, on dark paper."),
-    click.option("--html", type=FILE, callback=_drawable, help="Write pictures and tables as one page, to share."),
+    click.option("--html", type=WRITTEN, callback=_drawable, help="Write pictures and tables as one page, to share."),
 )
 
 
@@ -42,22 +42,23 @@ def draw(results: Sequence[dict[str, Any]], flags: dict[str, Any]) -> None:
         plots.save(results, flags["plot"], dark=flags["dark"])
     if flags["html"]:
         from ..bench.page import page
+        from ..whole_file import write_whole
 
-        flags["html"].write_text(page(results), encoding="utf-8")
+        write_whole(flags["html"], page(results))
 
 
 @contextlib.contextmanager
 def complete(files: Sequence[Path]) -> Iterator[None]:
-    """Results on disk may have been cut: what is missing in them is the user's to know, not a traceback."""
+    """Results on disk may have been cut or changed: what is wrong is then in them, and not a traceback."""
     try:
         yield
-    except (KeyError, IndexError, TypeError) as e:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError) as e:
         names = ", ".join(map(str, files))
         raise ValueError(f"{names}: not a whole result of `mlx-mtp bench` ({type(e).__name__}: {e})") from e
 
 
 @click.command("plot")
-@click.argument("files", nargs=-1, required=True, type=FILE)
+@click.argument("files", nargs=-1, required=True, type=GIVEN)
 @picture_options
 def plot(files: tuple[Path, ...], **flags: Any) -> None:
     """Draw results that other commands wrote with --out, or show them as a page: FILE..., with --plot or --html.

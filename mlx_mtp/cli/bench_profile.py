@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .bench_options import FILE, console, cooldown_of, finish, run_options, subject_of, subject_options
+from .bench_options import console, cooldown_of, finish, run_options, subject_of, subject_options
+from .bench_pictures import WRITTEN
 from .options import default_step, options
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ capture_options = options(
         help="Also a GPU trace of this phase.",
     ),
     click.option("--capture-cycles", type=click.IntRange(1, 16), default=1, help="Cycles to trace, a file each."),
-    click.option("--capture-path", type=FILE, default=Path("mlx-mtp.gputrace"), help="Where the trace goes."),
+    click.option("--capture-path", type=WRITTEN, default=Path("mlx-mtp.gputrace"), help="Where the trace goes."),
 )
 
 

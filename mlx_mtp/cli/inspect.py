@@ -1,5 +1,6 @@
 """`mlx-mtp inspect`: what a checkpoint holds, from its headers."""
 
+import gc
 import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -33,11 +34,15 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
         from ..hub_headers import downloaded, headers_only
 
         directory = downloaded(path, revision)
-    if directory is None:
-        with headers_only(path, revision) as directory:
-            facts = _named(inspect_checkpoint(directory, values=False), directory, path)
-    else:
-        facts = inspect_checkpoint(directory)
+    gc.disable()  # 100,000 tensors are many small objects, all of them in use
+    try:
+        if directory is None:
+            with headers_only(path, revision) as directory:
+                facts = _named(inspect_checkpoint(directory, values=False), directory, path)
+        else:
+            facts = inspect_checkpoint(directory)
+    finally:
+        gc.enable()
     click.echo(json.dumps(asdict(facts), indent=2) if as_json else _text(facts))
     if facts.problems:
         raise click.ClickException(facts.problems[0])
@@ -67,7 +72,7 @@ def _text(facts: "Inspection") -> str:
         rows.append(("missing", listed(facts.missing)))
     if facts.report and facts.report.heads:
         rows.append(("LM heads", facts.report.lm_head))
-    if facts.zero_centred:
+    if facts.zero_centred and facts.norms:
         rows.append(("norms", _norms(facts)))
     rows += _memory(facts.memory, facts.longest) if facts.memory else []
     if facts.report and facts.report.ignored:
@@ -103,12 +108,13 @@ def _heads(facts: "Inspection") -> str:
 
 
 def _norms(facts: "Inspection") -> str:
-    """How each part's norms are stored."""
-    states = [STORED[centred] for centred in facts.zero_centred or ()][: len(facts.norms)]
+    """How the norms of each part that is there are stored."""
+    parts = zip(("the target's", "the heads'"), (facts.target, facts.heads), facts.zero_centred or (), strict=True)
+    states = {name: STORED[centred] for name, part, centred in parts if part.tensors}
     means = ", ".join("not a number" if value is None else f"{value:.2f}" for value in facts.norms)
-    if len(set(states)) == 1:
-        return f"{states[0]} (their means: {means})"
-    return f"the target's {states[0]}; the heads' {states[1]} (their means: {means})"
+    if len(set(states.values())) == 1:
+        return f"{next(iter(states.values()))} (their means: {means})"
+    return "; ".join(f"{name} {state}" for name, state in states.items()) + f" (their means: {means})"
 
 
 def _memory(memory: "Memory", longest: int | None) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -57,6 +58,22 @@ def check_size(_ctx: click.Context, _param: click.Parameter, value: float | None
     if value is not None and not 0 <= value <= MOST_GB:  # not a number, to which click has no objection, is neither
         raise click.BadParameter(f"{value}: allowed is 0 to {MOST_GB} GB")
     return None if value is None else int(value * 1e9)
+
+
+class GivenFile(click.Path):
+    """A file to read, which has to be there. A device may never end, and a pipe never begin: neither is one."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path: Any = super().convert(value, param, ctx)
+        if not path.is_file():
+            self.fail(f"{path} is not a file", param, ctx)
+        return path
+
+
+GIVEN = GivenFile()
 
 
 def options(*decorators: Any) -> Any:
@@ -128,7 +145,7 @@ sampling_options = options(
 )
 cache_file_option = click.option(
     "--prompt-cache-file",
-    type=click.Path(exists=True, dir_okay=False),
+    type=GIVEN,
     help="What `mlx-mtp cache-prompt` has read: the message begins with it.",
 )
 memory_options = options(

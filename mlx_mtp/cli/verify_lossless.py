@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import load_model, model_options
+from .options import GIVEN, load_model, model_options
 from .progress import shows_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from ..lossless.check import Progress, Verdict
     from ..lossless.tasks import Answered, Task
@@ -38,7 +39,7 @@ TASK_TOKENS = 2048  # of an answer
 )
 @click.option(
     "--tasks",
-    type=click.Path(exists=True, dir_okay=False),
+    type=GIVEN,
     help="Instead, answer the questions of a JSON-lines file, without and with drafts.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -72,7 +73,7 @@ def verify_lossless(**flags: Any) -> None:
     sys.exit(1 if verdict.broken else 0)
 
 
-def _read_tasks(file: str | None) -> "list[Task]":
+def _read_tasks(file: "Path | None") -> "list[Task]":
     """Before a model is loaded for them."""
     if file is None:
         return []

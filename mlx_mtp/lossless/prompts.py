@@ -69,7 +69,11 @@ def document(tokenizer: Any, length: int) -> list[int]:
     section = 0
     while len(tokens) < length:
         section += 1
-        tokens += tokenizer.encode(DOCUMENT.format(section, section + 7, section + 7), add_special_tokens=not tokens)
+        text = DOCUMENT.format(section, section + 7, section + 7)
+        found = tokenizer.encode(text, add_special_tokens=not tokens)
+        if not found:
+            raise ValueError("the tokenizer makes no tokens of a text")
+        tokens += found
     return tokens[:length]
 
 

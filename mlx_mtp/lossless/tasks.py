@@ -35,7 +35,7 @@ class Answered:
 def read_tasks(file: str | Path) -> list[Task]:
     """Tasks of a JSON-lines file, {"question": ..., "answer": ...} a line; ValueError names one that is not."""
     try:
-        lines = Path(file).read_text("utf-8").splitlines()
+        lines = Path(file).read_text("utf-8").split("\n")  # JSON may hold other ends of lines
     except UnicodeDecodeError:
         raise ValueError(f"{file}: not UTF-8 text") from None
     tasks = [_task(f"{file}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip()]
@@ -47,7 +47,7 @@ def read_tasks(file: str | Path) -> list[Task]:
 def _task(where: str, line: str) -> Task:
     try:
         found = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not JSON ({e})") from None
     question, answer = (found.get(name) if isinstance(found, dict) else None for name in ("question", "answer"))
     if not isinstance(question, str) or not question.strip():

@@ -1,0 +1,62 @@
+"""What the fuzzers share: how many cases, a watch for what hangs, and how a command has to end."""
+
+import faulthandler
+import os
+import re
+from pathlib import Path
+
+import pytest
+from command_line import call
+from hypothesis import HealthCheck, settings
+
+LONG = os.environ.get("MLX_MTP_SWEEP") == "1"
+LOG = os.environ.get("MLX_MTP_FUZZ_LOG", os.devnull)
+PATIENCE = 100  # seconds: what takes longer hangs
+
+
+def count(few: int, many: int) -> int:
+    """How many cases: few, in a sweep MLX_MTP_EXAMPLES or many."""
+    return int(os.environ.get("MLX_MTP_EXAMPLES", many)) if LONG else few
+
+
+def profile(few: int) -> settings:
+    """So many cases, always the same ones; in a sweep more, and at random."""
+    kept = {"deadline": None, "derandomize": not LONG, "suppress_health_check": list(HealthCheck)}
+    return settings(max_examples=count(few, 1000), **kept)
+
+
+class Files(dict):
+    """name -> content, which hypothesis shows in few words."""
+
+    def __repr__(self) -> str:
+        return f"Files({', '.join(self)})"
+
+
+def tree(path: Path) -> dict[str, int]:
+    """What lies in a directory, and how large it is."""
+    return {str(p.relative_to(path)): p.lstat().st_size for p in path.rglob("*")}
+
+
+def watched(directory: Path, command: list[str], what: object, stdin: bytes = b""):
+    """Run a command in a directory; one that hangs ends the tests, and MLX_MTP_FUZZ_LOG says which it was."""
+    with open(LOG, "a") as log, pytest.MonkeyPatch.context() as patch:
+        log.write(f"{os.getpid()} {command} {what} {stdin[:20]!r}\n")
+        log.flush()
+        faulthandler.dump_traceback_later(PATIENCE, exit=True, file=log)
+        patch.chdir(directory)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        try:
+            return call(*command, stdin=stdin)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def assert_orderly(result, codes: tuple[int, ...] = (0, 1), *, turns: bool = False) -> None:
+    """No error, or one line of it at the end, after nothing but warnings and notices; or as many as turns failed."""
+    assert result.returncode in codes, (result.returncode, result.stderr)
+    lines = result.stderr.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    if result.returncode:
+        assert errors[-1:] == lines[-1:], lines
+    assert turns or len(errors) == (result.returncode != 0), lines
+    assert not re.search(r"error: unexpected|std::|json\.exception|Traceback", result.stderr), lines

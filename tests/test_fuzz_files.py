@@ -1,0 +1,153 @@
+"""Other files that commands read, damaged at random: a text or one line of error, and nothing half-written.
+
+Saved prompt caches, draft vocabularies, adapters, drafters, heads apart from their model, results of benchmarks,
+tasks, and a config.json to draw a model of. Where there is a checksum, some of the damage has a right one.
+"""
+
+import contextlib
+import json
+import shutil
+import struct
+
+import damage
+import drafters
+import families
+import mlx.core as mx
+import pytest
+import results
+from command_line import call
+from fuzzing import Files, assert_orderly, profile, tree, watched
+from hypothesis import given
+from hypothesis import strategies as st
+from test_adapters import ADAPTER
+from test_saved_cache import rewritten, sealed
+
+GENERATE = "generate -m 4 -p abcab --verbose False --ignore-chat-template"
+COMMANDS = {
+    "cache": [f"{GENERATE} --model DIR --prompt-cache-file FILE"],
+    "vocab": [f"{GENERATE} --model DIR --draft-vocab FILE"],
+    "heads": [f"{GENERATE} --model DIR --mtp-path FILE"],
+    "adapter": [f"{GENERATE} --model QWEN --adapter-path FOLDER"],
+    "drafter": [f"{GENERATE} --model QWEN --draft-model FOLDER", "inspect FOLDER"],
+    "tasks": ["verify-lossless -m 2 --no-diagnose --model DIR --tasks FILE"],
+    "config": ["bench model --quick --config FILE", "bench verify --config FILE --rows 1 --contexts 4 --rounds 1"],
+    "decode": ["bench compare FILE FILE", "bench plot FILE --plot NEW.png", "bench model --quick --measured FILE"],
+    "verify": ["bench plot FILE --html NEW", "bench model --quick --measured FILE --model GLM-4.5 --html NEW"],
+    "profile": ["bench plot FILE --plot NEW.svg", "bench model --quick --measured FILE --model demo --out NEW"],
+    "kernels": ["bench plot FILE --plot NEW.png"],
+}
+TASKS = b'{"question": "abc?", "answer": "a b"}\n\n{"question": "bc", "answer": 12}\n'
+CHANGED = ["cut_bytes", "flip_bits", "junk", "odd_file", "header_entry", "tensor_values", "entry"]
+QUERY = "model.layers.4.self_attn.q_proj"
+MODELS = ("decode", "verify", "profile", "adapter")  # where usage may be wrong, for what the file says
+CACHE, ADAPTER_OF_QWEN = COMMANDS["cache"][0], COMMANDS["adapter"][0]
+CORPUS: list[list] = [  # each with the draws that it took
+    ["cache", CACHE, ["entry"], "cache.safetensors", "format", None, True],
+    ["adapter", ADAPTER_OF_QWEN, ["odd_file"], "adapter_config.json", b"->/dev/zero"],
+    ["adapter", ADAPTER_OF_QWEN, ["odd_file"], "adapter_config.json", b"|"],
+    ["adapter", ADAPTER_OF_QWEN, ["header_entry"], "adapters.safetensors", f"{QUERY}.lora_a", "metadata", 7],
+]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A directory with two whole checkpoints, one of them with no heads of its own."""
+    here, made = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("made")
+    damage.put(here / "DIR", damage.build("step3p5", made / "step"))
+    families.headless(here / "QWEN", {**drafters.GQA, "model_type": "qwen3", "head_dim": 8})
+    damage.write_tokenizer(here / "QWEN")
+    return here
+
+
+@pytest.fixture(scope="module")
+def whole(here, tmp_path_factory):
+    """kind -> the undamaged files, of which the first is the one that a command is told."""
+    made = tmp_path_factory.mktemp("files")
+    for command in ("cache-prompt -p abcab --prompt-cache-file", "draft-vocab --size 6 --out"):
+        name, *options = command.split()
+        assert call(name, "--model", here / "DIR", *options, made / name).returncode == 0
+    drafters.save(made / "drafter", drafters.CONFIG, drafters.GQA["hidden_size"])
+    lora = {f"{QUERY}.lora_{x}": s for x, s in {"a": (32, 4), "b": (4, 32)}.items()}
+    mx.save_safetensors(str(made / "adapters.safetensors"), {name: mx.ones(shape) for name, shape in lora.items()})
+    tensors = damage.unpack((here / "DIR" / "model.safetensors").read_bytes())
+    heads = {name: t for name, t in tensors.items() if any(f"layers.{i}." in name for i in (4, 5, 6))}
+    found = {
+        "cache": {"cache.safetensors": (made / "cache-prompt").read_bytes()},
+        "vocab": {"vocab.json": (made / "draft-vocab").read_bytes()},
+        "heads": {"heads.safetensors": damage.pack(heads)},
+        "adapter": {
+            "adapters.safetensors": (made / "adapters.safetensors").read_bytes(),
+            "adapter_config.json": json.dumps(ADAPTER).encode(),
+        },
+        "drafter": {file.name: file.read_bytes() for file in sorted((made / "drafter").iterdir(), reverse=True)},
+        "tasks": {"tasks.jsonl": TASKS},
+        "config": {"config.json": json.dumps(damage.STEP | {"vocab_size": 256}).encode()},
+    }
+    for kind in ("decode", "verify", "profile", "kernels"):
+        found[kind] = {f"{kind}.json": json.dumps(getattr(results, f"{kind}_result")()).encode()}
+    return {kind: Files(files) for kind, files in found.items()}
+
+
+def entry(draw, files: damage.Files) -> str:
+    """An entry of JSON: of a file that is JSON, of a line of the tasks, of what a prompt cache says of itself."""
+    if not files:
+        return "nothing"
+    name = draw(st.sampled_from(sorted(files)))
+    if name == "cache.safetensors":
+        said: list[str] = []
+        try:
+            files[name] = rewritten(files[name], lambda state: said.append(damage.change_entry(draw, state)))
+        except (ValueError, KeyError, TypeError, IndexError, struct.error, RecursionError):
+            return "nothing"
+        return f"state {said}"
+    lines = files[name].split(b"\n") if name == "tasks.jsonl" else [files[name]]
+    try:
+        tree = json.loads(lines[0])
+    except (ValueError, RecursionError):
+        return "nothing"
+    said = damage.change_entry(draw, tree)
+    files[name] = b"\n".join([json.dumps(tree).encode(), *lines[1:]])
+    return f"{name} {said}"
+
+
+def run_case(here, whole, directory, draw) -> None:
+    """One command on one of the files with one or two damages."""
+    kind = draw(st.sampled_from(sorted(COMMANDS)))
+    files, command = dict(whole[kind]), draw(st.sampled_from(COMMANDS[kind])).split()
+    tensors = any(name.endswith(".safetensors") for name in files)
+    possible = [c for c in CHANGED if tensors or c not in ("header_entry", "tensor_values")]
+    drawn = [
+        entry(draw, files) if change == "entry" else damage.KINDS[change](draw, files)
+        for change in draw(st.lists(st.sampled_from(possible), min_size=1, max_size=2))
+    ]
+    folder = damage.put(directory / "files", files)
+    file = folder / next(iter(whole[kind]))
+    if kind == "cache" and file.is_file() and not file.is_symlink() and draw(st.booleans()):
+        reseal(file)
+    places = {"FILE": file, "FOLDER": folder, "DIR": here / "DIR", "QWEN": here / "QWEN"}
+    before = tree(directory)
+    result = watched(directory, [str(places.get(word, word)) for word in command], drawn)
+    assert_orderly(result, (0, 1, 2))
+    assert result.returncode != 2 or not file.is_file() or kind in MODELS, result.stderr
+    made = tree(directory).keys() - before.keys()
+    assert not made if result.returncode else made <= {"NEW", "NEW.png", "NEW.svg"}
+
+
+def reseal(file) -> None:
+    """A right checksum, where there is a place for it."""
+    with contextlib.suppress(ValueError, OSError, struct.error):
+        sealed(file, file.read_bytes())
+
+
+@profile(40)
+@given(data=st.data())
+def test_damage_is_said_in_one_line(here, whole, tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("case")
+    run_case(here, whole, directory, data.draw)
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("draws", CORPUS, ids=str)
+def test_what_was_once_found(here, whole, tmp_path, draws):
+    values = iter(draws)
+    run_case(here, whole, tmp_path, lambda strategy: next(values))
