@@ -2,9 +2,11 @@
 are compiled.
 """
 
+import hashlib
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from .compile_choice import CompileChoice
 from .compiled import Compiled, Recorder
@@ -12,7 +14,7 @@ from .controller import Controller, Fixed
 from .cost_memory import CostMemory
 from .costs import Costs
 from .plain_cache import PlainCache
-from .prompt_cache import PromptCache, identity
+from .prompt_cache import PromptCache
 from .sampling import Picker
 
 LOOKUP_DRAFTS = 7  # with the token before them the most rows that have the bits of one (kernels/README.md)
@@ -52,9 +54,16 @@ def learned(model: Any) -> Learned:
     """Made once for a model: to name its parameters takes as long as some cycles."""
     if not hasattr(model, "_learned"):
         report = model.report() if hasattr(model, "report") else None
-        name, kernels = identity(model, heads=True), "; ".join(report.kernels if report else ())
+        name, kernels = _names(model), "; ".join(report.kernels if report else ())
         model._learned = Learned(CostMemory(name, kernels), CostMemory(name, f"{kernels}; replayed cycles"))
     return model._learned
+
+
+def _names(model: Any) -> str:
+    """A digest of the names and shapes of a model's parameters, on which the cost of its cycles depends."""
+    arrays: Any = tree_flatten(model.parameters())
+    own = sorted(f"{name} {array.shape}" for name, array in arrays)
+    return hashlib.sha256("\n".join(own).encode()).hexdigest()
 
 
 def control_for(

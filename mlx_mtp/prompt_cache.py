@@ -4,14 +4,11 @@ Depth j's slot p (see `draft.py`) lives at position p + j of its cache, so every
 position i of depth j reads token x_{i+1}, and all heads stand at the same offset, `primed`.
 """
 
-import hashlib
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from .cache import Ring, SlidingKVCache, make_caches, make_saved
 from .opening import Opening
@@ -336,14 +333,3 @@ def group_size_for(model: Any) -> int:
     """The largest usual group size that quantized keys and values of `model` can have, else 64."""
     head_dim = getattr(model.args, "head_dim", None) or 64  # latent attention has none, and nothing to quantize
     return next((size for size in (64, 32) if head_dim % size == 0), 64)
-
-
-def identity(model: Any, *, heads: bool) -> str:
-    """A digest of the names and shapes of a model's parameters, with its heads' or without.
-
-    The heads' LM heads are left out: a state does not depend on what they choose from.
-    """
-    arrays: Any = tree_flatten(model.parameters())
-    others = re.compile(r"mtp\.\d+\.(head\.|d2t$)" if heads else r"mtp\.")
-    own = [f"{name} {array.shape}" for name, array in arrays if not others.match(name)]
-    return hashlib.sha256("\n".join(sorted(own)).encode()).hexdigest()
