@@ -239,7 +239,7 @@ def test_wrong_arguments(checkpoints, tmp_path):
     for listed, message in (
         ([5], "draft_vocab: token 5 in the list; allowed are 0 to 4"),
         ([], "draft_vocab: the tokens are empty"),
-        (tmp_path, "cannot be read"),
+        (tmp_path, "not a file"),
     ):
         with pytest.raises(ValueError, match=message):
             mlx_mtp.load_model(**arguments, draft_vocab=listed)

@@ -136,5 +136,5 @@ def test_a_cache_of_another_pattern_is_refused(tmp_path):
     assert [c.window for c in cache.layers] == ["recurrent", "recurrent", None, "recurrent"]
     list(mlx_mtp.generate_step([1, 2, 3], models[0], max_tokens=4, prompt_cache=cache))
     mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
-    with pytest.raises(ValueError, match=r"\(4, 1\) \(layers, heads\), the model \(5, 1\)"):
+    with pytest.raises(ValueError, match="made with another model"):
         mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", models[1])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import GIVEN, load_model, model_options
-from .progress import shows_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +61,7 @@ def verify_lossless(**flags: Any) -> None:
         )
     tasks = _read_tasks(flags["tasks"])
     model, tokenizer = _load(flags)
+    from .progress import shows_progress
     from .verify_tables import as_dict, show
 
     with _progress(shown=shows_progress(quiet=flags["as_json"])) as progress:

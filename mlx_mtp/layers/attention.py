@@ -167,7 +167,7 @@ class Attention:
 
     def of(self, cache: Any) -> "Attention | None":
         """The site that reads this cache; None where none knows its format, or it keeps its first positions."""
-        if cache.keep:
+        if getattr(cache, "keep", 0):  # mlx-lm's own have none
             return None
         wanted = cache_format(cache)
         return next((site for site in (self, *self.quantized) if site.format == wanted), None)
