@@ -125,7 +125,7 @@ CASES = {
         f"{name}: {norms}": (name, unshifted(paths))
         for name in trained.NAMES
         for norms, paths in NORMS.items()
-        if (name, norms) != ("mimo", "last norm")  # nearly all above one: less one they choose the same tokens
+        if (name, norms) != ("mimo", "last norm")  # three in four above one: less one they choose the same
     },
     **{f"{name}: hidden and embedding": (name, other_order) for name in trained.NAMES},
     "step3p5: hidden state before the norm": ("step3p5", behind_the_norm),
