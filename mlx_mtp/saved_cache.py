@@ -83,10 +83,10 @@ def load_prompt_cache(file: str | Path, model: Any, *, check_memory: bool = True
 def saved_opening(file: str | Path) -> Opening | None:
     """The text that a file holds the state of, and whose tokens they are; ValueError where it is no prompt cache.
 
-    Nothing but the header is read, and nothing checked that loading checks.
+    Raises as `load_prompt_cache` does: of a damaged file no model's name is believed, which may be one on the hub.
     """
     with Path(file).open("rb") as f:
-        opening = _state_in(f, file)[0].get("opening")
+        opening = _checked(f, file).get("opening")
     try:
         return opening and Opening(**opening)
     except TypeError:
