@@ -16,7 +16,7 @@ from mlx_mtp import planning
 from mlx_mtp.bench.loops import MlxLm, Reader, Settings, twin
 from mlx_mtp.bench.random_model import first_layers, head_count, random_model
 from mlx_mtp.bench.subject import NoMemory, open_subject
-from mlx_mtp.bench.synthetic import DEPTHS, POSITIONS, drawn_acceptance, draws
+from mlx_mtp.bench.synthetic import DEPTHS, POSITIONS, drawn_acceptance, draws, rate_at
 from mlx_mtp.cost_memory import CostMemory
 from mlx_mtp.demo import demo_path
 from mlx_mtp.load import read_args
@@ -150,6 +150,7 @@ def test_a_stated_quantization_is_that_of_the_model(config):
         ({}, {"layers": 0}, r"layers=0: allowed is 1 to 3"),
         ({}, {"layers": 4}, r"layers=4: allowed is 1 to 3"),
         ({}, {"synth_rates": [1.5]}, r"synth_rates=1.5: allowed is between 0 and 1"),
+        ({}, {"synth_rates": [0.5, 0.6]}, r"synth_rates=0.6: allowed behind 0.5 is no more than that"),
         ({}, {"synth_rates": [0.5], "mtp": False}, "no heads that draft"),
         ({}, {"model": "demo"}, "not together with a checkpoint"),
     ],
@@ -221,13 +222,23 @@ def test_certain_draws_are_certain_and_the_text_is_the_drafts(config):
         assert generated(subject.model, 0)[0] == plain[0]
 
 
-def test_the_rates_are_conditional_and_the_last_goes_on():
-    right = draws([0.9, 0.5], 7)
+def test_the_rates_are_the_shares_that_results_state_and_fall_on():
+    right = draws([0.9, 0.6], 7)
     shares = right.astype(mx.float32).mean(axis=0).tolist()
-    assert shares[0] == pytest.approx(0.9, abs=0.02)
-    assert shares[1:] == pytest.approx([0.5] * (DEPTHS - 1), abs=0.03)
-    assert mx.array_equal(right, draws([0.9, 0.5], 7))
-    assert not mx.array_equal(right, draws([0.9, 0.5], 8))
+    assert shares == pytest.approx([0.9 * (2 / 3) ** depth for depth in range(DEPTHS)], abs=0.02)
+    assert mx.array_equal(right, draws([0.9, 0.6], 7))
+    assert not mx.array_equal(right, draws([0.9, 0.6], 8))
+    assert [round(rate_at([0.87, 0.76, 0.69], depth), 3) for depth in (0, 1, 2, 3)] == [0.87, 0.76, 0.69, 0.626]
+    assert (rate_at([0.8], 2), rate_at([0, 0], 5), rate_at([1, 1], 9)) == (pytest.approx(0.512), 0, 1)
+    _, stats = drawn_run([0.87, 0.76, 0.69], 400)
+    kept = [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True)]
+    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08)  # of some 120 cycles
+
+
+def drawn_run(rates, tokens):
+    subject = open_subject(synth_rates=rates)
+    with subject.acceptance():
+        return generated(subject.model, 3, tokens)
 
 
 def test_afterwards_nothing_is_drawn():

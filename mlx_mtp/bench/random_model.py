@@ -83,6 +83,8 @@ def shaped_model(
 def _read(file: Path) -> dict:
     try:
         return checked_config(json.loads(file.read_text()), file)
+    except OSError as e:
+        raise ValueError(f"{file}: cannot be read ({e.strerror})") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise ValueError(f"{file}: not valid JSON ({e})") from None
 

@@ -93,7 +93,7 @@ def open_subject(
     """Load a checkpoint (a directory, a hub name, "demo" or None for the demo), or draw a model of a config.json.
 
     layers, bits, group_size: of the drawn model; see `random_model`. kernels, draft_model: as `load`'s.
-    synth_rates: chances to draw acceptance with, per depth; the last holds for deeper drafts.
+    synth_rates: shares of drafts to keep, per depth; see `drawn_acceptance`.
     Raises ValueError, in one line, for what cannot be loaded or does not go together.
     """
     rates = check_rates(synth_rates) if synth_rates else ()

@@ -1,8 +1,10 @@
 """Acceptance that is drawn: the heads run and cost what they cost, but the target is made to say what they drafted.
 
-So texts mean nothing. A rate is the chance that a draft is right, given that all drafts before it are.
+So texts mean nothing. A rate is the share of the drafts at a depth that are kept, as results state it (and llama.cpp's
+`--spec-synth-rates` takes it): a draft is kept with all before it, so that no rate is above the one before.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,19 +18,29 @@ DEPTHS = 16
 
 
 def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """One rate per depth, the last for all deeper ones; ValueError for one that is no chance."""
+    """One rate per depth; ValueError for one that is no chance, or above the one before."""
     if not rates:
         raise ValueError("synth_rates=(): allowed is one number between 0 and 1 per depth")
     for rate in rates:
         if not 0 <= rate <= 1:
             raise ValueError(f"synth_rates={rate}: allowed is between 0 and 1")
+    if risen := [pair for pair in itertools.pairwise(rates) if pair[1] > pair[0]]:
+        raise ValueError(f"synth_rates={risen[0][1]}: allowed behind {risen[0][0]} is no more than that")
     return tuple(rates)
 
 
+def rate_at(rates: Sequence[float], depth: int) -> float:
+    """The rate at a depth; behind the last that is given they fall on as they did there."""
+    if depth < len(rates):
+        return rates[depth]
+    last, before = rates[-1], rates[-2] if len(rates) > 1 else 1.0
+    return last * (last / before if before else 0.0) ** (depth + 1 - len(rates))
+
+
 def draws(rates: Sequence[float], seed: int) -> mx.array:
-    """Whether the draft at a depth of the cycle at a position is right; bool [POSITIONS, DEPTHS]."""
-    chances = mx.array([rates[min(depth, len(rates) - 1)] for depth in range(DEPTHS)])
-    return mx.random.uniform(shape=(POSITIONS, DEPTHS), key=mx.random.key(seed)) < chances
+    """Whether the draft at a depth of the cycle at a position is kept; bool [POSITIONS, DEPTHS], a run of true each."""
+    chances = mx.array([rate_at(rates, depth) for depth in range(DEPTHS)])
+    return mx.random.uniform(shape=(POSITIONS, 1), key=mx.random.key(seed)) < chances
 
 
 @contextmanager

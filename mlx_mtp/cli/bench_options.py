@@ -50,7 +50,7 @@ subject_options = options(
     click.option(
         "--synth-rates",
         callback=numbers(float, "chances"),
-        help="Draw what is accepted: chances per depth, as 0.87,0.76; the last holds for deeper ones.",
+        help="Draw what is accepted: the share per depth that is kept, as 0.87,0.76,0.69; deeper ones fall on alike.",
     ),
     click.option("--mtp/--no-mtp", default=True, help="With the MTP heads."),
     click.option("--draft-model", help="Directory or Hugging Face repository of an EAGLE-3 head for the model."),
