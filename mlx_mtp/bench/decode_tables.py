@@ -71,7 +71,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.tokens:.0f}",
         f"{row.drafted:.0f}" if drafting else "",
         f"{row.accepted:.0f}" if drafting else "",
-        "/".join(f"{rate:.0%}" for rate in row.rates) if drafting else "",
+        "/".join("-" if rate is None else f"{rate:.0%}" for rate in row.rates) if drafting else "",
         f"{row.tokens_per_cycle:.2f}" if drafting and row.tokens_per_cycle else "",
         f"{row.speed.median:.1f}" if row.speed else "",
         _with_spread(row.vs_plain) if row.contender != PLAIN else "1",

@@ -53,9 +53,12 @@ def write(found: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """A result that `write` wrote; ValueError where the file holds none, or one of another kind or format."""
+    """A result that `write` wrote, or that what a command printed ends with; ValueError where the file holds none of
+    this kind and format.
+    """
     try:
-        found = json.loads(path.read_text())
+        text = path.read_text().strip()
+        found = json.loads(text if text.startswith("{") else text.rpartition("\n")[2])
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: no result of `mlx-mtp bench` ({e})") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("bench") not in KINDS:
