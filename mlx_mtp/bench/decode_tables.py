@@ -82,7 +82,9 @@ def _cells(row: Row) -> list[str]:
 
 
 def _with_spread(value: Measured | None) -> str:
-    return f"{value.median:.2f} ({value.spread:.0%})" if value else ""
+    if value is None:
+        return ""
+    return f"{value.median:.2f} ({value.spread:.0%})" if value.count > 1 else f"{value.median:.2f} (-)"
 
 
 def _median(value: Measured | None) -> str:

@@ -47,6 +47,11 @@ def result(kind: str, model: dict[str, Any], options: dict[str, Any], **measured
     return {**head, **measured}
 
 
+def named(model: dict[str, Any]) -> str:
+    """A result's model, as titles of tables say it, with what is synthetic of it."""
+    return f"{model['name']}, SYNTHETIC: {label}" if (label := model.get("synthetic")) else model["name"]
+
+
 def write(found: dict[str, Any], path: Path) -> None:
     """Write a result as one line, at once."""
     write_whole(path, json.dumps(found) + "\n")

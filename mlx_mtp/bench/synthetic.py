@@ -1,7 +1,7 @@
 """Acceptance that is drawn: the heads run and cost what they cost, but the target is made to say what they drafted.
 
-So texts mean nothing. A rate is the share of the drafts at a depth that are kept, as results state it, and as
-llama.cpp's `--spec-synth-rates` takes it: a draft is kept with all before it, so that none is above the one before.
+So texts mean nothing. A rate is the share of the drafts at a depth that are kept, as results state it: a draft is kept
+with all before it, so that none is above the one before.
 """
 
 import itertools
