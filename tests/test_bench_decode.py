@@ -313,7 +313,7 @@ def test_the_command_line_ends_in_the_result(tmp_path):
     assert [e["contender"] for e in result["entries"]] == ["mlx-lm", "plain", "k=2", "adaptive"]
     assert result["options"]["max_tokens"] == 4
     text = "\n".join(shown)
-    assert all(word in text for word in ("accepted", "over", "spread", "k=2"))
+    assert all(word in text for word in ("accepted", "over", "spread", "k=2", "(-)"))
     (printed := tmp_path / "printed.txt").write_text(done.stdout)
     again = call("bench", "compare", out, printed)
     assert again.returncode == 0
@@ -365,7 +365,7 @@ def test_an_earlier_result_is_shown_beside_and_a_wrong_text_is_exit_code_1(tmp_p
         ),
         (("--preset", "documents"), "--preset documents: needs --model or --config"),
         (("--preset", "documents", "--model", "demo", "--contexts", "9"), "--preset documents: not with --contexts"),
-        (("--preset", "documents", "--model", "demo", "--no-mtp"), "preset=documents: allowed with 3 chained heads"),
+        (("--preset", "documents", "--quick", "--no-mtp"), "preset=documents: allowed with 3 chained heads"),
         (("--compare", "/none"), "Invalid value for '--compare': File '/none' does not exist"),
     ],
 )

@@ -1,6 +1,6 @@
 """Acceptance that is drawn: the heads run and cost what they cost, but the target is made to say what they drafted.
 
-So texts mean nothing. A rate is the share of the drafts at a depth that are kept, as results state it: a draft is kept
+So texts mean nothing. A rate is the share of a depth's drafts that are kept, as results state it: a draft is kept
 with all before it, so that none is above the one before.
 """
 
