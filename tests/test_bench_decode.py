@@ -321,6 +321,15 @@ def test_the_command_line_ends_in_the_result(tmp_path):
     assert "not alike" not in again.stdout
 
 
+def test_results_that_share_nothing_are_said_to(tmp_path):
+    for name, loop in (("a", PLAIN), ("b", "other")):
+        (tmp_path / name).write_text(json.dumps(made({loop: [10, 10]}, bench="decode", format=1)))
+    done = call("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nothing to compare" in done.stdout
+    assert "nothing to compare" not in call("bench", "compare", tmp_path / "a", tmp_path / "a").stdout
+
+
 def test_what_is_drawn_says_so(tmp_path):
     config = json.loads((demo_path() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))

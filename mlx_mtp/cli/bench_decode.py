@@ -165,7 +165,7 @@ def _print_changes(out: "Console", files: tuple[Path, ...], before: dict[str, An
         lines, table = unlike(before, found), compared(before, found)
     for line in lines:
         out.print(f"not alike: {line}", highlight=False)
-    out.print(table)
+    out.print(table if table.row_count else "nothing to compare: no loop has the same context and caches in both")
 
 
 @click.command()
