@@ -215,6 +215,13 @@ def test_a_rows_arithmetic():
         assert theirs.tokens_per_cycle is None
 
 
+def test_a_depth_that_was_never_drafted_has_no_rate():
+    result = made({PLAIN: [10], "adaptive": [20]})
+    result["entries"][-1] |= {"cycles": [9], "drafted": [[4, 0]], "accepted": [[3, 0]]}
+    assert rows(result, WHOLE)[-1].rates == [0.75, None]
+    assert list(overall(result, WHOLE).columns[4].cells)[-1] == "75%/-"
+
+
 def test_texts_of_one_token_have_no_speed():
     result = made({PLAIN: [10], "k=1": [20]})
     for entry in result["entries"]:
@@ -292,6 +299,8 @@ def test_the_published_figures_and_their_conditions(demo):
     assert len(lines) == 42 + 24
     assert lines[0] == ("32k", "16", "16", "1", "here", "10.0", "13.0", "1.30", "75%", "1.60")
     assert ("", "", "", "", "Mac Studio, IQ4_XS", "35.4", "45.6", "1.29", "89%", "1.89") in lines[1:6]
+    result["model"]["synthetic"] = "random weights"
+    assert next(iter(documents.beside(result, quick=False).columns[4].cells)) == "here, synthetic"
 
 
 def test_the_command_line_ends_in_the_result(tmp_path):
@@ -304,11 +313,21 @@ def test_the_command_line_ends_in_the_result(tmp_path):
     assert [e["contender"] for e in result["entries"]] == ["mlx-lm", "plain", "k=2", "adaptive"]
     assert result["options"]["max_tokens"] == 4
     text = "\n".join(shown)
-    assert all(word in text for word in ("accepted", "over", "spread", "k=2"))
-    again = call("bench", "compare", out, out)
+    assert all(word in text for word in ("accepted", "over", "spread", "k=2", "(-)"))
+    (printed := tmp_path / "printed.txt").write_text(done.stdout)
+    again = call("bench", "compare", out, printed)
     assert again.returncode == 0
     assert "1.00x" in again.stdout
     assert "not alike" not in again.stdout
+
+
+def test_results_that_share_nothing_are_said_to(tmp_path):
+    for name, loop in (("a", PLAIN), ("b", "other")):
+        (tmp_path / name).write_text(json.dumps(made({loop: [10, 10]}, bench="decode", format=1)))
+    done = call("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nothing to compare" in done.stdout
+    assert "nothing to compare" not in call("bench", "compare", tmp_path / "a", tmp_path / "a").stdout
 
 
 def test_what_is_drawn_says_so(tmp_path):
@@ -353,9 +372,9 @@ def test_an_earlier_result_is_shown_beside_and_a_wrong_text_is_exit_code_1(tmp_p
             ("--contexts", "700,5", "--prompts", 1, "--categories", "translation"),
             "Invalid value for '--contexts': contexts=5: a prompt alone has",
         ),
-        (("--preset", "documents"), "--preset documents: needs --model"),
+        (("--preset", "documents"), "--preset documents: needs --model or --config"),
         (("--preset", "documents", "--model", "demo", "--contexts", "9"), "--preset documents: not with --contexts"),
-        (("--preset", "documents", "--model", "demo", "--no-mtp"), "preset=documents: allowed with 3 chained heads"),
+        (("--preset", "documents", "--quick", "--no-mtp"), "preset=documents: allowed with 3 chained heads"),
         (("--compare", "/none"), "Invalid value for '--compare': File '/none' does not exist"),
     ],
 )

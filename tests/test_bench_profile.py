@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 import mlx_mtp
 from mlx_mtp import cycle
 from mlx_mtp.bench import census, profile_report
+from mlx_mtp.bench.page_tables import tables_of
 from mlx_mtp.bench.profile import HOST, PHASES, Profile, Timer, Workload, decode_in_phases, profile
 from mlx_mtp.layers.mtp_head import MTPHead
 from mlx_mtp.lookup import Text
@@ -310,6 +311,8 @@ def test_the_command_ends_with_its_result(tmp_path):
         10,
         "--out",
         tmp_path / "p.json",
+        "--synth-rates",
+        "0.5",
     )
     done = command_line.call("bench", "profile", *quick)
     assert done.returncode == 0, done.stderr
@@ -318,5 +321,8 @@ def test_the_command_ends_with_its_result(tmp_path):
     assert (found["bench"], found["options"]["k"], found["tokens"]) == ("profile", 3, 6)
     for i, wall in enumerate(found["wall"]):
         assert sum(times[i] for times in found["seconds"].values()) + found["unexplained"][i] == pytest.approx(wall)
+    label = "demo, SYNTHETIC: acceptance drawn at 0.5, 3 drafts per cycle"
+    assert label in " ".join(done.stdout.split())
+    assert [t.title for t in tables_of(found)] == [label]
     for said in ("prefill", "build the draft", "in no phase", "Overhead:", "10.0 GB/s, as stated", "inconclusive"):
         assert said in done.stdout or said == "inconclusive"

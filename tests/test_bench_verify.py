@@ -16,6 +16,7 @@ import mlx_mtp
 from mlx_mtp.bench import chain, verify, verify_parts
 from mlx_mtp.bench.census import operations
 from mlx_mtp.bench.chain import Call
+from mlx_mtp.bench.page_tables import tables_of
 from mlx_mtp.bench.verify import Curve, Kernels, Pass, Plan, curve_table, measure
 from mlx_mtp.cache import MAX_ROWS
 from mlx_mtp.layers.mamba2 import Mamba2
@@ -317,12 +318,15 @@ def test_a_model_without_a_port_is_refused():
 
 def test_the_command_ends_with_its_result(tmp_path):
     few = ("--rows", "2", "--contexts", "16", "--rounds", 1, "--quick", "--out", tmp_path / "v.json")
+    few = (*few, "--synth-rates", "0.5")
     done = command_line.call("bench", "verify", *few)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == json.loads((tmp_path / "v.json").read_text())
     assert [curve["name"] for curve in found["curves"]] == ["whole", "projections", "attention", "experts", "LM head"]
     assert found["options"]["rows"] == [1, 2]
+    assert "demo, SYNTHETIC: acceptance drawn at 0.5" in " ".join(done.stdout.split())
+    assert [t.title for t in tables_of(found)] == ["T(M)/T(1), demo, SYNTHETIC: acceptance drawn at 0.5, stock"]
     if not mx.metal.is_available():
         assert "ours = stock modules: kernels need Metal, and there is no Metal GPU here." in done.stdout
         assert all(curve["seconds"].keys() == {"stock"} for curve in found["curves"])

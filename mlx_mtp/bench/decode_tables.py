@@ -71,7 +71,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.tokens:.0f}",
         f"{row.drafted:.0f}" if drafting else "",
         f"{row.accepted:.0f}" if drafting else "",
-        "/".join(f"{rate:.0%}" for rate in row.rates) if drafting else "",
+        "/".join("-" if rate is None else f"{rate:.0%}" for rate in row.rates) if drafting else "",
         f"{row.tokens_per_cycle:.2f}" if drafting and row.tokens_per_cycle else "",
         f"{row.speed.median:.1f}" if row.speed else "",
         _with_spread(row.vs_plain) if row.contender != PLAIN else "1",
@@ -82,7 +82,9 @@ def _cells(row: Row) -> list[str]:
 
 
 def _with_spread(value: Measured | None) -> str:
-    return f"{value.median:.2f} ({value.spread:.0%})" if value else ""
+    if value is None:
+        return ""
+    return f"{value.median:.2f} ({value.spread:.0%})" if value.count > 1 else f"{value.median:.2f} (-)"
 
 
 def _median(value: Measured | None) -> str:

@@ -80,7 +80,7 @@ def beside(found: dict[str, Any], *, quick: bool) -> Table:
     table = Table("context", "KV", "heads' KV", "drafts", "where", title=f"published: {source()}", **STYLE)
     for name in ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle"):
         table.add_column(name, justify="right")
-    lines = published()
+    lines, here = published(), "here, synthetic" if found["model"]["synthetic"] else "here"
     for context, *bits in conditions():
         setting = tokens(context, quick=quick), bits[0], bits[1]
         measured = {row.contender: row for row in rows(found, setting)}
@@ -89,7 +89,7 @@ def beside(found: dict[str, Any], *, quick: bool) -> Table:
             if not alike:
                 continue
             label = f"{context}, shortened to {tokens(context, quick=True)}" if quick else context
-            table.add_row(label, *(str(b or 16) for b in bits), str(k), "here", *_ours(measured, k))
+            table.add_row(label, *(str(b or 16) for b in bits), str(k), here, *_ours(measured, k))
             for p in alike:
                 speeds = f"{p.plain_tok_s:.1f}", f"{p.mtp_tok_s:.1f}", f"{p.speedup:.2f}"
                 where = f"{p.machine}, {p.weights}"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from .panels import Found
+from .result import named
 
 
 def tables_of(found: Found) -> Iterator[Table]:
@@ -32,7 +33,7 @@ def _verify(found: Found) -> Iterator[Table]:
             Curve(curve["name"], curve["context"], {side: {int(m): s for m, s in curve["seconds"][side].items()}})
             for curve in found["curves"]
         ]
-        yield curve_table(curves, side, f"T(M)/T(1), {found['model']['name']}, {side}")
+        yield curve_table(curves, side, f"T(M)/T(1), {named(found['model'])}, {side}")
 
 
 def _kernels(found: Found) -> Iterator[Table]:
@@ -53,7 +54,7 @@ def _profile(found: Found) -> Iterator[Table]:
         for i, wall in enumerate(found["wall"])
     ]
     made = lines(Profile(timers, found["undisturbed"]), found["operations"], found["bytes"])
-    title = f"{found['model']['name']}, {found['options']['k']} drafts per cycle"
+    title = f"{named(found['model'])}, {found['options']['k']} drafts per cycle"
     yield phase_table(made, Bandwidth(**found["bandwidth"]), title)
 
 

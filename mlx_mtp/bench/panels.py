@@ -85,4 +85,4 @@ def subject(found: Found) -> str:
     """What was measured, and where, as titles say it."""
     chip = found.get("chip", {}).get("name") or found["environment"]["chip"]
     label = found["model"].get("synthetic")
-    return f"{found['model']['name']}{f' ({label})' if label else ''}, {chip}"
+    return f"{found['model']['name']}{f' (synthetic: {label})' if label else ''}, {chip}"

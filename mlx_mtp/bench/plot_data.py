@@ -90,8 +90,8 @@ def acceptance(found: Found) -> Iterator[Grid]:
         depths = max((len(row.rates) for row in made.values() if row), default=0)
         if depths:
             where = f", {_setting(setting)}" if len(settings(found)) > 1 else ""
-            table = [[(row.rates if row else [])[d : d + 1] for d in range(depths)] for row in made.values()]
-            values = [[100 * cell[0] if cell else None for cell in line] for line in table]
+            table = [[*(row.rates if row else []), *[None] * depths][:depths] for row in made.values()]
+            values = [[None if rate is None else 100 * rate for rate in line] for line in table]
             yield Grid(
                 f"drafts accepted, %{where}: {subject(found)}",
                 *("depth of the draft", "kind of prompt", list(made), [str(d + 1) for d in range(depths)]),

@@ -47,15 +47,23 @@ def result(kind: str, model: dict[str, Any], options: dict[str, Any], **measured
     return {**head, **measured}
 
 
+def named(model: dict[str, Any]) -> str:
+    """A result's model, as titles of tables say it, with what is synthetic of it."""
+    return f"{model['name']}, SYNTHETIC: {label}" if (label := model.get("synthetic")) else model["name"]
+
+
 def write(found: dict[str, Any], path: Path) -> None:
     """Write a result as one line, at once."""
     write_whole(path, json.dumps(found) + "\n")
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """A result that `write` wrote; ValueError where the file holds none, or one of another kind or format."""
+    """A result that `write` wrote, or that what a command printed ends with; ValueError where the file holds none of
+    this kind and format.
+    """
     try:
-        found = json.loads(path.read_text())
+        text = path.read_text().strip()
+        found = json.loads(text if text.startswith("{") else text.rpartition("\n")[2])
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: no result of `mlx-mtp bench` ({e})") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("bench") not in KINDS:

@@ -15,7 +15,7 @@ class Row:
     """One loop over some prompts in one setting.
 
     tokens, drafted, accepted: of one round on average, what was looked up included.
-    rates:  per depth, the share of the heads' drafts that were kept.
+    rates:  per depth, the share of the heads' drafts that were kept; None where there were none.
     speed:  tokens/s since the first token; vs_plain, vs_mlx_lm: over these loops' within a round, None without them.
     prompt_speed: tokens/s; peak_bytes: the largest.
     """
@@ -26,7 +26,7 @@ class Row:
     tokens: float
     drafted: float
     accepted: float
-    rates: list[float]
+    rates: list[float | None]
     tokens_per_cycle: float | None
     speed: Measured | None
     vs_plain: Measured | None
@@ -91,7 +91,7 @@ def _row(name: str, setting: Setting, entries: list[dict[str, Any]], speeds: dic
         tokens=sum(sum(e["tokens"]) for e in entries) / rounds,
         drafted=(sum(drafted) + looked_up[0]) / rounds,
         accepted=kept / rounds,
-        rates=[a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)],
+        rates=[a / d if d else None for a, d in zip(accepted, drafted, strict=True)],
         tokens_per_cycle=1 + kept / cycles if cycles else None,
         speed=measured(speeds[name]) if speeds[name] else None,
         vs_plain=_ratio(speeds, name, PLAIN),

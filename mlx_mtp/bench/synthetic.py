@@ -1,7 +1,7 @@
 """Acceptance that is drawn: the heads run and cost what they cost, but the target is made to say what they drafted.
 
-So texts mean nothing. A rate is the share of the drafts at a depth that are kept, as results state it (and llama.cpp's
-`--spec-synth-rates` takes it): a draft is kept with all before it, so that no rate is above the one before.
+So texts mean nothing. A rate is the share of a depth's drafts that are kept, as results state it: a draft is kept
+with all before it, so that none is above the one before.
 """
 
 import itertools
@@ -38,7 +38,7 @@ def rate_at(rates: Sequence[float], depth: int) -> float:
 
 
 def draws(rates: Sequence[float], seed: int) -> mx.array:
-    """Whether the draft at a depth of the cycle at a position is kept; bool [POSITIONS, DEPTHS], a run of true each."""
+    """Whether the draft at a depth of the cycle at a position is kept; bool [POSITIONS, DEPTHS]."""
     chances = mx.array([rate_at(rates, depth) for depth in range(DEPTHS)])
     return mx.random.uniform(shape=(POSITIONS, 1), key=mx.random.key(seed)) < chances
 

@@ -71,8 +71,8 @@ def decode(**flags: Any) -> None:
 
 def _check_preset(flags: dict[str, Any]) -> None:
     """Raise where the published experiment is asked for with other conditions, or without its model."""
-    if not flags["model"]:
-        raise click.UsageError("--preset documents: needs --model, a checkpoint with three chained heads")
+    if not (flags["model"] or flags["config"] or flags["quick"]):
+        raise click.UsageError("--preset documents: needs --model or --config with three chained heads, or --quick")
     if given := [name for name in ("contexts", "kv_bits", "mtp_kv_bits") if flags[name]]:
         raise click.UsageError(f"--preset documents: not with --{given[0].replace('_', '-')}, which it sets itself")
 
@@ -165,7 +165,7 @@ def _print_changes(out: "Console", files: tuple[Path, ...], before: dict[str, An
         lines, table = unlike(before, found), compared(before, found)
     for line in lines:
         out.print(f"not alike: {line}", highlight=False)
-    out.print(table)
+    out.print(table if table.row_count else "nothing to compare: no loop has the same context and caches in both")
 
 
 @click.command()

@@ -88,7 +88,7 @@ def _show(out: "Console", subject: "Subject", work: "Workload", found: Any, flag
 
     operations, nbytes = launches(work), bytes_read(work)
     bandwidth, made = bandwidth_of(flags["bandwidth"]), lines(found, operations, nbytes)
-    out.print(phase_table(made, bandwidth, f"{subject.name}, {work.k} drafts per cycle"))
+    out.print(phase_table(made, bandwidth, f"{result.named(subject.facts)}, {work.k} drafts per cycle"))
     for remark in remarks(found, made, bandwidth):
         out.print(remark, highlight=False)
     names = ("category", "context", "quick")

@@ -43,7 +43,7 @@ def verify(**flags: Any) -> None:
     out = console()
     for side in kernels.sides:
         what = "stock modules" if side == STOCK else "our kernels"
-        out.print(curve_table(curves, side, f"T(M)/T(1), {subject.name}, {what}"))
+        out.print(curve_table(curves, side, f"T(M)/T(1), {result.named(subject.facts)}, {what}"))
     for remark in remarks(kernels, subject.facts["target_bytes"]):
         out.print(remark, highlight=False)
     facts = {**subject.facts, "kernels": list(kernels.words)}
