@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,6 +19,7 @@ INDEX = "model.safetensors.index.json"
 SIDECAR_FILES = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
 DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken", TRUNK_FILES, *SIDECAR_FILES)
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # how families spell their number
+HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 MOST_LAYERS = 1024  # a model is built, layer by layer, before its tensors are looked at
 FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
 FP8_BLOCK = 128
@@ -106,6 +107,13 @@ def checked_config(config: Any, file: Path) -> dict[str, Any]:
         del config["text_config"]
     if not isinstance(config.get("text_config", {}), dict):
         raise ValueError(f"{file}: text_config is {config['text_config']!r}, expected an object")
+    stored = (config | config.get("text_config", {})).get("quantization_config")
+    if not isinstance(stored, dict | None):
+        raise ValueError(f"{file}: quantization_config is {stored!r}, expected an object")
+    for name in HEADS:
+        count = (config | config.get("text_config", {})).get(name)
+        if isinstance(count, int) and count > MOST_LAYERS:
+            raise ValueError(f"{file}: {name} is {count}; allowed are 0 to {MOST_LAYERS}")
     for name in LAYERS:
         count = (config | config.get("text_config", {})).get(name)
         if isinstance(count, int) and not 1 <= count <= MOST_LAYERS:
@@ -220,3 +228,12 @@ def untrained(array: mx.array) -> str | None:
     if not mx.issubdtype(array.dtype, mx.floating):
         return None
     return "NaN" if mx.isnan(array).any().item() else None if array.any().item() else "only zeros"
+
+
+def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, str]]) -> None:
+    """Raise for a parameter that holds NaN, or a head's of nothing but zeros; `place` is its file and name there."""
+    for name, array in parameters.items():
+        state = untrained(array)
+        if state == "NaN" or (state and name.startswith("mtp.") and not name.endswith(".biases")):
+            file, raw = place(name)
+            raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")

@@ -7,8 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .checkpoint import Header, read_header, sidecar_files, trunk_header
+from .checkpoint import FP8_SCALES, Header, read_header, sidecar_files, trunk_header
 from .spec import MTPSpec
+
+FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             heads[name] = tensor
         else:
             trunk[name] = tensor
+    if not drafting.alone:
+        _check_types(trunk)
     for part in (
         (heads,) if drafting.alone else (trunk, heads)
     ):  # a head's experts may be more or fewer than the target's
@@ -110,6 +114,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     ignored |= heads.keys() - used
     heads = {name: tensor for name, tensor in heads.items() if name in used}
     source = source if depths else "no head tensors"
+    _check_types(heads)
     return Contents(trunk, heads, len(depths), source, tuple(sorted(ignored)), spec, drafting.alone)
 
 
@@ -145,6 +150,24 @@ def check_once(places: dict[str, Any], header: Header) -> None:
         if place in seen:
             raise ValueError(f"{header[name].file}: tensors {seen[place]} and {name} are the same one of a head")
         seen[place] = name
+
+
+def _check_types(header: Header) -> None:
+    """Raise for types that no weights have: MLX would count with bytes that stand for something else."""
+    for name, tensor in header.items():
+        module, _, kind = name.rpartition(".")
+        packed = kind == "weight" and f"{module}.scales" in header
+        allowed, said = FLOATS, "floating-point numbers"
+        if packed:
+            allowed, said = ("U32",), "U32, because it has scales"
+        elif kind == "scales":
+            allowed, said = (*FLOATS, "U8"), "floating-point numbers, or U8"
+        elif any(name + suffix in header for suffix in FP8_SCALES):
+            allowed, said = (*FLOATS, "F8_E4M3", "U8"), "F8_E4M3, because it has a scale"
+        if tensor.dtype not in allowed:
+            raise ValueError(f"{tensor.file}: tensor {name} has type {tensor.dtype}; expected {said}")
+        if kind == "scales" and f"{module}.weight" not in header:
+            raise ValueError(f"{tensor.file}: tensor {module}.weight is missing; its scales are there")
 
 
 def _check_experts(path: Path, header: Header) -> None:

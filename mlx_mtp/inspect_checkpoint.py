@@ -21,7 +21,7 @@ from .checkpoint import TRUNK_FILES, Header, read_config, read_header, sidecar_f
 from .contents import Contents, ignored_by, missing_experts, relative
 from .drafter import is_drafter
 from .footprint import nbytes
-from .load import check_heads, load_model, read_args
+from .load import check_weights, load_model, read_args
 from .machine_memory import available
 from .memory import kv_bytes, largest_context, needs
 from .models import find_port
@@ -111,7 +111,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
     contents = contents or Contents(header, {}, 0, "", (), None)  # type: ignore[arg-type] - no heads, no spec
     centred = port.Model.ZERO_CENTRED if port and values else None
     if model is not None and values:
-        tried(check_heads, model, contents, vectors=True)
+        tried(check_weights, model, contents, vectors=True)
         said += tried(_repeated, model, path) or []
     if model is None and is_drafter(path):
         tried.problems.insert(0, f"{path}: a drafter, for --draft-model beside its target; not a model")
@@ -126,7 +126,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
         head_tensors=tuple(sorted(contents.heads)),
         missing=tuple(tried(_missing, port, path, config, contents) or ()) if contents.spec else (),
         zero_centred=tried(conventions, centred, contents.trunk, contents.heads) if centred else None,
-        norms=tuple(_finite(mean(part)) for part in (contents.trunk, contents.heads) if part) if centred else (),
+        norms=tried(_means, contents) or () if centred else (),
         longest=_number(config, "max_position_embeddings"),
         report=model.report() if model else None,
         memory=tried(_memory, model, _number(config, "max_position_embeddings")) if model else None,
@@ -255,6 +255,11 @@ def _memory(model: Any, longest: int | None) -> Memory:
     kv, head_kv = ((b - a) * 1000 // LONG for a, b in zip(short, long, strict=True))
     context = largest_context(model, room.bytes) if least <= room.bytes else 0
     return Memory(kv, head_kv, least, room.bytes, room.limit, min(context, longest or context))
+
+
+def _means(contents: Contents) -> tuple[float | None, ...]:
+    """Of the layers' norms as stored, of the parts that are there."""
+    return tuple(_finite(mean(part)) for part in (contents.trunk, contents.heads) if part)
 
 
 def _finite(value: float) -> float | None:

@@ -22,7 +22,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .agreement import LEAST, WORDS, agreement, random_tokens
-from .checkpoint import dequantized, read_config, read_header, read_tensors, resolve, untrained
+from .checkpoint import check_numbers, dequantized, read_config, read_header, read_tensors, resolve
 from .contents import Contents, Drafting, sort_tensors
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
@@ -161,6 +161,7 @@ def _load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *,
         if not lazy:
             budget.check(model, path)
             mx.eval(model.parameters())
+            check_numbers(_arrays(model.parameters()), lambda name: (path, name))
     except Exception as e:
         if isinstance(e, ValueError) and "\n" not in str(e):
             raise
@@ -216,7 +217,7 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, b
         with _as_its_config_says(path):
             budget.check(model, path)
         mx.eval(model.parameters())
-        check_heads(model, contents)
+        check_weights(model, contents)
         _tie(model)
     check_norms(model, contents, raw)
     source, ignored = contents.source, contents.ignored
@@ -365,17 +366,17 @@ def _expand_experts(model: nn.Module) -> bool:
     return True
 
 
-def check_heads(model: Any, contents: Contents, *, vectors: bool = False) -> None:
-    """Raise where a head holds NaN, or a tensor of nothing but zeros: it would draft, and never be right.
+def check_weights(model: Any, contents: Contents, *, vectors: bool = False) -> None:
+    """Raise for NaN, and where a head's tensor is nothing but zeros: it would draft, and never be right.
 
     vectors: look at these alone, which are small.
     """
-    for name, array in _arrays([head.parameters() for head in model.mtp]).items():
-        if vectors and array.ndim > 1:
-            continue
-        if (state := untrained(array)) and not name.endswith(".biases"):
-            file, raw = origin(model, contents, f"mtp.{name}")
-            raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
+    found = _arrays(model.parameters())
+    if contents.alone:
+        found = {name: array for name, array in found.items() if name.startswith("mtp.")}
+    if vectors:
+        found = {name: array for name, array in found.items() if array.ndim < 2}
+    check_numbers(found, partial(origin, model, contents))
 
 
 def _tie(model: Any) -> None:

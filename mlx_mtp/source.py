@@ -24,7 +24,7 @@ Tensors = dict[str, mx.array]
 class Source:
     """What `open_source` found. raw: whether the trunk's norms, and the heads', are stored zero-centred.
 
-    trained: by the names of `tensors`, of a head's floating-point tensors: is there NaN in it, anything but zeros.
+    trained: by the names of `tensors`, of floating-point ones: is there NaN in it, in a head's anything but zeros.
     dtype: what was asked for.
     """
 
@@ -40,9 +40,13 @@ class Source:
         """Drop what repeats the target, and give the rest its precision. Warns of norms that look wrong."""
         _drop_repeated(self.model, self.contents)
         check_norms(self.model, self.contents, self.raw)
-        before: Any = tree_flatten({"mtp": [head.parameters() for head in self.model.mtp]})
-        kept = {p: w for p, w in before if mx.issubdtype(w.dtype, mx.floating) and not p.endswith(".biases")}
-        self.trained = {self._stored(path): (mx.isnan(w).any(), w.any()) for path, w in kept.items()}
+        before: Any = tree_flatten(self.model.parameters())
+        for path, w in before:
+            if mx.issubdtype(w.dtype, mx.floating) and not path.endswith(".biases"):
+                head = path.startswith("mtp.")
+                name = self._stored(path) if head else path
+                name = re.sub(r"\.scales$", ".weight", name) if precision.dequantize else name
+                self.trained[name] = mx.isnan(w).any(), w.any() if head else mx.array(True)
         declared = self.config.get("torch_dtype") or self.config.get("text_config", {}).get("dtype")
         precision.apply(self.model, declared)
         self.dtype = precision.dtype
@@ -79,8 +83,8 @@ class Source:
         return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
 
     def compute(self, name: str, w: mx.array) -> None:
-        """Read and compute a tensor; ValueError where that fails, or it is a head's and was NaN or zeros before
-        it was quantized.
+        """Read and compute a tensor; ValueError where that fails, or before it was quantized it was NaN, or a head's
+        and zeros.
         """
         states = self.trained.pop(name, ())
         try:

@@ -99,7 +99,7 @@ def put(path: Path, files: Files) -> Path:
         file = path / name
         file.parent.mkdir(exist_ok=True)
         if content.startswith(b"->") and b"\0" not in content:
-            file.symlink_to(os.fsdecode(content[2:]))
+            file.symlink_to(os.fsdecode(content[2:]) or "nowhere")
         elif content == b"|":
             os.mkfifo(file)
         elif content == b"/":

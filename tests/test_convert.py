@@ -308,6 +308,19 @@ def test_a_head_in_few_bits_for_a_target_in_many(checkpoints, tmp_path):
     assert text(mlx_mtp.load_model(tmp_path / "new"), 2) == tiny.greedy(plain, PROMPT, 5)
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_target_with_nan_is_refused(checkpoints, tmp_path, bits):
+    """What makes no numbers is not copied, nor packed; nothing is left behind."""
+    path, weights, _ = checkpoints("glm4_moe")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    w = mx.where(mx.arange(weights[name].shape[1]) == 7, mx.nan, weights[name])
+    source = tiny.save(tmp_path / "source", json.loads((path / "config.json").read_text()), weights | {name: w})
+    options = {} if bits is None else {"quantize": True, **G32}
+    with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.self_attn\.q_proj\.weight holds NaN, expected"):
+        convert(source, tmp_path / "new", **options)
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
 @pytest.mark.parametrize("bad", ["NaN", "only zeros"])
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_head_that_was_never_trained_is_refused(checkpoints, tmp_path, bad, bits):

@@ -42,6 +42,7 @@ QUERY = "model.layers.4.self_attn.q_proj"
 MODELS = ("decode", "verify", "profile", "adapter")  # where usage may be wrong, for what the file says
 CACHE, ADAPTER_OF_QWEN = COMMANDS["cache"][0], COMMANDS["adapter"][0]
 CORPUS: list[list] = [  # each with the draws that it took
+    ["config", COMMANDS["config"][0], ["entry"], "config.json", "moe_top_k", None],
     ["cache", CACHE, ["entry"], "cache.safetensors", "format", None, True],
     ["adapter", ADAPTER_OF_QWEN, ["odd_file"], "adapter_config.json", b"->/dev/zero"],
     ["adapter", ADAPTER_OF_QWEN, ["odd_file"], "adapter_config.json", b"|"],

@@ -238,6 +238,10 @@ WRONG = {
         change("6.hnorm.weight", lambda w: w * mx.nan),
         r"problem .*layers\.6\.hnorm\.weight holds NaN",
     ),
+    "a type that MLX does not read": (
+        change("6.hnorm.weight", lambda w: w.astype(mx.complex64)),
+        r"problem .*layers\.6\.hnorm\.weight has type C64",
+    ),
     "zeros": (change("5.enorm.weight", lambda w: w * 0), r"problem .*layers\.5\.enorm\.weight holds only zeros"),
 }
 
@@ -252,7 +256,7 @@ def test_heads_that_are_subtly_wrong_are_told_by_their_norms(tmp_path, case):
     plant(heads)
     mx.save_safetensors(str(path / "model-mtp.safetensors"), heads, {"format": "mlx"})
     result = call("inspect", path)
-    assert result.returncode == (case in ("NaN", "zeros"))
+    assert result.returncode == (case in ("NaN", "zeros", "a type that MLX does not read"))
     told = [line for line in result.stdout.splitlines() if line.startswith(("warning", "problem"))]
     assert [line for line in told if message and re.match(message, line)][:1] == told[:1], told
     norms = re.search(r"norms +stored as they are used \(their means: (\d\.\d\d), (\d\.\d\d)\)", result.stdout)

@@ -258,6 +258,32 @@ DAMAGE = {
         lambda w: w.update({"model.layers.4.transformer.shared_head.output.weight": mx.zeros((5, 32))}),
         r"tensor model\.layers\.4\.transformer\.shared_head\.output\.weight holds only zeros",
     ),
+    "NaN in the target": (
+        lambda w: w.update({"model.layers.1.self_attn.q_proj.weight": mx.full((96, 32), float("nan"))}),
+        r"tensor model\.layers\.1\.self_attn\.q_proj\.weight holds NaN",
+    ),
+    "integers in the target": (
+        lambda w: w.update({"model.layers.1.self_attn.q_proj.weight": mx.ones((96, 32), mx.int64)}),
+        r"tensor model\.layers\.1\.self_attn\.q_proj\.weight has type I64; expected floating-point numbers$",
+    ),
+    "bytes without a scale in a head": (
+        lambda w: w.update({"model.layers.4.self_attn.q_proj.weight": mx.ones((96, 32), mx.uint8)}),
+        r"tensor model\.layers\.4\.self_attn\.q_proj\.weight has type U8; expected floating-point numbers$",
+    ),
+    "a scale that is packed": (
+        lambda w: w.update(
+            {"model.norm.weight": mx.ones(32, mx.uint8), "model.norm.weight_scale_inv": mx.ones(1, mx.uint8)}
+        ),
+        r"tensor model\.norm\.weight_scale_inv has type U8; expected floating-point numbers$",
+    ),
+    "scales of nothing": (
+        lambda w: w.update({"model.layers.1.z.scales": mx.ones((96, 1))}),
+        r"tensor model\.layers\.1\.z\.weight is missing; its scales are there$",
+    ),
+    "scales of what is not packed": (
+        lambda w: w.update({"model.layers.1.self_attn.q_proj.scales": mx.ones((96, 1))}),
+        r"tensor model\.layers\.1\.self_attn\.q_proj\.weight has type F32; expected U32, because it has scales$",
+    ),
     "an unknown trunk tensor": (
         lambda w: w.update({"model.layers.0.surprise.weight": mx.ones(3)}),
         r"tensor model\.layers\.0\.surprise\.weight is not part of the model",

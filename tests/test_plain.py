@@ -143,6 +143,9 @@ def test_tensors_too_many_and_too_few(tmp_path):
     tiny.save(path, CONFIGS["starcoder2"], weights)
     with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.mlp\.c_fc\.weight is missing"):
         mlx_mtp.load_model(path)
+    tiny.save(path, CONFIGS["starcoder2"], weights | {"model.layers.1.mlp.c_fc.weight": mx.full((48, 32), mx.nan)})
+    with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.mlp\.c_fc\.weight holds NaN"):
+        mlx_mtp.load_model(path)
 
 
 def test_a_vocabulary_that_only_the_weights_tell(tmp_path):

@@ -95,7 +95,8 @@ def _experts(module: Any, block: Any, width: int) -> Experts:
     assert {total * n * k} == {math.prod(shape) for shape in shapes}, "matrices of several sizes"
     owners = (block, block.get("gate"))
     tops = [top for owner in owners for name in TOP if isinstance(top := getattr(owner, name, None), int)]
-    assert tops, "a router that does not say how many experts a token visits"
+    if not tops:
+        raise ValueError(f"config.json: {' or '.join(TOP)} must say how many experts a token visits")
     return Experts(k, n, total, tops[0], "experts", *_format(made, width), len(made))
 
 
