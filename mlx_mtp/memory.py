@@ -2,7 +2,7 @@
 
 import bisect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ SLACK = 1.4  # times the scratch that a graph tells, for MLX runs ahead: measure
 UNCHECKED = 4096  # positions that a load leaves room for and a generation does not ask for
 LONGEST = 2**22  # positions; no longer context is looked for
 GRAIN = 256  # by which buffers grow, and contexts are tried
+FEWEST = 16  # rows of a prompt from which longer contexts are told
 NARROW = 256  # columns; narrower models have more heads for their width
 SMALLER = (8, 4)  # kv_bits that a refusal tries
 
@@ -182,16 +183,21 @@ def _empty(cache: PromptCache, *, quantized: bool = False) -> PromptCache:
 
 def largest_context(model: Any, budget: int, *, step: int = STEP, **layout: Any) -> int:
     """The most positions, in steps of GRAIN, whose `needs` are within `budget` bytes; 0 where not even one is."""
-    cache, weights = make_prompt_cache(model, **_grouped(model, layout)), nbytes(model.parameters())
+    cache = make_prompt_cache(model, **_grouped(model, layout))
+    return _largest(model, cache, budget - nbytes(model.parameters()), step)
+
+
+def _largest(model: Any, cache: PromptCache, room: int, step: int) -> int:
+    """The same of a cache's layout, within `room` bytes beside the weights."""
     near, far = (_beside(model, cache, n * step, step)[2] for n in (2, 66))
 
     def total(context: int) -> int:
         beyond = context - 2 * step  # from where on what is held grows by the position
         held = near + beyond * (far - near) // (64 * step) if beyond > 0 else near * context // (2 * step)
-        return weights + sum(kv_bytes(model, cache, context)) + held
+        return sum(kv_bytes(model, cache, context)) + held
 
-    context = GRAIN * bisect.bisect_right(range(GRAIN, LONGEST + 1, GRAIN), budget, key=total)
-    while context and _needs(model, cache, context, step).total > budget:
+    context = GRAIN * bisect.bisect_right(range(GRAIN, LONGEST + 1, GRAIN), room, key=total)
+    while context and sum(_beside(model, cache, context, min(step, context))) > room:
         context = context * 15 // 16 // GRAIN * GRAIN  # what is held does not grow evenly
     return context
 
@@ -238,15 +244,20 @@ def check_prompt(model: Any, cache: PromptCache, prompt: int, max_tokens: int, s
     needed = sum(_beside(model, cache, context, rows)) - cache.nbytes
     already = f" after {cache.offset} in the cache" if cache.offset else ""
     what = f"prompt: {prompt} tokens{already} and max_tokens={max_tokens}:"
-    check_room(what, needed, ignore=False)
+    step = max(rows, FEWEST)
+    check_room(what, needed, ignore=False, largest=lambda room: _largest(model, cache, room + cache.nbytes, step))
 
 
-def check_room(what: str, needed: int, *, ignore: bool) -> None:
-    """Raise ValueError where `needed` bytes beside a loaded model are not available."""
+def check_room(what: str, needed: int, *, ignore: bool, largest: Callable[[int], int] | None = None) -> None:
+    """Raise ValueError where `needed` bytes beside a loaded model are not available.
+
+    largest: how many tokens fit into so many.
+    """
     have = available()
     if needed > have.bytes and not ignore and not ignored():
         there = f"{_gb(have.bytes)} GB available ({have.limit})"
-        raise ValueError(f"{what} {_gb(needed)} GB needed beside the model, {there}; {IGNORE}=1 insists")
+        fits = f"; {largest(have.bytes)} tokens in all fit" if largest else ""
+        raise ValueError(f"{what} {_gb(needed)} GB needed beside the model, {there}{fits}; {IGNORE}=1 insists")
 
 
 def _gb(size: int) -> str:

@@ -228,6 +228,21 @@ def test_a_prompt_that_does_not_fit_fails_before_it_starts(tiny_models, machine)
     assert len(read(model, [1, 2], 3, prompt_cache=cache)) == 3
 
 
+def test_a_prompt_as_long_as_is_said_to_fit_fits(tiny_models, machine):
+    model, _ = tiny_models(0, head_dim=32, vocab_size=5)
+    cache = mlx_mtp.make_prompt_cache(model, kv_bits=8, kv_group_size=32)
+    read(model, [1, 2, 3], 2, prompt_cache=cache)
+    machine(6 * 10**7)
+    options = {"prompt_cache": cache, "prefill_step_size": 64, "max_tokens": 5}
+    with pytest.raises(ValueError, match=r"after 4 in the cache .*; \d+ tokens in all fit; ") as e:
+        mlx_mtp.generate_step([1] * 60_000, model, **options)
+    fits = int(re.findall(r"(\d+) tokens in all", str(e.value))[0])
+    assert fits > memory.UNCHECKED
+    mlx_mtp.generate_step([1] * (fits - 9), model, **options).close()
+    with pytest.raises(ValueError, match="tokens in all fit"):
+        mlx_mtp.generate_step([1] * (fits * 5 // 4), model, **options)
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_no_limit_ends_at_max_context(tiny_models, k):
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)

@@ -296,5 +296,8 @@ def test_rounding_is_tolerated(tmp_path, dtype):
 def test_what_is_broken_is_said(model):
     verdict = Verdict("float32", agreement=[check.LEAST / 2, 0.0])
     conclude(model, verdict)
-    assert verdict.broken == ["the first head's guess is the target's token in 1.0% of cases"]
+    assert verdict.broken == [
+        "the first head's guess is the target's token in 1.0% of cases",
+        "depth 2's guess is the target's token in 0.0% of cases",
+    ]
     assert prefill.NO_DRAFTS.tokens.size == 0

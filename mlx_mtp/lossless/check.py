@@ -226,6 +226,11 @@ def conclude(model: Any, verdict: Verdict) -> None:
         verdict.broken.append(f"config.json declares {facts.declared} MTP heads, none were loaded ({facts.source})")
     if verdict.agreement and verdict.agreement[0] < LEAST:
         verdict.broken.append(f"the first head's guess is the target's token in {verdict.agreement[0]:.1%} of cases")
+    verdict.broken += [
+        f"depth {depth}'s guess is the target's token in {share:.1%} of cases"
+        for depth, share in enumerate(verdict.agreement[: facts.heads], 1)
+        if depth > 1 and share < LEAST
+    ]
     if verdict.kept[0] < MISSED[0] * verdict.kept[1] - MISSED[1]:
         verdict.broken.append(
             "{} drafts were kept of {} that the heads have right where they read the whole text".format(*verdict.kept)
