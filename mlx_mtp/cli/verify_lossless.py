@@ -28,7 +28,7 @@ TASK_TOKENS = 2048  # of an answer
     type=click.IntRange(1),
     help=f"Most tokens of a text.  [default: {TOKENS}, with --tasks {TASK_TOKENS}]",
 )
-@click.option("--draws", type=click.IntRange(20), default=32, help="Sampled texts whose distribution is tested.")
+@click.option("--draws", type=click.IntRange(20), default=24, help="Sampled texts whose distribution is tested.")
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0, help="Of all draws.")
 @click.option(
     "--diagnose/--no-diagnose", default=True, help="Try other wirings of the heads: is one right more often?"

@@ -32,7 +32,7 @@ class Settings:
 
     drafts: int
     max_tokens: int = 40
-    draws: int = 50
+    draws: int = 24
     seed: int = 0
     adaptive: bool = True
     p_min: float = P_MIN

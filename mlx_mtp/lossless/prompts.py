@@ -25,7 +25,7 @@ def fine(days):
     return 10 * (days - {})
 
 """
-SOURCE = 600  # tokens of this package's own source, which the heads alone are tried on
+SOURCE = 400  # tokens of this package's own source, which the heads alone are tried on
 LONGEST = 8192  # tokens; windows that are longer are not filled
 NO_WINDOW = 240  # tokens of a document where there is none: caches grow behind it
 
