@@ -71,7 +71,7 @@ def written(here) -> object:
     return found
 
 
-@pytest.mark.parametrize("name", COMMANDS if LONG else ["generate", "convert"])
+@pytest.mark.parametrize("name", COMMANDS if LONG else ["convert"])
 def test_interrupted_at_any_time(here, name):
     command = [str(here / word) if word.isupper() else word for word in COMMANDS[name]]
     files, begun = tree(here), time.monotonic()
