@@ -9,10 +9,12 @@ import sys
 
 import pytest
 import tiny
+from click.testing import CliRunner
 from command_line import call, run
 
 import mlx_mtp
 from mlx_mtp.checkpoint import read_config
+from mlx_mtp.cli import main
 from mlx_mtp.demo import demo_path
 
 
@@ -262,6 +264,19 @@ def test_closed_and_full_streams():
 def test_help_imports_no_mlx():
     code = "import sys, mlx_mtp.cli; assert not {'mlx', 'rich', 'prompt_toolkit'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["generate", "-p", "a", "--model"]])
+def test_names_in_files_do_not_write_on_the_terminal(tmp_path, command):
+    weights = tiny.random_weights(tiny.CONFIG)
+    path = tiny.save(
+        tmp_path / "m", tiny.CONFIG, {**weights, "model.\x1b[2J\x9bnorm.weight": weights["model.norm.weight"]}
+    )
+    shutil.copy(demo_path() / "tokenizer.json", path)
+    result = CliRunner().invoke(main, [*command, str(path)], color=True)
+    assert result.exit_code == 1
+    assert "model.\ufffd[2J\ufffdnorm.weight" in result.output
+    assert not {"\x1b", "\x9b"} & {*result.output}
 
 
 def test_names_of_the_package_are_found_late():

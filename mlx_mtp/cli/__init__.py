@@ -19,6 +19,7 @@ from .draft_vocab import draft_vocab
 from .emulate import emulate
 from .generate import generate
 from .inspect import inspect
+from .terminal import printable
 from .verify_lossless import verify_lossless
 
 
@@ -31,7 +32,7 @@ class OneLine(click.Group):
 
     def main(self, *args: Any, **options: Any) -> Any:
         _open_streams()
-        warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {message}", err=True)
+        warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {printable(str(message))}", err=True)
         sys.unraisablehook = _unraisable
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally`s that restore a terminal
         try:
@@ -81,7 +82,7 @@ def _fail(message: str, code: int) -> NoReturn:
         sys.stdout.flush()
     except OSError:
         _discard_output()
-    click.echo(f"error: {message}", err=True)
+    click.echo(f"error: {printable(message)}", err=True)
     sys.exit(code)
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .terminal import printable
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -43,7 +45,7 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
             facts = inspect_checkpoint(directory)
     finally:
         gc.enable()
-    click.echo(json.dumps(asdict(facts), indent=2) if as_json else _text(facts))
+    click.echo(json.dumps(asdict(facts), indent=2) if as_json else printable(_text(facts)))
     if facts.problems:
         raise click.ClickException(facts.problems[0])
 
