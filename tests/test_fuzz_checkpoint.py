@@ -35,6 +35,7 @@ CORPUS: list[list] = [  # each with the draws that it took
     ["step3p5", COMMANDS[2], ["config_entry"], "config.json", "rms_norm_eps", "\ud800"],
     ["step3p5", "inspect PATH", ["config_entry"], "config.json", "num_nextn_predict_layers", 10**9],
     ["step3p5", COMMANDS[-1], ["odd_file"], "tokenizer.json", b"->tokenizer.json"],
+    ["qwen3_5", "draft-vocab --out NEW --model PATH", ["odd_file"], "tokenizer.json", None],
 ]
 
 

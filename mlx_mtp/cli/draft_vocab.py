@@ -57,7 +57,12 @@ def draft_vocab(
     counts = _count(tokenizer, _read(texts))
     if texts and not counts:
         raise click.UsageError(f"no text in {', '.join(texts)}")
-    tokens = most_frequent(tokenizer, counts, size or max(1, vocab_size // SHARE), vocab_size)
+    try:
+        tokens = most_frequent(tokenizer, counts, size or max(1, vocab_size // SHARE), vocab_size)
+    except ValueError as e:
+        if size:
+            raise
+        raise ValueError(f"{path}: a quarter of its vocabulary is no size for its tokenizer; {e}") from None
     write(out, tokens, vocab_size, tokenizer)
     click.echo(f"{out}: {len(tokens):,} of {vocab_size:,} tokens")
     if texts:
