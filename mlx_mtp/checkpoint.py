@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 SIDECAR_FILES = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
 DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken", TRUNK_FILES, *SIDECAR_FILES)
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # how families spell their number
-HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # and their number of heads
 MOST_LAYERS = 1024  # a model is built, layer by layer, before its tensors are looked at
 FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
 FP8_BLOCK = 128
@@ -110,7 +110,7 @@ def checked_config(config: Any, file: Path) -> dict[str, Any]:
     stored = (config | config.get("text_config", {})).get("quantization_config")
     if not isinstance(stored, dict | None):
         raise ValueError(f"{file}: quantization_config is {stored!r}, expected an object")
-    for name in HEADS:
+    for name in DECLARED:
         count = (config | config.get("text_config", {})).get(name)
         if isinstance(count, int) and count > MOST_LAYERS:
             raise ValueError(f"{file}: {name} is {count}; allowed are 0 to {MOST_LAYERS}")

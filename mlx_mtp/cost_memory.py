@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from . import __version__, machine_file
 from .costs import Costs
+from .whole_file import write_whole
 
 FORMAT = 1
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
@@ -54,7 +55,7 @@ class CostMemory:
         known = {"costs": costs and costs.to_json(), "compiled": compiled}
         text = json.dumps({"format": FORMAT, "facts": self.facts, **known}, indent=0)
         try:
-            machine_file.replace(self._file(), text)
+            write_whole(self._file(), text)
         except (OSError, RuntimeError) as e:
             if str(e) not in _warned:
                 _warned.add(str(e))

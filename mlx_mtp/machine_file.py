@@ -1,12 +1,10 @@
-"""Small JSON files about one machine in the user's cache: where they are, what names them, how they change."""
+"""Small JSON files about one machine in the user's cache: where they are, and what names them."""
 
-import contextlib
 import hashlib
 import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,17 +31,3 @@ def file_of(directory: Path, facts: Mapping[str, Any]) -> Path:
     """The file whose content these facts decide."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return directory / f"{digest[:32]}.json"
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file at once, so that a reader sees the old one or the new one; OSError leaves the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, work = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(work, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(work)
-        raise

@@ -9,7 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config.json's number of heads
+from .checkpoint import DECLARED
+
 LISTED = 8  # names of tensors that are not used
 COLUMNS = 100  # of the report, where a line of it can be broken
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from . import __version__, machine_file
 from .kernels import _source
+from .whole_file import write_whole
 
 FORMAT = 1
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
@@ -55,7 +56,7 @@ class Memory:
         entries = [[*key, *finding] for key, finding in found.items()]
         text = json.dumps({"format": FORMAT, "facts": self.facts, "found": entries}, indent=0)
         try:
-            machine_file.replace(machine_file.file_of(cache_directory(), self.facts), text)
+            write_whole(machine_file.file_of(cache_directory(), self.facts), text)
         except (OSError, RuntimeError) as e:
             warnings.warn(f"what kernels are faster cannot be kept for the next load ({e})", stacklevel=2)
 

@@ -1,6 +1,7 @@
 """Files that a reader finds whole or not at all."""
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -15,7 +16,7 @@ def write_whole(file: str | Path, content: str | bytes) -> None:
         path.write_bytes(content)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         part.write_bytes(content)
         part.replace(path)

@@ -15,10 +15,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint import checked_config
+from ..checkpoint import DECLARED, checked_config
 from ..load import read_args
 from ..models import find_port, port_names
-from ..report import DECLARED, make_report
+from ..report import make_report
 
 UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of a family whose config.json does not count them
 UNQUANTIZED = 16  # bits
