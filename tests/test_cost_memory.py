@@ -3,13 +3,17 @@
 import json
 import math
 import warnings
+from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_mtp import cost_memory, machine_file
+from mlx_mtp.compile_choice import CompileChoice
 from mlx_mtp.cost_memory import CostMemory
-from mlx_mtp.costs import Costs
+from mlx_mtp.costs import PLAIN, Costs
+from mlx_mtp.planning import control_for, remember
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +127,17 @@ def test_a_directory_that_cannot_be_written_is_one_warning(directory):
 def test_trials_and_costs_do_not_share_a_directory(directory):
     assert machine_file.cache_directory("trials") == directory.parent
     assert machine_file.cache_directory("costs") == directory
+
+
+def test_what_replayed_cycles_cost_is_kept_apart(directory):
+    replays = SimpleNamespace(choice=CompileChoice(True), found=lambda: False)
+    options = {"adaptive": True, "p_min": False}
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)  # the other stands for the next process
+    for compiled, seconds in ((None, 0.02), (replays, 0.005)):
+        control = control_for(model, 1, 0, compiled=compiled, **options)
+        for _ in range(9):
+            control.costs.observe(PLAIN, seconds)
+        remember(model, control, compiled)
+    for again in (model, other):
+        known = [control_for(again, 1, 0, compiled=c, **options).costs.seconds(PLAIN) for c in (None, replays)]
+        assert known == pytest.approx([0.02, 0.005], rel=0.05)
