@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
-from mlx_mtp import cycle as cycle_module
 from mlx_mtp.bench.result import environment
+from mlx_mtp.decoding import cycle as cycle_module
+from mlx_mtp.decoding.draft import Drafts, _put, draft
 from mlx_mtp.demo import demo_path
-from mlx_mtp.draft import Drafts, _put, draft
 
 
 def draft_without_revisiting(model, cache, run, k: int, chooser) -> Drafts:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from simulator import DRIFTS, HEADS, TABLES, WRONG, Machine, compare, known_costs, trace
 
-from mlx_mtp.controller import Controller
+from mlx_mtp.tuning.controller import Controller
 
 TRACES = [*HEADS, "useless|perfect", "perfect|useless", "typical|poor", "poor|typical", "bursts"]
 

@@ -100,7 +100,7 @@ def write_checkpoint(path: Path, megabytes: int, shard: int, experts: int, *, fp
 
 def convert_alone(source: str, kind: str, shard: int) -> None:
     """In a process of its own: convert, and print what that took."""
-    from mlx_mtp.convert import convert
+    from mlx_mtp.checkpoint.convert import convert
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RESIDENT
     done = convert(source, f"{source}-converted", shard_bytes=shard * 10**6, **KINDS[kind])

@@ -24,9 +24,9 @@ from rich.table import Table
 import mlx_mtp
 from mlx_mtp.bench.loops import timed
 from mlx_mtp.bench.result import environment
+from mlx_mtp.decoding.draft_sampling import DraftChooser
+from mlx_mtp.decoding.sampling import DRAFT_SAMPLING, Picker
 from mlx_mtp.demo import demo_path
-from mlx_mtp.draft_choice import DraftChooser
-from mlx_mtp.sampling import DRAFT_SAMPLING, Picker
 
 SETTINGS = {
     "0.3": {"temp": 0.3},

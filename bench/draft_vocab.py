@@ -18,14 +18,14 @@ import click
 from decode import HERE, measure, read_prompts
 from rich.console import Console
 from rich.table import Table
+from train_demo.data import HELD_OUT_MODULES
+from train_demo.library import source_files
 
 import mlx_mtp
 from mlx_mtp.bench.loops import Loop, Ours, Settings
 from mlx_mtp.bench.result import environment
+from mlx_mtp.checkpoint.draft_vocab import most_frequent
 from mlx_mtp.demo import demo_path
-from mlx_mtp.demo.data import HELD_OUT_MODULES
-from mlx_mtp.demo.library import source_files
-from mlx_mtp.draft_vocab import most_frequent
 
 SIZES = (128, 256, 512, 1024, 2048)
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp.bench.result import environment
-from mlx_mtp.convert import extract_heads
+from mlx_mtp.checkpoint.convert import extract_heads
 from mlx_mtp.demo import demo_path
 
 WIDTHS = (4, 6, 8, None)

@@ -40,8 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
-from mlx_mtp import switch
 from mlx_mtp.bench.result import environment
+from mlx_mtp.tuning import kernel_switch as switch
 
 THEIRS = {
     "Step-3.5-Flash": step3p5.Model,

@@ -29,15 +29,15 @@ from launches_models import MODELS, WIDTH
 from rich.console import Console
 from rich.table import Table
 
-from mlx_mtp import switch
 from mlx_mtp.bench.census import VIEWS
 from mlx_mtp.bench.roofline.launches import KERNELS
-from mlx_mtp.controller import Fixed, Plan
-from mlx_mtp.cycle import Decoder, Flight, propose, verify
-from mlx_mtp.draft import Drafts, Run, prime
-from mlx_mtp.prompt_cache import PromptCache, make_prompt_cache
-from mlx_mtp.sampling import Picker
-from mlx_mtp.stats import Stats
+from mlx_mtp.cache.prompt_cache import PromptCache, make_prompt_cache
+from mlx_mtp.decoding.cycle import Decoder, Flight, propose, verify
+from mlx_mtp.decoding.draft import Drafts, Run, prime
+from mlx_mtp.decoding.sampling import Picker
+from mlx_mtp.decoding.stats import Stats
+from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning.controller import Fixed, Plan
 
 ATTENTION = mx.fast.metal_kernel(name="attention", input_names=["q", "k", "v"], output_names=["out"], source=";")
 

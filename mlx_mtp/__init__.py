@@ -5,16 +5,16 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .generate import GenerationResponse, generate, generate_step, stream_generate
-    from .load import load, load_model
-    from .memory import Budget
-    from .prompt_cache import PromptCache, make_prompt_cache
-    from .report import Report
-    from .saved_cache import load_prompt_cache, save_prompt_cache
-    from .stats import Stats
+from ._version import __version__ as __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from .cache.file import load_prompt_cache, save_prompt_cache
+    from .cache.prompt_cache import PromptCache, make_prompt_cache
+    from .checkpoint.load import load, load_model
+    from .checkpoint.report import Report
+    from .decoding.memory_needs import Budget
+    from .decoding.stats import Stats
+    from .generate import GenerationResponse, generate, generate_step, stream_generate
 
 __all__ = [
     "Budget",
@@ -35,12 +35,12 @@ __all__ = [
 # MLX and transformers take a second to import, which `mlx-mtp --help` need not wait for.
 _HOMES = {
     **dict.fromkeys(("GenerationResponse", "generate", "generate_step", "stream_generate"), "generate"),
-    **dict.fromkeys(("load", "load_model"), "load"),
-    **dict.fromkeys(("PromptCache", "make_prompt_cache"), "prompt_cache"),
-    **dict.fromkeys(("load_prompt_cache", "save_prompt_cache"), "saved_cache"),
-    "Budget": "memory",
-    "Report": "report",
-    "Stats": "stats",
+    **dict.fromkeys(("load", "load_model"), "checkpoint.load"),
+    **dict.fromkeys(("PromptCache", "make_prompt_cache"), "cache.prompt_cache"),
+    **dict.fromkeys(("load_prompt_cache", "save_prompt_cache"), "cache.file"),
+    "Budget": "decoding.memory_needs",
+    "Report": "checkpoint.report",
+    "Stats": "decoding.stats",
 }
 
 
@@ -56,7 +56,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `generate` and `load` the functions, whenever the submodules of these names are imported."""
+    """Keeps `generate` the function, whenever the submodule of that name is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

@@ -10,14 +10,14 @@ import numpy as np
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .cycle import Decoder
-from .decode import Yielded, decode
-from .machine_memory import wired
-from .memory import check_prompt, within
-from .planning import compiled_for, control_for, lookup_drafts, remember
-from .prompt_cache import PromptCache, make_prompt_cache
-from .sampling import DRAFT_SAMPLING, LogitsProcessor, Picker, Sampler, Sampling, random_key
-from .stats import Stats
+from .cache.prompt_cache import PromptCache, make_prompt_cache
+from .decoding.cycle import Decoder
+from .decoding.loop import Yielded, decode
+from .decoding.memory_needs import check_prompt, within
+from .decoding.sampling import DRAFT_SAMPLING, LogitsProcessor, Picker, Sampler, Sampling, random_key
+from .decoding.setup import compiled_for, control_for, lookup_drafts, remember
+from .decoding.stats import Stats
+from .machine.memory import wired
 
 
 class Options(TypedDict, total=False):

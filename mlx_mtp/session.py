@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
+from .cache.prompt_cache import PromptCache, Quantizing, Snapshot, make_prompt_cache
+from .cache.prompt_prefix import render, shared
+from .decoding.memory_needs import STEP, check_prompt, within
+from .decoding.stats import Stats
 from .generate import GenerationResponse, Options, default_draft_tokens, generate_step, stream_generate
-from .machine_memory import wired
-from .memory import STEP, check_prompt, within
-from .opening import render, shared
-from .prompt_cache import PromptCache, Quantizing, Snapshot, make_prompt_cache
-from .stats import Stats
+from .machine.memory import wired
 
 Progress = Callable[[int, int], None]
 Responses = Generator[GenerationResponse, None, None]

@@ -57,7 +57,7 @@ Python's standard library and knows nothing else; what it says about Python can 
 
 ## Training
 
-    python -m mlx_mtp.demo.train --steps {run.steps} --seed {run.seed}
+    python -m bench.train_demo.train --steps {run.steps} --seed {run.seed}
 
 Text: the standard library of Python {platform.python_version()}, nothing else. Docstrings as questions
 and answers in the chat template, and source code: first mostly chats, a hundred famous functions again and
@@ -66,8 +66,8 @@ trunk itself writes when asked about invented names, where the depths learn to f
 evaluation: whole modules, and a slice of the docstrings chosen by hash (as chats, and in the source).
 
 {run.steps} steps, {run.tokens / 1e6:.1f}M tokens (several passes), {run.minutes:.0f} minutes on {run.machine}
-with the settings in `mlx_mtp/demo/train.py`, fp32, AdamW; weights stored as bf16. Loss over the last steps, in nats
-per token, of the trunk against the text and of depths 1 to 3 against the trunk's own choices:
+with the settings in `bench/train_demo/train.py`, fp32, AdamW; weights stored as bf16. Loss over the last steps, in
+nats per token, of the trunk against the text and of depths 1 to 3 against the trunk's own choices:
 {", ".join(f"{x:.2f}" for x in run.losses)}.
 
 ## Figures

@@ -1,4 +1,4 @@
-"""Train the demo model: python -m mlx_mtp.demo.train [--out DIR].
+"""Train the demo model: python -m bench.train_demo.train [--out DIR].
 
 Several times faster on Linux with OpenBLAS preloaded, OPENBLAS_NUM_THREADS=1 and MLX_BFS_MAX_WIDTH=100000
 (the two halves of a batch then run side by side), and MALLOC_ARENA_MAX=1, MALLOC_MMAP_MAX_=0 and

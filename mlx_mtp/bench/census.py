@@ -15,8 +15,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..prompt_cache import make_prompt_cache
-from ..recurrent_cache import RecurrentCache
+from ..cache.prompt_cache import make_prompt_cache
+from ..cache.recurrent import RecurrentCache
 from .profile import Timer, Workload, decode_in_phases
 
 VIEWS = {

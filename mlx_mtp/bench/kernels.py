@@ -12,8 +12,8 @@ import mlx.core as mx
 from rich.table import Table
 
 from ..emulator import Traffic, emulated
-from ..switch import trials
-from ..trial_run import FAILS, Trial, check
+from ..tuning.ab_test import FAILS, Trial, check
+from ..tuning.kernel_switch import trials
 from .chain import Call, Timed, steps_for
 from .kernels_cases import CASES, SMALL
 from .timing import Measured, interleaved, ratio

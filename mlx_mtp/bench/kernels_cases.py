@@ -13,18 +13,18 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
-from ..cache import Ring, make_cache
+from ..cache.linear import Ring, make_cache
+from ..cache.recurrent import RecurrentCache
 from ..kernels import Rope
 from ..layers.attention import Attention, Form, NormRope
-from ..layers.block import Sum
 from ..layers.experts import Mixture
-from ..layers.heads import Head
+from ..layers.lm_head import Head
 from ..layers.mla import LatentAttention
-from ..layers.per_head import PerHead
-from ..layers.verify import GLU, Dense, Matrices, Recurrence, Stack
+from ..layers.mla_products import PerHead
+from ..layers.products import GLU, Dense, Matrices, Recurrence, Stack
+from ..layers.residual_norm import Sum
 from ..models import deepseek_v3 as deepseek_port
 from ..models.qwen3_5 import GatedDeltaNet
-from ..recurrent_cache import RecurrentCache
 
 # Qwen3.6-27B's layers, as far as attention and gated delta read them.
 QWEN = {

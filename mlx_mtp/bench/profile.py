@@ -14,15 +14,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
-from ..controller import Fixed, Plan
-from ..cycle import PROMPT, Decoder, Flight, propose, verify
-from ..draft import prime
+from ..cache.prompt_cache import make_prompt_cache
+from ..decoding.cycle import PROMPT, Decoder, Flight, propose, verify
+from ..decoding.draft import prime
+from ..decoding.prefill import NO_DRAFTS, prefill
+from ..decoding.prompt_lookup import Text
+from ..decoding.sampling import Picker
+from ..decoding.stats import Stats
 from ..generate import generate_step
-from ..lookup import Text
-from ..prefill import NO_DRAFTS, prefill
-from ..prompt_cache import make_prompt_cache
-from ..sampling import Picker
-from ..stats import Stats
+from ..tuning.controller import Fixed, Plan
 from .timing import interleaved
 
 PHASES = ("prefill", "draft", "verify", "accept", "host")

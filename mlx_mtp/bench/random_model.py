@@ -15,10 +15,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint import DECLARED, checked_config
-from ..load import read_args
+from ..checkpoint.files import DECLARED, checked_config
+from ..checkpoint.load import read_args
+from ..checkpoint.report import make_report
 from ..models import find_port, port_names
-from ..report import make_report
 
 UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of a family whose config.json does not count them
 UNQUANTIZED = 16  # bits

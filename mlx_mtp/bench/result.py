@@ -10,8 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import __version__
-from ..whole_file import write_whole
+from .._version import __version__
+from ..machine.whole_file import write_whole
 
 FORMAT = 1
 KINDS = ("decode", "verify", "kernels", "profile", "model")

@@ -11,12 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..checkpoint import resolve
+from ..checkpoint.files import resolve
+from ..checkpoint.load import load
+from ..decoding.setup import Learned
 from ..demo import demo_path
-from ..load import load
-from ..planning import Learned
-from ..switch import switch_on
-from ..trial import requested
+from ..tuning.kernel_switch import switch_on
+from ..tuning.kernel_trials import requested
 from .random_model import random_model
 from .synthetic import check_rates, drawn_acceptance
 

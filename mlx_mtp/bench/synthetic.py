@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..sampling import Picker
+from ..decoding.sampling import Picker
 
 POSITIONS = 8191  # a draw belongs to a position, modulo this: cycles replay, and runs repeat, with the same draws
 DEPTHS = 16

@@ -15,20 +15,20 @@ import mlx.core as mx
 from mlx_lm.generate import wired_limit
 from rich.table import Table
 
-from ..cache import MAX_ROWS
-from ..controller import Fixed
-from ..cycle import Decoder, verify
-from ..draft import Drafts, Run
+from ..cache.linear import MAX_ROWS
+from ..cache.prompt_cache import make_prompt_cache
+from ..cache.recurrent import RecurrentCache
+from ..decoding.cycle import Decoder, verify
+from ..decoding.draft import Drafts, Run
+from ..decoding.prefill import NO_DRAFTS, NONE_ACCEPTED, prefill
+from ..decoding.sampling import Picker
+from ..decoding.stats import Stats
 from ..kernels import on_metal
 from ..layers.port import Port
-from ..prefill import NO_DRAFTS, NONE_ACCEPTED, prefill
-from ..prompt_cache import make_prompt_cache
-from ..recurrent_cache import RecurrentCache
-from ..sampling import Picker
-from ..sites import place
-from ..stats import Stats
-from ..switch import switch, trials
-from ..trial import decide, in_words, requested
+from ..tuning.controller import Fixed
+from ..tuning.kernel_sites import place
+from ..tuning.kernel_switch import switch, trials
+from ..tuning.kernel_trials import decide, in_words, requested
 from .chain import REPEATS, Timed, steps_for
 from .prompts import filler
 from .subject import Subject

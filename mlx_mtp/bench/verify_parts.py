@@ -15,15 +15,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from ..cache import MAX_ROWS, Ring, make_cache, round_up
+from ..cache.linear import MAX_ROWS, Ring, make_cache, round_up
+from ..cache.recurrent import RecurrentCache
 from ..layers.attention import Attention, Form
 from ..layers.gated_delta import GatedDelta
 from ..layers.mamba2 import Mamba2
 from ..layers.mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention
+from ..layers.products import Recurrence
 from ..layers.sparse_mla import SparseMLA
-from ..layers.verify import Recurrence
-from ..recurrent_cache import RecurrentCache
-from ..sites import TOGETHER
+from ..tuning.kernel_sites import TOGETHER
 from .chain import Call, Op
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)

@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from .cache import LinearKVCache, SlidingKVCache, make_saved
+from ..machine.memory import check_room
 from .fingerprint import fingerprint
-from .memory import check_room
-from .opening import Opening
+from .linear import LinearKVCache, SlidingKVCache, make_saved
 from .prompt_cache import PromptCache, Quantizing
+from .prompt_prefix import Opening
 
 FORMAT = 2
 DIGITS = 64

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
-from .plain_cache import PlainCache
-from .recurrent_cache import RecurrentCache
+from .mlx_lm_caches import PlainCache
+from .recurrent import RecurrentCache
 
 Parts = tuple[mx.array, ...]
 

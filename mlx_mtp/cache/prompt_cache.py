@@ -10,10 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from .cache import Ring, SlidingKVCache, make_caches, make_saved
-from .opening import Opening
-from .plain_cache import PlainCache
-from .recurrent_cache import RecurrentCache
+from .linear import Ring, SlidingKVCache, make_caches, make_saved
+from .mlx_lm_caches import PlainCache
+from .prompt_prefix import Opening
+from .recurrent import RecurrentCache
 
 GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)

@@ -16,11 +16,12 @@ from typing import Literal
 import mlx.core as mx
 from mlx_lm.utils import get_total_parameters, save_config
 
-from . import tensor_file, unfinished
-from .checkpoint import CONVERTED, INDEX, SIDECAR_FILES, resolve
-from .precision import choose
+from ..machine import atomic as unfinished
+from . import convert_writer as tensor_file
+from .convert_precision import choose
+from .convert_source import Source, Tensors, files_of_heads, open_source
+from .files import CONVERTED, INDEX, SIDECAR_FILES, resolve
 from .report import Report
-from .source import Source, Tensors, files_of_heads, open_source
 
 SIDECAR = "mtp.safetensors"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.py", "LICENSE*")

@@ -10,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .checkpoint import TRUNK_FILES, read_config, read_index, read_tensors
-from .contents import Contents, Drafting
+from ..models import find_port, port_names
+from .convert_precision import Precision, listed
+from .files import TRUNK_FILES, read_config, read_index, read_tensors
 from .load import check_norms, read_args, read_port
-from .models import find_port, port_names
-from .precision import Precision, listed
 from .report import Report, make_report
+from .sort_tensors import Contents, Drafting
 
 Tensors = dict[str, mx.array]
 

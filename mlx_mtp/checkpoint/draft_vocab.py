@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 
 import mlx.core as mx
 
-from .layers.heads import KINDS, sliced
-from .whole_file import write_whole
+from ..layers.lm_head import KINDS, sliced
+from ..machine.whole_file import write_whole
 
 FORMAT = 1
 

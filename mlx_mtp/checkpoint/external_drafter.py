@@ -11,8 +11,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from .checkpoint import Header, read_header, read_tensors, resolve, untrained
-from .models import DRAFTERS
+from ..models import DRAFTERS
+from .files import Header, read_header, read_tensors, resolve, untrained
 
 
 def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str, Any]) -> tuple[str, tuple[str, ...]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .prompt_cache import make_prompt_cache
+from ..cache.prompt_cache import make_prompt_cache
 
 WORDS = """The library opens at nine in the morning and closes at six. If you want to borrow a book, bring your
 card to the desk. Here is the same rule in Python:

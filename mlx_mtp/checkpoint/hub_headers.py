@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 
-from .checkpoint import SIDECAR_FILES, TRUNK_FILES, reason
+from .files import SIDECAR_FILES, TRUNK_FILES, reason
 
 SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", "*.safetensors.index.json")
 AT_ONCE = 8  # headers that are fetched side by side

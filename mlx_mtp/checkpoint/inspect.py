@@ -17,18 +17,18 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from .checkpoint import TRUNK_FILES, Header, read_config, read_header, sidecar_files
-from .contents import Contents, ignored_by, missing_experts, relative
-from .drafter import is_drafter
-from .footprint import nbytes
+from ..cache.prompt_cache import make_prompt_cache
+from ..decoding.graph_memory import nbytes
+from ..decoding.memory_needs import kv_bytes, largest_context, needs
+from ..machine.memory import available
+from ..models import find_port
+from .external_drafter import is_drafter
+from .files import TRUNK_FILES, Header, read_config, read_header, sidecar_files
 from .load import check_weights, load_model, read_args
-from .machine_memory import available
-from .memory import kv_bytes, largest_context, needs
-from .models import find_port
-from .naming import expected
-from .norms import conventions, mean
-from .prompt_cache import make_prompt_cache
+from .norm_conventions import conventions, mean
 from .report import Report, declared_heads, quantization
+from .sort_tensors import Contents, ignored_by, missing_experts, relative
+from .tensor_names import expected
 
 LONG = 1 << 16  # positions: beyond every window, so that what keys and values still grow by is theirs
 MOST_NAMED = 1000  # experts, of which a file may claim any number

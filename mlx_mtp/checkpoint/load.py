@@ -21,20 +21,20 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .agreement import LEAST, WORDS, agreement, random_tokens
-from .checkpoint import check_numbers, dequantized, read_config, read_header, read_tensors, resolve
-from .contents import Contents, Drafting, sort_tensors
+from ..decoding.memory_needs import Budget
+from ..models import find_port, port_names
+from ..tuning.kernel_switch import switch_on
+from ..tuning.kernel_trials import requested
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
-from .drafter import attach_drafter
-from .memory import Budget
-from .models import find_port, port_names
-from .naming import expected, origin
-from .norms import conventions, warn_of_unusual
-from .plain import load_plain
+from .external_drafter import attach_drafter
+from .files import check_numbers, dequantized, read_config, read_header, read_tensors, resolve
+from .head_self_test import LEAST, WORDS, agreement, random_tokens
+from .mlx_lm_model import load_plain
+from .norm_conventions import conventions, warn_of_unusual
 from .report import after_reducing, make_report
-from .switch import switch_on
-from .trial import requested
+from .sort_tensors import Contents, Drafting, sort_tensors
+from .tensor_names import expected, origin
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
 WEIGHTS_ALONE = Budget()

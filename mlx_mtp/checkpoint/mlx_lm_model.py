@@ -10,8 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
-from .checkpoint import trunk_header
-from .plain_cache import PlainCache
+from ..cache.mlx_lm_caches import PlainCache
+from .files import trunk_header
 
 
 class Plain:

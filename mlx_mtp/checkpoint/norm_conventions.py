@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .checkpoint import TRUNK_FILES, Header, read_tensors
+from .files import TRUNK_FILES, Header, read_tensors
 
 LAYER_NORMS = re.compile(r"(layernorm|_norm)\.weight$")
 SHIFTED = 0.75  # a mean above it is no zero-centred norm's

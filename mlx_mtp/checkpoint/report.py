@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .checkpoint import DECLARED
+from .files import DECLARED
 
 LISTED = 8  # names of tensors that are not used
 COLUMNS = 100  # of the report, where a line of it can be broken

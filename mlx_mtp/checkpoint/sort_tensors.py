@@ -7,8 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .checkpoint import FP8_SCALES, Header, read_header, sidecar_files, trunk_header
-from .spec import MTPSpec
+from ..layers.spec import MTPSpec
+from .files import FP8_SCALES, Header, read_header, sidecar_files, trunk_header
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 

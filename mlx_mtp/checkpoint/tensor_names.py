@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .contents import Contents, only
+from .sort_tensors import Contents, only
 
 NUMBER = re.compile(r"\.(\d+)\.")
 

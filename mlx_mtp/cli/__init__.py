@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
-from .. import __version__
+from .._version import __version__
 from .bench import bench
 from .cache_prompt import cache_prompt
 from .chat import chat

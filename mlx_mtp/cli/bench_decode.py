@@ -117,7 +117,7 @@ def _prompts(subject: "Subject", flags: dict[str, Any], context: int) -> "list[P
 
 def _settings(subject: "Subject", flags: dict[str, Any], kv_bits: int | None, mtp_kv_bits: int | None) -> "Settings":
     from ..bench.loops import Settings
-    from ..prompt_cache import group_size_for
+    from ..cache.prompt_cache import group_size_for
 
     return Settings(
         max_tokens=_max_tokens(flags),

@@ -50,7 +50,7 @@ def cache_prompt(**flags: Any) -> None:
     """
     text = read_prompt(flags["prompt"])
     model, tokenizer = load_model(flags)
-    from ..opening import Opening
+    from ..cache.prompt_prefix import Opening
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
     own = {"model": _lasting(flags["model"]), "eos_token": flags["eos_token"]}
@@ -73,11 +73,11 @@ def _lasting(model: str | None) -> str | None:
 
 def _read(model: Any, tokens: list[int], opening: Any, flags: dict[str, Any]) -> Any:
     """Read the tokens and write the file; how it went."""
+    from ..cache.file import save_prompt_cache
+    from ..cache.prompt_cache import make_prompt_cache
+    from ..decoding.stats import Stats
     from ..generate import generate_step
-    from ..machine_memory import wired
-    from ..prompt_cache import make_prompt_cache
-    from ..saved_cache import save_prompt_cache
-    from ..stats import Stats
+    from ..machine.memory import wired
     from .progress import PromptProgress, shows_progress
 
     drafts, step = flags["num_draft_tokens"], flags["prefill_step_size"] or default_step()

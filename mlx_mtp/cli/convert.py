@@ -71,8 +71,8 @@ def convert(**flags: Any) -> None:
 
     shown = shows_progress(quiet=False)
     with loading(shown=shown):
-        from ..convert import convert as convert_all
-        from ..convert import extract_heads
+        from ..checkpoint.convert import convert as convert_all
+        from ..checkpoint.convert import extract_heads
     numbers = ("q_group_size", "q_bits", "mtp_q_group_size", "mtp_q_bits")
     given: dict[str, Any] = {name: int(flags[name]) if flags[name] else None for name in numbers}
     with _bar(shown=shown) as progress:

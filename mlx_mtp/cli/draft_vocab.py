@@ -43,9 +43,9 @@ def draft_vocab(
     shall write. The rest, or all without TEXTS, are the tokens that the tokenizer ranks first. The model's text does
     not depend on them: what a list lacks is only not drafted.
     """
-    from ..checkpoint import read_config, resolve
-    from ..draft_vocab import most_frequent, write
-    from ..load import load_tokenizer
+    from ..checkpoint.draft_vocab import most_frequent, write
+    from ..checkpoint.files import read_config, resolve
+    from ..checkpoint.load import load_tokenizer
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long texts
     path = resolve(demo_path() if model is None else model)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from ..decoding.stats import Stats
 from ..generate import GenerationResponse
 from ..session import ChatSession, Turn
-from ..stats import Stats
 
 
 def footer(turn: Turn, last: GenerationResponse) -> str:

@@ -21,8 +21,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..cache.prompt_cache import PromptCache
     from ..generate import GenerationResponse
-    from ..prompt_cache import PromptCache
 
 
 @click.command()
@@ -112,7 +112,7 @@ def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: "PromptC
 
 def _conversation(tokenizer: Any, text: str, flags: dict[str, Any]) -> str:
     """The messages of the flags as the chat template writes them."""
-    from ..opening import render
+    from ..cache.prompt_prefix import render
 
     messages = [{"role": "user", "content": text}]
     if flags["system_prompt"] is not None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from ..inspect_checkpoint import Inspection, Memory, Part
+    from ..checkpoint.inspect import Inspection, Memory, Part
 
 STORED = {True: "stored zero-centred, shifted by +1 while loading", False: "stored as they are used"}
 
@@ -28,12 +28,12 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
     PATH is a directory or a Hugging Face repository. Headers are read, and the values of norms: no weights, and none
     are downloaded. Exit code 1 where it does not load.
     """
-    from ..checkpoint import local
-    from ..inspect_checkpoint import inspect_checkpoint
+    from ..checkpoint.files import local
+    from ..checkpoint.inspect import inspect_checkpoint
 
     directory = local(path)
     if directory is None:
-        from ..hub_headers import downloaded, headers_only
+        from ..checkpoint.hub_headers import downloaded, headers_only
 
         directory = downloaded(path, revision)
     gc.disable()  # 100,000 tensors are many small objects, all of them in use
@@ -60,7 +60,7 @@ def _named(facts: "Inspection", directory: "Path", name: str) -> "Inspection":
 
 def _text(facts: "Inspection") -> str:
     """The facts as rows of a table."""
-    from ..report import listed, table
+    from ..checkpoint.report import listed, table
 
     layers = "" if facts.layers is None else f", {facts.layers} layers"
     rows = [("family", f"{facts.family}{layers}" if facts.family else "not known"), ("layout", facts.layout)]
@@ -85,7 +85,7 @@ def _text(facts: "Inspection") -> str:
 
 
 def _part(part: "Part") -> str:
-    from ..report import size
+    from ..checkpoint.report import size
 
     if not part.tensors:
         return "no tensors"
@@ -97,7 +97,7 @@ def _part(part: "Part") -> str:
 
 
 def _share(types: "Mapping[str, int]") -> str:
-    from ..report import size
+    from ..checkpoint.report import size
 
     return ", ".join(f"{name} ({size(n)})" for name, n in types.items())
 
@@ -120,7 +120,7 @@ def _norms(facts: "Inspection") -> str:
 
 
 def _memory(memory: "Memory", longest: int | None) -> list[tuple[str, str]]:
-    from ..report import size
+    from ..checkpoint.report import size
 
     heads = f", the heads' by {size(memory.head_kv)}" if memory.head_kv else ""
     of = f" of {longest:,}" if longest else ""

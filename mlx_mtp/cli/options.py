@@ -187,7 +187,7 @@ cache_options = options(
 def continues_cache(flags: dict[str, Any]) -> None:
     """Take from --prompt-cache-file which model it is of, where no other is named, and its end-of-text token."""
     if flags["prompt_cache_file"] is not None:
-        from ..saved_cache import saved_opening
+        from ..cache.file import saved_opening
 
         if opening := saved_opening(flags["prompt_cache_file"]):
             flags["model"], flags["eos_token"] = flags["model"] or opening.model, opening.eos_token
@@ -203,8 +203,8 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
 
     shown = shows_progress(quiet=flags["quiet"])
     with loading(shown=shown):
-        from ..load import load, resolve
-        from ..machine_memory import cache_limit
+        from ..checkpoint.load import load, resolve
+        from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     path = resolve(demo_path() if flags["model"] is None else flags["model"])  # a download shows progress of its own
     with loading(shown=shown):
@@ -244,7 +244,7 @@ def _add_eos_token(tokenizer: Any, token: str) -> None:
 
 def _budget(flags: dict[str, Any]) -> Any:
     """What there must be memory for: the context asked for, or one to begin with."""
-    from ..memory import UNCHECKED, Budget
+    from ..decoding.memory_needs import UNCHECKED, Budget
 
     context, ignore = flags.get("max_context") or UNCHECKED, flags.get("ignore_memory", False)
     return Budget(context, flags.get("prefill_step_size") or default_step(), _layout(flags), ignore)
@@ -261,7 +261,7 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
     file = flags["prompt_cache_file"]
     if file is None:
         return None
-    from ..saved_cache import load_prompt_cache
+    from ..cache.file import load_prompt_cache
 
     cache = load_prompt_cache(file, model, check_memory=not flags["ignore_memory"])
     asked = _layout(flags)
@@ -290,7 +290,7 @@ def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any], cache:
 
 def cache_layout(model: Any, flags: dict[str, Any]) -> dict[str, Any]:
     """The command line's arguments of `make_prompt_cache`."""
-    from ..prompt_cache import group_size_for
+    from ..cache.prompt_cache import group_size_for
 
     layout = _layout(flags)
     return {**layout, "kv_group_size": layout["kv_group_size"] or group_size_for(model)}

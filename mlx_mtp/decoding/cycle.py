@@ -6,14 +6,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.prompt_cache import Mark, PromptCache
+from ..tuning.controller import Controller, Cycle, Fixed, Plan
+from ..tuning.replay_choice import HOST_BOUND
 from .accept import accept
-from .compile_choice import HOST_BOUND
-from .controller import Controller, Cycle, Fixed, Plan
 from .draft import Drafts, Run, draft, prime
-from .draft_choice import DraftChooser
-from .lookup import Text
+from .draft_sampling import DraftChooser
 from .prefill import NO_DRAFTS, NONE_ACCEPTED
-from .prompt_cache import Mark, PromptCache
+from .prompt_lookup import Text
 from .sampling import Picker
 from .stats import Stats
 

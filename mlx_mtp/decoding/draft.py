@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .draft_choice import Choice
-from .prompt_cache import PromptCache
+from ..cache.prompt_cache import PromptCache
+from .draft_sampling import Choice
 
 # (model, depth, a head's output row [1, 1, H], the position that it guesses) -> the draft
 Chooser = Callable[[Any, int, mx.array, mx.array], Choice]

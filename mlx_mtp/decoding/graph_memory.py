@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..cache.mlx_lm_caches import PlainCache
+from ..cache.prompt_cache import PromptCache
 from .draft import prime
-from .plain_cache import PlainCache
-from .prompt_cache import PromptCache
 
 # Primitives whose output is a view of their first input, or is written into it.
 VIEWS = {

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from ..cache.prompt_cache import Mark
 from .cycle import PROMPT, Decoder, Flight, begin, learn, read, start, submit
-from .lookup import Text
 from .prefill import NO_DRAFTS, prefill
-from .prompt_cache import Mark
+from .prompt_lookup import Text
 
 Yielded = tuple[int, mx.array | None, bool]
 

@@ -1,20 +1,19 @@
 """What a model needs at a context, whether this machine has it, and what would fit: asked before anything is read."""
 
 import bisect
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from .footprint import fill, nbytes, plain_nbytes, scratch
-from .machine_memory import available
-from .plain_cache import PlainCache
-from .prompt_cache import PromptCache, group_size_for, make_prompt_cache
+from ..cache.mlx_lm_caches import PlainCache
+from ..cache.prompt_cache import PromptCache, group_size_for, make_prompt_cache
+from ..machine import memory
+from ..machine.memory import IGNORE, check_room, ignored, in_gb
+from .graph_memory import fill, nbytes, plain_nbytes, scratch
 
-IGNORE = "MLX_MTP_IGNORE_MEMORY"  # set to anything but "" and "0": nothing is refused
 STEP = 2048  # rows of a prompt that are read at a time, where nothing else is said
 LOOPED = (3, 6)  # numbers of rows that are looked at where a layer is a loop over them
 VERIFIED = 4  # rows of a cycle, which a recurrent layer keeps
@@ -42,8 +41,8 @@ class Needs:
         return self.weights + self.heads + self.kv + self.head_kv + self.scratch
 
     def __str__(self) -> str:
-        parts = [f"{name.replace('_', ' ')} {_gb(size)}" for name, size in vars(self).items() if size]
-        return f"{_gb(self.total)} GB ({', '.join(parts)})"
+        parts = [f"{name.replace('_', ' ')} {in_gb(size)}" for name, size in vars(self).items() if size]
+        return f"{in_gb(self.total)} GB ({', '.join(parts)})"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Budget:
 
         Also where it cannot have caches of that layout.
         """
-        have, cache = available(), make_prompt_cache(model, **_grouped(model, self.layout))
+        have, cache = memory.available(), make_prompt_cache(model, **_grouped(model, self.layout))
         weights = nbytes(model.parameters())
         rough = weights + _rough(model, cache, self.context, min(self.step, self.context))
         if rough <= have.bytes or self.ignore or ignored():
@@ -76,13 +75,8 @@ class Budget:
             return
         asked = f" with max_context={self.context}" if self.context else ""
         what = ", or ".join(_fitting(model, have.bytes, self)) or "no context fits"
-        there = f"{_gb(have.bytes)} GB available ({have.limit})"
+        there = f"{in_gb(have.bytes)} GB available ({have.limit})"
         raise ValueError(f"{path}: {found} needed{asked}, {there}; {what}; {IGNORE}=1 insists")
-
-
-def ignored() -> bool:
-    """Whether the user insists, by the environment."""
-    return os.environ.get(IGNORE, "") not in ("", "0")
 
 
 def needs(model: Any, context: int, *, step: int = STEP, **layout: Any) -> Needs:
@@ -239,26 +233,10 @@ def check_prompt(model: Any, cache: PromptCache, prompt: int, max_tokens: int, s
     if context <= UNCHECKED or ignore or ignored():
         return
     rows = min(step, prompt)
-    if _rough(model, cache, context, rows) <= available().bytes + cache.nbytes:
+    if _rough(model, cache, context, rows) <= memory.available().bytes + cache.nbytes:
         return
     needed = sum(_beside(model, cache, context, rows)) - cache.nbytes
     already = f" after {cache.offset} in the cache" if cache.offset else ""
     what = f"prompt: {prompt} tokens{already} and max_tokens={max_tokens}:"
     step = max(rows, FEWEST)
     check_room(what, needed, ignore=False, largest=lambda room: _largest(model, cache, room + cache.nbytes, step))
-
-
-def check_room(what: str, needed: int, *, ignore: bool, largest: Callable[[int], int] | None = None) -> None:
-    """Raise ValueError where `needed` bytes beside a loaded model are not available.
-
-    largest: how many tokens fit into so many.
-    """
-    have = available()
-    if needed > have.bytes and not ignore and not ignored():
-        there = f"{_gb(have.bytes)} GB available ({have.limit})"
-        fits = f"; {largest(have.bytes)} tokens in all fit" if largest else ""
-        raise ValueError(f"{what} {_gb(needed)} GB needed beside the model, {there}{fits}; {IGNORE}=1 insists")
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.{1 if size >= 1e10 else 2 if size >= 1e8 else 3}f}"

@@ -5,8 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.prompt_cache import PromptCache
 from .draft import Drafts, Run, prime
-from .prompt_cache import PromptCache
 from .sampling import Picker
 
 NONE_ACCEPTED = mx.zeros(1, mx.int32)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .cache import SlidingKVCache, make_saved, round_up
-from .controller import Fixed, Plan
+from ..cache.linear import SlidingKVCache, make_saved, round_up
+from ..cache.prompt_cache import PromptCache
+from ..tuning.controller import Fixed, Plan
 from .cycle import Decoder, Flight, verify
 from .draft import Drafts, Run, draft
-from .draft_choice import DraftChooser
+from .draft_sampling import DraftChooser
 from .prefill import NO_DRAFTS, NONE_ACCEPTED
-from .prompt_cache import PromptCache
 from .sampling import Picker, Sampling
 from .stats import Stats
 

@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .compile_choice import CompileChoice
-from .controller import Plan
+from ..tuning.controller import Plan
+from ..tuning.replay_choice import CompileChoice
 from .cycle import Decoder, Flight
 from .draft import Run
 from .prefill import NO_DRAFTS, NONE_ACCEPTED
-from .recorded import Kind, recorded
+from .recording import Kind, recorded
 
 OFTEN = 3  # times that a kind of cycle has come when it is recorded, which takes as long as many cycles
 KEPT = 16  # recorded kinds, of which each holds its graph

@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from .compile_choice import CompileChoice
-from .compiled import Compiled, Recorder
-from .controller import Controller, Fixed
-from .cost_memory import CostMemory
-from .costs import Costs
-from .plain_cache import PlainCache
-from .prompt_cache import PromptCache
+from ..cache.mlx_lm_caches import PlainCache
+from ..cache.prompt_cache import PromptCache
+from ..tuning.controller import Controller, Fixed
+from ..tuning.cost_file import CostMemory
+from ..tuning.costs import Costs
+from ..tuning.replay_choice import CompileChoice
+from .replay import Compiled, Recorder
 from .sampling import Picker
 
 LOOKUP_DRAFTS = 7  # with the token before them the most rows that have the bits of one (kernels/README.md)

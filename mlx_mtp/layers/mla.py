@@ -13,11 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import verify_latent_attention, verify_latent_attention_ref
-from ..spec import MTPSpec
 from .attention import NormRope, on_device
-from .per_head import VerifyMultiLinear
+from .mla_products import VerifyMultiLinear
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
-from .verify import VERIFY_ROWS
+from .products import VERIFY_ROWS
+from .spec import MTPSpec
 
 ABSORBED_ROWS = 8
 Offset = int | mx.array

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..spec import MTPSpec
+from .spec import MTPSpec
 
 
 class MTPHead(nn.Module):

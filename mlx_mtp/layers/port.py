@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..spec import MTPSpec
-from .heads import Rows, head_on
+from .lm_head import Rows, head_on
 from .mtp_head import MTPHead
+from .spec import MTPSpec
 
 # A head's tensors as DeepSeek and its followers name them.
 BLOCK_TENSORS = tuple((n, f"block.{n}") for n in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))

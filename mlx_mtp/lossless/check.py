@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..agreement import LEAST
+from ..checkpoint.head_self_test import LEAST
 from .compare import PLAIN, Comparison, Drift, Reference, Way, compare, compare_one_pass, drift, ways, worst
 from .heads import LONGEST, Known, kept, right, shares, suspicions
 from .one_pass import OnePass

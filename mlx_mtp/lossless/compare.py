@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..decoding.sampling import key_at, random_key
+from ..decoding.stats import Stats
 from ..generate import generate_step
-from ..sampling import key_at, random_key
-from ..stats import Stats
 from .one_pass import Judgement, OnePass
 from .prompts import Prompt
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..prompt_cache import make_prompt_cache
+from ..cache.prompt_cache import make_prompt_cache
 
 CHUNK = 512  # tokens of a text that are read in one call
 ROWS = 16  # whose logits are held at a time

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ..cache.prompt_cache import make_prompt_cache
 from ..generate import generate_step
-from ..prompt_cache import make_prompt_cache
 from .one_pass import OnePass
 
 RANKS = (0, 1, 2, 4)  # where classes of tokens begin, the likeliest first

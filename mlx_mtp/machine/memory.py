@@ -6,13 +6,14 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
+IGNORE = "MLX_MTP_IGNORE_MEMORY"  # set to anything but "" and "0": nothing is refused
 MOUNT = Path("sys/fs/cgroup")
 _wired: list[int] = []  # the limit before, and one entry for each that asked for another
 _lock = threading.RLock()  # a finalizer may come in between
@@ -161,3 +162,24 @@ def _read(file: Path) -> str:
 
 def _physical() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def ignored() -> bool:
+    """Whether the user insists, by the environment."""
+    return os.environ.get(IGNORE, "") not in ("", "0")
+
+
+def check_room(what: str, needed: int, *, ignore: bool, largest: Callable[[int], int] | None = None) -> None:
+    """Raise ValueError where `needed` bytes beside a loaded model are not available.
+
+    largest: how many tokens fit into so many.
+    """
+    have = available()
+    if needed > have.bytes and not ignore and not ignored():
+        there = f"{in_gb(have.bytes)} GB available ({have.limit})"
+        fits = f"; {largest(have.bytes)} tokens in all fit" if largest else ""
+        raise ValueError(f"{what} {in_gb(needed)} GB needed beside the model, {there}{fits}; {IGNORE}=1 insists")
+
+
+def in_gb(size: int) -> str:
+    return f"{size / 1e9:.{1 if size >= 1e10 else 2 if size >= 1e8 else 3}f}"

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ..layers.draft_head import DraftHead, DraftSizes
-from ..spec import MTPSpec
+from ..layers.eagle_head import DraftHead, DraftSizes
+from ..layers.spec import MTPSpec
 
 ACCEPTED = (
     "an EAGLE-3 head: a directory with config.json and *.safetensors that hold fc, midlayer or layers.0, norm, "

@@ -12,7 +12,7 @@ from mlx_lm.models import glm4_moe
 from mlx_lm.models.glm4_moe import ModelArgs
 
 from ..layers.port import NEXTN, NUMBERED_EXPERTS, Port
-from ..spec import MTPSpec
+from ..layers.spec import MTPSpec
 
 __all__ = ["Model", "ModelArgs"]
 

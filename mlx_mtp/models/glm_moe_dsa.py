@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mlx_lm.models import glm_moe_dsa
 
 from ..layers.sparse_mla import Chosen
-from ..spec import MTPSpec
+from ..layers.spec import MTPSpec
 from . import deepseek_v32
 
 __all__ = ["Model", "ModelArgs"]

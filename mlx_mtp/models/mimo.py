@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models import mimo
 
 from ..layers.port import BLOCK_TENSORS, Port
-from ..spec import MTPSpec
+from ..layers.spec import MTPSpec
 
 
 @dataclass

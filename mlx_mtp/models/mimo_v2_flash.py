@@ -12,7 +12,7 @@ from mlx_lm.models import mimo_v2_flash
 from mlx_lm.models.mimo_v2_flash import ModelArgs
 
 from ..layers.port import BLOCK_TENSORS, NUMBERED_EXPERTS, SCALED_FP8, Port
-from ..spec import MTPSpec
+from ..layers.spec import MTPSpec
 
 __all__ = ["Model", "ModelArgs"]
 

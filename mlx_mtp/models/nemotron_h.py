@@ -16,7 +16,7 @@ from mlx_lm.models import nemotron_h
 
 from ..layers.mamba2 import Mamba2
 from ..layers.port import Port, Renaming
-from ..spec import MTPSpec
+from ..layers.spec import MTPSpec
 
 HEAD_PATTERN = "*E"
 CACHED = "M*"

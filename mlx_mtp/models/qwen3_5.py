@@ -16,7 +16,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3Next
 
 from ..layers.gated_delta import GatedDelta
 from ..layers.port import Port, Renaming
-from ..spec import MTPSpec
+from ..layers.spec import MTPSpec
 
 QWEN_MTP = MTPSpec(
     topology="recycle",

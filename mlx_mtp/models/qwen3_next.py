@@ -12,7 +12,7 @@ from mlx_lm.models.qwen3_next import ModelArgs
 
 from ..layers.gated_delta import GatedDelta
 from ..layers.port import NUMBERED_EXPERTS, Port
-from ..spec import MTPSpec
+from ..layers.spec import MTPSpec
 from .qwen3_5 import QWEN_MTP
 
 __all__ = ["Model", "ModelArgs"]

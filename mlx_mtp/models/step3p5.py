@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import step3p5
 
 from ..layers.port import BLOCK_TENSORS, Port
-from ..spec import MTPSpec
+from ..layers.spec import MTPSpec
 
 
 @dataclass

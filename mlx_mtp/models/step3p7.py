@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..spec import MTPSpec
+from ..layers.spec import MTPSpec
 from . import step3p5
 
 __all__ = ["Model", "ModelArgs"]

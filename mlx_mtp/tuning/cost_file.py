@@ -7,9 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import __version__, machine_file
+from .._version import __version__
+from ..machine import remembered as machine_file
+from ..machine.whole_file import write_whole
 from .costs import Costs
-from .whole_file import write_whole
 
 FORMAT = 1
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]

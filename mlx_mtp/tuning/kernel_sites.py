@@ -8,19 +8,18 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.mla import QuantizedMultiLinear
 
-from .cache import Ring, make_cache
-from .kernels import Rope, served
-from .layers.attention import Attention, Form, NormRope, VerifyAttention
-from .layers.block import Sum, VerifyBlock, VerifyNorm
-from .layers.draft_head import DraftHead
-from .layers.experts import Mixture, VerifyMoE, servable
-from .layers.gated_delta import GatedDelta
-from .layers.heads import Head, place_heads
-from .layers.mla import AbsorbedMLA, LatentAttention
-from .layers.per_head import PerHead, VerifyMultiLinear
-from .layers.port import Port
-from .layers.sparse_mla import SparseMLA
-from .layers.verify import (
+from ..cache.linear import Ring, make_cache
+from ..cache.recurrent import RecurrentCache
+from ..kernels import Rope, served
+from ..layers.attention import Attention, Form, NormRope, VerifyAttention
+from ..layers.eagle_head import DraftHead
+from ..layers.experts import Mixture, VerifyMoE, servable
+from ..layers.gated_delta import GatedDelta
+from ..layers.lm_head import Head, place_heads
+from ..layers.mla import AbsorbedMLA, LatentAttention
+from ..layers.mla_products import PerHead, VerifyMultiLinear
+from ..layers.port import Port
+from ..layers.products import (
     GLU,
     Dense,
     Matrices,
@@ -33,7 +32,8 @@ from .layers.verify import (
     VerifyMLP,
     VerifyRouter,
 )
-from .recurrent_cache import RecurrentCache
+from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm
+from ..layers.sparse_mla import SparseMLA
 
 # Linears that, where a module has several of them, read the same x.
 TOGETHER = (

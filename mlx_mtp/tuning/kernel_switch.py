@@ -9,17 +9,17 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from .kernels import on_metal
-from .layers.attention import NormRope, VerifyAttention
-from .layers.block import Sum
-from .layers.experts import Mixture
-from .layers.gated_delta import GatedDelta
-from .layers.heads import Head
-from .layers.mamba2 import Mamba2
-from .layers.port import Port
-from .layers.verify import GLU, VERIFY_ROWS, Matrices, Stack
-from .sites import Site, place, tied
-from .trial import Key, Memory, Trial, Verdict, decide, in_words
+from ..kernels import on_metal
+from ..layers.attention import NormRope, VerifyAttention
+from ..layers.experts import Mixture
+from ..layers.gated_delta import GatedDelta
+from ..layers.lm_head import Head
+from ..layers.mamba2 import Mamba2
+from ..layers.port import Port
+from ..layers.products import GLU, VERIFY_ROWS, Matrices, Stack
+from ..layers.residual_norm import Sum
+from .kernel_sites import Site, place, tied
+from .kernel_trials import Key, Memory, Trial, Verdict, decide, in_words
 
 PER_HEAD = (MultiLinear, QuantizedMultiLinear)
 UNSERVED = (nn.QuantizedLinear, nn.QQLinear)

@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from .trial_memory import MLX_VERSION, Found, Key, Memory
-from .trial_run import FAILS, Trial, check, first_line, time_pair
+from .ab_test import FAILS, Trial, check, first_line, time_pair
+from .verdict_file import MLX_VERSION, Found, Key, Memory
 
 LANES = ("off", "exact", "fast")
 VARIABLE = "MLX_MTP_KERNELS"

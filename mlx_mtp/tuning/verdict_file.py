@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from . import __version__, machine_file
-from .kernels import _source
-from .whole_file import write_whole
+from .._version import __version__
+from ..kernels import _source
+from ..machine import remembered as machine_file
+from ..machine.whole_file import write_whole
 
 FORMAT = 1
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]

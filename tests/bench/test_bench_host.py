@@ -1,14 +1,11 @@
 """The bookkeeping of bench/host.py: whose time a cycle's parts are, and where cycles end."""
 
-import sys
 import time
 from importlib import import_module
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 host = import_module("host")
 
 

@@ -12,7 +12,7 @@ from mlx_mtp import kernels as bindings
 from mlx_mtp.bench import kernels
 from mlx_mtp.bench.kernels import OPS, Asked, Compared, compared, speed_table, traffic, traffic_table
 from mlx_mtp.bench.kernels_cases import CASES, SMALL
-from mlx_mtp.trial_run import Trial
+from mlx_mtp.tuning.ab_test import Trial
 
 
 def test_every_op_that_takes_a_place_has_cases():

@@ -17,24 +17,15 @@ from mlx.utils import tree_flatten
 from mlx_mtp import generate_step, load_model
 from mlx_mtp.bench import documents as table
 from mlx_mtp.bench import random_model
-from mlx_mtp.bench.roofline import (
-    cost,
-    documents,
-    fit,
-    floor,
-    ops,
-    predict,
-    released,
-    walk,
-)
+from mlx_mtp.bench.roofline import cost, documents, fit, floor, ops, predict, released, walk
 from mlx_mtp.bench.roofline.chips import CHIPS
 from mlx_mtp.bench.roofline.launches import KERNELS
 from mlx_mtp.bench.roofline.ops import OVERLAPS
+from mlx_mtp.cache.prompt_cache import make_prompt_cache
+from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.demo import demo_path
 from mlx_mtp.layers.mtp_head import MTPHead
 from mlx_mtp.layers.port import Port
-from mlx_mtp.prompt_cache import make_prompt_cache
-from mlx_mtp.recurrent_cache import RecurrentCache
 
 FITTED = fit.fit(fit.read_rows())
 M3_ULTRA = FITTED["M3 Ultra"]

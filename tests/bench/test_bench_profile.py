@@ -11,12 +11,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_mtp
-from mlx_mtp import cycle
 from mlx_mtp.bench import census, profile_report
 from mlx_mtp.bench.page_tables import tables_of
 from mlx_mtp.bench.profile import HOST, PHASES, Profile, Timer, Workload, decode_in_phases, profile
+from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding.prompt_lookup import Text
 from mlx_mtp.layers.mtp_head import MTPHead
-from mlx_mtp.lookup import Text
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 0]
 SLOW = 0.03  # seconds of what is planted
@@ -227,7 +227,7 @@ def held(model, rows):
 
 
 def test_a_windows_cache_is_read_as_far_as_it_reaches():
-    from mlx_mtp.cache import LinearKVCache, Ring, SlidingKVCache
+    from mlx_mtp.cache.linear import LinearKVCache, Ring, SlidingKVCache
 
     for make, most in ((LinearKVCache, 100), (lambda: SlidingKVCache(Ring(8)), 8 + 32)):
         cache = make()

@@ -12,16 +12,16 @@ from mlx.utils import tree_flatten
 from published import FILES, read
 
 import mlx_mtp
-from mlx_mtp import planning
 from mlx_mtp.bench.loops import MlxLm, Reader, Settings, twin
 from mlx_mtp.bench.random_model import first_layers, head_count, random_model
 from mlx_mtp.bench.subject import NoMemory, open_subject
 from mlx_mtp.bench.synthetic import DEPTHS, POSITIONS, drawn_acceptance, draws, rate_at
-from mlx_mtp.cost_memory import CostMemory
+from mlx_mtp.checkpoint.load import read_args
+from mlx_mtp.decoding import setup as planning
+from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.demo import demo_path
-from mlx_mtp.load import read_args
 from mlx_mtp.models import find_port
-from mlx_mtp.sampling import Picker
+from mlx_mtp.tuning.cost_file import CostMemory
 
 RELEASED = [file for file in FILES if not file.stem.startswith("eagle3")]  # an EAGLE-3 head is no model
 PROMPT = [1, 5, 3, 9, 2, 7]

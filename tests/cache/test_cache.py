@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.cache import MAX_ROWS, STEP, LinearKVCache, Ring, make_cache, make_caches
+from mlx_mtp.cache.linear import MAX_ROWS, STEP, LinearKVCache, Ring, make_cache, make_caches
 
 B, H, D = 1, 2, 32
 

@@ -11,9 +11,9 @@ from test_chat import LETTERS, PLAIN, REWRITING, VOCAB, answer, make_session, ma
 from test_cli import one_line_error
 
 import mlx_mtp
+from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
+from mlx_mtp.cache.prompt_prefix import Opening
 from mlx_mtp.demo import demo_path
-from mlx_mtp.opening import Opening
-from mlx_mtp.saved_cache import load_prompt_cache, save_prompt_cache
 
 BOTH = ("What does os.path", ".join do?")
 BEGINNING = "abcdefghij]abc[abcabc]a"
@@ -123,7 +123,7 @@ def demo():
 @pytest.fixture
 def once(demo, monkeypatch):
     """The demo is loaded once for all commands."""
-    monkeypatch.setattr(sys.modules["mlx_mtp.load"], "load", lambda *_, **__: demo)
+    monkeypatch.setattr(sys.modules["mlx_mtp.checkpoint.load"], "load", lambda *_, **__: demo)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,9 @@ def test_errors_of_the_commands(once, tmp_path, monkeypatch):
 def test_the_model_is_the_files(demo, tmp_path, monkeypatch):
     """And the end-of-text token; a directory wherever the next command is run. Another one's name is checked."""
     loaded = []
-    monkeypatch.setattr(sys.modules["mlx_mtp.load"], "load", lambda path, **o: (loaded.append((path, o)), demo)[1])
+    monkeypatch.setattr(
+        sys.modules["mlx_mtp.checkpoint.load"], "load", lambda path, **o: (loaded.append((path, o)), demo)[1]
+    )
     (tmp_path / "model").symlink_to(demo_path())
     monkeypatch.chdir(tmp_path)
     call(

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 import mlx_mtp
-from mlx_mtp import fingerprint, memory, saved_cache
-from mlx_mtp.machine_memory import Available
-from mlx_mtp.opening import Opening
-from mlx_mtp.saved_cache import load_prompt_cache, save_prompt_cache
+from mlx_mtp.cache import file as saved_cache
+from mlx_mtp.cache import fingerprint
+from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
+from mlx_mtp.cache.prompt_prefix import Opening
+from mlx_mtp.machine import memory as machine_memory
+from mlx_mtp.machine.memory import Available
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 TEXT = 24
@@ -274,8 +276,8 @@ def test_writers_and_readers_at_the_same_time(model, tmp_path):
 
 
 def test_a_cache_there_is_no_memory_for(model, saved, monkeypatch):
-    monkeypatch.delenv(memory.IGNORE, raising=False)
-    monkeypatch.setattr(memory, "available", lambda: Available(len(saved[1]) - 1, "a test"))
+    monkeypatch.delenv(machine_memory.IGNORE, raising=False)
+    monkeypatch.setattr(machine_memory, "available", lambda: Available(len(saved[1]) - 1, "a test"))
     with pytest.raises(
         ValueError, match=r"cache\.safetensors: 0\.\d+ GB needed beside the model, .* \(a test\); MLX"
     ):

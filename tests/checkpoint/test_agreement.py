@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.base import create_causal_mask
 
 import mlx_mtp
-from mlx_mtp.agreement import LEAST, WORDS, agreement, random_tokens
+from mlx_mtp.checkpoint.head_self_test import LEAST, WORDS, agreement, random_tokens
 from mlx_mtp.demo import demo_path
 
 pytestmark = pytest.mark.filterwarnings("default")

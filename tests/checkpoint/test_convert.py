@@ -13,9 +13,9 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 import mlx_mtp
-from mlx_mtp import checkpoint
-from mlx_mtp.convert import convert, extract_heads
-from mlx_mtp.norms import conventions
+from mlx_mtp.checkpoint import files as checkpoint
+from mlx_mtp.checkpoint.convert import convert, extract_heads
+from mlx_mtp.checkpoint.norm_conventions import conventions
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 STEP = {**tiny.CONFIG, "vocab_size": 13}

@@ -18,12 +18,13 @@ from command_line import call, run
 from mlx.utils import tree_flatten
 from safetensors import safe_open
 
-from mlx_mtp import precision, tensor_file
+from mlx_mtp.checkpoint import convert_precision as precision
+from mlx_mtp.checkpoint import convert_writer as tensor_file
+from mlx_mtp.checkpoint.convert import convert, extract_heads
+from mlx_mtp.checkpoint.convert_source import open_source
 from mlx_mtp.cli.convert import RECIPES
-from mlx_mtp.convert import convert, extract_heads
 from mlx_mtp.demo import demo_path
 from mlx_mtp.layers.port import Port
-from mlx_mtp.source import open_source
 
 SHARD = 20_000
 
@@ -308,7 +309,7 @@ def test_memory_is_that_of_a_stack_not_of_the_model(tmp_path):
     """Of 16 layers' experts, one projection's at a time: what they are stacked from, and what becomes of them."""
     sizes = "--megabytes", "64", "--shard", "4", "--experts", "8"
     flags = [*sizes, "--target", "4 bits", "--out", tmp_path / "found"]
-    bench = Path(__file__).parents[1] / "bench" / "convert_memory.py"
+    bench = Path(__file__).parents[2] / "bench" / "convert_memory.py"
     subprocess.run([sys.executable, bench, *flags], check=True, capture_output=True)
     counts = json.loads((tmp_path / "found").read_text())
     assert counts["total"] > 14 * counts["stack"] > 14 * counts["shard"]

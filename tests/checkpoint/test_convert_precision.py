@@ -13,9 +13,9 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from test_layouts import in_8_bits
 
 import mlx_mtp
-from mlx_mtp.convert import convert
+from mlx_mtp.checkpoint.convert import convert
+from mlx_mtp.checkpoint.convert_precision import Precision
 from mlx_mtp.demo import demo_path
-from mlx_mtp.precision import Precision
 
 WHOLE = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32}  # so that groups of 32 fit
 

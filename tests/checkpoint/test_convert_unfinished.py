@@ -14,8 +14,9 @@ import pytest
 from test_convert_files import in_shards, left
 
 import mlx_mtp
-from mlx_mtp import tensor_file, unfinished
-from mlx_mtp.convert import convert, extract_heads
+from mlx_mtp.checkpoint import convert_writer as tensor_file
+from mlx_mtp.checkpoint.convert import convert, extract_heads
+from mlx_mtp.machine import atomic as unfinished
 
 
 @pytest.fixture(scope="module")

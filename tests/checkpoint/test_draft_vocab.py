@@ -11,9 +11,9 @@ import pytest
 import tiny
 
 import mlx_mtp
-from mlx_mtp import cycle
-from mlx_mtp.draft_vocab import reduce_heads
-from mlx_mtp.layers.heads import place_heads, sliced
+from mlx_mtp.checkpoint.draft_vocab import reduce_heads
+from mlx_mtp.decoding import cycle
+from mlx_mtp.layers.lm_head import place_heads, sliced
 
 PROMPT = [1, 3, 2, 4, 0, 1]
 LISTS = {
@@ -190,7 +190,7 @@ def test_kernels_find_the_reduced_heads(checkpoints, monkeypatch):
         seen.extend(place_heads(model))
         return (), ()
 
-    monkeypatch.setattr(sys.modules["mlx_mtp.load"], "switch_on", switch_on)
+    monkeypatch.setattr(sys.modules["mlx_mtp.checkpoint.load"], "switch_on", switch_on)
     model = mlx_mtp.load_model(**checkpoints("step3p5")[0], draft_vocab=[0, 3, 4])
     assert [head.module.weight.shape[0] for head in seen] == [5, 3, 3, 3]
     assert [id(head.module) for head in seen[1:]] == [id(head.head) for head in model.mtp]

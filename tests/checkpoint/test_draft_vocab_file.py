@@ -8,9 +8,9 @@ import tiny
 from command_line import call
 
 import mlx_mtp
-from mlx_mtp import draft_vocab
+from mlx_mtp.checkpoint import draft_vocab
+from mlx_mtp.checkpoint.draft_vocab import most_frequent
 from mlx_mtp.demo import demo_path
-from mlx_mtp.draft_vocab import most_frequent
 
 
 class Words:

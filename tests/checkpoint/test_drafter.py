@@ -14,7 +14,7 @@ from mlx_lm.models.base import create_causal_mask
 from oracle import Oracle
 
 import mlx_mtp
-from mlx_mtp import cycle
+from mlx_mtp.decoding import cycle
 
 V = families.V
 # A prompt whose texts go on past the end of a ring of 40 slots, and show it when a row is not where it belongs.

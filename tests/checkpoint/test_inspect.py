@@ -20,8 +20,8 @@ import tiny
 from command_line import call
 
 import mlx_mtp
+from mlx_mtp.checkpoint.inspect import inspect_checkpoint
 from mlx_mtp.demo import demo_path
-from mlx_mtp.inspect_checkpoint import inspect_checkpoint
 
 
 @pytest.fixture(scope="module")

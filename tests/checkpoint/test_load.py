@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model, save_model
 
 import mlx_mtp
-from mlx_mtp.checkpoint import read_header
+from mlx_mtp.checkpoint.files import read_header
 
 PROMPT = [1, 2, 3, 0, 4, 2, 1, 3, 0, 1, 2, 2]
 CONFIG = {**tiny.CONFIG, "vocab_size": 5}

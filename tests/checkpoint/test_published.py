@@ -13,7 +13,7 @@ from mlx_mtp.models import eagle3
 
 DRAFTERS = [file for file in published.FILES if file.stem.startswith("eagle3-")]
 MODELS = [file for file in published.FILES if file not in DRAFTERS]
-PORTS = {p.stem for p in (Path(__file__).parents[1] / "mlx_mtp" / "models").glob("*.py")}
+PORTS = {p.stem for p in (Path(__file__).parents[2] / "mlx_mtp" / "models").glob("*.py")}
 
 
 def checkpoint(file: Path) -> published.Published:

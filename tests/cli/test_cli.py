@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from command_line import call, run
 
 import mlx_mtp
-from mlx_mtp.checkpoint import read_config
+from mlx_mtp.checkpoint.files import read_config
 from mlx_mtp.cli import main
 from mlx_mtp.demo import demo_path
 

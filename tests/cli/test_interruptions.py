@@ -9,14 +9,15 @@ from plans import Listed, Spy, follow
 from subjects import PLANS, PROMPT, Subject, assert_same_rows, quantizable_model, steps, subjects, text_of
 
 import mlx_mtp
-from mlx_mtp import cycle, decode
-from mlx_mtp import prefill as reading
-from mlx_mtp.controller import Plan
-from mlx_mtp.draft import Run
-from mlx_mtp.lookup import Text
-from mlx_mtp.prompt_cache import PromptCache
-from mlx_mtp.sampling import Picker
-from mlx_mtp.stats import Stats
+from mlx_mtp.cache.prompt_cache import PromptCache
+from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import loop as decode
+from mlx_mtp.decoding import prefill as reading
+from mlx_mtp.decoding.draft import Run
+from mlx_mtp.decoding.prompt_lookup import Text
+from mlx_mtp.decoding.sampling import Picker
+from mlx_mtp.decoding.stats import Stats
+from mlx_mtp.tuning.controller import Plan
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,14 @@ from oracle import Oracle
 from plans import Script
 
 import mlx_mtp
-from mlx_mtp import cache as caches
-from mlx_mtp import compiled, cycle, planning, recorded
-from mlx_mtp.compile_choice import CompileChoice
-from mlx_mtp.compiled import Compiled, Recorder
-from mlx_mtp.sampling import Picker
+from mlx_mtp.cache import linear as caches
+from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import recording as recorded
+from mlx_mtp.decoding import replay as compiled
+from mlx_mtp.decoding import setup as planning
+from mlx_mtp.decoding.replay import Compiled, Recorder
+from mlx_mtp.decoding.sampling import Picker
+from mlx_mtp.tuning.replay_choice import CompileChoice
 
 SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="long: MLX_MTP_SWEEP=1 runs it")
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]

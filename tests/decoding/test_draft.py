@@ -6,7 +6,7 @@ import tiny
 from mlx_lm.models.base import create_causal_mask
 
 import mlx_mtp
-from mlx_mtp import cycle
+from mlx_mtp.decoding import cycle
 
 
 def head_outputs(model, tokens, hidden, drafts):

@@ -12,13 +12,14 @@ from drafters import GQA
 from draws import SAMPLERS
 
 import mlx_mtp
-from mlx_mtp import cycle, draft_choice
+from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import draft_sampling as draft_choice
+from mlx_mtp.decoding.draft_sampling import DraftChooser
+from mlx_mtp.decoding.rejection import draft_key, gumbel_max, keep_or_replace
+from mlx_mtp.decoding.sampling import Picker, Sampling, key_at
 from mlx_mtp.demo import demo_path
-from mlx_mtp.draft_choice import DraftChooser
 from mlx_mtp.kernels import draw_ref
-from mlx_mtp.layers.heads import place_heads
-from mlx_mtp.rejection import draft_key, gumbel_max, keep_or_replace
-from mlx_mtp.sampling import Picker, Sampling, key_at
+from mlx_mtp.layers.lm_head import place_heads
 
 PROMPT = [1, 2, 0, 1, 1, 2, 0, 2, 1]
 KEY = mx.array([7, 11], mx.uint32)

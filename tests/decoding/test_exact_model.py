@@ -14,10 +14,13 @@ from qwen import QWEN_TEXT
 from stock_ops import stock_ops
 
 import mlx_mtp
-from mlx_mtp import emulator, sites, switch, trial_run
-from mlx_mtp.controller import Plan
+from mlx_mtp import emulator
+from mlx_mtp.cache.prompt_cache import make_prompt_cache
 from mlx_mtp.layers.attention import Attention
-from mlx_mtp.prompt_cache import make_prompt_cache
+from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning import kernel_sites as sites
+from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning.controller import Plan
 
 pytestmark = linux_only
 STEP = {

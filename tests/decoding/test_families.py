@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_causal_mask
 from oracle import Oracle
 
 import mlx_mtp
-from mlx_mtp import cycle
+from mlx_mtp.decoding import cycle
 
 # Loading has tests of these too; decoding them does nothing that a variant of theirs does not do.
 SIMPLER = ("glm4_moe_untied", "glm_moe_dsa", "nemotron_h")

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.lookup import LONGEST, SHORTEST, Text
+from mlx_mtp.decoding.prompt_lookup import LONGEST, SHORTEST, Text
 
 TOKENS = st.lists(st.sampled_from([0, 1, 2, 2**18 - 1]), max_size=40)
 

@@ -8,9 +8,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_mtp
-from mlx_mtp import footprint, memory
-from mlx_mtp.machine_memory import Available
-from mlx_mtp.memory import Budget, needs, within
+from mlx_mtp.decoding import graph_memory as footprint
+from mlx_mtp.decoding import memory_needs as memory
+from mlx_mtp.decoding.memory_needs import Budget, needs, within
+from mlx_mtp.machine import memory as machine_memory
+from mlx_mtp.machine.memory import Available
 
 # Heads, experts, windows, latent rows, an indexer, recurrent states: what families keep or make.
 NAMES = ("glm4_moe", "deepseek_v32", "qwen3_5", "mimo_v2_flash")
@@ -34,8 +36,8 @@ def built(tmp_path_factory):
 @pytest.fixture
 def machine(monkeypatch):
     """A machine of so many bytes."""
-    monkeypatch.delenv(memory.IGNORE, raising=False)
-    return lambda size: monkeypatch.setattr(memory, "available", lambda: Available(int(size), "a test"))
+    monkeypatch.delenv(machine_memory.IGNORE, raising=False)
+    return lambda size: monkeypatch.setattr(machine_memory, "available", lambda: Available(int(size), "a test"))
 
 
 def read(model, prompt, n=1, **options):
@@ -163,9 +165,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(built, machine):
     mlx_mtp.load_model(path, budget=Budget(ignore=True))
     mlx_mtp.load_model(path, lazy=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(memory.IGNORE, "1")
+        patch.setenv(machine_memory.IGNORE, "1")
         mlx_mtp.load_model(path)
-        patch.setenv(memory.IGNORE, "0")
+        patch.setenv(machine_memory.IGNORE, "0")
         with pytest.raises(ValueError, match="needed"):
             mlx_mtp.load_model(path)
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from plans import Listed, follow
 
 import mlx_mtp
-from mlx_mtp.controller import Plan
+from mlx_mtp.decoding.sampling import Sampling
+from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.demo import demo_path
-from mlx_mtp.sampling import Sampling
-from mlx_mtp.stats import Stats
+from mlx_mtp.tuning.controller import Plan
 
 SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="long: MLX_MTP_SWEEP=1 runs it")
 PROMPT = [1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]  # whose continuation has occurred before

@@ -10,10 +10,11 @@ import pytest
 from plans import Listed, follow
 
 import mlx_mtp
-from mlx_mtp import cycle, decode
-from mlx_mtp.controller import Controller, Plan
-from mlx_mtp.draft import Run
-from mlx_mtp.stats import Stats
+from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import loop as decode
+from mlx_mtp.decoding.draft import Run
+from mlx_mtp.decoding.stats import Stats
+from mlx_mtp.tuning.controller import Controller, Plan
 
 SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="long: MLX_MTP_SWEEP=1 runs it")
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]

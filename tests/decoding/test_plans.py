@@ -10,8 +10,8 @@ from plans import Listed, Script, Spy, follow
 from subjects import PLANS, PROMPT, assert_same_rows, quantizable_model, steps, subjects, text_of
 
 import mlx_mtp
-from mlx_mtp.controller import Plan
-from mlx_mtp.stats import Stats
+from mlx_mtp.decoding.stats import Stats
+from mlx_mtp.tuning.controller import Plan
 
 SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="long: MLX_MTP_SWEEP=1 runs it")
 

@@ -8,9 +8,9 @@ import tiny
 from test_lossless import Oracle
 
 import mlx_mtp
-from mlx_mtp import cycle
+from mlx_mtp.cache.recurrent import RecurrentCache
+from mlx_mtp.decoding import cycle
 from mlx_mtp.layers.mamba2 import STEPPED_ROWS
-from mlx_mtp.recurrent_cache import RecurrentCache
 
 NAMES = ["nemotron_h", "qwen3_5", "qwen3_next"]
 

@@ -6,9 +6,9 @@ import pytest
 from draws import Draws, reference
 
 import mlx_mtp
-from mlx_mtp.accept import accept
-from mlx_mtp.rejection import keep_or_replace
-from mlx_mtp.sampling import Picker, Sampling
+from mlx_mtp.decoding.accept import accept
+from mlx_mtp.decoding.rejection import keep_or_replace
+from mlx_mtp.decoding.sampling import Picker, Sampling
 
 KEY = mx.array([7, 11], mx.uint32)
 

@@ -5,7 +5,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_mtp
-from mlx_mtp.saved_cache import load_prompt_cache, save_prompt_cache
+from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 

@@ -9,7 +9,7 @@ from draws import SAMPLERS, Draws, reference
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
-from mlx_mtp.sampling import Sampling
+from mlx_mtp.decoding.sampling import Sampling
 
 PROMPT = [1, 2, 0, 1, 1, 2, 0, 2, 1]
 

@@ -9,13 +9,14 @@ import pytest
 from mlx_lm.models.step3p5 import ModelArgs
 
 import mlx_mtp
-from mlx_mtp.demo import checkpoint, demo_path, self_written
-from mlx_mtp.demo.config import DEPTHS, demo_config
-from mlx_mtp.demo.data import PHASES, epoch, load_corpus
-from mlx_mtp.demo.library import with_summaries
-from mlx_mtp.demo.network import build, foresight_loss, joint_loss
-from mlx_mtp.demo.optimize import Trainer
-from mlx_mtp.demo.train import batches, token_stream
+from bench.train_demo import checkpoint, self_written
+from bench.train_demo.config import DEPTHS, demo_config
+from bench.train_demo.data import PHASES, epoch, load_corpus
+from bench.train_demo.library import with_summaries
+from bench.train_demo.network import build, foresight_loss, joint_loss
+from bench.train_demo.optimize import Trainer
+from bench.train_demo.train import batches, token_stream
+from mlx_mtp.demo import demo_path
 
 
 @pytest.fixture(scope="module")

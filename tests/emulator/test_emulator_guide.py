@@ -10,7 +10,7 @@ from metal_cases import linux_only
 from mlx_mtp import emulator
 
 pytestmark = linux_only
-TEXT = (Path(__file__).parents[1] / "kernels" / "README.md").read_text()
+TEXT = (Path(__file__).parents[2] / "kernels" / "README.md").read_text()
 
 
 def test_the_guide_says_what_happens():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted(p for p in (Path(__file__).parents[1] / "kernels").iterdir() if p.suffix in (".h", ".metal"))
+FILES = sorted(p for p in (Path(__file__).parents[2] / "kernels").iterdir() if p.suffix in (".h", ".metal"))
 METHOD = re.compile(r"^  (?:template <[^>]*>\s+)?METAL_FUNC [^;{]*?\)([^;{)]*)\{", re.MULTILINE)
 MATHS = re.compile(r"(?<!precise::)(?<!fast::)\b(?:exp|exp2|log|log2|pow|rsqrt|sqrt|sin|cos|tanh)\(")
 AS_COMPILED = ("delta_gates.h",)  # its functions are those of kernels that mx.compile makes, with options like ours

@@ -11,11 +11,13 @@ from qwen import QWEN_TEXT
 from stock_ops import stock_ops
 
 import mlx_mtp
-from mlx_mtp import emulator, switch, trial_run
-from mlx_mtp.layers.verify import Recurrence
+from mlx_mtp import emulator
+from mlx_mtp.cache.recurrent import RecurrentCache
+from mlx_mtp.layers.products import Recurrence
 from mlx_mtp.models.qwen3_5 import GatedDeltaNet
-from mlx_mtp.recurrent_cache import RecurrentCache
-from mlx_mtp.trial import decide
+from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning.kernel_trials import decide
 
 ALL = frozenset(range(1, 100))
 KERNELS = ["delta_inputs", "gated_delta_verify", "gated_norm"]

@@ -12,9 +12,10 @@ import tiny
 from metal_cases import linux_only
 
 import mlx_mtp
-from mlx_mtp import emulator, trial_run
-from mlx_mtp.layers.heads import Head, place_heads
-from mlx_mtp.sampling import Picker, Sampling
+from mlx_mtp import emulator
+from mlx_mtp.decoding.sampling import Picker, Sampling
+from mlx_mtp.layers.lm_head import Head, place_heads
+from mlx_mtp.tuning import ab_test as trial_run
 
 PROMPT = [1, 2, 3, 4, 1]
 FILTERS = [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.7, "min_p": 0.05}, {"top_p": 0.02}]

@@ -16,8 +16,11 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 from stock_ops import stock_ops
 
-from mlx_mtp import emulator, sites, switch, trial_run
+from mlx_mtp import emulator
 from mlx_mtp.layers.mla import ABSORBED_ROWS
+from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning import kernel_sites as sites
+from mlx_mtp.tuning import kernel_switch as switch
 
 LENGTH = 4096
 ROWS = range(1, ABSORBED_ROWS + 1)

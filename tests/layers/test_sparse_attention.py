@@ -9,8 +9,8 @@ from mlx_lm.models.base import create_causal_mask
 from test_lossless import Oracle
 
 import mlx_mtp
-from mlx_mtp import cycle
-from mlx_mtp.cache import LinearKVCache
+from mlx_mtp.cache.linear import LinearKVCache
+from mlx_mtp.decoding import cycle
 from mlx_mtp.layers import sparse_mla
 from mlx_mtp.models import deepseek_v32, glm_moe_dsa
 

@@ -10,9 +10,11 @@ from metal_cases import linux_only
 from mlx.utils import tree_flatten
 from test_switch import recorded
 
-from mlx_mtp import emulator, sites, switch
+from mlx_mtp import emulator
 from mlx_mtp.emulator import stock_dense
-from mlx_mtp.layers.verify import GLU, Dense, Matrices, Stack, VerifyDense, VerifyLinear
+from mlx_mtp.layers.products import GLU, Dense, Matrices, Stack, VerifyDense, VerifyLinear
+from mlx_mtp.tuning import kernel_sites as sites
+from mlx_mtp.tuning import kernel_switch as switch
 
 pytestmark = linux_only
 

@@ -10,7 +10,7 @@ from mlx_lm.generate import generate_step
 from oracle import Oracle, real
 
 import mlx_mtp
-from mlx_mtp import cycle
+from mlx_mtp.decoding import cycle
 
 SIZE = {"max_kv_size": 9}
 

@@ -10,8 +10,8 @@ import trained
 from fuzzing import LONG
 
 import mlx_mtp
-from mlx_mtp import cycle
-from mlx_mtp.draft import Drafts
+from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding.draft import Drafts
 from mlx_mtp.lossless.check import Settings, Verdict, _kept, conclude, examine
 from mlx_mtp.lossless.compare import Comparison, Reference, compare, ways
 from mlx_mtp.lossless.heads import Known, right

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import tiny
 
-from mlx_mtp import cycle, decode, prefill, sampling
-from mlx_mtp.cache import Ring
+from mlx_mtp.cache.linear import Ring
+from mlx_mtp.cache.prompt_cache import PromptCache
+from mlx_mtp.decoding import cycle, prefill, sampling
+from mlx_mtp.decoding import loop as decode
 from mlx_mtp.lossless import check
 from mlx_mtp.lossless import one_pass as one_pass_module
 from mlx_mtp.lossless.check import Settings, Verdict, conclude, verify
 from mlx_mtp.lossless.compare import PLAIN, Comparison, Reference, Way, compare, compare_one_pass, drift, ways
 from mlx_mtp.lossless.one_pass import PASSES, OnePass
 from mlx_mtp.lossless.prompts import Prompt, built_in, document, lengths
-from mlx_mtp.prompt_cache import PromptCache
 
 V, NEW = 5, 40
 FIXED = {"adaptive": False, "prompt_lookup": False}

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_mtp import sampling
+from mlx_mtp.decoding import sampling
 from mlx_mtp.lossless import sampled
 from mlx_mtp.lossless.sampled import chi_squared_tail, draw, fit, noncentral_tail, quantile, spread
 

@@ -10,8 +10,8 @@ import pytest
 from test_chat import VOCAB, make_tokenizer
 
 import mlx_mtp
-from mlx_mtp import machine_memory
-from mlx_mtp.machine_memory import available, cache_limit, cgroup_rooms, free_in_vm_stat, free_memory, wired
+from mlx_mtp.machine import memory as machine_memory
+from mlx_mtp.machine.memory import available, cache_limit, cgroup_rooms, free_in_vm_stat, free_memory, wired
 
 GB = 10**9
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)

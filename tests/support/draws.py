@@ -4,8 +4,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from mlx_mtp import draft_choice, rejection, sampling
-from mlx_mtp.sampling import Sampling
+from mlx_mtp.decoding import draft_sampling as draft_choice
+from mlx_mtp.decoding import rejection, sampling
+from mlx_mtp.decoding.sampling import Sampling
 
 SAMPLERS = {
     "temperature": {"temp": 0.7},

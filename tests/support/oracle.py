@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 
-from mlx_mtp import cycle
-from mlx_mtp.draft import Drafts
+from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding.draft import Drafts
 
 real = cycle.draft
 

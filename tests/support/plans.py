@@ -3,8 +3,8 @@
 import importlib
 import random
 
-from mlx_mtp import cycle
-from mlx_mtp.controller import Plan
+from mlx_mtp.decoding import cycle
+from mlx_mtp.tuning.controller import Plan
 
 
 class Script:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.compile_choice import BLOCK, WINDOW, CompileChoice
-from mlx_mtp.compiled import Compiled, Recorder
-from mlx_mtp.controller import Plan
+from mlx_mtp.decoding.replay import Compiled, Recorder
+from mlx_mtp.tuning.controller import Plan
+from mlx_mtp.tuning.replay_choice import BLOCK, WINDOW, CompileChoice
 
 
 def feed(choice, n, seconds, waited=0.0, like="a"):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator import DRIFTS, TABLES, Machine, Text, compare, known_costs, replay, text, trace
 
-from mlx_mtp.controller import Controller, Cycle, Fixed, Plan
-from mlx_mtp.costs import PLAIN, Costs, ladder
+from mlx_mtp.tuning.controller import Controller, Cycle, Fixed, Plan
+from mlx_mtp.tuning.costs import PLAIN, Costs, ladder
 
 
 def machine(table, **changes):

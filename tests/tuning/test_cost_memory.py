@@ -9,11 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_mtp import cost_memory, machine_file
-from mlx_mtp.compile_choice import CompileChoice
-from mlx_mtp.cost_memory import CostMemory
-from mlx_mtp.costs import PLAIN, Costs
-from mlx_mtp.planning import control_for, remember
+from mlx_mtp.decoding.setup import control_for, remember
+from mlx_mtp.machine import remembered as machine_file
+from mlx_mtp.tuning import cost_file as cost_memory
+from mlx_mtp.tuning.cost_file import CostMemory
+from mlx_mtp.tuning.costs import PLAIN, Costs
+from mlx_mtp.tuning.replay_choice import CompileChoice
 
 
 @pytest.fixture(autouse=True)

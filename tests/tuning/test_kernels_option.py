@@ -25,7 +25,7 @@ def asked(monkeypatch):
     lanes = []
     monkeypatch.delenv("MLX_MTP_KERNELS", raising=False)
     monkeypatch.setattr(
-        importlib.import_module("mlx_mtp.load"),
+        importlib.import_module("mlx_mtp.checkpoint.load"),
         "switch_on",
         lambda model, lane, lazy: lanes.append((lane, lazy) if lazy else lane) or (LINES, ("router", "head")),
     )
@@ -35,7 +35,7 @@ def asked(monkeypatch):
 @pytest.fixture
 def unread(monkeypatch):
     """Loading would be an error."""
-    monkeypatch.setattr(importlib.import_module("mlx_mtp.load"), "_load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(importlib.import_module("mlx_mtp.checkpoint.load"), "_load", lambda *_, **__: 1 / 0)
 
 
 def invoke(*arguments, **env):

@@ -15,10 +15,13 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_heads import build_headed
 
 import mlx_mtp
-from mlx_mtp import emulator, sites, switch, trial_run
-from mlx_mtp.cache import LinearKVCache, Ring, make_cache
+from mlx_mtp import emulator
+from mlx_mtp.cache.linear import LinearKVCache, Ring, make_cache
 from mlx_mtp.layers.attention import Attention
 from mlx_mtp.layers.experts import Mixture
+from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning import kernel_sites as sites
+from mlx_mtp.tuning import kernel_switch as switch
 
 WIDTHS = {"moe_intermediate_size": 32}
 ATTENDED = {

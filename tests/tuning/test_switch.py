@@ -20,10 +20,12 @@ from stock_ops import stock_ops
 from test_exact_model import STEP, quantized
 
 import mlx_mtp
-from mlx_mtp import emulator, switch, trial_run
+from mlx_mtp import emulator
 from mlx_mtp.kernels import _source
-from mlx_mtp.layers.verify import GLU, Dense, Stack, VerifyRouter
-from mlx_mtp.trial import Verdict
+from mlx_mtp.layers.products import GLU, Dense, Stack, VerifyRouter
+from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning.kernel_trials import Verdict
 
 pytestmark = linux_only
 CONFIG = {**tiny.CONFIG, **STEP, "quantization": {"group_size": 32, "bits": 4}}

@@ -8,9 +8,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_mtp import trial_run
-from mlx_mtp.trial import BUDGET, MARGIN, VARIABLE, Trial, Verdict, decide, in_words, requested, time_pair
-from mlx_mtp.trial_memory import MLX_VERSION
+from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning.kernel_trials import (
+    BUDGET,
+    MARGIN,
+    VARIABLE,
+    Trial,
+    Verdict,
+    decide,
+    in_words,
+    requested,
+    time_pair,
+)
+from mlx_mtp.tuning.verdict_file import MLX_VERSION
 
 K = 16
 WEIGHTS = [mx.random.normal((K,), key=mx.random.key(i)) for i in range(3)]

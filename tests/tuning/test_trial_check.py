@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 from test_trial import WEIGHTS, K, fails, off_by_one_bit, stock, trial
 
-from mlx_mtp import trial_run
-from mlx_mtp.trial import Trial, check
+from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning.kernel_trials import Trial, check
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

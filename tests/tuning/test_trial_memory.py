@@ -9,10 +9,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_mtp import trial_memory
 from mlx_mtp.kernels import _source
-from mlx_mtp.trial import Trial, decide
-from mlx_mtp.trial_memory import Found, Memory, cache_directory
+from mlx_mtp.tuning import verdict_file as trial_memory
+from mlx_mtp.tuning.kernel_trials import Trial, decide
+from mlx_mtp.tuning.verdict_file import Found, Memory, cache_directory
 
 FOUND = {
     ("qmm", "a", 2): Found(None, 1.0),

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.load import load_model
 from ...demo import demo_path
 from ...layers.port import Port
-from ...load import load_model
 from ..random_model import shaped_model
 from ..result import result
 from .chips import CHIPS, Chip, find

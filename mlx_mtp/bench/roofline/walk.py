@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ...layers.attention import Form
-from ...layers.draft_head import DraftHead as Drafter
+from ...layers.eagle_head import DraftHead as Drafter
 from ...layers.gated_delta import GatedDelta
 from ...layers.mamba2 import Mamba2
 from ...layers.mla import AbsorbedMLA

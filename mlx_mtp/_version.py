@@ -1,0 +1,3 @@
+"""Name the version of the package."""
+
+__version__ = "0.1.0"

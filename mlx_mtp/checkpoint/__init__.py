@@ -1,0 +1,1 @@
+"""Read, check, inspect and convert checkpoints."""

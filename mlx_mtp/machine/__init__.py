@@ -1,0 +1,1 @@
+"""Ask this machine for memory, and keep files on it."""
