@@ -91,7 +91,7 @@ def main(
             "covered": covered(texts, chosen[name]),
             "acceptance": counts.acceptance,
             "tokens_per_cycle": counts.tokens_per_cycle,
-            "head_bytes": models[name].report().head_bytes,
+            "head_bytes": models[name].report.head_bytes,
             "cycles": counts.cycles // runs,
             "seconds": seconds[name],
         }

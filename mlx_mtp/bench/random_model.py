@@ -45,8 +45,7 @@ def random_model(
     model, config = shaped_model(file, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
     draw_weights(model, seed)
     model.eval()
-    facts = make_report(model, config, source="random weights", norms="ones", ignored=())
-    model.report = lambda: facts
+    model.report = make_report(model, config, source="random weights", norms="ones", ignored=())
     return model
 
 

@@ -114,7 +114,7 @@ def open_subject(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found, tokenizer = load(path, mtp=mtp, draft_model=draft_model, kernels=kernels)
-        on, not_exact, label = found.report().kernels, found.report().not_exact, None
+        on, not_exact, label = found.report.kernels, found.report.not_exact, None
     if rates and not found.mtp:
         raise ValueError(f"synth_rates={rates}: the model has no heads that draft; allowed is none")
     name = DEMO if path == demo_path() else path.parent.name if path.name == "config.json" else path.stem
@@ -125,7 +125,7 @@ def open_subject(
 
 
 def _facts(subject: Subject, label: str | None, kernels: Sequence[str], not_exact: Sequence[str]) -> dict[str, Any]:
-    report = subject.model.report()
+    report = subject.model.report
     drawn = ", ".join(map(str, subject.rates))
     labels = [label, f"acceptance drawn at {drawn}" if drawn else None]
     return {

@@ -128,7 +128,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
         zero_centred=tried(conventions, centred, contents.trunk, contents.heads) if centred else None,
         norms=tried(_means, contents) or () if centred else (),
         longest=_number(config, "max_position_embeddings"),
-        report=model.report() if model else None,
+        report=model.report if model else None,
         memory=tried(_memory, model, _number(config, "max_position_embeddings")) if model else None,
         warnings=tuple(said),
         problems=tuple(dict.fromkeys(tried.problems)),
@@ -227,7 +227,7 @@ def _parts(contents: Contents, model: Any) -> dict[str, Part]:
     }
     if model is None:
         return {name: Part(len(part), _types(part), None, None) for name, part in tensors.items()}
-    report: Report = model.report()
+    report: Report = model.report
     experts = {
         at: module
         for at, module in model.named_modules()

@@ -146,7 +146,7 @@ def _load(path: Path, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
         return _load_plain(path, config, drafting, budget, lazy=lazy)
     model = _load_port(port, path, config, drafting, budget, lazy=lazy)
     if drafting.heads and not model.mtp:
-        warnings.warn(f"{path}: no MTP heads found ({model.report().source}); decoding plainly", stacklevel=4)
+        warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
     return model
 
 
@@ -167,8 +167,7 @@ def _load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *,
             raise
         raise ValueError(f"{path}: cannot be loaded ({_line(e)})") from e
     source = f"model_type {name!r} has no MTP port"
-    facts = make_report(model, config, source=source, norms="mlx-lm's", ignored=ignored)
-    model.report = lambda: facts
+    model.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=ignored)
     if drafting.mtp:
         warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=4)
     return model
@@ -227,10 +226,9 @@ def _load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, b
         ignored += unused
     shifted = raw[bool(contents.depths)]
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
-    facts = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
-    model.report = lambda: facts
-    if 0 < contents.depths < (facts.declared or 0) and not drafting.mtp_overrides:
-        found = f"tensors of {contents.depths} MTP heads found, config.json declares {facts.declared}"
+    model.report = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
+    if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
+        found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
     return model
 
@@ -257,8 +255,7 @@ def _as_its_config_says(path: Path) -> Iterator[None]:
 def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:
     """Switch on the model's kernels, and note in the report which."""
     kernels, not_exact = switch_on(model, lane, lazy=lazy)
-    facts = replace(model.report(), kernels=kernels, not_exact=not_exact)
-    model.report = lambda: facts
+    model.report = replace(model.report, kernels=kernels, not_exact=not_exact)
 
 
 def _read_vocab(draft_vocab: Any, *, mtp: bool) -> DraftVocab | None:
@@ -274,8 +271,7 @@ def _reduce(model: Any, vocab: DraftVocab | None, tokenizer: Any, *, lazy: bool)
     if not model.mtp:
         raise ValueError(f"draft_vocab={vocab.source}: the model has no heads that draft; allowed is None")
     vocab.check(model.vocab_size, tokenizer)
-    facts = after_reducing(model.report(), model, reduce_heads(model, vocab.tokens))
-    model.report = lambda: facts
+    model.report = after_reducing(model.report, model, reduce_heads(model, vocab.tokens))
     if not lazy:
         mx.eval([head.parameters() for head in model.mtp])  # lets go of the rows that are not listed
 
@@ -287,8 +283,7 @@ def _test_heads(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
     texts = {"random tokens": random_tokens(model.vocab_size), **texts}
     with _as_its_config_says(path):
         shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
-    facts = replace(model.report(), agreement=tuple(shares.items()))
-    model.report = lambda: facts
+    model.report = replace(model.report, agreement=tuple(shares.items()))
     if max(shares.values()) < LEAST:
         kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
         warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=3)

@@ -55,7 +55,7 @@ def generate(**flags: Any) -> None:
     continues_cache(flags)
     model, tokenizer = load_model(flags)
     if flags["report"]:
-        click.echo(str(model.report()))
+        click.echo(str(model.report))
     cache = saved_cache(model, flags)
     prompt = _tokens(tokenizer, text, flags) if cache is None else _following(tokenizer, text, flags, cache)
     options = generation_options(model, tokenizer, flags, cache)

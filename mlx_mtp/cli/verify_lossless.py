@@ -127,7 +127,7 @@ def _drafts(model: Any, asked: int | None) -> int:
 
     most = model.max_draft_tokens
     if not hasattr(model, "spec"):
-        raise ValueError(f"model_type {model.report().family!r} has no port that drafts: there is nothing to verify")
+        raise ValueError(f"model_type {model.report.family!r} has no port that drafts: there is nothing to verify")
     if asked is not None and asked > most:
         allowed = f"1 to {most} with the MTP heads of the model" if most else "none without MTP heads"
         raise ValueError(f"num_draft_tokens={asked}: allowed is {allowed}")

@@ -23,7 +23,7 @@ def show(model: Any, tokenizer: Any, verdict: "Verdict", answered: "list[Answere
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = WIDTH
-    console.print(str(model.report()), markup=False, soft_wrap=True)
+    console.print(str(model.report), markup=False, soft_wrap=True)
     console.print()
     if answered:
         console.print(_tasks(answered))
@@ -131,7 +131,7 @@ def _sum(verdict: "Verdict", differences: "list[Difference]") -> str:
 
 def as_dict(model: Any, verdict: "Verdict", answered: "list[Answered]") -> dict[str, Any]:
     """All of it, for JSON."""
-    facts = model.report()
+    facts = model.report
     found = {
         "lossless": not verdict.diverged,
         "broken": verdict.broken,

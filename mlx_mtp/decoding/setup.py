@@ -53,7 +53,7 @@ class Learned:
 def learned(model: Any) -> Learned:
     """Made once for a model: to name its parameters takes as long as some cycles."""
     if not hasattr(model, "_learned"):
-        report = model.report() if hasattr(model, "report") else None
+        report = getattr(model, "report", None)
         name, kernels = _names(model), "; ".join(report.kernels if report else ())
         model._learned = Learned(CostMemory(name, kernels), CostMemory(name, f"{kernels}; replayed cycles"))
     return model._learned

@@ -221,7 +221,7 @@ def conclude(model: Any, verdict: Verdict) -> None:
     verdict.broken += [
         f"{f.mode} sampling: p = {f.p:.1g} for the target's probabilities" for f in verdict.fits if f.refused
     ]
-    facts = model.report()
+    facts = model.report
     if facts.declared and not facts.heads:
         verdict.broken.append(f"config.json declares {facts.declared} MTP heads, none were loaded ({facts.source})")
     if verdict.agreement and verdict.agreement[0] < LEAST:

@@ -59,7 +59,7 @@ def shapes(model) -> dict:
 def test_every_family_can_be_drawn_and_decodes_without_loss(name, config):
     model = random_model(config(families.FAMILIES[name].config), group_size=32)
     assert len(model.mtp) == (3 if name == "mimo_v2_flash" else 1)
-    assert model.report().target_quantization.startswith("4-bit")
+    assert model.report.target_quantization.startswith("4-bit")
     logits = model.logits(model.hidden(mx.array([PROMPT]), mlx_mtp.make_prompt_cache(model).layers))
     assert mx.isfinite(logits).all().item()
     assert 0.1 < mx.std(logits).item() < 10
@@ -136,7 +136,7 @@ def test_a_stated_quantization_is_that_of_the_model(config):
     stated = {"group_size": 32, "bits": 8, "lm_head": {"group_size": 32, "bits": 6}}
     model = random_model(config({**families.MIMO, "quantization": stated}))
     assert (model.lm_head.bits, model.model.layers[0].mlp.up_proj.bits) == (6, 8)
-    assert random_model(config({**families.MIMO, "quantization": stated}), bits=16).report().target_quantization == (
+    assert random_model(config({**families.MIMO, "quantization": stated}), bits=16).report.target_quantization == (
         "not quantized (float32)"
     )
 

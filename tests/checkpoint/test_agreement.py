@@ -39,12 +39,10 @@ def test_the_share_is_counted_right(demo):
 
 def test_in_the_report_without_a_warning(demo):
     model, _ = demo
-    (random, by_chance), (words, of_words) = model.report().agreement
+    (random, by_chance), (words, of_words) = model.report.agreement
     assert (random, words) == ("random tokens", "words")
     assert min(by_chance, of_words) > 10 * LEAST
-    assert f"agrees with the target on {by_chance:.0%} of random tokens, {of_words:.0%} of words" in str(
-        model.report()
-    )
+    assert f"agrees with the target on {by_chance:.0%} of random tokens, {of_words:.0%} of words" in str(model.report)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mlx_mtp.load_model(demo_path())
@@ -81,4 +79,4 @@ def test_norms_converted_wrongly_are_visible(tmp_path):
 
 
 def test_not_where_weights_stay_on_disk():
-    assert mlx_mtp.load_model(demo_path(), lazy=True).report().agreement == ()
+    assert mlx_mtp.load_model(demo_path(), lazy=True).report.agreement == ()

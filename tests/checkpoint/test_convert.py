@@ -115,7 +115,7 @@ def test_round_trip(checkpoints, tmp_path, name, bits):
     if bits == "bf16":
         kept = re.compile(r"correction_bias|router_bias" + ("" if name == "qwen3_next" else "|A_log"))  # by mlx-lm
         rounded = {n: w if kept.search(n) else w.astype(mx.bfloat16) for n, w in before.items()}
-        expanded = model.report().expanded
+        expanded = model.report.expanded
         same(found, {n: w.astype(mx.float32) for n, w in rounded.items()} if expanded else rounded)
         model.set_dtype(mx.float32)
     else:

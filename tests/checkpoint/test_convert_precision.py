@@ -131,7 +131,7 @@ def test_8_bit_floats_become_what_they_stand_for(tmp_path, name, scales):
         json.loads((tmp_path / f"{source} new/config.json").read_text()) for source in ("packed", "plain")
     )
     assert config == other
-    assert mlx_mtp.load_model(tmp_path / "packed new").report().heads == 1
+    assert mlx_mtp.load_model(tmp_path / "packed new").report.heads == 1
 
 
 def test_a_family_says_what_keeps_its_type(tmp_path):

@@ -137,7 +137,7 @@ def test_a_killed_run_leaves_what_the_next_one_replaces(source, tmp_path):
     assert left(tmp_path)[0] == "new"
     assert not partial.exists()
     assert not (tmp_path / "new" / unfinished.NOTE).exists()
-    assert mlx_mtp.load_model(tmp_path / "new").report().heads == 1
+    assert mlx_mtp.load_model(tmp_path / "new").report.heads == 1
 
 
 def test_what_is_in_the_way_and_not_ours_is_left_alone(source, tmp_path):

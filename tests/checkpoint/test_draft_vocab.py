@@ -161,7 +161,7 @@ def test_memory_of_own_heads_falls(tmp_path):
     for listed in (None, range(n)):
         before = mx.get_active_memory()
         model = mlx_mtp.load_model(directory, draft_vocab=listed)
-        report = model.report()
+        report = model.report
         held.append((mx.get_active_memory() - before, report.head_bytes))
         del model
     saved = 3 * ((V - n) * H * 4 - n * 4)  # d2t is new
@@ -174,11 +174,11 @@ def test_a_shared_head_is_copied_once(checkpoints):
     _, whole, _, model = checkpoints("mimo_v2_flash")
     assert len(model.mtp) == 3
     assert len({id(head.head) for head in model.mtp}) == len({id(head.d2t) for head in model.mtp}) == 1
-    report, copied = model.report(), 5 * families.H * 4 + 5 * 4
-    assert (report.head_bytes - whole.report().head_bytes, -report.saved_bytes) == (copied, copied)
+    report, copied = model.report, 5 * families.H * 4 + 5 * 4
+    assert (report.head_bytes - whole.report.head_bytes, -report.saved_bytes) == (copied, copied)
     assert "MB more for a copy of their rows" in str(report)
     assert "shared with the target" in str(report)
-    assert report.agreement == whole.report().agreement
+    assert report.agreement == whole.report.agreement
     assert model.lm_head.weight.shape == whole.lm_head.weight.shape
 
 

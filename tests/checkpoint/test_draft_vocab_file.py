@@ -112,7 +112,7 @@ def test_the_command_line_from_texts_to_text(chatty, tmp_path):
         f"{out}: 7 of 2,048 tokens",
         f"They are {covered:.1%} of the texts' {len(counted)}.",
     ]
-    assert model.report().drafted_from == (7, 2048)
+    assert model.report.drafted_from == (7, 2048)
     flags = ("generate", "--model", chatty, "-m", 12, "--verbose", "False", "-p", "import")
     results = [call(*flags, "--draft-vocab", out), call(*flags, "--num-draft-tokens", 0)]
     assert results[0].stdout == results[1].stdout != ""

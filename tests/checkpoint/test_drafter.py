@@ -288,7 +288,7 @@ def test_quantized_caches_have_a_size_each(tmp_path):
 def test_report(tmp_path):
     directory, _ = families.headless(tmp_path / "target", HEADLESS["qwen3"])
     drafter = drafters.save(tmp_path / "d", drafters.CONFIG, families.H)
-    text = str(mlx_mtp.load_model(directory, draft_model=drafter).report())
+    text = str(mlx_mtp.load_model(directory, draft_model=drafter).report)
     assert f"{drafter}, reading the target after layers 2, 2, 2" in text
     assert "own, of 7 tokens" in text
     assert "t2d" in text

@@ -39,7 +39,7 @@ def wholes(tmp_path_factory):
 @pytest.mark.filterwarnings("ignore")
 def test_the_facts_are_a_loads(wholes, kind):
     path, files = wholes[kind]
-    facts, report = inspect_checkpoint(path), mlx_mtp.load_model(path).report()
+    facts, report = inspect_checkpoint(path), mlx_mtp.load_model(path).report
     assert facts.problems == ()
     assert (facts.family, facts.layers, facts.depths) == (report.family, report.layers, report.heads)
     assert (facts.target.loaded, facts.heads.loaded) == (report.target_bytes, report.head_bytes)

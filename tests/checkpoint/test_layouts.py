@@ -139,8 +139,8 @@ def test_a_sidecar_beside_heads_in_the_shards(tmp_path):
     model = mlx_mtp.load_model(tmp_path)
     expected = parameters(tmp_path / "expected", config, weights | first)
     assert same(dict(tree_flatten(model.parameters())), expected)
-    assert {f"{name} of the shards" for name in first} == set(model.report().ignored)
-    assert model.report().source == "mtp.safetensors and the model's shards"
+    assert {f"{name} of the shards" for name in first} == set(model.report.ignored)
+    assert model.report.source == "mtp.safetensors and the model's shards"
 
 
 def test_heads_given_by_path_are_not_mixed_with_the_shards(tmp_path):

@@ -96,7 +96,7 @@ def test_sidecars(tmp_path, raw, whole, where):
         options = {"mtp_path": file}
     mx.save_safetensors(str(file), heads)
     model = mlx_mtp.load_model(path, **options)
-    assert file.name in model.report().source
+    assert file.name in model.report.source
     assert text(model, n=12) == expected[:12]
     assert_alike(model, mlx_mtp.load_model(whole))
 
@@ -141,9 +141,9 @@ def test_quantized_trunk_with_full_precision_heads(tmp_path, bits):
     path = converted(tmp_path, config, tiny.random_weights(config), bits=bits)
     assert "model.layers.1.mlp.gate.gate" in json.loads((path / "config.json").read_text())["quantization"]
     model = mlx_mtp.load_model(path)
-    assert f"{bits}-bit affine g32" in model.report().target_quantization
-    assert "8-bit affine g64 (3 modules)" in model.report().target_quantization
-    assert model.report().head_quantization == "not quantized (float32)"
+    assert f"{bits}-bit affine g32" in model.report.target_quantization
+    assert "8-bit affine g64 (3 modules)" in model.report.target_quantization
+    assert model.report.head_quantization == "not quantized (float32)"
     assert text(model, 3) == text(model, 0)
 
 
@@ -173,7 +173,7 @@ def test_per_module_quantization_and_quantized_heads(tmp_path, raw):
 def test_mtp_false_allocates_no_heads(whole, raw):
     model = mlx_mtp.load_model(whole, mtp=False)
     assert not any(name.startswith("mtp") for name, _ in tree_flatten(model.parameters()))
-    assert model.report().heads == model.report().head_bytes == 0
+    assert model.report.heads == model.report.head_bytes == 0
     assert text(model) == raw[1]
 
 
@@ -185,7 +185,7 @@ def test_no_heads_is_said_once_and_decodes(tmp_path, raw):
         model = mlx_mtp.load_model(path)
     assert len(said) == 1
     assert text(model) == expected
-    assert "0 of 3 declared" in str(model.report())
+    assert "0 of 3 declared" in str(model.report)
 
 
 def test_config_cut_to_its_layers(tmp_path, raw, whole):
@@ -205,7 +205,7 @@ def test_step3p7_is_a_wrapper(tmp_path, raw):
     vision = {"vision_model.conv1.weight": mx.ones((2, 2)), "vit_large_projector.weight": mx.ones((2, 2))}
     model = mlx_mtp.load_model(tiny.save(tmp_path, config, weights | vision))
     assert text(model) == expected
-    assert model.report().ignored == ("vision_model.*", "vit_large_projector.*")
+    assert model.report.ignored == ("vision_model.*", "vit_large_projector.*")
 
 
 def test_every_tensor_is_used(whole, raw):
@@ -221,7 +221,7 @@ def test_half_precision_experts_on_a_cpu(tmp_path, raw):
     weights = {n: w.astype(mx.bfloat16) for n, w in raw[0].items()}
     model = mlx_mtp.load_model(tiny.save(tmp_path, CONFIG, weights))
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    assert model.report().expanded == on_cpu
+    assert model.report.expanded == on_cpu
     assert len(text(model)) == 24
 
 

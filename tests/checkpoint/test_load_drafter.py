@@ -121,7 +121,7 @@ def test_constants_are_named_as_not_used(tmp_path, target):
     w = drafters.weights(drafters.CONFIG, H)
     more = {"midlayer.self_attn.rotary_emb.inv_freq": mx.ones(6), "model.t2d": w.pop("t2d")}
     model = mlx_mtp.load_model(target, draft_model=tiny.save(tmp_path, drafters.CONFIG, w | more))
-    assert set(model.report().ignored) == set(more)
+    assert set(model.report.ignored) == set(more)
 
 
 def test_options_that_contradict(tmp_path, target):

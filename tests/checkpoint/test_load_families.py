@@ -62,7 +62,7 @@ def test_a_sidecar_is_as_good(tmp_path, drafted_as_built, name):
     path = tiny.save(tmp_path / "apart", config, {n: w for n, w in weights.items() if n not in apart})
     mx.save_safetensors(str(path / "mtp.safetensors"), apart, {"format": "pt"})
     model = mlx_mtp.load_model(path)
-    assert "mtp.safetensors" in str(model.report())
+    assert "mtp.safetensors" in str(model.report)
     assert_alike(drafted(model), whole)
 
 

@@ -61,8 +61,8 @@ def test_a_quantized_checkpoint_decodes_the_same_with_drafts(tmp_path):
         else:
             packed[name], packed[f"{base}scales"], packed[f"{base}biases"] = mx.quantize(w, group_size=32, bits=8)
     model = mlx_mtp.load_model(tiny.save(tmp_path / "packed", config, packed))
-    assert "8-bit affine g32" in model.report().target_quantization
-    assert "8-bit affine g32" in model.report().head_quantization
+    assert "8-bit affine g32" in model.report.target_quantization
+    assert "8-bit affine g32" in model.report.head_quantization
     assert text(model, 3) == text(model, 1) == text(model, 0)
 
 

@@ -128,7 +128,7 @@ def test_what_needs_a_port_is_refused_by_name(plain, tmp_path):
 
 
 def test_report(plain):
-    text = str(plain[0].report())
+    text = str(plain[0].report)
     assert "MTP heads  0, model_type" in text
     assert "has no MTP port" in text
 
@@ -138,7 +138,7 @@ def test_tensors_too_many_and_too_few(tmp_path):
     weights = dict(mx.load(str(path / "model.safetensors")))
     tiny.save(path, CONFIGS["starcoder2"], weights | {"mtp.fc.weight": mx.zeros((2, 2))})
     model = mlx_mtp.load_model(path, mtp=False)
-    assert "mtp.fc.weight" in str(model.report())
+    assert "mtp.fc.weight" in str(model.report)
     del weights["model.layers.1.mlp.c_fc.weight"]
     tiny.save(path, CONFIGS["starcoder2"], weights)
     with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.mlp\.c_fc\.weight is missing"):

@@ -45,7 +45,7 @@ def check(model, checkpoint: published.Published) -> None:
         assert all(p.removesuffix("_scale_inv") in parameters or name.endswith(scales) for p in paths), (name, paths)
         assert all(p.rpartition(".")[0] in modules for p in paths), (name, paths)
         assert all(p.startswith("mtp.") == (name in heads) for p in paths), (name, paths)
-    assert bool(model.report().ignored) == bool(ignored)
+    assert bool(model.report.ignored) == bool(ignored)
 
 
 def depths(checkpoint: published.Published) -> int:
@@ -69,9 +69,9 @@ def test_every_name_is_mapped(tmp_path, file):
     found = checkpoint(file).with_experts(4)
     model = loaded(tmp_path, found)
     check(model, found)
-    assert model.report().heads == depths(found)
+    assert model.report.heads == depths(found)
     own = any(name.endswith(("shared_head.head.weight", "shared_head.output.weight")) for name in found.heads())
-    assert model.report().lm_head.startswith("own" if own else "shared") or not depths(found)
+    assert model.report.lm_head.startswith("own" if own else "shared") or not depths(found)
 
 
 @pytest.mark.slow

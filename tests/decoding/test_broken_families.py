@@ -147,13 +147,13 @@ def test_tensors_that_no_head_has(broken):
 def test_more_or_fewer_heads_than_declared(broken):
     text = broken.config.get("text_config", broken.config)
     field = "mtp_num_hidden_layers" if "mtp_num_hidden_layers" in text else "num_nextn_predict_layers"
-    found = mlx_mtp.load_model(broken.path).report().heads
+    found = mlx_mtp.load_model(broken.path).report.heads
     for declared in (0, found + 4):
         text[field] = declared
         tiny.save(broken.path, broken.config, broken.weights)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            report = str(mlx_mtp.load_model(broken.path).report())
+            report = str(mlx_mtp.load_model(broken.path).report)
         assert f"{found} of {declared} declared" in report
         expected = f"tensors of {found} MTP heads found, config.json declares {declared}"
         messages = [str(w.message) for w in said if "agrees with the target" not in str(w.message)]

@@ -128,6 +128,6 @@ def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeyp
         for at, fed, rows in verifies:
             for i in range(len(fed)):
                 assert same_bits(rows[i : i + 1], singly.logits(tuple(known[:at] + fed[: i + 1]))), (at, fed, i)
-    report = model.report()
+    report = model.report
     assert all("off" not in line for line in report.kernels)
     assert all(line.endswith("at M=5, 6, 7, 8") for line in report.not_exact)

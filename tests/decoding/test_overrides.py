@@ -52,7 +52,7 @@ def test_several_heads_recycled_are_the_first(tmp_path, name):
         path, weights, plain = families.build(name, tmp_path)
     model = mlx_mtp.load_model(path, mtp_overrides={"topology": "recycle"})
     assert (len(model.mtp), model.max_draft_tokens) == (1, 15)
-    assert "more" in str(model.report())  # the other heads' tensors are named as not used
+    assert "more" in str(model.report)  # the other heads' tensors are named as not used
     for k in (1, 15):
         assert ours(model, k) == tiny.greedy(plain, PROMPT, 24)
     with pytest.raises(ValueError, match="num_draft_tokens=16: allowed is 0 to 15"):

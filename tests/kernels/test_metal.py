@@ -45,8 +45,8 @@ def test_cycles_are_in_place_on_the_gpu(tiny_models, k):
 def test_every_kernel_is_right_on_the_gpu(checkpoints, name):  # noqa: F811
     """Each has the bits it should have, by the load's own check, and the text does not depend on what is drafted."""
     model = mlx_mtp.load_model(checkpoints[name], kernels="exact")
-    assert all("off" not in line for line in model.report().kernels)
-    assert model.report().not_exact == ()
+    assert all("off" not in line for line in model.report.kernels)
+    assert model.report.not_exact == ()
     steps = [
         mlx_mtp.generate_step([1, 2, 3, 4, 1], model, max_tokens=60, num_draft_tokens=k, adaptive=False)
         for k in range(4)

@@ -45,17 +45,17 @@ def invoke(*arguments, **env):
 def test_the_report_shows_what_the_switch_did(asked):
     model = mlx_mtp.load_model(demo_path(), kernels="exact")
     assert asked == ["exact"]
-    assert (model.report().kernels, model.report().not_exact) == (LINES, ("router", "head"))
-    assert ROWS.strip() in str(model.report())
-    bare = replace(model.report(), kernels=(), not_exact=())
-    assert str(model.report()) == f"{bare}\n{ROWS.strip()}"
-    listed = str(replace(model.report(), ignored=("vision.*",)))
+    assert (model.report.kernels, model.report.not_exact) == (LINES, ("router", "head"))
+    assert ROWS.strip() in str(model.report)
+    bare = replace(model.report, kernels=(), not_exact=())
+    assert str(model.report) == f"{bare}\n{ROWS.strip()}"
+    listed = str(replace(model.report, ignored=("vision.*",)))
     assert listed.endswith(f"{ROWS}not used   vision.*")
 
 
 def test_long_lines_are_broken(asked):
     line = "verify_qmm 12288+1024+1024+96x4096 4-bit affine g64 bfloat16: M=1-4 on (1.37-1.86x), M=5-6 off (slower)"
-    report = replace(mlx_mtp.load_model(demo_path()).report(), kernels=(line, LINES[0]))
+    report = replace(mlx_mtp.load_model(demo_path()).report, kernels=(line, LINES[0]))
     first, second, third = str(report).splitlines()[-4:-1]
     assert max(map(len, (first, second, third))) <= 100
     assert (first[:11], second[:15], third) == ("kernels    ", " " * 15, " " * 11 + LINES[0])
@@ -103,6 +103,6 @@ def test_help_names_the_option():
 
 @pytest.mark.skipif(_source.on_metal(), reason="says that there is no Metal GPU")
 def test_without_metal():
-    report = mlx_mtp.load_model(demo_path(), lazy=True).report()
+    report = mlx_mtp.load_model(demo_path(), lazy=True).report
     assert (report.kernels, report.not_exact) == (("none: no Metal GPU",), ())
     assert str(report).endswith("\nkernels    none: no Metal GPU")

@@ -78,7 +78,7 @@ def recorded(fn, x) -> Counter:
 def test_without_metal_nothing_changes(checkpoint):
     model = mlx_mtp.load_model(checkpoint, lazy=True, kernels="exact")
     assert not [m for m in model.modules() if hasattr(m, "site") or hasattr(m, "glu")]
-    assert (model.report().kernels, model.report().not_exact) == (("none: no Metal GPU",), ())
+    assert (model.report.kernels, model.report.not_exact) == (("none: no Metal GPU",), ())
 
 
 def test_what_is_swapped(checkpoint):
