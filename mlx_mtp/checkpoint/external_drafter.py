@@ -1,6 +1,5 @@
 """A drafter in a directory of its own: read, checked against its target, and put in the place of its heads."""
 
-import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from ..models import DRAFTERS
+from ..models import drafter_kinds
 from .files import Header, read_header, read_tensors, resolve, untrained
 
 
@@ -72,8 +71,7 @@ def _header(path: Path) -> Header:
 
 def _kind(path: Path, config: dict, header: Header) -> ModuleType:
     """The module of the first kind of drafter that this is."""
-    for name in DRAFTERS:
-        kind = importlib.import_module(f".models.{name}", __package__)
+    for kind in drafter_kinds():
         reason = kind.refuses(config, header.keys())
         if reason is None:
             return kind
@@ -81,8 +79,7 @@ def _kind(path: Path, config: dict, header: Header) -> ModuleType:
 
 
 def _accepted() -> str:
-    kinds = (importlib.import_module(f".models.{name}", __package__) for name in DRAFTERS)
-    return ", or ".join(kind.ACCEPTED for kind in kinds)
+    return ", or ".join(kind.ACCEPTED for kind in drafter_kinds())
 
 
 def _load(head: nn.Module, spec: Any, header: Header, path: Path, target: str) -> None:

@@ -43,3 +43,8 @@ def find_port(config: dict) -> ModuleType | None:
     """The port of a config.json's model_type, or of the one that mlx-lm takes it for; None where there is none."""
     model_type = MODEL_REMAPPING.get(config["model_type"], config["model_type"])
     return importlib.import_module(f".{model_type}", __package__) if model_type in port_names() else None
+
+
+def drafter_kinds() -> list[ModuleType]:
+    """Import every kind of external drafter."""
+    return [importlib.import_module(f".{name}", __package__) for name in DRAFTERS]
