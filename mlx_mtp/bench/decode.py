@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_lm.generate import wired_limit
 
+from ..machine.errors import first_line
 from . import timing
 from .loops import Loop, MlxLm, Ours, Reader, Run, Settings, twin
 from .prompts import Prompt
@@ -128,7 +129,7 @@ def _readers(session: Session, prompt: Prompt, settings: Settings) -> dict[str, 
             if not isinstance(loop, MlxLm):
                 raise
             what = f" with kv_bits={settings.kv_bits}" if settings.kv_bits else ""
-            session.left_out[f"{loop.name}{what}"] = str(e).partition("\n")[0] or type(e).__name__
+            session.left_out[f"{loop.name}{what}"] = first_line(e)
     return readers
 
 

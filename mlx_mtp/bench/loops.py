@@ -19,6 +19,7 @@ from mlx_lm.sample_utils import make_sampler
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.stats import Stats
 from ..generate import generate_step
+from ..machine.errors import first_line
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def twin(model: Any) -> Any:
         theirs.eval()
         theirs(mx.zeros((1, 1), mx.int32), cache=mlx_lm_make_prompt_cache(theirs))  # shapes only: nothing is computed
     except Exception as e:  # mlx-lm's own, of any kind
-        raise ValueError(f"mlx-lm's {base.__module__} cannot run this model: {str(e).partition(chr(10))[0]}") from e
+        raise ValueError(f"mlx-lm's {base.__module__} cannot run this model: {first_line(e)}") from e
     return theirs
 
 

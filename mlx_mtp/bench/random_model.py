@@ -18,6 +18,7 @@ import mlx.nn as nn
 from ..checkpoint.files import DECLARED, checked_config
 from ..checkpoint.load import read_args
 from ..checkpoint.report import make_report
+from ..machine.errors import first_line
 from ..models import find_port, port_names
 
 UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of a family whose config.json does not count them
@@ -73,9 +74,7 @@ def shaped_model(
         if bits != UNQUANTIZED:
             nn.quantize(model, group_size, bits, class_predicate=_rule(model, stated, group_size))
     except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, AssertionError, ValueError) as e:
-        raise ValueError(
-            f"{file}: no model can be built from it ({str(e).partition(chr(10))[0] or type(e).__name__})"
-        ) from e
+        raise ValueError(f"{file}: no model can be built from it ({first_line(e)})") from e
     return model, config
 
 

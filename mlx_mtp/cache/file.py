@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
+from ..machine.errors import first_line
 from ..machine.memory import check_room
 from .fingerprint import fingerprint
 from .linear import LinearKVCache, SlidingKVCache, make_saved
@@ -76,7 +77,7 @@ def load_prompt_cache(file: str | Path, model: Any, *, check_memory: bool = True
             _check(cache)
             mx.eval(cache.arrays)
         except (RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
-            raise ValueError(f"{file}: damaged ({str(e).partition(chr(10))[0] or type(e).__name__})") from e
+            raise ValueError(f"{file}: damaged ({first_line(e)})") from e
     return cache
 
 

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..machine.errors import first_line
+
 # Whose tokens depend on what follows: often a mark is of one token with the letters behind it.
 LAST_RUNS = re.compile(r"(\w+|\s+|[^\w\s]+){1,2}\Z")
 PROBES = ("a", " a", "\n", ".", "1")  # what may follow; the template's own ending does not
@@ -55,8 +57,7 @@ def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str
     try:
         text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
     except Exception as e:  # a template is a program of the checkpoint's: anything can go wrong in it
-        reason = str(e).strip().partition("\n")[0] or type(e).__name__
-        raise ValueError(f"the chat template refuses this conversation ({reason})") from e
+        raise ValueError(f"the chat template refuses this conversation ({first_line(e)})") from e
     if any("\ud800" <= c <= "\udfff" for c in text):  # what Python makes of bytes that are no text
         raise ValueError("the prompt is not valid UTF-8 text")
     return text

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import mlx.core as mx
 
 from ..layers.lm_head import KINDS, sliced
+from ..machine.errors import first_line
 from ..machine.whole_file import write_whole
 
 FORMAT = 1
@@ -54,7 +55,7 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
     except OSError as e:
         raise ValueError(f"{file}: cannot be read ({e.strerror})") from None
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{file}: not a draft vocabulary, no valid JSON ({str(e).partition(chr(10))[0]})") from None
+        raise ValueError(f"{file}: not a draft vocabulary, no valid JSON ({first_line(e)})") from None
     if not isinstance(entries, dict) or entries.get("format") != FORMAT:
         found = entries.get("format") if isinstance(entries, dict) else type(entries).__name__
         raise ValueError(

@@ -14,6 +14,8 @@ from huggingface_hub import snapshot_download
 from mlx_lm.utils import load_config
 from safetensors import SafetensorError, safe_open
 
+from ..machine.errors import first_line
+
 TRUNK_FILES = "model*.safetensors"
 INDEX = "model.safetensors.index.json"
 SIDECAR_FILES = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
@@ -63,7 +65,7 @@ def resolve(path_or_repo: str | Path, revision: str | None = None, *, files: Col
     try:
         return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(files)))
     except Exception as e:
-        raise ValueError(f"{path_or_repo}: no such directory, and not on the hub: {reason(e)}") from e
+        raise ValueError(f"{path_or_repo}: no such directory, and not on the hub: {first_line(e)}") from e
 
 
 def local(path_or_repo: str | Path) -> Path | None:
@@ -170,17 +172,12 @@ def read_index(path: Path) -> dict[str, str]:
         listed = json.loads(index.read_text())["weight_map"]
         files = set(listed.values())
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{index}: damaged ({reason(e)})") from None
+        raise ValueError(f"{index}: damaged ({first_line(e)})") from None
     for file in files:
         parts = PurePosixPath(file).parts if isinstance(file, str) else ()
         if not parts or ".." in parts or parts[0] == "/":
             raise ValueError(f"{index}: {file!r} is no file of this directory")
     return listed
-
-
-def reason(e: BaseException) -> str:
-    """An exception's first line, or its name where it has none."""
-    return str(e).strip().partition("\n")[0] or type(e).__name__
 
 
 def sidecar_files(path: Path, mtp_path: str | Path | None) -> list[Path]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 
-from .files import SIDECAR_FILES, TRUNK_FILES, reason
+from ..machine.errors import first_line
+from .files import SIDECAR_FILES, TRUNK_FILES
 
 SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", "*.safetensors.index.json")
 AT_ONCE = 8  # headers that are fetched side by side
@@ -29,7 +30,7 @@ def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
         try:
             _fetch(HfApi(), repo, revision, path)
         except Exception as e:
-            raise ValueError(f"{repo}: no such directory, and no headers from the hub: {reason(e)}") from e
+            raise ValueError(f"{repo}: no such directory, and no headers from the hub: {first_line(e)}") from e
         yield path
 
 

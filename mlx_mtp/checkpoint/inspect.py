@@ -20,6 +20,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import kv_bytes, largest_context, needs
+from ..machine.errors import first_line, with_type
 from ..machine.memory import available
 from ..models import find_port
 from .external_drafter import is_drafter
@@ -145,8 +146,7 @@ class _Tried:
         try:
             return function(*args, **options)
         except Exception as e:
-            reason = str(e).strip().partition("\n")[0]
-            self.problems.append(reason if isinstance(e, ValueError) and reason else f"{type(e).__name__}: {reason}")
+            self.problems.append(first_line(e) if isinstance(e, ValueError) else with_type(e))
 
 
 def _loaded(tried: _Tried, path: Path) -> tuple[Any, list[str]]:

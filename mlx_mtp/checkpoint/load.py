@@ -22,6 +22,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.memory_needs import Budget
+from ..machine.errors import first_line
 from ..models import find_port, port_names
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
@@ -84,7 +85,7 @@ def load(
             read_header([Path(adapter_path) / "adapters.safetensors"])
             model = mlx_lm_utils.load_adapters(model, adapter_path)
         except Exception as e:
-            raise ValueError(f"{adapter_path}: no usable adapters ({_line(e)})") from e
+            raise ValueError(f"{adapter_path}: no usable adapters ({first_line(e)})") from e
         model.eval()
     tokenizer = load_tokenizer(path, tokenizer_config)
     _check_tokens(tokenizer, model.vocab_size, path)
@@ -125,7 +126,7 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
         tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
         tokens = tokenizer.get_vocab()
     except Exception as e:
-        raise ValueError(f"{path}: no usable tokenizer ({_line(e)})") from e
+        raise ValueError(f"{path}: no usable tokenizer ({first_line(e)})") from e
     if not tokens:  # what transformers makes of a file that it does not find
         raise ValueError(f"{path}: no usable tokenizer (it has no tokens)")
     return tokenizer
@@ -165,7 +166,7 @@ def _load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *,
     except Exception as e:
         if isinstance(e, ValueError) and "\n" not in str(e):
             raise
-        raise ValueError(f"{path}: cannot be loaded ({_line(e)})") from e
+        raise ValueError(f"{path}: cannot be loaded ({first_line(e)})") from e
     source = f"model_type {name!r} has no MTP port"
     model.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=ignored)
     if drafting.mtp:
@@ -188,7 +189,7 @@ def read_port(
         try:
             model = port.Model(args, contents.depths, spec)
         except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError) as e:
-            raise ValueError(f"{path}/config.json: the model cannot be built from it ({_line(e)})") from e
+            raise ValueError(f"{path}/config.json: the model cannot be built from it ({first_line(e)})") from e
         _check_names(model, contents)
         shift = {"shift_trunk": raw, "shift_heads": raw_heads}
         model.sanitize = partial(_sanitize, model, contents, path, shift)
@@ -204,7 +205,7 @@ def read_port(
     except Exception as e:
         if isinstance(e, ValueError) and "\n" not in str(e):
             raise
-        raise ValueError(f"{path}: cannot be loaded ({_line(e)})") from e
+        raise ValueError(f"{path}: cannot be loaded ({first_line(e)})") from e
     del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
     return model, contents, (raw, raw_heads)
 
@@ -249,7 +250,7 @@ def _as_its_config_says(path: Path) -> Iterator[None]:
     try:
         yield
     except (TypeError, AttributeError, LookupError, ArithmeticError) as e:
-        raise ValueError(f"{path}/config.json: the model that it describes cannot run ({_line(e)})") from e
+        raise ValueError(f"{path}/config.json: the model that it describes cannot run ({first_line(e)})") from e
 
 
 def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:
@@ -296,7 +297,7 @@ def read_args(port: ModuleType, path: Path, config: dict) -> Any:
         if not isinstance(args.num_hidden_layers, int):
             raise TypeError(f"num_hidden_layers is {args.num_hidden_layers!r}, expected an integer")
     except (TypeError, KeyError, AttributeError, ValueError) as e:
-        raise ValueError(f"{path}/config.json: {_line(e)}") from e
+        raise ValueError(f"{path}/config.json: {first_line(e)}") from e
     return args
 
 
@@ -388,7 +389,3 @@ def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def _arrays(tree: Any) -> dict[str, Any]:
     return dict(tree_flatten(tree))  # type: ignore[arg-type]
-
-
-def _line(e: BaseException) -> str:
-    return str(e).strip().partition("\n")[0] or type(e).__name__

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from .._version import __version__
+from ..machine.errors import first_line
 from .bench import bench
 from .cache_prompt import cache_prompt
 from .chat import chat
@@ -45,11 +46,11 @@ class OneLine(click.Group):
         except BrokenPipeError:
             _reader_left()
         except (ValueError, OSError, RuntimeError, MemoryError) as e:
-            _fail(*_with_flag(_line(e)))
+            _fail(*_with_flag(first_line(e)))
         except Exception as e:
             if os.environ.get("MLX_MTP_DEBUG"):
                 raise
-            _fail(f"unexpected {type(e).__name__}: {_line(e)}; MLX_MTP_DEBUG=1 shows where", 1)
+            _fail(f"unexpected {type(e).__name__}: {first_line(e)}; MLX_MTP_DEBUG=1 shows where", 1)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -94,10 +95,6 @@ def _reader_left() -> NoReturn:
 def _discard_output() -> None:
     """What could not be written is not tried again at exit, where it would be a traceback."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _line(e: BaseException) -> str:
-    return str(e).strip().partition("\n")[0] or type(e).__name__
 
 
 def _with_flag(message: str) -> tuple[str, int]:

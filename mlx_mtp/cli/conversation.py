@@ -8,6 +8,7 @@ import textwrap
 import click
 
 from ..generate import GenerationResponse, default_draft_tokens
+from ..machine.errors import first_line
 from ..session import ChatSession
 from .footer import Totals, footer, mtp_state
 from .progress import PromptProgress, shows_progress
@@ -89,7 +90,7 @@ class Chat:
         except KeyboardInterrupt:
             pass
         except (ValueError, RuntimeError, MemoryError) as e:
-            trouble = "error: " + (str(e).splitlines() or [type(e).__name__])[0]
+            trouble = "error: " + first_line(e)
         last = self._last
         if last:
             click.echo("" if self._line_ended else "\n", nl=False)

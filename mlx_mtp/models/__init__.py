@@ -22,7 +22,7 @@ themselves are not asked for.
 Nothing outside this package knows a family by name.
 
 A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,
-num_hidden_layers, overrides)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED; see `drafter.py`.
+num_hidden_layers, overrides)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED.
 """
 
 import importlib

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..machine.errors import with_type
+
 Op = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
 
 FAILS = "fails with"  # begins what is wrong with a kernel that gave nothing
@@ -80,7 +82,7 @@ def _bits_wrong(trial: Trial, layer: int, x: mx.array, draw: int) -> str | None:
         mx.eval(expected)
     except Exception as e:
         if trial.truth:
-            return f"{FAILS} {first_line(e)}"
+            return f"{FAILS} {with_type(e)}"
         raise
     every, spoilt = range(trial.rows), _spoilt(trial.rows, draw)
     name, value = (("NaN", math.nan), ("infinity", math.inf))[draw % 2]
@@ -101,7 +103,7 @@ def _error_wrong(trial: Trial, layer: int, x: mx.array) -> str | None:
         found = list(ours(x))
         mx.eval(found)
     except Exception as e:
-        return f"{FAILS} {first_line(e)}"
+        return f"{FAILS} {with_type(e)}"
     for y, theirs, t in zip(found, stock(x), truth, strict=True):
         roundings = ROUNDINGS[y.dtype.size] * mx.finfo(y.dtype).eps * _rms(t)
         errors, allowed = _rms(y - t), mx.maximum(2 * _rms(theirs - t), roundings)
@@ -137,7 +139,7 @@ def _wrong(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[i
         found = list(ours(x))
         mx.eval(found)
     except Exception as e:
-        return f"{FAILS} {first_line(e)}"
+        return f"{FAILS} {with_type(e)}"
     kinds = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in (found, expected)]
     if kinds[0] != kinds[1]:
         return f"gives {kinds[0]} where stock MLX gives {kinds[1]}"
@@ -152,12 +154,6 @@ def _differs(a: mx.array, b: mx.array) -> mx.array:
     """Which bits differ; a NaN is a NaN, whose sign and payload no arithmetic promises."""
     bits = UNSIGNED[a.dtype.size]
     return (a.view(bits) != b.view(bits)) & ~(mx.isnan(a) & mx.isnan(b))
-
-
-def first_line(e: Exception) -> str:
-    """An exception in one line."""
-    line = str(e).strip().partition("\n")[0]
-    return f"{type(e).__name__}: {line}" if line else type(e).__name__
 
 
 def time_pair(trial: Trial) -> float:

@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from .ab_test import FAILS, Trial, check, first_line, time_pair
+from ..machine.errors import with_type
+from .ab_test import FAILS, Trial, check, time_pair
 from .verdict_file import MLX_VERSION, Found, Key, Memory
 
 LANES = ("off", "exact", "fast")
@@ -95,7 +96,7 @@ def _by_trial(
                 found[key] = Found(None, float(timer(trial)))
                 verdicts[key] = _judged(found[key])
             except Exception as e:
-                verdicts[key] = Verdict(False, True, reason=f"timing it fails with {first_line(e)}")
+                verdicts[key] = Verdict(False, True, reason=f"timing it fails with {with_type(e)}")
     _warn_of_wrong({key: finding.wrong for key, finding in {**found, **failed}.items()})
     if memory and found:
         memory.keep({**known, **found})
