@@ -6,43 +6,17 @@ import sys
 
 import mlx.core as mx
 import pytest
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from letter_chats import PLAIN, REWRITING, VOCAB, answer, make_session
 
 import mlx_mtp
-from mlx_mtp.session import KEPT_SNAPSHOTS, ChatSession
+from mlx_mtp.session import KEPT_SNAPSHOTS
 
-LETTERS = "abcdefghij[]"
-SPECIAL = ["<e>", "<u>", "<a>", "<s>"]
-VOCAB = {token: i for i, token in enumerate([*SPECIAL, *LETTERS])}
-TURNS = (
-    "{% for m in messages %}{{ '<' + m.role[0] + '>' + CONTENT + '<e>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'OPEN' }}{% endif %}"
-)
-PLAIN = TURNS.replace("CONTENT", "m.content").replace("OPEN", "<a>")
-# Earlier answers lose everything up to their last "]"; the generation prompt opens a "[" that they never show.
-REWRITING = TURNS.replace("CONTENT", "m.content.split(']')[-1]").replace("OPEN", "<a>[")
 MESSAGES = ["abc", "d", "efghabcdefghijabcdefghij", "a", "jj", "abcabcab", "hgf", "b"]
-
-
-def make_tokenizer(template=PLAIN):
-    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="a"))
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", clean_up_tokenization_spaces=False)
-    fast.chat_template = template
-    return TokenizerWrapper(fast)
 
 
 @pytest.fixture
 def model(tiny_models):
     return tiny_models(2, vocab_size=len(VOCAB))[0]
-
-
-def make_session(model, template=PLAIN, **options):
-    return ChatSession(model, make_tokenizer(template), **{"max_tokens": 14, **options})
 
 
 def full_prefill(session, text):
@@ -56,10 +30,6 @@ def full_prefill(session, text):
         prompt, session.model, max_tokens=max_tokens, num_draft_tokens=0, stop_tokens=tokenizer.eos_token_ids
     )
     return [token for token, _, _ in steps]
-
-
-def answer(session, text):
-    return [response.token for response in session.ask(text)]
 
 
 @pytest.mark.parametrize("template", [PLAIN, REWRITING], ids=["plain", "rewriting"])

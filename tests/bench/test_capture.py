@@ -5,10 +5,11 @@ from contextlib import contextmanager
 import command_line
 import mlx.core as mx
 import pytest
-from test_bench_profile import work
 
 from mlx_mtp.bench import capture
-from mlx_mtp.bench.profile import Timer
+from mlx_mtp.bench.profile import Timer, Workload
+
+PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 0]
 
 
 class Metal:
@@ -51,7 +52,7 @@ def test_a_trace_is_of_one_phase_in_some_cycles(tiny_models, monkeypatch, tmp_pa
             yield
 
     monkeypatch.setattr(Timer, "during", noted)
-    files = capture.capture(work(tiny_models()[0], tokens=20), phase, tmp_path / "a.gputrace", cycles)
+    files = capture.capture(Workload(tiny_models()[0], PROMPT, 20, 3, 64), phase, tmp_path / "a.gputrace", cycles)
     assert [str(f) for f in files] == metal.files
     assert len(files) == cycles
     assert metal.open is None

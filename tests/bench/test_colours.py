@@ -3,10 +3,7 @@
 import itertools
 
 import pytest
-
-pytest.importorskip("matplotlib", reason="needs matplotlib: the extra plot, or test")
-from matplotlib.colors import to_rgb
-from test_bench_plots import THEMES, drawn
+from pictures import THEMES, drawn
 
 from mlx_mtp.bench import plots
 from mlx_mtp.bench.panels import Grid
@@ -33,6 +30,8 @@ SEEN = {
 
 def lab(colour, seen):
     """CIELAB of a colour, seen in full or by a dichromat."""
+    from matplotlib.colors import to_rgb
+
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
     if seen:
         linear = [min(max(sum(a * b for a, b in zip(row, linear, strict=True)), 0), 1) for row in SEEN[seen]]

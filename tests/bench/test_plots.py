@@ -1,6 +1,5 @@
 """Pictures of results: what they show is what was measured, nothing lies on anything else, light and dark."""
 
-import functools
 import itertools
 import re
 import statistics
@@ -9,65 +8,19 @@ from html.parser import HTMLParser
 
 import pytest
 from command_line import call
+from pictures import RESULTS, drawn, found_in, model_result
 from results import decode_result, kernels_result, profile_result, verify_result
 
 from mlx_mtp.bench import page, page_tables, plot_data, plots, result
 from mlx_mtp.bench.panels import Bars, Grid, Lines, Ranges
-from mlx_mtp.bench.roofline import assemble
-
-matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib: the extra plot, or test")
-from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
-
-THEMES = {"light": plots.LIGHT, "dark": plots.DARK}
-
-
-def model_result(name="Step-3.5-Flash", chip="M3 Ultra", rows=range(2, 9)):
-    on = assemble.find_chip(chip)
-    return assemble.bench_model(assemble.find_model(name, on_chip=on is not None), on, 32768, rows)
-
-
-RESULTS = {
-    "decode": decode_result,
-    "decode at contexts": lambda: decode_result(contexts=(512, 4096, 32768)),
-    "decode, noisy": lambda: decode_result(noise=0.4),
-    "decode, synthetic": lambda: decode_result(synthetic="random weights, the first 4 layers only; drawn acceptance"),
-    "verify": verify_result,
-    "verify, noisy stock": lambda: verify_result(sides=("stock",), noise=0.5),
-    "profile": profile_result,
-    "profile without drafts": lambda: profile_result(k=0),
-    "kernels": kernels_result,
-    "kernels, emulated": lambda: kernels_result(timed=False),
-    "model": model_result,
-    "model, dense": lambda: model_result("Qwen3.6-27B"),
-    "model without a chip": lambda: model_result("demo", None, (2, 4)),
-}
-
 
 DARK_TOO = ("decode at contexts", "verify", "profile")
 DRAWN = [*((name, "light") for name in RESULTS), *((name, "dark") for name in DARK_TOO)]
 
 
-@functools.cache
-def found_in(name):
-    return RESULTS[name]()
-
-
 @pytest.fixture
 def made():
     return found_in
-
-
-@functools.cache
-def drawn(name, scheme="light"):
-    """(panel, its axes, laid out) of every picture of a result."""
-    pairs = []
-    with plots.style(THEMES[scheme]):
-        for panel in plot_data.panels(found_in(name)):
-            figure = plots.figure([panel], THEMES[scheme])
-            FigureCanvasAgg(figure)
-            figure.draw_without_rendering()
-            pairs.append((panel, figure.axes[0]))
-    return pairs
 
 
 def boxes(ax):

@@ -1,16 +1,15 @@
 """Prompt caches as files: the text goes on as if nothing had been saved, and nothing else is ever read from one."""
 
 import itertools
-import json
 import os
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import families
 import mlx.core as mx
 import pytest
 import tiny
+from cache_files import rewritten, sealed
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -124,26 +123,6 @@ def test_damage_anywhere_is_refused(model, saved, data):
         with pytest.raises(ValueError, match=r"damaged\.safetensors: .*(damaged|of an? \w+ format)") as e:
             read()
         assert "\n" not in str(e.value)
-
-
-def rewritten(content: bytes, change) -> bytes:
-    """A file with a changed state and a right checksum, as an attacker would make it."""
-    length = struct.unpack("<Q", content[:8])[0]
-    header = json.loads(content[8 : 8 + length])
-    state = json.loads(header["__metadata__"]["mlx_mtp"])
-    change(state)
-    header["__metadata__"] = {"checksum": saved_cache.BLANK, "mlx_mtp": json.dumps(state)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return struct.pack("<Q", len(text)) + text + content[8 + length :]
-
-
-def sealed(file: Path, content: bytes) -> Path:
-    file.write_bytes(content)
-    with file.open("r+b") as f:
-        place, digest = saved_cache._checksum(f)
-        f.seek(place)
-        f.write(digest.encode())
-    return file
 
 
 @pytest.mark.parametrize(

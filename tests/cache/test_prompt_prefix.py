@@ -6,9 +6,8 @@ import sys
 
 import mlx.core as mx
 import pytest
-from command_line import call
-from test_chat import LETTERS, PLAIN, REWRITING, VOCAB, answer, make_session, make_tokenizer
-from test_cli import one_line_error
+from command_line import call, one_line_error
+from letter_chats import LETTERS, PLAIN, REWRITING, VOCAB, answer, make_session, make_tokenizer
 
 import mlx_mtp
 from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache

@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from test_lossless import Oracle
+from oracle import Oracle
 
 import mlx_mtp
 from mlx_mtp.cache.recurrent import RecurrentCache

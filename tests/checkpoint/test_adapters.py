@@ -6,15 +6,14 @@ import families
 import mlx.core as mx
 import pytest
 import tiny
+from letter_chats import make_tokenizer
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from test_chat import make_tokenizer
-from test_plain import CONFIGS
+from portless import ADAPTER, CONFIGS
 
 import mlx_mtp
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 3, 4, 5]
-ADAPTER = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": {"rank": 4, "scale": 40.0, "dropout": 0.0}}
 
 
 @pytest.mark.parametrize("name", ["mimo", "qwen3_5", "deepseek_v3", "mamba2"])

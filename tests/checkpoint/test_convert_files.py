@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import families
 import mlx.core as mx
 import published
 import pytest
 import tiny
 from command_line import call, run
+from layouts import in_shards, left
 from mlx.utils import tree_flatten
 from safetensors import safe_open
 
@@ -32,32 +32,6 @@ SHARD = 20_000
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return in_shards(tmp_path_factory.mktemp("source"))
-
-
-def in_shards(path):
-    """A checkpoint directory of several shards, with an index and files of its tokenizer's."""
-    path, weights, _ = families.build("glm4_moe", path)
-    (path / "model.safetensors").unlink()
-    places = {}
-    for i, (name, w) in enumerate(weights.items()):
-        places.setdefault(f"model-{i * 4 // len(weights)}.safetensors", {})[name] = w
-    for file, tensors in places.items():
-        mx.save_safetensors(str(path / file), tensors, {"format": "pt"})
-    index = {"weight_map": {name: file for file, tensors in places.items() for name in tensors}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = json.loads((path / "config.json").read_text())
-    config |= {"quantization_config": {"quant_method": "fp8"}, "vision_config": {}, "new": [1]}
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "generation_config.json").write_text('{"eos_token_id": [3, 4], "temperature": 0.6}')
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "LICENSE.md"):
-        (path / name).write_text(f"the text of {name}")
-    (path / "hf_quant_config.json").write_text("{}")
-    (path / "dangling.json").symlink_to("nowhere")
-    return path
-
-
-def left(folder):
-    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
 
 
 def test_what_is_written(source, tmp_path):

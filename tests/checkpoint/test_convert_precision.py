@@ -7,10 +7,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+from layouts import in_8_bits
 from mlx.utils import tree_flatten
 from mlx_lm.convert import convert as mlx_lm_convert
 from mlx_lm.models.switch_layers import SwitchLinear
-from test_layouts import in_8_bits
 
 import mlx_mtp
 from mlx_mtp.checkpoint.convert import convert

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from test_convert_files import in_shards, left
+from layouts import in_shards, left
 
 import mlx_mtp
 from mlx_mtp.checkpoint import convert_writer as tensor_file

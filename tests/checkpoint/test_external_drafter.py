@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from drafters import GQA
-from mlx_lm.models.base import create_causal_mask
+from drafters import HEADLESS
+from eagle_scratch import drafts_from_scratch
 from oracle import Oracle
 
 import mlx_mtp
@@ -19,22 +19,6 @@ from mlx_mtp.decoding import cycle
 V = families.V
 # A prompt whose texts go on past the end of a ring of 40 slots, and show it when a row is not where it belongs.
 LONG = np.random.default_rng(0).integers(0, V, 36).tolist()
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
-SLIDING = {"layer_types": ["full_attention", *["sliding_attention"] * 4], "sliding_window": 8, "head_dim": 16}
-HEADLESS = {
-    "mistral": {**GQA, "model_type": "mistral", "mlx_lm": "llama", "tie_word_embeddings": True},
-    "llama_sliding": {**GQA, **SLIDING, "model_type": "llama"},
-    "qwen2": {**GQA, "model_type": "qwen2"},
-    "qwen3": {**GQA, "model_type": "qwen3", "head_dim": 16},
-    "qwen3_moe": {**GQA, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 16},
-}
 WITH_HEADS = ("deepseek_v3", "mimo_v2_flash", "qwen3_5_moe")
 SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
@@ -120,71 +104,6 @@ def test_stop_anywhere_save_and_continue(drafted, truth, tmp_path, k, stop):
         assert ours(model, text[-1:], 8, 2, prompt_cache=kept)[0] == expected[stop:]
     cache.rewind(snapshot)
     assert ours(model, text[-1:], 8, 4, prompt_cache=cache)[0] == expected[stop:]
-
-
-def rope(x: mx.array) -> mx.array:
-    """x [heads, T, D] rotated by positions 0..T-1, written out."""
-    half = x.shape[-1] // 2
-    angles = mx.arange(x.shape[1])[:, None] * 1e4 ** (-mx.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return mx.concatenate([a * mx.cos(angles) - b * mx.sin(angles), b * mx.cos(angles) + a * mx.sin(angles)], axis=-1)
-
-
-def rms(x: mx.array, weight: mx.array) -> mx.array:
-    return x / mx.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
-
-
-def forward(w: dict, layer: str, e: mx.array, g: mx.array, *, normed_residual: bool) -> mx.array:
-    """The drafter's layer over all rows [T, H] at once, from the paper's formulas and the checkpoint's tensors."""
-    h = rms(g, w[f"{layer}.hidden_norm.weight"])
-    x = mx.concatenate([rms(e, w[f"{layer}.input_layernorm.weight"]), h], axis=-1)
-    D = drafters.CONFIG["head_dim"]
-    q, k, v = (x @ w[f"{layer}.self_attn.{n}_proj.weight"].T for n in "qkv")
-    q, k, v = (t.reshape(len(t), -1, D).swapaxes(0, 1) for t in (q, k, v))
-    if f"{layer}.self_attn.q_norm.weight" in w:
-        q, k = (rms(t, w[f"{layer}.self_attn.{n}_norm.weight"]) for t, n in ((q, "q"), (k, "k")))
-    k, v = (mx.repeat(t, q.shape[0] // t.shape[0], axis=0) for t in (rope(k), v))
-    scores = rope(q) @ k.swapaxes(1, 2) / D**0.5
-    weights = mx.softmax(mx.where(create_causal_mask(len(x)), scores, -mx.inf), axis=-1)
-    out = (weights @ v).swapaxes(0, 1).reshape(len(x), -1) @ w[f"{layer}.self_attn.o_proj.weight"].T
-    x = (h if normed_residual else g) + out
-    y = rms(x, w[f"{layer}.post_attention_layernorm.weight"])
-    gate, up = (y @ w[f"{layer}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-    return x + (gate * mx.sigmoid(gate) * up) @ w[f"{layer}.mlp.down_proj.weight"].T
-
-
-def streams(plain, tokens: list[int], counts) -> mx.array:
-    """The target's residual stream after so many layers, side by side [T, 3 * H], with no cache."""
-    seen, layers = [plain.model.embed_tokens(mx.array(tokens)[None])], plain.model.layers
-
-    class Tap:
-        def __init__(self, layer):
-            self.layer, self.use_sliding = layer, getattr(layer, "use_sliding", False)
-
-        def __call__(self, *args, **kwargs):
-            seen.append(self.layer(*args, **kwargs))
-            return seen[-1]
-
-    plain.model.layers = [Tap(layer) for layer in layers]
-    plain(mx.array(tokens)[None])
-    plain.model.layers = layers
-    return mx.concatenate([seen[i][0] for i in counts], axis=-1)
-
-
-def drafts_from_scratch(plain, w, tokens, k, *, layer, counts, new):
-    """k drafts after `tokens`, of which the target has read all but the last."""
-    aux = streams(plain, tokens[:-1], counts)
-    if new:
-        aux = rms(aux, w["input_norm.weight"])
-        aux = mx.concatenate([rms(a, w[f"fc_norm.{i}.weight"]) for i, a in enumerate(mx.split(aux, 3, -1))], axis=-1)
-    g, drafts = aux @ w["fc.weight"].T, []
-    for _ in range(k):
-        e = plain.model.embed_tokens(mx.array((tokens + drafts)[1 : 1 + len(g)]))
-        out = forward(w, layer, e, g, normed_residual=new)[-1:]
-        row = mx.argmax(rms(out, w["norm.weight"]) @ w["lm_head.weight"].T)
-        drafts.append((row + w["d2t"][row]).item())
-        g = mx.concatenate([g, rms(out, w["norm.weight"]) if new else out])
-    return drafts
 
 
 @pytest.mark.parametrize("layout", ["midlayer", "speculators"])

@@ -15,7 +15,7 @@ import huggingface_hub.constants
 import mlx.core as mx
 import published
 import pytest
-import test_load
+import step_checkpoints
 import tiny
 from command_line import call
 
@@ -64,8 +64,8 @@ def test_keys_and_values_by_hand(wholes):
 def test_experts_and_quantization_per_part(tmp_path):
     """4-bit experts and target, 8-bit routers, heads as they were."""
     sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "share_expert_dim")
-    config = {**test_load.CONFIG, **dict.fromkeys(sizes, 64)}
-    facts = inspect_checkpoint(test_load.converted(tmp_path, config, tiny.random_weights(config), bits=4))
+    config = {**step_checkpoints.CONFIG, **dict.fromkeys(sizes, 64)}
+    facts = inspect_checkpoint(step_checkpoints.converted(tmp_path, config, tiny.random_weights(config), bits=4))
     assert facts.problems == ()
     assert facts.layout == "converted to MLX, 2 files, heads in model-mtp.safetensors"
     assert facts.experts.quantization == "4-bit affine g32 (9 modules)"
@@ -137,8 +137,8 @@ def test_hundreds_of_gigabytes_are_not_read(tmp_path, file):
 def test_what_no_head_is_left_of_is_named(tmp_path, kind):
     """All tensors of the heads, but for embeddings and LM heads that may be the target's; experts are one name."""
     if kind == "step3p5":
-        config, weights = test_load.CONFIG, tiny.random_weights(test_load.CONFIG)
-        heads = test_load.head_names(weights)
+        config, weights = step_checkpoints.CONFIG, tiny.random_weights(step_checkpoints.CONFIG)
+        heads = step_checkpoints.head_names(weights)
     else:
         path, weights, _ = families.build(kind, tmp_path / "whole")
         config, family = json.loads((path / "config.json").read_text()), families.FAMILIES[kind]
@@ -177,11 +177,11 @@ def test_every_missing_tensor_is_named(wholes, tmp_path):
     "case", ["a head tensor is misshapen", "an unknown trunk tensor", "a whole depth is missing"]
 )
 def test_the_reason_is_the_loaders(tmp_path, case):
-    weights = tiny.random_weights(test_load.CONFIG)
-    test_load.DAMAGE[case][0](weights)
-    path = tiny.save(tmp_path, test_load.CONFIG, weights)
+    weights = tiny.random_weights(step_checkpoints.CONFIG)
+    step_checkpoints.DAMAGE[case][0](weights)
+    path = tiny.save(tmp_path, step_checkpoints.CONFIG, weights)
     facts = inspect_checkpoint(path)
-    with pytest.raises(ValueError, match=test_load.DAMAGE[case][1]) as error:
+    with pytest.raises(ValueError, match=step_checkpoints.DAMAGE[case][1]) as error:
         mlx_mtp.load_model(path)
     assert facts.problems[0] == str(error.value)
     assert (facts.layers, facts.report, facts.memory, facts.target.loaded) == (4, None, None, None)
@@ -249,8 +249,8 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_heads_that_are_subtly_wrong_are_told_by_their_norms(tmp_path, case):
     """Planted in heads that were shifted as their target was."""
-    weights = tiny.random_weights(test_load.CONFIG)
-    path = test_load.converted(tmp_path, test_load.CONFIG, weights)
+    weights = tiny.random_weights(step_checkpoints.CONFIG)
+    path = step_checkpoints.converted(tmp_path, step_checkpoints.CONFIG, weights)
     heads, (plant, message) = dict(mx.load(str(path / "model-mtp.safetensors"))), WRONG[case]
     mx.eval(heads)
     plant(heads)

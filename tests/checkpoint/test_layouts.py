@@ -6,6 +6,7 @@ import families
 import mlx.core as mx
 import pytest
 import tiny
+from layouts import in_8_bits
 from mlx.utils import tree_flatten
 
 import mlx_mtp
@@ -69,22 +70,6 @@ def test_a_vision_wrappers_conversion(tmp_path):
     config = {"model_type": "step3p7", "text_config": tiny.CONFIG}
     moved = {f"language_model.{n}": w for n, w in weights.items()}
     assert same(parameters(tmp_path / "a", config, moved), parameters(tmp_path / "b", config, weights))
-
-
-def in_8_bits(weights: dict, scales: str) -> tuple[dict, dict]:
-    """(what is stored, what it stands for) of the projections' weights, with one scale per block, row or tensor."""
-    stored, plain = dict(weights), dict(weights)
-    for name, w in weights.items():
-        if not name.endswith("_proj.weight") or w.ndim != 2 or "eh_proj" in name:
-            continue
-        scale = mx.abs(w).max(axis=1, keepdims=True) / 448
-        if scales != "row":
-            scale = scale.max(keepdims=True).reshape((1, 1) if scales == "block" else ())
-        packed = mx.to_fp8(w / scale)
-        stored[name] = packed
-        stored[name + ("_scale_inv" if scales == "block" else "_scale")] = scale
-        plain[name] = (mx.from_fp8(packed, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
-    return stored, plain
 
 
 @pytest.mark.parametrize("scales", ["block", "row", "tensor"])

@@ -5,47 +5,9 @@ import mlx.core as mx
 import pytest
 import tiny
 from mlx_lm.generate import generate_step as mlx_lm_steps
+from portless import CONFIGS
 
 import mlx_mtp
-
-SIZES = {
-    "hidden_size": 32,
-    "vocab_size": 13,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 4096,
-}
-CONFIGS = {
-    "starcoder2": {**SIZES, "model_type": "starcoder2", "norm_epsilon": 1e-5},
-    "gpt_oss": {
-        **SIZES,
-        "model_type": "gpt_oss",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 6,
-        "head_dim": 16,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
-    "mamba2": {
-        **SIZES,
-        "model_type": "mamba2",
-        "num_heads": 4,
-        "head_dim": 16,
-        "state_size": 8,
-        "conv_kernel": 4,
-        "n_groups": 1,
-        "layer_norm_epsilon": 1e-5,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "tie_word_embeddings": True,
-        "time_step_limit": [0.0, 1e9],
-        "time_step_rank": "auto",
-    },
-}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -10,21 +10,12 @@ import sys
 import pytest
 import tiny
 from click.testing import CliRunner
-from command_line import call, run
+from command_line import call, one_line_error, run
 
 import mlx_mtp
 from mlx_mtp.checkpoint.files import read_config
 from mlx_mtp.cli import main
 from mlx_mtp.demo import demo_path
-
-
-def one_line_error(result, code=1):
-    assert result.returncode == code, result.stderr
-    assert "Traceback" not in result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert result.stderr.splitlines()[-1] == lines[0]
-    return lines[0]
 
 
 def test_generate_prints_mlx_lms_layout():

@@ -15,12 +15,12 @@ import families
 import mlx.core as mx
 import pytest
 import results
+from cache_files import rewritten, sealed
 from command_line import call
 from fuzzing import Files, assert_orderly, profile, tree, watched
 from hypothesis import given
 from hypothesis import strategies as st
-from test_adapters import ADAPTER
-from test_saved_cache import rewritten, sealed
+from portless import ADAPTER
 
 GENERATE = "generate -m 4 -p abcab --verbose False --ignore-chat-template"
 COMMANDS = {

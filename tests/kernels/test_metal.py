@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 import tiny
-from test_exact_model import checkpoints  # noqa: F401 a fixture
+from quantized_models import save_checkpoints
 
 import mlx_mtp
 
@@ -42,9 +42,9 @@ def test_cycles_are_in_place_on_the_gpu(tiny_models, k):
 @pytest.mark.metal
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["step", "hybrid"])
-def test_every_kernel_is_right_on_the_gpu(checkpoints, name):  # noqa: F811
+def test_every_kernel_is_right_on_the_gpu(tmp_path, name):
     """Each has the bits it should have, by the load's own check, and the text does not depend on what is drafted."""
-    model = mlx_mtp.load_model(checkpoints[name], kernels="exact")
+    model = mlx_mtp.load_model(save_checkpoints(tmp_path)[name], kernels="exact")
     assert all("off" not in line for line in model.report.kernels)
     assert model.report.not_exact == ()
     steps = [

@@ -3,14 +3,12 @@
 import contextlib
 import copy
 
-import families
 import mlx.core as mx
 import pytest
-import tiny
 from exact import same_bits
 from metal_cases import linux_only
 from plans import Listed, follow
-from qwen import QWEN_TEXT
+from quantized_models import save_checkpoints
 from stock_ops import stock_ops
 
 import mlx_mtp
@@ -23,48 +21,15 @@ from mlx_mtp.tuning import kernel_switch as switch
 from mlx_mtp.tuning.controller import Plan
 
 pytestmark = linux_only
-STEP = {
-    **{"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "moe_intermediate_size": 32},
-    **{"share_expert_dim": 64, "swiglu_limits_shared": [0, 0, 0, 0.5]},
-}
-HYBRID = {
-    **QWEN_TEXT,
-    "intermediate_size": 64,
-    "head_dim": 32,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 16,
-}
 PROMPT, LENGTH = [1, 2, 3, 4], 6
 EVERY = {"verify_attention", "attention_merge", "add_norm", "norm_rope", "verify_head"}
 DELTA = {"delta_inputs", "gated_delta_verify", "gated_norm"}
 OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY | DELTA}
 
 
-def quantized(weights: dict, dtype=mx.bfloat16) -> dict:
-    """The matrices of a checkpoint in 4 bits, the rest in `dtype`."""
-    found = {}
-    for name, w in weights.items():
-        matrix = name.endswith("weight") and w.ndim > 1 and w.shape[-1] % 32 == 0 and "conv1d" not in name
-        if matrix:
-            stem = name.removesuffix("weight")
-            parts = mx.quantize(w, 32, 4)
-            found |= {f"{stem}{part}": a for part, a in zip(("weight", "scales", "biases"), parts, strict=True)}
-            found |= {f"{stem}{part}": found[f"{stem}{part}"].astype(dtype) for part in ("scales", "biases")}
-        else:
-            found[name] = w.astype(dtype)
-    return found
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    quantization = {"quantization": {"group_size": 32, "bits": 4}}
-    step = {**tiny.CONFIG, **STEP, "vocab_size": 16}
-    paths = {"step": tmp_path_factory.mktemp("step"), "hybrid": tmp_path_factory.mktemp("hybrid")}
-    tiny.save(paths["step"], step | quantization, quantized(tiny.random_weights(step)))
-    hybrid = families.FAMILIES["qwen3_5"].config | {"text_config": HYBRID}
-    _, weights, _ = families.build("qwen3_5", paths["hybrid"], **hybrid)
-    tiny.save(paths["hybrid"], hybrid | quantization, quantized(weights))
-    return paths
+    return save_checkpoints(tmp_path_factory.mktemp("quantized"))
 
 
 @contextlib.contextmanager

@@ -2,13 +2,12 @@
 
 from types import SimpleNamespace
 
-import drafters
-import families
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
+from headed import build_headed
 from metal_cases import linux_only
 
 import mlx_mtp
@@ -121,15 +120,6 @@ def test_draws_from_the_top_are_those_from_the_whole_row(filters):
         found.append(sampling.draw_top(kept, tokens, key, 50).item())
     assert found == expected
     assert len(set(found)) > 10
-
-
-def build_headed(name, path):
-    """The drafter's own head has seven tokens, which no kernel serves."""
-    if name == "eagle":
-        config = {**drafters.GQA, "model_type": "mistral", "mlx_lm": "llama", "tie_word_embeddings": True}
-        directory, _ = families.headless(path / "target", config)
-        return mlx_mtp.load_model(directory, draft_model=drafters.save(path / "drafter", drafters.CONFIG, 32))
-    return mlx_mtp.load_model(families.build(name, path, **({"vocab_size": 13} if name != "mimo" else {}))[0])
 
 
 def is_head(path, module):

@@ -8,7 +8,7 @@ import pytest
 from exact import same_bits
 from metal_cases import linux_only
 from mlx.utils import tree_flatten
-from test_switch import recorded
+from recorded_graphs import recorded
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock_dense

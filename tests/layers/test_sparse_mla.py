@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 from mlx_lm.models.base import create_causal_mask
-from test_lossless import Oracle
+from oracle import Oracle
 
 import mlx_mtp
 from mlx_mtp.cache.linear import LinearKVCache

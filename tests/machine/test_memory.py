@@ -7,7 +7,7 @@ import sys
 
 import mlx.core as mx
 import pytest
-from test_chat import VOCAB, make_tokenizer
+from letter_chats import VOCAB, make_tokenizer
 
 import mlx_mtp
 from mlx_mtp.machine import memory as machine_memory

@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from mlx_lm.models.base import create_causal_mask
 from oracle import Oracle
+from scratch import drafts_from_scratch
 
 import mlx_mtp
 from mlx_mtp.decoding import cycle
@@ -58,42 +58,6 @@ def test_right_wrong_and_partly_right_drafts(family, truth, monkeypatch, every):
     tokens, stats = ours(model, prompt, 19, 3)
     assert tokens == text[36:55]
     assert (stats.acceptance == [1.0] * 3) is (not wrong)
-
-
-def target_rows(plain, tokens: list[int]) -> tuple[mx.array, mx.array]:
-    """The target's rows before and after the final norm [1, T, H], with no cache."""
-    inner, name = (plain.backbone, "norm_f") if "backbone" in plain else (plain.model, "norm")
-    rows, norm = [], getattr(inner, name)
-    setattr(inner, name, lambda x: rows.append(x) or norm(x))
-    after = inner(mx.array(tokens)[None])
-    setattr(inner, name, norm)
-    return rows[0], after
-
-
-def head_rows(model, depth: int, tokens: list[int], hidden: mx.array) -> mx.array:
-    """Output rows [1, n, H] of one head over all its slots, with no cache; one token per row of `hidden`."""
-    head, window = model.mtp[depth], model.head_windows()[depth]
-    e, h = head.enorm(model.embed(mx.array(tokens)[None], depth)), head.hnorm(hidden)
-    x = head.eh_proj(mx.concatenate([e, h] if model.spec.fuse == "eh" else [h, e], axis=-1))
-    return head.block(x, create_causal_mask(x.shape[1], window_size=window), None)
-
-
-def drafts_from_scratch(model, plain, tokens: list[int], k: int) -> list[int]:
-    """k drafts after tokens x_0..x_{T-1}, of which the target has read all but the last."""
-    before, after = target_rows(plain, tokens[:-1])
-    hidden = target = before if model.spec.capture == "pre" else after
-    drafts: list[int] = []
-    for j in range(k):
-        recycled = model.spec.topology == "recycle"
-        depth, first = (0, 1) if recycled else (j, 1 + j)
-        rows = head_rows(model, depth, (tokens + drafts)[first : first + hidden.shape[1]], hidden)
-        drafts.append(mx.argmax(model.draft_logits(depth, rows[:, -1:])).item())
-        feedback = rows if model.spec.feedback == "pre" else model.mtp[depth].norm(rows)
-        if recycled:
-            hidden = mx.concatenate([hidden, feedback[:, -1:]], axis=1)
-        else:
-            hidden = target if model.spec.topology == "target_each" else feedback
-    return drafts
 
 
 @pytest.mark.parametrize("length", [1, 3, 30])

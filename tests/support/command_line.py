@@ -35,3 +35,12 @@ def call(*args, stdin=""):
         signal.signal(signal.SIGTERM, terminated)
         logger.setLevel(level)
     return subprocess.CompletedProcess(args, result.exit_code, result.stdout, result.stderr)
+
+
+def one_line_error(result, code=1):
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert result.stderr.splitlines()[-1] == lines[0]
+    return lines[0]

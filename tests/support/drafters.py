@@ -69,3 +69,21 @@ def weights(config: dict, target_size: int, seed: int = 0, **kwargs) -> dict[str
 
 def save(path: Path, config: dict, target_size: int, seed: int = 0, **kwargs) -> Path:
     return tiny.save(path, config, weights(config, target_size, seed, **kwargs))
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+SLIDING = {"layer_types": ["full_attention", *["sliding_attention"] * 4], "sliding_window": 8, "head_dim": 16}
+HEADLESS = {
+    "mistral": {**GQA, "model_type": "mistral", "mlx_lm": "llama", "tie_word_embeddings": True},
+    "llama_sliding": {**GQA, **SLIDING, "model_type": "llama"},
+    "qwen2": {**GQA, "model_type": "qwen2"},
+    "qwen3": {**GQA, "model_type": "qwen3", "head_dim": 16},
+    "qwen3_moe": {**GQA, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 16},
+}

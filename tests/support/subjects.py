@@ -3,12 +3,12 @@
 import functools
 
 import drafters
+import eagle_scratch
 import families
 import mlx.core as mx
-import test_drafter
 import tiny
 from plans import Spy
-from test_families import drafts_from_scratch
+from scratch import drafts_from_scratch
 
 import mlx_mtp
 from mlx_mtp.cache.prompt_cache import PromptCache
@@ -31,7 +31,7 @@ class Subject:
         if name == "step3p5":
             self.model, self.plain = tiny_models(2, vocab_size=5)
         elif name == "eagle":
-            directory, self.plain = families.headless(path / "target", test_drafter.HEADLESS["llama_sliding"], 0)
+            directory, self.plain = families.headless(path / "target", drafters.HEADLESS["llama_sliding"], 0)
             self.weights = drafters.weights(drafters.CONFIG, families.H)
             drafter = tiny.save(path / "drafter", drafters.CONFIG, self.weights)
             self.model = mlx_mtp.load_model(directory, draft_model=drafter)
@@ -55,7 +55,7 @@ class Subject:
         """k drafts after known tokens, without a cache."""
         if self.name == "eagle":
             options = {"layer": "midlayer", "counts": self.model.spec.capture, "new": False}
-            return test_drafter.drafts_from_scratch(self.plain, self.weights, known, k, **options)
+            return eagle_scratch.drafts_from_scratch(self.plain, self.weights, known, k, **options)
         return drafts_from_scratch(self.model, self.plain, known, k)
 
     def assert_drafts(self, spy: Spy, text: list[int], least: int = 1, most: int = 10**9) -> None:

@@ -5,7 +5,7 @@ from itertools import groupby
 
 import mlx.core as mx
 import pytest
-from test_trial import WEIGHTS, K, fails, off_by_one_bit, stock, trial
+from trial_cases import WEIGHTS, K, fails, off_by_one_bit, stock, trial
 
 from mlx_mtp.tuning import ab_test as trial_run
 from mlx_mtp.tuning.kernel_trials import Trial, check

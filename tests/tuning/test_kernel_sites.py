@@ -8,11 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+from headed import build_headed
 from metal_cases import linux_only
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from test_heads import build_headed
 
 import mlx_mtp
 from mlx_mtp import emulator

@@ -16,8 +16,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from quantized_models import STEP, quantized
+from recorded_graphs import recorded
 from stock_ops import stock_ops
-from test_exact_model import STEP, quantized
 
 import mlx_mtp
 from mlx_mtp import emulator
@@ -49,30 +50,6 @@ def only_products(monkeypatch):
     monkeypatch.setattr(
         switch, "place", lambda model: [s for s in place(model) if isinstance(s, Stack | GLU | Dense)]
     )
-
-
-def recorded(fn, x) -> Counter:
-    """The primitives of a graph that compute, by name."""
-    names = []
-
-    def note(event):
-        if event["type"] == "primitive":
-            names.append(event["name"])
-
-    mx.export_function(note, fn, x)
-    free = (
-        "Broadcast",
-        "Reshape",
-        "Slice",
-        "Split",
-        "ExpandDims",
-        "Squeeze",
-        "Flatten",
-        "Unflatten",
-        "Transpose",
-        "Full",
-    )
-    return Counter(name for name in names if name not in free)
 
 
 def test_without_metal_nothing_changes(checkpoint):

@@ -7,6 +7,7 @@ import warnings
 import mlx.core as mx
 import numpy as np
 import pytest
+from trial_cases import SHAPE, K, fails, off_by_one_bit, trial
 
 from mlx_mtp.tuning import ab_test as trial_run
 from mlx_mtp.tuning.kernel_trials import (
@@ -22,48 +23,9 @@ from mlx_mtp.tuning.kernel_trials import (
 )
 from mlx_mtp.tuning.verdict_file import MLX_VERSION
 
-K = 16
-WEIGHTS = [mx.random.normal((K,), key=mx.random.key(i)) for i in range(3)]
-SHAPE = "16x16 float32"
-
-
-def stock(w):
-    return lambda x: [x * w, x + w]
-
-
-def trial(ours=stock, rows=3, op="double", shape=SHAPE, weights=WEIGHTS, dtype=mx.float32):
-    return Trial(op, shape, rows, [(ours(w), stock(w)) for w in weights], K, dtype)
-
 
 def never(_):
     raise AssertionError("timed")
-
-
-def off_by_one_bit(row=slice(None), when=lambda x, w: True):
-    """Stock, with the last bit of one output changed in one row."""
-
-    def ours(w):
-        def run(x):
-            a, b = stock(w)(x)
-            if not when(x, w):
-                return [a, b]
-            bits = b.view(mx.uint32)
-            bits[row, K - 1] = bits[row, K - 1] ^ 1
-            return [a, bits.view(mx.float32)]
-
-        return run
-
-    return ours
-
-
-def fails(error):
-    def ours(_):
-        def run(_):
-            raise error
-
-        return run
-
-    return ours
 
 
 # The trial's verdict.

@@ -1,0 +1,27 @@
+"""Change files of prompt caches, with checksums that are right all the same."""
+
+import json
+import struct
+from pathlib import Path
+
+from mlx_mtp.cache import file as saved_cache
+
+
+def rewritten(content: bytes, change) -> bytes:
+    """A file with a changed state and a right checksum, as an attacker would make it."""
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    state = json.loads(header["__metadata__"]["mlx_mtp"])
+    change(state)
+    header["__metadata__"] = {"checksum": saved_cache.BLANK, "mlx_mtp": json.dumps(state)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+
+def sealed(file: Path, content: bytes) -> Path:
+    file.write_bytes(content)
+    with file.open("r+b") as f:
+        place, digest = saved_cache._checksum(f)
+        f.seek(place)
+        f.write(digest.encode())
+    return file

@@ -1,0 +1,48 @@
+"""Store checkpoints as published ones are stored."""
+
+import json
+
+import families
+import mlx.core as mx
+
+
+def in_8_bits(weights: dict, scales: str) -> tuple[dict, dict]:
+    """(what is stored, what it stands for) of the projections' weights, with one scale per block, row or tensor."""
+    stored, plain = dict(weights), dict(weights)
+    for name, w in weights.items():
+        if not name.endswith("_proj.weight") or w.ndim != 2 or "eh_proj" in name:
+            continue
+        scale = mx.abs(w).max(axis=1, keepdims=True) / 448
+        if scales != "row":
+            scale = scale.max(keepdims=True).reshape((1, 1) if scales == "block" else ())
+        packed = mx.to_fp8(w / scale)
+        stored[name] = packed
+        stored[name + ("_scale_inv" if scales == "block" else "_scale")] = scale
+        plain[name] = (mx.from_fp8(packed, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
+    return stored, plain
+
+
+def in_shards(path):
+    """A checkpoint directory of several shards, with an index and files of its tokenizer's."""
+    path, weights, _ = families.build("glm4_moe", path)
+    (path / "model.safetensors").unlink()
+    places = {}
+    for i, (name, w) in enumerate(weights.items()):
+        places.setdefault(f"model-{i * 4 // len(weights)}.safetensors", {})[name] = w
+    for file, tensors in places.items():
+        mx.save_safetensors(str(path / file), tensors, {"format": "pt"})
+    index = {"weight_map": {name: file for file, tensors in places.items() for name in tensors}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((path / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "fp8"}, "vision_config": {}, "new": [1]}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text('{"eos_token_id": [3, 4], "temperature": 0.6}')
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "LICENSE.md"):
+        (path / name).write_text(f"the text of {name}")
+    (path / "hf_quant_config.json").write_text("{}")
+    (path / "dangling.json").symlink_to("nowhere")
+    return path
+
+
+def left(folder):
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
