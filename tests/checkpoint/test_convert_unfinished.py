@@ -114,7 +114,7 @@ def test_a_killed_run_leaves_what_the_next_one_replaces(source, tmp_path):
     """After any number of tensors: nothing under the right name, and the same command then does it all."""
     code = """if True:
         import os, signal, sys
-        from mlx_mtp.convert import convert
+        from mlx_mtp.checkpoint.convert import convert
         told = []
         def stop(done, total):
             told.append(done)

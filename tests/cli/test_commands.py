@@ -275,7 +275,7 @@ def test_names_of_the_package_are_found_late():
         import mlx_mtp.session, mlx_mtp
         assert callable(mlx_mtp.generate) and callable(mlx_mtp.load)
         from mlx_mtp import *
-        from mlx_mtp.load import load as same
+        from mlx_mtp.checkpoint.load import load as same
         assert load is same and set(mlx_mtp.__all__) <= set(dir(mlx_mtp))
         assert not hasattr(mlx_mtp, "nothing")
     """
