@@ -2,8 +2,9 @@
 
     python bench/controller.py [--seeds 20] [--scenarios 40] [--sample 1]
 
-Scenarios are drawn from all cost tables, traces, drifts and wrong starting costs of tests/support/simulator.py. Ratios
-are of tokens per second over all seeds together; "worst" is one run. No model runs. The last line is one JSON object.
+Scenarios are drawn from all cost tables, traces, drifts and wrong starting costs of tests/support/simulator.py.
+Ratios are of tokens per second over all seeds together; "worst" is one run. No model runs. The last line is one JSON
+object.
 """
 
 import json

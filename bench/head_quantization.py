@@ -2,9 +2,9 @@
 
     python bench/head_quantization.py [--model DIR] [--max-tokens 100] [--out FILE]
 
-The heads are taken out of one checkpoint by `mlx_mtp.checkpoint.convert.extract_heads`, in 4, 6 and 8 bits and as they are, and
-drafted with beside the same target, which is not quantized. All drafts of every cycle are verified: these are counts,
-not times, and the texts must be equal. The last line is one JSON object.
+The heads are taken out of one checkpoint by `mlx_mtp.checkpoint.convert.extract_heads`, in 4, 6 and 8 bits and as
+they are, and drafted with beside the same target, which is not quantized. All drafts of every cycle are verified:
+these are counts, not times, and the texts must be equal. The last line is one JSON object.
 """
 
 import json
