@@ -68,6 +68,7 @@ class NormRope:
 
     op = "norm_rope"
     candidates = (1, *VERIFY_ROWS)
+    stock_exact = True
     OFFSET = 2000  # where the rows of a trial are
 
     def __init__(self, module: Any, form: Form, rope: Rope):
@@ -148,6 +149,7 @@ class Attention:
     """The attention behind its projections, over a cache of one format; `quantized` has those of other formats."""
 
     candidates = (1, *VERIFY_ROWS)
+    own_bits = True
     OFFSET, SLOTS = 2000, 2048  # where the rows of a trial are, in caches of what size
 
     def __init__(self, module: Any, form: Form, make_cache: Callable[[], Any]):

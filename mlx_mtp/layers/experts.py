@@ -48,6 +48,7 @@ class Mixture:
 
     op = "verify_moe"
     candidates = (1, *VERIFY_ROWS)
+    own_bits = stock_exact = True
 
     def __init__(self, block: Any):
         self.block, self.rows = block, frozenset()

@@ -22,6 +22,7 @@ class Head:
 
     op = "verify_head"
     candidates = (1, *VERIFY_ROWS)
+    own_bits = stock_exact = True  # what it chooses is MLX's choice, but its sums for a draw are not
 
     def __init__(self, module: Any):
         self.module, self.rows = module, frozenset[int]()

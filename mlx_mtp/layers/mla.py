@@ -28,6 +28,7 @@ class LatentAttention:
 
     op = "verify_latent_attention"
     candidates = (1, *VERIFY_ROWS)
+    own_bits = True
     OFFSET, SLOTS = 2000, 2048  # where the rows of a trial are, in caches of what size
 
     def __init__(self, module: Any):

@@ -174,10 +174,12 @@ class GLU:
 
     op = "verify_glu"
     candidates = (1, *VERIFY_ROWS)
+    stock_exact = True
 
     def __init__(self, mlp: Any):
         self.mlp, self.rows = mlp, frozenset()
         self.stack: Stack = mlp.gate_proj.site
+        self.covers = self.stack
         self.limit: float | None = mlp.limit if hasattr(mlp, "limit") else None
 
     @property

@@ -13,6 +13,7 @@ class Sum:
 
     op = "add_norm"
     candidates = (1, *VERIFY_ROWS)
+    stock_exact = True
 
     def __init__(self, norm: Any):
         self.norm, self.rows = norm, frozenset()

@@ -15,14 +15,13 @@ from ..layers.attention import Attention, Form, NormRope, VerifyAttention
 from ..layers.eagle_head import DraftHead
 from ..layers.experts import Mixture, VerifyMoE, servable
 from ..layers.gated_delta import GatedDelta
-from ..layers.lm_head import Head, place_heads
+from ..layers.lm_head import place_heads
 from ..layers.mla import AbsorbedMLA, LatentAttention
 from ..layers.mla_products import PerHead, VerifyMultiLinear
 from ..layers.port import Port
 from ..layers.products import (
     GLU,
     Dense,
-    Matrices,
     Recurrence,
     Stack,
     VerifyDense,
@@ -33,6 +32,7 @@ from ..layers.products import (
     VerifyRouter,
 )
 from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm
+from ..layers.site import Site
 from ..layers.sparse_mla import SparseMLA
 
 # Linears that, where a module has several of them, read the same x.
@@ -44,20 +44,6 @@ TOGETHER = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 KV_BITS, KV_GROUPS = (8, 4), (64, 32)  # of quantized caches: the default group, else one that fits the head
-Site = (
-    Stack
-    | Matrices
-    | GLU
-    | Dense
-    | PerHead
-    | Recurrence
-    | Attention
-    | NormRope
-    | LatentAttention
-    | Mixture
-    | Sum
-    | Head
-)
 
 
 def place(model: Port) -> list[Site]:

@@ -10,15 +10,13 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..kernels import on_metal
-from ..layers.attention import NormRope, VerifyAttention
-from ..layers.experts import Mixture
+from ..layers.attention import VerifyAttention
 from ..layers.gated_delta import GatedDelta
-from ..layers.lm_head import Head
 from ..layers.mamba2 import Mamba2
 from ..layers.port import Port
-from ..layers.products import GLU, VERIFY_ROWS, Matrices, Stack
-from ..layers.residual_norm import Sum
-from .kernel_sites import Site, place, tied
+from ..layers.products import Matrices, Stack
+from ..layers.site import Site, inexact_rows
+from .kernel_sites import place, tied
 from .kernel_trials import Key, Memory, Trial, Verdict, decide, in_words
 
 PER_HEAD = (MultiLinear, QuantizedMultiLinear)
@@ -47,7 +45,7 @@ def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Line
     verdicts = _switched(model, sites, lane)
     if lane == "fast":
         # Where matrices are faster than the exact kernels, which are on by now.
-        matrices = [Matrices(site) for site in sites if isinstance(site, Stack)]
+        matrices: list[Site] = [Matrices(site) for site in sites if isinstance(site, Stack)]
         verdicts |= _switched(model, matrices, None)
         sites += matrices
     return in_words(verdicts), (*rows_not_exact(sites), *others_not_exact(model))
@@ -102,24 +100,14 @@ def switch(sites: Iterable[Site], verdicts: Mapping[Key, Verdict], dtype: mx.Dty
 def rows_not_exact(sites: Sequence[Site]) -> Lines:
     """What some rows of a verify are not computed with as one row is, one line per op."""
     off: dict[str, list[set[int]]] = {}
-    whole = {id(site.stack): site.rows for site in sites if isinstance(site, GLU)}
+    covered = {id(getattr(site, "covers", None)): site.rows for site in sites}
     for site in sites:
-        if rows := _rows_apart(site) - whole.get(id(site), frozenset()):
+        if rows := inexact_rows(site) - covered.get(id(site), frozenset()):
             off.setdefault(site.op, []).append(rows)
     return tuple(
         f"{len(found)} layers' {op} at M={', '.join(map(str, sorted(set().union(*found))))}"
         for op, found in off.items()
     )
-
-
-def _rows_apart(site: Site) -> set[int]:
-    """The row counts at which MLX's own operations take the place of a kernel that has other bits."""
-    if isinstance(site, Matrices):
-        return set(site.rows)
-    if isinstance(site, GLU | NormRope | Sum) or (isinstance(site, Mixture | Head) and not site.rows):
-        return set()  # MLX's rows are each what they are alone, and ours are the same or are not used at all
-    own = hasattr(site, "truth") or isinstance(site, Head)  # a head's choice is MLX's, but not its sums for a draw
-    return set(site.candidates if own else VERIFY_ROWS) - site.rows
 
 
 def others_not_exact(model: Any) -> Lines:

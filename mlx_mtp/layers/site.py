@@ -1,0 +1,59 @@
+"""State what every site, a place in a model where a kernel may run, offers to trial and report."""
+
+from typing import Protocol
+
+import mlx.core as mx
+
+from .products import VERIFY_ROWS
+
+
+class Site(Protocol):
+    """A place in a model where a kernel may run in the stead of MLX's own operations.
+
+    op: the kernel. shape: in words, all else that decides which of the two is faster. width: K of x [M, K].
+    candidates: the row counts M that the kernel may serve. rows: those for which it is on, none at first.
+
+    A site may also have, as an attribute or a method:
+
+    alone, truth, bits: as `KernelTrial` has them.
+    seldom: True where few ask for it, so that it is tried after all else.
+    own_bits: True where a row of the kernel has the same bits beside any others, but not those of MLX.
+    stock_exact: True where a row of MLX's operations has the same bits beside any others.
+    covers: the site whose work this one does, too, for the row counts for which it is on.
+    """
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def shape(self) -> str: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def candidates(self) -> tuple[int, ...]: ...
+
+    @property
+    def rows(self) -> frozenset[int]: ...
+
+    @rows.setter
+    def rows(self, rows: frozenset[int]) -> None: ...
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        """The kernel's outputs [M, N_i] for x [M, K]."""
+        ...
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        """The same of MLX's operations."""
+        ...
+
+
+def inexact_rows(site: Site) -> set[int]:
+    """Row counts at which a row may have other bits than it has alone, with the kernel on for `site.rows`."""
+    if not getattr(site, "bits", True):
+        return set(site.rows)
+    own_bits = getattr(site, "own_bits", False)
+    if getattr(site, "stock_exact", False) and not (own_bits and site.rows):
+        return set()
+    return set(site.candidates if own_bits else VERIFY_ROWS) - site.rows
