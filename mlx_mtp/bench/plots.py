@@ -8,7 +8,7 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..machine.whole_file import write_whole
+from ..machine.atomic import write_whole
 from .panels import Bars, Found, Grid, Lines, Panel, Ranges, Series
 from .plot_data import panels_of
 

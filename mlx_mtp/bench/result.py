@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from .._version import __version__
-from ..machine.whole_file import write_whole
+from ..machine.atomic import write_whole
 
 FORMAT = 1
 KINDS = ("decode", "verify", "kernels", "profile", "model")

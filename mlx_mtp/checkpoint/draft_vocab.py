@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 import mlx.core as mx
 
 from ..layers.lm_head import KINDS, sliced
+from ..machine.atomic import write_whole
 from ..machine.errors import first_line
-from ..machine.whole_file import write_whole
 
 FORMAT = 1
 

@@ -42,7 +42,7 @@ def draw(results: Sequence[dict[str, Any]], flags: dict[str, Any]) -> None:
         plots.save(results, flags["plot"], dark=flags["dark"])
     if flags["html"]:
         from ..bench.page import page
-        from ..machine.whole_file import write_whole
+        from ..machine.atomic import write_whole
 
         write_whole(flags["html"], page(results))
 

@@ -1,13 +1,15 @@
-"""A directory or file that is there when it is finished, and not before.
+"""Write files and directories so that others find them finished, or not at all.
 
-It grows under another name beside it, which one run at a time may write. Whoever is stopped, by Ctrl-C, a full disk
-or SIGKILL, leaves nothing under the right name; what SIGKILL leaves under the other one, the next run replaces.
+What takes long grows under another name beside its own, which one run at a time may write. Whoever is stopped, by
+Ctrl-C, a full disk or SIGKILL, leaves nothing under the right name; what SIGKILL leaves under the other one, the next
+run replaces.
 """
 
 import contextlib
 import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,25 @@ from rich.filesize import decimal
 SUFFIX = ".partial"
 NOTE = "unfinished.txt"
 TEXT = "What `mlx-mtp convert` has not finished; delete it, or run the same command again.\n"
+
+
+def write_whole(file: str | Path, content: str | bytes) -> None:
+    """Write a small file, text in UTF-8, and the directory that it is in: all of it or nothing.
+
+    What is no file, a pipe or a terminal, which nothing can take the place of, is written into.
+    """
+    path = Path(file).resolve()
+    content = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def check_free(path: Path, needed: int) -> None:
@@ -45,7 +66,7 @@ def check_new(path: Path) -> None:
 
 @contextlib.contextmanager
 def directory(path: Path) -> Iterator[Path]:
-    """A directory to fill, which becomes `path` when the block ends, and is deleted when it raises."""
+    """Give a directory to fill, which becomes `path` when the block ends, and is deleted when it raises."""
     work = _work(path)
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -67,7 +88,7 @@ def directory(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def file(path: Path) -> Iterator[Path]:
-    """The same for a file."""
+    """Give a file to write, which becomes `path` when the block ends, and is deleted when it raises."""
     work = _work(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(work, path, os.O_RDWR | os.O_CREAT):

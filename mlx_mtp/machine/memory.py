@@ -1,4 +1,4 @@
-"""How much memory this process may still take, what limits it, and MLX's own limits while something runs."""
+"""Tell how much memory this process may still take, and keep MLX's own limits while something runs."""
 
 import os
 import re
@@ -28,16 +28,17 @@ class Available:
 
 
 def available(root: Path = Path("/")) -> Available:
-    """The least of physical memory, free memory, the limits of the control group and of the process, and Metal's
+    """Find the least of physical memory, free memory, the limits of the control group and of the process, and Metal's
     recommended working set. What MLX holds for reuse counts as free. root: where /proc and /sys are.
     """
     reusable = mx.get_cache_memory()
+    rooms = [
+        (free_memory(root), "free memory"),
+        *((room, "the control group's limit") for room in cgroup_rooms(root)),
+        (address_room(root), "the limit on virtual memory"),
+    ]
     found = [(_physical(), "physical memory")]
-    if (free := free_memory(root)) is not None:
-        found.append((free + reusable, "free memory"))
-    found += [(room + reusable, "the control group's limit") for room in cgroup_rooms(root)]
-    if (room := address_room(root)) is not None:
-        found.append((room + reusable, "the limit on virtual memory"))
+    found += [(room + reusable, limit) for room, limit in rooms if room is not None]
     if (most := _working_set()) is not None:
         found.append((most - mx.get_active_memory(), "the GPU's recommended working set"))
     least, limit = min(found)
@@ -45,36 +46,35 @@ def available(root: Path = Path("/")) -> Available:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that the system can give without swapping, file caches included; None where it does not say."""
-    if sys.platform == "darwin":
-        try:
-            done = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, timeout=5, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return free_in_vm_stat(done.stdout, _physical())
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
+    """Count the bytes that the system can give without swapping, file caches included; None where it does not say."""
+    if sys.platform != "darwin":
+        return _in_bytes(root / "proc/meminfo", "MemAvailable")
+    try:
+        done = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return free_in_vm_stat(done.stdout, _physical())
 
 
 def free_in_vm_stat(text: str, physical: int) -> int | None:
-    """What `vm_stat` of macOS leaves of physical memory: all but wired, anonymous and compressed pages."""
-    size = re.search(r"page size of (\d+) bytes", text)
+    """Count what `vm_stat` of macOS leaves of physical memory: all but wired, anonymous and compressed pages."""
     kinds = ("Pages wired down", "Anonymous pages", "Pages occupied by compressor")
-    counts = [re.search(rf"^{kind}:\s+(\d+)\.$", text, re.MULTILINE) for kind in kinds]
-    if size is None or None in counts:
+    patterns = [r"page size of (\d+) bytes", *(rf"^{kind}:\s+(\d+)\.$" for kind in kinds)]
+    found = [match for pattern in patterns if (match := re.search(pattern, text, re.MULTILINE))]
+    if len(found) < len(patterns):
         return None
-    return max(0, physical - int(size[1]) * sum(int(count[1]) for count in counts if count))
+    size, *counts = (int(match[1]) for match in found)
+    return max(0, physical - size * sum(counts))
 
 
 def cgroup_rooms(root: Path = Path("/")) -> Iterator[int]:
-    """Bytes left in each control group above this process that has a limit, versions 1 and 2.
+    """Yield the bytes left in each control group above this process that has a limit, versions 1 and 2.
 
     File caches that the kernel would drop first are left, too. A group's directory may be outside of a container's
     view, whose own limit is then at the mount.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         names = ("memory.max", "memory.current", "inactive_file")
         mounts = [root / MOUNT, root / MOUNT / "unified"]
         if "memory" in controllers.split(","):
@@ -98,10 +98,10 @@ def _room(group: Path, limit: str, usage: str, droppable: str) -> int | None:
 
 
 def address_room(root: Path = Path("/")) -> int | None:
-    """Bytes left of what `ulimit -v` lets this process map; None where there is no limit, or no way to know."""
+    """Count what `ulimit -v` leaves this process to map; None where there is no limit, or no way to know."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    size = re.search(r"^VmSize:\s+(\d+) kB$", _read(root / "proc/self/status"), re.MULTILINE)
-    return None if most == resource.RLIM_INFINITY or size is None else most - int(size[1]) * 1024
+    size = _in_bytes(root / "proc/self/status", "VmSize")
+    return None if most == resource.RLIM_INFINITY or size is None else most - size
 
 
 @contextmanager
@@ -124,33 +124,33 @@ def wired() -> Iterator[None]:
         with _lock:
             _wired.pop()
             if len(_wired) == 1:
-                _unwire(_wired.pop())
-
-
-def _unwire(before: int) -> None:
-    try:
-        mx.synchronize()  # not to be changed while something is computed
-    finally:
-        mx.set_wired_limit(before)
+                try:
+                    mx.synchronize()  # not to be changed while something is computed
+                finally:
+                    mx.set_wired_limit(_wired.pop())
 
 
 @contextmanager
 def cache_limit(limit: int | None) -> Iterator[None]:
     """Let MLX keep at most `limit` bytes of freed buffers for reuse; None: as many as before."""
-    if limit is None:
-        yield
-        return
-    before = mx.set_cache_limit(limit)
+    before = None if limit is None else mx.set_cache_limit(limit)
     try:
         yield
     finally:
-        mx.set_cache_limit(before)
+        if before is not None:
+            mx.set_cache_limit(before)
 
 
 def _working_set() -> int | None:
     """Bytes that the GPU recommends to use; None where nothing runs on one, or it does not say."""
     most = mx.device_info().get("max_recommended_working_set_size") if mx.default_device() == mx.gpu else None
     return None if most is None else int(most)
+
+
+def _in_bytes(file: Path, name: str) -> int | None:
+    """What a file of /proc has in kB under a name; None where it has not."""
+    match = re.search(rf"^{name}:\s+(\d+) kB$", _read(file), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def _read(file: Path) -> str:
@@ -165,14 +165,14 @@ def _physical() -> int:
 
 
 def ignored() -> bool:
-    """Whether the user insists, by the environment."""
+    """Tell whether the user insists, by the environment."""
     return os.environ.get(IGNORE, "") not in ("", "0")
 
 
 def check_room(what: str, needed: int, *, ignore: bool, largest: Callable[[int], int] | None = None) -> None:
     """Raise ValueError where `needed` bytes beside a loaded model are not available.
 
-    largest: how many tokens fit into so many.
+    largest: how many tokens fit into so many bytes.
     """
     have = available()
     if needed > have.bytes and not ignore and not ignored():
@@ -182,4 +182,5 @@ def check_room(what: str, needed: int, *, ignore: bool, largest: Callable[[int],
 
 
 def in_gb(size: int) -> str:
+    """Write bytes as gigabytes, with fewer digits the more there are."""
     return f"{size / 1e9:.{1 if size >= 1e10 else 2 if size >= 1e8 else 3}f}"

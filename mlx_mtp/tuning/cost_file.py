@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..machine import remembered as machine_file
-from ..machine.whole_file import write_whole
+from ..machine.atomic import write_whole
 from .costs import Costs
 
 FORMAT = 1

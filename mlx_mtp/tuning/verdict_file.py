@@ -13,7 +13,7 @@ import mlx.core as mx
 from .._version import __version__
 from ..kernels import _source
 from ..machine import remembered as machine_file
-from ..machine.whole_file import write_whole
+from ..machine.atomic import write_whole
 
 FORMAT = 1
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
