@@ -1,4 +1,4 @@
-"""The head of an external drafter: one decoder layer whose attention reads [embedding, hidden] at full width.
+"""Run the head of an external drafter: one decoder layer whose attention reads [embedding, hidden] at full width.
 
 Source: EAGLE-3 (arXiv 2503.01840).
 """
@@ -9,15 +9,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .mtp_head import MTPHead
 from .spec import MTPSpec
 
 
 @dataclass(frozen=True)
-class DraftSizes:
-    """Shapes that the layer does not tell.
+class EagleSizes:
+    """Sizes that the decoder layer does not tell.
 
-    captured: features of each hidden state that the target gives; vocab: of the target and of the LM head.
-    window: of the attention, None where it sees everything. residual_normed: the residual is `hidden_norm`'s output.
+    hidden: features of the drafter; captured: of each hidden state that the target gives. vocab, draft_vocab: tokens
+    of the target and of the LM head. eps: of the norms. window: positions that the attention sees, None for all.
+    residual_normed: the residual is `hidden_norm`'s output, not its input.
     """
 
     hidden: int
@@ -29,20 +31,16 @@ class DraftSizes:
     residual_normed: bool
 
 
-class DraftHead(nn.Module):
-    """What MTPHead is for heads inside a checkpoint. `block` is a Llama-like layer, whose projections are widened.
+class EagleHead(MTPHead):
+    """An MTP head of EAGLE's form around `block`, a Llama-like layer whose projections it widens.
 
-    `parts`: which of the optional "input_norm" (of all captured states), "fc_norm" (of each), "d2t" there are.
+    `parts`: which of the optional "input_norm" (of all captured states), "fc_norm" (of each) and "d2t" there are.
     """
 
     NO_KV_BITS: str | None = None  # its attention is an ordinary one, whatever the target's is
 
-    @property
-    def attention(self) -> type:
-        return type(self.block.self_attn)
-
-    def __init__(self, spec: MTPSpec, block: Any, sizes: DraftSizes, parts: set[str]):
-        super().__init__()
+    def __init__(self, spec: MTPSpec, block: Any, sizes: EagleSizes, parts: set[str]):
+        nn.Module.__init__(self)  # of MTPHead it has the methods, not the modules
         self._spec, self._residual_normed, self.window = spec, sizes.residual_normed, sizes.window
         self.head_dim = block.self_attn.k_proj.weight.shape[0] // block.self_attn.n_kv_heads
         H, fused = sizes.hidden, len(spec.capture) * sizes.captured
@@ -63,8 +61,13 @@ class DraftHead(nn.Module):
         if "d2t" in parts:
             self.d2t = mx.zeros((sizes.draft_vocab,), mx.int64)
 
+    @property
+    def attention(self) -> type:
+        """The class of its attention, for kernels."""
+        return type(self.block.self_attn)
+
     def fused(self: Any, captured: mx.array) -> mx.array:
-        """The target's hidden states, side by side [B, L, n * Ht] -> [B, L, H]."""
+        """Fuse the target's n hidden states, side by side [B, L, n * captured], to [B, L, H]."""
         if "input_norm" in self:
             captured = self.input_norm(captured)
         if "fc_norm" in self:
@@ -73,7 +76,6 @@ class DraftHead(nn.Module):
         return self.fc(captured)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
-        """Embeddings of the next tokens and hidden states [B, L, H] -> output [B, L, H], before the norm."""
         normed = self.hidden_norm(hidden)
         pair = [self.block.input_layernorm(embeddings), normed]
         if self._spec.fuse == "he":
@@ -82,11 +84,3 @@ class DraftHead(nn.Module):
         x = normed if self._residual_normed else hidden
         x = x + self.block.self_attn(mx.concatenate(pair, axis=-1), mask, cache)
         return x + self.block.mlp(self.block.post_attention_layernorm(x))
-
-    def feedback(self, output: mx.array, hidden: mx.array) -> mx.array:
-        """What the next draft reads after this head gave `output` [B, L, H]."""
-        return output if self._spec.feedback == "pre" else self.norm(output)
-
-    def token(self: Any, row: mx.array) -> mx.array:
-        """The target's token that a row of the LM head stands for: `d2t` holds the differences."""
-        return row + mx.take(self.d2t, row) if "d2t" in self else row

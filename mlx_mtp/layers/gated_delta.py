@@ -1,4 +1,4 @@
-"""The gated delta rule over a cache that rolls back: mlx-lm's arithmetic, with `recurrent_cache` between the calls.
+"""Step mlx-lm's gated-delta layers over a `RecurrentCache`, which rolls back; the arithmetic is mlx-lm's.
 
 Source: Gated Delta Networks (arXiv 2412.06464); mlx-lm's `gated_delta.py`.
 """
@@ -13,26 +13,27 @@ from ..kernels import Gates, delta_inputs, gated_delta_verify, gated_norm
 
 
 class GatedDelta:
-    """Mixin in front of mlx-lm's gated-delta modules; they differ in how `inputs` projects.
+    """Mixin in front of mlx-lm's gated-delta modules, whose `__call__` it replaces where there is a cache.
 
-    verify_rows: the row counts at which what lies between the projections is three launches, with the replay in one.
-        A tape is k, v, a, b of its rows, followed by the gates g and beta where kernels wrote it; either can follow
-        the other.
+    A port whose module projects otherwise overrides `inputs` and, perhaps, `grouped`. verify_rows: the row counts at
+    which kernels do what lies between the projections (`fused`), not mlx-lm's functions (`plain`). A tape is k, v, a,
+    b of its rows, and the gates g and beta where kernels wrote it; each of the two paths reads the other's.
+    Shapes: C channels of the convolution, Hk and Hv key and value heads, of Dk and Dv values.
     """
 
     verify_rows: frozenset[int] = frozenset()
 
     def inputs(self: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """x [B, S, H] -> qkv before the convolution [B, S, C], z [B, S, Hv, Dv], b and a [B, S, Hv]."""
+        """Project x [B, S, H] to qkv before the convolution [B, S, C], z [B, S, Hv, Dv], b and a [B, S, Hv]."""
         z = self.in_proj_z(x).reshape(*x.shape[:2], self.num_v_heads, self.head_v_dim)
         return self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x)
 
     def grouped(self: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """`inputs`, or views of the products [B, S, G, ..] where these have the heads in groups."""
+        """Project as `inputs`, or to views [B, S, groups, ..] of products that have the heads in groups."""
         return self.inputs(x)
 
     def __call__(self: Any, x: mx.array, mask: None = None, cache: Any = None) -> mx.array:
-        """x [1, S, H] -> [1, S, H]."""
+        """Mix rows x [1, S, H] with those before them in `cache`: [1, S, H]."""
         if cache is None:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         B, S, _ = x.shape
@@ -40,7 +41,7 @@ class GatedDelta:
         return self.out_proj(y.reshape(B, S, -1))
 
     def plain(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
-        """The gated output of the recurrence [1, S, Hv, Dv], by mlx-lm's functions."""
+        """Compute the gated output of the recurrence [1, S, Hv, Dv] from `inputs`, by mlx-lm's functions."""
         rows = cache.convolved(qkv, self.conv_kernel_size)
         q, k, v = mx.split(nn.silu(self.conv1d(rows)), [self.key_dim, 2 * self.key_dim], axis=-1)
         q, k = (t.reshape(*t.shape[:2], self.num_k_heads, self.head_k_dim) for t in (q, k))
@@ -52,10 +53,7 @@ class GatedDelta:
         return self.norm(y, z)
 
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
-        """`plain` in three launches; that of the recurrence reads the tape's accepted rows again, and then the new.
-
-        Takes the inputs as they are or `grouped`.
-        """
+        """Compute `plain` from what `grouped` gives, in three launches; the recurrence's replays the tape, too."""
         accepted, tape = cache.accepted, None
         behind = cache.behind(qkv.flatten(2), self.conv_kernel_size)  # its shape is read, and no more
         heads = {"key_heads": self.num_k_heads, "head_dim": self.head_k_dim}
@@ -74,9 +72,9 @@ class GatedDelta:
         return gated_norm(y, z, self.norm.weight, self.norm.eps)
 
     def _gates(self: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-        """g [1, S, Hv] float32 and beta [1, S, Hv]."""
+        """Compute the gates g [1, S, Hv], float32, and beta [1, S, Hv]."""
         return compute_g(self.A_log, a, self.dt_bias), mx.sigmoid(b)
 
     def _replay(self: Any, state: mx.array, mask: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, *_):
-        """The state after the masked rows of a tape; the output, which needs q, is not wanted."""
+        """Compute the state after the masked rows of a tape; the output, which needs q, is not wanted."""
         return gated_delta_update(k, k, v, a, b, self.A_log, self.dt_bias, state, mask)[1]

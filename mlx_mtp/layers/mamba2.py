@@ -1,9 +1,9 @@
-"""Mamba2 over a cache that rolls back: mlx-lm's arithmetic, with `recurrent_cache` between the calls.
+"""Step mlx-lm's Mamba2 over a `RecurrentCache`, which rolls back; the arithmetic is mlx-lm's.
 
-A few rows (every verify, every replay, plain decoding) are stepped one by one through mlx-lm's update of a single
-row, so that a state does not depend on how its rows were grouped: after any verifies and rollbacks it is, bit for
-bit, that of the accepted rows one at a time. (The projections before it may round a row differently among others.)
-More rows, a prompt's, take mlx-lm's chunked form: fewer passes over the state, equal up to rounding.
+Up to STEPPED_ROWS rows (every verify, replay and plain step) go one by one through mlx-lm's update of a single row,
+so that after any verifies and rollbacks the state has the bits of the accepted rows read one at a time. (The
+projections before it may round a row differently among others.) More rows, a prompt's, take mlx-lm's chunked form:
+fewer passes over the state, equal up to rounding.
 Sources: Mamba-2 (arXiv 2405.21060); mlx-lm's `ssm.py`.
 """
 
@@ -19,10 +19,10 @@ STEPPED_ROWS = MAX_RECYCLED + 1  # the most rows of a verify
 
 
 class Mamba2:
-    """Mixin in front of mlx-lm's Mamba2 mixers."""
+    """Mixin in front of mlx-lm's Mamba2 mixers, whose `__call__` it replaces where there is a cache."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """x [1, S, H] -> [1, S, H]; `mask` is for attention and not used."""
+        """Mix rows x [1, S, H] with those before them in `cache`: [1, S, H]; `mask` is for attention and not used."""
         if cache is None:
             return super().__call__(x, None, cache)  # type: ignore[misc]
         S, inner = x.shape[1], self.n_groups * self.ssm_state_size
@@ -42,12 +42,12 @@ class Mamba2:
         return self.out_proj(self.norm(y.reshape(1, S, -1), gate))
 
     def _update(self: Any, state: mx.array | None, x: mx.array, B: mx.array, C: mx.array, dt: mx.array):
-        """Outputs [1, S, H, D] of rows and the state after them [1, H, D, N]."""
+        """Compute the outputs [1, S, heads, D] of rows and the state after them [1, heads, D, N]."""
         D = self.D.astype(x.dtype)
         return ssm_update(x, self.A_log, B, C, D, dt, self.dt_bias, state, self.time_step_limit)
 
     def _stepped(self: Any, state: mx.array, *rows: mx.array, mask: mx.array | None = None):
-        """`_update` row by row; rows outside `mask` [1, S] leave the state as it is."""
+        """Do as `_update`, row by row; rows outside `mask` [1, S] leave the state as it is."""
         outputs = []
         for t in range(rows[0].shape[1]):
             y, after = self._update(state, *(row[:, t : t + 1] for row in rows))
@@ -56,5 +56,5 @@ class Mamba2:
         return mx.concatenate(outputs, axis=1), state
 
     def _replay(self: Any, state: mx.array, mask: mx.array, x: mx.array, B: mx.array, dt: mx.array) -> mx.array:
-        """The state after the masked rows of a tape; the output, which needs C, is not wanted."""
+        """Compute the state after the masked rows of a tape; the output, which needs C, is not wanted."""
         return self._stepped(state, x, B, B, dt, mask=mask)[1]

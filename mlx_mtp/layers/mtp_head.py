@@ -1,8 +1,9 @@
-"""One MTP module ("nextn layer"): fuse embedding and hidden state, run one block, norm, LM head.
+"""Run one MTP module ("nextn layer"): fuse embedding and hidden state, run one decoder block, norm.
 
 Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 2.2; tensor names as in its checkpoints.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,17 +13,17 @@ from .spec import MTPSpec
 
 
 class MTPHead(nn.Module):
-    """A draft head around `block`, a decoder layer of the family.
+    """An MTP head around `block`, a decoder layer of the family.
 
-    `norm` makes a norm module for H features; `mask_array`: the block wants its mask as an array; `window`: of the
-    block's attention, None where it sees everything.
+    `norm` makes a norm module for H features. `mask_array`: the block wants its mask as an array, never "causal".
+    `window`: positions that the block's attention sees, None for all.
     """
 
     def __init__(
         self,
         spec: MTPSpec,
         block: nn.Module,
-        norm,
+        norm: Callable[[int], nn.Module],
         hidden_size: int,
         vocab_size: int,
         *,
@@ -41,18 +42,21 @@ class MTPHead(nn.Module):
             self.head = nn.Linear(hidden_size, vocab_size, bias=False)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
-        """Embeddings of the next tokens and hidden states [B, L, H] -> block output [B, L, H], before the norm."""
+        """Map the next tokens' embeddings and hidden states [B, L, H] to outputs [B, L, H], before the norm."""
         e, h = self.enorm(embeddings), self.hnorm(hidden)
         pair = [e, h] if self._spec.fuse == "eh" else [h, e]
         x = self.eh_proj(mx.concatenate(pair, axis=-1))
         return self.block(x, cache.make_mask(x.shape[1], return_array=self._mask_array), cache)
 
     def feedback(self, output: mx.array, hidden: mx.array) -> mx.array:
-        """What the next draft reads after this head read `hidden` and gave `output`, all [B, L, H]."""
+        """Choose what the next draft reads, after this head read `hidden` and gave `output`; all are [B, L, H]."""
         if self._spec.topology == "target_each":
             return hidden
         return output if self._spec.feedback == "pre" else self.norm(output)
 
     def token(self: Any, row: mx.array) -> mx.array:
-        """The target's token that a row of the LM head stands for: its number, and of a reduced one `d2t` more."""
+        """Translate rows of the head's LM head to the target's tokens.
+
+        They differ in an LM head of a reduced vocabulary, whose `d2t` holds the differences.
+        """
         return row + mx.take(self.d2t, row) if "d2t" in self else row

@@ -1,8 +1,8 @@
-"""Latent attention to the few positions that an indexer chooses, each row its own (DeepSeek Sparse Attention).
+"""Attend each row to the few positions that an indexer chooses for it (DeepSeek Sparse Attention).
 
-Beside latent rows and keys with position, the cache holds the indexer's keys: a position is one row of all three, and
-they roll back, grow and are saved together. A verify's rows read what they chose, gathered in the order of positions,
-so that a row's arithmetic depends neither on the other rows nor on how long the buffer is. Of equal scores the later
+Beside latent rows and rotated keys, the cache holds the indexer's keys: a position is one row of all three, and they
+roll back, grow and are saved together. A verify's rows read what they chose, gathered in the order of positions, so
+that a row's arithmetic depends neither on the other rows nor on how long the buffer is. Of equal scores the later
 position is chosen, as by mlx-lm. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
 
@@ -18,21 +18,20 @@ SCORED_ROWS = 64  # of a prompt at a time: every indexer head scores every posit
 
 @dataclass
 class Chosen:
-    """What the last indexer chose, for the layers behind it that have none: slots [L, index_topk]; None: all."""
+    """Slots [L, index_topk] that the last indexer chose, for the layers behind it that have none; None: all."""
 
     slots: mx.array | None = None
 
 
 class SparseMLA(AbsorbedMLA):
-    """Mixin in front of mlx-lm's MLA attention modules that have an `indexer`.
+    """Mixin in front of mlx-lm's MLA attention with an indexer, whose `__call__` it replaces where there is a cache.
 
-    handed_on: where layers share what one indexer chose; without an `indexer` a layer reads it there.
+    handed_on: a place that layers share; one with an `indexer` writes its choice there, one without reads it.
     """
 
     handed_on: Chosen | None = None
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        """x [1, L, H] -> [1, L, H]; `mask` is None or boolean [L, S]."""
         if cache is None:
             return super().__call__(x, mask, cache)
         offset = cache.offset
@@ -67,7 +66,10 @@ class SparseMLA(AbsorbedMLA):
         k_pe: mx.array,
         mask: mx.array | None,
     ) -> mx.array:
-        """Absorbed attention of each row to its own chosen positions: a batch of rows, whose heads share the keys."""
+        """Attend absorbed queries [1, heads, L, D] to each row's chosen [L, topk] of latent and k_pe [1, 1, S, D].
+
+        The rows are a batch, each with keys of its own that its heads share. Returns [1, heads, L, latent].
+        """
         latent, k_pe = (mx.take(a[0, 0], chosen, axis=0)[:, None] for a in (latent, k_pe))  # [L, 1, topk, D]
         if mask is not None:
             mask = mx.take_along_axis(mask, chosen, axis=-1)[:, None, None]
@@ -75,15 +77,16 @@ class SparseMLA(AbsorbedMLA):
         return self.attend(q, q_pe, latent, latent, k_pe, mask).transpose(1, 2, 0, 3)
 
     def index_keys(self: Any, x: mx.array, offset: Offset) -> mx.array:
-        """The indexer's keys [1, 1, L, D] of rows x [1, L, H]."""
+        """Project rows x [1, L, H] to the indexer's keys [1, 1, L, D], rotated."""
         return self.indexer.rope(self.indexer.k_norm(self.indexer.wk(x))[:, None], offset)
 
     def choose(
         self: Any, x: mx.array, compressed: mx.array, keys: mx.array, mask: mx.array | None, offset: Offset
     ) -> mx.array | None:
-        """The slots [L, index_topk] of `keys` [1, 1, S, D] that rows x [1, L, H] attend to, in ascending order.
+        """Choose the slots [L, index_topk], ascending, of `keys` [1, 1, S, D] that rows x [1, L, H] attend to.
 
-        A row that sees fewer takes hidden ones as well: `mask` still applies. None: there are no more than that.
+        compressed: what the queries are projected from. None: there are no more than index_topk slots. A row that
+        sees fewer takes hidden ones as well: `mask` still applies.
         """
         indexer, L = self.indexer, x.shape[1]
         if keys.shape[2] <= indexer.index_topk:
@@ -105,13 +108,13 @@ class SparseMLA(AbsorbedMLA):
 
 
 def index_scores(q: mx.array, weights: mx.array, keys: mx.array) -> mx.array:
-    """Scores [L, S] of keys [S, D] for queries [L, heads, D]: the heads' rectified products, weighted [L, heads]."""
+    """Score keys [S, D] for queries [L, heads, D]: rectified products, summed with weights [L, heads] to [L, S]."""
     L, heads, D = q.shape
     products = mx.maximum(q.reshape(L * heads, D) @ keys.T, 0).reshape(L, heads, -1)
     return (weights[:, None] @ products)[:, 0]
 
 
 def among(chosen: mx.array, mask: mx.array | None, slots: int) -> mx.array:
-    """Boolean [L, slots]: those of `chosen` [L, k] that `mask` does not hide."""
+    """Mark, in a boolean mask [L, slots], those of `chosen` [L, k] that `mask` does not hide."""
     rows = mx.put_along_axis(mx.zeros((chosen.shape[0], slots), mx.bool_), chosen, mx.array(True), axis=-1)
     return rows if mask is None else rows & mask

@@ -1,14 +1,23 @@
-"""MTPSpec: everything about a family's draft heads that is not a module."""
+"""Describe how a family's MTP heads are fed and chained, and how checkpoints name their tensors."""
 
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+# Fields that `mtp_overrides` may set, and their values.
+OVERRIDABLE = {
+    "topology": ("chain", "target_each", "recycle"),
+    "capture": ("pre", "post"),
+    "feedback": ("pre", "post"),
+    "fuse": ("eh", "he"),
+    "head": ("own", "shared", "shared_or_own"),
+}
+
 
 @dataclass(frozen=True)
 class MTPSpec:
-    """How a family's heads are fed, chained and named.
+    """All about a family's MTP heads that is not a module.
 
     topology: "chain" = a module per depth, each reads the output of the one before; "target_each" = a module per
               depth, all read the target's hidden states; "recycle" = one module that is fed its own output.
@@ -35,7 +44,7 @@ class MTPSpec:
     numbered: Literal["trunk", "zero"] = "trunk"
 
     def locate(self, name: str, num_hidden_layers: int) -> tuple[int, str] | None:
-        """(depth, path inside the head) of a checkpoint tensor; None where it is not a head's."""
+        """Find the (depth, path inside the head) of a checkpoint tensor; None where it is not an MTP head's."""
         match = re.match(self.prefix, name)
         if match is None:
             return None
@@ -50,14 +59,14 @@ class MTPSpec:
         return None
 
     def place(self, num_hidden_layers: int) -> str:
-        """In words, where a checkpoint has its heads."""
+        """Say, for messages, where a checkpoint has its MTP heads."""
         if self.numbered == "trunk":
             return f"from layer {num_hidden_layers} on"
         made_of = ", ".join(stored for stored, _ in self.tensors)
         return f"under {self._prefix('#')} made of {made_of}"
 
     def before(self, name: str | None, depth: int, num_hidden_layers: int) -> str:
-        """The prefix of a depth's tensors, as tensor `name` of any depth has it, or as the family usually has it."""
+        """Write the prefix of a depth's tensors as tensor `name`, of any depth, has it, else the family's usual one."""
         number = str(depth + (num_hidden_layers if self.numbered == "trunk" else 0))
         match = re.match(self.prefix, name or "")
         if match is None or not match[0]:
@@ -66,28 +75,28 @@ class MTPSpec:
         return match[0][:start] + (number if match.lastindex else "") + match[0][end:]
 
     def stored(self, path: str) -> str | None:
-        """A checkpoint's own name, without prefix, of the tensor at `path` inside a head."""
+        """Translate a tensor's path inside the head to its name in checkpoints, without the prefix."""
         for stored, inside in self.tensors:
             if path == inside or path.startswith(f"{inside}."):
                 return stored + path[len(inside) :]
         return None
 
     def name(self, depth: int, path: str, num_hidden_layers: int) -> str:
-        """What `locate` finds at (depth, path): the usual one of the names that it knows."""
+        """Write the usual name in checkpoints of what `locate` finds at (depth, path)."""
         first = num_hidden_layers if self.numbered == "trunk" else 0
         return f"{self._prefix(str(first + depth))}{self.stored(path)}"
 
     def _prefix(self, number: str) -> str:
-        """The prefix without what it leaves to choice, but for a whole one that may be left out."""
+        """Write the prefix without its optional parts, but with all of one that is optional as a whole."""
         usual = re.sub(r"\(\?:[^()]*\)[*?]", "", self.prefix.replace(r"(\d+)", number))
         return re.sub(r"\(\?:|\)\?", "", usual).replace(r"\.", ".")
 
     def may_repeat(self, module: str) -> bool:
-        """Whether a head's module of this name may be a copy of the target's, and then need not be there."""
+        """Say whether a head's module of this name may be a copy of the target's, and then need not be there."""
         return {"head": self.head, "embed_tokens": self.embedding}.get(module) == "shared_or_own"
 
     def resolve(self, paths: Collection[str]) -> "MTPSpec":
-        """What "shared_or_own" means for a checkpoint whose head tensors have these paths."""
+        """Decide "shared_or_own" for a checkpoint whose head tensors have these paths."""
         found = {
             field: "own" if any(path.startswith(f"{module}.") for path in paths) else "shared"
             for field, module in (("head", "head"), ("embedding", "embed_tokens"))
@@ -96,7 +105,7 @@ class MTPSpec:
         return replace(self, **found)  # type: ignore[arg-type]
 
     def override(self, changes: dict[str, Any]) -> "MTPSpec":
-        """A copy with other values, for an A/B; ValueError names what is allowed."""
+        """Change fields of OVERRIDABLE, for an A/B; ValueError names what is allowed."""
         for name, value in changes.items():
             if name not in OVERRIDABLE:
                 raise ValueError(f"mtp_overrides: {name!r} is unknown; allowed are {', '.join(OVERRIDABLE)}")
@@ -105,12 +114,3 @@ class MTPSpec:
         if changes.get("head") == "own" and not any(inside == "head" for _, inside in self.tensors):
             raise ValueError("mtp_overrides: head='own'; this family's heads have none; allowed are shared")
         return replace(self, **changes)
-
-
-OVERRIDABLE = {
-    "topology": ("chain", "target_each", "recycle"),
-    "capture": ("pre", "post"),
-    "feedback": ("pre", "post"),
-    "fuse": ("eh", "he"),
-    "head": ("own", "shared", "shared_or_own"),
-}

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ..layers.eagle_head import DraftHead, DraftSizes
+from ..layers.eagle_head import EagleHead, EagleSizes
 from ..layers.spec import MTPSpec
 
 ACCEPTED = (
@@ -84,13 +84,13 @@ def _option(config: dict, name: str, default: bool) -> bool:
     return (config.get("eagle_config") or {}).get(name, config.get(name, default))
 
 
-def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> DraftHead:
+def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> EagleHead:
     """The module that these tensors are for; `captured` is the target's hidden_size. Raises ValueError."""
     layer = _layer_config(config)
     module = importlib.import_module(f"mlx_lm.models.{layer['model_type']}")
     args = module.ModelArgs.from_dict(layer)
     sliding = layer["layer_types"][0] == "sliding_attention"
-    sizes = DraftSizes(
+    sizes = EagleSizes(
         hidden=args.hidden_size,
         captured=captured,
         vocab=args.vocab_size,
@@ -103,7 +103,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
     if sizes.draft_vocab < sizes.vocab and "d2t" not in own:
         rows = f"{sizes.draft_vocab} of {sizes.vocab} tokens"
         raise ValueError(f"tensor d2t is missing; it says which the {rows} of the LM head are")
-    return DraftHead(spec, module.TransformerBlock(args), sizes, own & {"input_norm", "fc_norm", "d2t"})
+    return EagleHead(spec, module.TransformerBlock(args), sizes, own & {"input_norm", "fc_norm", "d2t"})
 
 
 def _layer_config(config: dict) -> dict:

@@ -12,7 +12,7 @@ from ..cache.linear import Ring, make_cache
 from ..cache.recurrent import RecurrentCache
 from ..kernels import Rope, served
 from ..layers.attention import Attention, Form, NormRope, VerifyAttention
-from ..layers.eagle_head import DraftHead
+from ..layers.eagle_head import EagleHead
 from ..layers.experts import Mixture, VerifyMoE, servable
 from ..layers.gated_delta import GatedDelta
 from ..layers.lm_head import place_heads
@@ -135,7 +135,7 @@ def _attentions(model: Any) -> Iterator[Site]:
     pairs = zip(model.cached_layers(), model.windows(), strict=True)
     windowed = [(layer, window, model.NO_KV_BITS) for layer, window in pairs]
     windowed += [(head.block, head.window, getattr(head, "NO_KV_BITS", model.NO_KV_BITS)) for head in model.mtp]
-    kinds = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, DraftHead))}
+    kinds = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}
     rings: dict[Any, Any] = {None: None}
     for layer, window, unquantized in windowed:
         if window == RecurrentCache.window:

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ...layers.attention import Form
-from ...layers.eagle_head import DraftHead as Drafter
+from ...layers.eagle_head import EagleHead
 from ...layers.gated_delta import GatedDelta
 from ...layers.mamba2 import Mamba2
 from ...layers.mla import AbsorbedMLA
@@ -68,7 +68,7 @@ def _ops(model: Port, block: Any, window: Any, width: int) -> Iterator[Op]:
 def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
     """What a module that mixes positions does beside its projections."""
     kind = type(module)
-    if kind in {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, Drafter))}:
+    if kind in {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}:
         form = Form.of(module)
         yield Attention(form.heads, form.kv_heads, form.head_dim, window, "attention", form.value_dim, width)
     elif issubclass(kind, AbsorbedMLA):
