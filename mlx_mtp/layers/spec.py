@@ -66,7 +66,7 @@ class MTPSpec:
         return f"under {self._prefix('#')} made of {made_of}"
 
     def before(self, name: str | None, depth: int, num_hidden_layers: int) -> str:
-        """Write the prefix of a depth's tensors as tensor `name`, of any depth, has it, else the family's usual one."""
+        """Write the prefix of a depth's tensors as tensor `name` of any has it, else the family's usual one."""
         number = str(depth + (num_hidden_layers if self.numbered == "trunk" else 0))
         match = re.match(self.prefix, name or "")
         if match is None or not match[0]:
