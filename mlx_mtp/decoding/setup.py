@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from ..cache.mlx_lm_caches import PlainCache
 from ..cache.prompt_cache import PromptCache
 from ..tuning.controller import Controller, Fixed
-from ..tuning.cost_file import CostMemory
+from ..tuning.cost_file import RememberedCosts
 from ..tuning.costs import Costs
 from ..tuning.replay_choice import CompileChoice
 from .replay import Compiled, Recorder
@@ -35,7 +35,7 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
 class Learned:
     """What is known of a model's cycles on this machine: of those that are built, and of those that are replayed."""
 
-    def __init__(self, built: CostMemory, replayed: CostMemory):
+    def __init__(self, built: RememberedCosts, replayed: RememberedCosts):
         self.memories = {False: built, True: replayed}
         self.costs: dict[bool, Costs | None] = {}
 
@@ -55,7 +55,7 @@ def learned(model: Any) -> Learned:
     if not hasattr(model, "_learned"):
         report = getattr(model, "report", None)
         name, kernels = _names(model), "; ".join(report.kernels if report else ())
-        model._learned = Learned(CostMemory(name, kernels), CostMemory(name, f"{kernels}; replayed cycles"))
+        model._learned = Learned(RememberedCosts(name, kernels), RememberedCosts(name, f"{kernels}; replayed cycles"))
     return model._learned
 
 

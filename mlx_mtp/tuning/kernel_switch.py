@@ -17,7 +17,7 @@ from ..layers.port import Port
 from ..layers.products import Matrices, Stack
 from ..layers.site import Site, inexact_rows
 from .kernel_sites import place, tied
-from .kernel_trials import Key, Memory, Trial, Verdict, decide, in_words
+from .kernel_trials import Key, RememberedVerdicts, Trial, Verdict, decide, in_words
 
 PER_HEAD = (MultiLinear, QuantizedMultiLinear)
 UNSERVED = (nn.QuantizedLinear, nn.QQLinear)
@@ -54,7 +54,7 @@ def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Line
 def _switched(model: Port, sites: Sequence[Site], lane: str | None) -> dict[Key, Verdict]:
     dtype = model.no_hidden().dtype
     tried = trials(sites, dtype)
-    verdicts = decide(tried, lane=lane, memory=Memory(_fingerprint(tried)))
+    verdicts = decide(tried, lane=lane, memory=RememberedVerdicts(_fingerprint(tried)))
     switch(sites, verdicts, dtype)
     return verdicts
 

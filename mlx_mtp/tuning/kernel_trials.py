@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..machine.errors import with_type
 from .ab_test import FAILS, Trial, check, time_pair
-from .verdict_file import MLX_VERSION, Found, Key, Memory
+from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
 
 LANES = ("off", "exact", "fast")
 VARIABLE = "MLX_MTP_KERNELS"
@@ -53,7 +53,7 @@ def decide(
     *,
     lane: str | None,
     timer: Callable[[Trial], float] = time_pair,
-    memory: Memory | None = None,
+    memory: RememberedVerdicts | None = None,
     budget: float = BUDGET,
 ) -> dict[Key, Verdict]:
     """The verdict of each (op, shape, rows).
@@ -75,7 +75,7 @@ def decide(
 
 
 def _by_trial(
-    trials: list[Trial], timer: Callable[[Trial], float], memory: Memory | None, budget: float
+    trials: list[Trial], timer: Callable[[Trial], float], memory: RememberedVerdicts | None, budget: float
 ) -> dict[Key, Verdict]:
     known = memory.recall() if memory else {}
     found: dict[Key, Found] = {}

@@ -1,9 +1,7 @@
-"""What trials found, kept in the user's cache directory for the next load."""
+"""Remember what kernel trials found, for the next load of this model on this machine."""
 
 import hashlib
-import json
 import math
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +10,8 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..kernels import _source
-from ..machine import remembered as machine_file
-from ..machine.atomic import write_whole
+from ..machine.remembered import RememberedFile, machine
 
-FORMAT = 1
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
 Key = tuple[str, str, int]  # op, shape, rows
 
@@ -27,44 +23,26 @@ class Found(NamedTuple):
     ratio: float | None
 
 
-class Memory:
-    """The findings of one model on one machine, with this MLX and these kernels; others' are in other files.
+class RememberedVerdicts:
+    """The findings of one model on one machine, with this MLX and these kernels.
 
     model: a fingerprint of the model's shapes, as the caller makes it.
     """
 
     def __init__(self, model: str):
-        self.facts = {
-            **machine_file.machine(),
-            "mlx": MLX_VERSION,
-            "mlx_mtp": __version__,
-            "kernels": _kernels(),
-            "model": model,
-        }
+        facts = {**machine(), "mlx": MLX_VERSION, "mlx_mtp": __version__, "kernels": _kernels(), "model": model}
+        self._file = RememberedFile("trials", facts, "what kernels are faster cannot be kept for the next load")
 
     def recall(self) -> dict[Key, Found]:
-        """All findings; none where the file is missing, damaged, of another format or another's."""
+        """Read all findings; none where there is no whole file that this machine, model, MLX and kernels wrote."""
         try:
-            kept = json.loads(machine_file.file_of(cache_directory(), self.facts).read_text())
-            if (kept["format"], kept["facts"]) != (FORMAT, self.facts):
-                return {}
-            return dict(_parsed(entry) for entry in kept["found"])
-        except (OSError, ValueError, LookupError, TypeError, RuntimeError):
+            return dict(map(_parsed, self._file.recall()["found"]))
+        except (ValueError, LookupError, TypeError):
             return {}
 
     def keep(self, found: Mapping[Key, Found]) -> None:
-        """Replace the file at once, so that a reader sees the old one or the new one; warn where it cannot be."""
-        entries = [[*key, *finding] for key, finding in found.items()]
-        text = json.dumps({"format": FORMAT, "facts": self.facts, "found": entries}, indent=0)
-        try:
-            write_whole(machine_file.file_of(cache_directory(), self.facts), text)
-        except (OSError, RuntimeError) as e:
-            warnings.warn(f"what kernels are faster cannot be kept for the next load ({e})", stacklevel=2)
-
-
-def cache_directory() -> Path:
-    """Where findings are kept: MLX_MTP_CACHE, else a directory of the user's cache; RuntimeError without a home."""
-    return machine_file.cache_directory("trials")
+        """Replace what was kept; where it cannot be written, warn, but only the first time."""
+        self._file.keep(found=[[*key, *finding] for key, finding in found.items()])
 
 
 def _parsed(entry: list) -> tuple[Key, Found]:

@@ -21,7 +21,7 @@ from mlx_mtp.decoding import setup as planning
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.demo import demo_path
 from mlx_mtp.models import find_port
-from mlx_mtp.tuning.cost_file import CostMemory
+from mlx_mtp.tuning.cost_file import RememberedCosts
 
 RELEASED = [file for file in FILES if not file.stem.startswith("eagle3")]  # an EAGLE-3 head is no model
 PROMPT = [1, 5, 3, 9, 2, 7]
@@ -260,7 +260,7 @@ def test_replayed_cycles_draw_anew():
 
 def test_a_benchmark_leaves_no_costs_behind(monkeypatch):
     kept = []
-    monkeypatch.setattr(CostMemory, "keep", lambda *args: kept.append(args))
+    monkeypatch.setattr(RememberedCosts, "keep", lambda *args: kept.append(args))
     subject = open_subject()
     generated(subject.model, 2, 30, adaptive=True)
     assert planning.learned(subject.model).recall(replayed=False) is not None

@@ -10,9 +10,9 @@ import mlx.nn as nn
 import pytest
 
 from mlx_mtp.decoding.setup import control_for, remember
-from mlx_mtp.machine import remembered as machine_file
-from mlx_mtp.tuning import cost_file as cost_memory
-from mlx_mtp.tuning.cost_file import CostMemory
+from mlx_mtp.machine import remembered
+from mlx_mtp.tuning import cost_file
+from mlx_mtp.tuning.cost_file import RememberedCosts
 from mlx_mtp.tuning.costs import PLAIN, Costs
 from mlx_mtp.tuning.replay_choice import CompileChoice
 
@@ -20,7 +20,7 @@ from mlx_mtp.tuning.replay_choice import CompileChoice
 @pytest.fixture(autouse=True)
 def directory(monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "a" / "cache"))
-    monkeypatch.setattr(cost_memory, "_warned", set())
+    monkeypatch.setattr(remembered, "_warned", set())
     return tmp_path / "a" / "cache" / "costs"
 
 
@@ -34,8 +34,8 @@ def measured() -> Costs:
 
 def test_kept_costs_are_recalled(directory):
     costs = measured()
-    CostMemory("m", "auto").keep(costs)
-    known = CostMemory("m", "auto").recall()
+    RememberedCosts("m", "auto").keep(costs)
+    known = RememberedCosts("m", "auto").recall()
     assert known is not None
     for arm in (("heads", 0), ("heads", 1), ("lookup", 7)):
         assert math.isclose(known.seconds(arm), costs.seconds(arm), rel_tol=1e-3)
@@ -44,25 +44,25 @@ def test_kept_costs_are_recalled(directory):
 
 
 def test_nothing_kept_is_nothing_recalled():
-    assert CostMemory("m", "auto").recall() is None
+    assert RememberedCosts("m", "auto").recall() is None
 
 
 def test_another_model_setting_version_or_machine_has_other_costs(monkeypatch):
-    CostMemory("m", "auto").keep(measured())
-    assert CostMemory("n", "auto").recall() is None
-    assert CostMemory("m", "off").recall() is None
+    RememberedCosts("m", "auto").keep(measured())
+    assert RememberedCosts("n", "auto").recall() is None
+    assert RememberedCosts("m", "off").recall() is None
     for name in ("MLX_VERSION", "__version__"):
         with monkeypatch.context() as changed:
-            changed.setattr(cost_memory, name, "9.9.9")
-            assert CostMemory("m", "auto").recall() is None
+            changed.setattr(cost_file, name, "9.9.9")
+            assert RememberedCosts("m", "auto").recall() is None
     with monkeypatch.context() as changed:
         changed.setattr(mx, "device_info", lambda: {"device_name": "another"})
-        assert CostMemory("m", "auto").recall() is None
+        assert RememberedCosts("m", "auto").recall() is None
     for name in ("LD_PRELOAD", "OPENBLAS_NUM_THREADS"):
         with monkeypatch.context() as changed:
             changed.setenv(name, "3")
-            assert CostMemory("m", "auto").recall() is None
-    assert CostMemory("m", "auto").recall() is not None
+            assert RememberedCosts("m", "auto").recall() is None
+    assert RememberedCosts("m", "auto").recall() is not None
 
 
 def changed(**values):
@@ -97,7 +97,7 @@ def costs(seconds, catch_up=0.01):
     ],
 )
 def test_a_damaged_file_is_no_memory_and_is_replaced(directory, damage):
-    memory = CostMemory("m", "auto")
+    memory = RememberedCosts("m", "auto")
     memory.keep(measured())
     (file,) = directory.iterdir()
     file.write_text(damage(json.loads(file.read_text())), errors="surrogateescape")
@@ -107,27 +107,27 @@ def test_a_damaged_file_is_no_memory_and_is_replaced(directory, damage):
 
 
 def test_a_foreign_file_under_the_name_is_no_memory(directory):
-    CostMemory("n", "auto").keep(measured())
+    RememberedCosts("n", "auto").keep(measured())
     (foreign,) = directory.iterdir()
-    own = machine_file.file_of(directory, CostMemory("m", "auto").facts)
+    own = remembered.file_of(directory, RememberedCosts("m", "auto").facts)
     foreign.rename(own)
-    assert CostMemory("m", "auto").recall() is None
+    assert RememberedCosts("m", "auto").recall() is None
 
 
 def test_a_directory_that_cannot_be_written_is_one_warning(directory):
     directory.parent.mkdir(parents=True)
     directory.write_text("a file")
     with pytest.warns(UserWarning, match=r"cannot be kept for the next run \(.*costs"):
-        CostMemory("m", "auto").keep(measured())
+        RememberedCosts("m", "auto").keep(measured())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        CostMemory("m", "auto").keep(measured())
-    assert CostMemory("m", "auto").recall() is None
+        RememberedCosts("m", "auto").keep(measured())
+    assert RememberedCosts("m", "auto").recall() is None
 
 
 def test_trials_and_costs_do_not_share_a_directory(directory):
-    assert machine_file.cache_directory("trials") == directory.parent
-    assert machine_file.cache_directory("costs") == directory
+    assert remembered.cache_directory("trials") == directory.parent
+    assert remembered.cache_directory("costs") == directory
 
 
 def test_what_replayed_cycles_cost_is_kept_apart(directory):

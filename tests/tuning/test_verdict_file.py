@@ -10,9 +10,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.kernels import _source
-from mlx_mtp.tuning import verdict_file as trial_memory
+from mlx_mtp.machine import remembered
+from mlx_mtp.machine.remembered import cache_directory
+from mlx_mtp.tuning import verdict_file
 from mlx_mtp.tuning.kernel_trials import Trial, decide
-from mlx_mtp.tuning.verdict_file import Found, Memory, cache_directory
+from mlx_mtp.tuning.verdict_file import Found, RememberedVerdicts
 
 FOUND = {
     ("qmm", "a", 2): Found(None, 1.0),
@@ -24,6 +26,7 @@ FOUND = {
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "a" / "cache"))
+    monkeypatch.setattr(remembered, "_warned", set())
     return tmp_path / "a" / "cache"
 
 
@@ -41,27 +44,27 @@ def never(_):
 
 
 def test_findings_come_back(directory):
-    assert Memory("m").recall() == {}
+    assert RememberedVerdicts("m").recall() == {}
     assert not directory.exists()  # nothing is written before something is found
-    Memory("m").keep(FOUND)
-    assert Memory("m").recall() == FOUND
+    RememberedVerdicts("m").keep(FOUND)
+    assert RememberedVerdicts("m").recall() == FOUND
     assert written(directory).suffix == ".json"
 
 
 def test_a_second_decision_runs_nothing(directory):
-    first = decide(trials(), lane=None, timer=lambda t: 1.5 / t.rows, memory=Memory("m"))
+    first = decide(trials(), lane=None, timer=lambda t: 1.5 / t.rows, memory=RememberedVerdicts("m"))
     file = written(directory).stat().st_ino
-    assert decide(trials(never), lane=None, timer=never, memory=Memory("m"), budget=0) == first
+    assert decide(trials(never), lane=None, timer=never, memory=RememberedVerdicts("m"), budget=0) == first
     assert written(directory).stat().st_ino == file  # nor does it write
     assert [str(v) for v in first.values()] == ["off: slower, 0.75x", "off: slower, 0.50x"]
 
 
 def test_a_wrong_kernel_is_remembered_too():
     with pytest.warns(UserWarning, match="is wrong"):
-        first = decide(trials(lambda x: [x + 1]), lane=None, timer=never, memory=Memory("m"))
+        first = decide(trials(lambda x: [x + 1]), lane=None, timer=never, memory=RememberedVerdicts("m"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert decide(trials(never), lane=None, timer=never, memory=Memory("m")) == first
+        assert decide(trials(never), lane=None, timer=never, memory=RememberedVerdicts("m")) == first
     assert not any(v.on for v in first.values())
 
 
@@ -72,9 +75,9 @@ def test_a_kernel_that_gave_nothing_is_tried_anew():
         raise RuntimeError("[malloc] Unable to allocate")
 
     with pytest.warns(UserWarning, match="Unable to allocate"):
-        first = decide(trials(short), lane=None, timer=never, memory=Memory("m"))
+        first = decide(trials(short), lane=None, timer=never, memory=RememberedVerdicts("m"))
     assert not any(verdict.on for verdict in first.values())
-    second = decide(trials(), lane=None, timer=lambda t: 2.0, memory=Memory("m"))
+    second = decide(trials(), lane=None, timer=lambda t: 2.0, memory=RememberedVerdicts("m"))
     assert all(verdict.on for verdict in second.values())
 
 
@@ -82,47 +85,47 @@ def test_what_was_not_tried_is_tried_by_the_next_load():
     def times(ratio):
         return lambda t: ratio if t.rows == 2 else never(t)
 
-    first = decide(trials(), lane=None, timer=times(2.0), memory=Memory("m"))
+    first = decide(trials(), lane=None, timer=times(2.0), memory=RememberedVerdicts("m"))
     assert [str(v)[:20] for v in first.values()] == ["on, 2.00x", "off: timing it fails"]
-    none = decide(trials(never), lane=None, timer=never, memory=Memory("m"), budget=0)
+    none = decide(trials(never), lane=None, timer=never, memory=RememberedVerdicts("m"), budget=0)
     assert [str(v)[:14] for v in none.values()] == ["on, 2.00x", "off: not tried"]
-    last = decide(trials(), lane=None, timer=lambda t: float(t.rows), memory=Memory("m"))
+    last = decide(trials(), lane=None, timer=lambda t: float(t.rows), memory=RememberedVerdicts("m"))
     assert [str(v) for v in last.values()] == ["on, 2.00x", "on, 3.00x"]  # the first was not timed again
-    assert len(Memory("m").recall()) == 2
+    assert len(RememberedVerdicts("m").recall()) == 2
 
 
 @pytest.mark.parametrize("lane", ["off", "exact", "fast"])
 def test_what_was_asked_for_is_not_remembered(directory, lane):
-    decide(trials(), lane=lane, timer=never, memory=Memory("m"))
+    decide(trials(), lane=lane, timer=never, memory=RememberedVerdicts("m"))
     assert not directory.exists()
-    Memory("m").keep({("qmm", "a", 2): Found("wrong", None)})
+    RememberedVerdicts("m").keep({("qmm", "a", 2): Found("wrong", None)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert decide(trials(), lane=lane, memory=Memory("m"))[("qmm", "a", 2)].on == (lane != "off")
+        assert decide(trials(), lane=lane, memory=RememberedVerdicts("m"))[("qmm", "a", 2)].on == (lane != "off")
 
 
 def test_another_model_mlx_or_version_is_tried_anew(monkeypatch):
-    Memory("m").keep(FOUND)
-    assert Memory("n").recall() == {}
+    RememberedVerdicts("m").keep(FOUND)
+    assert RememberedVerdicts("n").recall() == {}
     for name in ("MLX_VERSION", "__version__"):
         with monkeypatch.context() as changed:
-            changed.setattr(trial_memory, name, "9.9.9")
-            assert Memory("m").recall() == {}
-    assert Memory("m").recall() == FOUND
+            changed.setattr(verdict_file, name, "9.9.9")
+            assert RememberedVerdicts("m").recall() == {}
+    assert RememberedVerdicts("m").recall() == FOUND
 
 
 def test_another_machine_is_tried_anew(monkeypatch):
-    Memory("m").keep(FOUND)
+    RememberedVerdicts("m").keep(FOUND)
     device = mx.device_info()
     for name in ("device_name", "architecture", "memory_size"):
         with monkeypatch.context() as changed:
             changed.setattr(mx, "device_info", lambda name=name: {**device, name: "another"})
-            assert Memory("m").recall() == {}
+            assert RememberedVerdicts("m").recall() == {}
     for name in ("system", "release"):
         with monkeypatch.context() as changed:
             changed.setattr("platform." + name, lambda: "another")
-            assert Memory("m").recall() == {}
-    assert Memory("m").recall() == FOUND
+            assert RememberedVerdicts("m").recall() == {}
+    assert RememberedVerdicts("m").recall() == FOUND
 
 
 def test_changed_kernels_are_tried_anew(monkeypatch, tmp_path):
@@ -133,15 +136,15 @@ def test_changed_kernels_are_tried_anew(monkeypatch, tmp_path):
     (sources / "more" / "op.h").write_text("b")
     monkeypatch.setattr(_source, "DIRECTORY", sources)
     monkeypatch.setattr(_source, "__file__", str(launches / "_source.py"))
-    Memory("m").keep(FOUND)
+    RememberedVerdicts("m").keep(FOUND)
     for file in (sources / "op.metal", sources / "more" / "op.h", launches / "_source.py", launches / "new.py"):
         before = file.read_text() if file.exists() else None
         file.write_text("c")
-        assert Memory("m").recall() == {}, file
+        assert RememberedVerdicts("m").recall() == {}, file
         file.unlink() if before is None else file.write_text(before)
-        assert Memory("m").recall() == FOUND, file
+        assert RememberedVerdicts("m").recall() == FOUND, file
     (sources / "op.metal").rename(sources / "op2.metal")
-    assert Memory("m").recall() == {}
+    assert RememberedVerdicts("m").recall() == {}
 
 
 def changed(**values):
@@ -174,33 +177,38 @@ def changed(**values):
     ],
 )
 def test_a_damaged_file_is_no_memory_and_is_replaced(directory, damage):
-    Memory("m").keep(FOUND)
+    RememberedVerdicts("m").keep(FOUND)
     file = written(directory)
     file.write_text(damage(json.loads(file.read_text())), errors="surrogateescape")
-    assert Memory("m").recall() == {}
-    assert all(v.on for v in decide(trials(), lane=None, timer=lambda _: 2.0, memory=Memory("m")).values())
-    assert Memory("m").recall() == dict.fromkeys([("qmm", "a", 2), ("qmm", "a", 3)], Found(None, 2.0))
+    assert RememberedVerdicts("m").recall() == {}
+    assert all(
+        v.on for v in decide(trials(), lane=None, timer=lambda _: 2.0, memory=RememberedVerdicts("m")).values()
+    )
+    assert RememberedVerdicts("m").recall() == dict.fromkeys([("qmm", "a", 2), ("qmm", "a", 3)], Found(None, 2.0))
 
 
 def test_a_foreign_file_under_the_name_is_no_memory(directory):
-    Memory("n").keep(FOUND)
+    RememberedVerdicts("n").keep(FOUND)
     foreign = written(directory)
-    Memory("m").keep({})
+    RememberedVerdicts("m").keep({})
     (own,) = set(directory.iterdir()) - {foreign}
     shutil.copy(foreign, own)
-    assert Memory("m").recall() == {}
+    assert RememberedVerdicts("m").recall() == {}
 
 
 def test_a_directory_that_cannot_be_written_is_a_warning(directory):
     directory.parent.mkdir()
     directory.write_text("a file")
     with pytest.warns(UserWarning, match=r"cannot be kept for the next load \(.*cache"):
-        verdicts = decide(trials(), lane=None, timer=lambda _: 2.0, memory=Memory("m"))
+        verdicts = decide(trials(), lane=None, timer=lambda _: 2.0, memory=RememberedVerdicts("m"))
     assert all(v.on for v in verdicts.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        RememberedVerdicts("m").keep(FOUND)
 
 
 def test_a_write_that_fails_leaves_the_old_file(directory, monkeypatch):
-    Memory("m").keep(FOUND)
+    RememberedVerdicts("m").keep(FOUND)
     file = written(directory)
 
     def full(*_):
@@ -209,22 +217,23 @@ def test_a_write_that_fails_leaves_the_old_file(directory, monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr("os.replace", full)
         with pytest.warns(UserWarning, match="no space left"):
-            Memory("m").keep({})
+            RememberedVerdicts("m").keep({})
     assert written(directory) == file  # and no other file
-    assert Memory("m").recall() == FOUND
+    assert RememberedVerdicts("m").recall() == FOUND
 
 
 def test_writers_and_readers_at_once(directory):
     sets = [{("qmm", "a" * 1000 * i, m): Found(None, float(i + 1)) for m in range(20)} for i in range(3)]
-    Memory("m").keep(sets[0])
+    RememberedVerdicts("m").keep(sets[0])
     writers = [
-        threading.Thread(target=lambda found=found: [Memory("m").keep(found) for _ in range(15)]) for found in sets
+        threading.Thread(target=lambda found=found: [RememberedVerdicts("m").keep(found) for _ in range(15)])
+        for found in sets
     ]
     for writer in writers:
         writer.start()
-    seen = [Memory("m").recall()]
+    seen = [RememberedVerdicts("m").recall()]
     while any(writer.is_alive() for writer in writers):
-        seen.append(Memory("m").recall())
+        seen.append(RememberedVerdicts("m").recall())
     assert all(found in sets for found in seen)
     assert written(directory)
 
@@ -250,6 +259,6 @@ def test_no_home_is_a_warning(monkeypatch):
     for name in ("MLX_MTP_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert Memory("m").recall() == {}
+    assert RememberedVerdicts("m").recall() == {}
     with pytest.warns(UserWarning, match="cannot be kept for the next load .*home"):
-        Memory("m").keep(FOUND)
+        RememberedVerdicts("m").keep(FOUND)
