@@ -1,118 +1,44 @@
-"""The two constants of each chip, fitted to published times of one and two rows; those of three to eight, predicted.
+"""Fit two constants of each chip to published times of one and two rows, and predict those of three to eight.
+
+    python -m bench.cost_model.fit    (at the checkout's root)
+
+writes what `mlx-mtp bench model` reads: the constants, and what the validation found.
 
 For each chip the shares of bandwidth and of issue rate are the most likely ones, given its rows of M <= 2 (taken to
 be right within 10%) and a prior: of the bandwidth what is published, else 85%, within 10%; of the issue rate, within
 30%, what all rows of M <= 2 of its family (M1 and M2; M3 and later) say. A chip without rows keeps the prior.
 """
 
-import csv
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from statistics import median
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from .chips import CHIPS, Chip
-from .cost import FORM, FORMS, LAUNCH, Costs, Pass, of_model, of_op, seconds
-from .ops import Linear
-from .released import MODELS, dense_70b
+from mlx_mtp.bench.roofline.chips import CHIPS, Chip
+from mlx_mtp.bench.roofline.cost import FORM, FORMS, LAUNCH, PassCosts
+from mlx_mtp.bench.roofline.fitted import FILE
 
-DATA = Path(__file__).parent
-CONTEXT = 512  # of published whole passes, "short"
-WITHIN = 0.25
+from .published import PublishedPass, read_rows
+from .tables import tables
+from .validation import errors, fitted_to, predict, split, validation
+
 ERROR, BANDWIDTH_PRIOR, ISSUE_PRIOR = 0.10, 0.10, 0.30
 BANDWIDTHS = np.linspace(0.6, 1.0, 41)
 ISSUES = np.geomspace(0.2, 3.0, 136)  # 2% apart
 
-# Why a row may be off by more than 25%; one without a reason is then a FAIL.
-REASONS = {
-    "spread": "the chip's shapes span 1.73-3.03 at M=8: the model knows no shapes, no number is within 25% of both",
-}
 
-
-@dataclass(frozen=True)
-class Row:
-    """One published ratio T(m) / T(base); base_ms is T(base), if given.
-
-    Warm: T(1) implies more than the chip's bandwidth, so the weights came from its cache and memory is left out.
-    """
-
-    source: str
-    kind: str
-    chip: str
-    what: str
-    linear: Linear | None
-    mlx: float
-    warm: bool
-    base: int
-    base_ms: float | None
-    m: int
-    ratio: float
-    reason: str
-
-    def costs(self, m: int, chip: Chip, caches: bool = True) -> Costs:
-        at = Pass(m, context=CONTEXT, mlx=self.mlx, caches=caches)
-        if self.linear:
-            found = of_op(self.linear, at, chip)
-            return found._replace(nbytes=0 * found.nbytes) if self.warm else found
-        return of_model(MODELS.get(self.what) or dense_70b(), at, chip)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    row: Row
-    ratio: float
-
-    @property
-    def error(self) -> float:
-        return self.ratio / self.row.ratio - 1
-
-    @property
-    def verdict(self) -> str:
-        if abs(self.error) <= WITHIN:
-            return "ok"
-        return "unexplained: " + REASONS[self.row.reason] if self.row.reason else "FAIL"
-
-
-def read_rows(path: Path = DATA / "verify_published.csv") -> list[Row]:
-    with path.open(newline="") as file:
-        return [parse(line) for line in csv.DictReader(file)]
-
-
-def parse(line: dict[str, str]) -> Row:
-    sizes = [int(line[name]) for name in ("n", "k", "bits", "group")] if line["n"] else None
-    return Row(
-        source=line["source"],
-        kind=line["kind"],
-        chip=line["chip"],
-        what=line["what"],
-        linear=Linear(line["what"], *sizes) if sizes else None,
-        mlx=float(line["mlx"]),
-        warm=line["warm"] == "1",
-        base=int(line["base"]),
-        base_ms=float(line["base_ms"]) if line["base_ms"] else None,
-        m=int(line["m"]),
-        ratio=float(line["ratio"]),
-        reason=line["reason"],
-    )
-
-
-def read_unused() -> list[dict[str, str]]:
-    with (DATA / "verify_unused.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def on_grid(costs: Costs, chip: Chip, form: str) -> np.ndarray:
-    """Seconds for every pair of shares [bandwidths, issues]."""
+def on_grid(costs: PassCosts, chip: Chip, form: str) -> np.ndarray:
+    """Predict seconds for every pair of shares [bandwidths, issues]."""
     memory = costs.nbytes / (chip.gbps * 1e9) / BANDWIDTHS[:, None, None]
     issue = costs.instructions / (chip.tflops * 1e12 / 2) / ISSUES[:, None]
     return FORMS[form](memory, issue) @ costs.count + costs.launches * LAUNCH
 
 
-def misfit(rows: Iterable[Row], chip: Chip, form: str, caches: bool) -> np.ndarray:
-    """Sum of squares of (error / its expected size) for every pair of shares; looks at M <= 2 only."""
+def misfit(rows: Iterable[PublishedPass], chip: Chip, form: str, caches: bool) -> np.ndarray:
+    """Sum squares of (error / its expected size) for every pair of shares; looks at M <= 2 only."""
     total = (np.log(BANDWIDTHS / chip.usable) / BANDWIDTH_PRIOR)[:, None] ** 2 + 0 * ISSUES
     timed = {(row.source, row.base): (row, row.base_ms) for row in rows if row.base <= 2 and row.base_ms}
     for row, ms in timed.values():
@@ -125,8 +51,8 @@ def misfit(rows: Iterable[Row], chip: Chip, form: str, caches: bool) -> np.ndarr
     return total
 
 
-def fit(rows: Sequence[Row], form: str = FORM, caches: bool = True) -> dict[str, Chip]:
-    """All chips with their two shares."""
+def fit(rows: Sequence[PublishedPass], form: str = FORM, caches: bool = True) -> dict[str, Chip]:
+    """Give all chips their two shares."""
     by_chip = defaultdict(list)
     for row in rows:
         by_chip[row.chip].append(row)
@@ -142,22 +68,27 @@ def fit(rows: Sequence[Row], form: str = FORM, caches: bool = True) -> dict[str,
     return fitted
 
 
-def predict(rows: Iterable[Row], chips: dict[str, Chip], form: str = FORM, caches: bool = True) -> list[Prediction]:
-    made = []
-    for row in rows:
-        chip = chips[row.chip]
-        times = [seconds(row.costs(m, chip, caches), chip, form) for m in (row.m, row.base)]
-        made.append(Prediction(row, times[0] / times[1]))
-    return made
+def forms(rows: Sequence[PublishedPass]) -> list[dict[str, Any]]:
+    """Try other forms of t(a, b), each fitted anew to M <= 2: form, caches, used, and errors of either rows."""
+    found = []
+    for caches in (True, False):
+        for form in FORMS:
+            near, far = (errors(made) for made in split(predict(rows, fit(rows, form, caches), form, caches)))
+            used = form == FORM and caches
+            found.append({"form": form, "caches": caches, "used": used, "fitted": near, "tested": far})
+    return found
 
 
-def split(made: Iterable[Prediction]) -> tuple[list[Prediction], list[Prediction]]:
-    """Those that were fitted (M <= 2), and those that were not."""
-    made = list(made)
-    return [p for p in made if p.row.m <= 2], [p for p in made if p.row.m > 2]
+def stored(rows: Sequence[PublishedPass]) -> dict[str, Any]:
+    """Make what the package reads: shares of each chip, the validation as results have it, and as tables of text."""
+    chips = fit(rows)
+    constants = {
+        name: {"usable": chip.usable, "issue": chip.issue, "fitted_to": fitted_to(name, rows)}
+        for name, chip in chips.items()
+    }
+    checked = validation(rows, chips)
+    return {"chips": constants, "validation": checked, "tables": tables(chips, rows, checked, forms(rows))}
 
 
-def errors(predictions: Iterable[Prediction]) -> tuple[float, float, int, int]:
-    """Median and greatest error, how many rows are within 25%, of how many."""
-    found = [abs(p.error) for p in predictions]
-    return median(found), max(found), sum(e <= WITHIN for e in found), len(found)
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(stored(read_rows()), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""`mlx-mtp bench model`: what memory allows, what is predicted, and what was measured."""
+"""Run `mlx-mtp bench model`: what memory allows, what is predicted, and what was measured."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -56,7 +56,7 @@ def model(**flags: Any) -> None:
 
 
 def _chip_of(results: list[dict[str, Any]]) -> str | None:
-    """The chip that the results are of, or this machine's; None where it is not known."""
+    """Name the chip that the results are of, or this machine's; None where it is not known."""
     from ..bench.roofline import chips
 
     return chips.find(results[0]["environment"]["chip"]) if results else chips.at_hand()
@@ -83,10 +83,8 @@ def _context_of(flags: dict[str, Any], results: list[dict[str, Any]]) -> int:
 
 
 def _validated(found: dict[str, Any], subject: Any, chip: Any) -> list[Any]:
-    from ..bench.roofline import fit
     from ..bench.roofline.tables import documents_table
     from ..bench.roofline.validation_tables import validation_tables
 
-    rows = fit.read_rows()
     documents = [documents_table(found, None)] if found["documents"] else []
-    return [*documents, *validation_tables(found, rows, fit.fit(rows), subject.name, subject.model, chip)]
+    return [*documents, *validation_tables(subject.name, subject.model, chip, found["options"]["context"])]

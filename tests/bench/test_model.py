@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_mtp import generate_step, load_model
 from mlx_mtp.bench import documents as table
 from mlx_mtp.bench import random_model
-from mlx_mtp.bench.roofline import cost, documents, fit, floor, ops, predict, released, walk
+from mlx_mtp.bench.roofline import cost, documents, fitted, floor, ops, predict, released, walk
 from mlx_mtp.bench.roofline.chips import CHIPS
 from mlx_mtp.bench.roofline.launches import KERNELS
 from mlx_mtp.bench.roofline.ops import OVERLAPS
@@ -27,7 +27,7 @@ from mlx_mtp.demo import demo_path
 from mlx_mtp.layers.mtp_head import MTPHead
 from mlx_mtp.layers.port import Port
 
-FITTED = fit.fit(fit.read_rows())
+FITTED = fitted.fitted_chips()
 M3_ULTRA = FITTED["M3 Ultra"]
 MODELS = st.sampled_from(sorted(released.MODELS))
 CONTEXTS = st.integers(1, 200_000)
@@ -52,8 +52,8 @@ def matrices(module):
 def stored(layers):
     """The same of operations, all experts included."""
     made = [(layer.count, op) for layer in layers for op in layer.ops]
-    shared = sum(n * op.nbytes for n, op in made if isinstance(op, ops.Linear))
-    return shared, sum(n * op.total * op.nbytes for n, op in made if isinstance(op, ops.Experts))
+    shared = sum(n * op.nbytes for n, op in made if isinstance(op, ops.LinearOp))
+    return shared, sum(n * op.total * op.nbytes for n, op in made if isinstance(op, ops.ExpertsOp))
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -73,7 +73,7 @@ def test_every_matrix_of_a_port_is_read(name, quantized):
             sum(a.nbytes for a in model.unembedding(depth).values())
         )
     assert walked.head.nbytes == pytest.approx(sum(a.nbytes for a in model.unembedding().values()))
-    tops = {op.top for layer in walked.layers for op in layer.ops if isinstance(op, ops.Experts)}
+    tops = {op.top for layer in walked.layers for op in layer.ops if isinstance(op, ops.ExpertsOp)}
     text = FAMILIES[name].config.get("text_config", FAMILIES[name].config)
     assert tops <= {text.get("num_experts_per_tok")}
 
@@ -153,16 +153,19 @@ def test_heads_read_what_the_loop_gives_them(name, k, monkeypatch):
     assert drafted[-k:] == [(depth, 1) for depth in depths]
 
 
-SMALL = ops.Model(
+SMALL = ops.ModelOps(
     (
-        ops.Layer(
-            "glm experts", 2, (ops.Linear("q", 10, 10), ops.Experts(10, 10, 8, 2), ops.Attention(4, 2, 5, window=6))
+        ops.LayerOps(
+            "glm experts",
+            2,
+            (ops.LinearOp("q", 10, 10), ops.ExpertsOp(10, 10, 8, 2), ops.AttentionOp(4, 2, 5, window=6)),
         ),
     ),
-    ops.Linear("lm_head", 30, 10, bits=8, group=None),
+    ops.LinearOp("lm_head", 30, 10, bits=8, group=None),
     (
-        ops.DraftHead(
-            ops.Layer("glm dense", 1, (ops.Linear("eh_proj", 10, 20), ops.State(40))), ops.Linear("lm_head", 5, 10)
+        ops.DraftHeadOps(
+            ops.LayerOps("glm dense", 1, (ops.LinearOp("eh_proj", 10, 20), ops.StateOp(40))),
+            ops.LinearOp("lm_head", 5, 10),
         ),
     ),
     recycled=True,
@@ -233,7 +236,7 @@ def test_kernels_touch_only_what_they_replace():
     assert glm["recurrence"] == 0 < qwen["recurrence"]
     assert qwen["experts"] == 0 < glm["experts"]
     assert min(glm["products"], qwen["products"], glm["attention"]) > 0
-    head, at = released.MODELS["GLM-4.5"].head, cost.Pass(4)
+    head, at = released.MODELS["GLM-4.5"].head, cost.PassShape(4)
     stock, ours = (
         cost.seconds(cost.of_op(head, replace(at, on=on), M3_ULTRA), M3_ULTRA) for on in (frozenset(), {"head"})
     )

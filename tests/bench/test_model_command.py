@@ -9,11 +9,10 @@ from families import FAMILIES
 from results import decode_result, profile_result, verify_result
 
 from mlx_mtp.bench import result
-from mlx_mtp.bench.roofline import assemble, chips, fit, floor, measured, released
+from mlx_mtp.bench.roofline import assemble, chips, fitted, floor, measured, released
 from mlx_mtp.demo import demo_path
 
-M3_ULTRA = fit.fit(fit.read_rows())["M3 Ultra"]
-
+M3_ULTRA = fitted.fitted_chips()["M3 Ultra"]
 
 DEVICES = [
     *(("Apple M3 Ultra", None, "M3 Ultra"), ("Apple M1", None, "M1"), ("Apple M3 Max", 30, "M3 Max 30c")),

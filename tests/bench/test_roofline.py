@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
@@ -14,9 +15,11 @@ from command_line import call
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlx_mtp.bench.roofline import assemble, cost, fit, launches, ops, released, validation_tables
+from bench.cost_model import fit
+from bench.cost_model.published import read_rows, read_unused
+from mlx_mtp.bench.roofline import cost, fitted, launches, ops, released, validation_tables
 from mlx_mtp.bench.roofline.chips import CHIPS
-from mlx_mtp.bench.roofline.cost import Pass
+from mlx_mtp.bench.roofline.cost import PassShape
 
 launched = import_module("launches_models")
 
@@ -42,16 +45,16 @@ def test_observed_routing_is_that_of_published_counts():
 def test_bytes_of_a_linear_are_those_of_the_module(bits, group):
     made = nn.QuantizedLinear(256, 96, bias=False, group_size=group, bits=bits)
     made.set_dtype(mx.bfloat16)
-    assert ops.Linear("", 96, 256, bits, group).nbytes == sum(x.nbytes for _, x in tree_flatten(made.parameters()))
+    assert ops.LinearOp("", 96, 256, bits, group).nbytes == sum(x.nbytes for _, x in tree_flatten(made.parameters()))
 
 
 def test_bytes_of_experts_are_those_of_the_modules():
-    op, shapes = ops.Experts(128, 64, 6, 2), ((128, 64), (128, 64), (64, 128))
+    op, shapes = ops.ExpertsOp(128, 64, 6, 2), ((128, 64), (128, 64), (64, 128))
     made = [SwitchLinear(*shape, 6, bias=False).to_quantized(group_size=64, bits=4) for shape in shapes]
     for layer in made:
         layer.set_dtype(mx.bfloat16)
     assert op.total * op.nbytes == sum(x.nbytes for layer in made for _, x in tree_flatten(layer.parameters()))
-    at = Pass(3)
+    at = PassShape(3)
     assert cost.cost(op, at, M3_ULTRA).nbytes == 3 * op.top * op.nbytes
     visited = ops.distinct(6, 2, 3)
     assert cost.cost(op, replace(at, on=launches.ALL), M3_ULTRA).nbytes == pytest.approx(visited * op.nbytes)
@@ -75,7 +78,7 @@ def test_layers_have_the_weights_of_the_ports(name):
     parameters = tree_flatten(make().layers[index].parameters())
     small = ("conv1d", "shared_expert_gate")
     real = sum(x.size for path, x in parameters if x.ndim > 1 and not any(part in path for part in small))
-    products = [op for op in made if isinstance(op, ops.Linear | ops.Experts)]
+    products = [op for op in made if isinstance(op, ops.LinearOp | ops.ExpertsOp)]
     counted = sum(op.weights * getattr(op, "total", 1) for op in products)
     assert counted == real
 
@@ -119,19 +122,19 @@ def test_floors_of_the_design(shared, routed, total, top, two, four):
 
 def test_cache_bytes():
     keys = mx.zeros((2, 4, 100, 256), mx.bfloat16)  # K and V of Qwen3.6-27B's layer
-    op = ops.Attention(24, 4, 256)
-    assert cost.cost(op, Pass(1, context=100), M3_ULTRA).nbytes == keys.nbytes
+    op = ops.AttentionOp(24, 4, 256)
+    assert cost.cost(op, PassShape(1, context=100), M3_ULTRA).nbytes == keys.nbytes
     windowed = replace(op, window=10)
-    assert cost.cost(windowed, Pass(1, context=100), M3_ULTRA).nbytes == keys.nbytes / 10
-    per_token = 16 * cost.cost(op, Pass(1, context=1), M3_ULTRA).nbytes
+    assert cost.cost(windowed, PassShape(1, context=100), M3_ULTRA).nbytes == keys.nbytes / 10
+    per_token = 16 * cost.cost(op, PassShape(1, context=1), M3_ULTRA).nbytes
     assert per_token == pytest.approx(65.5e3, rel=0.01)  # section 6
-    latent = cost.cost(ops.Latent(128, 512, 64, 128, 128), Pass(1, launches.ALL, context=100), M3_ULTRA)
+    latent = cost.cost(ops.LatentOp(128, 512, 64, 128, 128), PassShape(1, launches.ALL, context=100), M3_ULTRA)
     assert latent.nbytes == 100 * (576 * 2 + 128 * cost.SCORES)
 
 
 def requests(chip, m, ours=False, **more):
     on = launches.ALL if ours else frozenset()
-    return cost.cost(ops.Linear("", 17408, 5120), Pass(m, on, **more), CHIPS[chip]).requests
+    return cost.cost(ops.LinearOp("", 17408, 5120), PassShape(m, on, **more), CHIPS[chip]).requests
 
 
 def test_requests_of_the_kernels_that_are_chosen():
@@ -140,15 +143,15 @@ def test_requests_of_the_kernels_that_are_chosen():
     assert [requests("M2 Max", m) for m in (1, 5, 6, 8)] == [1, 5, 1, 1]  # padded tiles from 6 rows on
     assert [requests("M1 Ultra", m) for m in (1, 6, 8)] == [1, 6, 8]
     assert [requests("M1 Max", m, ours=True) for m in (1, 5, 8, 9)] == [1, 1, 1, 2]
-    op, at = ops.Attention(24, 4, 256), Pass(5)
+    op, at = ops.AttentionOp(24, 4, 256), PassShape(5)
     assert cost.cost(op, at, M3_ULTRA).requests == 30
     assert cost.cost(op, at, M3_ULTRA).launches == 0
-    assert cost.cost(op, Pass(6), M3_ULTRA).launches == cost.UNFUSED_LAUNCHES
+    assert cost.cost(op, PassShape(6), M3_ULTRA).launches == cost.UNFUSED_LAUNCHES
     assert cost.cost(op, replace(at, on=launches.ALL), M3_ULTRA).requests == 1
 
 
 def test_more_rows_never_cost_less_and_ours_no_more_than_stock():
-    chips = fit.fit(fit.read_rows())
+    chips = fitted.fitted_chips()
     for name in ("M2 Max", "M3 Ultra", "M5 Max 40c"):
         for model in released.MODELS.values():
             stock, free, near = validation_tables.sides(model, chips[name], 4096).values()
@@ -160,15 +163,15 @@ def test_more_rows_never_cost_less_and_ours_no_more_than_stock():
 
 def test_seconds_of_one_operation_by_hand():
     chip = replace(M3_ULTRA, gbps=1000, tflops=2, usable=0.5, issue=0.25)  # 500 GB/s, 250 G instructions/s
-    costs = cost.of_op(ops.Linear("", 1000, 1000), Pass(2), chip)
+    costs = cost.of_op(ops.LinearOp("", 1000, 1000), PassShape(2), chip)
     memory, issue = 562500 / 500e9, 1e6 * (3 + 2 * 2.125) / 250e9
     assert cost.seconds(costs, chip) == pytest.approx(issue + memory / 3 + 1.6e-6)
     assert cost.seconds(costs, chip, "max") == pytest.approx(issue + 1.6e-6)
 
 
 def test_launches_of_a_pass():
-    model = ops.Model((ops.Layer("glm dense", 3, released.mlp(64, 64)),), ops.Linear("", 64, 64))
-    passes = Pass(4), Pass(1, launches.ALL), Pass(4, launches.ALL)
+    model = ops.ModelOps((ops.LayerOps("glm dense", 3, released.mlp(64, 64)),), ops.LinearOp("", 64, 64))
+    passes = PassShape(4), PassShape(1, launches.ALL), PassShape(4, launches.ALL)
     counts = [cost.of_model(model, at, M3_ULTRA).launches for at in passes]
     counted = launches.LAUNCHES["glm dense"]
     assert counts == [3 + 3 * n for n in (counted["none"][1], *counted["all"])]
@@ -193,47 +196,58 @@ def test_the_counts_say_how_they_were_made():
 
 
 def test_fit_looks_at_two_rows_at_most():
-    rows = fit.read_rows()
+    rows = read_rows()
     before = fit.fit(rows)
     assert fit.fit([replace(row, ratio=9 * row.ratio) if row.m > 2 else row for row in rows]) == before
     assert fit.fit([replace(row, ratio=1.5 * row.ratio) if row.m == 2 else row for row in rows]) != before
 
 
 def test_published_rows_are_those_of_the_notes():
-    rows = fit.read_rows()
+    rows = read_rows()
     assert len({(row.source, row.m) for row in rows}) == len(rows)
     assert all(row.base <= 2 <= row.m <= 8 and row.m > row.base for row in rows)
     assert all((row.linear is not None) == (row.kind == "projection") for row in rows)
     assert sum(bool(row.reason) for row in rows) <= 1
-    assert all(line["why"] for line in fit.read_unused())
+    assert all(line["why"] for line in read_unused())
 
 
-def validated(monkeypatch, rows, *args):
-    for module in (assemble, fit):
-        monkeypatch.setattr(module, "read_rows", lambda: rows)
+def test_the_package_has_what_the_fit_gives_now():
+    now = json.loads(json.dumps(fit.stored(read_rows())))
+    assert json.loads(fitted.FILE.read_text(), parse_float=lambda x: pytest.approx(float(x), rel=1e-9)) == now
+
+
+@pytest.fixture
+def validated(tmp_path, monkeypatch):
+    """The command with these rows published."""
+    monkeypatch.setattr(fitted, "FILE", tmp_path / "fitted.json")
+    return partial(_validated, tmp_path / "fitted.json")
+
+
+def _validated(file, rows, *args):
+    file.write_text(json.dumps(fit.stored(rows)))
     return call("bench", "model", "--validate", "--quick", "--model", "Qwen3.6-27B", *args)
 
 
-def test_a_row_that_is_off_without_a_reason_fails(monkeypatch):
-    rows = fit.read_rows()
-    good = validated(monkeypatch, rows)
+def test_a_row_that_is_off_without_a_reason_fails(validated):
+    rows = read_rows()
+    good = validated(rows)
     assert good.returncode == 0, good.stdout
     assert "FAIL" not in good.stdout
     at = next(i for i, row in enumerate(rows) if row.chip == "M3 Max 40c" and row.m == 8)
     for factor in (0.6, 1.6):
         changed = [*rows[:at], replace(rows[at], ratio=factor * rows[at].ratio), *rows[at + 1 :]]
-        bad = validated(monkeypatch, changed)
+        bad = validated(changed)
         assert bad.returncode == 1
         assert "FAIL" in bad.stdout
     rows[at] = replace(rows[at], ratio=1.6 * rows[at].ratio, reason="spread")
-    named = validated(monkeypatch, rows)
+    named = validated(rows)
     assert named.returncode == 0
     assert "unexplained" in named.stdout
 
 
-def test_everything_printed_says_what_it_is(monkeypatch):
+def test_everything_printed_says_what_it_is(validated):
     """Every table beside the floor's own and the published engine's: predicted."""
-    *lines, last = validated(monkeypatch, fit.read_rows(), "--chip", "M3 Ultra").stdout.splitlines()
+    *lines, last = validated(read_rows(), "--chip", "M3 Ultra").stdout.splitlines()
     titles = [lines[i - 1] for i, line in enumerate(lines) if line.lstrip().startswith("┏")]
     assert len(titles) == 9
     assert all("predicted" in title for title in titles if "floor" not in title)

@@ -1,4 +1,4 @@
-"""`mlx-mtp bench model` as one result: floors, predictions, measured times, the documents, and the model's errors."""
+"""Assemble the result of `mlx-mtp bench model`: floors, predictions, measured times, documents, and errors."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,12 @@ from ..random_model import shaped_model
 from ..result import result
 from .chips import CHIPS, Chip, find
 from .documents import MODEL, documents
-from .fit import fit, read_rows
+from .fitted import fitted_chips, read_fitted
 from .floor import ROWS, floors
 from .measured import nearest, times
-from .ops import Model
+from .ops import ModelOps
 from .predict import kernels, predicted
 from .released import MODELS
-from .validation import fitted_to, validation
 from .walk import of_port
 
 DEMO = "demo"
@@ -27,16 +26,16 @@ ALIKE = 0.8  # of the other's bytes a model has to have to be the same; vectors 
 
 
 @dataclass(frozen=True)
-class Subject:
+class FloorSubject:
     """A model whose floor is asked for, and where its operations come from."""
 
     name: str
     source: str
-    model: Model
+    model: ModelOps
 
 
-def find_model(name: str | None = None, config: Path | None = None, *, on_chip: bool) -> Subject:
-    """A released model by its name, the demo, a checkpoint's directory, or a config.json; weights are not read.
+def find_model(name: str | None = None, config: Path | None = None, *, on_chip: bool) -> FloorSubject:
+    """Find a released model by its name, the demo, a checkpoint's directory, or a config.json; weights are not read.
 
     on_chip: unquantized weights and caches are counted in 16 bits, as a Mac keeps them; else as they are here.
     Raises ValueError, in one line, for anything else.
@@ -46,11 +45,10 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
         if name is not None:
             raise ValueError(f"config={config}: not together with a model; allowed is one of the two")
         shaped, _ = shaped_model(config)
-        return Subject(config.parent.resolve().name, config.name, of_port(shaped, width))
+        return FloorSubject(config.parent.resolve().name, config.name, of_port(shaped, width))
     name = MODEL if name is None else name
-    for known, model in MODELS.items():
-        if name.lower() == known.lower():
-            return Subject(known, "released, 4 bits", model)
+    if known := _known(name, MODELS):
+        return FloorSubject(known, "released, 4 bits", MODELS[known])
     path = demo_path() if name == DEMO else Path(name).expanduser()
     if not path.is_dir():
         raise ValueError(f"model={name}: neither a directory nor known; allowed are {', '.join((*MODELS, DEMO))}")
@@ -59,59 +57,58 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
         found = load_model(path, lazy=True)
     if not isinstance(found, Port):
         raise ValueError(f"model={name}: a family without a port; allowed are released models and families with one")
-    return Subject(name, "checkpoint", of_port(found, width))
+    return FloorSubject(name, "checkpoint", of_port(found, width))
 
 
 def find_chip(name: str | None) -> Chip | None:
-    """A chip of CHIPS with its two fitted constants; ValueError for a name that is not there."""
+    """Find a chip of CHIPS with its two fitted constants; ValueError for a name that is not there."""
     if name is None:
         return None
-    alike = {known.lower(): known for known in CHIPS}
-    known = alike.get(name.lower().removeprefix("apple ")) or find(name.title())
-    if known is not None:
-        return fit(read_rows())[known]
-    raise ValueError(f"chip={name}: unknown; allowed are {', '.join(CHIPS)}")
+    known = _known(name.lower().removeprefix("apple "), CHIPS) or find(name.title())
+    if known is None:
+        raise ValueError(f"chip={name}: unknown; allowed are {', '.join(CHIPS)}")
+    return fitted_chips()[known]
 
 
 def bench_model(
-    subject: Subject,
+    subject: FloorSubject,
     chip: Chip | None,
     context: int,
     rows: Iterable[int] = ROWS,
     results: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The result: floors in bytes, and with a chip seconds of these, predicted times and what kernels take off.
+    """Make the result: floors in bytes, and with a chip seconds of these, predicted times and what kernels take off.
 
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at about this context are set
     beside. ValueError where one is of another model, or at no such context.
     """
-    rows, model, published = list(rows), subject.model, read_rows()
-    chips = fit(published)
+    rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {
         **{"name": subject.name, "source": subject.source, "heads": len(model.drafts)},
         **{"max_draft_tokens": model.max_drafts, "target_bytes": model.total_bytes, "synthetic": None},
     }
     on_chip = {}
     if chip is not None:
+        times = fitted["chips"][chip.name]["fitted_to"]
         on_chip = {
-            "chip": asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": fitted_to(chip.name, published)},
+            "chip": asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": times},
             "predicted": predicted(model, chip, context, rows),
             "kernels": kernels(model, chip, context),
         }
-    times = [line for found in results for line in _times(found, subject, context)]
     return result(
         "model",
         facts,
         {"context": context, "rows": rows},
         floors=floors(model, context, rows),
         **on_chip,
-        measured=times,
-        documents=documents(chips) if subject.name == MODEL else [],
-        validation=validation(published, chips),
+        measured=[line for found in results for line in _times(found, subject, context)],
+        documents=documents(fitted_chips()) if subject.name == MODEL else [],
+        validation=fitted["validation"],
     )
 
 
-def _times(found: dict[str, Any], subject: Subject, context: int) -> list[dict[str, Any]]:
+def _times(found: dict[str, Any], subject: FloorSubject, context: int) -> list[dict[str, Any]]:
+    """Take a result's times at about this context, if it is of this model."""
     there, here = found["model"].get("target_bytes"), subject.model.total_bytes
     if there and not ALIKE < there / here < 1 / ALIKE:
         other = f"bench {found['bench']} of {found['model']['name']}, {there / 1e9:.3g} GB of weights"
@@ -120,6 +117,9 @@ def _times(found: dict[str, Any], subject: Subject, context: int) -> list[dict[s
 
 
 def measured_model(found: dict[str, Any]) -> str | None:
-    """The model that a result is of, if `find_model` knows it by that name."""
-    name = found["model"]["name"].lower()
-    return next((known for known in (*MODELS, DEMO) if known.lower() == name), None)
+    """Name the model that a result is of, if `find_model` knows it by that name."""
+    return _known(found["model"]["name"], (*MODELS, DEMO))
+
+
+def _known(name: str, names: Iterable[str]) -> str | None:
+    return next((known for known in names if known.lower() == name.lower()), None)

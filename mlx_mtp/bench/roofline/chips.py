@@ -1,4 +1,4 @@
-"""Apple's chips: what a roofline needs to know of each, and which one this machine has."""
+"""List what a roofline needs to know of Apple's chips, and find the one that this machine has."""
 
 import platform
 import re
@@ -10,7 +10,7 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Chip:
-    """Its figures, and the two shares that are fitted: of the bandwidth, and of the issue rate."""
+    """A chip's figures, and the two shares that are fitted: of the bandwidth, and of the issue rate."""
 
     name: str
     generation: int
@@ -57,7 +57,7 @@ CHIPS = {
 
 
 def find(device: str, gpu_cores: int | None = None) -> str | None:
-    """The name in CHIPS of a device such as "Apple M3 Max"; None for one that is not there.
+    """Find the name in CHIPS of a device such as "Apple M3 Max"; None for one that is not there.
 
     gpu_cores: decides where a chip was sold with two GPUs; None takes the larger.
     """
@@ -72,7 +72,7 @@ def find(device: str, gpu_cores: int | None = None) -> str | None:
 
 
 def at_hand() -> str | None:
-    """The name in CHIPS of this machine's chip; None where it is not there, as on Linux."""
+    """Find the name in CHIPS of this machine's chip; None where it is not there, as on Linux."""
     if platform.system() != "Darwin":
         return None
     return find(str(mx.device_info().get("device_name", "")), _gpu_cores())

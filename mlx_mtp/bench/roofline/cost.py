@@ -1,4 +1,4 @@
-"""Time of a pass on a chip: bytes from memory and instructions of every operation, and launches.
+"""Cost a pass on a chip: bytes from memory and instructions of every operation, launches, and its seconds.
 
 One operation: form(bytes / usable bandwidth, instructions / usable issue rate), see FORMS; a pass: their sum over
 all layers, plus its launches. An instruction is what a lane of a GPU core issues, a fused multiply-add is one; the
@@ -18,7 +18,7 @@ import numpy as np
 
 from .chips import Chip
 from .launches import launches
-from .ops import Attention, Experts, Latent, Linear, Model, Op, State
+from .ops import AttentionOp, ExpertsOp, LatentOp, LinearOp, ModelOps, Op, StateOp
 
 FORMS: dict[str, Callable] = {
     "max": np.maximum,  # the two overlap fully
@@ -48,7 +48,7 @@ DRAFT_LAUNCHES = 16  # of a draft beside its head's block: norms, choice, bookke
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassShape:
     """M rows after `context` tokens, with the kinds of our kernels that are `on`, else by stock MLX."""
 
     m: int
@@ -70,20 +70,20 @@ class Cost(NamedTuple):
 
 
 def tile(chip: Chip) -> float:
-    """Instructions per weight of a product padded to a tile, at the matrix units' own rate (`issue` cancels)."""
+    """Count instructions per weight of a product padded to a tile, at the matrix units' rate (`issue` cancels)."""
     return TILE_ROWS / MATRIX * chip.issue / (4 if chip.generation >= 17 else 1)  # M5's have four times the rate
 
 
 def batch_limit(chip: Chip, n: int, k: int) -> int:
-    """Rows from which MLX takes its matrix kernels."""
+    """Give the rows from which MLX takes its matrix kernels."""
     size = 0 if max(n, k) <= 2048 else 1 if max(n, k) <= 4096 else 2
     if chip.ultra:
         return (32, 18, 12)[size]
     return {17: (33, 25, 13), 16: (13, 15, 13), 15: (13, 15, 13)}.get(chip.generation, (14, 10, 6))[size]
 
 
-def linear(op: Linear, at: Pass, chip: Chip) -> Cost:
-    """The kernel that is chosen, how often it requests the weights, and its instructions for each of them."""
+def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
+    """Choose the kernel, which says how often weights are requested, and its instructions for each of them."""
     ours = ("head" if op.name == "lm_head" else "products") in at.on
     if op.group is None:  # not quantized: a row at a time, or for stock MLX from two rows on a padded tile
         counted = GEMV * at.m if ours or at.m == 1 else tile(chip)
@@ -98,8 +98,8 @@ def linear(op: Linear, at: Pass, chip: Chip) -> Cost:
     return Cost(op.name, op.nbytes, op.weights * (passes * once + at.m * each), passes)
 
 
-def experts(op: Experts, at: Pass) -> Cost:
-    """Stock: every (token, expert) pair reads its expert. Ours: every distinct expert once."""
+def experts(op: ExpertsOp, at: PassShape) -> Cost:
+    """Read an expert in stock MLX for every (token, expert) pair, in ours every distinct expert once."""
     pairs = at.m * op.top
     if "experts" not in at.on or at.m == 1:
         return Cost(op.name, pairs * op.nbytes, pairs * op.weights * QMV[1])
@@ -108,8 +108,8 @@ def experts(op: Experts, at: Pass) -> Cost:
     return Cost(op.name, nbytes, op.weights * (visited * OURS[0] + pairs * OURS[1]))
 
 
-def attention(op: Attention, at: Pass, chip: Chip) -> Cost:
-    """K and V of each KV head: stock MLX requests them for every query head and row, ours once.
+def attention(op: AttentionOp, at: PassShape, chip: Chip) -> Cost:
+    """Read K and V of each KV head: stock MLX requests them for every query head and row, ours once.
 
     Stock MLX's fused kernel takes rows x (query heads of a KV head) up to 32. Else scores go through memory, between
     a product with K (a row at a time from M3 on, else padded to a tile) and one with V (padded).
@@ -125,8 +125,8 @@ def attention(op: Attention, at: Pass, chip: Chip) -> Cost:
     return Cost(op.name, nbytes + SCORES * scores, counted, group, UNFUSED_LAUNCHES)
 
 
-def latent(op: Latent, at: Pass, chip: Chip) -> Cost:
-    """Absorbed: all heads read the latent cache. mlx-lm at 2 rows or more expands the whole cache to heads first."""
+def latent(op: LatentOp, at: PassShape, chip: Chip) -> Cost:
+    """Let all heads read the latent cache (absorbed); mlx-lm at 2 rows or more first expands all of it to heads."""
     length, nbytes = op.length(at.context), op.cached(at.context)
     scores = op.heads * at.m * length * SCORES
     if "attention" in at.on or at.m == 1:
@@ -137,21 +137,22 @@ def latent(op: Latent, at: Pass, chip: Chip) -> Cost:
     return Cost(op.name, nbytes + 4 * expanded + scores, counted, 1, UNFUSED_LAUNCHES + 2)
 
 
-def cost(op: Op, at: Pass, chip: Chip) -> Cost:
+def cost(op: Op, at: PassShape, chip: Chip) -> Cost:
+    """Cost one operation in a pass."""
     match op:
-        case Linear():
+        case LinearOp():
             return linear(op, at, chip)
-        case Experts():
+        case ExpertsOp():
             return experts(op, at)
-        case Attention():
+        case AttentionOp():
             return attention(op, at, chip)
-        case Latent():
+        case LatentOp():
             return latent(op, at, chip)
-        case State():
+        case StateOp():
             return Cost(op.name, 2 * op.nbytes, op.nbytes / 4 * 6 * at.m)  # decay, two sums and two updates a value
 
 
-class Costs(NamedTuple):
+class PassCosts(NamedTuple):
     """A pass, as arrays over its operations: how many of each, bytes from memory, bytes requested, instructions."""
 
     names: list[str]
@@ -162,29 +163,24 @@ class Costs(NamedTuple):
     launches: float
 
 
-def collect(rows: Iterable[tuple[int, Cost]], at: Pass, launched: float) -> Costs:
-    """`launched` and those of the operations' own."""
-    rows = list(rows)
-    count, nbytes, requests, instructions, own = (
-        np.array([float(x) for x in column])
-        for column in zip(*((n, c.nbytes, c.requests, c.instructions, c.launches) for n, c in rows), strict=True)
-    )
+def collect(rows: Iterable[tuple[int, Cost]], at: PassShape, launched: float) -> PassCosts:
+    """Gather (count, cost) of a pass; to `launched` come the operations' own launches."""
+    counts, costs = zip(*rows, strict=True)
+    names, *columns = zip(*costs, strict=True)
+    count, nbytes, instructions, requests, own = (np.array(column, float) for column in (counts, *columns))
     requested = nbytes * requests
     memory = nbytes if at.caches else requested
-    return Costs([c.name for _, c in rows], count, memory, requested, instructions, launched + float(count @ own))
+    return PassCosts(list(names), count, memory, requested, instructions, launched + float(count @ own))
 
 
-def of_model(model: Model, at: Pass, chip: Chip) -> Costs:
-    """A pass of the target over its rows."""
-    rows = [(1, cost(model.head, at, chip))]
-    for layer in model.layers:
-        rows += [(layer.count, cost(op, at, chip)) for op in layer.ops]
+def of_model(model: ModelOps, at: PassShape, chip: Chip) -> PassCosts:
+    """Cost a pass of the target over its rows."""
     layers = sum(layer.count * launches(layer.kind, at.on, at.m) for layer in model.layers)
-    return collect(rows, at, STEP_LAUNCHES + layers)
+    return collect([(count, cost(op, at, chip)) for count, op in model.ops()], at, STEP_LAUNCHES + layers)
 
 
-def of_drafts(model: Model, k: int, at: Pass, chip: Chip) -> Costs:
-    """k drafts behind a verify of k + 1 rows; `at.m` is not looked at."""
+def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
+    """Cost k drafts behind a verify of k + 1 rows; `at.m` is not looked at."""
     rows, launched = [], 0.0
     for head, m in model.draft_passes(k):
         rows += [(1, cost(op, replace(at, m=m), chip)) for op in head.block.ops]
@@ -193,19 +189,16 @@ def of_drafts(model: Model, k: int, at: Pass, chip: Chip) -> Costs:
     return collect(rows, at, launched)
 
 
-def of_op(op: Op, at: Pass, chip: Chip) -> Costs:
+def of_op(op: Op, at: PassShape, chip: Chip) -> PassCosts:
+    """Cost one operation as a pass of its own."""
     return collect([(1, cost(op, at, chip))], at, 1)
 
 
-def phases(costs: Costs, chip: Chip, form: str = FORM) -> np.ndarray:
-    """Seconds of each operation, all of its kind together."""
+def op_seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> np.ndarray:
+    """Predict the seconds of each operation, all that are `count`ed together."""
     return costs.count * FORMS[form](costs.nbytes / chip.bandwidth, costs.instructions / chip.rate)
 
 
-def seconds(costs: Costs, chip: Chip, form: str = FORM) -> float:
-    return float(phases(costs, chip, form).sum()) + costs.launches * LAUNCH
-
-
-def step_times(model: Model, chip: Chip, at: Pass, rows: Iterable[int], form: str = FORM) -> dict[int, float]:
-    """Seconds of a pass of each number of rows, the others of `at` as they are."""
-    return {m: seconds(of_model(model, replace(at, m=m), chip), chip, form) for m in rows}
+def seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> float:
+    """Predict the seconds of a pass, its launches included."""
+    return float(op_seconds(costs, chip, form).sum()) + costs.launches * LAUNCH

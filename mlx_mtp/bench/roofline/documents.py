@@ -1,4 +1,4 @@
-"""The 42 published measurements of Step-3.5-Flash with MTP, each beside what its machine's memory would allow.
+"""Set each of 42 published measurements of Step-3.5-Flash with MTP beside what its machine's memory would allow.
 
 Every weight is counted in the format that a row names, though mixes such as Q4_K_S keep some tensors in more bits:
 true floors are a little higher, the distances from them a little smaller.
@@ -9,7 +9,7 @@ from typing import Any
 from ..documents import Published, published, tokens
 from .chips import Chip
 from .floor import CYCLE, PLAIN, cycle_floor, pass_floor
-from .ops import OVERLAPS, Model
+from .ops import OVERLAPS, ModelOps
 from .predict import OURS, SHOWN_OVERLAP, STOCK, predicted
 from .released import MODELS
 
@@ -21,18 +21,15 @@ GBPS = {"DGX Spark": 273, "8xH200": 4800}
 BITS = {"fp16": 16, "q8_0": 8.5, "IQ4_XS": 4.25, "Q4_K_S": 4.5, "q4_0": 4.5}  # of a value, scales included
 
 
-def stored(row: Published) -> Model:
-    """What that engine read in a row: it drafted with the first head only, fed its own output again."""
-
-    def of(kv: str) -> Model:
-        return MODELS[MODEL].stored(BITS[row.weights], None, BITS[kv] / 8)
-
-    target, heads = of(row.kv_cache), of(row.mtp_kv_cache or row.kv_cache).drafts[:1]
-    return Model(target.layers, target.head, heads, recycled=True)
+def stored(row: Published) -> ModelOps:
+    """Describe what that engine read in a row: it drafted with the first head only, fed its own output again."""
+    kinds = row.kv_cache, row.mtp_kv_cache or row.kv_cache
+    target, heads = (MODELS[MODEL].stored(BITS[row.weights], None, BITS[kv] / 8) for kv in kinds)
+    return ModelOps(target.layers, target.head, heads.drafts[:1], recycled=True)
 
 
 def documents(chips: dict[str, Chip]) -> list[dict[str, Any]]:
-    """Every row with its floors: seconds of a plain step and of a cycle, as published, and at least, by overlap.
+    """Give every row its floors: seconds of a plain step and of a cycle, as published, and at least, by overlap.
 
     At least: bytes over the bandwidth that is usable, on the Mac Studio the fitted share, elsewhere the share that is
     taken where nothing is known. predicted: on the Mac Studio, seconds of the same by stock MLX and by ours, with
@@ -57,8 +54,6 @@ def _row(row: Published, chips: dict[str, Chip]) -> dict[str, Any]:
 
 
 def _predicted(k: int, context: int, chip: Chip) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {STOCK: {}, OURS: {}}
-    for line in predicted(MODELS[MODEL], chip, context, (k + 1,)):
-        if line["overlap"] == SHOWN_OVERLAP and line["phase"] in (PLAIN, CYCLE):
-            found[line["side"]]["plain" if line["phase"] == PLAIN else "cycle"] = line["seconds"]
-    return found
+    lines = [line for line in predicted(MODELS[MODEL], chip, context, (k + 1,)) if line["overlap"] == SHOWN_OVERLAP]
+    times = {(line["side"], line["phase"]): line["seconds"] for line in lines}
+    return {side: {"plain": times[side, PLAIN], "cycle": times[side, CYCLE]} for side in (STOCK, OURS)}

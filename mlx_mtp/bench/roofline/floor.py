@@ -1,10 +1,10 @@
-"""The bytes that each phase of a cycle has to read, whatever the kernels: at batch 1 they bound its time."""
+"""Count the bytes that each phase of a cycle has to read, whatever the kernels: at batch 1 they bound its time."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from .ops import OVERLAPS, Attention, Experts, Latent, Linear, Model, Op, State
+from .ops import OVERLAPS, AttentionOp, ExpertsOp, LatentOp, LinearOp, ModelOps, Op, StateOp
 
 ROWS = range(2, 9)
 PLAIN, DRAFT, VERIFY, CYCLE = PHASES = "plain step", "draft", "verify", "cycle"
@@ -28,62 +28,59 @@ class Bytes:
         return sum(astuple(self))
 
 
-def floor_of(op: Op, rows: int, context: int, overlap: str) -> Bytes:
-    """What an operation over so many rows reads at least; a state is written as well."""
+def floor_of(op: Op, rows: int, context: int, overlap: str, count: int = 1) -> Bytes:
+    """Count what `count` such operations over so many rows read at least; a state is written as well."""
     match op:
-        case Linear(name="lm_head"):
-            return Bytes(head=op.nbytes)
-        case Linear():
-            return Bytes(shared=op.nbytes)
-        case Experts():
-            return Bytes(experts=op.visited(rows, overlap))
-        case Attention() | Latent():
-            return Bytes(cache=op.cached(context))
-        case State():
-            return Bytes(state=2 * op.nbytes)
+        case LinearOp(name="lm_head"):
+            return Bytes(head=count * op.nbytes)
+        case LinearOp():
+            return Bytes(shared=count * op.nbytes)
+        case ExpertsOp():
+            return Bytes(experts=count * op.visited(rows, overlap))
+        case AttentionOp() | LatentOp():
+            return Bytes(cache=count * op.cached(context))
+        case StateOp():
+            return Bytes(state=count * (2 * op.nbytes))
 
 
-def _sum(ops: Iterable[tuple[int, Op]], rows: int, context: int, overlap: str) -> Bytes:
-    total = Bytes()
-    for count, op in ops:
-        one = floor_of(op, rows, context, overlap)
-        total += Bytes(*(count * x for x in astuple(one)))
-    return total
+def pass_floor(model: ModelOps, rows: int, context: int, overlap: str) -> Bytes:
+    """Count those of a pass of the target: a plain step for one row, else a verify."""
+    return sum((floor_of(op, rows, context, overlap, count) for count, op in model.ops()), Bytes())
 
 
-def pass_floor(model: Model, rows: int, context: int, overlap: str) -> Bytes:
-    """Of a pass of the target: a plain step for one row, else a verify."""
-    ops = [(layer.count, op) for layer in model.layers for op in layer.ops]
-    return _sum([(1, model.head), *ops], rows, context, overlap)
-
-
-def draft_floor(model: Model, k: int, context: int, overlap: str) -> Bytes:
-    """Of k drafts behind a verify of k + 1 rows, each read anew, for its kernels run one after another."""
+def draft_floor(model: ModelOps, k: int, context: int, overlap: str) -> Bytes:
+    """Count those of k drafts behind a verify of k + 1 rows, each read anew: kernels run one after another."""
     total = Bytes()
     for head, rows in model.draft_passes(k):
-        total += _sum([(1, head.lm_head), *((1, op) for op in head.block.ops)], rows, context, overlap)
+        total += sum((floor_of(op, rows, context, overlap) for op in (head.lm_head, *head.block.ops)), Bytes())
     return total
 
 
-def cycle_floor(model: Model, k: int, context: int, overlap: str) -> Bytes:
-    """Of k drafts and the verify of k + 1 rows."""
+def cycle_floor(model: ModelOps, k: int, context: int, overlap: str) -> Bytes:
+    """Count those of k drafts and the verify of k + 1 rows."""
     return draft_floor(model, k, context, overlap) + pass_floor(model, k + 1, context, overlap)
 
 
-def floors(model: Model, context: int, rows: Iterable[int] = ROWS) -> list[dict[str, Any]]:
-    """The floor of every phase: phase, rows M of the verify, drafts k, overlap, bytes by what they are of.
+def phases_with(model: ModelOps, rows: Iterable[int]) -> list[tuple[str, int]]:
+    """List (phase, rows M of the verify): a plain step, each verify, and what drafts for it as far as heads can."""
+    found = [(PLAIN, 1)]
+    for m in rows:
+        found += [(phase, m) for phase in (VERIFY, DRAFT, CYCLE) if phase == VERIFY or m - 1 <= model.max_drafts]
+    return found
+
+
+def floors(model: ModelOps, context: int, rows: Iterable[int] = ROWS) -> list[dict[str, Any]]:
+    """Give the floor of every phase: phase, rows M of the verify, drafts k, overlap, bytes by what they are of.
 
     A phase that has no routed experts has the same bytes at every overlap.
     """
-    found = []
+    found, asked = [], phases_with(model, rows)
     for overlap in OVERLAPS:
-        phases = [(PLAIN, 1, pass_floor(model, 1, context, overlap))]
-        for m in rows:
-            phases.append((VERIFY, m, pass_floor(model, m, context, overlap)))
-            if m - 1 <= model.max_drafts:
-                phases.append((DRAFT, m, draft_floor(model, m - 1, context, overlap)))
-                phases.append((CYCLE, m, cycle_floor(model, m - 1, context, overlap)))
-        for phase, m, nbytes in phases:
+        for phase, m in asked:
+            if phase in (PLAIN, VERIFY):
+                nbytes = pass_floor(model, m, context, overlap)
+            else:
+                nbytes = (draft_floor if phase == DRAFT else cycle_floor)(model, m - 1, context, overlap)
             parts = asdict(nbytes) | {"total": nbytes.total}
             found.append({"phase": phase, "rows": m, "drafts": m - 1, "overlap": overlap, "bytes": parts})
     return found

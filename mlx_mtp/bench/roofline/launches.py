@@ -1,4 +1,4 @@
-"""Launches of a layer with each kind of kernels on, as counted in recorded graphs.
+"""Look up the launches of a layer with each kind of kernels on, as counted in recorded graphs.
 
 `launches.csv` is written by `python bench/launches.py --out mlx_mtp/bench/roofline/launches.csv`.
 """
@@ -37,7 +37,7 @@ Counts = dict[str, tuple[int, int]]  # by what is on ("none", a kind of KERNELS,
 
 
 def read(path: Path) -> dict[tuple[str, str], Counts]:
-    """Counts by model and by what of it they are."""
+    """Read counts by model and by what of it they are."""
     found: dict[tuple[str, str], Counts] = {}
     with path.open(newline="") as file:
         for line in csv.DictReader(row for row in file if not row.startswith("#")):
@@ -51,6 +51,6 @@ LAUNCHES = {kind: _COUNTED[where] for kind, where in KINDS.items()}
 
 
 def launches(kind: str, on: Collection[str], rows: int) -> int:
-    """Of one layer with no kernels on, with one kind of them, or with all."""
+    """Look up those of one layer with no kernels on, with one kind of them, or with all."""
     name = "none" if not on else "all" if set(on) >= ALL else "".join(on)
     return LAUNCHES[kind][name][int(rows > 1)]

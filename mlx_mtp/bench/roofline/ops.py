@@ -1,7 +1,6 @@
-"""What one forward pass of a model reads and multiplies: layers as lists of a few kinds of operations."""
+"""Describe what a forward pass of a model reads and multiplies: layers as lists of a few kinds of operations."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 # How alike tokens in a row choose their experts. A published count of real routing, 39 distinct of 64 visits at 8
@@ -11,7 +10,7 @@ PUBLISHED_POOL = 0.2105
 
 
 def distinct(total: int, top: int, rows: int, overlap: str = "independent") -> float:
-    """Expected distinct experts that `rows` tokens visit: pool x (1 - (1 - top / pool)^rows).
+    """Expect so many distinct experts to be visited by `rows` tokens: pool x (1 - (1 - top / pool)^rows).
 
     independent: the pool is all experts. published: PUBLISHED_POOL of them, never fewer than `top`. shared: all
     tokens choose the same.
@@ -22,12 +21,12 @@ def distinct(total: int, top: int, rows: int, overlap: str = "independent") -> f
 
 
 def packed(weights: float, bits: float, group: float | None) -> float:
-    """Bytes of weights; where they are quantized, each group has a scale and a bias of 16 bits."""
+    """Count the bytes of weights; where they are quantized, each group has a scale and a bias of 16 bits."""
     return weights * (bits / 8 + (4 / group if group else 0))
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearOp:
     """x [M, K] times weights [N, K]; group None: not quantized."""
 
     name: str
@@ -46,8 +45,8 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """Gate, up and down (or as many matrices as there are) of `top` of `total` experts for each token."""
+class ExpertsOp:
+    """Gate, up and down (or as many matrices as there are) of `top` of `total` experts a token; bytes: of one."""
 
     hidden: int
     width: int
@@ -67,12 +66,12 @@ class Experts:
         return packed(self.weights, self.bits, self.group)
 
     def visited(self, rows: int, overlap: str) -> float:
-        """Bytes of the distinct experts that `rows` tokens visit."""
+        """Count the bytes of the distinct experts that `rows` tokens visit."""
         return distinct(self.total, self.top, rows, overlap) * self.nbytes
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionOp:
     """Rows of `heads` queries over the cache of `kv` heads; `value_bytes` of each number in it."""
 
     heads: int
@@ -84,7 +83,7 @@ class Attention:
     value_bytes: float = 2
 
     def values(self, context: int) -> int:
-        """Of keys and values together."""
+        """Count keys and values together."""
         return min(context, self.window or context) * self.kv * (self.dim + (self.value_dim or self.dim))
 
     def cached(self, context: int) -> float:
@@ -92,7 +91,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentOp:
     """MLA's attention over a cache of rank + rope values a token, shared by all heads.
 
     top: of the positions before, only so many are read, chosen by keys of `index` values each.
@@ -116,63 +115,58 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class State:
+class StateOp:
     """A recurrent state in float32, read and written once a pass whatever M is."""
 
     nbytes: int
     name: str = "state"
 
 
-Op = Linear | Experts | Attention | Latent | State
+Op = LinearOp | ExpertsOp | AttentionOp | LatentOp | StateOp
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerOps:
     kind: str  # a row of launches.csv
     count: int
     ops: tuple[Op, ...]
 
 
 @dataclass(frozen=True)
-class DraftHead:
+class DraftHeadOps:
     """A depth of the MTP heads: what joins its inputs and its block, and the LM head that it drafts with."""
 
-    block: Layer
-    lm_head: Linear
+    block: LayerOps
+    lm_head: LinearOp
 
 
 @dataclass(frozen=True)
-class Model:
-    """recycled: the one draft head is fed its own output for any further draft."""
+class ModelOps:
+    """A target and its draft heads; recycled: the one head is fed its own output for any further draft."""
 
-    layers: tuple[Layer, ...]
-    head: Linear
-    drafts: tuple[DraftHead, ...] = ()
+    layers: tuple[LayerOps, ...]
+    head: LinearOp
+    drafts: tuple[DraftHeadOps, ...] = ()
     recycled: bool = False
 
-    def linears(self) -> Iterable[tuple[int, Linear]]:
-        yield 1, self.head
-        for layer in self.layers:
-            yield from ((layer.count, op) for op in layer.ops if isinstance(op, Linear))
-
-    def experts(self) -> Iterable[tuple[int, Experts]]:
-        for layer in self.layers:
-            yield from ((layer.count, op) for op in layer.ops if isinstance(op, Experts))
+    def ops(self) -> list[tuple[int, Op]]:
+        """List (count, operation) of a pass of the target."""
+        return [(1, self.head), *((layer.count, op) for layer in self.layers for op in layer.ops)]
 
     @property
     def shared_bytes(self) -> float:
         """Of weights that every step reads; the embedding is not among them."""
-        return sum(count * op.nbytes for count, op in self.linears())
+        return sum(count * op.nbytes for count, op in self.ops() if isinstance(op, LinearOp))
 
     @property
     def routed_bytes(self) -> float:
         """Of the experts that one token visits."""
-        return sum(count * op.top * op.nbytes for count, op in self.experts())
+        return sum(count * op.top * op.nbytes for count, op in self.ops() if isinstance(op, ExpertsOp))
 
     @property
     def total_bytes(self) -> float:
         """Of all weights but the draft heads'; the embedding is as large as the head."""
-        routed = sum(count * op.total * op.nbytes for count, op in self.experts())
+        routed = sum(count * op.total * op.nbytes for count, op in self.ops() if isinstance(op, ExpertsOp))
         return self.shared_bytes + self.head.nbytes + routed
 
     @property
@@ -180,11 +174,11 @@ class Model:
         """Of a cycle, as far as a verify of 8 rows goes."""
         return 7 if self.recycled else min(7, len(self.drafts))
 
-    def draft_passes(self, k: int) -> list[tuple[DraftHead, int]]:
-        """The passes of a draft head that draft k tokens, one each: (head, rows).
+    def draft_passes(self, k: int) -> list[tuple[DraftHeadOps, int]]:
+        """List the passes of a draft head that draft k tokens, one each: (head, rows).
 
-        As in `mlx_mtp/draft.py`: each of k depths reads the k + 1 rows of the last verify and the drafts before it; a
-        recycled head reads one row more for each further draft.
+        As the decode loop has them: each of k depths reads the k + 1 rows of the last verify and the drafts before
+        it; a recycled head reads one row more for each further draft.
         """
         if not 0 <= k <= self.max_drafts:
             raise ValueError(f"{k} drafts; allowed are 0 to {self.max_drafts}")
@@ -192,28 +186,16 @@ class Model:
             return [(self.drafts[0], k + 1 if depth == 0 else 1) for depth in range(k)]
         return [(head, k + 1 + depth) for depth, head in enumerate(self.drafts[:k])]
 
-    def stored(self, bits: float, group: float | None, value_bytes: float) -> "Model":
-        """The same with all weights, and all values of the caches, in one format."""
-        return Model(
-            tuple(_stored_layer(layer, bits, group, value_bytes) for layer in self.layers),
-            _stored(self.head, bits, group),
-            tuple(
-                DraftHead(_stored_layer(head.block, bits, group, value_bytes), _stored(head.lm_head, bits, group))
-                for head in self.drafts
-            ),
-            self.recycled,
-        )
+    def stored(self, bits: float, group: float | None, value_bytes: float) -> "ModelOps":
+        """Give the same with all weights, and all values of the caches, in one format."""
+        return _formatted(self, {"bits": bits, "group": group, "value_bytes": value_bytes})
 
 
-def _stored(op: Any, bits: float, group: float | None) -> Any:
-    return replace(op, bits=bits, group=group)
-
-
-def _stored_layer(layer: Layer, bits: float, group: float | None, value_bytes: float) -> Layer:
-    ops = list(layer.ops)
-    for i, op in enumerate(ops):
-        if isinstance(op, Attention | Latent):
-            ops[i] = replace(op, value_bytes=value_bytes)
-        elif not isinstance(op, State):
-            ops[i] = _stored(op, bits, group)
-    return replace(layer, ops=tuple(ops))
+def _formatted(part: Any, formats: dict[str, Any]) -> Any:
+    """Replace every field of these names in a dataclass, and in those inside it."""
+    if isinstance(part, tuple):
+        return tuple(_formatted(inner, formats) for inner in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    return replace(part, **{name: formats.get(name, _formatted(value, formats)) for name, value in values.items()})

@@ -1,59 +1,49 @@
-"""How long each phase is predicted to take on a chip, by stock MLX and by ours, and what each kernel takes off."""
+"""Predict how long each phase takes on a chip, by stock MLX and by ours, and what each kernel takes off."""
 
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from .chips import Chip
-from .cost import Costs, Pass, of_drafts, of_model, seconds
-from .floor import CYCLE, DRAFT, PLAIN, ROWS, VERIFY
+from .cost import PassShape, of_drafts, of_model, seconds
+from .floor import CYCLE, DRAFT, ROWS, phases_with
 from .launches import ALL, KERNELS
-from .ops import OVERLAPS, Model
+from .ops import OVERLAPS, ModelOps
 
 STOCK, OURS = "stock MLX", "ours"
 SHOWN_OVERLAP = "published"  # the one that tables show where they show one
 KERNEL_ROWS = (1, 2, 4, 8)
 
 
-def predicted(model: Model, chip: Chip, context: int, rows: Iterable[int] = ROWS) -> list[dict[str, Any]]:
-    """Seconds of every phase: phase, rows M of the verify, drafts k, side, overlap, seconds, launches.
+def predicted(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = ROWS) -> list[dict[str, Any]]:
+    """Predict every phase: phase, rows M of the verify, drafts k, side, overlap, seconds, launches.
 
     Stock MLX reads an expert for each token that visits it, so that its times are the same at every overlap.
     """
-    found, rows = [], list(rows)
-    for overlap in OVERLAPS:
-        for side, on in ((STOCK, frozenset()), (OURS, ALL)):
-            at = Pass(1, on, context, overlap)
-            phases = [(PLAIN, 1, of_model(model, at, chip))]
-            for m in rows:
-                verify = of_model(model, replace(at, m=m), chip)
-                phases.append((VERIFY, m, verify))
-                if m - 1 <= model.max_drafts:
-                    draft = of_drafts(model, m - 1, at, chip)
-                    phases += [(DRAFT, m, draft), (CYCLE, m, (verify, draft))]
-            for phase, m, costs in phases:
-                found.append(_row(phase, m, side, overlap, costs, chip))
+    asked = phases_with(model, rows)
+    sides = [(o, *side) for o in OVERLAPS for side in ((STOCK, frozenset[str]()), (OURS, ALL))]
+    found = []
+    for overlap, side, on in sides:
+        for phase, m in asked:
+            at = PassShape(m, on, context, overlap)
+            costs = [of_model(model, at, chip)] if phase != DRAFT else []
+            costs += [of_drafts(model, m - 1, at, chip)] if phase in (DRAFT, CYCLE) else []
+            times = {"seconds": sum(seconds(c, chip) for c in costs), "launches": sum(c.launches for c in costs)}
+            found.append({"phase": phase, "rows": m, "drafts": m - 1, "side": side, "overlap": overlap, **times})
     return found
 
 
-def _row(phase: str, m: int, side: str, overlap: str, costs: Any, chip: Chip) -> dict[str, Any]:
-    parts: list[Costs] = [costs] if isinstance(costs, Costs) else list(costs)
-    return {
-        **{"phase": phase, "rows": m, "drafts": m - 1, "side": side, "overlap": overlap},
-        **{"seconds": sum(seconds(c, chip) for c in parts), "launches": sum(c.launches for c in parts)},
-    }
+def kernels(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = KERNEL_ROWS) -> list[dict[str, Any]]:
+    """Predict what kernels of each kind, and all together, take off a pass of stock MLX, experts routed as published.
 
-
-def kernels(model: Model, chip: Chip, context: int, rows: Iterable[int] = KERNEL_ROWS) -> list[dict[str, Any]]:
-    """What each kind of kernels alone, and all together, take off a pass of stock MLX: kernels, ops, rows, seconds.
-
-    Experts are routed as published.
+    A line: kernels, ops, rows, stock's seconds, and those that come off.
     """
     found = []
     for m in rows:
-        at = Pass(m, context=context, overlap=SHOWN_OVERLAP)
+        at = PassShape(m, context=context, overlap=SHOWN_OVERLAP)
         stock = seconds(of_model(model, at, chip), chip)
-        for kind, on in [*((kind, frozenset((kind,))) for kind in KERNELS), ("all", ALL)]:
+        for kind in (*KERNELS, "all"):
+            on = ALL if kind == "all" else frozenset((kind,))
             ours = seconds(of_model(model, replace(at, on=on), chip), chip)
             ops = list(KERNELS.get(kind, ()))
             found.append({"kernels": kind, "ops": ops, "rows": m, "stock": stock, "seconds": stock - ours})

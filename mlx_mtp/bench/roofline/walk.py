@@ -15,14 +15,14 @@ from ...layers.mamba2 import Mamba2
 from ...layers.mla import AbsorbedMLA
 from ...layers.port import Port
 from ...layers.sparse_mla import SparseMLA
-from .ops import Attention, DraftHead, Experts, Latent, Layer, Linear, Model, Op, State
+from .ops import AttentionOp, DraftHeadOps, ExpertsOp, LatentOp, LayerOps, LinearOp, ModelOps, Op, StateOp
 
 TOP = ("top_k", "num_experts_per_tok", "moe_top_k")  # what mlx-lm's routers call the experts of a token
 SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
 OUTSIDE = ("head", "embed_tokens")  # of a draft head's modules: LM head, and an embedding that is looked up
 
 
-def of_port(model: Port, float_bytes: int | None = None) -> Model:
+def of_port(model: Port, float_bytes: int | None = None) -> ModelOps:
     """The operations of a port's model, whose weights are not read.
 
     float_bytes: of a weight that is not quantized, and of a value in the caches; None takes what the model has.
@@ -31,26 +31,26 @@ def of_port(model: Port, float_bytes: int | None = None) -> Model:
     width = float_bytes or model.no_hidden().dtype.size
     windows = {id(layer): w for layer, w in zip(model.cached_layers(), model.windows(), strict=True)}
     counted = Counter(tuple(_ops(model, layer, windows.get(id(layer)), width)) for layer in model.layers)
-    layers = tuple(Layer(kind_of(ops), count, ops) for ops, count in counted.items())
+    layers = tuple(LayerOps(kind_of(ops), count, ops) for ops, count in counted.items())
     lm_head = _linear("lm_head", model.unembedding(), width)
     drafts = tuple(_draft_head(model, depth, width) for depth in range(len(model.mtp)))
-    return Model(layers, lm_head, drafts, model.spec.topology == "recycle" and len(drafts) == 1)
+    return ModelOps(layers, lm_head, drafts, model.spec.topology == "recycle" and len(drafts) == 1)
 
 
-def _draft_head(model: Port, depth: int, width: int) -> DraftHead:
+def _draft_head(model: Port, depth: int, width: int) -> DraftHeadOps:
     head: Any = model.mtp[depth]
     parts = [(name, child) for name, child in head.children().items() if name not in OUTSIDE]
     ops = tuple(op for _, child in parts for op in _ops(model, child, head.window, width))
-    return DraftHead(Layer(kind_of(ops), 1, ops), _linear("lm_head", model.unembedding(depth), width))
+    return DraftHeadOps(LayerOps(kind_of(ops), 1, ops), _linear("lm_head", model.unembedding(depth), width))
 
 
 def kind_of(ops: tuple[Op, ...]) -> str:
     """The kind of layer, of those whose launches were counted, that is most like one of these operations."""
     kinds = {type(op) for op in ops}
-    experts = Experts in kinds
-    if State in kinds:
+    experts = ExpertsOp in kinds
+    if StateOp in kinds:
         return "qwen delta experts" if experts else "qwen delta"
-    family = "deepseek" if Latent in kinds else "glm"
+    family = "deepseek" if LatentOp in kinds else "glm"
     return f"{family} experts" if experts else f"{family} dense"
 
 
@@ -70,24 +70,24 @@ def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
     kind = type(module)
     if kind in {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}:
         form = Form.of(module)
-        yield Attention(form.heads, form.kv_heads, form.head_dim, window, "attention", form.value_dim, width)
+        yield AttentionOp(form.heads, form.kv_heads, form.head_dim, window, "attention", form.value_dim, width)
     elif issubclass(kind, AbsorbedMLA):
         yield _latent(model, module, width)
     elif issubclass(kind, GatedDelta):
-        yield State(module.num_v_heads * module.head_v_dim * module.head_k_dim * 4)
+        yield StateOp(module.num_v_heads * module.head_v_dim * module.head_k_dim * 4)
     elif issubclass(kind, Mamba2):
-        yield State(module.num_heads * module.head_dim * module.ssm_state_size * 4)
+        yield StateOp(module.num_heads * module.head_dim * module.ssm_state_size * 4)
 
 
-def _latent(model: Port, module: Any, width: int) -> Latent:
+def _latent(model: Port, module: Any, width: int) -> LatentOp:
     """Where layers share what one indexer chose, only that one's cache has its keys."""
     sizes = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim, module.v_head_dim
     top = model.args.index_topk if issubclass(type(module), SparseMLA) else None
     index = module.indexer.head_dim if "indexer" in module else 0
-    return Latent(module.num_heads, *sizes, top=top, index=index, value_bytes=width)
+    return LatentOp(module.num_heads, *sizes, top=top, index=index, value_bytes=width)
 
 
-def _experts(module: Any, block: Any, width: int) -> Experts:
+def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
     """Of a module that holds an MLP's matrices for all experts, inside the block that routes to it."""
     made = [child for child in module.children().values() if isinstance(child, SWITCHES)]
     shapes = [_shape(child) for child in made]
@@ -97,12 +97,12 @@ def _experts(module: Any, block: Any, width: int) -> Experts:
     tops = [top for owner in owners for name in TOP if isinstance(top := getattr(owner, name, None), int)]
     if not tops:
         raise ValueError(f"config.json: {' or '.join(TOP)} must say how many experts a token visits")
-    return Experts(k, n, total, tops[0], "experts", *_format(made, width), len(made))
+    return ExpertsOp(k, n, total, tops[0], "experts", *_format(made, width), len(made))
 
 
-def _linear(name: str, module: Any, width: int) -> Linear:
+def _linear(name: str, module: Any, width: int) -> LinearOp:
     many, n, k = _shape(module)
-    return Linear(name, many * n, k, *_format([module], width))
+    return LinearOp(name, many * n, k, *_format([module], width))
 
 
 def _shape(module: Any) -> tuple[int, int, int]:

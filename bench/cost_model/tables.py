@@ -1,0 +1,82 @@
+"""Lay the validation out as tables of text, for `mlx-mtp bench model --validate` to print."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mlx_mtp.bench.roofline.chips import Chip
+
+from .published import PublishedPass, read_unused
+from .validation import attention, fitted_to
+
+Found = dict[str, Any]
+
+
+def tables(
+    chips: dict[str, Chip], rows: Sequence[PublishedPass], checked: Found, forms: Sequence[Found]
+) -> list[Found]:
+    """Give every table's title, columns (text, and from `left` on numbers), sections of rows, and caption."""
+    return [constants(chips, rows), comparison(checked), attention_table(chips), unused(), forms_table(forms)]
+
+
+def _table(
+    title: str, columns: Sequence[str], *sections: Iterable[Sequence[str]], left: int = 1, caption: str | None = None
+) -> Found:
+    lists = [[list(row) for row in section] for section in sections]
+    return {"title": title, "columns": list(columns), "left": left, "caption": caption, "sections": lists}
+
+
+def constants(chips: dict[str, Chip], rows: Sequence[PublishedPass]) -> Found:
+    """Show the two constants of each chip, and how many times they were fitted to."""
+    lines = []
+    for name, chip in chips.items():
+        figures = f"{chip.gbps:g}", f"{chip.usable:.2f}", f"{chip.tflops:g}", f"{chip.issue:.2f}"
+        lines.append((name, *figures, str(fitted_to(name, rows) or "none: prior")))
+    return _table(
+        "constants behind what is predicted: two of each chip, fitted to published times of M <= 2",
+        ("chip", "GB/s", "share", "fp32 TF", "share of its issue rate", "fitted to times of M <= 2"),
+        lines,
+        caption="M5 Ultra and M6 are left out: no figures of their compute",
+    )
+
+
+def comparison(checked: Found) -> Found:
+    """Set predicted ratios beside published ones, those that were fitted first."""
+    columns = "source", "chip", "what", "M", "over M", "published", "predicted", "error", ""
+    rows = sorted(checked["rows"], key=lambda row: (row["kind"], row["chip"], row["source"], row["m"]))
+    sections = [[_compared(row) for row in rows if row["fitted"] == fitted] for fitted in (True, False)]
+    return _table("predicted T(M)/T(1) beside published", columns, *sections, left=3)
+
+
+def _compared(row: Found) -> Sequence[str]:
+    size = row["source"], row["chip"], row["what"], str(row["m"]), str(row["base"])
+    return *size, f"{row['published']:.2f}", f"{row['predicted']:.2f}", f"{row['error']:+.1%}", row["verdict"]
+
+
+def attention_table(chips: dict[str, Chip]) -> Found:
+    """Set predicted GB/s of attention beside published ones."""
+    columns = "source", "chip", "query heads/KV heads, width", "context", "M", "published", "predicted", "error"
+    lines = []
+    for row in attention(chips):
+        figures = f"{row['published']}", f"{row['predicted']:.0f}", f"{row['error']:+.1%}"
+        lines.append((row["source"], row["chip"], row["shape"], str(row["context"]), str(row["m"]), *figures))
+    title = "predicted GB/s of stock MLX's attention beside published; neither fitted nor a test"
+    return _table(title, columns, lines)
+
+
+def unused() -> Found:
+    """List what was published and is not predicted."""
+    lines = [(row["source"], row["what"], row["why"]) for row in read_unused()]
+    return _table("published but not predicted, and why", ("source", "what", "why"), lines, left=3)
+
+
+def forms_table(forms: Sequence[Found]) -> Found:
+    """Show the errors that other forms of the cost model have."""
+    columns = "form", "caches serve", "median error, M <= 2", "greatest", "median, M = 3..8", "greatest", "within 25%"
+    lines = []
+    for made in forms:
+        near, far = made["fitted"], made["tested"]
+        name, served = made["form"] + " *" * made["used"], "repeated requests" if made["caches"] else "none"
+        figures = *(f"{x:.1%}" for x in (*near[:2], *far[:2])), f"{far[2]} of {far[3]}"
+        lines.append((name, served, *figures))
+    title = "predicted with other forms of t(a, b), each fitted anew to M <= 2"
+    return _table(title, columns, lines, left=2)
