@@ -1,4 +1,4 @@
-"""Command line. With `bench/` the only code that prints."""
+"""Run the command line. With `bench/` the only code that prints."""
 
 import os
 import re
@@ -60,7 +60,7 @@ class OneLine(click.Group):
 
 
 def _open_streams() -> None:
-    """A standard stream that the caller closed is the null device."""
+    """Put the null device in place of a standard stream that the caller closed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the process ends
@@ -68,7 +68,7 @@ def _open_streams() -> None:
 
 
 def _unraisable(raised: Any) -> None:
-    """A signal in the middle of a finalizer, which can raise nothing, comes once more when that is over."""
+    """Repeat a signal that came in the middle of a finalizer, which can raise nothing, when that is over."""
     if raised.exc_type in (KeyboardInterrupt, SystemExit):
         again = signal.SIGINT if raised.exc_type is KeyboardInterrupt else signal.SIGTERM
         timer = threading.Timer(0.01, os.kill, (os.getpid(), again))
@@ -93,12 +93,12 @@ def _reader_left() -> NoReturn:
 
 
 def _discard_output() -> None:
-    """What could not be written is not tried again at exit, where it would be a traceback."""
+    """Drop what could not be written; trying again at exit would be a traceback."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _with_flag(message: str) -> tuple[str, int]:
-    """(message, exit code). The library names an argument, "top_k=9: ..."; say which flag it came from."""
+    """Say from which flag an argument came that the library names, as "top_k=9: ..."; (message, exit code)."""
     name = re.match(r"(\w+)=", message)
     commands = [*main.commands.values(), *bench.commands.values()]
     flags = {param.name: param.opts[0] for command in commands for param in command.params}
@@ -121,12 +121,5 @@ def main(ctx: click.Context) -> None:
         sys.exit(2)
 
 
-main.add_command(generate)
-main.add_command(chat)
-main.add_command(cache_prompt)
-main.add_command(convert)
-main.add_command(draft_vocab)
-main.add_command(emulate)
-main.add_command(bench)
-main.add_command(inspect)
-main.add_command(verify_lossless)
+for command in (generate, chat, cache_prompt, convert, draft_vocab, emulate, bench, inspect, verify_lossless):
+    main.add_command(command)

@@ -8,7 +8,8 @@ import click
 
 from .bench_options import bar, console, cooldown_of, finish, numbers, run_options, subject_of, subject_options
 from .bench_pictures import complete
-from .options import BITS, GIVEN, default_step, options
+from .from_flags import default_step
+from .options import BITS, GIVEN, options
 
 if TYPE_CHECKING:
     from rich.console import Console

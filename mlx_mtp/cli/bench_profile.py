@@ -7,7 +7,8 @@ import click
 
 from .bench_options import console, cooldown_of, finish, run_options, subject_of, subject_options
 from .bench_pictures import WRITTEN
-from .options import default_step, options
+from .from_flags import default_step
+from .options import options
 
 if TYPE_CHECKING:
     from rich.console import Console

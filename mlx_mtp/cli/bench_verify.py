@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .bench_options import bar, console, finish, numbers, run_options, subject_of, subject_options
-from .options import default_step
+from .from_flags import default_step
 
 if TYPE_CHECKING:
     from ..bench.verify import Curve, Plan

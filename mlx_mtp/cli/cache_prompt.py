@@ -1,26 +1,21 @@
-"""`mlx-mtp cache-prompt`: read the beginning of a prompt once, for many to go on from."""
+"""Define `mlx-mtp cache-prompt`: read the beginning of a prompt once, for many to go on from."""
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import (
-    cache_layout,
-    cache_options,
-    check_text,
-    default_step,
-    load_model,
-    memory_options,
-    model_options,
-    parse_template_config,
-    read_prompt,
-)
+from . import options
+from .from_flags import cache_layout, default_step, load_model
+
+if TYPE_CHECKING:
+    from ..cache.prompt_prefix import Opening
+    from ..decoding.stats import Stats
 
 
 def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
-    """Callback: a file can be there, which is asked before anything is read."""
+    """Check that a file can be there, before anything is read."""
     path = Path(value)
     if not path.parent.is_dir():
         raise click.BadParameter(f"{path.parent} is not a directory")
@@ -32,23 +27,22 @@ def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Pat
 
 
 @click.command("cache-prompt")
-@model_options
+@options.model_options
 @click.option("--eos-token", help="The tokenizer's end-of-text token.")
-@click.option("--system-prompt", callback=check_text, help="System message of the chat template.")
+@options.system_prompt_option
 @click.option("--prompt", "-p", required=True, help="Beginning of the message; '-' reads standard input.")
 @click.option("--prompt-cache-file", required=True, callback=check_place, help="File to write.")
-@click.option("--ignore-chat-template", is_flag=True, help="Use the prompt as it is.")
-@click.option("--chat-template-config", callback=parse_template_config, help="JSON object of template variables.")
+@options.no_template_option
+@options.template_config_option
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
-@cache_options
-@memory_options
+@options.cache_options
 def cache_prompt(**flags: Any) -> None:
     """Read a prompt and keep what the model, and its heads, know after it.
 
     generate and chat then go on with --prompt-cache-file, as if their text stood behind that prompt, and with the
     same model where no other is named.
     """
-    text = read_prompt(flags["prompt"])
+    text = options.read_prompt(flags["prompt"])
     model, tokenizer = load_model(flags)
     from ..cache.prompt_prefix import Opening
 
@@ -58,7 +52,7 @@ def cache_prompt(**flags: Any) -> None:
     tokens = opening.settled(tokenizer)
     if not tokens:
         raise click.UsageError("the prompt is too short: none of its tokens is certain before what follows is known")
-    stats = _read(model, tokens, opening, flags)
+    stats = _save(model, tokens, opening, flags)
     if not flags["quiet"]:
         size = flags["prompt_cache_file"].stat().st_size
         click.echo(f"Prompt: {len(tokens)} tokens, {size / 1e6:.1f} MB in {flags['prompt_cache_file']}")
@@ -66,13 +60,13 @@ def cache_prompt(**flags: Any) -> None:
 
 
 def _lasting(model: str | None) -> str | None:
-    """A model's name that means the same in another directory."""
+    """Give a model a name that means the same in another directory."""
     path = Path(model or "").expanduser()
     return str(path.absolute()) if model and path.is_dir() else model
 
 
-def _read(model: Any, tokens: list[int], opening: Any, flags: dict[str, Any]) -> Any:
-    """Read the tokens and write the file; how it went."""
+def _save(model: Any, tokens: list[int], opening: "Opening", flags: dict[str, Any]) -> "Stats":
+    """Read the tokens and write the file; return how it went."""
     from ..cache.file import save_prompt_cache
     from ..cache.prompt_cache import make_prompt_cache
     from ..decoding.stats import Stats
@@ -80,9 +74,8 @@ def _read(model: Any, tokens: list[int], opening: Any, flags: dict[str, Any]) ->
     from ..machine.memory import wired
     from .progress import PromptProgress, shows_progress
 
-    drafts, step = flags["num_draft_tokens"], flags["prefill_step_size"] or default_step()
-    layout, stats = cache_layout(model, flags), Stats()
-    cache = make_prompt_cache(model, num_draft_tokens=drafts, **layout)
+    drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or default_step(), Stats()
+    cache = make_prompt_cache(model, num_draft_tokens=drafts, **cache_layout(model, flags))
     progress = PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=step)
     options = {"max_context": flags["max_context"], "check_memory": not flags["ignore_memory"], "prompt_cache": cache}
     options |= {"prefill_step_size": step, "num_draft_tokens": drafts, "stats": stats}

@@ -1,4 +1,4 @@
-"""The loop of `mlx-mtp chat`: read a message, answer it or obey it."""
+"""Run the loop of `mlx-mtp chat`: read a message, answer it or obey it."""
 
 import contextlib
 import shutil
@@ -12,7 +12,7 @@ from ..machine.errors import first_line
 from ..session import ChatSession
 from .footer import Totals, footer, mtp_state
 from .progress import PromptProgress, shows_progress
-from .terminal import Lines, StopOnInterrupt, dumb, faint, hidden_typing, printable
+from .terminal import MessageReader, StopOnInterrupt, complain, dumb, faint, hidden_typing, printable
 
 HELP = """\
 /help        this list (also: h)
@@ -32,14 +32,14 @@ class Chat:
         self.session, self.name, self.quiet = session, name, quiet
         self.progress = shows_progress(quiet=quiet)
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.read = Lines(interactive=self.interactive, warn=self._complain)
+        self.read = MessageReader(interactive=self.interactive)
         self.drafts = session.num_draft_tokens or default_draft_tokens(session.model)
         self.totals = Totals()
         self._last: GenerationResponse | None = None
         self._line_ended = False
 
     def run(self) -> None:
-        """Until /exit, the end of input, or Ctrl-C twice at the prompt."""
+        """Go on until /exit, the end of input, or Ctrl-C twice at the prompt."""
         if self.interactive and not self.quiet:
             faint(f"{self.name} · {mtp_state(self.session)} · /help\n")
         if not self.session.tokenizer.has_chat_template:
@@ -58,7 +58,7 @@ class Chat:
 
     def _command(self, name: str, argument: str) -> None:
         if argument and name in ("/help", "/reset", "/stats"):
-            self._complain(f"{name} {printable(argument)[:30]}: {name} takes no argument")
+            complain(f"{name} {printable(argument)[:30]}: {name} takes no argument")
         elif name == "/help":
             click.echo(HELP + "\n" + KEYS if self.interactive else HELP)
         elif name == "/reset":
@@ -68,22 +68,22 @@ class Chat:
         elif name == "/stats":
             click.echo("\n".join(self.totals.lines(self.session)))
         elif name == "/mtp":
-            self._switch(argument)
+            self._set_drafting(argument)
         else:
-            self._complain(f"unknown command {printable(name)[:30]}: /help lists them; a space before the / sends it")
+            complain(f"unknown command {printable(name)[:30]}: /help lists them; a space before the / sends it")
 
-    def _switch(self, argument: str) -> None:
-        """/mtp on, /mtp off, and /mtp to ask."""
+    def _set_drafting(self, argument: str) -> None:
+        """Obey /mtp on and /mtp off, and answer /mtp."""
         if argument not in ("on", "off", ""):
-            return self._complain(f"/mtp {printable(argument)[:30]}: allowed are on and off")
+            return complain(f"/mtp {printable(argument)[:30]}: allowed are on and off")
         if argument == "on" and not self.drafts:
-            return self._complain("MTP stays off: no heads are loaded")
+            return complain("MTP stays off: no heads are loaded")
         if argument:
             self.session.num_draft_tokens = self.drafts if argument == "on" else 0
         click.echo(mtp_state(self.session))
 
     def _answer(self, text: str) -> None:
-        """One turn: the answer as it comes, and its footer."""
+        """Print an answer as it comes, and its footer."""
         self._last, trouble = None, ""
         try:
             self._stream(text)
@@ -95,7 +95,7 @@ class Chat:
         if last:
             click.echo("" if self._line_ended else "\n", nl=False)
         if trouble:
-            self._complain(trouble)
+            complain(trouble)
         elif last is None or last.finish_reason is None:
             self._note("(stopped)" if last else "(stopped; the message is left out of the conversation)")
         if last:
@@ -124,9 +124,6 @@ class Chat:
             self._note(f"The conversation is past the {limit:,} tokens the model was made for; /reset begins anew.")
 
     def _note(self, text: str) -> None:
-        """Something to know, on stderr."""
+        """Mention something on stderr."""
         if not self.quiet:
             faint(text, err=True)
-
-    def _complain(self, text: str) -> None:
-        click.echo(text, err=True)

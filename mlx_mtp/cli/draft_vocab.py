@@ -1,4 +1,4 @@
-"""`mlx-mtp draft-vocab`: choose the tokens that a model's heads draft, by the user's own texts."""
+"""Define `mlx-mtp draft-vocab`: choose the tokens that a model's heads draft, by the user's own texts."""
 
 import logging
 import sys
@@ -10,21 +10,21 @@ from typing import Any
 import click
 
 from ..demo import demo_path
+from .options import checkpoint_options
 
 SHARE = 4  # by default one token in so many is kept
 PIECE = 1 << 20  # characters that are encoded at a time
 
 
 def check_folder(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    """Callback: texts take a while to count, so a file that cannot be written is refused before."""
+    """Refuse a file that cannot be written before texts are counted, which takes a while."""
     if not Path(value).parent.is_dir():
         raise click.BadParameter(f"{Path(value).parent}: no such directory")
     return value
 
 
 @click.command("draft-vocab")
-@click.option("--model", help="Local directory or Hugging Face repository.  [default: the demo model]")
-@click.option("--trust-remote-code", is_flag=True, help="Let the tokenizer run code from the checkpoint.")
+@checkpoint_options
 @click.option(
     "--out",
     required=True,
@@ -70,10 +70,10 @@ def draft_vocab(
         click.echo(f"They are {covered / counts.total():.1%} of the texts' {counts.total():,}.")
 
 
-def _read(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, one by one; what is no UTF-8 is skipped, and said to be."""
-    for name in texts:
-        for file in _files(name):
+def _read(names: Iterable[str]) -> Iterator[str]:
+    """Read files, directories and '-', standard input; what is no UTF-8 is skipped, and said to be."""
+    for name in names:
+        for file in [None] if name == "-" else _files(Path(name)):
             try:
                 raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
                 yield raw.decode()
@@ -81,22 +81,14 @@ def _read(texts: Iterable[str]) -> Iterator[str]:
                 click.echo(f"skipped: {file or 'standard input'} is not UTF-8 text", err=True)
 
 
-def _files(name: str) -> Iterator[Path | None]:
-    """The file of this name, or those below a directory; None is standard input."""
-    if name == "-":
-        yield None
-        return
-    path = Path(name)
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        hidden = file != path and any(part.startswith(".") for part in file.relative_to(path).parts)
-        if file.is_file() and not hidden:
-            yield file
+def _files(path: Path) -> list[Path]:
+    """List this file, or those below a directory but hidden ones."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    hidden = {file for file in files if any(part.startswith(".") for part in file.relative_to(path).parts)}
+    return [file for file in files if file.is_file() and file not in hidden]
 
 
 def _count(tokenizer: Any, texts: Iterable[str]) -> Counter[int]:
-    """How often each token occurs."""
-    counts: Counter[int] = Counter()
-    for text in texts:
-        for start in range(0, len(text), PIECE):
-            counts.update(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False))
-    return counts
+    """Count how often each token occurs."""
+    pieces = (text[start : start + PIECE] for text in texts for start in range(0, len(text), PIECE))
+    return Counter(token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False))

@@ -1,12 +1,13 @@
-"""What stderr shows while a model is loaded and a prompt is read."""
+"""Show on stderr that a model is loaded, a prompt is read, or a long task goes on."""
 
 import contextlib
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from .terminal import dumb
 
@@ -15,16 +16,24 @@ NARROW = 40  # columns; a line broken in two would stay behind
 
 
 def shows_progress(*, quiet: bool) -> bool:
-    """Whether anybody would see it."""
+    """Say if anybody would see it."""
     return sys.stderr.isatty() and not quiet and not dumb()
 
 
 def loading(*, shown: bool) -> contextlib.AbstractContextManager:
-    """A spinner on stderr."""
+    """Show a spinner."""
     return Console(stderr=True).status("Loading the model") if shown else contextlib.nullcontext()
 
 
-class PromptProgress:
+@contextlib.contextmanager
+def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar of these columns; yields a function of what is done, how much of it, and of how much."""
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda what, done, total: progress.update(task, completed=done, total=total, description=what)
+
+
+class PromptProgress(contextlib.AbstractContextManager):
     """A bar on stderr while a prompt is read: at once where it takes several chunks, else after PATIENCE."""
 
     def __init__(self, *, shown: bool, chunk: int):
@@ -34,9 +43,6 @@ class PromptProgress:
         self._timer: threading.Timer | None = None
         self._count = (0, 0)
         self._label = "Reading"
-
-    def __enter__(self) -> "PromptProgress":
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self._end()

@@ -1,4 +1,4 @@
-"""Keyboard and interrupts of `mlx-mtp chat`; plain lines where there is no terminal."""
+"""Handle the keyboard and interrupts of `mlx-mtp chat`; read plain lines where there is no terminal."""
 
 import contextlib
 import os
@@ -20,17 +20,17 @@ CONTROLS = {**dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)
 
 
 def printable(text: str) -> str:
-    """The text with control characters made visible."""
+    """Make control characters visible."""
     return text.translate(CONTROLS)
 
 
 def dumb() -> bool:
-    """The terminal says that it knows no escape codes."""
+    """Ask if the terminal says that it knows no escape codes."""
     return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
 def unstyled() -> bool:
-    """Neither dim nor bold: the user (https://no-color.org) or the terminal does without."""
+    """Ask if the user (https://no-color.org) or the terminal does without dim and bold."""
     return dumb() or bool(os.environ.get("NO_COLOR"))
 
 
@@ -39,15 +39,20 @@ def faint(text: str, *, err: bool = False) -> None:
     click.echo(text if unstyled() else click.style(text, dim=True), err=err)
 
 
-class Lines:
+def complain(text: str) -> None:
+    """Print a line on stderr."""
+    click.echo(text, err=True)
+
+
+class MessageReader:
     """What the user sends: from an editor with history, pasted pages and Alt-Enter for a new line, or from a pipe.
 
     Called for the next message; None means to leave: at the end of input or at two Ctrl-C in a row on an empty
-    line, of which the first only calls `warn`.
+    line, of which the first only warns.
     """
 
-    def __init__(self, *, interactive: bool, warn: Callable[[str], None]):
-        self._warn, self._warned = warn, False
+    def __init__(self, *, interactive: bool):
+        self._warned = False
         self._editor: Any = None
         self._prompt = "> " if interactive else ""
         if interactive and not dumb():
@@ -68,7 +73,7 @@ class Lines:
                 if self._warned:
                     return None
                 self._warned = True
-                self._warn("/exit, Ctrl-D or another Ctrl-C leaves the chat.")
+                complain("/exit, Ctrl-D or another Ctrl-C leaves the chat.")
 
     def _next(self) -> str | None:
         if self._editor is None:
@@ -87,7 +92,7 @@ class Lines:
 
 @contextlib.contextmanager
 def hidden_typing(*, active: bool, marked: bool = True) -> Iterator[None]:
-    """Keys pressed meanwhile wait for the next prompt instead of showing up in the middle of an answer.
+    """Have keys pressed meanwhile wait for the next prompt instead of showing up in the middle of an answer.
 
     marked: have the terminal mark pastes, so that the next prompt takes one for one message.
     """

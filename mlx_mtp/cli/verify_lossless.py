@@ -1,20 +1,17 @@
-"""`mlx-mtp verify-lossless`: is the text with drafts the text without, with this model on this machine?"""
+"""Define `mlx-mtp verify-lossless`: compare texts with and without drafts, with this model on this machine."""
 
-import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import IntRange, option
 
-from .options import GIVEN, load_model, model_options
+from .from_flags import load_model
+from .options import GIVEN, model_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from ..lossless.check import Progress, Verdict
-    from ..lossless.tasks import Answered, Task
+    from ..lossless.check import Settings
 
 TOKENS = 24  # of a new text, by default: the demo is to be done in a minute on a slow CPU
 TASK_TOKENS = 2048  # of an answer
@@ -22,26 +19,17 @@ TASK_TOKENS = 2048  # of an answer
 
 @click.command("verify-lossless")
 @model_options
-@click.option(
-    "--max-tokens",
-    "-m",
-    type=click.IntRange(1),
+@option(
+    *("--max-tokens", "-m"),
+    type=IntRange(1),
     help=f"Most tokens of a text.  [default: {TOKENS}, with --tasks {TASK_TOKENS}]",
 )
-@click.option("--draws", type=click.IntRange(20), default=24, help="Sampled texts whose distribution is tested.")
-@click.option("--seed", type=click.IntRange(0, 2**62), default=0, help="Of all draws.")
-@click.option(
-    "--diagnose/--no-diagnose", default=True, help="Try other wirings of the heads: is one right more often?"
-)
-@click.option(
-    "--float32", is_flag=True, help="Compute in float32, with MLX's own kernels: what differs then is a bug."
-)
-@click.option(
-    "--tasks",
-    type=GIVEN,
-    help="Instead, answer the questions of a JSON-lines file, without and with drafts.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--draws", type=IntRange(20), default=24, help="Sampled texts whose distribution is tested.")
+@option("--seed", type=IntRange(0, 2**62), default=0, help="Of all draws.")
+@option("--diagnose/--no-diagnose", default=True, help="Try other wirings of the heads: is one right more often?")
+@option("--float32", is_flag=True, help="Compute in float32, with MLX's own kernels: what differs then is a bug.")
+@option("--tasks", type=GIVEN, help="Instead, answer the questions of a JSON-lines file, without and with drafts.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify_lossless(**flags: Any) -> None:
     """Compare texts with and without drafts, greedy and sampled; exit code 1 where drafting is not lossless.
 
@@ -59,13 +47,28 @@ def verify_lossless(**flags: Any) -> None:
         raise click.UsageError(
             "without drafts there is nothing to verify; leave --no-mtp and --num-draft-tokens 0 out"
         )
-    tasks = _read_tasks(flags["tasks"])
+    tasks = []
+    if flags["tasks"]:
+        from ..lossless.tasks import read_tasks
+
+        tasks = read_tasks(flags["tasks"])  # before a model is loaded for them
     model, tokenizer = _load(flags)
-    from .progress import shows_progress
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+
+    from ..lossless.check import conclude, verify
+    from ..lossless.tasks import answer_all
+    from .progress import bar, shows_progress
     from .verify_tables import as_dict, show
 
-    with _progress(shown=shows_progress(quiet=flags["as_json"])) as progress:
-        verdict, answered = _run(model, tokenizer, tasks, flags, progress)
+    settings, answered = _settings(model, flags), []
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
+    with bar(*columns, shown=shows_progress(quiet=flags["as_json"])) as progress:
+        if tasks:
+            most, way = settings.max_tokens, settings.ways[-1]
+            verdict, answered = answer_all(model, tokenizer, tasks, way, max_tokens=most, progress=progress)
+            conclude(model, verdict)
+        else:
+            verdict = verify(model, tokenizer, settings, progress)
     if flags["as_json"]:
         click.echo(json.dumps(as_dict(model, verdict, answered)))
     else:
@@ -73,16 +76,8 @@ def verify_lossless(**flags: Any) -> None:
     sys.exit(1 if verdict.broken else 0)
 
 
-def _read_tasks(file: "Path | None") -> "list[Task]":
-    """Before a model is loaded for them."""
-    if file is None:
-        return []
-    from ..lossless.tasks import read_tasks
-
-    return read_tasks(file)
-
-
 def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
+    """Load the model and its tokenizer, in float32 where that is asked for."""
     if flags["float32"] and flags["kernels"] not in (None, "off"):
         raise click.UsageError(f"--float32 is without kernels; leave --kernels {flags['kernels']} out")
     kernels = "off" if flags["float32"] else flags["kernels"]
@@ -94,35 +89,21 @@ def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _run(
-    model: Any, tokenizer: Any, tasks: "list[Task]", flags: dict[str, Any], progress: "Progress"
-) -> "tuple[Verdict, list[Answered]]":
-    """The checks that the flags ask for."""
-    from ..lossless.check import Settings, conclude, verify
-    from ..lossless.tasks import answer_all
+def _settings(model: Any, flags: dict[str, Any]) -> "Settings":
+    from ..lossless.check import Settings
 
-    settings = Settings(
+    return Settings(
         drafts=_drafts(model, flags["num_draft_tokens"]),
-        max_tokens=flags["max_tokens"] or (TASK_TOKENS if tasks else TOKENS),
-        draws=flags["draws"],
-        seed=flags["seed"],
-        adaptive=flags["adaptive"],
+        max_tokens=flags["max_tokens"] or (TASK_TOKENS if flags["tasks"] else TOKENS),
         p_min=flags["draft_p_min"],
         lookup=flags["prompt_lookup"] is not False,
         compiled=bool(flags["compile_cycles"]),
-        diagnose=flags["diagnose"],
+        **{name: flags[name] for name in ("draws", "seed", "adaptive", "diagnose")},
     )
-    if not tasks:
-        return verify(model, tokenizer, settings, progress), []
-    verdict, answered = answer_all(
-        model, tokenizer, tasks, settings.ways[-1], max_tokens=settings.max_tokens, progress=progress
-    )
-    conclude(model, verdict)
-    return verdict, answered
 
 
 def _drafts(model: Any, asked: int | None) -> int:
-    """The most drafts of a cycle; 0 for a model without heads, which has lookups alone."""
+    """Count the most drafts of a cycle; 0 for a model without heads, which has lookups alone."""
     from ..generate import default_draft_tokens
 
     most = model.max_draft_tokens
@@ -132,19 +113,3 @@ def _drafts(model: Any, asked: int | None) -> int:
         allowed = f"1 to {most} with the MTP heads of the model" if most else "none without MTP heads"
         raise ValueError(f"num_draft_tokens={asked}: allowed is {allowed}")
     return default_draft_tokens(model) if asked is None else asked
-
-
-@contextlib.contextmanager
-def _progress(*, shown: bool) -> "Iterator[Progress]":
-    """A bar on stderr, one stage after the other."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
-        task = bar.add_task("")
-
-        def stage(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name, completed=done, total=total)
-
-        yield stage

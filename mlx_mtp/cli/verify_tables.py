@@ -1,25 +1,25 @@
-"""What `mlx-mtp verify-lossless` prints: tables for people, a dictionary for programs."""
+"""Write the outcome of `mlx-mtp verify-lossless`: tables for people, a dictionary for programs."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from ..lossless.check import Verdict
+from ..lossless.compare import Comparison, Difference
 from ..lossless.sampled import HOTTER
-
-if TYPE_CHECKING:
-    from ..lossless.check import Verdict
-    from ..lossless.compare import Comparison, Difference
-    from ..lossless.tasks import Answered
+from ..lossless.tasks import Answered
 
 LISTED = 20  # differences
 WIDTH = 110  # of a table where the terminal is not a terminal
 
 
-def show(model: Any, tokenizer: Any, verdict: "Verdict", answered: "list[Answered]") -> None:
-    """Print all of it."""
+def show(model: Any, tokenizer: Any, verdict: Verdict, answered: list[Answered]) -> None:
+    """Print all of it as tables."""
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = WIDTH
@@ -53,10 +53,16 @@ def show(model: Any, tokenizer: Any, verdict: "Verdict", answered: "list[Answere
     console.print(_sum(verdict, differences), markup=False, soft_wrap=True)
 
 
-def _ways(title: str, comparisons: "list[Comparison]") -> Table:
-    table = Table("drafting", title=title, title_justify="left")
-    for name in ("texts", "tokens", "near-ties", "divergences", "tok/cycle"):
+def _table(title: str, left: Sequence[str], right: Sequence[str], caption: str | None = None) -> Table:
+    """Begin a table with columns of names, at the left, and of figures."""
+    table = Table(*left, title=title, title_justify="left", caption=caption)
+    for name in right:
         table.add_column(name, justify="right")
+    return table
+
+
+def _ways(title: str, comparisons: list[Comparison]) -> Table:
+    table = _table(title, ["drafting"], ["texts", "tokens", "near-ties", "divergences", "tok/cycle"])
     table.add_column("drafts kept, per depth")
     for c in comparisons:
         near = sum(difference.near_tie for difference in c.differences)
@@ -69,68 +75,62 @@ def _ways(title: str, comparisons: "list[Comparison]") -> Table:
     return table
 
 
-def _differences(tokenizer: Any, differences: "list[Difference]", dtype: str) -> Table:
+def _differences(tokenizer: Any, differences: list[Difference], dtype: str) -> Table:
     caption = f"logits of a forward pass over the plain text; tolerance: how far rounding to {dtype} reaches there"
     if len(differences) > LISTED:
         caption = f"{LISTED} of {len(differences)}, divergences first; {caption}"
-    table = Table("", "prompt", "drafting", title="differences", caption=caption, title_justify="left")
-    for name in ("token", "without", "with", "logits", "gap", "tolerance"):
-        table.add_column(name, justify="right")
+    right = ["token", "without", "with", "logits", "gap", "tolerance"]
+    table = _table("differences", ["", "prompt", "drafting"], right, caption)
     for d in sorted(differences, key=lambda d: d.near_tie)[:LISTED]:
-        texts = [
-            ("(end)" if t is None else repr(tokenizer.decode([t]))).replace("[", "\\[") for t in (d.plain, d.drafted)
-        ]
+        texts = ["(end)" if t is None else repr(tokenizer.decode([t])) for t in (d.plain, d.drafted)]
         figures = ["", "", ""]
         if d.judgement:
             a, b = d.judgement.logits
             figures = [f"{a:.5g} {b:.5g}", f"{d.judgement.gap:.2g}", f"{d.judgement.tolerance:.2g}"]
         verdict = "near-tie" if d.near_tie else "DIVERGES"
-        table.add_row(verdict, d.prompt, d.way, str(d.position), *texts, *figures)
+        table.add_row(verdict, d.prompt, d.way, str(d.position), *map(escape, texts), *figures)
     return table
 
 
-def _heads(verdict: "Verdict") -> Table:
-    table = Table("heads", title="guesses that are the target's own token, on the plain texts", title_justify="left")
-    for depth in range(1, len(verdict.agreement) + 1):
-        table.add_column(f"depth {depth}", justify="right")
-    table.add_row("as they are wired", *(f"{share:.1%}" for share in verdict.agreement))
-    for better in verdict.better:
-        cells = [f"{share:.1%}" for share in better.after]
-        table.add_row(better.wiring, *cells)
+def _heads(verdict: Verdict) -> Table:
+    depths = [f"depth {depth}" for depth in range(1, len(verdict.agreement) + 1)]
+    table = _table("guesses that are the target's own token, on the plain texts", ["heads"], depths)
+    for wiring, shares in [
+        ("as they are wired", verdict.agreement),
+        *((better.wiring, better.after) for better in verdict.better),
+    ]:
+        table.add_row(wiring, *(f"{share:.1%}" for share in shares))
     return table
 
 
-def _tasks(answered: "list[Answered]") -> Table:
-    table = Table("task", "question", title="tasks", title_justify="left")
-    for name in ("tokens", "without", "with", "same text"):
-        table.add_column(name, justify="right")
+def _tasks(answered: list[Answered]) -> Table:
+    table = _table("tasks", ["task", "question"], ["tokens", "without", "with", "same text"])
     marks = {True: "right", False: "wrong"}
     for i, a in enumerate(answered, 1):
-        question = " ".join(a.task.question.split())[:40].replace("[", "\\[")
-        row = (marks[a.plain], marks[a.drafted], "yes" if a.same else "no")
-        table.add_row(str(i), question, str(a.tokens), *row, end_section=i == len(answered))
+        question = escape(" ".join(a.task.question.split())[:40])
+        table.add_row(str(i), question, str(a.tokens), marks[a.plain], marks[a.drafted], "yes" if a.same else "no")
+    table.add_section()
     plain, drafted, same = (sum(getattr(a, name) for a in answered) for name in ("plain", "drafted", "same"))
     n = len(answered)
     table.add_row("", "right", "", *(f"{count}/{n} = {count / n:.0%}" for count in (plain, drafted)), f"{same}/{n}")
     return table
 
 
-def _sum(verdict: "Verdict", differences: "list[Difference]") -> str:
-    """The verdict in a line."""
-    diverged = sum(not d.near_tie for d in differences)
-    if diverged:
+def _sum(verdict: Verdict, differences: list[Difference]) -> str:
+    """Give the verdict in a line."""
+    if diverged := sum(not d.near_tie for d in differences):
         return f"NOT LOSSLESS: {diverged} divergences"
     if any(f.refused for f in verdict.fits):
         return "NOT LOSSLESS: sampled texts have other probabilities"
     tokens = sum(c.tokens for c in (*verdict.greedy, *verdict.sampled))
-    near = f", {len(differences)} near-ties" if differences else ", no near-tie"
-    return f"lossless in {verdict.dtype}: {tokens:,} tokens compared{near}" + (
-        "; but see above" if verdict.broken else ""
+    near = f"{len(differences)} near-ties" if differences else "no near-tie"
+    return f"lossless in {verdict.dtype}: {tokens:,} tokens compared, {near}" + "; but see above" * bool(
+        verdict.broken
     )
 
 
-def as_dict(model: Any, verdict: "Verdict", answered: "list[Answered]") -> dict[str, Any]:
-    """All of it, for JSON."""
+def as_dict(model: Any, verdict: Verdict, answered: list[Answered]) -> dict[str, Any]:
+    """Collect all of it, for JSON."""
     facts = model.report
     found = {
         "lossless": not verdict.diverged,
@@ -152,7 +152,7 @@ def as_dict(model: Any, verdict: "Verdict", answered: "list[Answered]") -> dict[
     return found
 
 
-def _comparison(c: "Comparison") -> dict[str, Any]:
+def _comparison(c: Comparison) -> dict[str, Any]:
     differences = [
         {**asdict(d), "judgement": d.judgement and d.judgement._asdict(), "near_tie": d.near_tie}
         for d in c.differences

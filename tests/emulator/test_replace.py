@@ -11,7 +11,7 @@ from mlx_lm.models import gated_delta, ssm
 
 from mlx_mtp import emulator
 from mlx_mtp.cli import main
-from mlx_mtp.cli.emulate_head import head_table
+from mlx_mtp.cli.emulate_tables import head_table
 from mlx_mtp.emulator import compile as compiling
 
 pytestmark = linux_only

@@ -1,0 +1,202 @@
+"""Measure kernels in the emulator, ours beside MLX's own, and lay their counts out as tables."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from rich.table import Table
+
+from .. import kernels
+from ..emulator import Traffic, emulated
+from ..emulator.stock import gather_qmv, quantized_matvec, sdpa_vector, stock_kernels
+from ..emulator.stock_attention import fused
+from ..kernels import Experts, Quantized, Routing
+
+Measure = Callable[[int], Sequence[str]]  # from rows M to cells of the table
+
+# Buffers whose traffic tells products apart, by the names that the kernels give them.
+BUFFERS = {"weights": ("w", "keys"), "scales": ("scales",), "x": ("x", "queries")}
+
+SHAPES = ((1, 4), (8, 4), (2, 12), (8, 12))  # of attention: queries, query heads of the KV head
+POSITIONS, DIMS = 300, 128
+
+EXPERTS, TOP_K = 16, 4
+HIDDEN, INNER, GROUP, BITS = 64, 32, 32, 4  # of the experts
+WEIGHTS = ("gate", "up", "w")  # the experts' buffers in launches of ours
+
+ROWS = (1, 2, 4, 8)  # of experts and the LM head
+TOP = 20  # tokens of an LM head
+
+
+def _counts_table(title: str, columns: Sequence[str], groups: Iterable[Iterable[Sequence[str]]]) -> Table:
+    """Lay rows of cells out, with a line below each group; the first column has the kernels' names."""
+    table = Table(title=title)
+    table.add_column(columns[0], no_wrap=True)
+    for name in columns[1:]:
+        table.add_column(name, justify="right")
+    for group in groups:
+        for cells in group:
+            table.add_row(*cells)
+        table.add_section()
+    return table
+
+
+def _by_kernel(measures: Iterable[tuple[str, Measure]], rows: Sequence[int]) -> Iterator[list[list[str]]]:
+    """Measure each kernel at these numbers of rows, a group of the table; its name stands in the first line."""
+    for kernel, measure in measures:
+        yield [["" if i else kernel, str(m), *measure(m)] for i, m in enumerate(rows)]
+
+
+def _launches(kernel: Callable[..., object], *args: Any, **options: Any) -> list[Traffic]:
+    """Call a kernel in the emulator: the traffic of each of its launches."""
+    with emulated() as launches:
+        kernel(*args, **options)
+    return launches
+
+
+def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), rows: int = 8) -> Table:
+    """Count bytes at 1 to `rows` rows times a 4-bit matrix of this shape; stock: of MLX's kernels alone."""
+    columns = ("kernel", "M", *BUFFERS, "KiB requested", "lines per access")
+    title = f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated"
+    table = _counts_table(title, columns, _by_kernel(_products(stock, *shape), range(1, rows + 1)))
+    table.caption = (
+        "lines per access: lines of 64 bytes that 32 lanes of a simdgroup touch in one read of the weights"
+    )
+    return table
+
+
+def _products(stock: bool, n: int, k: int) -> Iterator[tuple[str, Measure]]:
+    """Yield MLX's kernels, with a 4-bit matrix (n, k), and ours behind the one whose bits they have."""
+    dense = mx.ones((n, k))
+    whole = Quantized(*mx.quantize(dense, 64, 4), 64, 4, "affine", (n,))
+    halves = Quantized(whole.w, whole.scales, whole.biases, 64, 4, "affine", (n // 2, n // 2 * 2))
+    for name, traffic in stock_kernels(n, k).items():
+        yield f"MLX {name}", lambda m, traffic=traffic: _product_cells(traffic(m))
+        if name == "qmv_wide" and not stock:
+            yield "verify_qmm", partial(_product, kernels.verify_qmm, whole, k)
+            yield "verify_glu", partial(_product, kernels.verify_glu, halves, k)
+            yield "verify_qmm_mma", partial(_product, kernels.verify_qmm_mma, whole, k)
+    if not stock:
+        yield "verify_gemv", partial(_product, kernels.verify_gemv, dense, k)
+
+
+def _product(kernel: Callable[..., object], weights: Quantized | mx.array, k: int, m: int) -> list[str]:
+    (traffic,) = _launches(kernel, mx.ones((m, k)), weights)
+    return _product_cells(traffic)
+
+
+def _product_cells(traffic: Traffic) -> list[str]:
+    found = [next((traffic[name] for name in names if name in traffic.buffers), None) for names in BUFFERS.values()]
+    reread = ["" if buffer is None else f"{buffer.reread:.2f}x" for buffer in found]
+    lines = "" if found[0] is None else f"{found[0].lines_per_access:.1f}"
+    return [*reread, f"{traffic.bytes_read / 1024:.0f}", lines]
+
+
+def attention_table() -> Table:
+    """Count bytes requested over distinct bytes of keys, values and queries; a few seconds."""
+    title = f"bytes requested / distinct bytes, attention to {POSITIONS} positions of {DIMS}, emulated"
+    return _counts_table(title, ("kernel", "q_len", "group", "keys", "values", "queries"), _attention())
+
+
+def _attention() -> Iterator[list[list[str]]]:
+    """Measure each shape with MLX's kernel, where it has one, and with ours."""
+    kv, scale = mx.ones((1, 1, POSITIONS, DIMS), mx.float16), DIMS**-0.5
+    for rows, group in SHAPES:
+        q, stock = mx.ones((1, group, rows, DIMS), mx.float16), ["not fused"] * 3
+        if fused(rows, group):
+            stock = _reread(sdpa_vector(q, kv, kv, scale=scale, causal=rows > 1)[1], "queries")
+        offset = mx.array([POSITIONS - rows])
+        launches = _launches(kernels.verify_attention, q, kv, kv, offset, scale=scale, limit=POSITIONS)
+        shape = [str(rows), str(group)]
+        yield [["MLX sdpa_vector", *shape, *stock], ["verify_attention", *shape, *_reread(launches[0], "q")]]
+
+
+def _reread(traffic: Traffic, queries: str) -> list[str]:
+    return [f"{traffic[name].reread:.2f}x" for name in ("keys", "values", queries)]
+
+
+def experts_table() -> Table:
+    """Count requests of the experts' weights at ROWS, each visiting TOP_K of EXPERTS."""
+    columns = ("kernel", "M", "distinct experts / pairs", "launches", "weights", "KiB of weights")
+    experts = Experts(_expert_weights(INNER, HIDDEN), _expert_weights(INNER, HIDDEN), _expert_weights(HIDDEN, INNER))
+    kernels = (
+        ("MLX gather_qmv", partial(_visits, _gathered, experts)),
+        ("verify_moe", partial(_visits, _moe, experts)),
+    )
+    return _counts_table(
+        f"4-bit experts, {TOP_K} of {EXPERTS} for a row, emulated", columns, _by_kernel(kernels, ROWS)
+    )
+
+
+def _expert_weights(n: int, k: int) -> Quantized:
+    return Quantized(*mx.quantize(mx.ones((EXPERTS, n, k)), GROUP, BITS), GROUP, BITS, "affine", (n,))
+
+
+def _visits(run: Callable[..., list[Traffic]], experts: Experts, m: int) -> list[str]:
+    """Count the launches of `run` for the first m rows of the same ones."""
+    logits = mx.random.normal((32, EXPERTS), key=mx.random.key(0))[:m]
+    visited = mx.argsort(-logits, axis=-1)[:, :TOP_K].flatten()
+    launches = run(experts, logits, visited)
+    read = [launch[name] for launch in launches for name in WEIGHTS if name in launch.buffers]
+    requested, distinct = sum(b.bytes_read for b in read), sum(b.distinct_read for b in read)
+    pairs = f"{np.unique(visited).size} / {visited.size}"
+    return [pairs, str(len(launches)), f"{requested / distinct:.2f}x", f"{requested / 1024:.0f}"]
+
+
+def _gathered(experts: Experts, _logits: mx.array, visited: mx.array) -> list[Traffic]:
+    """Launch MLX's three products, one pair at a time."""
+    rows, launches = mx.arange(visited.size), []
+    for weights in (experts.gate, experts.up, experts.down):
+        x, arrays = mx.ones((visited.size, 1, weights.k)), (weights.w, weights.scales, weights.biases)
+        launches.append(gather_qmv(x, *arrays, rows, visited, group_size=GROUP, bits=BITS)[1])
+    return launches
+
+
+def _moe(experts: Experts, logits: mx.array, _visited: mx.array) -> list[Traffic]:
+    x = mx.ones((logits.shape[0], HIDDEN))
+    return _launches(kernels.verify_moe, x, logits, experts, Routing("sigmoid", TOP_K))
+
+
+def head_table(vocabulary: int = 1024, width: int = 512, rows: Sequence[int] = ROWS) -> Table:
+    """Count for a 4-bit LM head (vocabulary, width) in bfloat16 at so many rows; both multiples of 64.
+
+    Weights: bytes requested over distinct bytes. Written: by all launches. Read back: what a launch reads of what
+    another one has written, MLX's argmax each logit once.
+    """
+    title = f"tokens of a 4-bit ({vocabulary}, {width}) head, bfloat16, emulated"
+    columns = ("kernels", "M", "weights", "bytes written", "bytes read back")
+    return _counts_table(title, columns, _by_kernel(_lm_heads(vocabulary, width), rows))
+
+
+def _lm_heads(n: int, k: int) -> Iterator[tuple[str, Measure]]:
+    key = mx.random.key(0)
+    w, scales, biases = mx.quantize(mx.random.normal((n, k), mx.bfloat16, key=key), 64, 4)
+    weights = Quantized(w, scales, biases, 64, 4, "affine", (n,))
+    for kernel in ("qmv_fast", "qmv_wide"):
+        yield f"MLX {kernel} + argmax", partial(_argmax, weights, kernel)
+    yield "verify_head", partial(_chosen, kernels.verify_head, (weights,))
+    yield "verify_head_draw", partial(_chosen, kernels.verify_head_draw, (weights, key, 0, 1.0))
+    yield f"verify_head_top, n = {TOP}", partial(_chosen, kernels.verify_head_top, (weights, TOP))
+
+
+def _hidden(m: int, k: int) -> mx.array:
+    return mx.random.normal((m, k), mx.bfloat16, key=mx.random.key(m))
+
+
+def _argmax(weights: Quantized, kernel: str, m: int) -> list[str]:
+    arrays = _hidden(m, weights.k), weights.w, weights.scales, weights.biases
+    logits, traffic = quantized_matvec(*arrays, group_size=64, bits=4, kernel=kernel)
+    tokens = 4 * m
+    return [f"{traffic['w'].reread:.2f}x", str(_written(traffic) + tokens), str(logits.nbytes)]
+
+
+def _chosen(kernel: Callable[..., object], args: tuple[Any, ...], m: int) -> list[str]:
+    tiles, merge = _launches(kernel, _hidden(m, args[0].k), *args)
+    read_back = sum(merge[name].bytes_read for name in ("values", "indices"))
+    return [f"{tiles['w'].reread:.2f}x", str(_written(tiles) + _written(merge)), str(read_back)]
+
+
+def _written(traffic: Traffic) -> int:
+    return sum(b.bytes_written for b in traffic.buffers.values() if b.space == "output")
