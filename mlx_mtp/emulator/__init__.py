@@ -1,16 +1,20 @@
-"""Metal kernels on a Linux CPU: `metal_kernel` in the place of `mx.fast.metal_kernel`, with checks and counts.
+"""Run Metal kernels on a Linux CPU: `metal_kernel` in the place of `mx.fast.metal_kernel`, with checks and counts.
 
 It proves indexing, barriers, the order of sums, and traffic. It proves nothing about speed.
 """
 
 from .errors import CompileError, KernelFault
-from .kernel import MetalKernel, Options, metal_kernel
+from .kernel import MetalKernel, metal_kernel
+from .options import EmulatorOptions
 from .replace import emulated
 from .traffic import BufferTraffic, Traffic
+
+Options = EmulatorOptions  # as callers write it: emulator.Options(order="reverse")
 
 __all__ = [
     "BufferTraffic",
     "CompileError",
+    "EmulatorOptions",
     "KernelFault",
     "MetalKernel",
     "Options",

@@ -1,4 +1,4 @@
-"""Metal source to a shared library, by clang, cached by content."""
+"""Compile Metal source to a shared library by clang, cached by content."""
 
 import functools
 import hashlib
@@ -10,25 +10,27 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
 
 from .errors import CompileError
+from .lowering import lower_function_constants, lower_literals, lower_threadgroup
+from .options import CONTRACTIONS, EmulatorOptions
 from .signature import ATTRIBUTES, Signature
-from .threadgroup import lower_function_constants, lower_literals, lower_threadgroup
 
 NATIVE = Path(__file__).parent / "native"
-LOWERING = Path(__file__).parent / "threadgroup.py"  # rewrites what is compiled
+LOWERING = Path(__file__).parent / "lowering.py"  # rewrites what is compiled
 MLX_INCLUDE = Path(mx.__file__).parent / "include"
 OLDEST_CLANG = 16
 
-CONTRACTIONS = {"off": [], "on": ["-mfma"], "fast": ["-mfma"]}
 COMMON = ["-std=c++17", "-ffreestanding", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
 COMMON += ["-fno-stack-protector", "-fno-math-errno", "-nostdinc++", "-fsigned-char"]
 KERNEL = [
-    *("-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fno-threadsafe-statics", "-gline-tables-only"),
+    *("-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fno-threadsafe-statics"),
+    *("-gdwarf-4", "-gline-tables-only"),  # as line_table.py reads them
     "-fno-optimize-sibling-calls",  # a fault in a kernel's last call is the kernel's line
     *("-Xclang", "-cl-single-precision-constant"),
     *("-Xclang", "-ffloat16-excess-precision=none"),
@@ -64,7 +66,7 @@ char* emulated_bound(int high) {{ return high ? &_end : &__ehdr_start; }}
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: MLX_MTP_EMULATOR_CACHE, else the user's cache directory."""
+    """Name the folder of compiled kernels: MLX_MTP_EMULATOR_CACHE, else the user's cache directory."""
     if chosen := os.environ.get("MLX_MTP_EMULATOR_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_mtp" / "emulator"
@@ -88,7 +90,7 @@ def _zig() -> str | None:
 
 @functools.cache
 def find_clang() -> tuple[list[str], list[str], str]:
-    """The compiler's command, the linker's command and the compiler's version.
+    """Find the compiler's command, the linker's command and the compiler's version; ValueError where there is none.
 
     MLX_MTP_CLANG names a clang; else the system's from version 16 on; else the one in the `ziglang` package.
     """
@@ -128,45 +130,44 @@ def _directory_digest(directory: Path) -> str:
     return _digest(*(part for p in files for part in (p.relative_to(directory), p.read_text(errors="replace"))))
 
 
-def _keep(work: Path, target: Path) -> Path:
+@contextmanager
+def _unfinished(target: Path) -> Iterator[Path]:
+    """A folder beside `target`, whose out.so becomes it in the end."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(work, target)
-    return target
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        yield Path(work)
+        os.replace(Path(work) / "out.so", target)
 
 
 @functools.cache
 def runtime_library() -> Path:
-    """The compiled runtime, built once per version of its source and of clang."""
+    """Build the runtime, once per version of its source and of clang."""
     clang, link, version = find_clang()
     flags = [*COMMON, "-O2", "-Wno-everything", f"-I{NATIVE / 'include'}"]
     target = cache_directory() / f"runtime-{_digest(_directory_digest(NATIVE), version, flags)}.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        objects = []
-        for source in sorted((NATIVE / "runtime").glob("*.cpp")):
-            objects.append(str(Path(work) / f"{source.stem}.o"))
-            _run([*clang, *flags, "-c", str(source), "-o", objects[-1]], f"runtime ({source.name})")
-        _run([*link, "-o", f"{work}/out.so", *objects], "runtime")
-        return _keep(Path(work) / "out.so", target)
+    if not target.exists():
+        with _unfinished(target) as work:
+            objects = []
+            for source in sorted((NATIVE / "runtime").glob("*.cpp")):
+                objects.append(str(work / f"{source.stem}.o"))
+                _run([*clang, *flags, "-c", str(source), "-o", objects[-1]], f"runtime ({source.name})")
+            _run([*link, "-o", f"{work}/out.so", *objects], "runtime")
+    return target
 
 
 def entry_call(signature: Signature) -> str:
     """C++ that calls the kernel with what the runtime hands to a thread."""
     arguments = []
     for i, p in enumerate(signature.parameters):
-        type_ = p.declaration.rsplit(" ", 1)[0]
-        for space in ("constant", "device"):
-            type_ = re.sub(rf"\b{space}\b", "", type_)
-        pointer = f"static_cast<{type_.rstrip('&')}*>" if p.reference else f"static_cast<{type_}>"
-        arguments.append(f"{'*' if p.reference else ''}{pointer}(arguments[{i}])")
+        type_ = re.sub(r"\b(constant|device)\b", "", p.declaration.rsplit(" ", 1)[0])
+        pointer = f"static_cast<{type_.rstrip('&')}{'*' if p.reference else ''}>(arguments[{i}])"
+        arguments.append(f"*{pointer}" if p.reference else pointer)
     arguments += [ATTRIBUTES[a][1] for a in signature.attributes]
     return f"{signature.instance}({', '.join(arguments)})"
 
 
 def translation_unit(signature: Signature, source: str, header: str, name: str) -> str:
-    """The whole C++ file, in which errors carry the lines of the kernel's header and source."""
+    """Write the whole C++ file, in which errors carry the lines of the kernel's header and source."""
     file = name.replace("\\", "/").replace('"', "'")
     return (
         f'{PREFIX}# 1 "{file}.h"\n{header}\n# 1 "{file} signature"\n{signature.head}'
@@ -174,39 +175,27 @@ def translation_unit(signature: Signature, source: str, header: str, name: str) 
     )
 
 
-def build(
-    signature: Signature,
-    source: str,
-    header: str,
-    name: str,
-    *,
-    optimize: int = 2,
-    fp_contract: str = "off",
-    function_constants: Mapping[str, object] | None = None,
-) -> Path:
-    """The kernel's shared library, from the cache if it was compiled before.
+def build(signature: Signature, source: str, header: str, name: str, options: EmulatorOptions) -> Path:
+    """Build the kernel's shared library, or find it in the cache.
 
     Raises CompileError with the lines of `source` and `header` (files <name>.metal and <name>.h).
     """
     clang, link, version = find_clang()
     includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]
-    fma = CONTRACTIONS[fp_contract] if platform.machine() == "x86_64" else []
+    fma = CONTRACTIONS[options.fp_contract] if platform.machine() == "x86_64" else []
     bfloat = ["-Xclang", "-fbfloat16-excess-precision=none"] if _clang_major(version) >= 17 else []
-    flags = [*COMMON, *KERNEL, *bfloat, *fma, f"-O{optimize}", f"-ffp-contract={fp_contract}", "-Wno-everything"]
-    text = translation_unit(signature, source, header, name)
-    constants = dict(function_constants or {})
+    flags = [*COMMON, *KERNEL, *bfloat, *fma, f"-O{options.optimize}", f"-ffp-contract={options.fp_contract}"]
+    text, constants = translation_unit(signature, source, header, name), dict(options.function_constants)
     headers = [_directory_digest(NATIVE), _directory_digest(MLX_INCLUDE / "mlx/backend/metal/kernels")]
     headers.append(LOWERING.read_text())
     target = cache_directory() / f"{_digest(text, flags, version, headers, sorted(constants.items()))}.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        base = f"{work}/kernel"
-        Path(base + ".cpp").write_text(text)
-        _run([*clang, *flags, *includes, "-E", base + ".cpp", "-o", base + ".ii"], name)
-        lowered = lower_literals(lower_threadgroup(Path(base + ".ii").read_text()))
-        Path(base + ".ii").write_text(lower_function_constants(lowered, constants))
-        _run([*clang, *flags, "-c", base + ".ii", "-o", base + ".o"], name)
-        _run([*link, "-o", base + ".so", base + ".o"], name)
-        return _keep(Path(base + ".so"), target)
+    if not target.exists():
+        with _unfinished(target) as work:
+            cpp, preprocessed, made = (str(work / f"kernel.{suffix}") for suffix in ("cpp", "ii", "o"))
+            Path(cpp).write_text(text)
+            _run([*clang, *flags, *includes, "-E", cpp, "-o", preprocessed], name)
+            lowered = lower_literals(lower_threadgroup(Path(preprocessed).read_text()))
+            Path(preprocessed).write_text(lower_function_constants(lowered, constants))
+            _run([*clang, *flags, "-c", preprocessed, "-o", made], name)
+            _run([*link, "-o", f"{work}/out.so", made], name)
+    return target

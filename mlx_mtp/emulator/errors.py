@@ -1,4 +1,4 @@
-"""What goes wrong with an emulated kernel."""
+"""Name what goes wrong with an emulated kernel."""
 
 
 class KernelFault(RuntimeError):

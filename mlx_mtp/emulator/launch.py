@@ -1,28 +1,36 @@
-"""Runs a compiled kernel: hands buffers to the runtime, and turns its faults into messages."""
+"""Run a compiled kernel: hand its buffers to the runtime, read back counts and the first fault."""
 
 import ctypes as c
 import functools
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from .buffers import OUTPUT, THREADGROUP, KernelBuffer
 from .compile import runtime_library
 from .errors import CompileError
+from .options import ORDERS, EmulatorOptions
 
 MAX_BUFFERS = 128
-INPUT, OUTPUT, THREADGROUP = range(3)
+COUNTS = ("reads", "writes", "bytes_read", "bytes_written", "group_lines", "simd_accesses", "simd_lines")
+TOTALS = ("barriers", "collectives", "max_barriers", "max_collectives", "threads", "threadgroup_bytes")
 _lock = threading.Lock()
+
+
+def _each(type_: type, *names: str) -> list[tuple[str, type]]:
+    return [(name, type_) for name in names]
 
 
 class _Buffer(c.Structure):
     _fields_ = [
-        *[("size", c.c_uint64), ("kind", c.c_uint32), ("initialised", c.c_uint32)],
-        *[("contents", c.c_void_p), ("copy_back", c.c_void_p)],
-        *[("base", c.c_uint64), ("touched", c.c_void_p), ("shadow", c.c_void_p), ("line_stamp", c.c_void_p)],
-        *[(name, c.c_uint64) for name in ("reads", "writes", "bytes_read", "bytes_written")],
-        *[(name, c.c_uint64) for name in ("group_lines", "simd_accesses", "simd_lines")],
+        *_each(c.c_uint64, "size"),
+        *_each(c.c_uint32, "kind", "initialised"),
+        *_each(c.c_void_p, "contents", "copy_back"),
+        *_each(c.c_uint64, "base"),
+        *_each(c.c_void_p, "touched", "shadow", "line_stamp"),
+        *_each(c.c_uint64, *COUNTS),
         *[("name", c.c_char_p), ("tag", c.c_void_p), ("item", c.c_uint64)],
     ]
 
@@ -31,46 +39,28 @@ class Fault(c.Structure):
     """What the runtime knows of a kernel's first fault."""
 
     _fields_ = [
-        *[(n, c.c_uint32) for n in ("kind", "writes", "thread", "other_thread", "other_writes", "other_group_known")],
-        *[(n, c.c_uint64) for n in ("buffer", "size", "address", "site", "other_site")],
-        *[
-            ("offset", c.c_int64),
-            ("group", c.c_uint32 * 3),
-            ("text", c.c_char * 512),
-        ],
+        *_each(c.c_uint32, "kind", "writes", "thread", "other_thread", "other_writes", "other_group_known"),
+        *_each(c.c_uint64, "buffer", "size", "address", "site", "other_site"),
+        *[("offset", c.c_int64), ("group", c.c_uint32 * 3), ("text", c.c_char * 512)],
     ]
 
 
 class _Launch(c.Structure):
     _fields_ = [
-        *[(n, c.c_void_p) for n in ("entry", "image_low", "image_high")],
-        ("max_steps", c.c_uint64),
-        *[("grid", c.c_uint32 * 3), ("group", c.c_uint32 * 3)],
-        *[(n, c.c_uint32) for n in ("order", "races", "none_orders", "traffic", "buffers")],
-        *[(n, c.c_uint64) for n in ("steps", "barriers", "collectives", "max_barriers", "max_collectives")],
-        *[("threads", c.c_uint64), ("threadgroup_bytes", c.c_uint64), ("fault", Fault), ("earlier", Fault)],
+        *_each(c.c_void_p, "entry", "image_low", "image_high"),
+        *_each(c.c_uint64, "max_steps"),
+        *_each(c.c_uint32 * 3, "grid", "group"),
+        *_each(c.c_uint32, "order", "races", "none_orders", "traffic", "buffers"),
+        *_each(c.c_uint64, "steps", *TOTALS),
+        *_each(Fault, "fault", "earlier"),
     ]
 
 
 @dataclass
-class Memory:
-    """One buffer of a launch: its bytes, and after the launch what the kernel did with it."""
-
-    name: str
-    data: np.ndarray  # uint8, copied in before and back after
-    itemsize: int
-    kind: int
-    initialised: bool = True
-    origin: int = 0  # byte of `data` at which the kernel's pointer starts
-    touched: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
-    counts: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
 class Outcome:
-    """A launch that has run."""
+    """A launch that has run; `buffers` has its threadgroup arrays behind the kernel's parameters."""
 
-    memories: list[Memory]
+    buffers: list[KernelBuffer]
     fault: Fault | None
     earlier: Fault | None
     counts: dict[str, int]
@@ -105,62 +95,45 @@ def _copy_out(buffer: _Buffer, free) -> np.ndarray:
     return copy
 
 
-COUNTS = ("reads", "writes", "bytes_read", "bytes_written", "group_lines", "simd_accesses", "simd_lines")
-TOTALS = ("steps", "barriers", "collectives", "max_barriers", "max_collectives", "threads", "threadgroup_bytes")
-
-
 def run(
     path: Path,
-    memories: list[Memory],
-    *,
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
-    order: int,
-    races: bool,
-    none_orders: bool,
-    traffic: bool,
-    max_steps: int,
+    buffers: list[KernelBuffer],
+    grid: tuple[int, ...],
+    threadgroup: tuple[int, ...],
+    options: EmulatorOptions,
 ) -> Outcome:
-    """Runs the kernel at `path` on `memories`, one per parameter, whose data and counts it fills in."""
+    """Run the kernel at `path` on `buffers`, one per parameter, whose data and counts it fills in."""
     runtime, kernel = _runtime(), _kernel(path)
     free = c.CDLL(None).free
     free.argtypes = [c.c_void_p]
-    buffers = (_Buffer * MAX_BUFFERS)()
-    for buffer, memory in zip(buffers, memories, strict=False):
-        buffer.size, buffer.kind, buffer.initialised = memory.data.nbytes, memory.kind, memory.initialised
-        buffer.contents = memory.data.ctypes.data if memory.data.nbytes else None
-        buffer.copy_back = memory.data.ctypes.data if memory.kind == OUTPUT and memory.data.nbytes else None
-    low, high = kernel.emulated_bound(0), kernel.emulated_bound(1)
+    shared = (_Buffer * MAX_BUFFERS)()
+    for there, here in zip(shared, buffers, strict=False):
+        there.size, there.kind, there.initialised = here.data.nbytes, here.kind, here.initialised
+        there.contents = here.data.ctypes.data if here.data.nbytes else None
+        there.copy_back = there.contents if here.kind == OUTPUT else None
+    low = kernel.emulated_bound(0)
     launch = _Launch(
         entry=c.cast(kernel.emulated_entry, c.c_void_p).value,
         image_low=low,
-        image_high=high,
-        max_steps=max_steps,
+        image_high=kernel.emulated_bound(1),
+        max_steps=options.max_steps,
         grid=(c.c_uint32 * 3)(*grid),
         group=(c.c_uint32 * 3)(*threadgroup),
-        order=order,
-        races=races,
-        none_orders=none_orders,
-        traffic=traffic,
-        buffers=len(memories),
+        order=ORDERS[options.order] if isinstance(options.order, str) else options.order,
+        races="races" not in options.allow,
+        none_orders="mem_none" in options.allow,
+        traffic=options.traffic,
+        buffers=len(buffers),
     )
-    origins = (c.c_uint64 * len(memories))(*(m.origin for m in memories))
+    origins = (c.c_uint64 * len(buffers))(*(buffer.origin for buffer in buffers))
     with _lock:
-        if runtime.emulated_launch(c.byref(launch), buffers, origins):
+        if runtime.emulated_launch(c.byref(launch), shared, origins):
             raise MemoryError("the emulator could not get the address space that it needs")
-    threadgroup_arrays = [b for b in buffers[len(memories) :] if b.base]
-    for buffer in threadgroup_arrays:
-        name = (buffer.name or b"").decode()
-        memories.append(Memory(name, np.zeros(0, np.uint8), buffer.item, THREADGROUP))
-    used = [*buffers[: len(memories) - len(threadgroup_arrays)], *threadgroup_arrays]
-    for buffer, memory in zip(used, memories, strict=True):
-        memory.touched = _copy_out(buffer, free)
-        memory.counts = {name: getattr(buffer, name) for name in COUNTS} | {"size": buffer.size}
-    totals = {name: getattr(launch, name) for name in TOTALS}
-    return Outcome(
-        memories,
-        launch.fault if launch.fault.kind else None,
-        launch.earlier if launch.earlier.kind else None,
-        totals,
-        low,
-    )
+    arrays = [there for there in shared[len(buffers) :] if there.base]
+    nothing = np.zeros(0, np.uint8)
+    after = [*buffers, *(KernelBuffer((a.name or b"").decode(), nothing, a.item, THREADGROUP) for a in arrays)]
+    for there, here in zip([*shared[: len(buffers)], *arrays], after, strict=True):
+        here.touched = _copy_out(there, free)
+        here.counts = {name: getattr(there, name) for name in (*COUNTS, "size")}
+    fault, earlier = (found if found.kind else None for found in (launch.fault, launch.earlier))
+    return Outcome(after, fault, earlier, {name: getattr(launch, name) for name in TOTALS}, low)

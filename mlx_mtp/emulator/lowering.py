@@ -1,6 +1,8 @@
-"""What C++ has no word for: arrays in threadgroup memory, half and bfloat literals, function constants."""
+"""Rewrite what C++ has no word for: arrays in threadgroup memory, half and bfloat literals, function constants."""
 
 import re
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 from .errors import CompileError
 
@@ -19,8 +21,8 @@ _REPEATED = re.compile(r"(constexpr inline[^;{}]*\) const\s*\{[^{}]*\})(\s*)\1")
 _OPENING, _CLOSING = "<([", ">)]"
 
 
-def _after_type(text: str, start: int) -> int:
-    """Index of the first character after `start` that is in no brackets and belongs to no type or name."""
+def _unbracketed(text: str, start: int = 0) -> Iterator[tuple[int, str]]:
+    """Places and characters from `start` on that are in no brackets, and the bracket that closes more than opened."""
     depth = square = 0
     for i in range(start, len(text)):
         c = text[i]
@@ -29,11 +31,17 @@ def _after_type(text: str, start: int) -> int:
             continue  # compares sizes
         if c in _OPENING:
             depth += 1
-        elif c in _CLOSING and depth == 0:
-            return i
         elif c in _CLOSING:
             depth -= 1
-        elif depth == 0 and c in "*&=;,{}:" and not (c == ":" and ":" in (text[i + 1], text[i - 1])):
+        if depth < 0 if c in _CLOSING else depth == 0 and c not in _OPENING:
+            yield i, c
+
+
+def _after_type(text: str, start: int) -> int:
+    """Index of the first character after `start` that is in no brackets and belongs to no type or name."""
+    for i, c in _unbracketed(text, start):
+        scope = c == ":" and ":" in (text[i + 1], text[i - 1])
+        if c in _CLOSING or (c in "*&=;,{}:" and not scope):
             return i
     return len(text) - 1
 
@@ -53,9 +61,7 @@ def _declaration_end(text: str, start: int) -> int:
     stop = _after_type(text, start)
     if text[stop] in "*&)>{}:":
         return -1
-    end = start
-    while text[end] not in ";{}":
-        end += 1
+    end = next(i for i in range(start, len(text)) if text[i] in ";{}")
     declaration = text[start:end]
     if text[end] != ";" or _in_parameters(text, stop):
         return -1
@@ -80,16 +86,9 @@ def _in_parameters(text: str, stop: int) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    parts, depth, last, square = [], 0, 0, 0
-    for i, c in enumerate(text):
-        square += (c == "[") - (c == "]")
-        if c in "<>" and square:
-            continue
-        depth += (c in _OPENING) - (c in _CLOSING)
-        if c == "," and depth == 0:
-            parts.append(text[last:i])
-            last = i + 1
-    return [*parts, text[last:]]
+    """The parts between commas that are in no brackets."""
+    commas = [i for i, c in _unbracketed(text) if c == ","]
+    return [text[a:b] for a, b in zip([0, *(i + 1 for i in commas)], [*commas, len(text)], strict=True)]
 
 
 def _storage(declaration: str) -> str:
@@ -117,16 +116,14 @@ def _from_runtime(type_: str, array: str, name: str) -> str:
 
 
 def lower_threadgroup(text: str) -> str:
-    """Replaces every `threadgroup T name[n];` by storage from the runtime and drops the word elsewhere.
+    """Replace every `threadgroup T name[n];` by storage from the runtime and drop the word elsewhere.
 
     `text` is preprocessed source; lines stay where they are.
     """
     text = _ATTRIBUTE.sub("", text)
     out, last = [], 0
     for token in _TOKEN.finditer(text):
-        if token.group() != "threadgroup":
-            continue
-        if token.start() < last:
+        if token.group() != "threadgroup" or token.start() < last:
             continue
         out.append(text[last : token.start()])
         last = token.end()
@@ -149,24 +146,24 @@ def _merge_members(text: str) -> str:
         text = merged
 
 
+def _cast(match: re.Match) -> str:
+    digits = match[1] if re.search(r"[.eE]", match[1]) else match[1] + ".0"
+    return f"({'half' if match[2] in 'hH' else 'bfloat'}({digits}f))"
+
+
 def lower_literals(text: str) -> str:
-    """`1.5h` and `1.5bf` as casts of float literals, and casts to bfloat as calls."""
-
-    def cast(match: re.Match) -> str:
-        digits = match[1] if re.search(r"[.eE]", match[1]) else match[1] + ".0"
-        return f"({'half' if match[2] in 'hH' else 'bfloat'}({digits}f))"
-
-    return _TO_BFLOAT.sub("metal::to_bfloat", _LITERAL.sub(cast, text))
+    """Write `1.5h` and `1.5bf` as casts of float literals, and casts to bfloat as calls."""
+    return _TO_BFLOAT.sub("metal::to_bfloat", _LITERAL.sub(_cast, text))
 
 
-def lower_function_constants(text: str, values: dict[str, object]) -> str:
-    """Function constants as constants; one without a value stays undefined, so that using it is an error."""
+def _constant(values: Mapping[str, object], match: re.Match) -> str:
+    indent, type_, name = match.groups()
+    if name not in values:
+        return f"{indent}extern const {type_} {name};"
+    value = values[name]
+    return f"{indent}constexpr {type_} {name} = {str(value).lower() if isinstance(value, bool) else value};"
 
-    def constant(match: re.Match) -> str:
-        indent, type_, name = match.groups()
-        if name not in values:
-            return f"{indent}extern const {type_} {name};"
-        value = values[name]
-        return f"{indent}constexpr {type_} {name} = {str(value).lower() if isinstance(value, bool) else value};"
 
-    return _FUNCTION_CONSTANT.sub(constant, text)
+def lower_function_constants(text: str, values: Mapping[str, object]) -> str:
+    """Give function constants their values; one without a value stays undefined, so that using it is an error."""
+    return _FUNCTION_CONSTANT.sub(partial(_constant, values), text)

@@ -1,16 +1,17 @@
-"""The emulator in the place of `mx.fast.metal_kernel`, for code that does not know of it."""
+"""Put the emulator in the place of `mx.fast.metal_kernel`, for code that does not know of it."""
 
 import functools
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 
 import mlx.core as mx
 
-from .kernel import MetalKernel, Options, default_options, metal_kernel, observers
+from .kernel import MetalKernel, default_options, metal_kernel, observers
+from .options import EmulatorOptions
 from .traffic import Traffic
 
 _CACHED_FUNCTION = type(functools.lru_cache(lambda: None))
@@ -46,25 +47,21 @@ def _made_again(module: ModuleType) -> dict[str, object]:
     assert spec.loader is not None
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
-    own_cache = {
-        name
+    return {
+        name: value
         for name, value in vars(again).items()
-        if isinstance(value, _CACHED_FUNCTION) and value.__module__ == module.__name__
+        if (isinstance(value, _CACHED_FUNCTION) and value.__module__ == module.__name__) or _holds_kernel(value)
     }
-    return {name: v for name, v in vars(again).items() if name in own_cache or _holds_kernel(v)}
 
 
-def _set(changes: list[tuple[object, str, object]]) -> list[tuple[object, str, object]]:
-    """Sets attributes and returns what undoes it."""
-    undo = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    for owner, name, value in changes:
-        setattr(owner, name, value)
-    return undo
+def _replace(undo: ExitStack, owner: object, name: str, value: object) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 @contextmanager
-def emulated(options: Options | None = None) -> Iterator[list[Traffic]]:
-    """Inside, kernels run on the CPU; yields the list to which every launch adds its report.
+def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
+    """Run kernels on the CPU inside; yields the list to which every launch adds its report.
 
     `mx.fast.metal_kernel` is the emulator's, MLX says that Metal is available and the GPU the default device, and
     mx.compile is off. Kernels that an imported module made when it was imported (or did not make, for want of Metal)
@@ -73,23 +70,20 @@ def emulated(options: Options | None = None) -> Iterator[list[Traffic]]:
     launches: list[Traffic] = []
     observe: Callable[[Traffic], None] = launches.append
     gpu = mx.Device(mx.gpu)
-    undo = _set(
-        [
+    previous = default_options(options or EmulatorOptions())
+    with ExitStack() as undo:
+        undo.callback(default_options, previous)
+        for owner, name, value in (
             (mx.fast, "metal_kernel", metal_kernel),
             (mx.metal, "is_available", lambda: True),
             (mx, "default_device", lambda: gpu),
-        ]
-    )
-    previous = default_options(options or Options())
-    try:
+        ):
+            _replace(undo, owner, name, value)
         observers.append(observe)
+        undo.callback(observers.remove, observe)
         mx.disable_compile()
+        undo.callback(mx.enable_compile)
         for module in [m for m in sys.modules.values() if _makes_kernels(m)]:
-            undo += _set([(module, name, value) for name, value in _made_again(module).items()])
+            for name, value in _made_again(module).items():
+                _replace(undo, module, name, value)
         yield launches
-    finally:
-        for owner, name, value in reversed(undo):
-            setattr(owner, name, value)
-        mx.enable_compile()
-        default_options(previous)
-        observers.remove(observe)

@@ -1,15 +1,14 @@
-"""The kernel function that MLX generates around a body, as text, and the buffers it binds.
+"""Write the function that MLX generates around a kernel's body, and list the buffers it binds.
 
 The rules are those of MLX's `metal_kernel.cpp` (0.32).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from .errors import CompileError
-
-MOST_BUFFERS = 31  # of a Metal function
 MAX_CONSTANT_SIZE = 8
 
 TYPE_NAMES = {
@@ -53,20 +52,18 @@ ATTRIBUTES = {
 }
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One buffer of the generated function: `kind` is data, shape, strides, ndim or output; `index` counts the
-    inputs or the outputs."""
+class Parameter(NamedTuple):
+    """One buffer of the generated function: its name, its declaration, and whether that is a reference."""
 
     name: str
-    kind: str
-    index: int
     declaration: str
     reference: bool
 
 
 @dataclass(frozen=True)
 class Signature:
+    """The generated function's name, template, buffers, and the attributes of a thread that its body names."""
+
     name: str
     template: tuple[tuple[str, str, str], ...]  # kind of parameter, its name, its value
     parameters: tuple[Parameter, ...]
@@ -105,7 +102,8 @@ def type_name(dtype: mx.Dtype) -> str:
     return TYPE_NAMES[dtype]
 
 
-def template_argument(name: str, value) -> tuple[str, str, str]:
+def template_argument(name: str, value: object) -> tuple[str, str, str]:
+    """A template parameter's kind, name and value; ValueError for no dtype, bool or natural number."""
     if isinstance(value, bool):
         return "bool", name, str(int(value))
     if isinstance(value, int):
@@ -117,55 +115,24 @@ def template_argument(name: str, value) -> tuple[str, str, str]:
     raise ValueError(f"template argument {name} is {value!r}; it must be a dtype, an int or a bool")
 
 
-def input_parameters(names: list[str], inputs: list[mx.array], source: str) -> list[Parameter]:
-    parameters = []
-    for i, (name, x) in enumerate(zip(names, inputs, strict=True)):
-        space = "constant" if x.size < MAX_CONSTANT_SIZE else "device"
-        declaration = f"const {space} {type_name(x.dtype)}{'&' if x.ndim == 0 else '*'} {name}"
-        parameters.append(Parameter(name, "data", i, declaration, x.ndim == 0))
-        about = {"shape": "int*", "strides": "int64_t*", "ndim": "int&"}
-        for kind, type_ in about.items():
-            if x.ndim > 0 and f"{name}_{kind}" in source:
-                declaration = f"const constant {type_} {name}_{kind}"
-                parameters.append(Parameter(f"{name}_{kind}", kind, i, declaration, kind == "ndim"))
-    return parameters
+def input_parameters(name: str, x: mx.array, source: str) -> Iterator[Parameter]:
+    """The buffers of one input: x, and those of its shape, strides and ndim that the body names."""
+    space = "constant" if x.size < MAX_CONSTANT_SIZE else "device"
+    yield Parameter(name, f"const {space} {type_name(x.dtype)}{'&' if x.ndim == 0 else '*'} {name}", x.ndim == 0)
+    for what, type_ in (("shape", "int*"), ("strides", "int64_t*"), ("ndim", "int&")):
+        about = f"{name}_{what}"
+        if x.ndim > 0 and about in source:
+            yield Parameter(about, f"const constant {type_} {about}", what == "ndim")
 
 
-def function_name(name: str, template: list, inputs: list[mx.array], output_dtypes: list[mx.Dtype]) -> str:
+def function_name(
+    name: str, template: Sequence[tuple[str, str, str]], inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
+) -> str:
     """MLX's name of the function: a different one for every set of template arguments, types and spaces."""
     parts = ["custom_kernel_" + name]
     if template:
         # MLX writes <a, b> with each separator as one underscore and drops the closing one.
         parts.append("_" + "_".join(value for _, _, value in template))
     for x in inputs:
-        space = "s" if x.ndim == 0 else "c" if x.size < MAX_CONSTANT_SIZE else ""
-        parts.append(type_name(x.dtype) + space)
-    parts += [type_name(d) for d in output_dtypes]
-    return "_".join(parts)
-
-
-def make_signature(
-    name: str,
-    *,
-    input_names: list[str],
-    output_names: list[str],
-    source: str,
-    inputs: list[mx.array],
-    output_dtypes: list[mx.Dtype],
-    template: list[tuple[str, object]],
-    atomic_outputs: bool,
-) -> Signature:
-    """The function that MLX would generate for these arrays and template arguments."""
-    arguments = [template_argument(n, v) for n, v in template]
-    parameters = input_parameters(input_names, inputs, source)
-    for i, (output, dtype) in enumerate(zip(output_names, output_dtypes, strict=True)):
-        type_ = f"atomic<{type_name(dtype)}>" if atomic_outputs else type_name(dtype)
-        parameters.append(Parameter(output, "output", i, f"device {type_}* {output}", False))
-    if len(parameters) > MOST_BUFFERS:
-        raise CompileError(f"kernel {name} has {len(parameters)} buffers, shapes and strides included; Metal has 31")
-    return Signature(
-        name=function_name(name, arguments, inputs, output_dtypes),
-        template=tuple(arguments),
-        parameters=tuple(parameters),
-        attributes=tuple(a for a in ATTRIBUTES if a in source),
-    )
+        parts.append(type_name(x.dtype) + ("s" if x.ndim == 0 else "c" if x.size < MAX_CONSTANT_SIZE else ""))
+    return "_".join([*parts, *map(type_name, output_dtypes)])

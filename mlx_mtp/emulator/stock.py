@@ -1,22 +1,30 @@
-"""MLX's own Metal kernels, from the headers of the installed wheel, launched as MLX launches them.
+"""Launch MLX's own Metal kernels, from the headers of the installed wheel, as MLX launches them.
 
 Geometry and choice of kernel follow MLX 0.32's `quantized.cpp` and `scaled_dot_product_attention.cpp`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
-from .kernel import MetalKernel, Options, metal_kernel
+from .kernel import MetalKernel, metal_kernel
+from .options import EmulatorOptions
 from .traffic import Traffic
 
 QUANTIZED = ("utils", "steel/gemm/gemm", "quantized_utils", "quantized")
 FP_QUANTIZED = (*QUANTIZED[:-1], "fp_quantized")
 POSITION = "threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 NO_BATCH = "K, nullptr, nullptr, K, nullptr, nullptr, nullptr, nullptr"
-MATRIX = ("w", "scales", "biases", "x")
 KERNELS = ("qmv_fast", "qmv", "qmv_quad", "qmv_wide")
+SDPA = """
+    sdpa_vector<T, D, V>(queries, keys, values, out, gqa_factor, S, size_t(keys_strides[KV_AXIS]),
+        size_t(keys_strides[2]), size_t(values_strides[KV_AXIS]), size_t(values_strides[2]), scale,
+        nullptr, nullptr, gqa_factor, gqa_factor, gqa_factor, nullptr, gqa_factor, threadgroup_position_in_grid,
+        threadgroups_per_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+"""
+NO_MASK = dict.fromkeys(["has_mask", "query_transposed", "bool_mask", "float_mask", "has_sinks"], False)
 
 
 def include(*headers: str) -> str:
@@ -25,31 +33,34 @@ def include(*headers: str) -> str:
 
 
 @functools.cache
-def _kernel(name: str, inputs: tuple[str, ...], output: str, body: str, headers: tuple[str, ...]) -> MetalKernel:
-    return metal_kernel(name, inputs, [output], body, header=include(*headers))
+def stock_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, header: str) -> MetalKernel:
+    """A kernel whose body calls one of MLX's functions; made once."""
+    return metal_kernel(name, inputs, outputs, body, header)
 
 
-def _run(
+def launched(
     kernel: MetalKernel,
-    inputs: list,
-    template: list,
-    groups: tuple,
-    group: tuple,
-    shape: tuple,
-    options: Options | None,
-) -> tuple[mx.array, Traffic]:
-    x = inputs[kernel.input_names.index("x" if "x" in kernel.input_names else "queries")]
-    (y,) = kernel(
+    inputs: Sequence,
+    template: Sequence[tuple[str, object]],
+    groups: tuple[int, int, int],
+    group: tuple[int, int, int],
+    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+    options: EmulatorOptions | None,
+) -> tuple[list[mx.array], Traffic]:
+    """Launch `groups` threadgroups of `group` threads: outputs of these shapes and dtypes, and the traffic."""
+    shapes, dtypes = zip(*outputs, strict=True)
+    x, y, z = (n * threads for n, threads in zip(groups, group, strict=True))
+    made = kernel(
         inputs=inputs,
         template=template,
-        grid=tuple(n * t for n, t in zip(groups, group, strict=True)),
+        grid=(x, y, z),
         threadgroup=group,
-        output_shapes=[shape],
-        output_dtypes=[x.dtype],
+        output_shapes=shapes,
+        output_dtypes=dtypes,
         options=options,
     )
     assert kernel.traffic is not None
-    return y, kernel.traffic
+    return made, kernel.traffic
 
 
 def fast_alignment(bits: int) -> int:
@@ -74,44 +85,40 @@ def quantized_matvec(
     group_size: int,
     bits: int,
     kernel: str,
-    options: Options | None = None,
+    options: EmulatorOptions | None = None,
 ) -> tuple[mx.array, Traffic]:
-    """x (M, K) times the rows of a quantized (N, K) matrix by `kernel`: qmv_fast, qmv, qmv_quad or qmv_wide.
+    """Multiply x (M, K) with the rows of a quantized (N, K) matrix by `kernel`: the product (M, N), and the traffic.
 
-    Without biases the format is a floating-point one: mxfp4, mxfp8 or nvfp4, by bits and group size. Returns the
-    product (M, N) and the launch's traffic.
+    `kernel` is qmv_fast, qmv, qmv_quad or qmv_wide; ValueError for another. Without biases the format is a
+    floating-point one: mxfp4, mxfp8 or nvfp4, by bits and group size.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; it must be {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
-    (m, k), n = x.shape, w.shape[0]
-    affine = biases is not None
+    (m, k), n, affine = x.shape, w.shape[0], biases is not None
     template: list[tuple[str, object]] = [("T", x.dtype), ("GS", group_size), ("BITS", bits)]
-    inputs, names = [w, scales, *([biases] if affine else []), x, k, n], [*MATRIX, "K", "N"]
-    data = "w, scales, biases, x, y, K, N"
-    function = f"{'affine' if affine else 'fp'}_{kernel}"
-    if not affine:
-        names.remove("biases")
-        data = "w, scales, x, y, K, N" if kernel in ("qmv_quad", "qmv_wide") else "w, scales, nullptr, x, y, K, N"
-    no_batch = NO_BATCH if affine else NO_BATCH.removesuffix(", nullptr")
+    inputs = {"w": w, "scales": scales, **({"biases": biases} if affine else {}), "x": x, "K": k, "N": n}
+    no_biases = "" if kernel in ("qmv_quad", "qmv_wide") else "nullptr, "
+    data = f"w, scales, {'biases, ' if affine else no_biases}x, y, K, N"
+    batch, place, last = NO_BATCH if affine else NO_BATCH.removesuffix(", nullptr"), POSITION, ""
+    groups, group = (m, -(-n // 8), 1), (32, 2, 1)
     if kernel == "qmv_quad":
         place = "threadgroup_position_in_grid, thread_index_in_threadgroup / 4, thread_index_in_threadgroup % 4"
-        body = f"{function}<T, GS, BITS, D, false>({data}, {no_batch}, {place});"
         template.append(("D", k))
-        groups, group = (m, -(-n // 64), 1), (32, 1, 1)
+        last, groups, group = "D, ", (m, -(-n // 64), 1), (32, 1, 1)
     elif kernel == "qmv_wide":
-        vectors = -(-m // -(-m // 5))  # the fewest tiles of at most 5 rows, evenly filled
-        k_lanes = 8 if affine else 16
-        body = f"{function}<T, GS, BITS, NV, KL, false>({data}, M, {no_batch}, {POSITION});"
+        vectors, k_lanes = (
+            -(-m // -(-m // 5)),
+            8 if affine else 16,
+        )  # the fewest tiles of at most 5 rows, evenly filled
         template += [("NV", vectors), ("KL", k_lanes)]
-        inputs.append(m)
-        names.append("M")
-        groups, group = (-(-m // vectors), -(-n // (64 // k_lanes)), 1), (32, 2, 1)
-    else:
-        partial = ", true" if kernel == "qmv_fast" and n % 8 else ""
-        body = f"{function}<T, GS, BITS, false{partial}>({data}, {no_batch}, {POSITION});"
-        groups, group = (m, -(-n // 8), 1), (32, 2, 1)
-    made = _kernel(kernel, tuple(names), "y", body, QUANTIZED if affine else FP_QUANTIZED)
-    return _run(made, inputs, template, groups, group, (m, n), options)
+        inputs["M"], batch = m, f"M, {batch}"
+        last, groups = "NV, KL, ", (-(-m // vectors), -(-n // (64 // k_lanes)), 1)
+    partial = ", true" if kernel == "qmv_fast" and n % 8 else ""
+    function = f"{'affine' if affine else 'fp'}_{kernel}<T, GS, BITS, {last}false{partial}>"
+    header = include(*(QUANTIZED if affine else FP_QUANTIZED))
+    made = stock_kernel(kernel, tuple(inputs), ("y",), f"{function}({data}, {batch}, {place});", header)
+    (y,), traffic = launched(made, [*inputs.values()], template, groups, group, [((m, n), x.dtype)], options)
+    return y, traffic
 
 
 def gather_qmv(
@@ -124,84 +131,80 @@ def gather_qmv(
     *,
     group_size: int,
     bits: int,
-    options: Options | None = None,
+    options: EmulatorOptions | None = None,
 ) -> tuple[mx.array, Traffic]:
-    """Row lhs_indices[i] of x (B, 1, K) times matrix rhs_indices[i] of w (E, N, K), for each pair: (pairs, 1, N).
+    """Multiply row lhs_indices[i] of x (B, 1, K) with matrix rhs_indices[i] of w (E, N, K), for each pair.
 
-    Without biases the format is a floating-point one, by bits and group size.
+    Returns (pairs, 1, N) and the traffic. Without biases the format is a floating-point one, by bits and group size.
     """
-    k, n = x.shape[-1], w.shape[-2]
-    affine = biases is not None
+    k, n, affine = x.shape[-1], w.shape[-2], biases is not None
     name = "gather_qmv_fast" if n % 8 == 0 and k % fast_alignment(bits) == 0 else "gather_qmv"
     data, strides = ("biases", "scales_strides, biases_strides") if affine else ("nullptr", "scales_strides")
     body = f"""{"affine" if affine else "fp"}_{name}<T, GS, BITS>(
         w, scales, {data}, x, lhs_indices, rhs_indices, y, K, N,
         BATCH, x_shape, x_strides, BATCH, w_shape, w_strides, {strides},
         BATCH, lhs_indices_shape, lhs_indices_strides, rhs_indices_strides, {POSITION});"""
-    names = tuple(m for m in MATRIX if affine or m != "biases")
-    headers = QUANTIZED if affine else FP_QUANTIZED
-    kernel = _kernel(name, (*names, "lhs_indices", "rhs_indices", "K", "N", "BATCH"), "y", body, headers)
-    pairs = rhs_indices.size
-    inputs = [w, scales, *([biases] if affine else []), x]
-    inputs += [lhs_indices.astype(mx.uint32), rhs_indices.astype(mx.uint32), k, n, 1]
+    inputs = {"w": w, "scales": scales, **({"biases": biases} if affine else {}), "x": x}
+    inputs |= {"lhs_indices": lhs_indices.astype(mx.uint32), "rhs_indices": rhs_indices.astype(mx.uint32)}
+    inputs |= {"K": k, "N": n, "BATCH": 1}
+    kernel = stock_kernel(name, tuple(inputs), ("y",), body, include(*(QUANTIZED if affine else FP_QUANTIZED)))
     template = [("T", x.dtype), ("GS", group_size), ("BITS", bits)]
-    return _run(kernel, inputs, template, (1, -(-n // 8), pairs), (32, 2, 1), (pairs, 1, n), options)
+    pairs = rhs_indices.size
+    output = (pairs, 1, n), x.dtype
+    (y,), traffic = launched(
+        kernel, [*inputs.values()], template, (1, -(-n // 8), pairs), (32, 2, 1), [output], options
+    )
+    return y, traffic
 
 
 def sdpa_vector(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False, options: Options | None = None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    causal: bool = False,
+    options: EmulatorOptions | None = None,
 ) -> tuple[mx.array, Traffic]:
-    """Attention of q (B, H, L, D) over k, v (B, KV, S, D) in one pass, no mask: (B, H, L, D), and the traffic."""
-    b, h, rows, d = q.shape
-    body = """sdpa_vector<T, D, V>(queries, keys, values, out, gqa_factor, S, size_t(keys_strides[KV_AXIS]),
-        size_t(keys_strides[2]), size_t(values_strides[KV_AXIS]), size_t(values_strides[2]), scale,
-        nullptr, nullptr, gqa_factor, gqa_factor, gqa_factor, nullptr, gqa_factor,
-        threadgroup_position_in_grid, threadgroups_per_grid, simdgroup_index_in_threadgroup,
-        thread_index_in_simdgroup);"""
+    """Attend from q (B, H, L, D) to k, v (B, KV, S, D) in one pass, no mask: (B, H, L, D), and the traffic."""
+    (b, h, rows, d), kv, width = q.shape, k.shape[1], v.shape[-1]
     names = ("queries", "keys", "values", "gqa_factor", "S", "scale")
-    kernel = _kernel("sdpa_vector", names, "out", body, ("utils", "sdpa_vector"))
-    constants = dict.fromkeys(["has_mask", "query_transposed", "bool_mask", "float_mask", "has_sinks"], False)
-    base = options or Options()
-    options = Options(**{**vars(base), "function_constants": {**constants, "do_causal": causal, "blocks": 1}})
-    template = [("T", q.dtype), ("D", d), ("V", v.shape[-1]), ("KV_AXIS", 0 if k.shape[1] == 1 else 1)]
-    inputs = [q, k, v, h // k.shape[1], k.shape[2], scale]
-    return _run(kernel, inputs, template, (b * h, rows, 1), (1024, 1, 1), (b, h, rows, v.shape[-1]), options)
+    kernel = stock_kernel("sdpa_vector", names, ("out",), SDPA, include("utils", "sdpa_vector"))
+    options = replace(options or EmulatorOptions(), function_constants={**NO_MASK, "do_causal": causal, "blocks": 1})
+    template = [("T", q.dtype), ("D", d), ("V", width), ("KV_AXIS", 0 if kv == 1 else 1)]
+    output = (b, h, rows, width), q.dtype
+    inputs = [q, k, v, h // kv, k.shape[2], scale]
+    (y,), traffic = launched(kernel, inputs, template, (b * h, rows, 1), (1024, 1, 1), [output], options)
+    return y, traffic
 
 
-def _quantized_case(kernel: str, n: int, k: int, bits: int, group_size: int) -> Callable[[int], Traffic]:
-    def measure(m: int) -> Traffic:
-        x, w = mx.ones((m, k)), mx.quantize(mx.ones((n, k)), group_size, bits)
-        return quantized_matvec(x, *w, group_size=group_size, bits=bits, kernel=kernel)[1]
-
-    return measure
+def _matvec_case(kernel: str, n: int, k: int, m: int) -> Traffic:
+    w = mx.quantize(mx.ones((n, k)), 64, 4)
+    return quantized_matvec(mx.ones((m, k)), *w, group_size=64, bits=4, kernel=kernel)[1]
 
 
-def _gather_case(n: int, k: int, experts: int, top_k: int) -> Callable[[int], Traffic]:
-    def measure(m: int) -> Traffic:
-        w = mx.quantize(mx.ones((experts, n, k)), 64, 4)
-        pairs = mx.arange(m * top_k)
-        # Neighbouring rows share no expert, as far as there are enough of them.
-        return gather_qmv(mx.ones((m, 1, k)), *w, pairs // top_k, pairs % experts, group_size=64, bits=4)[1]
-
-    return measure
+def _gather_case(n: int, k: int, m: int, experts: int = 8, top_k: int = 2) -> Traffic:
+    w, pairs = mx.quantize(mx.ones((experts, n, k)), 64, 4), mx.arange(m * top_k)
+    # Neighbouring rows share no expert, as far as there are enough of them.
+    return gather_qmv(mx.ones((m, 1, k)), *w, pairs // top_k, pairs % experts, group_size=64, bits=4)[1]
 
 
-def _attention_case(heads: int, kv_heads: int, length: int, dims: int) -> Callable[[int], Traffic]:
-    def measure(m: int) -> Traffic:
-        kv = mx.ones((1, kv_heads, length, dims))
-        return sdpa_vector(mx.ones((1, heads, m, dims)), kv, kv, scale=dims**-0.5, causal=m > 1)[1]
-
-    return measure
+def _attention_case(m: int) -> Traffic:
+    kv = mx.ones((1, 2, 128, 64))
+    return sdpa_vector(mx.ones((1, 8, m, 64)), kv, kv, scale=64**-0.5, causal=m > 1)[1]
 
 
 def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traffic]]:
-    """Stock MLX at M rows, by name: 4-bit products with an (n, k) matrix, 2 of 8 experts, and attention over 128 rows
-    with 8 heads on 2 KV heads. What is measured is counted, never timed."""
+    """Stock MLX at M rows, by name: what each asks of memory, counted, never timed.
+
+    They are 4-bit products with an (n, k) matrix, 2 of 8 experts, and attention over 128 rows with 8 heads on 2 KV
+    heads.
+    """
     odd = k - 64 if k % 512 == 0 else k  # a K that qmv_fast does not take
     return {
-        "qmv_fast": _quantized_case("qmv_fast", n, k, 4, 64),
-        "qmv": _quantized_case("qmv", n, odd, 4, 64),
-        "qmv_wide": _quantized_case("qmv_wide", n, k, 4, 64),
-        "gather_qmv": _gather_case(n, k, 8, 2),
-        "sdpa_vector": _attention_case(8, 2, 128, 64),
+        "qmv_fast": functools.partial(_matvec_case, "qmv_fast", n, k),
+        "qmv": functools.partial(_matvec_case, "qmv", n, odd),
+        "qmv_wide": functools.partial(_matvec_case, "qmv_wide", n, k),
+        "gather_qmv": functools.partial(_gather_case, n, k),
+        "sdpa_vector": _attention_case,
     }

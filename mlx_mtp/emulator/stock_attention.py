@@ -1,18 +1,18 @@
-"""MLX's own attention for a few queries in two passes, launched as MLX launches it; one pass is `stock.sdpa_vector`.
+"""Launch MLX's own attention for a few queries in two passes, as MLX does; one pass is `stock.sdpa_vector`.
 
 Geometry and choice follow MLX 0.32's `scaled_dot_product_attention.cpp`.
 """
 
-import functools
 from dataclasses import replace
 
 import mlx.core as mx
 
-from .kernel import MetalKernel, Options, metal_kernel
-from .stock import include
+from .options import EmulatorOptions
+from .stock import NO_MASK, include, launched, stock_kernel
 from .traffic import Traffic
 
 MOST_ROWS = 32  # queries times heads of a KV head; beyond, products and softmax are operations of their own
+PARTS = ("partials", "sums", "maxs")
 FIRST = """
     sdpa_vector_2pass_1<T, D, V>(queries, keys, values, partials, sums, maxs, S, size_t(keys_strides[KV_AXIS]),
         size_t(keys_strides[2]), size_t(values_strides[KV_AXIS]), size_t(values_strides[2]), scale, nullptr, nullptr,
@@ -23,15 +23,6 @@ SECOND = """
     sdpa_vector_2pass_2<T, V>(partials, sums, maxs, out, BLOCKS, threadgroup_position_in_grid, threadgroups_per_grid,
         simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
-
-
-@functools.cache
-def _passes() -> tuple[MetalKernel, MetalKernel]:
-    header = include("utils", "sdpa_vector")
-    queries = ["queries", "keys", "values", "S", "scale"]
-    first = metal_kernel("sdpa_vector_2pass_1", queries, ["partials", "sums", "maxs"], FIRST, header=header)
-    parts = ["partials", "sums", "maxs", "BLOCKS"]
-    return first, metal_kernel("sdpa_vector_2pass_2", parts, ["out"], SECOND, header=header)
 
 
 def fused(rows: int, group: int) -> bool:
@@ -47,37 +38,27 @@ def sdpa_vector_2pass(
     scale: float,
     causal: bool = False,
     blocks: int = 32,
-    options: Options | None = None,
+    options: EmulatorOptions | None = None,
 ) -> tuple[mx.array, Traffic, Traffic]:
-    """Attention of q (1, H, L, D) over k, v (1, KV, S, D), no mask: (1, H, L, D), and the traffic of both passes.
+    """Attend from q (1, H, L, D) to k, v (1, KV, S, D), no mask: (1, H, L, D), and the traffic of both passes.
 
     `blocks`, a multiple of 32: to how many the keys are dealt. MLX takes 32 to 1024 by chip, S, L and H / KV.
     """
-    (b, h, rows, _), (kv, slots), width = q.shape, k.shape[1:3], v.shape[-1]
+    (b, h, rows, d), (kv, slots), width, dtype = q.shape, k.shape[1:3], v.shape[-1], q.dtype
     assert b == 1, f"{b} sequences"
-    constants = dict.fromkeys(["has_mask", "query_transposed", "bool_mask", "float_mask", "has_sinks"], False)
-    options = replace(options or Options(), function_constants={**constants, "do_causal": causal, "blocks": blocks})
-    first, second = _passes()
-    shape = (b, h, rows, blocks)
-    template: list[tuple[str, object]] = [("T", q.dtype), ("V", width)]
-    partials = first(
-        inputs=[q, k, v, slots, scale],
-        template=[*template, ("D", q.shape[-1]), ("KV_AXIS", 0 if kv == 1 else 1)],
-        grid=(32 * kv, h // kv * b, rows * blocks),
-        threadgroup=(32, h // kv, rows),
-        output_shapes=[(*shape, width), shape, shape],
-        output_dtypes=[q.dtype, mx.float32, mx.float32],
-        options=options,
+    constants = {**NO_MASK, "do_causal": causal, "blocks": blocks}
+    options = replace(options or EmulatorOptions(), function_constants=constants)
+    header = include("utils", "sdpa_vector")
+    first = stock_kernel("sdpa_vector_2pass_1", ("queries", "keys", "values", "S", "scale"), PARTS, FIRST, header)
+    second = stock_kernel("sdpa_vector_2pass_2", (*PARTS, "BLOCKS"), ("out",), SECOND, header)
+    shape, template = (b, h, rows, blocks), [("T", dtype), ("V", width)]
+    of_keys = [*template, ("D", d), ("KV_AXIS", 0 if kv == 1 else 1)]
+    parts = [((*shape, width), dtype), (shape, mx.float32), (shape, mx.float32)]
+    partials, asked = launched(
+        first, [q, k, v, slots, scale], of_keys, (kv, b, blocks), (32, h // kv, rows), parts, options
     )
-    (y,) = second(
-        inputs=[*partials, blocks],
-        template=template,
-        grid=(1024 * b * h, rows, 1),
-        threadgroup=(1024, 1, 1),
-        output_shapes=[(b, h, rows, width)],
-        output_dtypes=[q.dtype],
-        options=options,
+    output = (b, h, rows, width), dtype
+    (y,), asked_last = launched(
+        second, [*partials, blocks], template, (b * h, rows, 1), (1024, 1, 1), [output], options
     )
-    assert first.traffic is not None
-    assert second.traffic is not None
-    return y, first.traffic, second.traffic
+    return y, asked, asked_last

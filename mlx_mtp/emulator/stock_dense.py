@@ -1,15 +1,14 @@
-"""MLX's own kernels for one row of an unquantized product, launched as MLX launches them.
+"""Launch MLX's own kernels for one row of an unquantized product, as MLX launches them.
 
 The choice of kernel follows MLX 0.32's `matmul.cpp`. M rows are M launches of one row, along the grid's last axis.
 """
 
-import functools
 from dataclasses import replace
 
 import mlx.core as mx
 
-from .kernel import MetalKernel, Options, metal_kernel
-from .stock import include
+from .options import EmulatorOptions
+from .stock import include, launched, stock_kernel
 from .traffic import Traffic
 
 # In gemv.h lanes that are done are missing at the barrier, and lanes read from ones without a row, whose value no one
@@ -42,17 +41,6 @@ DOT = """
 DOT_BLOCK = 512 * 32  # elements that one threadgroup sums
 
 
-@functools.cache
-def _gemv() -> MetalKernel:
-    header = include("utils", "steel/utils") + LENIENT + include("gemv") + STRICT
-    return metal_kernel("gemv", ["x", "w", "bias", "K", "N"], ["y"], GEMV, header=header)
-
-
-@functools.cache
-def _dot() -> MetalKernel:
-    return metal_kernel("dot", ["x", "w", "K", "STRIDE"], ["partials"], DOT, header=include("utils", "dot"))
-
-
 def tile(k: int, n: int) -> dict[str, int]:
     """The tile that MLX picks for one row and an (n, k) matrix: the template arguments of GEMVKernel."""
     tm = 1 if n < 4 else 4
@@ -64,47 +52,46 @@ def tile(k: int, n: int) -> dict[str, int]:
 
 
 def gemv(
-    x: mx.array, w: mx.array, bias: mx.array | None = None, options: Options | None = None
+    x: mx.array, w: mx.array, bias: mx.array | None = None, options: EmulatorOptions | None = None
 ) -> tuple[mx.array, Traffic]:
-    """Each row of x (M, K) times the transpose of w (N, K), plus bias (N,) as addmm adds it: (M, N), and the traffic.
+    """Multiply each row of x (M, K) with the transpose of w (N, K), and add bias (N,) as addmm does.
 
-    "mem_none" is allowed: MLX's kernel counts on it where K >= 16 N. For N = 1 MLX runs it with a bias only, and with
-    matrix and vector in exchanged roles, which leaves the products as they are. A shuffle counts as two collectives.
+    Returns (M, N) and the traffic. "mem_none" is allowed: MLX's kernel counts on it where K >= 16 N. For N = 1 MLX
+    runs it with a bias only, and with matrix and vector in exchanged roles, which leaves the products as they are. A
+    shuffle counts as two collectives.
     """
-    options = options or Options()
     (m, k), n = x.shape, w.shape[0]
     chosen = tile(k, n)
-    kernel = _gemv()
-    (y,) = kernel(
-        inputs=[x, w, x if bias is None else bias, k, n],
-        template=[("T", x.dtype), ("AXPBY", bias is not None), *chosen.items()],
-        grid=(32 * -(-n // (chosen["BM"] * chosen["SM"] * chosen["TM"])), chosen["BN"], chosen["BM"] * m),
-        threadgroup=(32, chosen["BN"], chosen["BM"]),
-        output_shapes=[(m, n)],
-        output_dtypes=[x.dtype],
-        options=replace(options, allow={*options.allow, "mem_none"}),
+    header = include("utils", "steel/utils") + LENIENT + include("gemv") + STRICT
+    options = options or EmulatorOptions()
+    (y,), traffic = launched(
+        stock_kernel("gemv", ("x", "w", "bias", "K", "N"), ("y",), GEMV, header),
+        [x, w, x if bias is None else bias, k, n],
+        [("T", x.dtype), ("AXPBY", bias is not None), *chosen.items()],
+        (-(-n // (chosen["BM"] * chosen["SM"] * chosen["TM"])), 1, m),
+        (32, chosen["BN"], chosen["BM"]),
+        [((m, n), x.dtype)],
+        replace(options, allow={*options.allow, "mem_none"}),
     )
-    assert kernel.traffic is not None
-    return y, kernel.traffic
+    return y, traffic
 
 
-def dot(x: mx.array, w: mx.array, options: Options | None = None) -> tuple[mx.array, Traffic]:
-    """Each row of x (M, K) times the one of w (1, K): (M, 1), and the traffic.
+def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tuple[mx.array, Traffic]:
+    """Multiply each row of x (M, K) with the one of w (1, K): (M, 1), and the traffic.
 
     Raises ValueError past 16384 values, where MLX adds several partial sums.
     """
     m, k = x.shape
     if k > DOT_BLOCK:
         raise ValueError(f"x has rows of {k}; one threadgroup sums at most {DOT_BLOCK}")
-    kernel, stride = _dot(), -(-k // 8) * 8  # its vectors are aligned in every row
-    (partials,) = kernel(
-        inputs=[mx.pad(x, [(0, 0), (0, stride - k)]), w, k, stride],
-        template=[("T", x.dtype)],
-        grid=(512, m, 1),
-        threadgroup=(512, 1, 1),
-        output_shapes=[(m, 1)],
-        output_dtypes=[mx.float32],
-        options=options,
+    stride = -(-k // 8) * 8  # its vectors are aligned in every row
+    (partials,), traffic = launched(
+        stock_kernel("dot", ("x", "w", "K", "STRIDE"), ("partials",), DOT, include("utils", "dot")),
+        [mx.pad(x, [(0, 0), (0, stride - k)]), w, k, stride],
+        [("T", x.dtype)],
+        (1, m, 1),
+        (512, 1, 1),
+        [((m, 1), mx.float32)],
+        options,
     )
-    assert kernel.traffic is not None
-    return partials.astype(x.dtype), kernel.traffic
+    return partials.astype(x.dtype), traffic

@@ -1,16 +1,19 @@
-"""What a launch asked of memory: counts, never times."""
+"""Count what a launch asked of memory; never times."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .launch import INPUT, THREADGROUP, Memory, Outcome
+from .buffers import INPUT, THREADGROUP, KernelBuffer
+from .launch import Outcome
 
 
 @dataclass(frozen=True)
 class BufferTraffic:
-    """One buffer's accesses. `simd_accesses` counts accesses by simdgroups: the n-th execution of an instruction by
-    each of the 32 lanes is one; `simd_lines` the distinct lines of 64 bytes in each, summed; `group_lines` the
-    distinct lines of each threadgroup, summed."""
+    """One buffer's accesses, in bytes or times.
+
+    `simd_accesses` counts accesses by simdgroups: the n-th execution of an instruction by each of the 32 lanes is
+    one; `simd_lines` the distinct lines of 64 bytes in each, summed; `group_lines` those of each threadgroup, summed.
+    """
 
     name: str
     space: str  # input, output or threadgroup
@@ -40,8 +43,8 @@ class Traffic:
     """One launch: buffers by name, and per thread the mean and the most barriers and collectives."""
 
     kernel: str
-    grid: tuple[int, int, int]
-    threadgroup: tuple[int, int, int]
+    grid: tuple[int, ...]
+    threadgroup: tuple[int, ...]
     threads: int
     threadgroup_bytes: int
     barriers: int
@@ -73,29 +76,18 @@ class Traffic:
         return sum(b.bytes_read for b in self.buffers.values() if b.space != "threadgroup")
 
 
-def buffer_traffic(memory: Memory) -> BufferTraffic:
-    counts = memory.counts
+def buffer_traffic(buffer: KernelBuffer) -> BufferTraffic:
+    """What a launch did with one of its buffers."""
     return BufferTraffic(
-        name=memory.name,
-        space="threadgroup" if memory.kind == THREADGROUP else "input" if memory.kind == INPUT else "output",
-        distinct_read=int((memory.touched & 1).sum()),
-        distinct_written=int((memory.touched >> 1 & 1).sum()),
-        **counts,
+        name=buffer.name,
+        space={INPUT: "input", THREADGROUP: "threadgroup"}.get(buffer.kind, "output"),
+        distinct_read=int((buffer.touched & 1).sum()),
+        distinct_written=int((buffer.touched >> 1 & 1).sum()),
+        **buffer.counts,
     )
 
 
-def make_traffic(kernel: str, outcome: Outcome, grid: tuple, threadgroup: tuple) -> Traffic:
+def make_traffic(kernel: str, outcome: Outcome, grid: tuple[int, ...], threadgroup: tuple[int, ...]) -> Traffic:
     """The report of a launch that has run."""
-    t = outcome.counts
-    return Traffic(
-        kernel=kernel,
-        grid=grid,
-        threadgroup=threadgroup,
-        threads=t["threads"],
-        threadgroup_bytes=t["threadgroup_bytes"],
-        barriers=t["barriers"],
-        max_barriers=t["max_barriers"],
-        collectives=t["collectives"],
-        max_collectives=t["max_collectives"],
-        buffers={m.name: buffer_traffic(m) for m in outcome.memories},
-    )
+    buffers = {buffer.name: buffer_traffic(buffer) for buffer in outcome.buffers}
+    return Traffic(kernel=kernel, grid=grid, threadgroup=threadgroup, buffers=buffers, **outcome.counts)

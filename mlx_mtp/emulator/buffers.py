@@ -1,0 +1,72 @@
+"""Turn arrays into the buffers of a launch, and its outputs back into arrays."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+INPUT, OUTPUT, THREADGROUP = range(3)
+
+
+@dataclass
+class KernelBuffer:
+    """One buffer of a launch: its bytes, and after the launch what the kernel did with it."""
+
+    name: str
+    data: np.ndarray  # uint8, copied in before and, of an output, back after
+    itemsize: int
+    kind: int
+    initialised: bool = True
+    origin: int = 0  # byte of `data` at which the kernel's pointer starts
+    touched: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # a byte each: 1 read, 2 written
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.frombuffer(bytearray(array.tobytes()), np.uint8)
+
+
+def _numpy(x: mx.array) -> np.ndarray:
+    return np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+
+
+def input_buffers(name: str, x: mx.array, contiguous: bool) -> dict[str, KernelBuffer]:
+    """The bytes that a kernel sees of x, and those of its shape, strides (in elements) and ndim, by parameter's name.
+
+    With `contiguous`, x is laid out row by row if it is not; else a view comes with all that lies between its ends.
+    """
+    a = _numpy(x)
+    if x.size == 0 or contiguous or a.flags.c_contiguous:
+        strides = [int(np.prod(x.shape[i + 1 :])) for i in range(x.ndim)]
+        data = KernelBuffer(name, _bytes(a), x.itemsize, INPUT)
+    else:
+        strides = [s // x.itemsize for s in a.strides]
+        reach = [(n - 1) * s for n, s in zip(a.shape, a.strides, strict=True)]
+        first, last = sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach)
+        start = a.__array_interface__["data"][0] + first
+        window = np.ctypeslib.as_array((ctypes.c_uint8 * (last - first + x.itemsize)).from_address(start))
+        data = KernelBuffer(name, window.copy(), x.itemsize, INPUT, origin=-first)
+    buffers = {name: data}
+    if x.ndim > 0:
+        for what, values, type_ in (("shape", x.shape, "i4"), ("strides", strides, "i8"), ("ndim", [x.ndim], "i4")):
+            about = np.array(values, type_)
+            buffers[f"{name}_{what}"] = KernelBuffer(f"{name}_{what}", _bytes(about), about.itemsize, INPUT)
+    return buffers
+
+
+def output_buffer(name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: float | None) -> KernelBuffer:
+    """An output's bytes: of `init_value` everywhere, or 0xff, which count as unwritten."""
+    if init_value is None:
+        size = int(np.prod(shape)) * dtype.size
+        return KernelBuffer(name, np.full(size, 0xFF, np.uint8), dtype.size, OUTPUT, initialised=False)
+    full = mx.full(tuple(shape), init_value, dtype=dtype)
+    return KernelBuffer(name, _bytes(_numpy(full)), dtype.size, OUTPUT)
+
+
+def output_array(buffer: KernelBuffer, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """The output, of `shape` and `dtype`, that a kernel has left in its buffer."""
+    plain = mx.uint16 if dtype == mx.bfloat16 else dtype
+    typed = buffer.data.view(np.asarray(mx.zeros(1, plain)).dtype).reshape(tuple(shape))
+    return mx.array(typed, plain).view(dtype)

@@ -1,0 +1,38 @@
+"""Say how launches are emulated, and check that it can be done."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ALLOWABLE = ("races", "unwritten", "mem_none")
+ORDERS = {"forward": 0, "reverse": 1}
+CONTRACTIONS = {"off": [], "on": ["-mfma"], "fast": ["-mfma"]}  # and clang's flags for them on x86-64
+
+
+@dataclass(frozen=True)
+class EmulatorOptions:
+    """How launches are emulated; ValueError for what is not known.
+
+    `allow` names what is let pass: "races"; "unwritten" output elements, which then hold bytes of 0xff; "mem_none":
+    barriers with `mem_flags::mem_none` order memory all the same. `order` of threads and threadgroups is "forward",
+    "reverse" or a seed from 2 on. A thread may run `max_steps` blocks of code. `fp_contract` is clang's.
+    """
+
+    allow: frozenset[str] | set[str] | tuple[str, ...] = ()
+    order: str | int = "forward"
+    max_steps: int = 20_000_000
+    optimize: int = 2
+    fp_contract: str = "off"
+    traffic: bool = True
+    function_constants: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if unknown := set(self.allow) - set(ALLOWABLE):
+            raise ValueError(f"allow has {sorted(unknown)}; it may have {', '.join(ALLOWABLE)}")
+        if not (self.order in ORDERS or (isinstance(self.order, int) and 2 <= self.order < 2**32)):
+            raise ValueError(f"order is {self.order!r}; it must be 'forward', 'reverse' or a seed from 2 on")
+        if self.optimize not in (0, 1, 2, 3):
+            raise ValueError(f"optimize is {self.optimize!r}; it must be 0, 1, 2 or 3")
+        if self.fp_contract not in CONTRACTIONS:
+            raise ValueError(f"fp_contract is {self.fp_contract!r}; it must be one of {', '.join(CONTRACTIONS)}")
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps is {self.max_steps}; it must be at least 1")
