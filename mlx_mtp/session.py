@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
-from .cache.prompt_cache import PromptCache, Quantizing, Snapshot, make_prompt_cache
+from .cache.prompt_cache import Mark, PromptCache, Quantizing, make_prompt_cache
 from .cache.prompt_prefix import render, shared
 from .decoding.memory_needs import STEP, check_prompt, within
 from .decoding.stats import Stats
@@ -101,7 +101,7 @@ class ChatSession:
 
     def _start_over(self) -> None:
         """Empty caches."""
-        self._snapshots: list[tuple[Snapshot, Quantizing | None]] = []
+        self._snapshots: list[tuple[Mark, Quantizing | None]] = []
         self.cache: PromptCache = self._blank.like_new()
         self._given = None
 
@@ -109,7 +109,7 @@ class ChatSession:
         """Take over what a given cache holds; the system prompt."""
         if len(cache.heads) < len(self.model.mtp):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
-        opening = cache.opening
+        opening = cache.prefix
         if opening is None and not cache.offset:
             return system_prompt
         if opening is None or (self.tokenizer.has_chat_template and not opening.template):

@@ -11,7 +11,8 @@ PACKAGE = ROOT / "mlx_mtp"
 # From the cellar up. A room, or a file of the hall, imports from rows above its own and from itself, nothing else.
 FLOORS = [
     {"_version", "demo", "emulator", "kernels", "machine"},
-    {"cache", "layers"},
+    {"cache"},
+    {"layers"},
     {"models", "tuning"},
     {"decoding"},
     {"checkpoint", "generate"},

@@ -16,7 +16,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..cache.prompt_cache import make_prompt_cache
-from ..cache.recurrent import RecurrentCache
 from .profile import Timer, Workload, decode_in_phases
 
 VIEWS = {
@@ -152,7 +151,7 @@ def own_bytes(module: Any) -> int:
 
 def cache_bytes(cache: Any) -> float:
     """Of a layer's cache: the rows that it holds, or all of a state."""
-    if isinstance(cache, RecurrentCache):
+    if cache.is_state:
         return sum(part.nbytes for part in cache.parts)
     return sum(part.nbytes * min(1.0, cache.limit / part.shape[2]) for part in cache.parts)
 

@@ -13,8 +13,9 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
-from ..cache.linear import Ring, make_cache
+from ..cache.kinds import make_cache
 from ..cache.recurrent import RecurrentCache
+from ..cache.ring import Ring
 from ..kernels import Rope
 from ..layers.attention import Attention, Form, NormRope
 from ..layers.experts import Mixture

@@ -15,9 +15,8 @@ import mlx.core as mx
 from mlx_lm.generate import wired_limit
 from rich.table import Table
 
-from ..cache.linear import MAX_ROWS
 from ..cache.prompt_cache import make_prompt_cache
-from ..cache.recurrent import RecurrentCache
+from ..cache.ring import MAX_ROWS
 from ..decoding.cycle import Decoder, verify
 from ..decoding.draft import Drafts, Run
 from ..decoding.prefill import NO_DRAFTS, NONE_ACCEPTED, prefill
@@ -89,7 +88,7 @@ class Pass:
         cache.reserve(context + 2 * MAX_ROWS)
         self.d = Decoder(model, cache, Picker(), Fixed(0), Stats(), step, 0)
         prefill(model, cache, list(text[:context]), self.d.picker, heads=False, step=step)
-        self.recurrent = [c for c in cache.layers if isinstance(c, RecurrentCache)]
+        self.recurrent = [c for c in cache.layers if c.is_state]
         self.states: dict[int, list[Any]] = {0: [c.parts for c in self.recurrent]}
 
     def graph(self, rows: int, start: int, states: int) -> Run:

@@ -15,8 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from ..cache.linear import MAX_ROWS, Ring, make_cache, round_up
+from ..cache.kinds import make_cache
+from ..cache.linear import round_up
 from ..cache.recurrent import RecurrentCache
+from ..cache.ring import MAX_ROWS, Ring
 from ..layers.attention import Attention, Form
 from ..layers.gated_delta import GatedDelta
 from ..layers.mamba2 import Mamba2

@@ -17,9 +17,10 @@ import mlx.core as mx
 from ..machine.errors import first_line
 from ..machine.memory import check_room
 from .fingerprint import fingerprint
-from .linear import LinearKVCache, SlidingKVCache, make_saved
+from .kinds import from_configs
 from .prompt_cache import PromptCache, Quantizing
-from .prompt_prefix import Opening
+from .prompt_prefix import PromptPrefix
+from .protocol import CacheKind, LayerCache
 
 FORMAT = 2
 DIGITS = 64
@@ -81,7 +82,7 @@ def load_prompt_cache(file: str | Path, model: Any, *, check_memory: bool = True
     return cache
 
 
-def saved_opening(file: str | Path) -> Opening | None:
+def saved_opening(file: str | Path) -> PromptPrefix | None:
     """The text that a file holds the state of, and whose tokens they are; ValueError where it is no prompt cache.
 
     Raises as `load_prompt_cache` does: of a damaged file no model's name is believed, which may be one on the hub.
@@ -89,7 +90,7 @@ def saved_opening(file: str | Path) -> Opening | None:
     with Path(file).open("rb") as f:
         opening = _checked(f, file).get("opening")
     try:
-        return opening and Opening(**opening)
+        return opening and PromptPrefix(**opening)
     except TypeError:
         raise ValueError(f"{file}: damaged") from None
 
@@ -111,7 +112,7 @@ def _state(cache: PromptCache) -> dict[str, Any]:
         "layers": [c.config for c in cache.layers],
         "heads": [c.config for c in cache.heads],
         "quantizing": cache.quantizing and asdict(cache.quantizing),
-        "opening": cache.opening and asdict(cache.opening),
+        "opening": cache.prefix and asdict(cache.prefix),
         "model": fingerprint(cache.model, heads=False),
         "model_heads": fingerprint(cache.model, heads=True) if cache.heads else None,
     }
@@ -120,7 +121,7 @@ def _state(cache: PromptCache) -> dict[str, Any]:
 def _restored(model: Any, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
     """The cache; for a model that was loaded without heads without their state."""
     layers, heads = state["layers"], state["heads"] if model.mtp else []
-    caches = make_saved([*layers, *heads])
+    caches = from_configs([*layers, *heads])
     for i, c in enumerate(caches):
         names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
         c.parts = tuple(arrays[name] for name in names)
@@ -129,7 +130,7 @@ def _restored(model: Any, state: dict[str, Any], arrays: dict[str, mx.array]) ->
     cache.primed = state["primed"]
     cache.backlog = [arrays["backlog"]] if heads and "backlog" in arrays else []
     cache.quantizing = state["quantizing"] and Quantizing(**state["quantizing"])
-    cache.opening = state["opening"] and Opening(**state["opening"])
+    cache.prefix = state["opening"] and PromptPrefix(**state["opening"])
     cache.settle(state["tokens"])
     return cache
 
@@ -140,14 +141,19 @@ def _check(cache: PromptCache) -> None:
     if not all(type(token) is int and 0 <= token < model.vocab_size for token in cache.tokens):
         raise ValueError("its tokens are not the model's")
     pairs = [*zip(model.windows(), cache.layers, strict=True), *zip(model.head_windows(), cache.heads, strict=False)]
-    if len(cache.heads) > len(model.mtp) or any(window not in (None, c.window) for window, c in pairs):
+    if len(cache.heads) > len(model.mtp) or not all(_suits(window, c) for window, c in pairs):
         raise ValueError("its layers are not the model's")
     if cache.heads and not 0 <= cache.primed <= cache.offset - cache.behind:
         raise ValueError("its heads have read more than it holds")
     for c in cache.caches:
-        slots = c.ring.slots if isinstance(c, SlidingKVCache) else max(c.offset, getattr(c, "capacity", 0))
-        if isinstance(c, LinearKVCache) and c.parts and c.capacity != slots:
-            raise ValueError("its rows are not as many as it holds")
+        c.check()
+
+
+def _suits(needed: CacheKind, c: LayerCache) -> bool:
+    """Whether a layer that needs this kind of cache can have this one: a window where all positions would do."""
+    if isinstance(needed, type):
+        return isinstance(c, needed)
+    return needed in (None, c.window) and not (c.is_state or c.is_mlx_lm)
 
 
 def _checked(f: BinaryIO, file: str | Path) -> dict[str, Any]:

@@ -7,15 +7,17 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as mlx_lm_caches
 
 
-class PlainCache:
+class MlxLmCaches:
     """One entry of `PromptCache.layers` that stands for all layers' caches, with the positions of `LinearKVCache`.
 
     Nothing is built ahead on it, so a generation that is stopped leaves it whole; one that is interrupted in the
     middle of a step does not, and reading on is then a ValueError.
     """
 
-    window = "plain"
-    start = 0
+    name = "plain"
+    is_state, wraps, is_mlx_lm = False, False, True
+    window = None
+    start = keep = 0
 
     def __init__(self, classes: list[str] | None = None, state: list | None = None, offset: int = 0):
         """classes, state, offset: those of `config`; the arrays are filled in by setting `parts`."""
@@ -81,13 +83,19 @@ class PlainCache:
 
     @property
     def config(self) -> dict:
-        """Arguments of `make_cache` that make this cache, without its arrays."""
         state = [
             (name, "array", None) if isinstance(value, mx.array) else (name, "value", value)
             for name, value in self._state()
         ]
         classes = [type(c).__name__ for c in self.caches]
-        return {"window": self.window, "classes": classes, "state": state, "offset": self.offset}
+        return {"window": self.name, "classes": classes, "state": state, "offset": self.offset}
+
+    @property
+    def empty_config(self) -> dict:
+        return {"window": self.name}
+
+    def check(self) -> None:
+        """What mlx-lm's classes accept is theirs to say."""
 
 
 def _kind(name: str) -> Any:

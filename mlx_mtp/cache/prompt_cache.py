@@ -10,10 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from .linear import Ring, SlidingKVCache, make_caches, make_saved
-from .mlx_lm_caches import PlainCache
-from .prompt_prefix import Opening
-from .recurrent import RecurrentCache
+from .kinds import from_configs, make_caches
+from .mlx_lm_caches import MlxLmCaches
+from .prompt_prefix import PromptPrefix
+from .protocol import LayerCache
+from .ring import Ring
 
 GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)
@@ -22,26 +23,11 @@ SPILL = 64  # the backlog is joined and cut at about this many rows, not at each
 
 @dataclass
 class Mark:
-    """A PromptCache's state at one moment: references only, nothing is copied."""
+    """A PromptCache's state at one moment, to go back to: references only, nothing is copied.
 
-    primed: int
-    kept: list[mx.array]
-    backlog: list[mx.array]
-    states: list[tuple]
-    caches: list[tuple] | None
-    quantizing: "Quantizing | None"
-
-    def release(self) -> None:
-        """Let go of keys and values, so that the next write to them is in place; states are replaced, not written."""
-        self.caches = None
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A moment at rest that `rewind` can go back to: holds what a shorter offset does not bring back.
-
-    Wrapped windows are held by reference, and the first write after the snapshot copies them, but nothing else;
-    recurrent states are held by reference too.
+    held:   (cache, parts, start) of those that a lower offset does not bring back: states, and where the moment is at
+            rest wrapped windows too, of which the first write after it makes a copy.
+    caches: (cache, offset, limit, parts) of all; None where a later write may be in place.
     """
 
     length: int
@@ -49,6 +35,12 @@ class Snapshot:
     kept: list[mx.array]
     backlog: list[mx.array]
     held: list[tuple]
+    caches: list[tuple] | None
+    quantizing: "Quantizing | None"
+
+    def release(self) -> None:
+        """Let go of keys and values, so that the next write to them is in place; states are replaced, not written."""
+        self.caches = None
 
 
 @dataclass(frozen=True)
@@ -72,10 +64,10 @@ class PromptCache:
     kept:    for depths 1.., the previous depth's output [1, 1, H] at position primed - 1.
     reach:   how many last rows the heads' windows can see at all; None where a head attends to everything.
     model:   whose state it is.
-    opening: the text whose tokens it holds, where `mlx-mtp cache-prompt` made it.
+    prefix:  the text whose tokens it holds, where `mlx-mtp cache-prompt` made it.
     """
 
-    def __init__(self, model: Any, layers: list, heads: list, reach: int | None, kept: list[mx.array]):
+    def __init__(self, model: Any, layers: list[Any], heads: list[Any], reach: int | None, kept: list[mx.array]):
         self.model, self.layers, self.heads, self.reach = model, layers, heads, reach
         self.tokens: list[int] = []
         self.primed = 0
@@ -83,7 +75,7 @@ class PromptCache:
         self.kept = kept
         self.quantizing: Quantizing | None = None
         self.live = False
-        self.opening: Opening | None = None
+        self.prefix: PromptPrefix | None = None
         self._reserved = 0
 
     @property
@@ -96,16 +88,16 @@ class PromptCache:
         return sum(c.nbytes for c in self.caches) + sum(a.nbytes for a in (*self.kept, *self.backlog))
 
     @property
-    def caches(self) -> list:
+    def caches(self) -> list[LayerCache]:
         """The target's, and behind them the heads'."""
         return [*self.layers, *self.heads]
 
     def like_new(self) -> "PromptCache":
         """An empty cache of the same layout; what has been quantized begins so."""
-        layers = [{"window": c.window} if isinstance(c, PlainCache) else c.config for c in self.layers]
-        heads = [{**c.config, "start": depth} for depth, c in enumerate(self.heads)]
+        heads = [{**c.empty_config, "start": depth} for depth, c in enumerate(self.heads)]
         kept = [self.model.no_hidden() for _ in self.kept]
-        new = PromptCache(self.model, make_saved(layers), make_saved(heads), self.reach, kept)
+        layers = from_configs([c.empty_config for c in self.layers])
+        new = PromptCache(self.model, layers, from_configs(heads), self.reach, kept)
         new.quantizing = self.quantizing
         return new
 
@@ -214,34 +206,34 @@ class PromptCache:
             c.limit = base
 
     def mark(self) -> Mark:
-        """The state now, to go back to with `restore`."""
+        """Note the state now, in the middle of a generation, to go back to with `restore`."""
         caches = [(c, c.offset, c.limit, c.parts) for c in self.caches]
-        states = [(c, c.parts) for c in self.layers if isinstance(c, RecurrentCache)]
-        return Mark(self.primed, self.kept, list(self.backlog), states, caches, self.quantizing)
+        return self._marked([c for c in self.layers if c.is_state], caches)
+
+    def snapshot(self) -> Mark:
+        """Note this moment, at rest, to go back to with `rewind` after any number of tokens."""
+        assert not self.live, "a snapshot in the middle of a generation"
+        return self._marked([c for c in self.caches if c.is_state or c.wraps], None)
+
+    def _marked(self, held: list, caches: list[tuple] | None) -> Mark:
+        parts = [(c, c.parts, c.start) for c in held]
+        return Mark(self.offset, self.primed, self.kept, list(self.backlog), parts, caches, self.quantizing)
 
     def restore(self, mark: Mark) -> None:
         """Go back to a mark; where its buffers were released, later rows stay in them and are overwritten."""
         self.primed, self.kept, self.backlog = mark.primed, mark.kept, list(mark.backlog)
-        for c, parts in mark.states:
-            c.parts = parts
+        for c, parts, start in mark.held:
+            c.parts, c.start = parts, start
         if mark.caches is not None:
             for c, offset, limit, parts in mark.caches:
                 c.seek(offset, limit)
                 c.parts = parts
             self.layers, self.quantizing = [c for c, *_ in mark.caches[: len(self.layers)]], mark.quantizing
 
-    def snapshot(self) -> Snapshot:
-        """Remember this moment (the caches must be at rest)."""
-        assert not self.live, "a snapshot in the middle of a generation"
-        held = [(c, c.parts, c.start) for c in self.caches if isinstance(c, SlidingKVCache | RecurrentCache)]
-        return Snapshot(self.offset, self.primed, self.kept, list(self.backlog), held)
-
-    def rewind(self, to: Snapshot) -> None:
+    def rewind(self, to: Mark) -> None:
         """Forget the tokens since a snapshot; those before it must be the same, so must be the caches' kind."""
         assert to.length <= self.offset, "a snapshot of another conversation"
-        self.primed, self.kept, self.backlog = to.primed, to.kept, list(to.backlog)
-        for c, parts, start in to.held:
-            c.parts, c.start = parts, start
+        self.restore(to)
         self.settle(self.tokens[: to.length])
 
     def room(self, position: int) -> float:
@@ -249,13 +241,18 @@ class PromptCache:
         return math.inf if self.quantizing is None else self.quantizing.start - position
 
     @property
+    def is_mlx_lm(self) -> bool:
+        """Whether the target's caches are mlx-lm's own, on which nothing is built ahead or drafted."""
+        return any(c.is_mlx_lm for c in self.layers)
+
+    @property
     def rewinds(self) -> bool:
         """Whether the target can step back to a snapshot: always, but for mlx-lm's own caches."""
-        return all(c.rewinds for c in self.layers if isinstance(c, PlainCache))
+        return all(c.rewinds for c in self.layers)
 
     def needs_host(self, position: int, rows: int) -> str | None:
         """Why a cycle of `rows` rows from `position` on cannot be built before it is known to be wanted."""
-        if any(isinstance(c, PlainCache) for c in self.layers):
+        if self.is_mlx_lm:
             return "caches that cannot step back"
         return "quantizing the caches" if self.room(position) < rows else None
 
@@ -308,7 +305,7 @@ def make_prompt_cache(
             raise ValueError(f"kv_group_size={kv_group_size}: allowed are divisors of the head size {head_dim}")
     if max_kv_size is not None and max_kv_size < 1:
         raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
-    if max_kv_size is not None and PlainCache.window in model.windows():
+    if max_kv_size is not None and MlxLmCaches in model.windows():
         raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
     full = None if max_kv_size is None else Ring(max_kv_size, keep=min(SINKS, max_kv_size - 1))
     windows, heads = [window or full for window in model.windows()], model.head_windows()

@@ -12,7 +12,7 @@ PROBES = ("a", " a", "\n", ".", "1")  # what may follow; the template's own endi
 
 
 @dataclass(frozen=True)
-class Opening:
+class PromptPrefix:
     """A text that the first message begins with; what follows it is told later.
 
     template:  it goes through the chat template, of which `template_config` are variables.

@@ -20,7 +20,10 @@ class RecurrentCache:
            [1, K-1+T, C]), and after a verify of T rows what the recurrence reads of each ([1, T, ..] arrays).
     """
 
-    window = "recurrent"
+    name = "recurrent"
+    is_state, wraps, is_mlx_lm = True, False, False
+    rewinds = True
+    window = None
     start = keep = 0
 
     def __init__(self):
@@ -105,8 +108,14 @@ class RecurrentCache:
 
     @property
     def config(self) -> dict:
-        """Arguments of `make_cache` that make this cache, empty."""
-        return {"window": self.window}
+        return {"window": self.name}
+
+    @property
+    def empty_config(self) -> dict:
+        return self.config
+
+    def check(self) -> None:
+        """A state has no rows to count."""
 
     def used(self) -> tuple[mx.array, ...]:
         """What has to be saved."""

@@ -10,7 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
-from ..cache.mlx_lm_caches import PlainCache
+from ..cache.mlx_lm_caches import MlxLmCaches
+from ..cache.protocol import CacheKind
 from .files import trunk_header
 
 
@@ -22,8 +23,8 @@ class Plain:
     NO_KV_BITS = "a family that has no port"
     vocab_size: int
 
-    def windows(self) -> list[int | str | None]:
-        return [PlainCache.window]
+    def windows(self) -> list[CacheKind]:
+        return [MlxLmCaches]
 
     def head_windows(self) -> list[int | None]:
         return []

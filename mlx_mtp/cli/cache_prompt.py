@@ -44,11 +44,11 @@ def cache_prompt(**flags: Any) -> None:
     """
     text = options.read_prompt(flags["prompt"])
     model, tokenizer = load_model(flags)
-    from ..cache.prompt_prefix import Opening
+    from ..cache.prompt_prefix import PromptPrefix
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
     own = {"model": _lasting(flags["model"]), "eos_token": flags["eos_token"]}
-    opening = Opening(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
+    opening = PromptPrefix(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
     tokens = opening.settled(tokenizer)
     if not tokens:
         raise click.UsageError("the prompt is too short: none of its tokens is certain before what follows is known")
@@ -82,6 +82,6 @@ def _save(model: Any, tokens: list[int], opening: "Opening", flags: dict[str, An
     with progress, wired():
         next(generate_step(tokens, model, max_tokens=0, prompt_progress_callback=progress, **options), None)
     stats.notes_memory()
-    cache.opening = opening
+    cache.prefix = opening
     save_prompt_cache(flags["prompt_cache_file"], cache)
     return stats

@@ -75,7 +75,7 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
 
 def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: "PromptCache") -> list[int]:
     """Encode what is behind a saved cache, whose message goes on with the text, or which it follows."""
-    opening = cache.opening
+    opening = cache.prefix
     if opening is None:
         return tokenizer.encode(text, add_special_tokens=False)
     own = {"system_prompt": opening.system_prompt, "chat_template_config": opening.template_config}

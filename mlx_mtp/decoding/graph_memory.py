@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..cache.mlx_lm_caches import PlainCache
+from ..cache.mlx_lm_caches import MlxLmCaches
 from ..cache.prompt_cache import PromptCache
 from .draft import prime
 
@@ -41,7 +41,7 @@ def fill(model: Any, cache: PromptCache, context: int, rows: int) -> int:
     cache.reserve(context)
     read = max(1, len(cache.heads))  # the last depth's first row is there
     hidden = model.hidden(mx.zeros((1, read), mx.int32), cache.layers)
-    if not isinstance(cache.layers[0], PlainCache):
+    if not cache.is_mlx_lm:
         if cache.heads:
             cache.push(hidden)
             prime(model, cache, [0] * (read + 1), 0, read, step=read)
@@ -71,7 +71,7 @@ def scratch(model: Any, cache: PromptCache, context: int, rows: int) -> int:
     empty. 0 where MLX cannot tell a model's graph.
     """
     kept = [(name, array) for name, array in tree_flatten(model.parameters()) if isinstance(array, mx.array)]
-    states = [(c, c.parts, c.offset, c.limit) for c in cache.layers if not isinstance(c, PlainCache)]
+    states = [(c, c.parts, c.offset, c.limit) for c in cache.layers if not c.is_mlx_lm]
     inputs = [array for _, array in kept] + [part for _, parts, *_ in states for part in parts]
     events: list[dict] = []
 
@@ -81,7 +81,7 @@ def scratch(model: Any, cache: PromptCache, context: int, rows: int) -> int:
         for c, parts, *_ in states:
             c.parts = tuple(next(given) for _ in parts)
             c.seek(context - rows, context - rows)
-        layers = cache.layers if states else [PlainCache()]
+        layers = cache.layers if states else [MlxLmCaches()]
         hidden = model.hidden(tokens, layers)
         return [model.logits(hidden[:, -1:]), *(part for c, *_ in states for part in c.parts)]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.mlx_lm_caches import PlainCache
 from ..cache.prompt_cache import PromptCache, group_size_for, make_prompt_cache
 from ..machine import memory
 from ..machine.memory import IGNORE, check_room, ignored, in_gb
@@ -112,7 +111,7 @@ def _rough(model: Any, cache: PromptCache, context: int, rows: int) -> int:
     Scores of a head to every 8 columns, a wide row between layers, and keys and values as wide as the model.
     """
     width, layers = max(NARROW, model.no_hidden().shape[-1]), len(model.layers) + len(model.mtp)
-    held = context + 2 * GRAIN + max((c.window for c in cache.caches if isinstance(c.window, int)), default=0)
+    held = context + 2 * GRAIN + max((c.window or 0 for c in cache.caches), default=0)
     return 4 * width * (rows * (held // 8 + 256) + 2 * layers * held) + _logits(model)
 
 
@@ -133,7 +132,7 @@ def _held(model: Any, cache: PromptCache, full: PromptCache, context: int, hidde
 
     While nothing is drafted the target's hidden rows wait for the heads, in place of their keys and values.
     """
-    if isinstance(full.layers[0], PlainCache):
+    if full.is_mlx_lm:
         return plain_nbytes(full.layers[0].caches, context), 0
     kv, head_kv = (sum(c.nbytes for c in caches) for caches in (full.layers, full.heads))
     if _later(cache, context) and cache.quantizing:
@@ -149,7 +148,7 @@ def _scratch(model: Any, full: PromptCache, context: int, rows: int) -> int:
 
     Where a CPU runs a recurrence row by row, two small numbers of rows tell what more of them take.
     """
-    if "recurrent" in model.windows() and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
+    if any(c.is_state for c in full.layers) and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
         few, more = (scratch(model, full, context, n) for n in LOOPED)
         held = few + (more - few) * (rows - LOOPED[0]) // (LOOPED[1] - LOOPED[0])
     else:

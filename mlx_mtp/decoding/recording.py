@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cache.linear import SlidingKVCache, make_saved, round_up
+from ..cache.kinds import from_configs
+from ..cache.linear import round_up
 from ..cache.prompt_cache import PromptCache
 from ..tuning.controller import Fixed, Plan
 from .cycle import Decoder, Flight, verify
@@ -51,7 +52,7 @@ class Kind(NamedTuple):
 def _layout(c: Any, base: int) -> tuple:
     """A cache's `config`; a start that is not behind the first position of `base`'s window makes no difference."""
     config = c.config
-    if isinstance(c, SlidingKVCache) and c.start <= base - c.window + 1:
+    if c.wraps and c.start <= base - c.window + 1:
         config["start"] = 0
     return tuple(config.items())
 
@@ -67,7 +68,7 @@ def recorded(model: Any, kind: Kind, given: list, guesses: list, ends: list, par
     Returns the run's arrays by their names, the target's position, parts and kept.
     """
     model, plan, n = model(), kind.plan, len(kind.layers)
-    caches = make_saved([dict(config) for config in (*kind.layers, *kind.heads)])
+    caches = from_configs([dict(config) for config in (*kind.layers, *kind.heads)])
     cache = PromptCache(model, caches[:n], caches[n:], None, list(kept))
     cache.live = bool(kind.heads)
     for c, arrays in zip(caches, parts, strict=True):

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..cache.mlx_lm_caches import PlainCache
 from ..cache.prompt_cache import PromptCache
 from ..tuning.controller import Controller, Fixed
 from ..tuning.cost_file import RememberedCosts
@@ -25,8 +24,7 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
 
     Raises ValueError where it is asked for and nothing can be drafted.
     """
-    steps_back = not any(isinstance(c, PlainCache) for c in cache.layers)
-    if asked and (plain or not steps_back):
+    if asked and (plain or cache.is_mlx_lm):
         why = "num_draft_tokens=0, which is plain decoding" if plain else "a family that has no port"
         raise ValueError(f"prompt_lookup=True: not with {why}; allowed is False")
     return LOOKUP_DRAFTS if asked or (asked is None and adaptive and k) else 0
@@ -86,7 +84,7 @@ def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | N
 
     asked: None leaves it to a trial on a GPU, and to what one has found on this machine with this model.
     """
-    foreign = picker.sampler or picker.processors or any(isinstance(c, PlainCache) for c in cache.layers)
+    foreign = picker.sampler or picker.processors or cache.is_mlx_lm
     if foreign or asked is False or (asked is None and mx.default_device() == mx.cpu):
         return None
     if not hasattr(model, "_recorder"):

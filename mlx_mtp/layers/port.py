@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..cache.protocol import CacheKind
 from .lm_head import Rows, head_on
 from .mtp_head import MTPHead
 from .spec import MTPSpec
@@ -112,7 +113,7 @@ class Port:
         x, masks = self.model.embed_tokens(tokens), {}
         stream = [x]
         for layer, c in zip(self.layers, cache, strict=True):
-            kind = c.window, c.keep
+            kind = c.is_state, c.window, c.keep
             if kind not in masks:
                 masks[kind] = c.make_mask(x.shape[1], return_array=self.MASK_ARRAY)
             x = layer(x, mask=masks[kind], cache=c)
@@ -183,8 +184,8 @@ class Port:
     def cached_layers(self) -> list[Any]:
         return list(self.layers)
 
-    def windows(self) -> list[int | str | None]:
-        """Per layer that has a cache: an attention window, None for full attention, or "recurrent"."""
+    def windows(self) -> list[CacheKind]:
+        """What each layer that has a cache needs: an attention window, None for full attention, or a cache's class."""
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[int | None]:

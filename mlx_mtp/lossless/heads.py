@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..cache.linear import make_caches
+from ..cache.kinds import make_caches
 
 ROWS = 16  # whose logits are held at a time
 USUAL = 0.3  # of depth 1; released heads are right in 60-97%

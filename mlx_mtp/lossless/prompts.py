@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cache.linear import MAX_ROWS
+from ..cache.ring import MAX_ROWS
 from ..session import render
 
 CHATS = (

@@ -14,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import nemotron_h
 
+from ..cache.protocol import CacheKind
+from ..cache.recurrent import RecurrentCache
 from ..layers.mamba2 import Mamba2
 from ..layers.port import Port, Renaming
 from ..layers.spec import MTPSpec
@@ -105,7 +107,7 @@ class Model(Port, nemotron_h.Model):
 
     def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         x, caches = self.model.embed_tokens(tokens), iter(cache)
-        mask = next((c.make_mask(x.shape[1]) for c in cache if c.window != "recurrent"), None)
+        mask = next((c.make_mask(x.shape[1]) for c in cache if not c.is_state), None)
         stream = [x]
         for layer in self.layers:
             stream.append(layer(stream[-1], mask, next(caches)) if layer.block_type in CACHED else layer(stream[-1]))
@@ -114,8 +116,8 @@ class Model(Port, nemotron_h.Model):
     def cached_layers(self) -> list[Any]:
         return [layer for layer in self.layers if layer.block_type in CACHED]
 
-    def windows(self) -> list[int | str | None]:
-        return ["recurrent" if layer.block_type == "M" else None for layer in self.cached_layers()]
+    def windows(self) -> list[CacheKind]:
+        return [RecurrentCache if layer.block_type == "M" else None for layer in self.cached_layers()]
 
     def one_layer(self) -> Any:
         return SimpleNamespace(args=self.args.head)

@@ -14,6 +14,8 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
+from ..cache.protocol import CacheKind
+from ..cache.recurrent import RecurrentCache
 from ..layers.gated_delta import GatedDelta
 from ..layers.port import Port, Renaming
 from ..layers.spec import MTPSpec
@@ -100,8 +102,8 @@ class Model(Port, qwen3_5.Model):
     def language(self) -> Any:
         return self.language_model
 
-    def windows(self) -> list[int | str | None]:
-        return ["recurrent" if layer.is_linear else None for layer in self.layers]
+    def windows(self) -> list[CacheKind]:
+        return [RecurrentCache if layer.is_linear else None for layer in self.layers]
 
     def one_layer(self) -> Any:
         inner: Any = SimpleNamespace(args=replace(self.args.text, num_hidden_layers=1))

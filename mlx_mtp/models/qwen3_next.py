@@ -10,6 +10,8 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_next
 from mlx_lm.models.qwen3_next import ModelArgs
 
+from ..cache.protocol import CacheKind
+from ..cache.recurrent import RecurrentCache
 from ..layers.gated_delta import GatedDelta
 from ..layers.port import NUMBERED_EXPERTS, Port
 from ..layers.spec import MTPSpec
@@ -53,5 +55,5 @@ class Model(Port, qwen3_next.Model):
         blocks = [qwen3_next.Qwen3NextDecoderLayer(args, args.full_attention_interval - 1) for _ in range(heads)]
         self.add_heads(spec, blocks, partial(nn.RMSNorm, eps=args.rms_norm_eps), args.hidden_size)
 
-    def windows(self) -> list[int | str | None]:
-        return ["recurrent" if layer.is_linear else None for layer in self.layers]
+    def windows(self) -> list[CacheKind]:
+        return [RecurrentCache if layer.is_linear else None for layer in self.layers]

@@ -8,8 +8,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.mla import QuantizedMultiLinear
 
-from ..cache.linear import Ring, make_cache
+from ..cache.kinds import make_cache
 from ..cache.recurrent import RecurrentCache
+from ..cache.ring import Ring
 from ..kernels import Rope, served
 from ..layers.attention import Attention, Form, NormRope, VerifyAttention
 from ..layers.eagle_head import EagleHead
@@ -138,7 +139,7 @@ def _attentions(model: Any) -> Iterator[Site]:
     kinds = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}
     rings: dict[Any, Any] = {None: None}
     for layer, window, unquantized in windowed:
-        if window == RecurrentCache.window:
+        if isinstance(window, type):
             continue
         if window not in rings:
             rings[window] = Ring(window)

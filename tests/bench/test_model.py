@@ -89,7 +89,7 @@ def test_caches_and_states_are_as_large_as_the_real_ones(name):
     states = sum(c.parts[1].nbytes for c in caches if isinstance(c, RecurrentCache))
     found = floor.pass_floor(walked, 1, 1, "independent")
     assert (found.cache, found.state) == (sum(of_token), 2 * states)
-    windows = [w for w in model.windows() if w != "recurrent"]
+    windows = [w for w in model.windows() if w is not RecurrentCache]
     top, index = getattr(model.args, "index_topk", None), getattr(model.args, "index_head_dim", 0)
     for context in (7, 10**4):
         lengths = [min(context, window or top or context) for window in windows]

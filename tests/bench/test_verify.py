@@ -18,7 +18,7 @@ from mlx_mtp.bench.census import operations
 from mlx_mtp.bench.chain import Call
 from mlx_mtp.bench.page_tables import tables_of
 from mlx_mtp.bench.verify import Curve, Kernels, Pass, Plan, curve_table, measure
-from mlx_mtp.cache.linear import MAX_ROWS
+from mlx_mtp.cache.ring import MAX_ROWS
 from mlx_mtp.layers.mamba2 import Mamba2
 
 CONTEXT = 20

@@ -18,7 +18,7 @@ import mlx_mtp
 from mlx_mtp.cache import file as saved_cache
 from mlx_mtp.cache import fingerprint
 from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
-from mlx_mtp.cache.prompt_prefix import Opening
+from mlx_mtp.cache.prompt_prefix import PromptPrefix
 from mlx_mtp.machine import memory as machine_memory
 from mlx_mtp.machine.memory import Available
 
@@ -59,7 +59,7 @@ def saved(model, tmp_path_factory):
     file = tmp_path_factory.mktemp("saved") / "cache.safetensors"
     cache = mlx_mtp.make_prompt_cache(model)
     tokens_of(model, PROMPT, 6, 3, prompt_cache=cache)
-    cache.opening = Opening("a text", "a system prompt", template_config={"x": 1})
+    cache.prefix = PromptPrefix("a text", "a system prompt", template_config={"x": 1})
     save_prompt_cache(file, cache)
     return file, Content(file.read_bytes())
 

@@ -11,7 +11,7 @@ from letter_chats import LETTERS, PLAIN, REWRITING, VOCAB, answer, make_session,
 
 import mlx_mtp
 from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
-from mlx_mtp.cache.prompt_prefix import Opening
+from mlx_mtp.cache.prompt_prefix import PromptPrefix
 from mlx_mtp.demo import demo_path
 
 BOTH = ("What does os.path", ".join do?")
@@ -24,11 +24,11 @@ def model(tiny_models):
     return tiny_models(2, vocab_size=len(VOCAB))[0]
 
 
-def begun(model, tmp_path, template=PLAIN, opening=Opening(BEGINNING), **layout):  # noqa: B008 - it is frozen
+def begun(model, tmp_path, template=PLAIN, opening=PromptPrefix(BEGINNING), **layout):  # noqa: B008 - it is frozen
     """A cache that has read an opening, by way of a file."""
     cache = mlx_mtp.make_prompt_cache(model, **layout)
     list(mlx_mtp.generate_step(opening.settled(make_tokenizer(template)), model, max_tokens=0, prompt_cache=cache))
-    cache.opening = opening
+    cache.prefix = opening
     save_prompt_cache(tmp_path / "cache", cache)
     return load_prompt_cache(tmp_path / "cache", model)
 
@@ -88,14 +88,14 @@ def test_a_turn_that_is_too_long_is_refused_and_the_next_one_is_not(model, tmp_p
 
 
 def test_system_prompts_and_variables_are_those_of_the_cache(model, tmp_path):
-    opening = Opening(BEGINNING, "ij", template_config={"x": 1})
+    opening = PromptPrefix(BEGINNING, "ij", template_config={"x": 1})
     session = make_session(model, prompt_cache=begun(model, tmp_path, opening=opening))
     expected = make_session(model, system_prompt="ij")
     assert conversation(session) == conversation(expected, BEGINNING)
     for given in ({"system_prompt": "ji"}, {"template_config": {"x": 2}}):
         with pytest.raises(ValueError, match="the prompt cache was made with"):
             make_session(model, prompt_cache=begun(model, tmp_path, opening=opening), **given)
-    cache = begun(model, tmp_path, opening=Opening(BEGINNING, template=False))
+    cache = begun(model, tmp_path, opening=PromptPrefix(BEGINNING, template=False))
     with pytest.raises(ValueError, match="does not hold the beginning of a conversation"):
         make_session(model, prompt_cache=cache)
 
@@ -107,8 +107,8 @@ def test_no_token_that_is_kept_depends_on_what_follows():
     for template in (True, False):
         kept = 0
         for end in range(len(text)):
-            tokens = Opening(text[:end], template=template).settled(tokenizer)
-            whole = Opening(text, template=template).tokens(tokenizer, "")
+            tokens = PromptPrefix(text[:end], template=template).settled(tokenizer)
+            whole = PromptPrefix(text, template=template).tokens(tokenizer, "")
             assert whole[: len(tokens)] == tokens, text[:end]
             kept += len(tokens)
         assert kept > len(text) * len(whole) / 4

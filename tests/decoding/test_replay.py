@@ -18,7 +18,7 @@ from oracle import Oracle
 from plans import Script
 
 import mlx_mtp
-from mlx_mtp.cache import linear as caches
+from mlx_mtp.cache import kinds as caches
 from mlx_mtp.decoding import cycle
 from mlx_mtp.decoding import recording as recorded
 from mlx_mtp.decoding import replay as compiled

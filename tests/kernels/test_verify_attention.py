@@ -11,7 +11,7 @@ from exact import CONTRACTIONS, DTYPES, same_bits
 from metal_cases import exact, linux_only, relative_error
 
 from mlx_mtp import emulator
-from mlx_mtp.cache import linear as cache
+from mlx_mtp.cache import kinds as cache
 from mlx_mtp.emulator.stock import sdpa_vector
 from mlx_mtp.emulator.stock_attention import fused, sdpa_vector_2pass
 from mlx_mtp.kernels import verify_attention, verify_attention_ref

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tiny
 
-from mlx_mtp.cache.linear import Ring
 from mlx_mtp.cache.prompt_cache import PromptCache
+from mlx_mtp.cache.ring import Ring
 from mlx_mtp.decoding import cycle, prefill, sampling
 from mlx_mtp.decoding import loop as decode
 from mlx_mtp.lossless import check

@@ -16,7 +16,7 @@ from families import FAMILIES, random_weights
 from mlx.utils import tree_unflatten
 
 import mlx_mtp
-from mlx_mtp.cache.linear import make_caches
+from mlx_mtp.cache.kinds import make_caches
 from mlx_mtp.cache.prompt_cache import make_prompt_cache
 
 KINDS = 8  # tokens that occur

@@ -16,7 +16,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_mtp
 from mlx_mtp import emulator
-from mlx_mtp.cache.linear import LinearKVCache, Ring, make_cache
+from mlx_mtp.cache.kinds import make_cache
+from mlx_mtp.cache.linear import LinearKVCache
+from mlx_mtp.cache.recurrent import RecurrentCache
+from mlx_mtp.cache.ring import Ring
 from mlx_mtp.layers.attention import Attention
 from mlx_mtp.layers.experts import Mixture
 from mlx_mtp.tuning import ab_test as trial_run
@@ -153,7 +156,7 @@ def all_on(model):
 
 
 def attentions(model):
-    return len(model.mtp) + sum(window != "recurrent" for window in model.windows())
+    return len(model.mtp) + sum(window is not RecurrentCache for window in model.windows())
 
 
 @pytest.mark.parametrize("name", sorted({*ATTENDED, *LATENT}))

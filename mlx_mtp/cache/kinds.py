@@ -1,0 +1,52 @@
+"""Make the caches of layers, of any kind: a new kind is added to this one list."""
+
+from typing import Any
+
+from .linear import LinearKVCache, QuantizedLinearKVCache
+from .mlx_lm_caches import MlxLmCaches
+from .protocol import CacheKind, LayerCache
+from .recurrent import RecurrentCache
+from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
+
+# Kinds that are no attention's, by the name that their `config` has in files.
+BY_NAME: dict[str, type[Any]] = {kind.name: kind for kind in (RecurrentCache, MlxLmCaches)}
+
+
+def make_cache(
+    window: CacheKind | Ring, *, start: int = 0, keep: int = 0, bits: int | None = None, group_size: int = 64
+) -> Any:
+    """Make the empty cache of one layer, quantized with `bits` where it holds keys and values.
+
+    window: a number of last positions, or a Ring that layers share; None for all positions; or a cache's class.
+    keep: first positions that a new ring holds for ever.
+    """
+    if isinstance(window, type):
+        return window()
+    if window is None:
+        return LinearKVCache(start) if bits is None else QuantizedLinearKVCache(group_size, bits, start)
+    ring = window if isinstance(window, Ring) else Ring(window, keep)
+    if bits is None:
+        return SlidingKVCache(ring, start)
+    return QuantizedSlidingKVCache(group_size, bits, ring, start)
+
+
+def make_caches(windows: list[CacheKind | Ring], *, starts: list[int], **quantization: Any) -> list[Any]:
+    """Make one cache per layer; layers of the same window share one Ring."""
+    rings: dict[Any, Ring] = {window: Ring(window) for window in windows if isinstance(window, int)}
+    pairs = zip(windows, starts, strict=True)
+    return [make_cache(rings.get(window, window), start=start, **quantization) for window, start in pairs]
+
+
+def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
+    """Make caches of these `config`s, without their arrays; those of the same window share one Ring."""
+    rings: dict[tuple[int, int], Ring] = {}
+    caches = []
+    for config in configs:
+        window, keep = config["window"], config.get("keep", 0)
+        if isinstance(window, str):
+            caches.append(BY_NAME[window](**{name: value for name, value in config.items() if name != "window"}))
+            continue
+        if window is not None:
+            window = rings.setdefault((window, keep), Ring(window, keep))
+        caches.append(make_cache(**{**config, "window": window}))
+    return caches

@@ -1,0 +1,76 @@
+"""State what the decode loop and the layers ask of the cache of one layer."""
+
+from typing import Any, ClassVar, Protocol
+
+import mlx.core as mx
+
+Parts = tuple[mx.array, ...]
+
+
+class LayerCache(Protocol):
+    """Keys and values, or a state, of one layer for one text; B = 1.
+
+    offset: positions held, an `int` while the host counts them, int32 [1] while the device does.
+    limit:  an upper bound of `offset` that the host knows.
+    parts:  the arrays of the state; () before the first row.
+    start:  positions below it hold nothing.
+    window: how many last positions it holds, None for all; keep: first positions that it holds beside these.
+
+    Facts of a kind: `is_state` (one state of the whole text, no rows), `wraps` (new rows overwrite old ones, so that
+    a lower offset does not bring them back), `is_mlx_lm` (mlx-lm's own caches, on which nothing is built ahead).
+    """
+
+    is_state: ClassVar[bool]
+    wraps: ClassVar[bool]
+    is_mlx_lm: ClassVar[bool]
+    offset: Any
+    limit: int
+    parts: Parts
+    start: int
+
+    @property
+    def window(self) -> int | None: ...
+
+    @property
+    def keep(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether `seek` can go back now."""
+        ...
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Arguments of `kinds.from_configs` that make this cache again, but for its `parts`; JSON."""
+        ...
+
+    @property
+    def empty_config(self) -> dict[str, Any]:
+        """The same for an empty cache of this layout."""
+        ...
+
+    def reserve(self, rows: int) -> None:
+        """Make the next growth reach `rows` positions at once."""
+
+    def hold(self, rows: int) -> None:
+        """Have room for `rows` positions now."""
+
+    def seek(self, offset: Any, limit: int) -> None:
+        """Set the position, a host integer or int32 [1], and its upper bound."""
+
+    def used(self) -> Parts:
+        """Return the arrays to save, without rows that were never reached."""
+        ...
+
+    def check(self) -> None:
+        """Raise ValueError where `parts`, read from a file, cannot belong to `offset`."""
+
+    def to_quantized(self, bits: int, group_size: int) -> "LayerCache":
+        """Return a cache with these contents in `bits` bits, or itself where there are no keys and values."""
+        ...
+
+
+CacheKind = int | None | type[LayerCache]  # what a layer needs: a window, all positions, or a cache of another class

@@ -1,0 +1,165 @@
+"""Keep keys and values of the last positions in a ring, with masks that do not depend on when it wrapped."""
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.base import create_causal_mask
+
+from .linear import LinearKVCache, Quantized, round_up
+from .protocol import Parts
+
+MAX_ROWS = 16  # most rows one verify or draft call may write into a ring
+
+
+class Ring:
+    """Geometry of a ring of `window` positions with room to take back two calls of MAX_ROWS rows.
+
+    The first `keep` positions belong to every window, and stay in their slots; those behind them take turns. One
+    object serves all layers of a model, so that what depends on the position alone is computed once per forward pass.
+    """
+
+    def __init__(self, window: int, keep: int = 0):
+        self.window, self.keep = window, keep
+        self.slots = window + 2 * MAX_ROWS
+        self.turn = self.slots - keep
+        self._last: tuple = (None, 0, None)
+
+    def slot(self, position: int) -> int:
+        """Where a position lives."""
+        return min(position, self.keep + (position - self.keep) % self.turn)
+
+    def index(self, offset: mx.array, rows: int) -> mx.array:
+        """Slots [1, 1, rows, 1] of the rows at a device-side offset."""
+        if self._last[0] is not offset or self._last[1] != rows:
+            positions = offset + mx.arange(rows)
+            index = self.keep + (positions - self.keep) % self.turn if self.keep else positions % self.slots
+            index = mx.minimum(positions, index) if self.keep else index
+            self._last = (offset, rows, index.reshape(1, 1, rows, 1))
+        return self._last[2]
+
+    def mask(self, offset: mx.array, rows: int, visible: int, start: int) -> mx.array:
+        """Boolean [rows, visible]: which slots each of the rows, once written, may attend to."""
+        queries, slots = offset + mx.arange(rows)[:, None], mx.arange(visible)[None]
+        last = offset + (rows - 1)
+        # The newest position that maps to each slot; negative where none was written yet.
+        positions = last - (last - slots) % self.turn
+        if self.keep:
+            positions = mx.where(slots < self.keep, slots, mx.where(positions < self.keep, -1, positions))
+        return self.seen(positions, queries) & (positions >= mx.minimum(start, queries))
+
+    def seen(self, positions: mx.array, queries: mx.array) -> mx.array:
+        """Boolean: whether the queries' windows have the positions."""
+        near = positions > queries - (self.window - self.keep)
+        return (positions <= queries) & (near | (positions < self.keep) if self.keep else near)
+
+    def mask_of_one(self, positions: range, visible: int) -> mx.array:
+        """`mask` [1, visible] for one row that may attend to `positions`, and to the kept ones; made on the host."""
+        mask = np.zeros((1, visible), bool)
+        mask[:, : self.keep] = True
+        mask[:, self.keep + (np.arange(positions.start, positions.stop) - self.keep) % self.turn] = True
+        return mx.array(mask)
+
+
+class SlidingKVCache(LinearKVCache):
+    """A ring of the last positions. Masks come from positions, so a row's arithmetic depends neither on when the
+    ring wrapped nor on rejected rows: those are overwritten before any query's window can reach their slots.
+    """
+
+    wraps = True
+
+    def __init__(self, ring: Ring, start: int = 0):
+        super().__init__(start)
+        self.ring = ring
+
+    @property
+    def window(self) -> int:
+        return self.ring.window
+
+    @property
+    def keep(self) -> int:
+        return self.ring.keep
+
+    @property
+    def config(self) -> dict:
+        return {"window": self.window, "keep": self.keep, "start": self.start}
+
+    def _grow(self, rows: int, like: Parts) -> None:
+        if not self.parts:
+            self.parts = tuple(mx.zeros((*p.shape[:2], self.ring.slots, p.shape[3]), p.dtype) for p in like)
+
+    def _write(self, new: Parts) -> None:
+        ring, rows = self.ring, new[0].shape[2]
+        if not isinstance(self.offset, int):
+            index = ring.index(self.offset, rows)
+            pairs = zip(self.parts, new, strict=True)
+            self.parts = tuple(
+                mx.put_along_axis(part, mx.broadcast_to(index, r.shape), r, axis=2) for part, r in pairs
+            )
+            return
+        done = min(rows, max(0, ring.keep - self.offset))
+        if done:
+            self._assign(self.offset, tuple(r[:, :, :done] for r in new))
+        done = max(done, rows - ring.turn)
+        while done < rows:
+            slot = ring.slot(self.offset + done)
+            block = slice(done, done + min(rows - done, ring.slots - slot))
+            self._assign(slot, tuple(r[:, :, block] for r in new))
+            done = block.stop
+
+    def _visible(self, rows: int) -> slice:
+        if isinstance(self.offset, int) and self.offset < self.window:
+            return slice(min(self.start, self.offset), self.offset + rows)
+        return slice(0, min(self.ring.slots, round_up(self.limit + rows)))
+
+    def used(self) -> Parts:
+        """All of it: a ring does not grow."""
+        return self.parts
+
+    def check(self) -> None:
+        if self.parts and self.capacity != self.ring.slots:
+            raise ValueError("its rows are not as many as it holds")
+
+    def to_quantized(self, bits: int, group_size: int) -> "SlidingKVCache":
+        return self._filled(QuantizedSlidingKVCache(group_size, bits, self.ring, self.start))
+
+    def _past(self) -> range:
+        """The positions, before its own, that the next row's window reaches back to; kept ones are not among them."""
+        first = max(self.offset - (self.window - self.keep) + 1, self.keep, self.start)
+        return range(min(first, self.offset), self.offset)
+
+    def _kept(self) -> range:
+        return range(min(self.keep, self.offset))
+
+    def update_and_fetch(self, *arrays: mx.array):
+        rows = arrays[0].shape[2]
+        if not isinstance(self.offset, int) or rows == 1:
+            assert rows <= MAX_ROWS, "more rows than a ring can take back"
+            return super().update_and_fetch(*arrays)
+        # Prefill: attend to the past in order, then the chunk, of which the ring may keep only the end.
+        new = self._encode(*arrays)
+        self._grow(rows, new)
+        slots = mx.array([self.ring.slot(p) for p in (*self._kept(), *self._past())], mx.int32)
+        past = [mx.take(part, slots, axis=2) for part in self.parts]
+        self._write(new)
+        self.offset += rows
+        self.limit += rows
+        return self._decode(tuple(mx.concatenate([a, b], axis=2) for a, b in zip(past, new, strict=True)))
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        if not isinstance(self.offset, int):
+            return self.ring.mask(self.offset, N, self._visible(N).stop, self.start)
+        if N > 1 and self.keep:
+            positions = mx.array([*self._kept(), *self._past(), *range(self.offset, self.offset + N)])
+            return self.ring.seen(positions, mx.arange(self.offset, self.offset + N)[:, None])
+        if N > 1:
+            return create_causal_mask(N, len(self._past()), window_size=self.window)
+        if self.offset < self.window:
+            return None  # the view holds exactly the row's window
+        return self.ring.mask_of_one(range(self._past().start, self.offset + 1), self._visible(1).stop)
+
+
+class QuantizedSlidingKVCache(Quantized, SlidingKVCache):
+    """SlidingKVCache with `bits`-bit keys and values."""
+
+    def __init__(self, group_size: int, bits: int, ring: Ring, start: int = 0):
+        super().__init__(ring, start)
+        self.group_size, self.bits = group_size, bits
