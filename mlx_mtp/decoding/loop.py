@@ -93,7 +93,7 @@ def _prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] 
 
 def _unshown(flight: Flight, following: Flight) -> Rest:
     """Before any row of `flight`, whose successor is built: a plain row is in the states, and comes out of them."""
-    return Rest(flight, -1, replace(following.before, states=flight.before.states, caches=None))
+    return Rest(flight, -1, replace(following.before, held=flight.before.held, caches=None))
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:

@@ -185,7 +185,7 @@ class Port:
         return list(self.layers)
 
     def windows(self) -> list[CacheKind]:
-        """What each layer that has a cache needs: an attention window, None for full attention, or a cache's class."""
+        """Return what each layer with a cache needs: a window, None for full attention, or a cache's class."""
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[int | None]:

@@ -87,7 +87,7 @@ def test_a_prompt_in_chunks_is_single_rows_up_to_rounding(mixer, cuts):
 def states(model, cache) -> list[mx.array]:
     """Each recurrent layer's state at the position where a cache is at rest."""
     mixers = [m for layer in model.layers for _, m in layer.named_modules() if hasattr(m, "_replay")]
-    caches = [c for c in cache.layers if c.window == "recurrent"]
+    caches = [c for c in cache.layers if c.is_state]
     return [c.state(m._replay) for c, m in zip(caches, mixers, strict=True)]
 
 

@@ -133,7 +133,7 @@ def test_a_cache_of_another_pattern_is_refused(tmp_path):
         path, _, _ = families.build("nemotron_h", tmp_path / str(i), hybrid_override_pattern=pattern)
         models.append(mlx_mtp.load_model(path))
     cache = mlx_mtp.make_prompt_cache(models[0])
-    assert [c.window for c in cache.layers] == ["recurrent", "recurrent", None, "recurrent"]
+    assert [c.is_state for c in cache.layers] == [True, True, False, True]
     list(mlx_mtp.generate_step([1, 2, 3], models[0], max_tokens=4, prompt_cache=cache))
     mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
     with pytest.raises(ValueError, match="made with another model"):

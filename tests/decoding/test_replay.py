@@ -200,7 +200,7 @@ def test_stop_anywhere_then_continue(tiny_models, tmp_path, name, k):
 
 
 def _same_rows(a, b) -> bool:
-    if a.window == "recurrent":
+    if a.is_state:
         return a.offset == b.offset
     last = range(max(0, a.offset - 8), a.offset)
     slots = mx.array([p % a.ring.slots if hasattr(a, "ring") else p for p in last], mx.int32)

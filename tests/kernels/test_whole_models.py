@@ -43,7 +43,7 @@ def recorded(model):
     passes, hidden = [], model.hidden
 
     def hidden_recorded(tokens, cache):
-        at = int(mx.array(next(c for c in cache if c.window != "recurrent").offset).item())
+        at = int(mx.array(next(c for c in cache if not c.is_state).offset).item())
         rows = hidden(tokens, cache)
         passes.append([at, tokens[0].tolist(), model.logits(rows)[0]])
         return rows

@@ -91,7 +91,7 @@ def assert_same_rows(model, ours: PromptCache, theirs: PromptCache) -> None:
     mixers = iter(m for layer in model.layers for _, m in layer.named_modules() if hasattr(m, "_replay"))
     for a, b in zip(ours.layers, theirs.layers, strict=True):
         assert a.offset == b.offset == ours.offset
-        if a.window == "recurrent":
+        if a.is_state:
             mixer = next(mixers)
             pairs = [(a.state(mixer._replay), b.state(mixer._replay)), (rows_before(a), rows_before(b))]
         else:
