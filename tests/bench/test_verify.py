@@ -18,6 +18,7 @@ from mlx_mtp.bench.census import operations
 from mlx_mtp.bench.chain import Call
 from mlx_mtp.bench.page_tables import tables_of
 from mlx_mtp.bench.verify import Curve, Kernels, Pass, Plan, curve_table, measure
+from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.ring import MAX_ROWS
 from mlx_mtp.layers.mamba2 import Mamba2
 
@@ -236,7 +237,7 @@ def test_parts_are_those_that_the_model_has(both):
     assert names[0] == "projections"
     assert names[-1] == "LM head"
     assert ("experts" in names) is any("switch_mlp" in m for m in verify_parts.target_modules(model))
-    assert ("recurrent" in " ".join(names)) is ("recurrent" in kinds)
+    assert ("recurrent" in " ".join(names)) is (RecurrentCache in kinds)
     assert "attention" in names
 
 
