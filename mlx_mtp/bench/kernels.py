@@ -12,7 +12,7 @@ import mlx.core as mx
 from rich.table import Table
 
 from ..emulator import Traffic, emulated
-from ..tuning.ab_test import FAILS, Trial, check
+from ..tuning.ab_test import FAILS, KernelTrial, check
 from ..tuning.kernel_switch import trials
 from .chain import Call, Timed, steps_for
 from .kernels_cases import CASES, SMALL
@@ -55,7 +55,7 @@ def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iter
             mx.clear_cache()
 
 
-def compared(name: str, trial: Trial, rounds: int, cooldown: float = 0.0) -> Compared:
+def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) -> Compared:
     """One trial's kernel beside what it takes the place of."""
     x = trial.x(0)
     sides = {side: [Call(pair[i], x) for pair in trial.pairs] for i, side in enumerate(("ours", "stock"))}

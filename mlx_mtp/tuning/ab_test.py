@@ -22,7 +22,7 @@ UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 @dataclass(frozen=True)
-class Trial:
+class KernelTrial:
     """A kernel and what it would take the place of, at one number of rows.
 
     shape: all but the rows that the choice depends on, as "4096x1024 4-bit g64 bfloat16".
@@ -58,7 +58,7 @@ class Trial:
         return mx.random.normal((self.rows, self.width), self.dtype, key=mx.random.key(seed))
 
 
-def check(trial: Trial, seed: int = 0) -> str | None:
+def check(trial: KernelTrial, seed: int = 0) -> str | None:
     """Why the kernel is wrong, or None where each row has the bits it has alone and, if need be, is accurate.
 
     Several draws of x, on several layers, also with NaN and infinity in rows that the others must not depend on.
@@ -74,7 +74,7 @@ def check(trial: Trial, seed: int = 0) -> str | None:
     return None
 
 
-def _bits_wrong(trial: Trial, layer: int, x: mx.array, draw: int) -> str | None:
+def _bits_wrong(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> str | None:
     """What is wrong with the bits of one layer, given x and given x with some rows spoilt."""
     ours, stock = trial.pairs[layer]
     try:
@@ -93,7 +93,7 @@ def _bits_wrong(trial: Trial, layer: int, x: mx.array, draw: int) -> str | None:
     )
 
 
-def _error_wrong(trial: Trial, layer: int, x: mx.array) -> str | None:
+def _error_wrong(trial: KernelTrial, layer: int, x: mx.array) -> str | None:
     """Whether a row of one layer errs more than twice as much as stock MLX's, and by more than ROUNDINGS."""
     if trial.truth is None:
         return None
@@ -156,7 +156,7 @@ def _differs(a: mx.array, b: mx.array) -> mx.array:
     return (a.view(bits) != b.view(bits)) & ~(mx.isnan(a) & mx.isnan(b))
 
 
-def time_pair(trial: Trial) -> float:
+def time_pair(trial: KernelTrial) -> float:
     """Stock MLX's time over the kernel's, of an interleaved A/B.
 
     Both run as chains in which each step waits for all outputs of the one before, through as many equal launches as

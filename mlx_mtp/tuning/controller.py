@@ -112,7 +112,7 @@ class Fixed:
         pass
 
 
-class Choice(NamedTuple):
+class ScoredPlan(NamedTuple):
     """A plan with what is expected of it.
 
     steps: its cost in plain steps. rate: tokens per step; high: if all goes well. risk: steps that it may lose.
@@ -220,16 +220,16 @@ class Controller:
             self.confident.forget(self.passed)
         self.passed = 0
 
-    def _never_measured(self, choice: Choice) -> bool:
+    def _never_measured(self, choice: ScoredPlan) -> bool:
         """One draft of the heads, of which this run knows nothing: what a file says may be wrong."""
         return choice.plan == Plan("heads", 1) and not self.costs.seen[self.costs.index["heads", 1]]
 
-    def _plain_may_be_best(self, best: Choice) -> bool:
+    def _plain_may_be_best(self, best: ScoredPlan) -> bool:
         """Nothing tells that a plain step was measured when it was unlucky, but another one."""
         arm = (best.plan.source, best.plan.k)
         return math.log(best.rate) < UNLUCKY * self.costs.spread(arm, PLAIN)
 
-    def _deeper(self, choices: list[Choice]) -> Choice:
+    def _deeper(self, choices: list[ScoredPlan]) -> ScoredPlan:
         """One length above the heads' best: what drafts that may stop early are to be compared with."""
         heads = [c for c in choices if c.plan.source == "heads" and c.plan.k]
         best = max(range(len(heads)), key=lambda i: heads[i].rate)
@@ -252,7 +252,7 @@ class Controller:
             return STAY_SHARE * (self.elapsed - self.came_at)
         return self.stake - (self.lost - self.came_with)
 
-    def _take(self, choice: Choice, *, explores: bool, behind: int = 0) -> Plan:
+    def _take(self, choice: ScoredPlan, *, explores: bool, behind: int = 0) -> Plan:
         if behind > MET and choice.plan.k and choice.plan.source == "heads":
             self.stake = self._stay(behind)
             self.came_at, self.came_with = self.elapsed, self.lost
@@ -267,7 +267,7 @@ class Controller:
     def _bucket(self, matched: int) -> Acceptance:
         return self.prompt[max(sum(matched >= least for least in BUCKETS) - 1, 0)]
 
-    def _choices(self, matched: int, behind: int) -> list[Choice]:
+    def _choices(self, matched: int, behind: int) -> list[ScoredPlan]:
         """Every arm that may run now, the plain step first."""
         choices = self._choices_of("heads", self.heads, behind)
         if matched >= SHORTEST:
@@ -276,7 +276,7 @@ class Controller:
             choices.append(self.confident.choice(self._deeper(choices)))
         return choices
 
-    def _choices_of(self, source: Source, acceptance: Acceptance, behind: int) -> list[Choice]:
+    def _choices_of(self, source: Source, acceptance: Acceptance, behind: int) -> list[ScoredPlan]:
         """The arms of one who drafts, ascending; the plain step is the heads'."""
         costs, choices = self.costs, []
         tokens, high = acceptance.tokens(), acceptance.tokens(OPTIMISM)
@@ -293,7 +293,7 @@ class Controller:
             if source == "heads" and k and behind:
                 steps += costs.row * behind / STAY
                 risk += costs.row * behind
-            choices.append(Choice(plan, tokens[k], steps, tokens[k] / steps, rate, risk))
+            choices.append(ScoredPlan(plan, tokens[k], steps, tokens[k] / steps, rate, risk))
         return choices
 
 
@@ -313,14 +313,14 @@ class Confident:
         kept = KEPT**cycles
         self.cycles, self.tokens, self.steps = kept * self.cycles, kept * self.tokens, kept * self.steps
 
-    def choice(self, like: Choice) -> Choice:
+    def choice(self, like: ScoredPlan) -> ScoredPlan:
         """The arm beside a choice of as many drafts, whose rate it is thought to have until it was seen."""
         tokens = (self.tokens + WEIGHT * like.tokens) / (self.cycles + WEIGHT)
         steps = (self.steps + WEIGHT * like.steps) / (self.cycles + WEIGHT)
         doubt = math.sqrt(NOISE**2 + SCATTER**2) / math.sqrt(self.cycles + WEIGHT)
         plan = Plan("heads", like.plan.k, p_min=True)
         rate = tokens / steps
-        return Choice(plan, tokens, steps, rate, rate * math.exp(COST_OPTIMISM * doubt), like.risk)
+        return ScoredPlan(plan, tokens, steps, rate, rate * math.exp(COST_OPTIMISM * doubt), like.risk)
 
 
 def _arm(cycle: Cycle) -> Arm:

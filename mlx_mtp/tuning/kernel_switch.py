@@ -17,7 +17,7 @@ from ..layers.port import Port
 from ..layers.products import Matrices, Stack
 from ..layers.site import Site, inexact_rows
 from .kernel_sites import place, tied
-from .kernel_trials import Key, RememberedVerdicts, Trial, Verdict, decide, in_words
+from .kernel_trials import KernelTrial, KernelVerdict, Key, RememberedVerdicts, decide, in_words
 
 PER_HEAD = (MultiLinear, QuantizedMultiLinear)
 UNSERVED = (nn.QuantizedLinear, nn.QQLinear)
@@ -51,7 +51,7 @@ def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Line
     return in_words(verdicts), (*rows_not_exact(sites), *others_not_exact(model))
 
 
-def _switched(model: Port, sites: Sequence[Site], lane: str | None) -> dict[Key, Verdict]:
+def _switched(model: Port, sites: Sequence[Site], lane: str | None) -> dict[Key, KernelVerdict]:
     dtype = model.no_hidden().dtype
     tried = trials(sites, dtype)
     verdicts = decide(tried, lane=lane, memory=RememberedVerdicts(_fingerprint(tried)))
@@ -59,12 +59,12 @@ def _switched(model: Port, sites: Sequence[Site], lane: str | None) -> dict[Key,
     return verdicts
 
 
-def _fingerprint(tried: Iterable[Trial]) -> str:
+def _fingerprint(tried: Iterable[KernelTrial]) -> str:
     shapes = sorted(f"{len(trial.pairs)} {trial.key}" for trial in tried)
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
 
 
-def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[Trial]:
+def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[KernelTrial]:
     """One per op, shape and number of rows, over all sites of that shape, for x of `dtype`.
 
     The fewest rows first, and last what is asked for seldom.
@@ -73,7 +73,7 @@ def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[Trial]:
     for site in sites:
         alike.setdefault((site.op, f"{site.shape} {str(dtype).rpartition('.')[2]}"), []).append(site)
     found = [
-        Trial(
+        KernelTrial(
             *(op, shape, rows, pairs, of_shape[0].width, dtype, _of(of_shape, "alone"), _of(of_shape, "truth")),
             bits=getattr(of_shape[0], "bits", True),
         )
@@ -90,7 +90,7 @@ def _of(sites: Sequence[Site], name: str) -> list[Callable] | None:
     return [getattr(site, name) for site in sites] if hasattr(sites[0], name) else None
 
 
-def switch(sites: Iterable[Site], verdicts: Mapping[Key, Verdict], dtype: mx.Dtype) -> None:
+def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: mx.Dtype) -> None:
     """Let each site serve the row counts that its verdicts allow."""
     for site in sites:
         site.rows = frozenset(trial.rows for trial in trials([site], dtype) if verdicts[trial.key].on)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..machine.errors import with_type
-from .ab_test import FAILS, Trial, check, time_pair
+from .ab_test import FAILS, KernelTrial, check, time_pair
 from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
 
 LANES = ("off", "exact", "fast")
@@ -20,7 +20,7 @@ ASKED = "asked for"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KernelVerdict:
     """Whether a kernel is on. right: seen to be; ratio: stock MLX's time over the kernel's, None if not timed."""
 
     on: bool
@@ -49,13 +49,13 @@ def requested(kernels: str | None) -> str | None:
 
 
 def decide(
-    trials: Iterable[Trial],
+    trials: Iterable[KernelTrial],
     *,
     lane: str | None,
-    timer: Callable[[Trial], float] = time_pair,
+    timer: Callable[[KernelTrial], float] = time_pair,
     memory: RememberedVerdicts | None = None,
     budget: float = BUDGET,
-) -> dict[Key, Verdict]:
+) -> dict[Key, KernelVerdict]:
     """The verdict of each (op, shape, rows).
 
     lane: None switches on what is right and faster by MARGIN, as `memory` has it, or tried within `budget` seconds;
@@ -71,16 +71,16 @@ def decide(
         return _by_trial(trials, timer, memory, budget)
     wrong = {trial.key: check(trial) for trial in trials}
     _warn_of_wrong(wrong)
-    return {key: _off(reason) if reason else Verdict(True, True, reason=ASKED) for key, reason in wrong.items()}
+    return {key: _off(reason) if reason else KernelVerdict(True, True, reason=ASKED) for key, reason in wrong.items()}
 
 
 def _by_trial(
-    trials: list[Trial], timer: Callable[[Trial], float], memory: RememberedVerdicts | None, budget: float
-) -> dict[Key, Verdict]:
+    trials: list[KernelTrial], timer: Callable[[KernelTrial], float], memory: RememberedVerdicts | None, budget: float
+) -> dict[Key, KernelVerdict]:
     known = memory.recall() if memory else {}
     found: dict[Key, Found] = {}
     failed: dict[Key, Found] = {}  # not kept for the next load: memory may have been short
-    verdicts: dict[Key, Verdict] = {}
+    verdicts: dict[Key, KernelVerdict] = {}
     end = time.perf_counter() + budget
     for trial in trials:
         key = trial.key
@@ -96,23 +96,23 @@ def _by_trial(
                 found[key] = Found(None, float(timer(trial)))
                 verdicts[key] = _judged(found[key])
             except Exception as e:
-                verdicts[key] = Verdict(False, True, reason=f"timing it fails with {with_type(e)}")
+                verdicts[key] = KernelVerdict(False, True, reason=f"timing it fails with {with_type(e)}")
     _warn_of_wrong({key: finding.wrong for key, finding in {**found, **failed}.items()})
     if memory and found:
         memory.keep({**known, **found})
     return verdicts
 
 
-def _judged(found: Found) -> Verdict:
+def _judged(found: Found) -> KernelVerdict:
     if found.ratio is None:
         return _off(found.wrong or "")
     if found.ratio > MARGIN:
-        return Verdict(True, True, found.ratio)
-    return Verdict(False, True, found.ratio, "slower" if found.ratio < 1 else "no faster")
+        return KernelVerdict(True, True, found.ratio)
+    return KernelVerdict(False, True, found.ratio, "slower" if found.ratio < 1 else "no faster")
 
 
-def _off(reason: str) -> Verdict:
-    return Verdict(False, False, reason=reason)
+def _off(reason: str) -> KernelVerdict:
+    return KernelVerdict(False, False, reason=reason)
 
 
 def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
@@ -125,15 +125,15 @@ def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
         warnings.warn(text, stacklevel=4)
 
 
-def in_words(verdicts: Mapping[Key, Verdict]) -> tuple[str, ...]:
+def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
     """One line per op and shape: "verify_qmm 4096x1024 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
-    shapes: dict[tuple[str, str], list[tuple[int, Verdict]]] = {}
+    shapes: dict[tuple[str, str], list[tuple[int, KernelVerdict]]] = {}
     for (op, shape, rows), verdict in verdicts.items():
         shapes.setdefault((op, shape), []).append((rows, verdict))
     return tuple(f"{op} {shape}: {_ranges(sorted(found))}" for (op, shape), found in shapes.items())
 
 
-def _ranges(found: list[tuple[int, Verdict]]) -> str:
+def _ranges(found: list[tuple[int, KernelVerdict]]) -> str:
     """The verdicts of one shape, neighbouring row counts together where they differ in numbers only."""
     texts = []
     for _, group in itertools.groupby(enumerate(found), key=_kind):
@@ -147,7 +147,7 @@ def _ranges(found: list[tuple[int, Verdict]]) -> str:
     return ", ".join(texts)
 
 
-def _kind(item: tuple[int, tuple[int, Verdict]]) -> tuple[bool, str, int]:
+def _kind(item: tuple[int, tuple[int, KernelVerdict]]) -> tuple[bool, str, int]:
     """What neighbours have in common; the last number is that of a run of row counts without a gap."""
     place, (rows, verdict) = item
     return verdict.on, re.sub(r"\d+", "#", verdict.reason), rows - place

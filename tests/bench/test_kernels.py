@@ -12,7 +12,7 @@ from mlx_mtp import kernels as bindings
 from mlx_mtp.bench import kernels
 from mlx_mtp.bench.kernels import OPS, Asked, Compared, compared, speed_table, traffic, traffic_table
 from mlx_mtp.bench.kernels_cases import CASES, SMALL
-from mlx_mtp.tuning.ab_test import Trial
+from mlx_mtp.tuning.ab_test import KernelTrial
 
 
 def test_every_op_that_takes_a_place_has_cases():
@@ -50,8 +50,8 @@ def work(times: int):
     return op
 
 
-def trial(ours, stock, rows: int = 2) -> Trial:
-    return Trial("op", "shape", rows, [(ours, stock)] * 2, 512, mx.float32)
+def trial(ours, stock, rows: int = 2) -> KernelTrial:
+    return KernelTrial("op", "shape", rows, [(ours, stock)] * 2, 512, mx.float32)
 
 
 def test_a_faster_kernel_is_faster_and_a_slower_one_slower():

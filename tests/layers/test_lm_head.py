@@ -175,11 +175,11 @@ def test_a_trial_judges_them(step, heads, monkeypatch):
     pairs = [(head.ours, head.stock)]
     with emulator.emulated(emulator.Options(traffic=False)):
         for rows in (1, 4):
-            trial = trial_run.Trial(head.op, head.shape, rows, pairs, head.width, mx.float32)
+            trial = trial_run.KernelTrial(head.op, head.shape, rows, pairs, head.width, mx.float32)
             assert trial_run.check(trial) is None
         wrong = [(lambda x: [mx.maximum(y, 1) for y in head.ours(x)], head.stock)]
-        trial = trial_run.Trial(head.op, head.shape, 4, wrong, head.width, mx.float32)
-        always = trial_run.Trial(
+        trial = trial_run.KernelTrial(head.op, head.shape, 4, wrong, head.width, mx.float32)
+        always = trial_run.KernelTrial(
             head.op, head.shape, 4, [(lambda x: [head.ours(x)[0] + 1], head.stock)], 32, mx.float32
         )
         assert "differs from one row alone" in str(trial_run.check(always))

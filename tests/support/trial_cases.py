@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlx_mtp.tuning.kernel_trials import Trial
+from mlx_mtp.tuning.kernel_trials import KernelTrial
 
 K = 16
 WEIGHTS = [mx.random.normal((K,), key=mx.random.key(i)) for i in range(3)]
@@ -14,7 +14,7 @@ def stock(w):
 
 
 def trial(ours=stock, rows=3, op="double", shape=SHAPE, weights=WEIGHTS, dtype=mx.float32):
-    return Trial(op, shape, rows, [(ours(w), stock(w)) for w in weights], K, dtype)
+    return KernelTrial(op, shape, rows, [(ours(w), stock(w)) for w in weights], K, dtype)
 
 
 def off_by_one_bit(row=slice(None), when=lambda x, w: True):

@@ -8,7 +8,7 @@ import pytest
 from trial_cases import WEIGHTS, K, fails, off_by_one_bit, stock, trial
 
 from mlx_mtp.tuning import ab_test as trial_run
-from mlx_mtp.tuning.kernel_trials import Trial, check
+from mlx_mtp.tuning.kernel_trials import KernelTrial, check
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -53,9 +53,11 @@ def test_a_nan_of_another_sign_is_a_nan():
 
 
 def test_bits_are_compared_not_values():
-    same_value = Trial("op", "s", 2, [(lambda x: [mx.zeros_like(x)], lambda x: [-mx.zeros_like(x)])], K, mx.float16)
+    same_value = KernelTrial(
+        "op", "s", 2, [(lambda x: [mx.zeros_like(x)], lambda x: [-mx.zeros_like(x)])], K, mx.float16
+    )
     assert check(same_value) == "row 1 of 2 differs from one row alone"
-    same_nan = Trial("op", "s", 2, [(lambda x: [x * math.nan], lambda x: [x * math.nan])], K, mx.float32)
+    same_nan = KernelTrial("op", "s", 2, [(lambda x: [x * math.nan], lambda x: [x * math.nan])], K, mx.float32)
     assert check(same_nan) is None
 
 
@@ -66,8 +68,8 @@ def test_outputs_of_any_type_are_compared():
     def wrong(x):
         return [*ours(x)[:1], x >= x, x.astype(mx.bfloat16)]
 
-    assert check(Trial("op", "s", 4, [(ours, ours)], K, mx.float32)) is None
-    assert "differs" in check(Trial("op", "s", 4, [(wrong, ours)], K, mx.float32))
+    assert check(KernelTrial("op", "s", 4, [(ours, ours)], K, mx.float32)) is None
+    assert "differs" in check(KernelTrial("op", "s", 4, [(wrong, ours)], K, mx.float32))
 
 
 def test_any_row_may_leak_into_any_other():
@@ -89,7 +91,7 @@ def test_another_seed_draws_other_values():
 def test_many_layers_are_visited_far_apart():
     visited = []
     layers = [(lambda x, i=i: visited.append(i) or [x], lambda x: [x]) for i in range(60)]
-    assert check(Trial("op", "s", 2, layers, K, mx.float32)) is None
+    assert check(KernelTrial("op", "s", 2, layers, K, mx.float32)) is None
     assert [i for i, _ in groupby(visited)] == list(range(0, 60, 5))
 
 
@@ -97,7 +99,7 @@ def test_only_the_kernels_own_failures_are_reasons():
     with pytest.raises(KeyboardInterrupt):
         check(trial(fails(KeyboardInterrupt())))
     with pytest.raises(RuntimeError, match="stock"):
-        check(Trial("op", "s", 2, [(stock(LAST), fails(RuntimeError("stock"))(0))], K, mx.float32))
+        check(KernelTrial("op", "s", 2, [(stock(LAST), fails(RuntimeError("stock"))(0))], K, mx.float32))
 
 
 # The clock.
@@ -118,7 +120,7 @@ def test_what_a_kernel_may_err_by_where_stock_does_not(dtype, error, right):
     def same(x):
         return [x * 3]
 
-    wrong = check(Trial("op", "s", 3, [(ours, same)], K, dtype, truth=[truth]))
+    wrong = check(KernelTrial("op", "s", 3, [(ours, same)], K, dtype, truth=[truth]))
     assert wrong is None if right else "errs by" in wrong
 
 
@@ -128,7 +130,7 @@ def thrice(x):
 
 def of_its_own(ours):
     """A trial of an op with an arithmetic of its own, in bfloat16."""
-    return Trial("op", "s", 3, [(ours, lambda x: [x * 3])], K, mx.bfloat16, truth=[thrice])
+    return KernelTrial("op", "s", 3, [(ours, lambda x: [x * 3])], K, mx.bfloat16, truth=[thrice])
 
 
 def test_every_row_of_an_arithmetic_of_its_own_is_accurate_and_its_own():

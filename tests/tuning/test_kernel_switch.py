@@ -26,7 +26,7 @@ from mlx_mtp.kernels import _source
 from mlx_mtp.layers.products import GLU, Dense, Stack, VerifyRouter
 from mlx_mtp.tuning import ab_test as trial_run
 from mlx_mtp.tuning import kernel_switch as switch
-from mlx_mtp.tuning.kernel_trials import Verdict
+from mlx_mtp.tuning.kernel_trials import KernelVerdict
 
 pytestmark = linux_only
 CONFIG = {**tiny.CONFIG, **STEP, "quantization": {"group_size": 32, "bits": 4}}
@@ -259,8 +259,8 @@ def test_the_load_time_check_sees_another_order(monkeypatch):
         module.weight, module.scales, module.biases = weights.w, weights.scales, weights.biases
         site = Stack([module])
         same, other = (site.ours, lambda x: [one_row(x, weights)]), (site.ours, site.stock)
-        assert trial_run.check(trial_run.Trial("verify_qmm", "8x320", 3, [same], 320, x.dtype)) is None
-        wrong = trial_run.check(trial_run.Trial("verify_qmm", "8x320", 3, [other], 320, x.dtype))
+        assert trial_run.check(trial_run.KernelTrial("verify_qmm", "8x320", 3, [same], 320, x.dtype)) is None
+        wrong = trial_run.check(trial_run.KernelTrial("verify_qmm", "8x320", 3, [other], 320, x.dtype))
         assert "differs from one row alone" in wrong
 
 
@@ -270,7 +270,7 @@ def test_matrices_are_timed_in_the_fast_lane_only(checkpoint, monkeypatch, lane)
 
     def decide(trials, *, lane, memory):
         decided.append((lane, {trial.op for trial in trials}))
-        return {trial.key: Verdict(True, True, reason="asked for") for trial in trials}
+        return {trial.key: KernelVerdict(True, True, reason="asked for") for trial in trials}
 
     monkeypatch.setattr(switch, "decide", decide)
     with emulator.emulated():

@@ -14,8 +14,8 @@ from mlx_mtp.tuning.kernel_trials import (
     BUDGET,
     MARGIN,
     VARIABLE,
-    Trial,
-    Verdict,
+    KernelTrial,
+    KernelVerdict,
     decide,
     in_words,
     requested,
@@ -45,7 +45,7 @@ def test_on_where_right_and_faster(ratio, on, words):
     timed = []
     one = trial()
     verdict = decide([one], lane=None, timer=lambda t: timed.append(t) or ratio)[one.key]
-    assert (verdict, str(verdict)) == (Verdict(on, True, ratio, verdict.reason), words)
+    assert (verdict, str(verdict)) == (KernelVerdict(on, True, ratio, verdict.reason), words)
     assert timed == [one]
     assert one.key == ("double", SHAPE, 3)
 
@@ -125,8 +125,8 @@ def test_the_clock_orders_what_differs():
     weights = [mx.random.normal((128, 128)) / 12 for _ in range(3)]
     mx.eval(weights)
     layers = [(work(1, w), work(12, w)) for w in weights]
-    assert time_pair(Trial("op", "s", 4, layers, 128, mx.float32)) > 1.5
-    assert time_pair(Trial("op", "s", 4, [(b, a) for a, b in layers], 128, mx.float32)) < 0.67
+    assert time_pair(KernelTrial("op", "s", 4, layers, 128, mx.float32)) > 1.5
+    assert time_pair(KernelTrial("op", "s", 4, [(b, a) for a, b in layers], 128, mx.float32)) < 0.67
 
 
 def test_a_chain_takes_turns_and_each_step_waits_for_the_one_before(monkeypatch):
@@ -146,7 +146,7 @@ def test_a_chain_takes_turns_and_each_step_waits_for_the_one_before(monkeypatch)
 
     monkeypatch.setattr(trial_run, "_chain_seconds", chain)
     layers = [(side("ours", i), side("stock", i)) for i in range(5)]
-    assert time_pair(Trial("op", "s", 2, layers, K, mx.float32)) == pytest.approx(3)
+    assert time_pair(KernelTrial("op", "s", 2, layers, K, mx.float32)) == pytest.approx(3)
     steps = round(trial_run.CHAIN_SECONDS * 5 / 3e-4)
     names = [name for name, *_ in chains[4:]]
     assert names == ["stock", "ours", "ours", "stock"] * (trial_run.CHAINS // 2)
@@ -179,7 +179,7 @@ def test_a_difference_is_seen_through_other_work_on_the_machine(monkeypatch):
     monkeypatch.setattr(trial_run, "_chain_seconds", chain)
     layers = [(lambda x: [x], slow)]
     for _ in range(30):
-        assert time_pair(Trial("op", "s", 2, layers, K, mx.float32)) == pytest.approx(1.25, rel=0.02)
+        assert time_pair(KernelTrial("op", "s", 2, layers, K, mx.float32)) == pytest.approx(1.25, rel=0.02)
 
 
 # What the user asks for, and is told.
@@ -209,11 +209,11 @@ def test_requests_that_are_none(value):
 
 def test_verdicts_in_words():
     def on(ratio):
-        return Verdict(True, True, ratio)
+        return KernelVerdict(True, True, ratio)
 
-    slower = Verdict(False, True, 0.9, "slower")
-    wrong = [Verdict(False, False, reason=f"row 1 of {m} differs from one row alone") for m in (2, 3)]
-    asked = Verdict(True, True, reason="asked for")
+    slower = KernelVerdict(False, True, 0.9, "slower")
+    wrong = [KernelVerdict(False, False, reason=f"row 1 of {m} differs from one row alone") for m in (2, 3)]
+    asked = KernelVerdict(True, True, reason="asked for")
     verdicts = {
         **{("qmm", "a", m): on(1.3 + m / 10) for m in (3, 5, 2, 4)},
         **{("qmm", "a", m): slower for m in (6, 7, 8)},

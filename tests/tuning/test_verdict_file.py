@@ -13,7 +13,7 @@ from mlx_mtp.kernels import _source
 from mlx_mtp.machine import remembered
 from mlx_mtp.machine.remembered import cache_directory
 from mlx_mtp.tuning import verdict_file
-from mlx_mtp.tuning.kernel_trials import Trial, decide
+from mlx_mtp.tuning.kernel_trials import KernelTrial, decide
 from mlx_mtp.tuning.verdict_file import Found, RememberedVerdicts
 
 FOUND = {
@@ -36,7 +36,7 @@ def written(directory):
 
 
 def trials(run=lambda x: [x]):
-    return [Trial("qmm", "a", m, [(run, lambda x: [x])], 4, mx.float32) for m in (2, 3)]
+    return [KernelTrial("qmm", "a", m, [(run, lambda x: [x])], 4, mx.float32) for m in (2, 3)]
 
 
 def never(_):
