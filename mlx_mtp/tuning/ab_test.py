@@ -1,4 +1,4 @@
-"""One kernel on one shape beside stock MLX: are its bits right, is it accurate enough, and is it faster?"""
+"""Compare one kernel on one shape with stock MLX: are its bits right, is it accurate enough, is it faster?"""
 
 import math
 import time
@@ -54,12 +54,12 @@ class KernelTrial:
         return self.op, self.shape, self.rows
 
     def x(self, seed: int) -> mx.array:
-        """Normal x [M, K], the same for the same seed."""
+        """Draw normal x [M, K], the same for the same seed."""
         return mx.random.normal((self.rows, self.width), self.dtype, key=mx.random.key(seed))
 
 
 def check(trial: KernelTrial, seed: int = 0) -> str | None:
-    """Why the kernel is wrong, or None where each row has the bits it has alone and, if need be, is accurate.
+    """Say why the kernel is wrong, or None where each row has the bits it has alone and, if need be, is accurate.
 
     Several draws of x, on several layers, also with NaN and infinity in rows that the others must not depend on.
     An exception of the kernel is a reason too; one of stock MLX is raised.
@@ -75,7 +75,7 @@ def check(trial: KernelTrial, seed: int = 0) -> str | None:
 
 
 def _bits_wrong(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> str | None:
-    """What is wrong with the bits of one layer, given x and given x with some rows spoilt."""
+    """Say what is wrong with the bits of one layer, given x and given x with some rows spoilt."""
     ours, stock = trial.pairs[layer]
     try:
         expected = trial.alone[layer](x) if trial.alone else _row_by_row(ours if trial.truth else stock, x)
@@ -94,7 +94,7 @@ def _bits_wrong(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> str |
 
 
 def _error_wrong(trial: KernelTrial, layer: int, x: mx.array) -> str | None:
-    """Whether a row of one layer errs more than twice as much as stock MLX's, and by more than ROUNDINGS."""
+    """Say which row of one layer errs more than twice as much as stock MLX's, and by more than ROUNDINGS."""
     if trial.truth is None:
         return None
     ours, stock = trial.pairs[layer]
@@ -114,27 +114,27 @@ def _error_wrong(trial: KernelTrial, layer: int, x: mx.array) -> str | None:
 
 
 def _rms(x: mx.array) -> mx.array:
-    """Of each row [M, ..]: [M]."""
+    """Take the root mean square of each row [M, ..]: [M]."""
     return mx.sqrt(mx.mean(mx.square(x.astype(mx.float32)).reshape(len(x), -1), axis=1))
 
 
-def _row_by_row(stock: Op, x: mx.array) -> list[mx.array]:
-    rows = [stock(x[i : i + 1]) for i in range(len(x))]
+def _row_by_row(op: Op, x: mx.array) -> list[mx.array]:
+    rows = [op(x[i : i + 1]) for i in range(len(x))]
     return [mx.concatenate(list(parts)) for parts in zip(*rows, strict=True)]
 
 
 def _spread(layers: Sequence[int], count: int) -> list[int]:
-    """`count` of the layers, far apart; in turn where there are fewer."""
+    """Pick `count` of the layers, far apart; in turn where there are fewer."""
     return [layers[i % len(layers) if len(layers) < count else i * len(layers) // count] for i in range(count)]
 
 
 def _spoilt(rows: int, draw: int) -> list[bool]:
-    """Which rows are spoilt: of any two of eight, some draw spoils the one and not the other."""
+    """Tell which rows a draw spoils: of any two of eight, some draw spoils the one and not the other."""
     return [(i >> draw // 2) % 2 == draw % 2 for i in range(rows)]
 
 
 def _wrong(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[int], how: str) -> str | None:
-    """What is wrong with these rows of ours(x), if anything is; `how` says it of a row."""
+    """Say what is wrong with these rows of ours(x), if anything is; `how` says it of a row."""
     try:
         found = list(ours(x))
         mx.eval(found)
@@ -151,13 +151,13 @@ def _wrong(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[i
 
 
 def _differs(a: mx.array, b: mx.array) -> mx.array:
-    """Which bits differ; a NaN is a NaN, whose sign and payload no arithmetic promises."""
+    """Tell where bits differ; a NaN is a NaN, whose sign and payload no arithmetic promises."""
     bits = UNSIGNED[a.dtype.size]
     return (a.view(bits) != b.view(bits)) & ~(mx.isnan(a) & mx.isnan(b))
 
 
 def time_pair(trial: KernelTrial) -> float:
-    """Stock MLX's time over the kernel's, of an interleaved A/B.
+    """Measure stock MLX's time over the kernel's, in an interleaved A/B.
 
     Both run as chains in which each step waits for all outputs of the one before, through as many equal launches as
     there are outputs: their time is in both, and moves the ratio towards 1. Other work on the machine only ever adds
@@ -182,7 +182,7 @@ def time_pair(trial: KernelTrial) -> float:
 
 
 def _chain_seconds(ops: Sequence[Op], x: mx.array, start: int, steps: int) -> float:
-    """How long the layers from `start` on take, each after the one before."""
+    """Time `steps` layers from `start` on, in seconds, each after the one before."""
     for i in range(start, start + steps):
         for y in ops[i % len(ops)](x):
             # Never true, of NaN neither: x stays what it is, but has to wait for y.

@@ -1,9 +1,9 @@
-"""Which modules of a loaded model a kernel takes the place of: swapped for ones that have a site, all of them off."""
+"""Swap modules of a loaded model for ones that have a site, where a kernel may run once it is switched on."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.nn as nn
 from mlx_lm.models.mla import QuantizedMultiLinear
@@ -45,24 +45,26 @@ TOGETHER = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 KV_BITS, KV_GROUPS = (8, 4), (64, 32)  # of quantized caches: the default group, else one that fits the head
+T = TypeVar("T")
 
 
 def place(model: Port) -> list[Site]:
-    """Swap the model's modules for ones that kernels can serve, all of them off: they are what they were."""
+    """Swap the model's modules for ones that kernels can serve; all are off, so that results stay what they were."""
     modules = [module for _, module in model.named_modules()]  # type: ignore[attr-defined]
     sites: list[Site] = []
     for module, names in itertools.product(modules, TOGETHER):
         found = [child for name in names if type(child := module.get(name)) is nn.QuantizedLinear]
         for _, alike in itertools.groupby(found, key=_format):
-            sites += _stacked(list(alike))
+            sites += _stack(list(alike))
     for module in modules:
-        sites += _swapped(model, module)
+        sites += _single(model, module)
+    mixtures = (module for module in modules if type(module) in model.MOE and servable(module))
     return [
         *sites,
         *(Recurrence(module, RecurrentCache) for module in modules if isinstance(module, GatedDelta)),
         *_attentions(model),
         *(site for module in modules if isinstance(module, AbsorbedMLA) for site in _per_head(module)),
-        *(_mixture(module) for module in modules if type(module) in model.MOE and servable(module)),
+        *(_swap(block, "mixture", Mixture(block), VerifyMoE) for block in mixtures),
         *_sums(model),
         *place_heads(model),
     ]
@@ -76,63 +78,63 @@ def _served(module: Any) -> bool:
     return served(module.mode, module.bits, module.group_size) and module.get("global_scale") is None
 
 
-def _stacked(linears: Sequence[Any]) -> list[Site]:
+def _stack(linears: Sequence[Any]) -> list[Site]:
+    """Make one site of linears that read the same x; none where no kernel knows their format."""
     if not _served(linears[0]):
         return []
     stack = Stack(linears)
     for index, linear in enumerate(linears):
-        linear.__class__, linear.site, linear.index = VerifyLinear, stack, index
+        linear.index = index
+        _swap(linear, "site", stack, VerifyLinear)
     return [stack]
 
 
-def _swapped(model: Port, module: Any) -> list[Site]:
-    """The site of a single module, if it is of a kind that has one."""
-    kind = type(module)
+def _single(model: Port, module: Any) -> list[Site]:
+    """Make the site of a module that needs no other one, if it is of a kind that has a site."""
+    kind, tie = type(module), tied(model, module)
     if kind is nn.QuantizedLinear:
-        return _stacked([module])
+        return _stack([module])
     if kind in model.MLP and _is_stacked(module):
-        module.glu = GLU(module)
-        _become(module, VerifyMLP)
-        return [module.glu]
-    tie = tied(model, module)
+        return [_swap(module, "glu", GLU(module), VerifyMLP)]
     if kind is nn.QuantizedEmbedding and tie and _served(module):
-        module.site, module.__class__ = Stack([module]), VerifyEmbedding
-    elif kind is nn.Linear or (kind is nn.Embedding and tie):
-        module.site, module.__class__ = Dense(module), VerifyDense if kind is nn.Linear else VerifyDenseEmbedding
-    elif kind in model.ROUTER:
-        module.site = Dense(module)
-        _become(module, VerifyRouter)
-    else:
-        return []
-    return [module.site]
+        return [_swap(module, "site", Stack([module]), VerifyEmbedding)]
+    if kind is nn.Linear or (kind is nn.Embedding and tie):
+        return [_swap(module, "site", Dense(module), VerifyDense if kind is nn.Linear else VerifyDenseEmbedding)]
+    if kind in model.ROUTER:
+        return [_swap(module, "site", Dense(module), VerifyRouter)]
+    return []
 
 
 def tied(model: Any, module: Any) -> bool:
-    """Whether the module is an embedding that is the LM head, too, and no kernel's yet."""
+    """Tell whether the module is an embedding that is the LM head, too, and no kernel's yet."""
     embedding = type(module) in (nn.Embedding, nn.QuantizedEmbedding)
     return embedding and module is model.model.embed_tokens and "lm_head" not in model.language
 
 
 def _is_stacked(mlp: Any) -> bool:
-    """Whether gate and up are one stack of their own, without biases."""
+    """Tell whether gate and up are one stack of their own, without biases."""
     gate, up = mlp.gate_proj, mlp.up_proj
     if not (type(gate) is type(up) is VerifyLinear):
         return False
     return gate.site is up.site and gate.site.modules == [gate, up] and "bias" not in gate and "bias" not in up
 
 
-def _become(module: Any, mixin: type) -> None:
-    module.__class__ = _mixed(mixin, type(module))
+def _swap(module: Any, name: str, site: T, kind: type) -> T:
+    """Give a module its site under a name, and a class that asks it: a subclass of its own, or with a mixin."""
+    setattr(module, name, site)
+    own = type(module)
+    module.__class__ = kind if issubclass(kind, own) else _mixed(kind, own)
+    return site
 
 
 @cache
 def _mixed(mixin: type, kind: type) -> type:
-    """One class for all modules of a kind."""
+    """Make one class for all modules of a kind."""
     return type(kind.__name__, (mixin, kind), {})
 
 
 def _attentions(model: Any) -> Iterator[Site]:
-    """Of the layers, and of the heads' blocks, each with caches of its window."""
+    """Make the sites of the attentions in layers and MTP heads, each with caches of its window."""
     pairs = zip(model.cached_layers(), model.windows(), strict=True)
     windowed = [(layer, window, model.NO_KV_BITS) for layer, window in pairs]
     windowed += [(head.block, head.window, getattr(head, "NO_KV_BITS", model.NO_KV_BITS)) for head in model.mtp]
@@ -153,13 +155,12 @@ def _attentions(model: Any) -> Iterator[Site]:
 def _attention(module: Any, ring: Ring | None, kv_bits: Sequence[int]) -> Iterator[Site]:
     form = Form.of(module)
     rope = Rope.of(module.rope) if "rope" in module else None
-    module.attention = Attention(module, form, partial(make_cache, ring))
+    _swap(module, "attention", Attention(module, form, partial(make_cache, ring)), VerifyAttention)
     module.placing = None if rope is None else NormRope(module, form, rope)
     group_size = next((g for g in KV_GROUPS if form.head_dim % g == form.value_dim % g == 0), None)
     if group_size:
         formats = [{"bits": bits, "group_size": group_size} for bits in kv_bits]
         module.attention.quantized = [Attention(module, form, partial(make_cache, ring, **f)) for f in formats]
-    _become(module, VerifyAttention)
     yield module.attention
     yield from module.attention.quantized
     if module.placing:
@@ -176,21 +177,17 @@ def _latent(module: Any) -> Iterator[Site]:
 
 
 def _per_head(attention: Any) -> Iterator[Site]:
-    """What latent attention reads has the heads first, and what reads its values has the rows first."""
+    """Make the sites of products per head: the queries' has the heads first, the values' the rows first."""
     for module, heads_first in ((attention.embed_q, True), (attention.unembed_out, False)):
         if type(module) is QuantizedMultiLinear and _served(module):
-            module.site, module.__class__ = PerHead(module, heads_first=heads_first), VerifyMultiLinear
-            yield module.site
-
-
-def _mixture(block: Any) -> Site:
-    block.mixture = Mixture(block)
-    _become(block, VerifyMoE)
-    return block.mixture
+            yield _swap(module, "site", PerHead(module, heads_first=heads_first), VerifyMultiLinear)
 
 
 def _sums(model: Any) -> Iterator[Site]:
-    """In each layer and head's block, and between layers; before the final norm where the whole stream goes there."""
+    """Make the sites of sums in each layer and MTP head's block, and between layers.
+
+    One is before the final norm, too, where the whole stream goes there.
+    """
     layers = model.layers
     last = model.model.norm if isinstance(model.spec.capture, str) else None
     following = [*(layer.input_layernorm for layer in layers[1:]), last] if model.BLOCK else []
@@ -199,12 +196,7 @@ def _sums(model: Any) -> Iterator[Site]:
         if type(block) in model.BLOCK:
             norms = [norm for norm in (block.post_attention_layernorm, after) if norm is not None]
             if all(type(norm) in model.NORM for norm in norms):
-                block.middle, block.after = [*(_sum(norm) for norm in norms), None][:2]
-                _become(block, VerifyBlock)
-                yield from (site for site in (block.middle, block.after) if site)
-
-
-def _sum(norm: Any) -> Sum:
-    norm.sum = Sum(norm)
-    _become(norm, VerifyNorm)
-    return norm.sum
+                sums = [_swap(norm, "sum", Sum(norm), VerifyNorm) for norm in norms]
+                block.after = sums[1] if len(sums) > 1 else None
+                _swap(block, "middle", sums[0], VerifyBlock)
+                yield from sums

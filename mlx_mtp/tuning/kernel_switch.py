@@ -1,7 +1,7 @@
-"""The kernels that a loaded model runs with: modules swapped, tried, and switched on."""
+"""Switch on the kernels that a loaded model runs with, and report which they are."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +26,7 @@ Lines = tuple[str, ...]
 
 
 def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Lines, Lines]:
-    """Switch on the model's kernels; the report's lines, and the ops whose bits may depend on the number of rows.
+    """Switch on the model's kernels: the report's lines, and the ops whose bits may depend on the number of rows.
 
     lane: None decides by trial, "exact" and "fast" take what is right, "fast" also products by matrices where a trial
     finds them faster, "off" takes none. Without a Metal GPU, or for a model that verifies nothing, all stays as it
@@ -64,30 +64,27 @@ def _fingerprint(tried: Iterable[KernelTrial]) -> str:
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
 
 
-def trials(sites: Iterable[Site], dtype: mx.Dtype) -> list[KernelTrial]:
-    """One per op, shape and number of rows, over all sites of that shape, for x of `dtype`.
+def trials(sites: Sequence[Site], dtype: mx.Dtype) -> list[KernelTrial]:
+    """Make one trial per op, shape and number of rows, over all sites of that shape, for x of `dtype`.
 
-    The fewest rows first, and last what is asked for seldom.
+    The fewest rows come first, and last what is asked for seldom.
     """
     alike: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
-        alike.setdefault((site.op, f"{site.shape} {str(dtype).rpartition('.')[2]}"), []).append(site)
-    found = [
-        KernelTrial(
-            *(op, shape, rows, pairs, of_shape[0].width, dtype, _of(of_shape, "alone"), _of(of_shape, "truth")),
-            bits=getattr(of_shape[0], "bits", True),
-        )
-        for (op, shape), of_shape in alike.items()
-        for pairs in [[(site.ours, site.stock) for site in of_shape]]
-        for rows in of_shape[0].candidates
-    ]
-    seldom = {op for (op, _), (site, *_) in alike.items() if getattr(site, "seldom", False)}
+        alike.setdefault((site.op, site.shape), []).append(site)
+    seldom = {site.op for site in sites if getattr(site, "seldom", False)}
+    found = [trial for of_shape in alike.values() for trial in _of_shape(of_shape, dtype)]
     return sorted(found, key=lambda trial: (trial.op in seldom, trial.rows))
 
 
-def _of(sites: Sequence[Site], name: str) -> list[Callable] | None:
-    """What the sites of one op have by that name, if they have it."""
-    return [getattr(site, name) for site in sites] if hasattr(sites[0], name) else None
+def _of_shape(sites: Sequence[Site], dtype: mx.Dtype) -> Iterator[KernelTrial]:
+    """Make the trials of sites that have one op and shape."""
+    first = sites[0]
+    pairs = [(site.ours, site.stock) for site in sites]
+    own = {name: [getattr(site, name) for site in sites] for name in ("alone", "truth") if hasattr(first, name)}
+    shape, bits = f"{first.shape} {str(dtype).rpartition('.')[2]}", getattr(first, "bits", True)
+    for rows in first.candidates:
+        yield KernelTrial(first.op, shape, rows, pairs, first.width, dtype, bits=bits, **own)
 
 
 def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: mx.Dtype) -> None:
@@ -98,7 +95,7 @@ def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: 
 
 
 def rows_not_exact(sites: Sequence[Site]) -> Lines:
-    """What some rows of a verify are not computed with as one row is, one line per op."""
+    """Say at which numbers of rows M a row may have other bits than alone, in a line per op."""
     off: dict[str, list[set[int]]] = {}
     covered = {id(getattr(site, "covers", None)): site.rows for site in sites}
     for site in sites:
@@ -111,7 +108,7 @@ def rows_not_exact(sites: Sequence[Site]) -> Lines:
 
 
 def others_not_exact(model: Any) -> Lines:
-    """What has no exact kernel."""
+    """Name what of a model has no exact kernel."""
     modules = [module for _, module in model.named_modules()]
     found = {
         FORMATS: any(type(m) in UNSERVED or tied(model, m) for m in modules),
@@ -125,5 +122,5 @@ def others_not_exact(model: Any) -> Lines:
 
 
 def _attends(module: Any) -> bool:
-    """Whether this attention has a kernel."""
+    """Tell whether this attention has a kernel."""
     return isinstance(module, VerifyAttention) or getattr(module, "latent", None) is not None

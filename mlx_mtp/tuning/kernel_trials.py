@@ -1,4 +1,4 @@
-"""Which kernels are on: where they are right and faster than stock MLX on this machine, by trial, or as asked."""
+"""Decide which kernels are on: as asked, or those that a trial finds right and faster than MLX on this machine."""
 
 import itertools
 import os
@@ -21,7 +21,10 @@ ASKED = "asked for"
 
 @dataclass(frozen=True)
 class KernelVerdict:
-    """Whether a kernel is on. right: seen to be; ratio: stock MLX's time over the kernel's, None if not timed."""
+    """Whether a kernel is on.
+
+    right: seen to be. ratio: stock MLX's time over the kernel's, None if not timed. reason: why it is as it is.
+    """
 
     on: bool
     right: bool
@@ -36,13 +39,11 @@ class KernelVerdict:
 
 
 def requested(kernels: str | None) -> str | None:
-    """The lane asked for by the argument, else by MLX_MTP_KERNELS where it is not empty; None to decide by trial.
+    """Read the lane asked for by the argument, else by MLX_MTP_KERNELS where that is not empty; None: by trial.
 
     Raises ValueError for anything but "off", "exact" and "fast".
     """
-    value, origin = kernels, "kernels"
-    if kernels is None:
-        value, origin = os.environ.get(VARIABLE) or None, VARIABLE
+    value, origin = (os.environ.get(VARIABLE) or None, VARIABLE) if kernels is None else (kernels, "kernels")
     if value is None or value in LANES:
         return value
     raise ValueError(f"{origin}={value}: allowed are {', '.join(LANES)}")
@@ -56,7 +57,7 @@ def decide(
     memory: RememberedVerdicts | None = None,
     budget: float = BUDGET,
 ) -> dict[Key, KernelVerdict]:
-    """The verdict of each (op, shape, rows).
+    """Give a verdict on each (op, shape, rows).
 
     lane: None switches on what is right and faster by MARGIN, as `memory` has it, or tried within `budget` seconds;
         "exact" and "fast" all that is right, without timing; "off" nothing.
@@ -79,7 +80,6 @@ def _by_trial(
 ) -> dict[Key, KernelVerdict]:
     known = memory.recall() if memory else {}
     found: dict[Key, Found] = {}
-    failed: dict[Key, Found] = {}  # not kept for the next load: memory may have been short
     verdicts: dict[Key, KernelVerdict] = {}
     end = time.perf_counter() + budget
     for trial in trials:
@@ -88,16 +88,16 @@ def _by_trial(
             verdicts[key] = _judged(known[key])
         elif time.perf_counter() >= end:
             verdicts[key] = _off(f"not tried, the {budget:g} s for trials were over")
-        elif wrong := check(trial):
-            verdicts[key] = _off(wrong)
-            (failed if wrong.startswith(FAILS) else found)[key] = Found(wrong, None)
         else:
+            wrong = check(trial)
             try:
-                found[key] = Found(None, float(timer(trial)))
+                found[key] = Found(wrong, None if wrong else float(timer(trial)))
                 verdicts[key] = _judged(found[key])
             except Exception as e:
                 verdicts[key] = KernelVerdict(False, True, reason=f"timing it fails with {with_type(e)}")
-    _warn_of_wrong({key: finding.wrong for key, finding in {**found, **failed}.items()})
+    _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
+    # What failed is tried again by the next load: memory may have been short.
+    found = {key: finding for key, finding in found.items() if not (finding.wrong or "").startswith(FAILS)}
     if memory and found:
         memory.keep({**known, **found})
     return verdicts
@@ -116,7 +116,7 @@ def _off(reason: str) -> KernelVerdict:
 
 
 def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
-    """One line per op: MLX may have changed what the kernel has to equal."""
+    """Warn, in a line per op: MLX may have changed what the kernel has to equal."""
     wrong = [(key, reason) for key, reason in reasons.items() if reason]
     for op, group in itertools.groupby(sorted(wrong), key=lambda item: item[0][0]):
         ((_, shape, rows), reason), *more = group
@@ -126,7 +126,7 @@ def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
 
 
 def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
-    """One line per op and shape: "verify_qmm 4096x1024 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
+    """Say it in a line per op and shape: "verify_qmm 4096x1024 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
     shapes: dict[tuple[str, str], list[tuple[int, KernelVerdict]]] = {}
     for (op, shape, rows), verdict in verdicts.items():
         shapes.setdefault((op, shape), []).append((rows, verdict))
@@ -134,7 +134,7 @@ def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
 
 
 def _ranges(found: list[tuple[int, KernelVerdict]]) -> str:
-    """The verdicts of one shape, neighbouring row counts together where they differ in numbers only."""
+    """Say the verdicts of one shape, neighbouring row counts together where they differ in numbers only."""
     texts = []
     for _, group in itertools.groupby(enumerate(found), key=_kind):
         rows, verdicts = zip(*(item for _, item in group), strict=True)
@@ -148,6 +148,6 @@ def _ranges(found: list[tuple[int, KernelVerdict]]) -> str:
 
 
 def _kind(item: tuple[int, tuple[int, KernelVerdict]]) -> tuple[bool, str, int]:
-    """What neighbours have in common; the last number is that of a run of row counts without a gap."""
+    """Give what neighbours have in common; the last number is that of a run of row counts without a gap."""
     place, (rows, verdict) = item
     return verdict.on, re.sub(r"\d+", "#", verdict.reason), rows - place

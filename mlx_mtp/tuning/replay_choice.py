@@ -1,4 +1,4 @@
-"""Whether cycles are replayed: as the caller says, as was found before, or by a trial while generating."""
+"""Choose whether cycles are replayed: as the caller says, as was found before, or by a trial while generating."""
 
 from collections import deque
 from statistics import median
@@ -12,7 +12,9 @@ FASTER = 0.97  # of the time of a cycle that is built, the most that a replayed 
 
 
 class CompileChoice:
-    """on: whether the next cycle is replayed. verdict: whether all are, None until a trial has found out.
+    """The choice between building each cycle's graph and replaying a compiled one, by a replay trial.
+
+    on: whether the next cycle is replayed. verdict: whether all are, None until a trial has found out.
 
     A trial needs a host that hardly waits, as only such a one gains; it compares cycles of like drafts and rows.
     """

@@ -17,7 +17,7 @@ Key = tuple[str, str, int]  # op, shape, rows
 
 
 class Found(NamedTuple):
-    """What a trial found: why the kernel is wrong, or stock MLX's time over its own."""
+    """The finding of a kernel trial: why the kernel is wrong, or stock MLX's time over its own."""
 
     wrong: str | None
     ratio: float | None
@@ -46,7 +46,7 @@ class RememberedVerdicts:
 
 
 def _parsed(entry: list) -> tuple[Key, Found]:
-    """One line of the file; ValueError where this module cannot have written it."""
+    """Read one line of the file; ValueError where this module cannot have written it."""
     op, shape, rows, wrong, ratio = entry
     if not (isinstance(op, str) and isinstance(shape, str) and type(rows) is int):
         raise ValueError(entry)
@@ -57,7 +57,7 @@ def _parsed(entry: list) -> tuple[Key, Found]:
 
 
 def _kernels() -> str:
-    """A hash of the kernels' sources, and of the code that launches them."""
+    """Hash the kernels' sources, and the code that launches them."""
     digest = hashlib.sha256()
     launches = Path(_source.__file__).parent
     files = [(p.relative_to(_source.DIRECTORY), p) for p in _source.DIRECTORY.rglob("*") if p.is_file()]
