@@ -23,7 +23,7 @@ from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp.bench import timing
-from mlx_mtp.bench.loops import Loop, MlxLm, Ours, Reader, Settings, twin
+from mlx_mtp.bench.loops import Loop, LoopSettings, MlxLm, Ours, Reader, twin
 from mlx_mtp.bench.result import environment
 from mlx_mtp.bench.subject import forget
 from mlx_mtp.demo import demo_path
@@ -76,7 +76,7 @@ def distinct_8grams(text: list[int]) -> float:
     return 100 * len(grams) / max(1, len(text) - 7)
 
 
-def measure(loops: list[Loop], prompts: list, settings: Settings, runs: int) -> tuple[dict, list, dict]:
+def measure(loops: list[Loop], prompts: list, settings: LoopSettings, runs: int) -> tuple[dict, list, dict]:
     """seconds[loop][run][prompt], the texts, which every loop must agree on, and each loop's counters of all runs."""
     readers = [{loop.name: Reader(loop, prompt, settings).read() for loop in loops} for _, prompt in prompts]
     turns = [{name: reader.run for name, reader in of_prompt.items()} for of_prompt in readers]
@@ -178,7 +178,7 @@ def main(
         Ours(with_useless_heads(ours, Path(model)), USELESS, None),
     ]
     encoded = read_prompts(tokenizer, prompts, per_category)
-    settings = Settings(max_tokens, stop_tokens=frozenset(() if ignore_eos else tokenizer.eos_token_ids))
+    settings = LoopSettings(max_tokens, stop_tokens=frozenset(() if ignore_eos else tokenizer.eos_token_ids))
     seconds, texts, stats = measure(loops, encoded, settings, runs)
     print_tables(seconds, texts, encoded, stats)
     result = {

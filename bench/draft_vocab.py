@@ -22,7 +22,7 @@ from train_demo.data import HELD_OUT_MODULES
 from train_demo.library import source_files
 
 import mlx_mtp
-from mlx_mtp.bench.loops import Loop, Ours, Settings
+from mlx_mtp.bench.loops import Loop, LoopSettings, Ours
 from mlx_mtp.bench.result import environment
 from mlx_mtp.checkpoint.draft_vocab import most_frequent
 from mlx_mtp.demo import demo_path
@@ -81,7 +81,7 @@ def main(
     chosen = lists(tokenizer, tuple(map(int, sizes.split(","))), files)
     models = {name: whole if name == "whole" else load(tokens) for name, tokens in chosen.items()}
     loops: list[Loop] = [Ours(model, name, None, {"adaptive": False}) for name, model in models.items()]
-    settings = Settings(max_tokens, stop_tokens=frozenset(tokenizer.eos_token_ids))
+    settings = LoopSettings(max_tokens, stop_tokens=frozenset(tokenizer.eos_token_ids))
     encoded = read_prompts(tokenizer, prompts)
     encoded = encoded[:: max(1, len(encoded) // limit)][:limit] if limit else encoded
     seconds, texts, stats = measure(loops, encoded, settings, runs)

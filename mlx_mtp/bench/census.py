@@ -1,10 +1,10 @@
-"""What each phase of a profiled generation launches and reads, counted in its own graphs."""
+"""Count what each phase of a profiled generation launches and reads, in its own graphs."""
 
 import io
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +28,7 @@ NODE = re.compile(r'\[label ="(\w+)"')
 
 
 def operations(*arrays: mx.array) -> Counter:
-    """The primitives of the graph that computes these arrays, by name, without views; nothing is computed.
+    """Count the primitives of the graph that computes these arrays, by name, without views; nothing is computed.
 
     On a GPU one is a launch or more; a graph that mx.compile fused counts one.
     """
@@ -50,7 +50,7 @@ class Counted(Timer):
 
 
 def launches(work: Workload) -> dict[str, int]:
-    """Operations of a cycle by phase; those of "prefill" are of one chunk of the prompt for the target.
+    """Count the operations of a cycle by phase; those of "prefill" are of one chunk of the prompt for the target.
 
     A few cycles are enough: a phase's graph does not depend on the text.
     """
@@ -62,30 +62,41 @@ def launches(work: Workload) -> dict[str, int]:
     return {"prefill": chunk, **counted.found}
 
 
-class Visited(nn.Module):
-    """Stands for a product with chosen experts' weights, and notes in `visits` how many bytes of them are read."""
+class Noted(nn.Module):
+    """Stands for a module, and tells `note` what it is called with."""
 
-    def __init__(self, inner: Any, visits: list[tuple[float, mx.array]]):
+    def __init__(self, inner: Any, note: Callable[..., None]):
         super().__init__()
-        self.inner, self._visits = inner, visits
+        self.inner, self._note = inner, note
 
-    def __call__(self, x: mx.array, indices: mx.array, **more: Any) -> mx.array:
-        self._visits.append((own_bytes(self.inner) / self.inner.num_experts, indices))
-        return self.inner(x, indices, **more)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self._note(self.inner, *args)
+        return self.inner(*args, **options)
+
+
+@contextmanager
+def calls_noted(modules: Iterable[Any], chosen: Callable[[Any], bool], note: Callable[..., None]) -> Iterator[None]:
+    """Have `note(child, *arguments)` called, inside, with each call of the modules' chosen children."""
+    places = [(m, name) for m in modules for name, child in m.items() if chosen(child)]
+    for module, name in places:
+        module[name] = Noted(module[name], note)
+    try:
+        yield
+    finally:
+        for module, name in places:
+            module[name] = module[name].inner
 
 
 @contextmanager
 def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
-    """Inside, calls of experts add (bytes of an expert, the chosen ones) to the list; no kernel runs them."""
+    """Collect (bytes of an expert, the chosen ones) of every call of experts inside; no kernel runs them."""
     visits: list[tuple[float, mx.array]] = []
-    places = [(m, name) for _, m in model.named_modules() for name, child in m.items() if type(child) in EXPERTS]
-    for module, name in places:
-        module[name] = Visited(module[name], visits)
-    try:
+
+    def note(experts: Any, _x: mx.array, indices: mx.array) -> None:
+        visits.append((own_bytes(experts) / experts.num_experts, indices))
+
+    with calls_noted(model.modules(), lambda child: type(child) in EXPERTS, note):
         yield visits
-    finally:
-        for module, name in places:
-            module[name] = module[name].inner
 
 
 @dataclass
@@ -111,7 +122,7 @@ class Weighed(Timer):
 
 
 def bytes_read(work: Workload) -> dict[str, float]:
-    """Bytes of weights, keys, values and states that a cycle reads by phase, each once; of "prefill" in all.
+    """Count bytes of weights, keys, values and states that a cycle reads by phase, each once; of "prefill" in all.
 
     Experts are those that the text's own rows visited, each once per pass. A head that is recycled reads its weights
     for each draft, and so does an LM head. Left out: embedding rows, activations, what is written, and keys and
@@ -131,7 +142,7 @@ def bytes_read(work: Workload) -> dict[str, float]:
 
 
 def dense_bytes(model: Any, k: int) -> tuple[int, int]:
-    """Of weights that every pass of the target reads, and of those that k drafts of its heads read."""
+    """Count bytes of weights that every pass of the target reads, and of those that k drafts of its heads read."""
     modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, (*EXPERTS, *EMBEDDINGS))]
     unembedding = model.unembedding()
     target = sum(own_bytes(m) for name, m in modules if not name.startswith("mtp."))
@@ -145,19 +156,19 @@ def dense_bytes(model: Any, k: int) -> tuple[int, int]:
 
 
 def own_bytes(module: Any) -> int:
-    """Of a module's own arrays, without those of the modules inside."""
+    """Count bytes of a module's own arrays, without those of the modules inside."""
     return sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
 
 
 def cache_bytes(cache: Any) -> float:
-    """Of a layer's cache: the rows that it holds, or all of a state."""
+    """Count bytes of a layer's cache: the rows that it holds, or all of a state."""
     if cache.is_state:
         return sum(part.nbytes for part in cache.parts)
     return sum(part.nbytes * min(1.0, cache.limit / part.shape[2]) for part in cache.parts)
 
 
 def stream_rate(size: int = 1 << 28, runs: int = 5) -> float:
-    """Bytes per second that MLX reads and writes to add one to an array of `size` bytes, at best."""
+    """Measure bytes per second that MLX reads and writes to add one to an array of `size` bytes, at best."""
     x = mx.zeros(size // 4)
     mx.eval(x)
     seconds = []

@@ -1,4 +1,4 @@
-"""Chains of calls in which each waits for the one before: nothing overlaps, and calls take turns with other weights.
+"""Time chains of calls, each of which waits for the one before: nothing overlaps, and weights take turns.
 
 MLX's graph lets independent calls overlap, and a call repeated on the same weights finds them in caches; either makes
 a row more look cheaper than it is in a model.
@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -26,7 +25,7 @@ class Call:
 
 
 def chain_seconds(calls: Sequence[Call], steps: int, start: int = 0) -> float:
-    """Seconds of `steps` calls in turn from number `start` on, each after all outputs of the one before."""
+    """Time `steps` calls in turn from number `start` on, each after all outputs of the one before; seconds."""
     last: Sequence[mx.array] = ()
     for i in range(start, start + steps):
         call = calls[i % len(calls)]
@@ -43,12 +42,9 @@ def chain_seconds(calls: Sequence[Call], steps: int, start: int = 0) -> float:
 
 
 def links(calls: Sequence[Call]) -> list[Call]:
-    """The chain without the calls: what makes each wait for the one before, and costs time of its own."""
-    return [Call(_same(len(call.op(call.x))), call.x) for call in calls]
-
-
-def _same(outputs: int) -> Callable[[mx.array], list[mx.array]]:
-    return lambda x: [x] * outputs
+    """Make the chain without the calls: what makes each wait for the one before, and costs time of its own."""
+    counts = [len(call.op(call.x)) for call in calls]
+    return [Call(lambda x, outputs=n: [x] * outputs, call.x) for n, call in zip(counts, calls, strict=True)]
 
 
 @dataclass
@@ -60,23 +56,22 @@ class Timed:
     start: int = 0
 
     def __post_init__(self) -> None:
-        self.links: Any = links(self.calls)
+        self.links = links(self.calls)
         for chain in (self.calls, self.links):
             chain_seconds(chain, min(self.steps, len(self.calls)))  # compiles
 
     def __call__(self) -> float:
         """Seconds of a call."""
-        seconds = [self._fastest(chain) for chain in (self.calls, self.links)]
+        starts = [self.start + i * self.steps for i in range(REPEATS)]
+        own, waiting = (
+            min(chain_seconds(chain, self.steps, start) for start in starts) for chain in (self.calls, self.links)
+        )
         self.start += REPEATS * self.steps
-        return max(seconds[0] - seconds[1], 1e-9) / self.steps
-
-    def _fastest(self, chain: Sequence[Call]) -> float:
-        starts = (self.start + i * self.steps for i in range(REPEATS))
-        return min(chain_seconds(chain, self.steps, start) for start in starts)
+        return max(own - waiting, 1e-9) / self.steps
 
 
 def steps_for(calls: Sequence[Call], seconds: float, most: int = 4096) -> int:
-    """How many calls take about that long; all of them in turn at least once."""
+    """Choose how many calls take about that long; all of them in turn at least once."""
     chain_seconds(calls, len(calls))  # compiles
     once = min(chain_seconds(calls, len(calls)) for _ in range(2))
     return len(calls) * max(1, min(round(seconds / once), most // len(calls)))

@@ -1,4 +1,4 @@
-"""Decoding speed: mlx-lm's loop, our plain loop, fixed numbers of drafts, adaptive, in turn on the same prompts.
+"""Time mlx-lm's loop, our plain loop, fixed numbers of drafts, and adaptive drafting, in turn on the same prompts.
 
 A speed is tokens after the first over the time since the first; reading the prompt is timed apart. "adaptive" is what
 a user gets who says nothing: it learns costs while it generates, and knows them from one prompt to the next.
@@ -13,8 +13,8 @@ from mlx_lm.generate import wired_limit
 
 from ..machine.errors import first_line
 from . import timing
-from .loops import Loop, MlxLm, Ours, Reader, Run, Settings, twin
-from .prompts import Prompt
+from .loops import Loop, LoopSettings, MlxLm, Ours, Reader, TimedRun, twin
+from .prompts import BenchPrompt
 from .result import result
 from .subject import Subject
 
@@ -69,41 +69,32 @@ class Session:
     left_out: dict[str, str] = field(default_factory=dict)
 
 
-def usual_drafts(subject: Subject) -> tuple[int, ...]:
-    """The fixed numbers of drafts to try: up to one per rate that was given, else up to USUAL_DRAFTS."""
-    most = min(subject.model.max_draft_tokens, max(USUAL_DRAFTS, len(subject.rates)))
-    return tuple(range(1, most + 1))
-
-
 def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown: float) -> Session:
-    """A session of all loops that can run; ValueError for a number of drafts that the model cannot make."""
-    loops, left_out = _loops(subject, drafts or usual_drafts(subject))
-    return Session(subject, loops, rounds, cooldown, left_out=left_out)
+    """Begin a session of all loops that can run: mlx-lm, plain, one per number of drafts, and adaptive.
 
-
-def _loops(subject: Subject, drafts: Sequence[int]) -> tuple[list[Loop], dict[str, str]]:
-    """mlx-lm, plain, one per number of drafts and adaptive; and what had to be left out, with the reason."""
-    model, target = subject.model, subject.facts["target_bytes"]
-    if too_many := [k for k in drafts if not 0 < k <= model.max_draft_tokens]:
-        raise ValueError(f"drafts={too_many[0]}: allowed with this model is 1 to {model.max_draft_tokens}")
-    loops: list[Loop] = []
-    left_out = {}
+    drafts: where none are given, up to one per drawn rate, or USUAL_DRAFTS.
+    Raises ValueError for a number of drafts that the model cannot make.
+    """
+    model, target, most = subject.model, subject.facts["target_bytes"], subject.model.max_draft_tokens
+    drafts = drafts or range(1, min(most, max(USUAL_DRAFTS, len(subject.rates))) + 1)
+    if too_many := [k for k in drafts if not 0 < k <= most]:
+        raise ValueError(f"drafts={too_many[0]}: allowed with this model is 1 to {most}")
+    session = Session(subject, [], rounds, cooldown)
     try:
-        loops.append(MlxLm(twin(model), weights=target))
+        session.loops.append(MlxLm(twin(model), weights=target))
     except ValueError as e:
-        left_out[MLX_LM] = str(e)
-    loops.append(Ours(model, PLAIN, 0, {"prompt_lookup": False}, target))
+        session.left_out[MLX_LM] = str(e)
+    heads_alone = {"prompt_lookup": False}
+    session.loops.append(Ours(model, PLAIN, 0, heads_alone, target))
     if model.mtp:
-        both = target + subject.facts["head_bytes"]
-        fixed = {"adaptive": False, "prompt_lookup": False}
-        loops += [Ours(model, f"k={k}", k, fixed, both) for k in drafts]
+        both, fixed = target + subject.facts["head_bytes"], {"adaptive": False, **heads_alone}
+        session.loops += [Ours(model, f"k={k}", k, fixed, both) for k in drafts]
         # Drafts that are looked up, too, but where acceptance is drawn.
-        free = {"prompt_lookup": False} if subject.synthetic else {}
-        loops.append(Ours(model, ADAPTIVE, None, free, both))
-    return loops, left_out
+        session.loops.append(Ours(model, ADAPTIVE, None, heads_alone if subject.synthetic else {}, both))
+    return session
 
 
-def measure(session: Session, prompts: Sequence[Prompt], settings: Settings, progress: Progress) -> None:
+def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSettings, progress: Progress) -> None:
     """Let all loops generate from each prompt in turn, and note times and texts in the session."""
     session.subject.forget()
     with session.subject.acceptance(), wired_limit(session.subject.model):
@@ -113,13 +104,12 @@ def measure(session: Session, prompts: Sequence[Prompt], settings: Settings, pro
             turns = {name: reader.run for name, reader in readers.items()}
             warmups = 0 if i else WARMUPS
             found = timing.interleaved(turns, session.rounds, warmups=warmups, cooldown=session.cooldown)
-            for name, runs in found.items():
-                session.entries.append(_entry(prompt, readers[name], runs))
+            session.entries += [_entry(prompt, readers[name], runs) for name, runs in found.items()]
             session.differences += _differences(session, prompt, settings, found)
     progress(len(prompts), len(prompts), "")
 
 
-def _readers(session: Session, prompt: Prompt, settings: Settings) -> dict[str, Reader]:
+def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> dict[str, Reader]:
     """Every loop that can, with the prompt read."""
     readers = {}
     for loop in session.loops:
@@ -133,8 +123,9 @@ def _readers(session: Session, prompt: Prompt, settings: Settings) -> dict[str, 
     return readers
 
 
-def _entry(prompt: Prompt, reader: Reader, runs: Sequence[Run]) -> Entry:
+def _entry(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> Entry:
     counted = [run.stats for run in runs if run.stats]
+    counts = ("cycles", "drafted", "accepted", "lookup_drafted", "lookup_accepted")
     return Entry(
         context=prompt.context,
         kv_bits=reader.settings.kv_bits,
@@ -148,36 +139,31 @@ def _entry(prompt: Prompt, reader: Reader, runs: Sequence[Run]) -> Entry:
         tokens=[len(run.tokens) for run in runs],
         seconds=[run.seconds for run in runs],
         peak_bytes=[run.peak for run in runs],
-        cycles=[stats.cycles for stats in counted],
-        drafted=[stats.drafted for stats in counted],
-        accepted=[stats.accepted for stats in counted],
-        lookup_drafted=[stats.lookup_drafted for stats in counted],
-        lookup_accepted=[stats.lookup_accepted for stats in counted],
+        **{name: [getattr(stats, name) for stats in counted] for name in counts},
     )
 
 
-def _differences(session: Session, prompt: Prompt, settings: Settings, found: dict[str, list[Run]]) -> list[dict]:
+def _differences(
+    session: Session, prompt: BenchPrompt, settings: LoopSettings, found: dict[str, list[TimedRun]]
+) -> list[dict[str, Any]]:
     """Texts that are not our plain loop's, of the loops that promise it; where they part, and with which tokens."""
     text = found[PLAIN][0].tokens
     different = []
     for name, runs in found.items():
         drafting = name not in (PLAIN, MLX_LM)
-        if (drafting and session.subject.rates) or (name == MLX_LM and settings.temp):
-            continue
-        other = next((run.tokens for run in runs if run.tokens != text), None)
+        promised = not (drafting and session.subject.rates) and not (name == MLX_LM and settings.temp)
+        other = next((run.tokens for run in runs if promised and run.tokens != text), None)
         if other is not None:
             parted = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
             at = next(parted, min(len(text), len(other)))
             where = {"context": prompt.context, "kv_bits": settings.kv_bits, "mtp_kv_bits": settings.mtp_kv_bits}
-            different.append(
-                {**where, "category": prompt.category, "contender": name, "position": at}
-                | {"expected": text[at : at + 1], "found": other[at : at + 1]}
-            )
+            where |= {"category": prompt.category, "contender": name, "position": at}
+            different.append({**where, "expected": text[at : at + 1], "found": other[at : at + 1]})
     return different
 
 
 def as_result(session: Session, options: dict[str, Any]) -> dict[str, Any]:
-    """The session as a result."""
+    """Make a result of the session."""
     return result(
         "decode",
         session.subject.facts,
@@ -189,6 +175,6 @@ def as_result(session: Session, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def broken(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The differences that rounding does not explain: in float32, with caches that are not quantized."""
+    """Pick the differences that rounding does not explain: in float32, with caches that are not quantized."""
     exact = found["model"]["dtype"] == "float32"
     return [d for d in found["differences"] if exact and d["kv_bits"] is None]

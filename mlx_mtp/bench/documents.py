@@ -1,4 +1,4 @@
-"""What another engine measured of Step-3.5-Flash with its MTP heads: `documents.csv`, which names the source."""
+"""Read what another engine measured of Step-3.5-Flash with its MTP heads: `documents.csv`, which names the source."""
 
 import csv
 from dataclasses import dataclass
@@ -44,12 +44,12 @@ class Published:
 
 
 def source() -> str:
-    """Where the figures are from."""
+    """Say where the figures are from."""
     return FILE.read_text().splitlines()[0].removeprefix("# source: ")
 
 
 def published() -> list[Published]:
-    """Every line of the table."""
+    """Read every line of the table."""
     lines = [line for line in FILE.read_text().splitlines() if not line.startswith("#")]
     types = Published.__annotations__
     return [Published(**{name: types[name](value) for name, value in row.items()}) for row in csv.DictReader(lines)]
@@ -65,39 +65,40 @@ def check(model: Any) -> None:
 
 
 def conditions() -> list[tuple[str, int | None, int | None]]:
-    """(context, bits of the target's cache, bits of the heads') of every line, each once."""
+    """List (context, bits of the target's cache, bits of the heads') of every line, each once."""
     found = {(row.context, *row.bits) for row in published()}
     return sorted(found, key=lambda c: (-(c[1] or 16), -(c[2] or 16), tokens(c[0])))
 
 
 def tokens(context: str, *, quick: bool = False) -> int:
-    """How long a context is, or stands for."""
+    """Count the tokens of a context, or of what stands for it with --quick."""
     return 1024 * int(context.removesuffix("k")) // (QUICK if quick else 1)
 
 
 def beside(found: dict[str, Any], *, quick: bool) -> Table:
-    """What was measured here, and every published line of the same context, caches and number of drafts."""
+    """Show what was measured here, and every published line of the same context, caches and number of drafts."""
     table = Table("context", "KV", "heads' KV", "drafts", "where", title=f"published: {source()}", **STYLE)
     for name in ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle"):
         table.add_column(name, justify="right")
     lines, here = published(), "here, synthetic" if found["model"]["synthetic"] else "here"
-    for context, *bits in conditions():
-        setting = tokens(context, quick=quick), bits[0], bits[1]
-        measured = {row.contender: row for row in rows(found, setting)}
+    for context, kv_bits, mtp_kv_bits in conditions():
+        measured = {row.contender: row for row in rows(found, (tokens(context, quick=quick), kv_bits, mtp_kv_bits))}
+        label = f"{context}, shortened to {tokens(context, quick=True)}" if quick else context
         for k in range(1, DEPTHS + 1):
-            alike = [p for p in lines if (p.context, *p.bits, p.num_draft_tokens) == (context, *bits, k)]
-            if not alike:
-                continue
-            label = f"{context}, shortened to {tokens(context, quick=True)}" if quick else context
-            table.add_row(label, *(str(b or 16) for b in bits), str(k), here, *_ours(measured, k))
+            alike = [
+                p for p in lines if (p.context, *p.bits, p.num_draft_tokens) == (context, kv_bits, mtp_kv_bits, k)
+            ]
+            if alike:
+                caches = (str(bits or 16) for bits in (kv_bits, mtp_kv_bits))
+                table.add_row(label, *caches, str(k), here, *_measured_cells(measured, k))
             for p in alike:
                 speeds = f"{p.plain_tok_s:.1f}", f"{p.mtp_tok_s:.1f}", f"{p.speedup:.2f}"
                 where = f"{p.machine}, {p.weights}"
-                table.add_row("", "", "", "", where, *speeds, f"{p.acceptance:.0%}", f"{p.tokens_per_cycle:.2f}")
+                table.add_row(*[""] * 4, where, *speeds, f"{p.acceptance:.0%}", f"{p.tokens_per_cycle:.2f}")
     return table
 
 
-def _ours(measured: dict[str, Row], k: int) -> list[str]:
+def _measured_cells(measured: dict[str, Row], k: int) -> list[str]:
     plain, row = measured.get(PLAIN), measured.get(f"k={k}")
     if not row or not plain or not row.speed or not plain.speed or not row.vs_plain:
         return [""] * 5

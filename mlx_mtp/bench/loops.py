@@ -1,4 +1,4 @@
-"""The loops that are compared, mlx-lm's own and ours, and one timed generation of any of them.
+"""Time generations of the loops that are compared: mlx-lm's own, and ours.
 
 All begin alike: a prompt but for its last token is read once, and each generation continues a copy of that cache.
 """
@@ -7,7 +7,7 @@ import copy
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,8 +23,8 @@ from ..machine.errors import first_line
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all loops have in common; `kv_bits` of the target's cache, `mtp_kv_bits` of the heads', None: 16 bits."""
+class LoopSettings:
+    """Options that all loops share; `kv_bits` of the target's cache, `mtp_kv_bits` of the heads', None: 16 bits."""
 
     max_tokens: int = 128
     temp: float = 0.0
@@ -36,32 +36,19 @@ class Settings:
     kv_group_size: int = 64
 
 
-class Loop(Protocol):
-    """One way to generate. weights: bytes of what it uses of the model; stats: of the newest generation."""
-
-    model: Any
-    name: str
-    weights: int
-    stats: Stats | None
-
-    def new_cache(self, settings: Settings) -> Any: ...
-
-    def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: Settings) -> Iterator[int]: ...
-
-
 @dataclass
 class MlxLm:
-    """mlx-lm's own loop and model class; see `twin`."""
+    """mlx-lm's own loop and model class (see `twin`). weights: bytes of what a loop uses of the model."""
 
     model: Any
     name: str = "mlx-lm"
     weights: int = 0
     stats: Stats | None = None
 
-    def new_cache(self, settings: Settings) -> Any:
+    def new_cache(self, settings: LoopSettings) -> Any:
         return mlx_lm_make_prompt_cache(self.model)
 
-    def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: Settings) -> Iterator[int]:
+    def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: LoopSettings) -> Iterator[int]:
         mx.random.seed(settings.seed)
         steps = mlx_lm_generate_step(
             mx.array(prompt),
@@ -82,7 +69,10 @@ class MlxLm:
 
 @dataclass
 class Ours:
-    """Our loop with some options of `generate_step`; drafts: the most per cycle, None is its default."""
+    """Our loop with some options of `generate_step`.
+
+    drafts: the most per cycle, None is its default. stats: of the newest generation.
+    """
 
     model: Any
     name: str
@@ -91,13 +81,13 @@ class Ours:
     weights: int = 0
     stats: Stats | None = None
 
-    def new_cache(self, settings: Settings) -> Any:
+    def new_cache(self, settings: LoopSettings) -> Any:
         bits = {name: getattr(settings, name) for name in ("kv_bits", "mtp_kv_bits", "kv_group_size")}
         if not self.drafts and self.drafts is not None:
             bits["mtp_kv_bits"] = None
         return make_prompt_cache(self.model, num_draft_tokens=self.drafts, **bits)
 
-    def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: Settings) -> Iterator[int]:
+    def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: LoopSettings) -> Iterator[int]:
         self.stats = Stats()
         steps = generate_step(
             prompt,
@@ -112,12 +102,14 @@ class Ours:
             stats=self.stats,
             **self.options,
         )
-        for token, *_ in steps:
-            yield token
+        return (token for token, *_ in steps)
+
+
+Loop = MlxLm | Ours
 
 
 def twin(model: Any) -> Any:
-    """mlx-lm's own model of the target, which shares our model's arrays, so that it costs no memory.
+    """Make mlx-lm's own model of the target, which shares our model's arrays, so that it costs no memory.
 
     Raises ValueError where mlx-lm's class has other parameters, or cannot run it.
     """
@@ -143,7 +135,7 @@ def _format(module: Any) -> bool | dict:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """One generation: its tokens, seconds from the first of them to the last, bytes at its peak, what it counted."""
 
     tokens: list[int]
@@ -161,7 +153,7 @@ class Reader:
 
     loop: Loop
     prompt: list[int]
-    settings: Settings
+    settings: LoopSettings
     cache: Any = None
     seconds: float = 0.0
     peak: int = 0
@@ -179,7 +171,7 @@ class Reader:
         self.peak = mx.get_peak_memory() - held + self.loop.weights
         return self
 
-    def run(self) -> Run:
+    def run(self) -> TimedRun:
         """Generate once. A peak is what this loop alone asks for: its weights, its cache, its temporary arrays."""
         held = _begin()
         model = self.loop.model
@@ -187,11 +179,11 @@ class Reader:
         steps = self.loop.tokens(self.prompt[-1:], cache, self.settings.max_tokens, self.settings)
         tokens, seconds = timed(steps)
         mx.synchronize()  # what was submitted and not asked for is nobody else's time
-        return Run(tokens, seconds, mx.get_peak_memory() - held + self.loop.weights, self.loop.stats)
+        return TimedRun(tokens, seconds, mx.get_peak_memory() - held + self.loop.weights, self.loop.stats)
 
 
 def timed(steps: Iterator[int]) -> tuple[list[int], float]:
-    """All tokens, and the seconds from the first to the last."""
+    """Collect all tokens, and the seconds from the first to the last."""
     tokens = [next(steps)]
     tic = time.perf_counter()
     tokens.extend(steps)
@@ -199,7 +191,7 @@ def timed(steps: Iterator[int]) -> tuple[list[int], float]:
 
 
 def _begin() -> int:
-    """Bytes held now, from which on a peak counts."""
+    """Begin to look for a peak; bytes held now, from which on it counts."""
     mx.synchronize()
     mx.reset_peak_memory()
     return mx.get_active_memory()

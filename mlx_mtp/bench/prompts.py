@@ -1,4 +1,4 @@
-"""What is generated from: nine kinds of prompts, padded to a context's length, or random tokens."""
+"""Make what is generated from: nine kinds of prompts, padded to a context's length, or random tokens."""
 
 import json
 import sysconfig
@@ -18,7 +18,7 @@ FITTING = 8  # corrections of a padding's length
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchPrompt:
     """Token ids of one prompt of a category; context: the length it was padded to, 0 where it was not."""
 
     category: str
@@ -27,14 +27,14 @@ class Prompt:
 
 
 def categories() -> dict[str, list[str]]:
-    """The prompts that ship, by category."""
+    """Read the prompts that ship, by category."""
     return json.loads(FILE.read_text())
 
 
 def make_prompts(
     tokenizer: Any, vocab_size: int, *, each: int, context: int = 0, only: Iterable[str] = ()
-) -> list[Prompt]:
-    """`each` prompts of every category (or of `only` these), padded in front to at most `context` tokens, 0: as is.
+) -> list[BenchPrompt]:
+    """Make `each` prompts of every category (or of `only` these), padded in front to `context` tokens, 0: as is.
 
     tokenizer: None makes them of random tokens, in a category of their own.
     Raises ValueError for an unknown category, or a context that is shorter than a prompt.
@@ -42,16 +42,16 @@ def make_prompts(
     if tokenizer is None:
         length = context or RANDOM_LENGTH
         drawn: Any = mx.random.randint(0, vocab_size, (each, length), key=mx.random.key(0)).tolist()
-        return [Prompt(RANDOM, tokens, context) for tokens in drawn]
+        return [BenchPrompt(RANDOM, tokens, context) for tokens in drawn]
     known = categories()
     if unknown := sorted(set(only) - known.keys()):
         raise ValueError(f"categories={unknown[0]}: allowed are {', '.join(known)}")
     chosen = [(name, text) for name in known if not only or name in only for text in known[name][:each]]
-    return [Prompt(name, padded(tokenizer, text, context), context) for name, text in chosen]
+    return [BenchPrompt(name, padded(tokenizer, text, context), context) for name, text in chosen]
 
 
 def padded(tokenizer: Any, text: str, context: int) -> list[int]:
-    """A message's tokens with as much text in front as fits into `context` of them."""
+    """Encode a message with as much text in front as fits into `context` tokens."""
     tokens = encode(tokenizer, text)
     if not context:
         return tokens
@@ -71,7 +71,7 @@ def padded(tokenizer: Any, text: str, context: int) -> list[int]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """A message's tokens, through the chat template where there is one."""
+    """Encode a message, through the chat template where there is one."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode(text)
     messages = [{"role": "user", "content": text}]
@@ -79,7 +79,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def filler(characters: int) -> str:
-    """The first so many characters of the running Python's standard library, file after file."""
+    """Read the first so many characters of the running Python's standard library, file after file."""
     text = ""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(text) >= characters:

@@ -1,4 +1,4 @@
-"""A model of a released shape whose quantized weights are drawn, not loaded: for times, never for texts.
+"""Build a model of a released shape whose weights are drawn, not loaded: for times, never for texts.
 
 Nothing is ever held in full precision: MLX builds modules lazily, and what they would have been is replaced, module
 by module, by random bits of the quantized size. Such a model chooses its experts almost evenly: several rows visit
@@ -26,24 +26,10 @@ UNQUANTIZED = 16  # bits
 INDICES = re.compile(r"\d+(,\d+)*")  # a list of layers as text
 
 
-def random_model(
-    file: Path,
-    *,
-    layers: int | None = None,
-    bits: int | None = None,
-    group_size: int | None = None,
-    mtp: bool = True,
-    seed: int = 0,
-) -> Any:
-    """A port's model of a config.json, with its first `layers` layers (None: all) and all of its heads.
-
-    bits, group_size: None takes those of the file's `quantization`, else 4 and 64; 16 bits are not quantized, but in
-    the precision of the activations: float32 on a CPU, else bfloat16. Single modules have the bits that the file
-    states for them, or mlx-lm's rules for the family.
-    Raises ValueError, in one line, for a file that is none, a family without a port, or sizes that do not fit.
-    """
+def random_model(file: Path, *, seed: int = 0, **shape: Any) -> Any:
+    """Build a port's model of a config.json with random weights; shape: see `shaped_model`."""
     mx.random.seed(seed)  # for the vectors, which mlx-lm draws itself
-    model, config = shaped_model(file, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
+    model, config = shaped_model(file, **shape)
     draw_weights(model, seed)
     model.eval()
     model.report = make_report(model, config, source="random weights", norms="ones", ignored=())
@@ -58,7 +44,14 @@ def shaped_model(
     group_size: int | None = None,
     mtp: bool = True,
 ) -> tuple[Any, dict]:
-    """The model that `random_model` draws weights for, before any array of it is computed, and its config."""
+    """Build a port's model of a config.json, of which no array is computed; also returns the config.
+
+    layers, mtp: so many of its first layers (None: all), with all of its heads or with none.
+    bits, group_size: None takes those of the file's `quantization`, else 4 and 64; 16 bits are not quantized, but in
+    the precision of the activations: float32 on a CPU, else bfloat16. Single modules have the bits that the file
+    states for them, or mlx-lm's rules for the family.
+    Raises ValueError, in one line, for a file that is none, a family without a port, or sizes that do not fit.
+    """
     config = _read(file)
     port = find_port(config)
     if port is None:
@@ -88,16 +81,15 @@ def _read(file: Path) -> dict:
 
 
 def head_count(config: dict, spec: Any) -> int:
-    """The heads that config.json declares, or the family's usual number; 0 for a family that has none."""
+    """Count the heads that config.json declares, or a family usually has; 0 for a family that has none."""
     if not spec.tensors:
         return 0
-    text = _text(config)
-    declared = next((text[name] for name in DECLARED if name in text), UNDECLARED[spec.topology])
-    return min(declared, UNDECLARED[spec.topology])
+    text, usual = _text(config), UNDECLARED[spec.topology]
+    return min(usual, next((text[name] for name in DECLARED if name in text), usual))
 
 
 def first_layers(config: dict, layers: int) -> dict:
-    """A config.json cut to its first layers; what it lists for the heads, behind the layers, stays.
+    """Cut a config.json to its first layers; what it lists for the heads, behind the layers, stays.
 
     Raises ValueError where it has no such number of layers.
     """
@@ -125,7 +117,7 @@ def _first(name: str, value: Any, layers: int, total: int) -> Any:
 
 
 def _rule(model: Any, stated: dict, group_size: int) -> Callable[[str, nn.Module], bool | dict]:
-    """What is quantized, and how: as mlx-lm converts the family, and as config.json states for single modules."""
+    """Say what is quantized, and how: as mlx-lm converts the family, and as config.json states for single modules."""
     of_family = getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
     def rule(path: str, module: Any) -> bool | dict:
@@ -148,8 +140,8 @@ def draw_weights(model: nn.Module, seed: int) -> None:
         if "scales" in module:
             _draw_quantized(module, key)
         elif not isinstance(module, nn.Conv1d):
-            for name, array in [(n, a) for n, a in module.items() if isinstance(a, mx.array) and a.ndim > 1]:
-                module[name] = mx.random.normal(array.shape, array.dtype, scale=array.shape[-1] ** -0.5, key=key)
+            for name, a in [(n, a) for n, a in module.items() if isinstance(a, mx.array) and a.ndim > 1]:
+                module[name] = mx.random.normal(a.shape, a.dtype, scale=a.shape[-1] ** -0.5, key=key)
         mx.eval([a for a in module.values() if isinstance(a, mx.array)])
 
 

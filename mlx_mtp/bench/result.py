@@ -1,4 +1,4 @@
-"""One measurement as one JSON object: where it was made, with what, and every raw value; read again to compare."""
+"""Write one measurement as one JSON object: where it was made, with what, and every raw value; and read it again."""
 
 import json
 import os
@@ -18,7 +18,7 @@ KINDS = ("decode", "verify", "kernels", "profile", "model")
 
 
 def environment() -> dict[str, Any]:
-    """Chip, system and versions that times depend on."""
+    """Name chip, system and versions that times depend on."""
     device = mx.device_info()
     return {
         "chip": device.get("device_name") or platform.processor() or platform.machine(),
@@ -37,18 +37,18 @@ def environment() -> dict[str, Any]:
 
 
 def result(kind: str, model: dict[str, Any], options: dict[str, Any], **measured: Any) -> dict[str, Any]:
-    """What a benchmark found, ready to be printed as one line and written to a file.
+    """Make what a benchmark found ready to be printed as one line and written to a file.
 
     model: name, family, bytes, quantization, kernels that are on. options: what was asked for.
     measured: every raw value.
     """
     assert kind in KINDS
-    head = {"bench": kind, "format": FORMAT, "environment": environment(), "model": model, "options": options}
-    return {**head, **measured}
+    found = {"bench": kind, "format": FORMAT, "environment": environment(), "model": model, "options": options}
+    return found | measured
 
 
 def named(model: dict[str, Any]) -> str:
-    """A result's model, as titles of tables say it, with what is synthetic of it."""
+    """Name a result's model as titles of tables do, with what is synthetic of it."""
     return f"{model['name']}, SYNTHETIC: {label}" if (label := model.get("synthetic")) else model["name"]
 
 
@@ -58,9 +58,7 @@ def write(found: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """A result that `write` wrote, or that what a command printed ends with; ValueError where the file holds none of
-    this kind and format.
-    """
+    """Read a result that `write` wrote, or that ends what a command printed; ValueError for any other file."""
     try:
         text = path.read_text().strip()
         found = json.loads(text if text.startswith("{") else text.rpartition("\n")[2])

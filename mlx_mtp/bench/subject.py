@@ -1,4 +1,4 @@
-"""What is benchmarked: a checkpoint, or a model of a config.json's shape with random weights."""
+"""Open what is benchmarked: a checkpoint, or a model of a config.json's shape with random weights."""
 
 import warnings
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ DEMO = "demo"
 
 
 class NoMemory:
-    """Stands in for a model's cost memory: what a benchmark learns, or knows, is the benchmark's alone."""
+    """Stands in for a model's remembered costs: what a benchmark learns, or knows, is the benchmark's alone."""
 
     def recall(self) -> None:
         return None
@@ -48,8 +48,7 @@ class Subject:
     """A model to measure.
 
     tokenizer: None where weights are random. path: of the checkpoint, or of config.json.
-    facts:     for a result's "model": name, family, layers, bytes, quantization, kernels, and `synthetic`, in words
-               what is not the real thing, or None.
+    facts:     for a result's "model"; `synthetic` of it says in words what is not the real thing, or None.
     rates:     drawn acceptance per depth; empty: what the heads guess counts.
     """
 
@@ -70,7 +69,7 @@ class Subject:
         return () if self.synthetic else tuple(sorted(self.tokenizer.eos_token_ids))
 
     def acceptance(self) -> AbstractContextManager[None]:
-        """Everything that drafts is to run inside of it; it draws what is accepted, where rates were given."""
+        """Draw what is accepted inside, where rates were given; everything that drafts is to run there."""
         return drawn_acceptance(self.rates) if self.rates else nullcontext()
 
     def forget(self) -> None:
@@ -100,11 +99,8 @@ def open_subject(
     if config is not None:
         if model is not None or draft_model is not None:
             raise ValueError(f"config={config}: not together with a checkpoint; allowed is one of the two")
-        found, tokenizer, path = (
-            random_model(config, layers=layers, bits=bits, group_size=group_size, mtp=mtp),
-            None,
-            config,
-        )
+        found = random_model(config, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
+        tokenizer, path = None, config
         on, not_exact = switch_on(found, requested(kernels))
         label = "random weights" if layers is None else f"random weights, the first {layers} layers only"
     else:
@@ -118,35 +114,32 @@ def open_subject(
     if rates and not found.mtp:
         raise ValueError(f"synth_rates={rates}: the model has no heads that draft; allowed is none")
     name = DEMO if path == demo_path() else path.parent.name if path.name == "config.json" else path.stem
-    subject = Subject(found, tokenizer, name, path, rates=rates)
-    subject.facts = _facts(subject, label, on, not_exact)
+    drawn = f"acceptance drawn at {', '.join(map(str, rates))}" if rates else None
+    synthetic = "; ".join(filter(None, (label, drawn))) or None
+    facts = {**_facts(name, found), "kernels": list(on), "not_exact": list(not_exact), "synthetic": synthetic}
+    subject = Subject(found, tokenizer, name, path, facts, rates)
     subject.forget()
     return subject
 
 
-def _facts(subject: Subject, label: str | None, kernels: Sequence[str], not_exact: Sequence[str]) -> dict[str, Any]:
-    report = subject.model.report
-    drawn = ", ".join(map(str, subject.rates))
-    labels = [label, f"acceptance drawn at {drawn}" if drawn else None]
+def _facts(name: str, model: Any) -> dict[str, Any]:
+    report = model.report
     return {
-        "name": subject.name,
+        "name": name,
         "family": report.family,
         "layers": report.layers,
         "heads": report.heads,
-        "max_draft_tokens": subject.model.max_draft_tokens,
+        "max_draft_tokens": model.max_draft_tokens,
         "target_bytes": report.target_bytes,
         "head_bytes": report.head_bytes,
         "target_quantization": report.target_quantization,
         "head_quantization": report.head_quantization if report.heads else None,
-        "dtype": dtype_of(subject.model),
-        "kernels": list(kernels),
-        "not_exact": list(not_exact),
-        "synthetic": "; ".join(filter(None, labels)) or None,
+        "dtype": dtype_of(model),
     }
 
 
 def dtype_of(model: nn.Module) -> str:
-    """The widest type of the vectors, that is of the norms: what activations are computed in."""
+    """Find the widest type of the vectors, that is of the norms: what activations are computed in."""
     arrays: Any = tree_flatten(model.parameters())
     found = {a.dtype for _, a in arrays if a.ndim == 1 and mx.issubdtype(a.dtype, mx.floating)}
     widest = max(found, key=lambda dtype: dtype.size, default=mx.float32)

@@ -1,4 +1,4 @@
-"""Acceptance that is drawn: the heads run and cost what they cost, but the target is made to say what they drafted.
+"""Draw what is accepted: the heads run and cost what they cost, but the target is made to say what they drafted.
 
 So texts mean nothing. A rate is the share of a depth's drafts that are kept, as results state it: a draft is kept
 with all before it, so that none is above the one before.
@@ -18,19 +18,18 @@ DEPTHS = 16
 
 
 def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """One rate per depth; ValueError for one that is no chance, or above the one before."""
+    """Return one rate per depth; ValueError for one that is no chance, or above the one before."""
     if not rates:
         raise ValueError("synth_rates=(): allowed is one number between 0 and 1 per depth")
-    for rate in rates:
-        if not 0 <= rate <= 1:
-            raise ValueError(f"synth_rates={rate}: allowed is between 0 and 1")
+    if wrong := [rate for rate in rates if not 0 <= rate <= 1]:
+        raise ValueError(f"synth_rates={wrong[0]}: allowed is between 0 and 1")
     if risen := [pair for pair in itertools.pairwise(rates) if pair[1] > pair[0]]:
         raise ValueError(f"synth_rates={risen[0][1]}: allowed behind {risen[0][0]} is no more than that")
     return tuple(rates)
 
 
 def rate_at(rates: Sequence[float], depth: int) -> float:
-    """The rate at a depth; behind the last that is given they fall on as they did there."""
+    """Return the rate at a depth; behind the last that is given they fall on as they did there."""
     if depth < len(rates):
         return rates[depth]
     last, before = rates[-1], rates[-2] if len(rates) > 1 else 1.0
@@ -38,14 +37,14 @@ def rate_at(rates: Sequence[float], depth: int) -> float:
 
 
 def draws(rates: Sequence[float], seed: int) -> mx.array:
-    """Whether the draft at a depth of the cycle at a position is kept; bool [POSITIONS, DEPTHS]."""
+    """Draw whether the draft at a depth of the cycle at a position is kept; bool [POSITIONS, DEPTHS]."""
     chances = mx.array([rate_at(rates, depth) for depth in range(DEPTHS)])
     return mx.random.uniform(shape=(POSITIONS, 1), key=mx.random.key(seed)) < chances
 
 
 @contextmanager
 def drawn_acceptance(rates: Sequence[float], seed: int = 0) -> Iterator[None]:
-    """Inside, every verify accepts as many drafts as are drawn; a handful of operations on k numbers more per cycle.
+    """Let every verify inside accept as many drafts as are drawn; a handful of operations on k numbers per cycle.
 
     Where a draft is to be right the target's token becomes the draft, where it is to be wrong another one.
     """
@@ -54,8 +53,7 @@ def drawn_acceptance(rates: Sequence[float], seed: int = 0) -> Iterator[None]:
 
     def forced(self: Picker, model: Any, hidden: mx.array, position: Any, history: Any, drafts: mx.array, q=None):
         tokens, logprobs = pick(self, model, hidden, position, history, drafts, q)
-        k = drafts.size
-        if not k:
+        if not (k := drafts.size):
             return tokens, logprobs
         row = right[mx.array(position).reshape(1) % POSITIONS][0, :k]
         wrong = mx.where(tokens[:k] == drafts, (drafts + 1) % model.vocab_size, tokens[:k])

@@ -1,4 +1,4 @@
-"""Ratios to be trusted: contenders take turns, ratios are within a round, the spread says what they are worth.
+"""Measure ratios to be trusted: contenders take turns, ratios are within a round, the spread says their worth.
 
 The spread of a row is the width of the confidence interval of its median (order statistics, no assumption about the
 distribution), over the median. Seven rounds or fewer give the whole range.
@@ -41,29 +41,28 @@ class Measured:
 
 
 def measured(values: Sequence[float]) -> Measured:
-    """The median of one value or more, with its interval."""
+    """Take the median of one value or more, with its interval."""
     ordered = sorted(values)
     skip = _skipped(len(ordered))
     return Measured(statistics.median(ordered), ordered[skip], ordered[-1 - skip], len(ordered))
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> Measured:
-    """Of two contenders' values, round by round; where seconds are given, `base` over `values` is the speed."""
+    """Divide two contenders' values round by round; where seconds are given, `base` over `values` is the speed."""
     return measured([value / other for value, other in zip(values, base, strict=True)])
 
 
 def interleaved(
     contenders: Mapping[str, Callable[[], T]], rounds: int, *, warmups: int = 1, cooldown: float = 0.0
 ) -> dict[str, list[T]]:
-    """What each contender returns (seconds, say) in `rounds` rounds, in which all take turns; warm-ups do not count.
+    """Collect what each contender returns (seconds, say) in `rounds` rounds of turns; warm-ups do not count.
 
     Every other round goes backwards, so that nobody always runs behind the same one. cooldown: seconds of rest
     before each turn.
     """
     found: dict[str, list[T]] = {name: [] for name in contenders}
     for i in range(-warmups, rounds):
-        names = list(contenders)
-        for name in names if i % 2 == 0 else reversed(names):
+        for name in list(contenders)[:: -1 if i % 2 else 1]:
             time.sleep(cooldown)
             value = contenders[name]()
             if i >= 0:

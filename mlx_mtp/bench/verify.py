@@ -1,4 +1,4 @@
-"""What a verify of M rows costs beside one of a single row: of the whole model, and of each of its parts.
+"""Time a verify of M rows beside one of a single row: of the whole model, and of each of its parts.
 
 The whole is the decoding loop's own pass (`cycle.verify`) at some context, on caches that roll back; parts are chains
 of their own (`chain.py`). Numbers of rows take turns within a round, and ratios are within a round.
@@ -62,19 +62,17 @@ class Kernels:
 
     @contextmanager
     def only(self, side: str) -> Iterator[None]:
-        """Inside, the model is mlx-lm's modules, or ours."""
+        """Let the model be mlx-lm's modules inside, or ours."""
         try:
-            if side == STOCK:
-                for site in self.sites:
-                    site.rows = frozenset()
+            for site in self.sites if side == STOCK else ():
+                site.rows = frozenset()
             yield
         finally:
-            if side == STOCK:
-                for site, rows in zip(self.sites, self.rows, strict=True):
-                    site.rows = rows
+            for site, rows in zip(self.sites, self.rows, strict=True):
+                site.rows = rows
 
 
-class Pass:
+class VerifyPass:
     """The target's pass over M rows behind a context, the same one again and again.
 
     text: tokens, of which `context` are read before; the rows are what comes next. Behind the context comes one
@@ -134,8 +132,8 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """rows: numbers of rows, 1 among them; contexts: positions; seconds: of a part's chain, about.
+class CurvePlan:
+    """What is timed. rows: numbers of rows, 1 among them; contexts: positions; seconds: of a part's chain, about.
 
     Raises ValueError for a number out of range.
     """
@@ -148,16 +146,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         assert 1 in self.rows, "ratios are over one row"
-        for rows in self.rows:
-            if not 1 <= rows <= MAX_ROWS:
-                raise ValueError(f"rows={rows}: allowed is 1 to {MAX_ROWS}")
-        for context in self.contexts:
-            if context < 1:
-                raise ValueError(f"contexts={context}: allowed is 1 or more")
+        if wrong := [rows for rows in self.rows if not 1 <= rows <= MAX_ROWS]:
+            raise ValueError(f"rows={wrong[0]}: allowed is 1 to {MAX_ROWS}")
+        if wrong := [context for context in self.contexts if context < 1]:
+            raise ValueError(f"contexts={wrong[0]}: allowed is 1 or more")
 
 
 def text_of(subject: Subject, context: int) -> list[int]:
-    """Tokens for a context and what comes behind it: source code, or random ones where there is no tokenizer."""
+    """Make tokens for a context and what comes behind it: source code, or random ones without a tokenizer."""
     length = context + 2 * MAX_ROWS
     if subject.tokenizer is None:
         drawn: Any = mx.random.randint(0, subject.model.vocab_size, (length,), key=mx.random.key(0)).tolist()
@@ -168,14 +164,14 @@ def text_of(subject: Subject, context: int) -> list[int]:
     return tokens[:length]
 
 
-def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: Plan, step: int) -> Iterator[Curve]:
-    """The curve of the whole at each context, then that of each part."""
+def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: CurvePlan, step: int) -> Iterator[Curve]:
+    """Time the curve of the whole at each context, then that of each part."""
     with wired_limit(model):
         with expert_inputs(model) as inputs, kernels.only(STOCK):
-            Pass(model, text, plan.contexts[0], step).run(MAX_ROWS, plan.contexts[0], 0)
+            VerifyPass(model, text, plan.contexts[0], step).run(MAX_ROWS, plan.contexts[0], 0)
         mx.eval(list(inputs.values()))
         for context in plan.contexts:
-            whole = Pass(model, text, context, step)
+            whole = VerifyPass(model, text, context, step)
             turns = {(side, m): partial(whole, m) for side in kernels.sides for m in plan.rows}
             yield _curve("whole", context, turns, kernels, plan)
             del whole, turns
@@ -189,14 +185,11 @@ def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: Plan, step:
             yield _curve(part.name, part.context, turns, kernels, plan)
 
 
-def _curve(
-    name: str, context: int | None, turns: dict[tuple[str, int], Callable[[], float]], kernels: Kernels, plan: Plan
-) -> Curve:
-    def turn(side: str, run: Callable[[], float]) -> float:
-        with kernels.only(side):
-            return run()
+Turns = dict[tuple[str, int], Callable[[], float]]  # by side and rows
 
-    contenders = {f"{side} {m}": partial(turn, side, run) for (side, m), run in turns.items()}
+
+def _curve(name: str, context: int | None, turns: Turns, kernels: Kernels, plan: CurvePlan) -> Curve:
+    contenders = {f"{side} {m}": partial(_turn, kernels, side, run) for (side, m), run in turns.items()}
     found = interleaved(contenders, plan.rounds, cooldown=plan.cooldown)
     curve = Curve(name, context)
     for (side, m), run in turns.items():
@@ -205,17 +198,23 @@ def _curve(
     return curve
 
 
+def _turn(kernels: Kernels, side: str, run: Callable[[], float]) -> float:
+    with kernels.only(side):
+        return run()
+
+
 def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
-    """T(M)/T(1), a line per number of rows, a column per curve; in front T(1), of one pass over all layers."""
-    table = Table(title=title)
-    table.add_column("M", justify="right")
-    for curve in curves:
-        table.add_column(curve.title, justify="right")
+    """Show T(M)/T(1), a line per number of rows, a column per curve; in front T(1), of one pass over all layers."""
+    rows = sorted({m for curve in curves for m in curve.seconds[side]} - {1})
+    cells = {m: [_cell(curve.seconds[side], m) for curve in curves] for m in rows}
+    unsure = any("?" in cell for line in cells.values() for cell in line)
+    table = Table(title=title, caption="?: inconclusive, its spread is above 5%" if unsure else None)
+    for name in ("M", *(curve.title for curve in curves)):
+        table.add_column(name, justify="right")
     times = [measured(curve.seconds[side][1]).median for curve in curves]
     table.add_row("1, ms", *(f"{1e3 * seconds:.3f}" for seconds in times), end_section=True)
-    for m in sorted({m for curve in curves for m in curve.seconds[side]} - {1}):
-        table.add_row(str(m), *(_cell(curve.seconds[side], m) for curve in curves))
-    table.caption = "?: inconclusive, its spread is above 5%" if any("?" in str(c) for c in _cells(table)) else None
+    for m, line in cells.items():
+        table.add_row(str(m), *line)
     return table
 
 
@@ -226,12 +225,8 @@ def _cell(seconds: dict[int, list[float]], m: int) -> str:
     return f"{found.median:.2f}" + ("" if found.conclusive else "?")
 
 
-def _cells(table: Table) -> list[Any]:
-    return [cell for column in table.columns for cell in column.cells]
-
-
 def remarks(kernels: Kernels, weights: int) -> list[str]:
-    """What the tables do not say; weights: bytes of the target."""
+    """Say what the tables do not; weights: bytes of the target."""
     said = [f"A pass reads up to {weights / 1e6:.0f} MB of weights; what fits into the chip's caches is not cold."]
     if OURS not in kernels.sides:
         why = "there is no Metal GPU here" if not on_metal() else "none is on"

@@ -1,4 +1,4 @@
-"""What a verify is made of, as chains of calls on a model's own layers: each part alone, at any number of rows.
+"""Make chains of calls on a model's own layers of what a verify is made of: each part alone, at any number of rows.
 
 Widths, weights and caches are the model's; what goes in is random, but for experts, which choose by what they are
 given: they get rows that the model itself would give them.
@@ -26,6 +26,7 @@ from ..layers.mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention
 from ..layers.products import Recurrence
 from ..layers.sparse_mla import SparseMLA
 from ..tuning.kernel_sites import TOGETHER
+from .census import calls_noted
 from .chain import Call, Op
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)
@@ -33,7 +34,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Part:
+class VerifyPart:
     """One part of a verify. calls: at so many rows, one per layer or so; kernels are those that are on at the time.
 
     context: positions that its rows look back on, where that matters; most: rows that it can be asked for.
@@ -45,53 +46,50 @@ class Part:
     most: int = MAX_ROWS
 
 
-def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -> Iterator[Part]:
-    """The parts that the model has; inputs: of its blocks with experts [1, MAX_ROWS, H] (see `expert_inputs`)."""
+def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -> Iterator[VerifyPart]:
+    """Make the parts that the model has; inputs: of its blocks with experts [1, MAX_ROWS, H], by their ids."""
     dtype, modules = model.no_hidden().dtype, target_modules(model)
     blocks = [m for m in modules if _has_experts(m)]
     mixers: list[Any] = [m for m in modules if isinstance(m, Mamba2)]
     others = {id(model.unembedding()), *(id(m) for outer in (*blocks, *mixers) for _, m in outer.named_modules())}
     ops = [op for m in modules if id(m) not in others for op in products(m, others)]
-    yield Part("projections", None, lambda rows: [Call(op, _random(rows, width, dtype)) for op, width in ops])
+    yield VerifyPart("projections", None, lambda rows: [Call(op, _random(rows, width, dtype)) for op, width in ops])
     for context in contexts:
         yield from _attention(model, context, dtype)
     if blocks:
-        yield Part("experts", None, lambda rows: [Call(_one(m), inputs[id(m)][:, :rows]) for m in blocks])
+        yield VerifyPart("experts", None, lambda rows: [Call(_each([m]), inputs[id(m)][:, :rows]) for m in blocks])
     yield from _recurrent(modules, mixers, dtype)
     width = model.model.norm.weight.size
-    yield Part("LM head", None, lambda rows: [Call(partial(chosen, model), _random(rows, width, dtype))])
+    yield VerifyPart("LM head", None, lambda rows: [Call(partial(chosen, model), _random(rows, width, dtype))])
 
 
 def target_modules(model: Any) -> list[Any]:
-    """All modules of the target but its LM head, each once."""
+    """List all modules of the target but its LM head, each once."""
     heads = {id(m) for head in model.mtp for _, m in head.named_modules()} | {id(model.unembedding())}
     found = {id(m): m for _, m in model.named_modules() if id(m) not in heads}
     return list(found.values())
 
 
 def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
-    """What a module's own linears compute, and the width of what they read: those that read the same x as one.
+    """Pair what a module's own linears compute with the width of what they read: those that read the same x as one.
 
     others: ids of modules that are no part of it.
     """
     names = {name for name, child in module.items() if isinstance(child, LINEAR) and id(child) not in others}
     if names.issuperset(MLP):
-        return [(_one(module), width_of(module.gate_proj))]
+        return [(_each([module]), width_of(module.gate_proj))]
     groups = [[n for n in together if n in names] for together in TOGETHER]
     groups += [[n] for n in sorted(names.difference(*TOGETHER))]
-    return [(_several([module[n] for n in group]), width_of(module[group[0]])) for group in groups if group]
+    return [(_each([module[n] for n in group]), width_of(module[group[0]])) for group in groups if group]
 
 
 def width_of(linear: Any) -> int:
+    """Find the inputs of a linear, quantized or not."""
     return linear.scales.shape[-1] * linear.group_size if "scales" in linear else linear.weight.shape[-1]
 
 
-def _one(module: Any) -> Op:
-    return lambda x: [module(x)]
-
-
-def _several(linears: list[Any]) -> Op:
-    return lambda x: [linear(x) for linear in linears]
+def _each(modules: list[Any]) -> Op:
+    return lambda x: [module(x) for module in modules]
 
 
 def _random(rows: int, width: int, dtype: mx.Dtype) -> mx.array:
@@ -99,12 +97,12 @@ def _random(rows: int, width: int, dtype: mx.Dtype) -> mx.array:
 
 
 def chosen(model: Any, hidden: mx.array) -> list[mx.array]:
-    """The greedy tokens of hidden rows [1, M, H], as the loop picks them."""
+    """Choose the greedy tokens of hidden rows [1, M, H], as the loop picks them."""
     rows = model.choice(hidden)
     return [mx.argmax(model.logits(hidden), axis=-1) if rows is None else rows.greedy()]
 
 
-def _attention(model: Any, context: int, dtype: mx.Dtype) -> Iterator[Part]:
+def _attention(model: Any, context: int, dtype: mx.Dtype) -> Iterator[VerifyPart]:
     """Attention behind its projections, what it writes to its cache included."""
     plain: list[Attention] = []
     latent: list[Any] = []
@@ -118,11 +116,11 @@ def _attention(model: Any, context: int, dtype: mx.Dtype) -> Iterator[Part]:
                 latent.append(LatentAttention(module))
     if plain:
         caches = [_filled(site, context, dtype) for site in plain]
-        yield Part("attention", context, partial(_attention_calls, plain, caches, context, dtype))
+        yield VerifyPart("attention", context, partial(_attention_calls, plain, caches, context, dtype))
     if latent:
         for site in latent:
             site.OFFSET, site.SLOTS = context, round_up(context + MAX_ROWS)
-        yield Part("attention", context, partial(_latent_calls, latent, dtype), most=ABSORBED_ROWS)
+        yield VerifyPart("attention", context, partial(_latent_calls, latent, dtype), most=ABSORBED_ROWS)
 
 
 def _filled(site: Attention, context: int, dtype: mx.Dtype) -> Any:
@@ -172,8 +170,7 @@ def _attended(
 
 
 def _latent_calls(sites: list[LatentAttention], dtype: mx.Dtype, rows: int) -> list[Call]:
-    x = [_random(rows, site.width, dtype)[0] for site in sites]
-    return [Call(partial(_latent_attended, site), rows) for site, rows in zip(sites, x, strict=True)]
+    return [Call(partial(_latent_attended, site), _random(rows, site.width, dtype)[0]) for site in sites]
 
 
 def _latent_attended(site: LatentAttention, x: mx.array) -> list[mx.array]:
@@ -181,15 +178,19 @@ def _latent_attended(site: LatentAttention, x: mx.array) -> list[mx.array]:
     return site.ours(x) if placed is not None and len(x) in placed.rows else site.stock(x)
 
 
-def _recurrent(modules: list[Any], mixers: list[Any], dtype: mx.Dtype) -> Iterator[Part]:
+def _recurrent(modules: list[Any], mixers: list[Any], dtype: mx.Dtype) -> Iterator[VerifyPart]:
     """Behind a tape of which some rows are accepted; Mamba2 with its projections, the gated delta rule without."""
     rules = [Recurrence(m, RecurrentCache) for m in modules if isinstance(m, GatedDelta)]
     if rules:
         ops = [(partial(_ruled, rule), rule.width) for rule in rules]
-        yield Part("recurrent", None, lambda rows: [Call(op, _random(rows, width, dtype)[0]) for op, width in ops])
+        yield VerifyPart(
+            "recurrent", None, lambda rows: [Call(op, _random(rows, width, dtype)[0]) for op, width in ops]
+        )
     if mixers:
         mixed = [(partial(_mixed, m, _taped(m, dtype)), width_of(m.in_proj)) for m in mixers]
-        yield Part("recurrent, projected", None, lambda rows: [Call(op, _random(rows, w, dtype)) for op, w in mixed])
+        yield VerifyPart(
+            "recurrent, projected", None, lambda rows: [Call(op, _random(rows, w, dtype)) for op, w in mixed]
+        )
 
 
 def _ruled(rule: Recurrence, x: mx.array) -> list[mx.array]:
@@ -211,30 +212,12 @@ def _mixed(mixer: Any, cache: RecurrentCache, x: mx.array) -> list[mx.array]:
     return [mixer(x, None, copy(cache))]
 
 
-class Noted(nn.Module):
-    """Stands for a block and keeps what it was given last."""
-
-    def __init__(self, block: Any, inputs: dict[int, mx.array]):
-        super().__init__()
-        self.block, self._inputs = block, inputs
-
-    def __call__(self, x: mx.array) -> mx.array:
-        self._inputs[id(self.block)] = x
-        return self.block(x)
-
-
 @contextmanager
 def expert_inputs(model: Any) -> Iterator[dict[int, mx.array]]:
-    """Inside, what blocks with experts are given is kept, by their ids."""
+    """Keep what blocks with experts are given last, inside, by their ids."""
     inputs: dict[int, mx.array] = {}
-    places = [(m, n) for m in target_modules(model) for n, child in m.items() if _has_experts(child)]
-    for module, name in places:
-        module[name] = Noted(module[name], inputs)
-    try:
+    with calls_noted(target_modules(model), _has_experts, lambda block, x: inputs.update({id(block): x})):
         yield inputs
-    finally:
-        for module, name in places:
-            module[name] = module[name].block
 
 
 def _has_experts(child: Any) -> bool:

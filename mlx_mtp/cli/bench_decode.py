@@ -14,8 +14,8 @@ from .options import BITS, GIVEN, options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.loops import Settings
-    from ..bench.prompts import Prompt
+    from ..bench.loops import LoopSettings
+    from ..bench.prompts import BenchPrompt
     from ..bench.subject import Subject
 
 SHOWN = 20  # differences of texts that are listed
@@ -108,7 +108,7 @@ def _max_tokens(flags: dict[str, Any]) -> int:
     return flags["max_tokens"] or (48 if flags["quick"] else 128)
 
 
-def _prompts(subject: "Subject", flags: dict[str, Any], context: int) -> "list[Prompt]":
+def _prompts(subject: "Subject", flags: dict[str, Any], context: int) -> "list[BenchPrompt]":
     from ..bench.prompts import make_prompts
 
     only = flags["categories"].split(",") if flags["categories"] else DOCUMENTS if flags["preset"] else ()
@@ -116,11 +116,13 @@ def _prompts(subject: "Subject", flags: dict[str, Any], context: int) -> "list[P
     return make_prompts(subject.tokenizer, subject.model.vocab_size, each=each, context=context, only=only)
 
 
-def _settings(subject: "Subject", flags: dict[str, Any], kv_bits: int | None, mtp_kv_bits: int | None) -> "Settings":
-    from ..bench.loops import Settings
+def _settings(
+    subject: "Subject", flags: dict[str, Any], kv_bits: int | None, mtp_kv_bits: int | None
+) -> "LoopSettings":
+    from ..bench.loops import LoopSettings
     from ..cache.prompt_cache import group_size_for
 
-    return Settings(
+    return LoopSettings(
         max_tokens=_max_tokens(flags),
         temp=flags["temp"],
         seed=flags["seed"],

@@ -8,7 +8,7 @@ from .bench_options import bar, console, finish, numbers, run_options, subject_o
 from .from_flags import default_step
 
 if TYPE_CHECKING:
-    from ..bench.verify import Curve, Plan
+    from ..bench.verify import Curve, CurvePlan
 
 MOST_ROWS = 16
 CONTEXTS = {False: (1024, 4096), True: (128, 1024)}  # --quick
@@ -32,11 +32,11 @@ def verify(**flags: Any) -> None:
     mlx-lm's modules; ours has the Metal kernels that are on. Turns are short: without --cooldown there is no rest.
     """
     from ..bench import result
-    from ..bench.verify import STOCK, Kernels, Plan, curve_table, remarks, text_of
+    from ..bench.verify import STOCK, CurvePlan, Kernels, curve_table, remarks, text_of
 
     rows = tuple(sorted({1, *(flags["rows"] or range(1, MOST_ROWS + 1))}))
     rounds = flags["rounds"] or (5 if flags["quick"] else 11)
-    plan = Plan(rows, flags["contexts"] or CONTEXTS[flags["quick"]], rounds, flags["cooldown"] or 0.0)
+    plan = CurvePlan(rows, flags["contexts"] or CONTEXTS[flags["quick"]], rounds, flags["cooldown"] or 0.0)
     subject = subject_of({**flags, "kernels": "off"})
     kernels = Kernels(subject.model, flags["kernels"])
     curves = _measured(subject.model, text_of(subject, max(plan.contexts)), kernels, plan)
@@ -51,7 +51,7 @@ def verify(**flags: Any) -> None:
     finish(result.result("verify", facts, options, curves=[vars(c) for c in curves]), flags)
 
 
-def _measured(model: Any, text: list[int], kernels: Any, plan: "Plan") -> list["Curve"]:
+def _measured(model: Any, text: list[int], kernels: Any, plan: "CurvePlan") -> list["Curve"]:
     from ..bench.verify import measure
     from .progress import shows_progress
 

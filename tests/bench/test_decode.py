@@ -12,7 +12,7 @@ import mlx_mtp
 from mlx_mtp.bench import decode, documents, loops, prompts, timing
 from mlx_mtp.bench.decode import PLAIN, as_result, broken, measure, open_session
 from mlx_mtp.bench.decode_tables import changes, compared, overall, unlike
-from mlx_mtp.bench.loops import MlxLm, Ours, Reader, Settings, timed, twin
+from mlx_mtp.bench.loops import LoopSettings, MlxLm, Ours, Reader, timed, twin
 from mlx_mtp.bench.rows import categories, rows, settings
 from mlx_mtp.bench.subject import open_subject
 from mlx_mtp.demo import demo_path
@@ -74,7 +74,7 @@ def session_of(subject, others, rounds, **options):
     session = open_session(subject, [2], rounds, 0.0)
     session.loops = [*session.loops[:2], *others]
     options = {"max_tokens": 6, "prefill_step_size": 256, "stop_tokens": subject.stop_tokens, **options}
-    measure(session, prompt_of(subject), Settings(**options), lambda *_: None)
+    measure(session, prompt_of(subject), LoopSettings(**options), lambda *_: None)
     return session
 
 
@@ -86,7 +86,7 @@ def test_all_loops_write_the_text_that_plain_generation_writes(demo):
     fixed = {"adaptive": False}
     others = [MlxLm(twin(demo.model)), Ours(demo.model, "k", 3, fixed), Ours(demo.model, "adaptive", None)]
     for loop in [*others, Ours(demo.model, PLAIN, 0)]:
-        reader = Reader(loop, prompt.tokens, Settings(**options, prefill_step_size=32)).read()
+        reader = Reader(loop, prompt.tokens, LoopSettings(**options, prefill_step_size=32)).read()
         runs = [reader.run() for _ in range(2)]  # each from the same cache, that none of them changes
         assert [run.tokens for run in runs] == [text] * 2
         counted = [run.stats.generation_tokens for run in runs if run.stats]
@@ -110,7 +110,7 @@ def test_there_is_a_rest_before_each_turn(demo, monkeypatch):
     monkeypatch.setattr(timing.time, "sleep", rests.append)
     session = open_session(demo, [2], 2, 1.5)
     session.loops = session.loops[1:2]
-    measure(session, prompt_of(demo), Settings(max_tokens=2, prefill_step_size=256), lambda *_: None)
+    measure(session, prompt_of(demo), LoopSettings(max_tokens=2, prefill_step_size=256), lambda *_: None)
     assert rests == [1.5] * 3  # a warm-up and two rounds
 
 
@@ -124,7 +124,7 @@ def test_a_loop_slowed_on_purpose_shows_as_much(demo, monkeypatch, slow):
         Slowed(demo.model, name, k, fixed, clock=clock, rest=rest.get(name, 0.0))
         for name, k in ((PLAIN, 0), ("k=2", 2))
     ]
-    settings = Settings(max_tokens=9, prefill_step_size=256)
+    settings = LoopSettings(max_tokens=9, prefill_step_size=256)
     measure(session, prompt_of(demo), settings, lambda *_: None)
     plain, drafting = rows(as_result(session, {}), WHOLE)
     per_cycle = {name: 0.01 + rest.get(name, 0.0) for name in (PLAIN, "k=2")}

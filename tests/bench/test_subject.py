@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from published import FILES, read
 
 import mlx_mtp
-from mlx_mtp.bench.loops import MlxLm, Reader, Settings, twin
+from mlx_mtp.bench.loops import LoopSettings, MlxLm, Reader, twin
 from mlx_mtp.bench.random_model import first_layers, head_count, random_model
 from mlx_mtp.bench.subject import NoMemory, open_subject
 from mlx_mtp.bench.synthetic import DEPTHS, POSITIONS, drawn_acceptance, draws, rate_at
@@ -71,7 +71,7 @@ def test_every_family_can_be_drawn_and_decodes_without_loss(name, config):
         with pytest.raises(ValueError, match="cannot run this model"):
             twin(model)
     else:
-        theirs = Reader(MlxLm(twin(model)), PROMPT, Settings(max_tokens=12)).read().run()
+        theirs = Reader(MlxLm(twin(model)), PROMPT, LoopSettings(max_tokens=12)).read().run()
         assert theirs.tokens == text
 
 

@@ -17,7 +17,7 @@ from mlx_mtp.bench import chain, verify, verify_parts
 from mlx_mtp.bench.census import operations
 from mlx_mtp.bench.chain import Call
 from mlx_mtp.bench.page_tables import tables_of
-from mlx_mtp.bench.verify import Curve, Kernels, Pass, Plan, curve_table, measure
+from mlx_mtp.bench.verify import Curve, CurvePlan, Kernels, VerifyPass, curve_table, measure
 from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.ring import MAX_ROWS
 from mlx_mtp.layers.mamba2 import Mamba2
@@ -110,7 +110,7 @@ def both(request, tiny_models, tmp_path_factory):
 def test_a_pass_is_the_targets_over_the_text_however_often(both):
     model, plain = both
     expected = mx.argmax(plain(mx.array(TEXT)[None])[0], axis=-1).tolist()
-    whole = Pass(model, TEXT, CONTEXT, 11)
+    whole = VerifyPass(model, TEXT, CONTEXT, 11)
     for rows in (2, 1, 16, 2, 5, 1, 16):
         whole(rows)
         start = CONTEXT + rows
@@ -121,7 +121,7 @@ def test_a_pass_is_the_targets_over_the_text_however_often(both):
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_pass_computes_all_that_the_next_one_reads(both, monkeypatch, rows):
-    whole, left, real = Pass(both[0], TEXT, CONTEXT, 64), [], time.perf_counter
+    whole, left, real = VerifyPass(both[0], TEXT, CONTEXT, 64), [], time.perf_counter
     monkeypatch.setattr(verify, "perf_counter", lambda: left.append(operations(*whole.d.cache.arrays)) or real())
     whole.run(rows, CONTEXT, 0)
     before, after = left
@@ -145,7 +145,7 @@ def test_rows_that_are_slower_show(tiny_models, monkeypatch):
 
     monkeypatch.setattr(type(model), "hidden", noted)
     monkeypatch.setattr(verify.mx, "eval", slowed)
-    whole = next(measure(model, TEXT, Kernels(model, "off"), Plan((1, 2, 4), (CONTEXT,), 3), 64))
+    whole = next(measure(model, TEXT, Kernels(model, "off"), CurvePlan((1, 2, 4), (CONTEXT,), 3), 64))
     found = {m: min(times) for m, times in whole.seconds["stock"].items()}
     assert found[4] > found[1] + 0.015
     assert found[2] < found[1] + 0.01
@@ -175,7 +175,7 @@ def test_experts_are_given_what_the_model_gives_them(tiny_models):
     model = tiny_models()[0]
     blocks = [layer.mlp for layer in model.layers if "switch_mlp" in layer.mlp]
     with verify_parts.expert_inputs(model) as inputs:
-        Pass(model, TEXT, CONTEXT, 64).run(MAX_ROWS, CONTEXT, 0)
+        VerifyPass(model, TEXT, CONTEXT, 64).run(MAX_ROWS, CONTEXT, 0)
     assert [layer.mlp for layer in model.layers if "switch_mlp" in layer.mlp] == blocks
     assert inputs.keys() == {id(block) for block in blocks}
     first = next(layer for layer in model.layers if "switch_mlp" in layer.mlp)
@@ -253,7 +253,7 @@ def test_the_head_chooses_the_targets_tokens(tiny_models):
 
 def test_every_curve_has_every_round(tiny_models):
     model = tiny_models()[0]
-    curves = list(measure(model, TEXT, Kernels(model, "off"), Plan((1, 3), (9, CONTEXT), 2, seconds=1e-5), 64))
+    curves = list(measure(model, TEXT, Kernels(model, "off"), CurvePlan((1, 3), (9, CONTEXT), 2, seconds=1e-5), 64))
     titles = ["whole at 9", "whole at 20", "projections", "attention at 9", "attention at 20", "experts", "LM head"]
     assert [curve.title for curve in curves] == titles
     for curve in curves:
@@ -286,7 +286,7 @@ def test_a_side_is_timed_with_its_kernels(tiny_models, monkeypatch):
 
     monkeypatch.setattr(type(model), "hidden", noted)
     monkeypatch.setattr(verify.mx, "eval", lambda *arrays: (real(*arrays), time.sleep(pause["s"])))
-    whole = next(measure(model, TEXT, kernels, Plan((1, 2), (CONTEXT,), 2), 64))
+    whole = next(measure(model, TEXT, kernels, CurvePlan((1, 2), (CONTEXT,), 2), 64))
     found = {side: min(seconds[2]) for side, seconds in whole.seconds.items()}
     assert found["ours"] > 0.02 > found["stock"]
 
@@ -309,7 +309,7 @@ def test_a_table_marks_what_is_inconclusive():
 )
 def test_numbers_out_of_range_are_refused(change, said):
     with pytest.raises(ValueError, match=said):
-        Plan(**{"rows": (1, 2), "contexts": (8,), "rounds": 1, **change})
+        CurvePlan(**{"rows": (1, 2), "contexts": (8,), "rounds": 1, **change})
 
 
 def test_a_model_without_a_port_is_refused():
