@@ -1,8 +1,8 @@
-"""GPU traces for Xcode of one phase in a few cycles: of a whole generation they would be too large to open."""
+"""Write GPU traces for Xcode of one phase in a few cycles: those of a whole generation are too large to open."""
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from .profile import Timer, Workload, decode_in_phases
 
-CAPTURED = ("prefill", "draft", "verify", "accept")
 WARM = 3  # cycles before the first that is captured
 VARIABLE = "MTL_CAPTURE_ENABLED"
 
@@ -25,25 +24,25 @@ class Captured(Timer):
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         due = name == self.phase and self.paths and (name == "prefill" or self.cycles >= WARM)
-        if not due:
-            with super().during(name):
-                yield
-            return
-        mx.synchronize()
-        mx.metal.start_capture(str(self.paths.pop(0)))
-        try:
-            with super().during(name):
-                yield
+        with _trace(self.paths.pop(0)) if due else nullcontext(), super().during(name):
+            yield
+            if due:
                 mx.synchronize()
-        finally:
-            mx.metal.stop_capture()
+
+
+@contextmanager
+def _trace(path: Path) -> Iterator[None]:
+    mx.synchronize()
+    mx.metal.start_capture(str(path))
+    try:
+        yield
+    finally:
+        mx.metal.stop_capture()
 
 
 def trace_paths(path: Path, cycles: int) -> list[Path]:
-    """`path` for one cycle; for several, a number before its suffix."""
-    if cycles == 1:
-        return [path]
-    return [path.with_stem(f"{path.stem}-{i + 1}") for i in range(cycles)]
+    """Name `path` for one cycle; for several, with a number before its suffix."""
+    return [path] if cycles == 1 else [path.with_stem(f"{path.stem}-{i + 1}") for i in range(cycles)]
 
 
 def check_capture(phase: str, path: Path, cycles: int) -> None:
@@ -56,13 +55,12 @@ def check_capture(phase: str, path: Path, cycles: int) -> None:
         raise ValueError(f"capture_path={path}: must end in .gputrace")
     if cycles > 1 and phase == "prefill":
         raise ValueError(f"capture_cycles={cycles}: a prompt is read once; allowed is 1 with --capture prefill")
-    for file in trace_paths(path, cycles):
-        if file.exists():
-            raise ValueError(f"capture_path={file}: exists, and Metal does not overwrite a trace")
+    if there := [file for file in trace_paths(path, cycles) if file.exists()]:
+        raise ValueError(f"capture_path={there[0]}: exists, and Metal does not overwrite a trace")
 
 
 def capture(work: Workload, phase: str, path: Path, cycles: int) -> list[Path]:
-    """Traces of `phase` in so many cycles of the workload, one file each; fewer where its text ends before."""
+    """Write traces of `phase` in so many cycles of the workload, a file each; fewer where its text ends before."""
     wanted = trace_paths(path, cycles)
     decode_in_phases(work, Captured(phase=phase, paths=list(wanted)))
     return [file for file in wanted if file.exists()]

@@ -19,7 +19,15 @@ from ..cache.prompt_cache import make_prompt_cache
 from .profile import Timer, Workload, decode_in_phases
 
 VIEWS = {
-    *("Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"),
+    "Broadcast",
+    "ExpandDims",
+    "Flatten",
+    "Full",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Transpose",
     "Unflatten",
 }
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
@@ -54,8 +62,7 @@ def launches(work: Workload) -> dict[str, int]:
 
     A few cycles are enough: a phase's graph does not depend on the text.
     """
-    counted = Counted()
-    decode_in_phases(replace(work, max_tokens=min(work.max_tokens, 2 * (work.k + 1))), counted)
+    counted = decode_in_phases(replace(work, max_tokens=min(work.max_tokens, 2 * (work.k + 1))), Counted())
     cache = make_prompt_cache(work.model, num_draft_tokens=0)
     hidden = work.model.hidden(mx.array(list(work.prompt[: work.step]))[None], cache.layers)
     chunk = operations(work.model.logits(hidden[:, -1:]), *cache.arrays).total()
@@ -129,8 +136,7 @@ def bytes_read(work: Workload) -> dict[str, float]:
     values in "prefill".
     """
     with visits_noted(work.model) as visits:
-        seen = Weighed(visits=visits)
-        decode_in_phases(work, seen)
+        seen = decode_in_phases(work, Weighed(visits=visits))
     target, heads = dense_bytes(work.model, work.k)
     chunks, cycles = -(-len(work.prompt) // work.step), max(1, seen.cycles)
     calls = work.k if work.k > len(work.model.mtp) else 1  # of a recycled head, which reads its cache in each
@@ -169,9 +175,8 @@ def cache_bytes(cache: Any) -> float:
 
 def stream_rate(size: int = 1 << 28, runs: int = 5) -> float:
     """Measure bytes per second that MLX reads and writes to add one to an array of `size` bytes, at best."""
-    x = mx.zeros(size // 4)
+    x, seconds = mx.zeros(size // 4), []
     mx.eval(x)
-    seconds = []
     for _ in range(runs):
         tic = time.perf_counter()
         mx.eval(x + 1)

@@ -1,17 +1,16 @@
-"""Our kernels, an op at a time: beside stock MLX on a GPU, in time, and anywhere, emulated, in traffic.
+"""Measure our kernels, an op at a time: beside stock MLX on a GPU, in time, and anywhere, emulated, in traffic.
 
 Times are of dependent chains over several layers of a released model's shapes, ours and stock in turn; those of
 `verify_qmm_mma` are beside `verify_qmm`. Traffic is of small shapes, and is a count, never a time.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import mlx.core as mx
 from rich.table import Table
 
-from ..emulator import Traffic, emulated
+from ..emulator import emulated
 from ..tuning.ab_test import FAILS, KernelTrial, check
 from ..tuning.kernel_switch import trials
 from .chain import Call, Timed, steps_for
@@ -44,7 +43,7 @@ class Compared:
 
 
 def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iterator[Compared]:
-    """Each kernel (of one op, or all) beside stock MLX, in each number of rows up to `rows`; needs a GPU."""
+    """Time each kernel (of one op, or all) beside stock MLX, in each number of rows up to `rows`; needs a GPU."""
     for name, (kind, make) in CASES.items():
         if op in (None, kind):
             sites = [make() for _ in range(LAYERS.get(kind, 4))]
@@ -56,14 +55,13 @@ def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iter
 
 
 def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) -> Compared:
-    """One trial's kernel beside what it takes the place of."""
+    """Check and time one trial's kernel beside what it takes the place of."""
     x = trial.x(0)
     sides = {side: [Call(pair[i], x) for pair in trial.pairs] for i, side in enumerate(("ours", "stock"))}
-    wrong = check(trial)
-    if wrong and wrong.startswith(FAILS):
-        return Compared(name, trial.op, trial.shape, trial.rows, wrong, {})
-    steps = steps_for(sides["stock"], CHAIN_SECONDS)
-    seconds = interleaved({side: Timed(calls, steps) for side, calls in sides.items()}, rounds, cooldown=cooldown)
+    wrong, seconds = check(trial), {}
+    if not (wrong and wrong.startswith(FAILS)):
+        steps = steps_for(sides["stock"], CHAIN_SECONDS)
+        seconds = interleaved({side: Timed(calls, steps) for side, calls in sides.items()}, rounds, cooldown=cooldown)
     return Compared(name, trial.op, trial.shape, trial.rows, wrong, seconds)
 
 
@@ -84,56 +82,42 @@ class Asked:
 
 
 def traffic(op: str | None, rows: int) -> Iterator[Asked]:
-    """Counts of each op, or one, at each number of rows that it serves, up to `rows`, on the emulator; no times.
+    """Count on the emulator what each op, or one, asks at each number of rows that it serves, up to `rows`.
 
     Raises ValueError where the one op serves none of them.
     """
-    for kind in OPS:
-        if op in (None, kind):
-            site = SMALL[kind]()
-            served = sorted(m for m in site.candidates if m <= rows)
-            if op and not served:
-                raise ValueError(
-                    f"rows={rows}: allowed for {op} are {min(site.candidates)} to {max(site.candidates)}"
-                )
-            for m in served:
-                x = mx.random.normal((m, site.width), mx.bfloat16, key=mx.random.key(m))
-                mx.eval(site.ours(x))  # makes what the rows come behind
-                with emulated() as launches:
-                    mx.eval(site.ours(x))
-                yield _asked(kind, m, launches)
-
-
-def _asked(op: str, rows: int, launches: list[Traffic]) -> Asked:
-    buffers = [b for launch in launches for b in launch.buffers.values() if b.space != "threadgroup"]
-    requested, written = sum(b.bytes_read for b in buffers), sum(b.bytes_written for b in buffers)
-    largest = max(buffers, key=lambda b: b.distinct_read)
-    return Asked(op, rows, len(launches), requested, written, largest.name, largest.reread)
+    for kind in (op,) if op else OPS:
+        site = SMALL[kind]()
+        served = sorted(m for m in site.candidates if m <= rows)
+        if op and not served:
+            raise ValueError(f"rows={rows}: allowed for {op} are {min(site.candidates)} to {max(site.candidates)}")
+        for m in served:
+            x = mx.random.normal((m, site.width), mx.bfloat16, key=mx.random.key(m))
+            mx.eval(site.ours(x))  # makes what the rows come behind
+            with emulated() as launches:
+                mx.eval(site.ours(x))
+            buffers = [b for launch in launches for b in launch.buffers.values() if b.space != "threadgroup"]
+            requested, written = sum(b.bytes_read for b in buffers), sum(b.bytes_written for b in buffers)
+            largest = max(buffers, key=lambda b: b.distinct_read)
+            yield Asked(kind, m, len(launches), requested, written, largest.name, largest.reread)
 
 
 def speed_table(found: list[Compared]) -> Table:
-    """Stock MLX's time over ours, a line per case, a column per number of rows."""
+    """Show stock MLX's time over ours, a line per case, a column per number of rows."""
     columns = sorted({c.rows for c in found})
     table = Table(title="stock MLX's time over our kernel's", caption="WRONG: its values are not what they should be")
     for name in ("op", "case"):
         table.add_column(name, no_wrap=True)
     for m in columns:
         table.add_column(f"M={m}", justify="right")
-    for case in dict.fromkeys(c.name for c in found):
-        of_case = {c.rows: c for c in found if c.name == case}
-        cells = [_cell(of_case.get(m)) for m in columns]
-        table.add_row(next(iter(of_case.values())).op, case, *cells)
+    for case, op in {c.name: c.op for c in found}.items():
+        cells = {c.rows: "WRONG" if c.wrong else str(c.speedup) for c in found if c.name == case}
+        table.add_row(op, case, *(cells.get(m, "") for m in columns))
     return table
 
 
-def _cell(found: Compared | None) -> str:
-    if found is None:
-        return ""
-    return "WRONG" if found.wrong else f"{found.speedup}"
-
-
 def traffic_table(found: list[Asked]) -> Table:
-    """A line per op and number of rows."""
+    """Show a line per op and number of rows."""
     table = Table(title="what our kernels ask of memory, emulated", caption="of small shapes; counts, not times")
     table.add_column("op", no_wrap=True)
     for name in ("M", "launches", "KiB requested", "KiB written", "largest buffer", "read"):
@@ -144,8 +128,3 @@ def traffic_table(found: list[Asked]) -> Table:
         cells = (str(a.rows), str(a.launches), *kib, a.largest, f"{a.reread:.2f}x")
         table.add_row(a.op if first else "", *cells, end_section=last)
     return table
-
-
-def raw(found: list[Any]) -> list[dict[str, Any]]:
-    """Of either, for a result."""
-    return [asdict(each) for each in found]

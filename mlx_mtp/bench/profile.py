@@ -1,4 +1,4 @@
-"""Where the time of drafted decoding goes, phase by phase, with the device waited for at every boundary.
+"""Time drafted decoding phase by phase, with the device waited for at every boundary.
 
 The cycles are the decoding loop's own (`cycle.propose`, `cycle.verify`), one after the other: MLX is lazy, so what a
 phase computes is evaluated before its clock is read, and nothing of another phase is pending when it starts. The
@@ -6,10 +6,10 @@ loop itself overlaps them, and builds the next cycle while one runs; what that s
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
@@ -51,10 +51,7 @@ class Workload:
 
 @dataclass
 class Timer:
-    """Seconds of one generation by phase and, of "host", by its parts; `wall` is of a clock of its own.
-
-    Watches a generation: `evaluate` is given what a phase computes, `during` is around what else there is.
-    """
+    """Watches a generation: seconds by phase and, of "host", by its parts; `wall` is of a clock of its own."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES[:-1], *HOST), 0.0))
     tokens: list[int] = field(default_factory=list)
@@ -68,6 +65,7 @@ class Timer:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
+        """Add what runs inside to a phase, or to a part of "host"."""
         tic = time.perf_counter()
         try:
             yield
@@ -85,8 +83,11 @@ class Timer:
         return self.wall - sum(self.seconds.values())
 
 
-def decode_in_phases(work: Workload, watch: Any) -> None:
-    """One generation, phase by phase; the watch gets its tokens, cycles and seconds."""
+Watch = TypeVar("Watch", bound=Timer)
+
+
+def decode_in_phases(work: Workload, watch: Watch) -> Watch:
+    """Generate once, phase by phase; returns the watch, which got tokens, cycles and seconds."""
     tic = time.perf_counter()
     with watch.during("prefill"):
         d, last = _read_prompt(work)
@@ -98,6 +99,7 @@ def decode_in_phases(work: Workload, watch: Any) -> None:
             newest, accepted = last.run.read()
         watch.cycles += 1
     watch.wall = time.perf_counter() - tic
+    return watch
 
 
 def _read_prompt(work: Workload) -> tuple[Decoder, Flight]:
@@ -117,7 +119,7 @@ def _read_prompt(work: Workload) -> tuple[Decoder, Flight]:
     return d, first
 
 
-def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Any) -> Flight:
+def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) -> Flight:
     """The cycle after `last`, of which so many drafts were accepted; computed, but its tokens are not read."""
     cache = d.cache
     with watch.during("build the draft"):
@@ -135,7 +137,7 @@ def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Any) -> F
     return new
 
 
-def _commit(d: Decoder, work: Workload, watch: Any, newest: list[int]) -> bool:
+def _commit(d: Decoder, work: Workload, watch: Timer, newest: list[int]) -> bool:
     """Add a cycle's tokens to the text; whether it ends with them."""
     with watch.during("commit"):
         watch.tokens += newest[: work.max_tokens - len(watch.tokens)]
@@ -144,11 +146,11 @@ def _commit(d: Decoder, work: Workload, watch: Any, newest: list[int]) -> bool:
 
 
 def undisturbed(work: Workload) -> tuple[list[int], float]:
-    """The same text by the decoding loop itself: its tokens, and seconds."""
+    """Generate the same text by the decoding loop itself; returns its tokens, and seconds."""
     options: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
-    limits = {"max_tokens": work.max_tokens, "num_draft_tokens": work.k, "prefill_step_size": work.step}
+    options |= {"max_tokens": work.max_tokens, "num_draft_tokens": work.k, "prefill_step_size": work.step}
     tic = time.perf_counter()
-    tokens = [token for token, *_ in generate_step(work.prompt, work.model, **limits, **options)]
+    tokens = [token for token, *_ in generate_step(work.prompt, work.model, **options)]
     return tokens, time.perf_counter() - tic
 
 
@@ -162,18 +164,11 @@ class Profile:
 
 def profile(work: Workload, *, rounds: int, cooldown: float = 0.0) -> Profile:
     """Time `rounds` generations of the workload phase by phase, and as many undisturbed ones, in turn."""
-    timers: list[Timer] = []
-
-    def profiled() -> float:
-        timers.append(Timer())
-        decode_in_phases(work, timers[-1])
-        return timers[-1].wall
-
-    def plain() -> float:
-        tokens, seconds = undisturbed(work)
-        assert not timers or timers[-1].tokens == tokens, "the profiled text is another one"
-        return seconds
-
+    turns: dict[str, Callable[[], Any]] = {
+        "profiled": lambda: decode_in_phases(work, Timer()),
+        "undisturbed": lambda: undisturbed(work),
+    }
     with wired_limit(work.model):
-        found = interleaved({"profiled": profiled, "undisturbed": plain}, rounds, cooldown=cooldown)
-    return Profile(timers[-rounds:], found["undisturbed"])
+        timers, plain = interleaved(turns, rounds, cooldown=cooldown).values()
+    assert all(t.tokens == tokens for t in timers for tokens, _ in plain), "the profiled text is another one"
+    return Profile(timers, [seconds for _, seconds in plain])

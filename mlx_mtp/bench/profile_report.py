@@ -1,4 +1,4 @@
-"""What a profile says: a line per phase, what is left unexplained, and the price of having looked."""
+"""Report a profile: a line per phase, what is left unexplained, and the price of having looked."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +42,8 @@ class Line:
 
 
 def lines(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) -> list[Line]:
-    """Of each phase that took any time; behind "host" its parts, and what is left of the wall."""
-    made = []
-    walls = sum(t.wall for t in found.timers)
+    """Make a line of each phase that took any time; behind "host" its parts, and what is left of the wall."""
+    made, walls = [], sum(t.wall for t in found.timers)
     for name in (*PHASES, *HOST, REST):
         seconds = [{**t.seconds, **t.phases, REST: t.unexplained}[name] for t in found.timers]
         if min(seconds) > 0:
@@ -55,9 +54,8 @@ def lines(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) 
 
 
 def phase_table(found: list[Line], bandwidth: Bandwidth, title: str) -> Table:
-    """The lines, with what share of the bandwidth each phase that reads weights achieved."""
-    caption = f"of a cycle, but prefill: of the prompt; bandwidth {bandwidth}"
-    table = Table(title=title, caption=caption)
+    """Show the lines, with what share of the bandwidth each phase that reads weights achieved."""
+    table = Table(title=title, caption=f"of a cycle, but prefill: of the prompt; bandwidth {bandwidth}")
     table.add_column("phase", no_wrap=True)
     for name in COLUMNS:
         table.add_column(name, justify="right")
@@ -65,25 +63,15 @@ def phase_table(found: list[Line], bandwidth: Bandwidth, title: str) -> Table:
         part = line.name in HOST
         if line.name == REST:
             table.add_section()
-        figures = [f"{line.ms}", f"{line.share:.1%}", *_counts(line, bandwidth)]
-        table.add_row(f"  {line.name}" if part else line.name, *figures, style="dim" if part else None)
+        cells = [f"{line.ms}", f"{line.share:.1%}", "" if line.operations is None else str(line.operations)]
+        if line.nbytes and line.rate is not None:
+            cells += [f"{line.nbytes / 1e6:.1f}", f"{line.rate / 1e9:.1f}", f"{line.rate / bandwidth.rate:.0%}"]
+        table.add_row(f"  {line.name}" if part else line.name, *cells, style="dim" if part else None)
     return table
 
 
-def _counts(line: Line, bandwidth: Bandwidth) -> list[str]:
-    operations = "" if line.operations is None else str(line.operations)
-    if not line.nbytes or line.rate is None:
-        return [operations, "", "", ""]
-    return [
-        operations,
-        f"{line.nbytes / 1e6:.1f}",
-        f"{line.rate / 1e9:.1f}",
-        f"{line.rate / bandwidth.rate:.0%}",
-    ]
-
-
 def remarks(found: Profile, made: list[Line], bandwidth: Bandwidth) -> list[str]:
-    """What the table does not say, a sentence each."""
+    """Say what the table does not, a sentence each."""
     first, wall = found.timers[0], measured([t.wall for t in found.timers])
     price = ratio([t.wall for t in found.timers], found.undisturbed)
     rest = sum(t.unexplained for t in found.timers) / sum(t.wall for t in found.timers)
@@ -98,7 +86,7 @@ def remarks(found: Profile, made: list[Line], bandwidth: Bandwidth) -> list[str]
 
 
 def raw(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) -> dict[str, Any]:
-    """Every round's seconds, for a result."""
+    """Collect every round's seconds, for a result."""
     first = found.timers[0]
     return {
         "tokens": len(first.tokens),
@@ -113,10 +101,9 @@ def raw(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) ->
 
 
 def bandwidth_of(stated: float | None) -> Bandwidth:
-    """As stated, in GB/s, else of the chip at hand, else what MLX streams on this machine."""
+    """Take the bandwidth stated, in GB/s, else of the chip at hand, else what MLX streams on this machine."""
     if stated is not None:
         return Bandwidth(1e9 * stated, "as stated")
-    known = CHIPS.get(at_hand() or "")
-    if known:
+    if known := CHIPS.get(at_hand() or ""):
         return Bandwidth(1e9 * known.gbps, f"of an {known.name}, as published")
     return Bandwidth(stream_rate(), "measured: MLX copies a large array, reads and writes")

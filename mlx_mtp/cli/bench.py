@@ -1,6 +1,4 @@
-"""`mlx-mtp bench`: is drafting faster here, why or why not, and where the time goes."""
-
-import sys
+"""Gather the commands of `mlx-mtp bench`: is drafting faster here, why or why not, and where the time goes."""
 
 import click
 
@@ -18,7 +16,7 @@ def bench(ctx: click.Context) -> None:
     """Measure a model on this machine; the last line of each command is its result as JSON."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
-        sys.exit(2)
+        raise SystemExit(2)
 
 
 for command in (decode, compare, verify, kernels, profile, model, plot):

@@ -1,10 +1,10 @@
-"""`mlx-mtp bench decode`: mlx-lm's loop, ours, and drafting, in turn on the same prompts."""
+"""Run `mlx-mtp bench decode` and `bench compare`: mlx-lm's loop, ours, and drafting, on the same prompts."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import Choice, FloatRange, IntRange, option
 
 from .bench_options import bar, console, cooldown_of, finish, numbers, run_options, subject_of, subject_options
 from .bench_pictures import complete
@@ -20,32 +20,27 @@ if TYPE_CHECKING:
 
 SHOWN = 20  # differences of texts that are listed
 DOCUMENTS = ("stepwise_math",)  # asked behind a context of source code
+INTEGERS = numbers(int, "numbers")
 
 what_options = options(
-    click.option(
-        "--drafts", callback=numbers(int, "numbers"), help="Fixed numbers of drafts, as 1,2,3.  [default: 1..3]"
-    ),
-    click.option(
-        "--contexts", callback=numbers(int, "numbers"), help="Pad the prompts to so many tokens, as 512,4096."
-    ),
-    click.option("--categories", help="Only these kinds of prompts, with commas between them."),
-    click.option("--prompts", "each", type=click.IntRange(1, 2), help="Prompts of a kind.  [default: 2, --quick 1]"),
-    click.option(
-        "--max-tokens", "-m", type=click.IntRange(2), help="Most tokens per text.  [default: 128, --quick 48]"
-    ),
-    click.option("--temp", type=click.FloatRange(0), default=0.0, help="Temperature; 0 is greedy."),
-    click.option("--seed", type=click.IntRange(0, 2**31), default=0, help="Seed of the draws."),
-    click.option("--kv-bits", type=BITS, help="Quantize the target's KV cache."),
-    click.option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches."),
+    option("--drafts", callback=INTEGERS, help="Fixed numbers of drafts, as 1,2,3.  [default: 1..3]"),
+    option("--contexts", callback=INTEGERS, help="Pad the prompts to so many tokens, as 512,4096."),
+    option("--categories", help="Only these kinds of prompts, with commas between them."),
+    option("--prompts", "each", type=IntRange(1, 2), help="Prompts of a kind.  [default: 2, --quick 1]"),
+    option("--max-tokens", "-m", type=IntRange(2), help="Most tokens per text.  [default: 128, --quick 48]"),
+    option("--temp", type=FloatRange(0), default=0.0, help="Temperature; 0 is greedy."),
+    option("--seed", type=IntRange(0, 2**31), default=0, help="Seed of the draws."),
+    option("--kv-bits", type=BITS, help="Quantize the target's KV cache."),
+    option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches."),
 )
 
 
 @click.command()
 @subject_options
 @what_options
-@click.option("--preset", type=click.Choice(["documents"]), help="The published experiment, beside its figures.")
+@option("--preset", type=Choice(["documents"]), help="The published experiment, beside its figures.")
 @run_options
-@click.option("--compare", type=GIVEN, help="Show what changed since this earlier result.")
+@option("--compare", type=GIVEN, help="Show what changed since this earlier result.")
 def decode(**flags: Any) -> None:
     """Tokens per second of mlx-lm's loop, our plain one, fixed numbers of drafts, and adaptive drafting.
 
@@ -59,6 +54,7 @@ def decode(**flags: Any) -> None:
         _check_preset(flags)
     before = result.read(flags["compare"], "decode") if flags["compare"] else None
     out = console()
+    flags["max_tokens"] = flags["max_tokens"] or (48 if flags["quick"] else 128)
     found = _measured(flags)
     _print(out, found, flags)
     try:
@@ -67,11 +63,11 @@ def decode(**flags: Any) -> None:
     finally:
         finish(found, flags)
     if broken(found):
-        sys.exit(1)
+        raise SystemExit(1)
 
 
 def _check_preset(flags: dict[str, Any]) -> None:
-    """Raise where the published experiment is asked for with other conditions, or without its model."""
+    """Refuse the published experiment with other conditions, or without its model."""
     if not (flags["model"] or flags["config"] or flags["quick"]):
         raise click.UsageError("--preset documents: needs --model or --config with three chained heads, or --quick")
     if given := [name for name in ("contexts", "kv_bits", "mtp_kv_bits") if flags[name]]:
@@ -79,10 +75,9 @@ def _check_preset(flags: dict[str, Any]) -> None:
 
 
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:
-    """The whole measurement, as a result."""
+    """Measure everything that was asked for, as a result."""
     from ..bench import documents, result
     from ..bench.decode import as_result, measure, open_session
-    from .progress import shows_progress
 
     subject = subject_of(flags)
     quick = flags["quick"]
@@ -94,18 +89,14 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
         bits = [flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits")]
         conditions = [(context, *bits) for context in flags["contexts"] or (0,)]
     prompts = [_prompts(subject, flags, context) for context, *_ in conditions]
-    options = {"contenders": [loop.name for loop in session.loops], "max_tokens": _max_tokens(flags)}
+    options = {"contenders": [loop.name for loop in session.loops], "max_tokens": flags["max_tokens"]}
     options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "preset", "quick")}
     for of_context, (_, *bits) in zip(prompts, conditions, strict=True):
-        with bar(shown=shows_progress(quiet=False)) as progress:
+        with bar() as progress:
             measure(session, of_context, _settings(subject, flags, *bits), progress)
         if flags["out"]:
             result.write(as_result(session, options), flags["out"])  # what there is, if the next one is interrupted
     return as_result(session, options)
-
-
-def _max_tokens(flags: dict[str, Any]) -> int:
-    return flags["max_tokens"] or (48 if flags["quick"] else 128)
 
 
 def _prompts(subject: "Subject", flags: dict[str, Any], context: int) -> "list[BenchPrompt]":
@@ -116,52 +107,43 @@ def _prompts(subject: "Subject", flags: dict[str, Any], context: int) -> "list[B
     return make_prompts(subject.tokenizer, subject.model.vocab_size, each=each, context=context, only=only)
 
 
-def _settings(
-    subject: "Subject", flags: dict[str, Any], kv_bits: int | None, mtp_kv_bits: int | None
-) -> "LoopSettings":
+def _settings(subject: "Subject", flags: dict[str, Any], *bits: int | None) -> "LoopSettings":
     from ..bench.loops import LoopSettings
     from ..cache.prompt_cache import group_size_for
 
     return LoopSettings(
-        max_tokens=_max_tokens(flags),
+        max_tokens=flags["max_tokens"],
         temp=flags["temp"],
         seed=flags["seed"],
         stop_tokens=subject.stop_tokens,
         prefill_step_size=default_step(),
-        kv_bits=kv_bits,
-        mtp_kv_bits=mtp_kv_bits,
+        kv_bits=bits[0],
+        mtp_kv_bits=bits[1],
         kv_group_size=group_size_for(subject.model),
     )
 
 
 def _print(out: "Console", found: dict[str, Any], flags: dict[str, Any]) -> None:
     from ..bench import documents
-    from ..bench.decode_tables import by_category, overall
-    from ..bench.rows import categories, settings
+    from ..bench.page_tables import tables_of
 
     out.print("Ratios are of tok/s, within a round; in brackets their spread, which above 5% is inconclusive.\n")
-    for setting in settings(found):
-        out.print(overall(found, setting))
-        if len(categories(found)) > 1:
-            out.print(by_category(found, setting))
+    out.print(*tables_of(found))
     for name, why in found["left_out"].items():
         out.print(f"left out: {name} ({why})")
     for d in found["differences"][:SHOWN]:
-        out.print(_in_words(d))
+        expected, other = (str(t[0]) if t else "the end" for t in (d["expected"], d["found"]))
+        place = f"{d['category']}, {d['context']} tokens of context" if d["context"] else d["category"]
+        what = f"token {d['position']} is {other}, plain's is {expected}"
+        out.print(f"text differs: {d['contender']} on {place}, {what}")
     if len(found["differences"]) > SHOWN:
         out.print(f"and {len(found['differences']) - SHOWN} texts more")
     if flags["preset"]:
         out.print(documents.beside(found, quick=flags["quick"]))
 
 
-def _in_words(d: dict[str, Any]) -> str:
-    expected, found = (str(t[0]) if t else "the end" for t in (d["expected"], d["found"]))
-    place = f"{d['category']}, {d['context']} tokens of context" if d["context"] else d["category"]
-    return f"text differs: {d['contender']} on {place}, token {d['position']} is {found}, plain's is {expected}"
-
-
 def _print_changes(out: "Console", files: tuple[Path, ...], before: dict[str, Any], found: dict[str, Any]) -> None:
-    """Two results side by side, of which these were read from files."""
+    """Print what changed between two results, of which these were read from files."""
     from ..bench.decode_tables import compared, unlike
 
     with complete(files):

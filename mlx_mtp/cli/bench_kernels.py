@@ -1,13 +1,10 @@
-"""`mlx-mtp bench kernels`: our kernels, an op at a time, in time or in traffic."""
+"""Run `mlx-mtp bench kernels`: our kernels, an op at a time, in time or in traffic."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from .bench_options import console, finish, run_options
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MOST_ROWS, QUICK_ROWS = 8, 4
 # Which tables of `mlx-mtp emulate` set an op beside MLX's own kernels.
@@ -29,42 +26,27 @@ def kernels(**flags: Any) -> None:
     counted: no times. With --op, MLX's own kernel is set beside where the emulator has it. Turns are short:
     without --cooldown there is no rest before them.
     """
-    from ..bench.kernels import OPS
+    from ..bench import result
+    from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table
     from ..kernels import on_metal
+    from .emulate import table_of
 
     if flags["op"] not in (None, *OPS):
         raise click.BadParameter(f"{flags['op']!r}: allowed are {', '.join(OPS)}", param_hint="--op")
     if not flags["emulate"] and not on_metal():
         raise click.UsageError("times need a Metal GPU, and there is none here; --emulate counts memory traffic")
     rows = flags["rows"] or (QUICK_ROWS if flags["quick"] else MOST_ROWS)
-    (_emulated if flags["emulate"] else _timed)(flags, rows, console())
-
-
-def _emulated(flags: dict[str, Any], rows: int, out: "Console") -> None:
-    from ..bench.kernels import traffic, traffic_table
-    from .emulate import table_of
-
-    found = list(traffic(flags["op"], rows))
-    out.print(traffic_table(found))
-    if flags["op"] in BESIDE:
-        out.print(table_of(BESIDE[flags["op"]]))
-    _finish(found, flags, rows)
-
-
-def _timed(flags: dict[str, Any], rows: int, out: "Console") -> None:
-    from ..bench.kernels import speed_table, timed
-
-    rounds = flags["rounds"] or (3 if flags["quick"] else 7)
-    found = list(timed(flags["op"], rows, rounds, flags["cooldown"] or 0.0))
-    out.print(speed_table(found))
-    for each in (each for each in found if each.wrong):
-        out.print(f"WRONG: {each.name}, M={each.rows}: {each.wrong}", style="bold red")
-    _finish(found, flags, rows)
-
-
-def _finish(found: list[Any], flags: dict[str, Any], rows: int) -> None:
-    from ..bench import result
-    from ..bench.kernels import raw
-
+    out = console()
+    if flags["emulate"]:
+        found: list[Any] = list(traffic(flags["op"], rows))
+        out.print(traffic_table(found))
+        if flags["op"] in BESIDE:
+            out.print(table_of(BESIDE[flags["op"]]))
+    else:
+        rounds = flags["rounds"] or (3 if flags["quick"] else 7)
+        found = list(timed(flags["op"], rows, rounds, flags["cooldown"] or 0.0))
+        out.print(speed_table(found))
+        for each in (each for each in found if each.wrong):
+            out.print(f"WRONG: {each.name}, M={each.rows}: {each.wrong}", style="bold red")
     options = {"op": flags["op"], "rows": rows, "emulate": flags["emulate"], "rounds": flags["rounds"]}
-    finish(result.result("kernels", {"name": "kernels"}, options, found=raw(found)), flags)
+    finish(result.result("kernels", {"name": "kernels"}, options, found=[vars(each) for each in found]), flags)

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import click
+from click import IntRange, option
 
 from .bench_options import console, finish
 from .bench_pictures import WRITTEN, complete, picture_options
@@ -14,16 +15,14 @@ CONTEXT = 4096
 
 
 @click.command("model")
-@click.option("--chip", help='Such as "M3 Ultra".  [default: the one at hand, or of --measured]')
-@click.option(
-    "--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]"
-)
-@click.option("--config", type=GIVEN, help="A model's config.json, taken in 4 bits if it says nothing else.")
-@click.option("--context", type=click.IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
-@click.option("--measured", type=GIVEN, multiple=True, help="A result of bench decode, verify or profile.")
-@click.option("--validate", is_flag=True, help="Also all constants and published rows; exit code 1 if one is off.")
-@click.option("--quick", is_flag=True, help="Only a verify of 2 and of 4 rows.")
-@click.option("--out", type=WRITTEN, help="Write the result there, too.")
+@option("--chip", help='Such as "M3 Ultra".  [default: the one at hand, or of --measured]')
+@option("--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]")
+@option("--config", type=GIVEN, help="A model's config.json, taken in 4 bits if it says nothing else.")
+@option("--context", type=IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
+@option("--measured", type=GIVEN, multiple=True, help="A result of bench decode, verify or profile.")
+@option("--validate", is_flag=True, help="Also all constants and published rows; exit code 1 if one is off.")
+@option("--quick", is_flag=True, help="Only a verify of 2 and of 4 rows.")
+@option("--out", type=WRITTEN, help="Write the result there, too.")
 @picture_options
 def model(**flags: Any) -> None:
     """Set a model's byte floor beside what a chip is predicted, and was measured, to need. Nothing runs.
@@ -32,16 +31,21 @@ def model(**flags: Any) -> None:
     caches. Predictions are a cost model's, with two constants per chip, fitted to published times of M <= 2 rows.
     """
     from ..bench import result
-    from ..bench.roofline import assemble
+    from ..bench.roofline import assemble, chips
+    from ..bench.roofline.measured import contexts
     from ..bench.roofline.tables import tables
     from ..bench.roofline.validation_tables import failed, summary
 
     results = [result.read(file) for file in flags["measured"]]
     with complete(flags["measured"]) if results else nullcontext():
-        chip = assemble.find_chip(_chip_of(results) if flags["chip"] is None else flags["chip"])
+        name = flags["chip"]
+        if name is None:
+            name = chips.find(results[0]["environment"]["chip"]) if results else chips.at_hand()
+        chip = assemble.find_chip(name)
         subject = assemble.find_model(_model_of(flags, results), flags["config"], on_chip=chip is not None)
         rows = QUICK_ROWS if flags["quick"] else assemble.ROWS
-        found = assemble.bench_model(subject, chip, _context_of(flags, results), rows, results)
+        context = flags["context"] or (contexts(results[0])[0] if results else CONTEXT)
+        found = assemble.bench_model(subject, chip, context, rows, results)
     out = console()
     out.print(*tables(found))
     if flags["validate"]:
@@ -55,13 +59,6 @@ def model(**flags: Any) -> None:
         raise SystemExit(1)
 
 
-def _chip_of(results: list[dict[str, Any]]) -> str | None:
-    """Name the chip that the results are of, or this machine's; None where it is not known."""
-    from ..bench.roofline import chips
-
-    return chips.find(results[0]["environment"]["chip"]) if results else chips.at_hand()
-
-
 def _model_of(flags: dict[str, Any], results: list[dict[str, Any]]) -> str | None:
     from ..bench.roofline import assemble
 
@@ -72,14 +69,6 @@ def _model_of(flags: dict[str, Any], results: list[dict[str, Any]]) -> str | Non
         name = results[0]["model"]["name"]
         raise click.UsageError(f"--measured: which model is {name!r}? name it with --model, or its --config")
     return known
-
-
-def _context_of(flags: dict[str, Any], results: list[dict[str, Any]]) -> int:
-    from ..bench.roofline.measured import contexts
-
-    if flags["context"] or not results:
-        return flags["context"] or CONTEXT
-    return contexts(results[0])[0]
 
 
 def _validated(found: dict[str, Any], subject: Any, chip: Any) -> list[Any]:

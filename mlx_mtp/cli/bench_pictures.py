@@ -1,4 +1,4 @@
-"""Pictures and pages of `mlx-mtp bench`: the options of every command, and `bench plot` for results on disk."""
+"""Draw pictures and pages of `mlx-mtp bench`: every command's options, and `bench plot` for results on disk."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ def draw(results: Sequence[dict[str, Any]], flags: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def complete(files: Sequence[Path]) -> Iterator[None]:
-    """Results on disk may have been cut or changed: what is wrong is then in them, and not a traceback."""
+    """Blame results on disk, which may have been cut or changed, for what goes wrong inside: no traceback."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError) as e:

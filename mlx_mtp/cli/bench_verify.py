@@ -1,14 +1,11 @@
-"""`mlx-mtp bench verify`: what the rows of a verify cost beside one row."""
+"""Run `mlx-mtp bench verify`: what the rows of a verify cost beside one row."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from .bench_options import bar, console, finish, numbers, run_options, subject_of, subject_options
 from .from_flags import default_step
-
-if TYPE_CHECKING:
-    from ..bench.verify import Curve, CurvePlan
 
 MOST_ROWS = 16
 CONTEXTS = {False: (1024, 4096), True: (128, 1024)}  # --quick
@@ -32,14 +29,19 @@ def verify(**flags: Any) -> None:
     mlx-lm's modules; ours has the Metal kernels that are on. Turns are short: without --cooldown there is no rest.
     """
     from ..bench import result
-    from ..bench.verify import STOCK, CurvePlan, Kernels, curve_table, remarks, text_of
+    from ..bench.verify import STOCK, CurvePlan, Kernels, curve_table, measure, remarks, text_of
 
     rows = tuple(sorted({1, *(flags["rows"] or range(1, MOST_ROWS + 1))}))
     rounds = flags["rounds"] or (5 if flags["quick"] else 11)
     plan = CurvePlan(rows, flags["contexts"] or CONTEXTS[flags["quick"]], rounds, flags["cooldown"] or 0.0)
     subject = subject_of({**flags, "kernels": "off"})
     kernels = Kernels(subject.model, flags["kernels"])
-    curves = _measured(subject.model, text_of(subject, max(plan.contexts)), kernels, plan)
+    text, curves = text_of(subject, max(plan.contexts)), []
+    with bar() as progress:
+        progress(0, 0, "caches")
+        for curve in measure(subject.model, text, kernels, plan, default_step()):
+            curves.append(curve)
+            progress(len(curves), 0, f"{curve.title} done")
     out = console()
     for side in kernels.sides:
         what = "stock modules" if side == STOCK else "our kernels"
@@ -49,16 +51,3 @@ def verify(**flags: Any) -> None:
     facts = {**subject.facts, "kernels": list(kernels.words)}
     options = {"rows": rows, "contexts": plan.contexts, "rounds": plan.rounds, "quick": flags["quick"]}
     finish(result.result("verify", facts, options, curves=[vars(c) for c in curves]), flags)
-
-
-def _measured(model: Any, text: list[int], kernels: Any, plan: "CurvePlan") -> list["Curve"]:
-    from ..bench.verify import measure
-    from .progress import shows_progress
-
-    found = []
-    with bar(shown=shows_progress(quiet=False)) as progress:
-        progress(0, 0, "caches")
-        for curve in measure(model, text, kernels, plan, default_step()):
-            found.append(curve)
-            progress(len(found), 0, f"{curve.title} done")
-    return found
