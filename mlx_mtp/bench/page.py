@@ -1,8 +1,11 @@
-"""Results as one HTML page for sharing: pictures in both colour schemes, tables, environment and command; nothing is
-fetched from anywhere."""
+"""Show results as one HTML page for sharing: pictures in both colour schemes, tables, environment and command.
+
+Nothing in it is fetched from anywhere.
+"""
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -10,63 +13,43 @@ from rich.text import Text
 
 from . import plots
 from .page_tables import tables_of
-from .panels import Bars, Found, Grid, Lines, Panel, Ranges, subject
+from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, subject
 from .plot_data import panels_of
 
-STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1a1a1a; --faint: #d4d7dc; --quiet: #5a6270; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14171c; --ink: #e8eaed; --faint: #3b414a; --quiet: #a3abb8; }
-  figure svg.light { display: none; }
-}
-@media not all and (prefers-color-scheme: dark) { figure svg.dark { display: none; } }
-body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
-  max-width: 62rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
-figure { margin: 1.5rem 0; } figure svg { max-width: 100%; height: auto; }
-.scroll { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding: .3rem 0; }
-th, td { padding: .2rem .7rem .2rem 0; text-align: right; border-bottom: 1px solid var(--faint);
-  white-space: nowrap; }
-th.left, td.left { text-align: left; }
-p.note, dd, dt { color: var(--quiet); font-size: .86rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; } dd { margin: 0; color: var(--ink); }
-code, pre { font: .86rem ui-monospace, monospace; } pre { overflow-x: auto; white-space: pre-wrap; }
-"""
+STYLE = Path(__file__).with_name("page.css")
 
 
 def page(results: Sequence[Found]) -> str:
-    """A complete document; raises ValueError where matplotlib is missing."""
+    """Write a complete document; raises ValueError where matplotlib is missing."""
     title = "mlx-mtp bench: " + ", ".join(dict.fromkeys(f"{found['bench']} {subject(found)}" for found in results))
-    body = [f"<h1>{escape(title)}</h1>", *_figures(panels_of(results))]
-    for found in results:
-        body += _details(found)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    title = escape(title)
     return "\n".join(
         [
-            "<!doctype html>",
-            f'<html lang="en"><head>{head}<style>{STYLE}</style></head><body>',
-            *body,
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+            f"<style>\n{STYLE.read_text()}</style></head><body>\n<h1>{title}</h1>",
+            *(_figure(panel, f"panel-{i}") for i, panel in enumerate(panels_of(results))),
+            *(line for found in results for line in _details(found)),
             "</body></html>\n",
         ]
     )
 
 
-def _figures(panels: Sequence[Panel]) -> Iterator[str]:
-    """Every picture twice, of which one is shown; behind it, to be opened, its numbers."""
-    for i, panel in enumerate(panels):
-        drawn = [
-            plots.svg(panel, dark=dark, name=f"panel-{i}-{scheme}").replace(
-                "<svg ", f'<svg class="{scheme}" role="img" aria-label="{escape(panel.title, quote=True)}" ', 1
-            )
-            for dark, scheme in ((False, "light"), (True, "dark"))
-        ]
-        numbers = "".join(html_table(numbers_of(panel)))
-        yield f"<figure>{''.join(drawn)}<details><summary>numbers</summary>{numbers}</details></figure>"
+def _figure(panel: Panel, name: str) -> str:
+    """Draw a picture twice, of which one is shown; behind it, to be opened, its numbers."""
+    label = escape(panel.title, quote=True)
+    drawn = [
+        plots.svg(panel, dark=scheme == "dark", name=f"{name}-{scheme}").replace(
+            "<svg ", f'<svg class="{scheme}" role="img" aria-label="{label}" ', 1
+        )
+        for scheme in ("light", "dark")
+    ]
+    numbers = "".join(html_table(numbers_of(panel)))
+    return f"<figure>{''.join(drawn)}<details><summary>numbers</summary>{numbers}</details></figure>"
 
 
 def _details(found: Found) -> Iterator[str]:
+    """Show a result's tables, its command, and what it was measured of and on."""
     yield f"<h2>bench {escape(found['bench'])}: {escape(subject(found))}</h2>"
     if label := found["model"].get("synthetic"):
         yield f'<p class="note">Synthetic: {escape(label)}.</p>'
@@ -86,18 +69,19 @@ def _shown(value: Any) -> str:
 
 
 def html_table(table: Table) -> Iterator[str]:
-    """A rich table as HTML, in a box that scrolls sideways."""
-    left = [' class="left"' if column.justify == "left" else "" for column in table.columns]
-    heads = "".join(f"<th{kind}>{_text(c.header)}</th>" for kind, c in zip(left, table.columns, strict=True))
-    lines = zip(*(column.cells for column in table.columns), strict=True)
-    rows = "".join(
-        f"<tr>{''.join(f'<td{kind}>{_text(cell)}</td>' for kind, cell in zip(left, line, strict=True))}</tr>"
-        for line in lines
-    )
+    """Write a rich table as HTML, in a box that scrolls sideways."""
+    kinds = [' class="left"' if column.justify == "left" else "" for column in table.columns]
+    heads = _cells("th", kinds, [column.header for column in table.columns])
+    rows = "".join(_cells("td", kinds, line) for line in zip(*(c.cells for c in table.columns), strict=True))
     title = f"<caption>{_text(table.title)}</caption>" if table.title else ""
-    yield f'<div class="scroll"><table>{title}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+    yield f'<div class="scroll"><table>{title}<thead>{heads}</thead><tbody>{rows}</tbody></table></div>'
     if table.caption:
         yield f'<p class="note">{_text(table.caption)}</p>'
+
+
+def _cells(tag: str, kinds: Sequence[str], cells: Sequence[Any]) -> str:
+    made = (f"<{tag}{kind}>{_text(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+    return f"<tr>{''.join(made)}</tr>"
 
 
 def _text(cell: Any) -> str:
@@ -105,39 +89,26 @@ def _text(cell: Any) -> str:
 
 
 def numbers_of(panel: Panel) -> Table:
-    """What a picture shows, as a table."""
+    """Put what a picture shows into a table."""
+    corner, columns, rows = panel.x_label, [], []
     match panel:
-        case Lines():
-            lines = [(s.label, dict(zip(s.x, s.y, strict=True))) for s in panel.series]
-            cells = [(label, [_number(y.get(x)) for x in panel.ticks]) for label, y in lines]
-            return _numbers(panel.y_label, list(panel.ticks.values()), cells)
-        case Bars():
-            columns = zip(*panel.parts.values(), strict=True)
-            cells = [
-                (bar, [*map(_number, line), _number(sum(line))])
-                for bar, line in zip(panel.bars, columns, strict=True)
-            ]
-            return _numbers(panel.x_label, [*panel.parts, "sum"], cells)
-        case Grid():
-            cells = [(row, [*map(_number, line)]) for row, line in zip(panel.rows, panel.values, strict=True)]
-            return _numbers(f"{panel.unit}, by {panel.x_label}", panel.columns, cells)
-        case Ranges():
+        case LinePanel():
+            corner, columns = panel.y_label, panel.ticks.values()
+            points = [dict(zip(s.x, s.y, strict=True)) for s in panel.series]
+            rows = [(s.label, *map(y.get, panel.ticks)) for s, y in zip(panel.series, points, strict=True)]
+        case BarPanel():
+            columns, lengths = [*panel.parts, "sum"], zip(*panel.parts.values(), strict=True)
+            rows = [(bar, *line, sum(line)) for bar, line in zip(panel.bars, lengths, strict=True)]
+        case GridPanel():
+            corner, columns = f"{panel.unit}, by {panel.x_label}", panel.columns
+            rows = [(row, *line) for row, line in zip(panel.rows, panel.values, strict=True)]
+        case RangePanel():
+            columns = [panel.span_label, *panel.marks]
             spans = [f"{low:.4g} to {high:.4g}" for low, high in panel.spans]
-            marks = zip(*panel.marks.values(), strict=True)
-            lines = zip(panel.rows, spans, marks, strict=True)
-            cells = [(row, [span, *map(_number, line)]) for row, span, line in lines]
-            return _numbers(panel.x_label, [panel.span_label, *panel.marks], cells)
-
-
-def _numbers(corner: str, columns: Sequence[str], lines: Sequence[tuple[str, list[str]]]) -> Table:
-    table = Table()
-    table.add_column(corner)
+            rows = zip(panel.rows, spans, *panel.marks.values(), strict=True)
+    table = Table(corner)
     for name in columns:
         table.add_column(name, justify="right")
-    for label, cells in lines:
-        table.add_row(label, *cells)
+    for row in rows:
+        table.add_row(*(x if isinstance(x, str) else "" if x is None else f"{x:.4g}" for x in row))
     return table
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The tables that a command printed, made again of its result."""
+"""Make the tables that a command printed again, of its result."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from .result import named
 
 
 def tables_of(found: Found) -> Iterator[Table]:
-    """In the order that the command has them."""
+    """Make them in the order that the command has them."""
     makers = {"decode": _decode, "verify": _verify, "kernels": _kernels, "profile": _profile, "model": _model}
     return makers[found["bench"]](found)
 
@@ -27,8 +27,7 @@ def _decode(found: Found) -> Iterator[Table]:
 def _verify(found: Found) -> Iterator[Table]:
     from .verify import Curve, curve_table
 
-    sides = dict.fromkeys(side for curve in found["curves"] for side in curve["seconds"])
-    for side in sides:
+    for side in dict.fromkeys(side for curve in found["curves"] for side in curve["seconds"]):
         curves = [
             Curve(curve["name"], curve["context"], {side: {int(m): s for m, s in curve["seconds"][side].items()}})
             for curve in found["curves"]

@@ -1,4 +1,4 @@
-"""What pictures are made of, as plain numbers: lines, bars, grids and ranges."""
+"""Describe pictures as plain numbers: panels of lines, bars, grids and ranges."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,52 +25,51 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Lines:
-    """y against x, from zero; `ticks` names the places on the x-axis."""
+class Panel:
+    """What every picture has."""
 
     title: str
     x_label: str
+
+
+@dataclass(frozen=True)
+class LinePanel(Panel):
+    """y against x, from zero; `ticks` names the places on the x-axis."""
+
     y_label: str
     series: list[Series]
     ticks: dict[float, str]
 
 
 @dataclass(frozen=True)
-class Bars:
+class BarPanel(Panel):
     """Stacked horizontal bars: of each bar, a length per part. group: so many bars stand together; 0: all."""
 
-    title: str
-    x_label: str
     bars: list[str]
     parts: dict[str, list[float]]
     group: int = 0
 
 
 @dataclass(frozen=True)
-class Grid:
-    """A number per row and column, None where there is none; `form` writes it, `low` and `high` span the colours.
+class GridPanel(Panel):
+    """A number per row and column, None where there is none; `form` writes it, and colours span 0 to `high`.
 
     unit: what the numbers are.
     """
 
-    title: str
-    x_label: str
     y_label: str
     rows: list[str]
     columns: list[str]
     values: list[list[float | None]]
     form: str
-    low: float
     high: float
     unit: str
 
 
 @dataclass(frozen=True)
-class Ranges:
+class RangePanel(Panel):
     """Of each row, a range, and marks by name, in a theme's colours by number; None where a row lacks one."""
 
-    title: str
-    x_label: str
     rows: list[str]
     spans: list[tuple[float, float]]
     span_label: str
@@ -78,11 +77,14 @@ class Ranges:
     colours: list[int]
 
 
-Panel = Lines | Bars | Grid | Ranges
+def verify_panel(title: str, series: list[Series]) -> LinePanel:
+    """Draw what verifies of M rows take over a plain step, with a tick at every M that a line has."""
+    ticks = {x: f"{x:.0f}" for x in sorted({x for s in series for x in s.x})}
+    return LinePanel(title, "rows verified, M", "T(M) / T(1)", series, ticks)
 
 
 def subject(found: Found) -> str:
-    """What was measured, and where, as titles say it."""
+    """Say what was measured, and where, as titles do."""
     chip = found.get("chip", {}).get("name") or found["environment"]["chip"]
     label = found["model"].get("synthetic")
     return f"{found['model']['name']}{f' (synthetic: {label})' if label else ''}, {chip}"

@@ -1,15 +1,15 @@
-"""Results as pictures, light or dark, with matplotlib (the extra `plot`)."""
+"""Draw results as pictures, light or dark, with matplotlib (the extra `plot`)."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..machine.atomic import write_whole
-from .panels import Bars, Found, Grid, Lines, Panel, Ranges, Series
+from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, Series
 from .plot_data import panels_of
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ DODGE = 0.06  # of one place on the x-axis, between series whose intervals would
 
 
 def check(path: Path) -> None:
-    """ValueError for a picture that cannot be written: of another kind, or without matplotlib."""
+    """Raise ValueError for a picture that cannot be written: of another kind, or without matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"plot={path}: a picture ends in {' or '.join(SUFFIXES)}, not in {path.suffix or 'nothing'}")
     need_matplotlib()
 
 
 def need_matplotlib() -> None:
-    """ValueError, with what to install, where matplotlib is missing."""
+    """Raise ValueError, with what to install, where matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -77,7 +77,7 @@ def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
 
 
 def svg(panel: Panel, *, dark: bool, name: str) -> str:
-    """One picture as an <svg> element for a page of several; ids in it begin anew for each name."""
+    """Draw one picture as an <svg> element for a page of several; ids in it begin anew for each name."""
     need_matplotlib()
     out = StringIO()
     with style(theme := DARK if dark else LIGHT, salt=name):
@@ -86,7 +86,7 @@ def svg(panel: Panel, *, dark: bool, name: str) -> str:
 
 
 def style(theme: Theme, salt: str = "mlx-mtp") -> AbstractContextManager[None]:
-    """matplotlib's settings while a picture is drawn and written."""
+    """Set matplotlib up while a picture is drawn and written."""
     import matplotlib
 
     return matplotlib.rc_context(
@@ -95,14 +95,15 @@ def style(theme: Theme, salt: str = "mlx-mtp") -> AbstractContextManager[None]:
             **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme.ink),
             **{"axes.edgecolor": theme.faint, "grid.color": theme.faint, "grid.linewidth": 0.6},
             **{"font.size": TEXT, "axes.titlesize": TEXT + 1, "axes.titlelocation": "left", "axes.titlepad": 10},
-            **{"legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False},
+            **{"lines.linewidth": 1.8, "lines.markersize": 5, "legend.frameon": False},
+            **{"axes.spines.top": False, "axes.spines.right": False},
             **{"figure.constrained_layout.h_pad": 0.15, "svg.fonttype": "none", "svg.hashsalt": salt},
         }
     )
 
 
 def figure(panels: Sequence[Panel], theme: Theme) -> "Figure":
-    """Panels under one another, as high as each needs; to be called within `style`."""
+    """Draw panels under one another, as high as each needs; to be called within `style`."""
     from matplotlib.figure import Figure
 
     heights = [height(panel) for panel in panels]
@@ -114,70 +115,56 @@ def figure(panels: Sequence[Panel], theme: Theme) -> "Figure":
 
 
 def height(panel: Panel) -> float:
-    """Inches, with title, axis and legend."""
+    """Give inches, with title, axis and legend."""
     match panel:
-        case Lines():
-            return 4.6
-        case Bars():
+        case BarPanel():
             return 1.3 + ROW * max(len(panel.bars), 0.55 * len(panel.parts))
-        case Grid() | Ranges():
+        case GridPanel() | RangePanel():
             return 1.8 + ROW * len(panel.rows)
+    return 4.6
 
 
 def draw(panel: Panel, ax: "Axes", theme: Theme) -> None:
-    """One panel on its axes."""
+    """Draw one panel on its axes."""
     ax.set_title(panel.title, wrap=True)
     ax.set_xlabel(panel.x_label)
-    match panel:
-        case Lines():
-            _lines(panel, ax, theme)
-        case Bars():
-            _bars(panel, ax, theme)
-        case Grid():
-            _grid(panel, ax, theme)
-        case Ranges():
-            _ranges(panel, ax, theme)
+    drawers: dict[type, Any] = {LinePanel: _lines, BarPanel: _bars, GridPanel: _grid, RangePanel: _ranges}
+    drawers[type(panel)](panel, ax, theme)
 
 
-def _lines(panel: Lines, ax: "Axes", theme: Theme) -> None:
-    measured = [series for series in panel.series if series.low and not series.level]
-    for i, series in enumerate(panel.series):
-        if series in measured:
-            shift = DODGE * (measured.index(series) - (len(measured) - 1) / 2)
-            series = replace(series, x=[x + shift for x in series.x])
-        colour = theme.series[(i if series.colour is None else series.colour) % len(theme.series)]
-        marker = "" if series.level else MARKERS[i % len(MARKERS)]
-        ax.plot(
-            series.x,
-            series.y,
-            series.line,
-            marker=marker,
-            color=colour,
-            label=series.label,
-            linewidth=1.8,
-            markersize=5,
-        )
-        _interval(series, ax, colour)
-    ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
-    ax.set_ylabel(panel.y_label)
-    ax.set_ylim(bottom=0)
-    ax.margins(y=0.1)
-    ax.grid(axis="y")
+def _finish(ax: "Axes", grid: Literal["x", "y", "both"], **margins: float) -> None:
+    ax.margins(**margins)
+    ax.grid(axis=grid)
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
-def _interval(series: Series, ax: "Axes", colour: str) -> None:
-    if series.low and series.level:
-        ax.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
-    elif series.low:
-        below = [y - low for y, low in zip(series.y, series.low, strict=True)]
-        above = [high - y for y, high in zip(series.y, series.high, strict=True)]
-        ax.errorbar(series.x, series.y, [below, above], fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
+def _lines(panel: LinePanel, ax: "Axes", theme: Theme) -> None:
+    measured = [series for series in panel.series if series.low and not series.level]
+    for i, series in enumerate(panel.series):
+        shift = DODGE * (measured.index(series) - (len(measured) - 1) / 2) if series in measured else 0
+        x = [x + shift for x in series.x]
+        colour = theme.series[(i if series.colour is None else series.colour) % len(theme.series)]
+        marker = "" if series.level else MARKERS[i % len(MARKERS)]
+        ax.plot(x, series.y, series.line, marker=marker, color=colour, label=series.label)
+        if series.low and series.level:
+            ax.fill_between(x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
+        elif series.low:
+            _intervals(x, series, ax, colour)
+    ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
+    ax.set_ylabel(panel.y_label)
+    ax.set_ylim(bottom=0)
+    _finish(ax, "y", y=0.1)
 
 
-def _bars(panel: Bars, ax: "Axes", theme: Theme) -> None:
-    gaps = [i // panel.group * 0.6 if panel.group else 0 for i in range(len(panel.bars))]
-    places, left = [i + gap for i, gap in enumerate(gaps)], [0.0] * len(panel.bars)
+def _intervals(x: list[float], series: Series, ax: "Axes", colour: str) -> None:
+    below = [y - low for y, low in zip(series.y, series.low, strict=True)]
+    above = [high - y for y, high in zip(series.y, series.high, strict=True)]
+    ax.errorbar(x, series.y, [below, above], fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
+
+
+def _bars(panel: BarPanel, ax: "Axes", theme: Theme) -> None:
+    places = [i + (i // panel.group * 0.6 if panel.group else 0) for i in range(len(panel.bars))]
+    left = [0.0] * len(places)
     for i, (name, lengths) in enumerate(panel.parts.items()):
         ax.barh(places, lengths, left=left, color=theme.series[i % len(theme.series)], label=name)
         left = [a + b for a, b in zip(left, lengths, strict=True)]
@@ -185,59 +172,53 @@ def _bars(panel: Bars, ax: "Axes", theme: Theme) -> None:
         ax.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center")
     ax.set_yticks(places, panel.bars)
     ax.set_ylim(max(places[-1] + 0.7, 0.3 * len(panel.parts)), -0.7)  # a legend may need more room than the bars
-    ax.margins(x=0.1)
-    ax.grid(axis="x")
     ax.set_axisbelow(True)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    _finish(ax, "x", x=0.1)
 
 
-def _grid(panel: Grid, ax: "Axes", theme: Theme) -> None:
-    """Numbers on a colour that goes from the paper's to that of the first series."""
+def _grid(panel: GridPanel, ax: "Axes", theme: Theme) -> None:
+    """Write numbers on a colour that goes from the paper's to that of the first series."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("grid", [theme.paper, theme.series[0]])
     values = [[float("nan") if v is None else v for v in row] for row in panel.values]
     edges = [[i - 0.5 for i in range(n + 1)] for n in (len(panel.columns), len(panel.rows))]
-    ax.pcolormesh(*edges, values, cmap=colours, vmin=panel.low, vmax=panel.high, edgecolors=theme.paper)
+    ax.pcolormesh(*edges, values, cmap=colours, vmin=0, vmax=panel.high, edgecolors=theme.paper)
     ax.invert_yaxis()
-    for i, row in enumerate(panel.values):
-        for j, value in enumerate(row):
-            if value is not None:
-                behind = colours((value - panel.low) / (panel.high - panel.low))
-                ink = max("#000000", "#ffffff", key=partial(contrast, behind))
-                ax.text(j, i, panel.form.format(value), ha="center", va="center", color=ink)
+    cells = [(i, j, v) for i, row in enumerate(panel.values) for j, v in enumerate(row) if v is not None]
+    for i, j, value in cells:
+        ink = max("#000000", "#ffffff", key=partial(contrast, colours(value / panel.high)))
+        ax.text(j, i, panel.form.format(value), ha="center", va="center", color=ink)
     ax.set_xticks(range(len(panel.columns)), panel.columns)
     ax.set_yticks(range(len(panel.rows)), panel.rows)
     ax.set_ylabel(panel.y_label)
     ax.tick_params(length=0)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
 
 
 def contrast(a: Any, b: Any) -> float:
-    """Of two colours, from 1 to 21. Source: WCAG 2.2, relative luminance."""
-    from matplotlib.colors import to_rgb
-
-    def luminance(colour: Any) -> float:
-        linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
-        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    low, high = sorted((luminance(a), luminance(b)))
+    """Compare two colours: from 1 to 21. Source: WCAG 2.2, relative luminance."""
+    low, high = sorted((_luminance(a), _luminance(b)))
     return (high + 0.05) / (low + 0.05)
 
 
-def _ranges(panel: Ranges, ax: "Axes", theme: Theme) -> None:
+def _luminance(colour: Any) -> float:
+    from matplotlib.colors import to_rgb
+
+    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def _ranges(panel: RangePanel, ax: "Axes", theme: Theme) -> None:
     places = range(len(panel.rows))
     low, high = zip(*panel.spans, strict=True)
     ax.hlines(places, low, high, color=theme.ink, alpha=0.35, linewidth=7, label=panel.span_label)
-    for i, (name, values) in enumerate(panel.marks.items()):
+    for marker, colour, (name, values) in zip(MARKERS, panel.colours, panel.marks.items(), strict=False):
         kept = [(v, p) for v, p in zip(values, places, strict=True) if v is not None]
         x, y = ([k[n] for k in kept] for n in (0, 1))
-        ax.plot(x, y, MARKERS[i], color=theme.series[panel.colours[i]], label=name, markersize=7)
+        ax.plot(x, y, marker, color=theme.series[colour], label=name, markersize=7)
     ax.set_yticks(places, panel.rows)
     ax.invert_yaxis()
     ax.set_xlim(left=0)
-    ax.margins(x=0.05)
-    ax.grid(axis="both")
     ax.set_axisbelow(True)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    _finish(ax, "both", x=0.05)

@@ -6,7 +6,7 @@ import pytest
 from pictures import THEMES, drawn
 
 from mlx_mtp.bench import plots
-from mlx_mtp.bench.panels import Grid
+from mlx_mtp.bench.panels import GridPanel
 
 
 @pytest.mark.parametrize("scheme", THEMES)
@@ -16,7 +16,7 @@ def test_colours_can_be_seen(scheme):
     assert all(plots.contrast(colour, theme.paper) >= 3 for colour in theme.series[:7])
     assert len(set(theme.series)) == len(theme.series) <= len(plots.MARKERS)
     for grid, ax in drawn("decode at contexts", scheme):
-        if isinstance(grid, Grid):
+        if isinstance(grid, GridPanel):
             for text, value in zip(ax.texts, itertools.chain(*grid.values), strict=True):
                 assert plots.contrast(text.get_color(), ax.collections[0].cmap(value / 100)) > 4.5
 

@@ -12,7 +12,7 @@ from pictures import RESULTS, drawn, found_in, model_result
 from results import decode_result, kernels_result, profile_result, verify_result
 
 from mlx_mtp.bench import page, page_tables, plot_data, plots, result
-from mlx_mtp.bench.panels import Bars, Grid, Lines, Ranges
+from mlx_mtp.bench.panels import BarPanel, GridPanel, LinePanel, RangePanel
 
 DARK_TOO = ("decode at contexts", "verify", "profile")
 DRAWN = [*((name, "light") for name in RESULTS), *((name, "dark") for name in DARK_TOO)]
@@ -55,23 +55,23 @@ def test_axes_have_names_with_units(name, made):
     assert drawn(name)
     for panel, ax in drawn(name):
         assert ax.get_xlabel() == panel.x_label
-        assert made(name)["model"]["name"] in ax.get_title(loc="left") or isinstance(panel, Grid)
+        assert made(name)["model"]["name"] in ax.get_title(loc="left") or isinstance(panel, GridPanel)
         match panel:
-            case Lines():
+            case LinePanel():
                 assert ax.get_ylabel() == panel.y_label
                 assert ax.get_ylim()[0] == 0
                 assert re.search(r"tokens/s|T\(1\)", panel.y_label)
                 assert [t.get_text() for t in ax.get_legend().get_texts()] == [s.label for s in panel.series]
-            case Bars() | Ranges():
+            case BarPanel() | RangePanel():
                 assert "ms" in panel.x_label
                 assert ax.get_xlim()[0] == 0
-            case Grid():
+            case GridPanel():
                 assert "%" in panel.title or "over" in panel.title
 
 
 @pytest.mark.parametrize("name", [n for n in RESULTS if n.startswith(("decode", "verify", "model"))])
 def test_lines_are_where_the_data_is(name):
-    for panel, ax in ((p, ax) for p, ax in drawn(name) if isinstance(p, Lines)):
+    for panel, ax in ((p, ax) for p, ax in drawn(name) if isinstance(p, LinePanel)):
         shown = {line.get_label(): line for line in ax.get_lines() if not line.get_label().startswith("_")}
         assert list(shown) == [s.label for s in panel.series]
         for series in panel.series:
@@ -101,7 +101,7 @@ def test_marks_and_ranges_are_where_the_data_is():
 
 def test_bars_are_as_long_as_the_data():
     for panel, ax in [*drawn("profile"), *drawn("model")]:
-        if isinstance(panel, Bars):
+        if isinstance(panel, BarPanel):
             lengths = [[bar.get_width() for bar in container] for container in ax.containers]
             assert lengths == [pytest.approx(values) for values in panel.parts.values()]
             starts = [[bar.get_x() for bar in container] for container in ax.containers]
@@ -130,7 +130,7 @@ def test_acceptance_is_accepted_over_drafted_of_the_most_drafts(made):
     grid = plot_data.panels(made("decode"))[1]
     assert grid.values == [[pytest.approx(x) for x in (90, 70, 40)]] * 3
     assert grid.columns == ["1", "2", "3"]
-    three = [p for p in plot_data.panels(made("decode at contexts")) if isinstance(p, Grid)]
+    three = [p for p in plot_data.panels(made("decode at contexts")) if isinstance(p, GridPanel)]
     assert len({p.title for p in three}) == 3
 
 
@@ -271,14 +271,14 @@ def test_numbers_of_a_picture_are_its_own(made):
             table = page.numbers_of(panel)
             cells = [list(column.cells) for column in table.columns]
             match panel:
-                case Lines():
+                case LinePanel():
                     assert cells[0] == [s.label for s in panel.series]
                     first = panel.series[0]
                     assert [column[0] for column in cells[1:]][: len(first.y)] == [f"{y:.4g}" for y in first.y]
-                case Bars():
+                case BarPanel():
                     assert cells[0] == panel.bars
                     assert cells[-1] == [f"{sum(x):.4g}" for x in zip(*panel.parts.values(), strict=True)]
-                case Grid() | Ranges():
+                case GridPanel() | RangePanel():
                     assert cells[0] == panel.rows
 
 
