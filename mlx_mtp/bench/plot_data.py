@@ -69,8 +69,8 @@ def _drafts(contender: str) -> int | None:
 
 def _setting(setting: Setting) -> str:
     context, bits, mtp_bits = setting
-    kinds = (f"{context} tokens" if context else "short", bits and f"KV {bits} bits")
-    return ", ".join(filter(None, [*kinds, mtp_bits and f"heads' KV {mtp_bits} bits"]))
+    shown = f"{context} tokens" if context else "short"
+    return shown + (f", KV {bits} bits" if bits else "") + (f", heads' KV {mtp_bits} bits" if mtp_bits else "")
 
 
 def _series(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from .panels import DASHED, SOLID, BarPanel, Found, Panel, RangePanel, Series, subject, verify_panel
 from .roofline.floor import CYCLE, DRAFT, PLAIN, VERIFY
-from .roofline.predict import OURS, SHOWN_OVERLAP, STOCK
+from .roofline.predict import OURS, SHOWN_OVERLAP, STOCK, shown_times
 
 FLOOR = 2  # a theme's colours of what pictures of the model show, whatever else they show
 COLOURS = {OURS: 0, STOCK: 1}
@@ -41,9 +41,9 @@ def model_cycles(found: Found) -> Iterator[Panel]:
     """Draw draft and verify of a cycle for each number of drafts, behind a plain step: floor, stock MLX and ours."""
     if "predicted" not in found:
         return
-    floors = [("floor", f, f["bytes"]["total"] / found["chip"]["bandwidth"]) for f in found["floors"]]
-    lines = [*floors, *((p["side"], p, p["seconds"]) for p in found["predicted"])]
-    times = {(side, line["phase"], line["rows"]): s for side, line, s in lines if line["overlap"] == SHOWN_OVERLAP}
+    bandwidth, lines = found["chip"]["bandwidth"], found["floors"]
+    floors = [line | {"side": "floor", "seconds": line["bytes"]["total"] / bandwidth} for line in lines]
+    times = shown_times([*floors, *found["predicted"]])
     rows = [1, *sorted({m for _, phase, m in times if phase == CYCLE})]
     sides = "floor", STOCK, OURS
     bars = [(side, m) for m in rows for side in sides]

@@ -132,8 +132,8 @@ def draw(panel: Panel, ax: "Axes", theme: Theme) -> None:
     drawers[type(panel)](panel, ax, theme)
 
 
-def _finish(ax: "Axes", grid: Literal["x", "y", "both"], **margins: float) -> None:
-    ax.margins(**margins)
+def _finish(ax: "Axes", grid: Literal["x", "y", "both"], x: float | None = None, y: float | None = None) -> None:
+    ax.margins(x=x, y=y)
     ax.grid(axis=grid)
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 

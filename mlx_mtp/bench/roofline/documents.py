@@ -10,7 +10,7 @@ from ..documents import Published, published, tokens
 from .chips import Chip
 from .floor import CYCLE, PLAIN, cycle_floor, pass_floor
 from .ops import OVERLAPS, ModelOps
-from .predict import OURS, SHOWN_OVERLAP, STOCK, predicted
+from .predict import OURS, STOCK, predicted, shown_times
 from .released import MODELS
 
 MODEL = "Step-3.5-Flash"
@@ -54,6 +54,5 @@ def _row(row: Published, chips: dict[str, Chip]) -> dict[str, Any]:
 
 
 def _predicted(k: int, context: int, chip: Chip) -> dict[str, dict[str, float]]:
-    lines = [line for line in predicted(MODELS[MODEL], chip, context, (k + 1,)) if line["overlap"] == SHOWN_OVERLAP]
-    times = {(line["side"], line["phase"]): line["seconds"] for line in lines}
-    return {side: {"plain": times[side, PLAIN], "cycle": times[side, CYCLE]} for side in (STOCK, OURS)}
+    times = shown_times(predicted(MODELS[MODEL], chip, context, (k + 1,)))
+    return {side: {"plain": times[side, PLAIN, 1], "cycle": times[side, CYCLE, k + 1]} for side in (STOCK, OURS)}

@@ -1,6 +1,6 @@
 """Predict how long each phase takes on a chip, by stock MLX and by ours, and what each kernel takes off."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,12 @@ def predicted(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = R
             times = {"seconds": sum(seconds(c, chip) for c in costs), "launches": sum(c.launches for c in costs)}
             found.append({"phase": phase, "rows": m, "drafts": m - 1, "side": side, "overlap": overlap, **times})
     return found
+
+
+def shown_times(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int], float]:
+    """Index seconds, predicted or measured, by side, phase and rows M, of one overlap; the first counts."""
+    shown = [line for line in lines if line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP]
+    return {(line["side"], line["phase"], line["rows"]): line["seconds"] for line in reversed(shown)}
 
 
 def kernels(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = KERNEL_ROWS) -> list[dict[str, Any]]:

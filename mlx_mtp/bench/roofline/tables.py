@@ -1,23 +1,22 @@
-"""The result of `mlx-mtp bench model` as tables."""
+"""Lay the result of `mlx-mtp bench model` out as tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
 from rich.table import Table
 
 from .documents import CHIP, MAC
-from .floor import CYCLE, DRAFT, PLAIN, VERIFY
+from .floor import PHASES, PLAIN, VERIFY
 from .launches import KERNELS
 from .ops import OVERLAPS
-from .predict import OURS, SHOWN_OVERLAP, STOCK
+from .predict import OURS, SHOWN_OVERLAP, STOCK, shown_times
 
-ORDER = {phase: i for i, phase in enumerate((PLAIN, DRAFT, VERIFY, CYCLE))}
 Found = dict[str, Any]
 
 
 def new_table(title: str, *columns: str, left: int = 1, caption: str | None = None) -> Table:
-    """Columns from `left` on are numbers."""
+    """Begin a table whose columns from `left` on are numbers."""
     table = Table(title=title, caption=caption)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right")
@@ -25,7 +24,7 @@ def new_table(title: str, *columns: str, left: int = 1, caption: str | None = No
 
 
 def tables(found: Found) -> Iterator[Table]:
-    """Of a result: floors, the gap to them, what kernels take off, and the documents where they are this model's."""
+    """Show floors, the gap to them, what kernels take off, and the documents where they are this model's."""
     yield floor_table(found)
     if "predicted" in found or found.get("measured"):
         yield gap_table(found)
@@ -36,109 +35,90 @@ def tables(found: Found) -> Iterator[Table]:
         yield same_work_table(found)
 
 
-def phases_of(found: Found) -> list[tuple[str, int]]:
-    """(phase, rows) in the order of tables."""
-    made = {(line["phase"], line["rows"]) for line in found["floors"]}
-    return sorted(made, key=lambda phase: (ORDER[phase[0]], phase[1]))
+def phases_of(found: Found) -> list[tuple[str, int, bool]]:
+    """List (phase, rows, whether it is the last of its phase) in the order of tables."""
+    made = sorted({(PHASES.index(line["phase"]), line["rows"]) for line in found["floors"]})
+    most = dict(made)
+    return [(PHASES[i], rows, rows == most[i]) for i, rows in made]
 
 
 def floors_of(found: Found, phase: str, rows: int) -> dict[str, dict[str, float]]:
-    """Bytes of a phase by overlap."""
+    """Look up the bytes of a phase by overlap."""
     lines = (line for line in found["floors"] if (line["phase"], line["rows"]) == (phase, rows))
     return {line["overlap"]: line["bytes"] for line in lines}
 
 
 def label(phase: str, rows: int) -> tuple[str, str]:
-    """A phase and its size, as a row begins."""
-    sizes = {PLAIN: "", DRAFT: f"k={rows - 1}", VERIFY: f"M={rows}", CYCLE: f"k={rows - 1}"}
-    return phase, sizes[phase]
+    """Say a phase and its size, as a row begins."""
+    return phase, "" if phase == PLAIN else f"M={rows}" if phase == VERIFY else f"k={rows - 1}"
 
 
-def _each(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """Figures of all overlaps, or the one where they are alike."""
-    shown = [form.format(x) for x in values]
+def _each(floors: dict[str, dict[str, float]], part: str, size: dict[str, float] | float) -> str:
+    """Say a part's figures over `size` at all overlaps, or the one where they are alike."""
+    sizes = size if isinstance(size, dict) else dict.fromkeys(OVERLAPS, size)
+    shown = [f"{floors[o][part] / sizes[o]:.2f}" for o in OVERLAPS]
     return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
 
 
 def floor_table(found: Found) -> Table:
-    """Bytes that each phase has to read."""
-    plain = floors_of(found, PLAIN, 1)
-    unit, size = ("GB", 1e9) if plain[OVERLAPS[0]]["total"] >= 1e8 else ("MB", 1e6)
-    columns = "shared", "experts", "LM head", "KV", "state", "all"
+    """Show the bytes that each phase has to read."""
+    plain = {overlap: nbytes["total"] for overlap, nbytes in floors_of(found, PLAIN, 1).items()}
+    unit, size = ("GB", 1e9) if plain[OVERLAPS[0]] >= 1e8 else ("MB", 1e6)
     name, context = found["model"]["name"], found["options"]["context"]
     table = new_table(
         f"byte floor: {name}, {context} tokens of context, {unit}",
-        *("phase", "", *columns, "over a plain step"),
+        *("phase", "", "shared", "experts", "LM head", "KV", "state", "all", "over a plain step"),
         left=2,
         caption="experts that the rows of a pass visit: routed independently / as published / all alike",
     )
-    for i, (phase, rows) in enumerate(phases := phases_of(found)):
+    for phase, rows, last in phases_of(found):
         floors = floors_of(found, phase, rows)
-        parts = [
-            [floors[o][part] / size for o in OVERLAPS] for part in ("shared", "experts", "head", "cache", "state")
-        ]
-        totals = [floors[o]["total"] for o in OVERLAPS]
-        over = _each([total / plain[o]["total"] for total, o in zip(totals, OVERLAPS, strict=True)])
-        cells = *map(_each, parts), _each([total / size for total in totals]), over
-        last = i + 1 == len(phases) or phases[i + 1][0] != phase
-        table.add_row(*label(phase, rows), *cells, end_section=last)
+        cells = [_each(floors, part, size) for part in ("shared", "experts", "head", "cache", "state", "total")]
+        table.add_row(*label(phase, rows), *cells, _each(floors, "total", plain), end_section=last)
     return table
 
 
 def gap_table(found: Found) -> Table:
-    """Times of each phase beside its floor: predicted of stock MLX and of ours, and measured ones."""
-    chip, measured = found.get("chip"), found.get("measured", [])
+    """Show times of each phase beside its floor: predicted of stock MLX and of ours, and measured ones."""
+    chip = found.get("chip")
     sides = [(side, "predicted") for side in (STOCK, OURS)] if chip else []
-    sides += [(side, "measured") for side in dict.fromkeys(line["side"] for line in measured)]
-    shown = f" on {chip['name']}" if chip else ""
-    columns = ["floor ms", *(f"{side}, {kind} ms" for side, kind in sides)] if chip else []
-    columns += [] if chip else [f"{side}, {kind} ms" for side, kind in sides]
+    sides += [(side, "measured") for side in dict.fromkeys(line["side"] for line in found.get("measured", []))]
+    where, caption = "", "bytes of the floor over the measured time: GB/s"
+    if chip:
+        where, used = f" on {chip['name']}", f"{chip['bandwidth'] / 1e9:.0f} of {chip['gbps']:g} GB/s"
+        over = "times the phase's floor; over the side's plain step"
+        caption = f"floor: bytes over the {used} that are usable; ({over})"
     table = new_table(
-        f"the gap to the floor: {found['model']['name']}{shown}, {SHOWN_OVERLAP} routing",
-        *("phase", "", *columns),
+        f"the gap to the floor: {found['model']['name']}{where}, {SHOWN_OVERLAP} routing",
+        *("phase", "", *["floor ms"] * bool(chip), *(f"{side}, {kind} ms" for side, kind in sides)),
         left=2,
-        caption=_gap_caption(chip),
+        caption=caption,
     )
-    for i, (phase, rows) in enumerate(phases := phases_of(found)):
+    times = {kind: shown_times(found.get(kind, [])) for _, kind in sides}
+    for phase, rows, last in phases_of(found):
         nbytes = floors_of(found, phase, rows)[SHOWN_OVERLAP]["total"]
         floor = nbytes / chip["bandwidth"] if chip else None
         cells = [f"{floor * 1e3:.2f}"] if floor else []
-        cells += [_gap_cell(found, kind, side, phase, rows, floor, nbytes) for side, kind in sides]
-        last = i + 1 == len(phases) or phases[i + 1][0] != phase
+        for side, kind in sides:
+            seconds, plain = times[kind].get((side, phase, rows)), times[kind].get((side, PLAIN, 1))
+            cells.append(_gap_cell(seconds, plain if phase != PLAIN else None, floor, nbytes))
         if chip or any(cells):
             table.add_row(*label(phase, rows), *cells, end_section=last)
     return table
 
 
-def _gap_caption(chip: Found | None) -> str:
-    if chip is None:
-        return "bytes of the floor over the measured time: GB/s"
-    used = f"{chip['bandwidth'] / 1e9:.0f} of {chip['gbps']:g} GB/s"
-    return f"floor: bytes over the {used} that are usable; (times the phase's floor; over the side's plain step)"
-
-
-def _gap_cell(found: Found, kind: str, side: str, phase: str, rows: int, floor: float | None, nbytes: float) -> str:
-    seconds = time_of(found, kind, side, phase, rows)
+def _gap_cell(seconds: float | None, plain: float | None, floor: float | None, nbytes: float) -> str:
+    """Say a time in ms, and how far it is from its floor and, if there is one, its side's plain step."""
     if seconds is None:
         return ""
     if floor is None:
         return f"{seconds * 1e3:.2f} ({nbytes / seconds / 1e9:.2f} GB/s)"
-    plain = time_of(found, kind, side, PLAIN, 1)
-    over = f"; {seconds / plain:.2f}" if plain and phase != PLAIN else ""
+    over = f"; {seconds / plain:.2f}" if plain else ""
     return f"{seconds * 1e3:.2f} ({seconds / floor:.2f}x{over})"
 
 
-def time_of(found: Found, kind: str, side: str, phase: str, rows: int) -> float | None:
-    """Seconds of a phase, "predicted" or "measured"; None where there are none."""
-    for line in found.get(kind, []):
-        asked = (line["side"], line["phase"], line["rows"]) == (side, phase, rows)
-        if asked and line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP:
-            return line["seconds"]
-    return None
-
-
 def kernels_table(found: Found) -> Table:
-    """What each kind of kernels takes off a pass of stock MLX."""
+    """Show what each kind of kernels takes off a pass of stock MLX."""
     rows = sorted({line["rows"] for line in found["kernels"]})
     table = new_table(
         f"predicted to come off a pass of stock MLX on {found['chip']['name']}, ms",
@@ -155,7 +135,7 @@ def kernels_table(found: Found) -> Table:
 
 
 def documents_table(found: Found, machine: str | None = MAC) -> Table:
-    """How far the published engine was from its machine's limit; None: all machines."""
+    """Show how far the published engine was from its machine's limit; None: all machines."""
     lines = [line for line in found["documents"] if machine in (None, line["machine"])]
     columns = "weights", "KV", "context", "k", "plain ms", "floor", "cycle ms", "floor", "speed-up", "at the floor"
     table = new_table(
@@ -182,7 +162,7 @@ def documents_table(found: Found, machine: str | None = MAC) -> Table:
 
 
 def same_work_table(found: Found) -> Table:
-    """What is predicted of the documents' experiment on their Mac: stock MLX and ours beside what was published."""
+    """Show the documents' experiment as predicted on their Mac, stock MLX and ours, beside what was published."""
     table = new_table(
         f"the same on an {CHIP}, predicted: MLX, 4 bits, caches in 16, {SHOWN_OVERLAP} routing",
         *("context", "k", "published speed-up"),
@@ -193,18 +173,15 @@ def same_work_table(found: Found) -> Table:
     lines = [line for line in found["documents"] if line["predicted"]]
     for work in sorted({(line["context"], line["drafts"]) for line in lines}):
         alike = [line for line in lines if (line["context"], line["drafts"]) == work]
-        sides = [alike[0]["predicted"][side] for side in (STOCK, OURS)]
-        cells = [(f"{s['plain'] * 1e3:.1f}", f"{s['cycle'] * 1e3:.1f}", _gains(alike, s)) for s in sides]
-        shown = " / ".join(f"{line['speedup']:.2f}" for line in alike)
-        table.add_row(f"{work[0] // 1024}k", str(work[1]), shown, *(cell for side in cells for cell in side))
+        cells = [f"{work[0] // 1024}k", str(work[1]), " / ".join(f"{line['speedup']:.2f}" for line in alike)]
+        for side in (STOCK, OURS):
+            plain, cycle = (alike[0]["predicted"][side][kind] for kind in ("plain", "cycle"))
+            gain = median(speed_up(line, plain, cycle) for line in alike)  # weights differ, so does acceptance
+            cells += [f"{plain * 1e3:.1f}", f"{cycle * 1e3:.1f}", f"{gain:.2f}"]
+        table.add_row(*cells)
     return table
 
 
-def _gains(lines: Sequence[Found], side: dict[str, float]) -> str:
-    """Of rows with different weights, whose acceptance differs a little, the middle."""
-    return f"{median(speed_up(line, side['plain'], side['cycle']) for line in lines):.2f}"
-
-
 def speed_up(line: Found, plain: float, cycle: float) -> float:
-    """Of MTP over plain decoding at these times of a step and a cycle, with the published tokens per cycle."""
+    """Divide plain by MTP decoding at these times of a step and a cycle, with the published tokens per cycle."""
     return line["tokens_per_cycle"] * plain / cycle

@@ -1,4 +1,4 @@
-"""What a model's modules read and multiply: the operations of any port, found by what its modules are."""
+"""Walk a port's modules and list what they read and multiply."""
 
 import math
 from collections import Counter
@@ -23,7 +23,7 @@ OUTSIDE = ("head", "embed_tokens")  # of a draft head's modules: LM head, and an
 
 
 def of_port(model: Port, float_bytes: int | None = None) -> ModelOps:
-    """The operations of a port's model, whose weights are not read.
+    """List the operations of a port's model, whose weights are not read.
 
     float_bytes: of a weight that is not quantized, and of a value in the caches; None takes what the model has.
     Vectors (norms, biases) are left out, and so is an embedding that is only looked up.
@@ -45,7 +45,7 @@ def _draft_head(model: Port, depth: int, width: int) -> DraftHeadOps:
 
 
 def kind_of(ops: tuple[Op, ...]) -> str:
-    """The kind of layer, of those whose launches were counted, that is most like one of these operations."""
+    """Choose the kind of layer, of those whose launches were counted, that is most like one of these operations."""
     kinds = {type(op) for op in ops}
     experts = ExpertsOp in kinds
     if StateOp in kinds:
@@ -55,7 +55,7 @@ def kind_of(ops: tuple[Op, ...]) -> str:
 
 
 def _ops(model: Port, block: Any, window: Any, width: int) -> Iterator[Op]:
-    """The operations of a module and all inside it."""
+    """List the operations of a module and all inside it."""
     modules: dict[str, Any] = dict(block.named_modules())
     for path, module in modules.items():
         yield from _mixer(model, module, window, width)
@@ -66,7 +66,7 @@ def _ops(model: Port, block: Any, window: Any, width: int) -> Iterator[Op]:
 
 
 def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
-    """What a module that mixes positions does beside its projections."""
+    """List what a module that mixes positions does beside its projections."""
     kind = type(module)
     if kind in {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}:
         form = Form.of(module)
@@ -80,7 +80,7 @@ def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
 
 
 def _latent(model: Port, module: Any, width: int) -> LatentOp:
-    """Where layers share what one indexer chose, only that one's cache has its keys."""
+    """Describe MLA; where layers share what one indexer chose, only that one's cache has its keys."""
     sizes = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim, module.v_head_dim
     top = model.args.index_topk if issubclass(type(module), SparseMLA) else None
     index = module.indexer.head_dim if "indexer" in module else 0
@@ -88,7 +88,7 @@ def _latent(model: Port, module: Any, width: int) -> LatentOp:
 
 
 def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
-    """Of a module that holds an MLP's matrices for all experts, inside the block that routes to it."""
+    """Describe a module that holds an MLP's matrices for all experts, inside the block that routes to it."""
     made = [child for child in module.children().values() if isinstance(child, SWITCHES)]
     shapes = [_shape(child) for child in made]
     total, n, k = shapes[0]
@@ -106,13 +106,13 @@ def _linear(name: str, module: Any, width: int) -> LinearOp:
 
 
 def _shape(module: Any) -> tuple[int, int, int]:
-    """How many matrices, N, K."""
+    """Give how many matrices, N, K."""
     *many, n, k = module.weight.shape
     return math.prod(many), n, module.scales.shape[-1] * module.group_size if "scales" in module else k
 
 
 def _format(modules: Sequence[Any], width: int) -> tuple[float, float | None]:
-    """Bits of a weight, and the group that would have as many bytes of scales as there are; None: not quantized."""
+    """Give bits of a weight, and the group that has as many bytes of scales as there are; None: not quantized."""
     quantized = [module for module in modules if "scales" in module]
     if not quantized:
         return 8 * width, None
