@@ -1,4 +1,4 @@
-"""One conversation: its messages, and the caches that already hold most of the next prompt.
+"""Hold a conversation: its messages, and the caches that already hold most of the next prompt.
 
 The whole conversation is rendered and tokenized anew for every turn, so the text never depends on what was
 cached. The caches continue where their tokens are a prefix of it; where a chat template has rewritten an earlier
@@ -91,22 +91,21 @@ class ChatSession:
     def reset(self) -> None:
         """Begin a new conversation. Answers are counted on, so that a seed's draws do not repeat."""
         self.messages, self.turn = self._opening, Turn(0)
-        given = self._given if self._at_rest else None
-        if given is not None and given.quantizing is self._begun[1] and given.rewinds:
-            self.cache, self._snapshots = given, [self._begun]
-            given.rewind(self._begun[0])
+        if self._given is not None and self._at_rest:
+            self.cache = self._given
+            self._rewind([self._begun], self._begun[0].length)
         else:
             self._start_over()
         self._at_rest = True
 
     def _start_over(self) -> None:
-        """Empty caches."""
+        """Begin with empty caches."""
         self._snapshots: list[tuple[Mark, Quantizing | None]] = []
         self.cache: PromptCache = self._blank.like_new()
         self._given = None
 
     def _continue(self, cache: PromptCache, system_prompt: str | None) -> str | None:
-        """Take over what a given cache holds; the system prompt."""
+        """Take over what a given cache holds; return the system prompt."""
         if len(cache.heads) < len(self.model.mtp):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
         opening = cache.prefix
@@ -132,16 +131,13 @@ class ChatSession:
         self._at_rest = False
         answer: list[str] = []
         try:
-            with suppress(Stopped), closing(self._responses(prompt, end, progress)) as responses:
+            with suppress(Stopped, GeneratorExit), closing(self._responses(prompt, end, progress)) as responses:
                 for response in responses:
                     answer.append(response.text)
                     yield response
                     if self.stopping:
                         break
             self._at_rest = True
-        except GeneratorExit:
-            self._at_rest = True
-            raise
         finally:
             self.stopping = False
             if answer:
@@ -150,15 +146,18 @@ class ChatSession:
 
     def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Responses:
         """Read what is new of the prompt, with a snapshot at `end`, and answer."""
-        turn = self.turn = Turn(len(prompt), reused=self._reuse(prompt))
+        common = shared(self.cache.tokens, prompt[:-1])
+        reused = common if common == self.cache.offset else self._rewind(self._snapshots, common)
+        turn = self.turn = Turn(len(prompt), reused)
         self._remember()
-        options: Options = {**self.options, "prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
+        first, rest, total = prompt[reused:end], prompt[max(end, reused) :], len(prompt) - reused
+        self._at_rest = True  # should this raise
+        self._check(total)
+        self._at_rest = False
+        options: Options = {**self.options, "check_memory": False}  # of each part of the prompt
+        options |= {"prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
         if not self.num_draft_tokens and self.model.mtp:
             options["prompt_lookup"] = False  # switched off with the heads
-        first, rest = prompt[turn.reused : end], prompt[max(end, turn.reused) :]
-        total = len(first) + len(rest)
-        self._check(total)
-        options["check_memory"] = False  # both parts of the prompt are checked
         if first:
             tic = time.perf_counter()
             options["prompt_progress_callback"] = partial(self._read, progress, 0, total)
@@ -174,30 +173,23 @@ class ChatSession:
         yield from stream_generate(self.model, self.tokenizer, rest, **options)
 
     def _check(self, new: int) -> None:
-        """Raise ValueError where `new` tokens and an answer do not fit; the caches are as they were."""
-        options, held = self.options, self.cache.offset
-        try:
-            limit = within(options.get("max_context"), held, new, options.get("max_tokens", 256))
-            step, ignore = options.get("prefill_step_size", STEP), not options.get("check_memory", True)
-            check_prompt(self.model, self.cache, new, limit, step, ignore=ignore)
-        except ValueError:
-            self._at_rest = True
-            raise
+        """Raise ValueError where `new` tokens and an answer do not fit."""
+        options = self.options
+        step, ignore = options.get("prefill_step_size", STEP), not options.get("check_memory", True)
+        limit = within(options.get("max_context"), self.cache.offset, new, options.get("max_tokens", 256))
+        check_prompt(self.model, self.cache, new, limit, step, ignore=ignore)
 
     def _read(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
-        """The callback between two chunks, where caches are whole (they are not yet after a part's last one)."""
+        """Stop or go on between two chunks, where caches are whole (they are not yet after a part's last one)."""
         if self.stopping and done < part:
             raise Stopped
         if progress:
             progress(before + done, total)
 
-    def _reuse(self, prompt: list[int]) -> int:
-        """Take the caches back to where they are a prefix of the prompt, short of its end; that prefix's length."""
-        common = shared(self.cache.tokens, prompt[:-1])
-        if common == self.cache.offset:
-            return common
+    def _rewind(self, snapshots: list[tuple[Mark, Quantizing | None]], most: int) -> int:
+        """Take the caches back to the last of the snapshots with at most so many tokens; return its length."""
         due = self.cache.quantizing  # a snapshot from before the caches were quantized does not fit them
-        self._snapshots = [s for s in self._snapshots if s[0].length <= common and s[1] is due]
+        self._snapshots = [s for s in snapshots if s[0].length <= most and s[1] is due]
         if not self._snapshots or not self.cache.rewinds:
             self._start_over()
             return 0
@@ -213,7 +205,7 @@ class ChatSession:
             del self._snapshots[:-KEPT_SNAPSHOTS]
 
     def _tokens(self, messages: list[dict]) -> tuple[list[int], int]:
-        """The prompt's tokens and where its generation prompt begins, which is before its last token."""
+        """Encode the prompt; return also where its generation prompt begins, which is before its last token."""
         prompt = self._encode(messages, answering=True)
         if not prompt:
             raise ValueError("the prompt is empty: the chat template makes nothing of this conversation")
@@ -227,7 +219,7 @@ class ChatSession:
 
 
 def _running_text(messages: list[dict]) -> str:
-    """The conversation without a template: the texts as they are, each message on a line of its own."""
+    """Write a conversation without a template: the texts as they are, each message on a line of its own."""
     text = ""
     for message in messages:
         if message["role"] == "user" and text and not text.endswith("\n"):

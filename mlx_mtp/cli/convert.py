@@ -6,7 +6,7 @@ from typing import Any
 import click
 from click import Choice, option
 
-from .options import BITS, options
+from .options import BITS
 
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 OF_QUANTIZED = ("q_group_size", "q_bits", "q_mode", "quant_predicate")
@@ -19,45 +19,33 @@ def refuse_upload(_ctx: click.Context, _param: click.Parameter, value: str | Non
         raise click.BadParameter(f"{value}: nothing is uploaded from here; `hf upload {value} MLX_PATH` does it")
 
 
-target_options = options(
-    option("--quantize", "-q", is_flag=True, help="Quantize the target, and the heads in 8 bits."),
-    option("--q-group-size", type=Choice(["16", "32", "64", "128"]), help="Group size.  [default: 64]"),
-    option("--q-bits", type=BITS, help="Bits per weight.  [default: 4]"),
-    option(
-        "--q-mode",
-        type=Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]),
-        help="Quantization mode.  [default: affine]",
-    ),
-    option("--quant-predicate", type=Choice(RECIPES), help="Recipe of mixed bits."),
-    option("--dequantize", "-d", is_flag=True, help="Dequantize target and heads."),
-)
-head_options = options(
-    option(
-        "--mtp-q-bits",
-        type=Choice([*BITS.choices, "16"]),
-        help="Bits of the heads; 16 leaves them as they are.  [default: 8 with -q, else as they are]",
-    ),
-    option("--mtp-q-group-size", type=Choice(["32", "64", "128"]), help="Group size of the heads.  [default: 64]"),
-    option(
-        "--mtp-layout",
-        type=Choice(["sidecar", "shards"]),
-        help="Heads in mtp.safetensors, which mlx-lm does not read, or in the target's files.  [default: sidecar]",
-    ),
-    option("--mtp-only", is_flag=True, help="Write the heads alone, to --mtp-path."),
-    option("--mtp-path", help="With --mtp-only: new file, or the directory of a conversion to go with."),
-)
-
-
 @click.command()
 @option("--hf-path", "--model", required=True, help="Local directory or Hugging Face repository.")
 @option("--mlx-path", help="Directory to write, new or empty.  [default: mlx_model]")
-@target_options
+@option("--quantize", "-q", is_flag=True, help="Quantize the target, and the heads in 8 bits.")
+@option("--q-group-size", type=Choice(["16", "32", "64", "128"]), help="Group size.  [default: 64]")
+@option("--q-bits", type=BITS, help="Bits per weight.  [default: 4]")
+@option("--q-mode", type=Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="Quantization mode.  [default: affine]")
+@option("--quant-predicate", type=Choice(RECIPES), help="Recipe of mixed bits.")
+@option("--dequantize", "-d", is_flag=True, help="Dequantize target and heads.")
 @option(
     "--dtype",
     type=Choice(["float16", "bfloat16", "float32"]),
     help="Type of what is not quantized.  [default: config.json's torch_dtype, else as it is]",
 )
-@head_options
+@option(
+    "--mtp-q-bits",
+    type=Choice([*BITS.choices, "16"]),
+    help="Bits of the heads; 16 leaves them as they are.  [default: 8 with -q, else as they are]",
+)
+@option("--mtp-q-group-size", type=Choice(["32", "64", "128"]), help="Group size of the heads.  [default: 64]")
+@option(
+    "--mtp-layout",
+    type=Choice(["sidecar", "shards"]),
+    help="Heads in mtp.safetensors, which mlx-lm does not read, or in the target's files.  [default: sidecar]",
+)
+@option("--mtp-only", is_flag=True, help="Write the heads alone, to --mtp-path.")
+@option("--mtp-path", help="With --mtp-only: new file, or the directory of a conversion to go with.")
 @option("--revision", help="Branch, tag or commit on the hub.")
 @option("--upload-repo", callback=refuse_upload, expose_value=False, hidden=True)
 @option("--trust-remote-code", is_flag=True, expose_value=False, hidden=True)  # none is run
