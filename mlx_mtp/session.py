@@ -76,13 +76,13 @@ class ChatSession:
         self.num_draft_tokens = default_draft_tokens(model) if k is None else k
         self.seed = options.pop("seed", None)
         layout: dict[str, Any] = {n: options.pop(n) for n in CACHE_OPTIONS if n in options}
-        self._given, self._prefix = options.pop("prompt_cache", None), ""
+        self._given, self._prefix_text = options.pop("prompt_cache", None), ""
         if self._given is not None:
             system_prompt = self._continue(self._given, system_prompt)
             self._begun = (self._given.snapshot(), self._given.quantizing)
         self._blank = self._given.like_new() if self._given else make_prompt_cache(model, **layout)
         self._at_rest = True
-        self._opening = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         self.options = options
         self.stopping = False
         self.answers = 0
@@ -90,7 +90,7 @@ class ChatSession:
 
     def reset(self) -> None:
         """Begin a new conversation. Answers are counted on, so that a seed's draws do not repeat."""
-        self.messages, self.turn = self._opening, Turn(0)
+        self.messages, self.turn = self._system, Turn(0)
         if self._given is not None and self._at_rest:
             self.cache = self._given
             self._rewind([self._begun], self._begun[0].length)
@@ -108,14 +108,14 @@ class ChatSession:
         """Take over what a given cache holds; return the system prompt."""
         if len(cache.heads) < len(self.model.mtp):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
-        opening = cache.prefix
-        if opening is None and not cache.offset:
+        prefix = cache.prefix
+        if prefix is None and not cache.offset:
             return system_prompt
-        if opening is None or (self.tokenizer.has_chat_template and not opening.template):
+        if prefix is None or (self.tokenizer.has_chat_template and not prefix.template):
             raise ValueError("prompt_cache: does not hold the beginning of a conversation")
-        opening.check(system_prompt=system_prompt, template_config=self.template_config)
-        self._prefix, self.template_config = opening.prompt, opening.template_config
-        return opening.system_prompt
+        prefix.check(system_prompt=system_prompt, template_config=self.template_config)
+        self._prefix_text, self.template_config = prefix.prompt, prefix.template_config
+        return prefix.system_prompt
 
     def ask(self, text: str, progress: Progress | None = None) -> Responses:
         """Send a message and yield the answer's responses; `turn` has the counts of the whole prompt.
@@ -123,7 +123,7 @@ class ChatSession:
         Closing the iterator or setting `stopping` ends the answer, which stays in the conversation as far as it
         was yielded; where nothing was, the message is left out. Raises ValueError where the template does.
         """
-        text = text if len(self.messages) > len(self._opening) else self._prefix + text
+        text = text if len(self.messages) > len(self._system) else self._prefix_text + text
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt, end = self._tokens(messages)
         if not self._at_rest:  # an exception ended the last turn, perhaps halfway through a write

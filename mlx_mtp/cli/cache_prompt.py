@@ -10,7 +10,7 @@ from . import options
 from .from_flags import cache_layout, default_step, load_model
 
 if TYPE_CHECKING:
-    from ..cache.prompt_prefix import Opening
+    from ..cache.prompt_prefix import PromptPrefix
     from ..decoding.stats import Stats
 
 
@@ -48,11 +48,11 @@ def cache_prompt(**flags: Any) -> None:
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
     own = {"model": _lasting(flags["model"]), "eos_token": flags["eos_token"]}
-    opening = PromptPrefix(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
-    tokens = opening.settled(tokenizer)
+    prefix = PromptPrefix(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
+    tokens = prefix.settled(tokenizer)
     if not tokens:
         raise click.UsageError("the prompt is too short: none of its tokens is certain before what follows is known")
-    stats = _save(model, tokens, opening, flags)
+    stats = _save(model, tokens, prefix, flags)
     if not flags["quiet"]:
         size = flags["prompt_cache_file"].stat().st_size
         click.echo(f"Prompt: {len(tokens)} tokens, {size / 1e6:.1f} MB in {flags['prompt_cache_file']}")
@@ -65,7 +65,7 @@ def _lasting(model: str | None) -> str | None:
     return str(path.absolute()) if model and path.is_dir() else model
 
 
-def _save(model: Any, tokens: list[int], opening: "Opening", flags: dict[str, Any]) -> "Stats":
+def _save(model: Any, tokens: list[int], prefix: "PromptPrefix", flags: dict[str, Any]) -> "Stats":
     """Read the tokens and write the file; return how it went."""
     from ..cache.file import save_prompt_cache
     from ..cache.prompt_cache import make_prompt_cache
@@ -82,6 +82,6 @@ def _save(model: Any, tokens: list[int], opening: "Opening", flags: dict[str, An
     with progress, wired():
         next(generate_step(tokens, model, max_tokens=0, prompt_progress_callback=progress, **options), None)
     stats.notes_memory()
-    cache.prefix = opening
+    cache.prefix = prefix
     save_prompt_cache(flags["prompt_cache_file"], cache)
     return stats

@@ -13,8 +13,8 @@ def continues_cache(flags: dict[str, Any]) -> None:
     if flags["prompt_cache_file"] is not None:
         from ..cache.file import saved_opening
 
-        if opening := saved_opening(flags["prompt_cache_file"]):
-            flags["model"], flags["eos_token"] = flags["model"] or opening.model, opening.eos_token
+        if prefix := saved_opening(flags["prompt_cache_file"]):
+            flags["model"], flags["eos_token"] = flags["model"] or prefix.model, prefix.eos_token
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:

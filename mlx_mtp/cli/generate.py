@@ -75,12 +75,12 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
 
 def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: "PromptCache") -> list[int]:
     """Encode what is behind a saved cache, whose message goes on with the text, or which it follows."""
-    opening = cache.prefix
-    if opening is None:
+    prefix = cache.prefix
+    if prefix is None:
         return tokenizer.encode(text, add_special_tokens=False)
-    own = {"system_prompt": opening.system_prompt, "chat_template_config": opening.template_config}
-    opening.check(system_prompt=flags["system_prompt"], template_config=flags["chat_template_config"])
-    tokens = _tokens(tokenizer, opening.prompt + text, {**flags, **own, "ignore_chat_template": not opening.template})
+    own = {"system_prompt": prefix.system_prompt, "chat_template_config": prefix.template_config}
+    prefix.check(system_prompt=flags["system_prompt"], template_config=flags["chat_template_config"])
+    tokens = _tokens(tokenizer, prefix.prompt + text, {**flags, **own, "ignore_chat_template": not prefix.template})
     if tokens[: cache.offset] != cache.tokens:
         raise click.UsageError(f"the prompt's tokens do not begin with those in {flags['prompt_cache_file']}")
     return tokens[cache.offset :]
