@@ -17,6 +17,7 @@ from .decoding.memory_needs import check_prompt, within
 from .decoding.sampling import DRAFT_SAMPLING, LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.setup import compiled_for, control_for, lookup_drafts, remember
 from .decoding.stats import Stats
+from .layers.target import Target
 from .machine.memory import wired
 
 
@@ -65,7 +66,7 @@ class GenerationResponse(MLXResponse):
 
 def generate_step(
     prompt: mx.array | Sequence[int],
-    model: Any,
+    model: Target,
     *,
     max_tokens: int = 256,
     num_draft_tokens: int | None = None,
@@ -176,7 +177,7 @@ def _check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> N
         raise ValueError("draft_sampling='rejection': not with a sampler, whose probabilities are not known")
 
 
-def default_draft_tokens(model: Any) -> int:
+def default_draft_tokens(model: Target) -> int:
     """Drafts per cycle where nothing is said: one per head, or DEFAULT_DRAFTS with a recycled one."""
     return min(model.max_draft_tokens, max(DEFAULT_DRAFTS, len(model.mtp)))
 
@@ -194,7 +195,7 @@ def _token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
 
 
 def _cache_for(
-    model: Any, given: PromptCache | None, k: int, group_size: int, start: int, layout: dict[str, int | None]
+    model: Target, given: PromptCache | None, k: int, group_size: int, start: int, layout: dict[str, int | None]
 ) -> PromptCache:
     """A new cache with the layout asked for, or the caller's own, whose layout is what it is."""
     if given is None:
@@ -208,7 +209,7 @@ def _cache_for(
     return given
 
 
-def _draft_count(requested: int | None, model: Any, cache: PromptCache | None) -> int:
+def _draft_count(requested: int | None, model: Target, cache: PromptCache | None) -> int:
     """The number of drafts per cycle: at most one per head that the model and the cache have, or as many as a
     recycled head may make."""
     if cache is not None and not isinstance(cache, PromptCache):
@@ -224,7 +225,7 @@ def _draft_count(requested: int | None, model: Any, cache: PromptCache | None) -
 
 
 def stream_generate(
-    model: Any, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]
+    model: Target, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]
 ) -> Iterator[GenerationResponse]:
     """Yield GenerationResponses (text segment, token, speeds, stats) for a prompt of text or token ids.
 
@@ -279,6 +280,8 @@ def _response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | None)
     )
 
 
-def generate(model: Any, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]) -> str:
+def generate(
+    model: Target, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]
+) -> str:
     """The whole text of `stream_generate`."""
     return "".join(response.text for response in stream_generate(model, tokenizer, prompt, **options))

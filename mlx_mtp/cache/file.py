@@ -20,7 +20,7 @@ from .fingerprint import fingerprint
 from .kinds import from_configs
 from .prompt_cache import PromptCache, Quantizing
 from .prompt_prefix import PromptPrefix
-from .protocol import CacheKind, LayerCache
+from .protocol import CachedModel, CacheKind, LayerCache
 
 FORMAT = 2
 DIGITS = 64
@@ -58,7 +58,7 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
         raise
 
 
-def load_prompt_cache(file: str | Path, model: Any, *, check_memory: bool = True) -> PromptCache:
+def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: bool = True) -> PromptCache:
     """Read a cache that `save_prompt_cache` wrote.
 
     Raises ValueError, with the reason, where it is not one, is damaged, of an older format or another model's, or
@@ -118,7 +118,7 @@ def _state(cache: PromptCache) -> dict[str, Any]:
     }
 
 
-def _restored(model: Any, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
+def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
     """The cache; for a model that was loaded without heads without their state."""
     layers, heads = state["layers"], state["heads"] if model.mtp else []
     caches = from_configs([*layers, *heads])

@@ -1,5 +1,6 @@
 """Make the caches of layers, of any kind: a new kind is added to this one list."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from .linear import LinearKVCache, QuantizedLinearKVCache
@@ -30,7 +31,7 @@ def make_cache(
     return QuantizedSlidingKVCache(group_size, bits, ring, start)
 
 
-def make_caches(windows: list[CacheKind | Ring], *, starts: list[int], **quantization: Any) -> list[Any]:
+def make_caches(windows: Sequence[CacheKind | Ring], *, starts: list[int], **quantization: Any) -> list[Any]:
     """Make one cache per layer; layers of the same window share one Ring."""
     rings: dict[Any, Ring] = {window: Ring(window) for window in windows if isinstance(window, int)}
     pairs = zip(windows, starts, strict=True)

@@ -55,6 +55,12 @@ class MlxLmCaches:
     def reserve(self, rows: int) -> None:
         """mlx-lm's caches grow by themselves."""
 
+    hold = reserve
+
+    def to_quantized(self, bits: int, group_size: int) -> "MlxLmCaches":
+        """mlx-lm's caches stay what they are."""
+        return self
+
     @property
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.caches)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from .kinds import from_configs, make_caches
 from .mlx_lm_caches import MlxLmCaches
 from .prompt_prefix import PromptPrefix
-from .protocol import LayerCache
+from .protocol import CachedModel, LayerCache
 from .ring import Ring
 
 GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
@@ -67,7 +67,9 @@ class PromptCache:
     prefix:  the text whose tokens it holds, where `mlx-mtp cache-prompt` made it.
     """
 
-    def __init__(self, model: Any, layers: list[Any], heads: list[Any], reach: int | None, kept: list[mx.array]):
+    def __init__(
+        self, model: CachedModel, layers: list[Any], heads: list[Any], reach: int | None, kept: list[mx.array]
+    ):
         self.model, self.layers, self.heads, self.reach = model, layers, heads, reach
         self.tokens: list[int] = []
         self.primed = 0
@@ -104,16 +106,15 @@ class PromptCache:
     @property
     def layout(self) -> dict[str, int | None]:
         """The arguments of `make_prompt_cache` that it was made with, or is quantized with by now."""
-        due, bits = self.quantizing, {id(c): getattr(c, "bits", None) for c in self.caches}
-        target = due.bits if due else next((bits[id(c)] for c in self.layers if bits[id(c)]), None)
-        draft = next((bits[id(c)] for c in self.heads if bits[id(c)]), None)
-        sizes = [due.group_size] if due else [c.group_size for c in self.caches if bits[id(c)]]
+        due = self.quantizing
+        target, draft = ([c.config for c in caches if "bits" in c.config] for caches in (self.layers, self.heads))
+        quantized = [*target, *draft]
         pairs = zip(self.model.windows(), self.layers, strict=True)
         rings = [c.window for window, c in pairs if window is None and c.window]
         return {
-            "kv_bits": target,
-            "mtp_kv_bits": draft,
-            "kv_group_size": next(iter(sizes), None),
+            "kv_bits": due.bits if due else target[0]["bits"] if target else None,
+            "mtp_kv_bits": draft[0]["bits"] if draft else None,
+            "kv_group_size": due.group_size if due else quantized[0]["group_size"] if quantized else None,
             "max_kv_size": next(iter(rings), None),
         }
 
@@ -274,7 +275,7 @@ class PromptCache:
 
 
 def make_prompt_cache(
-    model: Any,
+    model: CachedModel,
     *,
     num_draft_tokens: int | None = None,
     kv_bits: int | None = None,
@@ -326,7 +327,7 @@ def make_prompt_cache(
     return cache
 
 
-def group_size_for(model: Any) -> int:
+def group_size_for(model: CachedModel) -> int:
     """The largest usual group size that quantized keys and values of `model` can have, else 64."""
     head_dim = getattr(model.args, "head_dim", None) or 64  # latent attention has none, and nothing to quantize
     return next((size for size in (64, 32) if head_dim % size == 0), 64)

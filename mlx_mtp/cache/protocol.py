@@ -1,6 +1,7 @@
-"""State what the decode loop and the layers ask of the cache of one layer."""
+"""State what is asked of the cache of one layer, and what a cache asks of the model that it belongs to."""
 
-from typing import Any, ClassVar, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -20,9 +21,9 @@ class LayerCache(Protocol):
     a lower offset does not bring them back), `is_mlx_lm` (mlx-lm's own caches, on which nothing is built ahead).
     """
 
-    is_state: ClassVar[bool]
-    wraps: ClassVar[bool]
-    is_mlx_lm: ClassVar[bool]
+    is_state: bool
+    wraps: bool
+    is_mlx_lm: bool
     offset: Any
     limit: int
     parts: Parts
@@ -74,3 +75,29 @@ class LayerCache(Protocol):
 
 
 CacheKind = int | None | type[LayerCache]  # what a layer needs: a window, all positions, or a cache of another class
+
+
+class CachedModel(Protocol):
+    """What a text's caches need to know of a model.
+
+    mtp: its MTP heads. args: config.json's fields. vocab_size: V. NO_KV_BITS: what forbids quantized keys and values.
+    """
+
+    mtp: Sequence[Any]
+    args: Any
+    NO_KV_BITS: str | None
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def windows(self) -> list[CacheKind]:
+        """Return what each layer that has a cache needs."""
+        ...
+
+    def head_windows(self) -> list[int | None]:
+        """Return the attention window of each MTP head, None where it sees all positions."""
+        ...
+
+    def no_hidden(self) -> mx.array:
+        """Return a hidden row of zeros, [1, 1, H], of the model's type."""
+        ...

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.prompt_cache import Mark, PromptCache
+from ..layers.target import Target
 from ..tuning.controller import Controller, Cycle, Fixed, Plan
 from ..tuning.replay_choice import HOST_BOUND
 from .accept import accept
@@ -33,7 +34,7 @@ class Decoder:
     text:    the tokens that the host has read.
     """
 
-    model: Any
+    model: Target
     cache: PromptCache
     picker: Picker
     control: Controller | Fixed

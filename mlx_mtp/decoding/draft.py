@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
+from ..layers.target import Target
 from .draft_sampling import Choice
 
 # (model, depth, a head's output row [1, 1, H], the position that it guesses) -> the draft
@@ -78,7 +79,7 @@ class Drafts:
         return Drafts(self.tokens[:n], None if self.q is None else self.q[:n])
 
 
-def draft(model: Any, cache: PromptCache, run: Run, k: int, chooser: Chooser) -> Drafts:
+def draft(model: Target, cache: PromptCache, run: Run, k: int, chooser: Chooser) -> Drafts:
     """Feed every head the run's rows and return k drafts, each token chosen by `chooser`.
 
     All R rows are fed, right or not, so that shapes do not depend on what was accepted; a head's answer is its
@@ -107,7 +108,9 @@ def draft(model: Any, cache: PromptCache, run: Run, k: int, chooser: Chooser) ->
     return Drafts.of(choices)
 
 
-def _recycle(model: Any, cache: PromptCache, row: mx.array, last: Choice, k: int, chooser: Chooser) -> list[Choice]:
+def _recycle(
+    model: Target, cache: PromptCache, row: mx.array, last: Choice, k: int, chooser: Chooser
+) -> list[Choice]:
     """Draft on with the one head: its last output [1, 1, H] and draft are its next input; k - 1 more drafts."""
     (head,), (kv,) = model.mtp, cache.heads
     offset, more = cache.layers[0].offset, []
@@ -126,7 +129,7 @@ def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
     return mx.where(mx.arange(longer.size) == index, token, longer)
 
 
-def prime(model: Any, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
+def prime(model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
     """Let every head read positions first..end-1, the rows at the head of the backlog, `step` at a time.
 
     Positions are host integers here, and `tokens` [end + 1] are known; nothing is evaluated. Where rows
@@ -152,7 +155,7 @@ def _start_at(cache: PromptCache, first: int) -> None:
         first += kv.window
 
 
-def _read(model: Any, cache: PromptCache, hidden: mx.array, text: Any, lo: int) -> None:
+def _read(model: Target, cache: PromptCache, hidden: mx.array, text: Any, lo: int) -> None:
     """One pass of all depths over hidden rows [1, n, H] of positions lo..lo+n-1, whose `text` ends at token lo+n."""
     hi = lo + hidden.shape[1]
     tokens = mx.array(text[1:])[None]

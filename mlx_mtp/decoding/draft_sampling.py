@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..layers.target import Target
 from .rejection import draft_key, gumbel_max
 from .sampling import Picker, Sampling, key_at, whole_row
 
@@ -47,7 +48,7 @@ class DraftChooser:
         draws = picker.sampler is None and not picker.options.greedy
         return cls(picker.draft_sampling if draws else "greedy", picker.options, picker.key, confidence)
 
-    def __call__(self, model: Any, depth: int, row: mx.array, position: mx.array) -> Choice:
+    def __call__(self, model: Target, depth: int, row: mx.array, position: mx.array) -> Choice:
         """A draft for `position`, int32 [] or [1], by the head of `depth`, whose output row [1, 1, H] guesses it."""
         if self.mode == "greedy" and not self.confidence:
             return Choice(model.mtp[depth].token(model.draft_choice(depth, row)).astype(mx.int32))
@@ -55,7 +56,7 @@ class DraftChooser:
         choice = None if rows is None else self._without_logits(rows, model, depth, position)
         return choice or self._from_logits(_logits(model, depth, row), position)
 
-    def _without_logits(self, rows: Any, model: Any, depth: int, position: mx.array) -> Choice | None:
+    def _without_logits(self, rows: Any, model: Target, depth: int, position: mx.array) -> Choice | None:
         """By the head's kernel; None where its choices do not do."""
         head, size = model.mtp[depth], rows.head.module.weight.shape[0]
         if self.mode == "coupled" and self.options.unfiltered:
@@ -102,7 +103,7 @@ def _tokens(head: Any, n: int) -> mx.array | None:
     return None if tokens is rows else tokens
 
 
-def _logits(model: Any, depth: int, row: mx.array) -> mx.array:
+def _logits(model: Target, depth: int, row: mx.array) -> mx.array:
     """A head's logits [1, V], -infinity for tokens that it does not know."""
     logits = model.draft_logits(depth, row)[0]
     tokens = _tokens(model.mtp[depth], logits.shape[-1])

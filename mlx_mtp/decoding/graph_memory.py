@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..cache.mlx_lm_caches import MlxLmCaches
 from ..cache.prompt_cache import PromptCache
+from ..layers.target import Target
 from .draft import prime
 
 # Primitives whose output is a view of their first input, or is written into it.
@@ -33,7 +34,7 @@ def nbytes(tree: Any) -> int:
     return sum(a.nbytes for a in arrays.values() if isinstance(a, mx.array))
 
 
-def fill(model: Any, cache: PromptCache, context: int, rows: int) -> int:
+def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     """Give an empty cache the buffers that it has at `context` positions, when `rows` rows are verified at a time.
 
     Returns the bytes of one of the target's hidden rows.
@@ -64,7 +65,7 @@ def plain_nbytes(caches: list[Any], context: int) -> int:
     return total
 
 
-def scratch(model: Any, cache: PromptCache, context: int, rows: int) -> int:
+def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     """Bytes that reading the last `rows` of `context` positions holds at once, beside weights and caches.
 
     cache: one that was filled for that context; what it holds is not changed. mlx-lm's own caches are taken to be

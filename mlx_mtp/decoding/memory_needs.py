@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache, group_size_for, make_prompt_cache
+from ..layers.target import Target
 from ..machine import memory
 from ..machine.memory import IGNORE, check_room, ignored, in_gb
 from .graph_memory import fill, nbytes, plain_nbytes, scratch
@@ -59,7 +60,7 @@ class Budget:
     layout: Mapping[str, Any] = field(default_factory=dict)
     ignore: bool = False
 
-    def check(self, model: Any, path: Path) -> None:
+    def check(self, model: Target, path: Path) -> None:
         """Raise ValueError where `model`, whose weights at `path` have not been read, does not fit this machine.
 
         Also where it cannot have caches of that layout.
@@ -78,7 +79,7 @@ class Budget:
         raise ValueError(f"{path}: {found} needed{asked}, {there}; {what}; {IGNORE}=1 insists")
 
 
-def needs(model: Any, context: int, *, step: int = STEP, **layout: Any) -> Needs:
+def needs(model: Target, context: int, *, step: int = STEP, **layout: Any) -> Needs:
     """What `model` takes with `context` positions, of which a prompt is read `step` at a time.
 
     model:  loaded, or with `lazy=True`, or built from a configuration: only shapes and types are looked at.
@@ -87,11 +88,11 @@ def needs(model: Any, context: int, *, step: int = STEP, **layout: Any) -> Needs
     return _needs(model, make_prompt_cache(model, **_grouped(model, layout)), context, step)
 
 
-def _grouped(model: Any, layout: Mapping[str, Any]) -> dict[str, Any]:
+def _grouped(model: Target, layout: Mapping[str, Any]) -> dict[str, Any]:
     return {**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
 
 
-def _needs(model: Any, cache: PromptCache, context: int, step: int) -> Needs:
+def _needs(model: Target, cache: PromptCache, context: int, step: int) -> Needs:
     heads = nbytes(model.get("mtp", []))
     weights = nbytes(model.parameters()) - heads
     if not context:
@@ -99,13 +100,13 @@ def _needs(model: Any, cache: PromptCache, context: int, step: int) -> Needs:
     return Needs(weights, heads, *_beside(model, cache, context, min(step, context)))
 
 
-def _beside(model: Any, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
+def _beside(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
     """Bytes of the target's caches and the heads', and of what reading the last `rows` positions holds beside."""
     full, hidden = _filled(model, cache, context)
     return *_held(model, cache, full, context, hidden), _scratch(model, full, context, rows)
 
 
-def _rough(model: Any, cache: PromptCache, context: int, rows: int) -> int:
+def _rough(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     """More than `_beside`, from the model's width alone: where there is as much nobody has to look closer.
 
     Scores of a head to every 8 columns, a wide row between layers, and keys and values as wide as the model.
@@ -115,19 +116,19 @@ def _rough(model: Any, cache: PromptCache, context: int, rows: int) -> int:
     return 4 * width * (rows * (held // 8 + 256) + 2 * layers * held) + _logits(model)
 
 
-def kv_bytes(model: Any, cache: PromptCache, context: int) -> tuple[int, int]:
+def kv_bytes(model: Target, cache: PromptCache, context: int) -> tuple[int, int]:
     """Bytes of the target's and the heads' caches at `context` positions, of the layout of `cache`."""
     full, hidden = _filled(model, cache, context)
     return _held(model, cache, full, context, hidden)
 
 
-def _filled(model: Any, cache: PromptCache, context: int) -> tuple[PromptCache, int]:
+def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCache, int]:
     """A new cache of the same layout, with buffers as at `context` positions; bytes of one of the hidden rows."""
     full = _empty(cache, quantized=_later(cache, context))
     return full, fill(model, full, context, VERIFIED)
 
 
-def _held(model: Any, cache: PromptCache, full: PromptCache, context: int, hidden: int) -> tuple[int, int]:
+def _held(model: Target, cache: PromptCache, full: PromptCache, context: int, hidden: int) -> tuple[int, int]:
     """Bytes of the target's and the heads' caches; `full` is `cache` at `context`.
 
     While nothing is drafted the target's hidden rows wait for the heads, in place of their keys and values.
@@ -143,7 +144,7 @@ def _held(model: Any, cache: PromptCache, full: PromptCache, context: int, hidde
     return kv, max(head_kv, waiting)
 
 
-def _scratch(model: Any, full: PromptCache, context: int, rows: int) -> int:
+def _scratch(model: Target, full: PromptCache, context: int, rows: int) -> int:
     """Bytes that reading the last `rows` of `context` positions holds beside weights and caches.
 
     Where a CPU runs a recurrence row by row, two small numbers of rows tell what more of them take.
@@ -156,7 +157,7 @@ def _scratch(model: Any, full: PromptCache, context: int, rows: int) -> int:
     return int(SLACK * held) + _logits(model)
 
 
-def _logits(model: Any) -> int:
+def _logits(model: Target) -> int:
     """Bytes of a cycle's logits, log-probabilities, masks and orders."""
     return (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4
 
@@ -174,13 +175,13 @@ def _empty(cache: PromptCache, *, quantized: bool = False) -> PromptCache:
     return new
 
 
-def largest_context(model: Any, budget: int, *, step: int = STEP, **layout: Any) -> int:
+def largest_context(model: Target, budget: int, *, step: int = STEP, **layout: Any) -> int:
     """The most positions, in steps of GRAIN, whose `needs` are within `budget` bytes; 0 where not even one is."""
     cache = make_prompt_cache(model, **_grouped(model, layout))
     return _largest(model, cache, budget - nbytes(model.parameters()), step)
 
 
-def _largest(model: Any, cache: PromptCache, room: int, step: int) -> int:
+def _largest(model: Target, cache: PromptCache, room: int, step: int) -> int:
     """The same of a cache's layout, within `room` bytes beside the weights."""
     near, far = (_beside(model, cache, n * step, step)[2] for n in (2, 66))
 
@@ -195,7 +196,7 @@ def _largest(model: Any, cache: PromptCache, room: int, step: int) -> int:
     return context
 
 
-def _fitting(model: Any, budget: int, asked: Budget) -> Iterator[str]:
+def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
     """What would fit: a shorter context, and a longer one with quantized caches; nothing where weights do not."""
     plain = largest_context(model, budget, step=asked.step, **asked.layout)
     if plain:
@@ -223,7 +224,7 @@ def within(max_context: int | None, held: int, prompt: int, max_tokens: int) -> 
     return left if max_tokens == -1 else max_tokens
 
 
-def check_prompt(model: Any, cache: PromptCache, prompt: int, max_tokens: int, step: int, *, ignore: bool) -> None:
+def check_prompt(model: Target, cache: PromptCache, prompt: int, max_tokens: int, step: int, *, ignore: bool) -> None:
     """Raise ValueError where reading `prompt` tokens into `cache` and writing `max_tokens` does not fit this machine.
 
     Of no limit, -1, one token is asked for. A model that is loaded has room for UNCHECKED positions.

@@ -1,11 +1,11 @@
 """Reading the prompt, and what the heads have not read yet."""
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
+from ..layers.target import Target
 from .draft import Drafts, Run, prime
 from .sampling import Picker
 
@@ -14,7 +14,7 @@ NO_DRAFTS = Drafts(mx.zeros(0, mx.int32))
 
 
 def prefill(
-    model: Any,
+    model: Target,
     cache: PromptCache,
     prompt: list[int],
     picker: Picker,
@@ -47,7 +47,7 @@ def prefill(
     return Run.of(row, tokens, NONE_ACCEPTED, NO_DRAFTS.tokens, logprobs)
 
 
-def _read_chunk(model: Any, cache: PromptCache, chunk: list[int]) -> mx.array:
+def _read_chunk(model: Target, cache: PromptCache, chunk: list[int]) -> mx.array:
     """Put one chunk of the prompt into the target's caches; an interruption leaves all of it or nothing."""
     mark = cache.mark()
     try:

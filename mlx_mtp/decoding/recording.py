@@ -4,6 +4,7 @@ All else that it depends on is its `Kind`. Positions that the host bounds are bo
 recorded serves every cycle until a buffer's next STEP, in this conversation and in others.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import mlx.core as mx
 from ..cache.kinds import from_configs
 from ..cache.linear import round_up
 from ..cache.prompt_cache import PromptCache
+from ..layers.target import Target
 from ..tuning.controller import Fixed, Plan
 from .cycle import Decoder, Flight, verify
 from .draft import Drafts, Run, draft
@@ -57,17 +59,26 @@ def _layout(c: Any, base: int) -> tuple:
     return tuple(config.items())
 
 
-def recorded(model: Any, kind: Kind, given: list, guesses: list, ends: list, parts: list, kept: list, key: mx.array):
+def recorded(
+    model_ref: "weakref.ref[Target]",
+    kind: Kind,
+    given: list,
+    guesses: list,
+    ends: list,
+    parts: list,
+    kept: list,
+    key: mx.array,
+):
     """The cycle of a kind; caches of its own stand in for a conversation's, whose arrays come and go.
 
-    model:   a weak reference to it.
     given:   of the run before: hidden, tokens, and accepted if it had drafts.
     guesses: the drafts, if they are not the heads'.
     ends:    the target's position and, if they draft, the heads'.
     parts:   each cache's arrays.
     Returns the run's arrays by their names, the target's position, parts and kept.
     """
-    model, plan, n = model(), kind.plan, len(kind.layers)
+    model, plan, n = model_ref(), kind.plan, len(kind.layers)
+    assert model is not None
     caches = from_configs([dict(config) for config in (*kind.layers, *kind.heads)])
     cache = PromptCache(model, caches[:n], caches[n:], None, list(kept))
     cache.live = bool(kind.heads)

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..layers.target import Target
 from ..tuning.controller import Plan
 from ..tuning.replay_choice import CompileChoice
 from .cycle import Decoder, Flight
@@ -40,7 +41,7 @@ class Recorder:
     def __reduce__(self):
         return Recorder, ()  # a copy of the model records its own
 
-    def fit(self, model: Any) -> None:
+    def fit(self, model: Target) -> None:
         """Forget what was recorded of another state of the model, or in another thread, which has its own streams."""
         state = [threading.get_ident(), str(mx.default_device()), *_state(model)]
         pairs = zip(state, self._state, strict=False)
@@ -48,7 +49,7 @@ class Recorder:
             self.cycles.clear()
             self._state = state
 
-    def find(self, model: Any, kind: Kind) -> tuple[Callable | None, bool]:
+    def find(self, model: Target, kind: Kind) -> tuple[Callable | None, bool]:
         """The cycle of a kind, None where it has not come often enough, and whether it is recorded with this call."""
         step = self.cycles.pop(kind, None)
         new = step is None
@@ -133,7 +134,7 @@ def _replay(step: Callable, kind: Kind, d: Decoder, last: Flight) -> Run:
     return Run(**{"accepted": NONE_ACCEPTED, "drafts": NO_DRAFTS.tokens, "logprobs": None, **made})
 
 
-def _state(model: Any) -> list:
+def _state(model: Target) -> list:
     """What recorded cycles hold of a model: its parameters, its modules' kinds, and which kernels are on."""
     found = [array for _, array in tree_flatten(model.parameters())]  # type: ignore[union-attr]
     for module in model.modules():

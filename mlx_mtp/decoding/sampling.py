@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
+from ..layers.target import Target
 from .rejection import gumbel_max, keep_or_replace
 
 Sampler = Callable[[mx.array], mx.array]
@@ -120,7 +121,9 @@ class Picker:
     key: mx.array = field(default_factory=lambda: mx.zeros(2, mx.uint32))
     draft_sampling: str = "coupled"
 
-    def pick(self, model: Any, hidden: mx.array, position, history: Any, drafts: mx.array, q: mx.array | None = None):
+    def pick(
+        self, model: Target, hidden: mx.array, position, history: Any, drafts: mx.array, q: mx.array | None = None
+    ):
         """As for the logits of hidden rows [1, M, H], which are not computed where the model can choose without."""
         choice = model.choice(hidden) if q is None and self._needs_no_logits else None
         if choice is None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..cache.prompt_cache import PromptCache
+from ..layers.target import Target
 from ..tuning.controller import Controller, Fixed
 from ..tuning.cost_file import RememberedCosts
 from ..tuning.costs import Costs
@@ -48,7 +49,7 @@ class Learned:
         self.memories[replayed].keep(self.recall(replayed=replayed), faster)
 
 
-def learned(model: Any) -> Learned:
+def learned(model: Target) -> Learned:
     """Made once for a model: to name its parameters takes as long as some cycles."""
     if not hasattr(model, "_learned"):
         report = getattr(model, "report", None)
@@ -57,7 +58,7 @@ def learned(model: Any) -> Learned:
     return model._learned
 
 
-def _names(model: Any) -> str:
+def _names(model: Target) -> str:
     """A digest of the names and shapes of a model's parameters, on which the cost of its cycles depends."""
     arrays: Any = tree_flatten(model.parameters())
     own = sorted(f"{name} {array.shape}" for name, array in arrays)
@@ -65,7 +66,7 @@ def _names(model: Any) -> str:
 
 
 def control_for(
-    model: Any, k: int, max_lookup: int, *, adaptive: bool, p_min: bool, compiled: Compiled | None = None
+    model: Target, k: int, max_lookup: int, *, adaptive: bool, p_min: bool, compiled: Compiled | None = None
 ) -> Controller | Fixed:
     """The control of a generation with at most k drafts of the heads, or max_lookup of the text's, in a cycle."""
     if adaptive and (k or max_lookup):
@@ -79,7 +80,7 @@ def _replayed(compiled: Compiled | None) -> bool:
     return compiled is not None and bool(compiled.choice.verdict) and not compiled.choice.tried
 
 
-def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
+def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
     """What replays a generation's cycles; None where it may not, or they run a caller's code or mlx-lm's own caches.
 
     asked: None leaves it to a trial on a GPU, and to what one has found on this machine with this model.
@@ -97,7 +98,7 @@ def compiled_for(model: Any, cache: PromptCache, picker: Picker, asked: bool | N
     return Compiled(recorder, CompileChoice(asked or recorder.verdict))
 
 
-def remember(model: Any, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
+def remember(model: Target, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
     """Keep what a generation measured for the next ones."""
     known, replayed = learned(model), _replayed(compiled)
     measured = isinstance(control, Controller) and any(control.costs.seen)
