@@ -82,7 +82,7 @@ def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
         for c, parts, *_ in states:
             c.parts = tuple(next(given) for _ in parts)
             c.seek(context - rows, context - rows)
-        layers = cache.layers if states else [MlxLmCaches()]
+        layers: list[Any] = cache.layers if states else [MlxLmCaches()]
         hidden = model.hidden(tokens, layers)
         return [model.logits(hidden[:, -1:]), *(part for c, *_ in states for part in c.parts)]
 

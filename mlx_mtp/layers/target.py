@@ -1,0 +1,78 @@
+"""State what the decode loop asks of a model, whichever port or mlx-lm model it is."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from ..cache.protocol import CachedModel, LayerCache
+
+
+class TokenChoice(Protocol):
+    """Rows that an LM head can choose tokens of, M of them, without writing their logits."""
+
+    def greedy(self) -> mx.array:
+        """Return the likeliest token of each row, int32 [M]."""
+        ...
+
+    def draw(self, key: mx.array, position: Any, temp: float) -> mx.array:
+        """Draw a token of each row, int32 [M], with the noise of positions from `position` on."""
+        ...
+
+    def top(self, n: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the n greatest logits [M, n], sorted, their tokens [M, n], and the logsumexp of all [M]."""
+        ...
+
+
+class Target(CachedModel, Protocol):
+    """The model that verifies, with the MTP heads in `mtp` that draft for it; `layers.port.Port` is the usual one.
+
+    Without heads `max_draft_tokens` is 0, and what only drafting asks for (from `embed` on) is never called.
+    max_draft_tokens: most drafts of its heads in a cycle. report: the facts of its load (`checkpoint.report.Report`).
+    """
+
+    max_draft_tokens: int
+    layers: Sequence[Any]
+    report: Any
+    _learned: Any  # what its cycles cost here
+    _recorder: Any  # its recorded cycles
+
+    def hidden(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
+        """Read tokens [1, L] into the caches; return the hidden rows [1, L, H] that `logits` and `capture` take."""
+        ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Return logits [1, M, V] of hidden rows [1, M, H]."""
+        ...
+
+    def choice(self, hidden: mx.array) -> TokenChoice | None:
+        """Return what chooses tokens of hidden rows [1, M, H] without logits; None where they must be computed."""
+        ...
+
+    def parameters(self) -> Any: ...
+
+    def modules(self) -> Sequence[Any]: ...
+
+    def load_weights(self, weights: Any, strict: bool = True) -> Any: ...
+
+    def get(self, name: str, default: Any = None) -> Any: ...
+
+    def capture(self, hidden: mx.array) -> mx.array:
+        """Return what the first head reads, [1, L, H], of the target's hidden rows."""
+        ...
+
+    def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
+        """Return embeddings [..., H] of tokens [...] as the head of `depth` reads them."""
+        ...
+
+    def draft_logits(self, depth: int, output: mx.array) -> mx.array:
+        """Return logits [..., n] of a head's output rows [..., H]; `mtp[depth].token` names the n tokens."""
+        ...
+
+    def draft_choice(self, depth: int, output: mx.array) -> mx.array:
+        """Return the number of the greatest of an output row's `draft_logits`, int32 []."""
+        ...
+
+    def draft_rows(self, depth: int, output: mx.array) -> TokenChoice | None:
+        """Return what chooses a draft of an output row [1, 1, H] without logits; None where they must be computed."""
+        ...
