@@ -1,8 +1,9 @@
-"""How many drafts each cycle verifies: the number whose expected tokens per second are most, zero included.
+"""Choose how many drafts each cycle verifies: as many, or none, as promise the most tokens per second.
 
 Costs are measured (`Costs`), acceptance is counted and forgotten at a fixed rate (`Acceptance`). What is not known is
 tried where it could be the best (upper confidence bounds), and two accounts bound what that may cost: one against
 plain decoding, whatever drafts turn out to be worth, and one against the best draft length known.
+Costs are in plain steps: the time of one cycle without drafts is one.
 """
 
 import math
@@ -35,10 +36,10 @@ STAY = 16  # cycles over which a catch-up of the heads is paid off
 
 @dataclass(frozen=True)
 class Plan:
-    """What one cycle does.
+    """The task of one cycle.
 
-    source: who drafts. k: most drafts it verifies, 0 is a plain step. p_min: the heads' confidence is read first and
-    only the leading drafts that pass are verified.
+    source: who drafts, MTP heads or a lookup in the text. k: most drafts it verifies, 0 is a plain step. p_min: the
+    heads' confidence is read first and only the leading drafts that pass are verified.
     """
 
     source: Literal["heads", "lookup"] = "heads"
@@ -48,10 +49,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cycle:
-    """What a cycle did.
+    """The outcome of one cycle.
 
     verified: drafts verified, fewer than plan.k where p_min cut them, or near the end. accepted: how many were right.
-    seconds: None if not measured. caught_up: rows that idle heads had to read before; its seconds hold that too.
+    seconds: None if not measured. caught_up: rows that idle heads had to read before; its seconds hold that, too.
     matched: what `Controller.plan` was told.
     """
 
@@ -64,7 +65,7 @@ class Cycle:
 
 
 class Acceptance:
-    """Of the drafts at each depth whose predecessors were right, how many were: a decaying count with a prior.
+    """A decaying count, with a prior, of the drafts at each depth that were right where all before them were.
 
     A depth that was hardly seen is thought to be like the one before it. before: right ones and all, per depth, of
     earlier runs, which say where to begin.
@@ -78,6 +79,7 @@ class Acceptance:
             self.right[depth] = self.seen[depth] * right / seen if seen else 0.0
 
     def observe(self, verified: int, accepted: int) -> None:
+        """Count a cycle's drafts."""
         for depth in range(min(accepted + 1, verified, len(self.seen))):
             self.seen[depth] += 1
             self.right[depth] += depth < accepted
@@ -87,7 +89,7 @@ class Acceptance:
         self.seen = [KEPT**cycles * n for n in self.seen]
 
     def tokens(self, optimism: float = 0.0) -> list[float]:
-        """Expected tokens of a cycle of 0, 1, .. drafts, each depth taken `optimism` sds above its mean."""
+        """Expect the tokens of a cycle of 0, 1, .. drafts, each depth taken `optimism` sds above its mean."""
         expected, reached, p = [1.0], 1.0, self.guess
         for right, seen in zip(self.right, self.seen, strict=True):
             p = (WEIGHT * p + right) / (WEIGHT + seen)
@@ -98,7 +100,7 @@ class Acceptance:
 
 
 class Fixed:
-    """Always k drafts; the prompt's max_lookup wherever the last tokens occurred before."""
+    """The same plan for each cycle: k drafts, or max_lookup of the text where its last tokens occurred before."""
 
     def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False):
         self.k, self.max_lookup, self.p_min = k, max_lookup, p_min
@@ -115,7 +117,8 @@ class Fixed:
 class ScoredPlan(NamedTuple):
     """A plan with what is expected of it.
 
-    steps: its cost in plain steps. rate: tokens per step; high: if all goes well. risk: steps that it may lose.
+    steps: its cost in plain steps. rate: tokens per plain step; high: if all goes well. risk: plain steps that it may
+    lose.
     """
 
     plan: Plan
@@ -127,9 +130,9 @@ class ScoredPlan(NamedTuple):
 
 
 class Controller:
-    """Picks each cycle's plan; `plan` for a cycle may be asked before the cycle before it was observed.
+    """The choice of each cycle's plan; `plan` may be asked before the cycle before it was observed.
 
-    max_drafts, max_lookup: the most drafts of the heads and of the prompt, 0 for none. p_min: whether reading the
+    max_drafts, max_lookup: the most drafts of the heads and of the text, 0 for none. p_min: whether reading the
     heads' confidence may be tried. known: costs of earlier runs.
     """
 
@@ -155,7 +158,7 @@ class Controller:
         self.passed = 0  # cycles of which nothing was learned, and the one that is being observed
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
-        """The next cycle's plan.
+        """Choose the next cycle's plan.
 
         matched: how many of the last tokens have occurred before in the same order. behind: rows that idle heads
         would have to read first.
@@ -221,16 +224,16 @@ class Controller:
         self.passed = 0
 
     def _never_measured(self, choice: ScoredPlan) -> bool:
-        """One draft of the heads, of which this run knows nothing: what a file says may be wrong."""
+        """Tell whether it is one draft of the heads, unseen in this run: what a file says of it may be wrong."""
         return choice.plan == Plan("heads", 1) and not self.costs.seen[self.costs.index["heads", 1]]
 
     def _plain_may_be_best(self, best: ScoredPlan) -> bool:
-        """Nothing tells that a plain step was measured when it was unlucky, but another one."""
+        """Tell whether the plain step may be best: only another one tells that it was unlucky when measured."""
         arm = (best.plan.source, best.plan.k)
         return math.log(best.rate) < UNLUCKY * self.costs.spread(arm, PLAIN)
 
     def _deeper(self, choices: list[ScoredPlan]) -> ScoredPlan:
-        """One length above the heads' best: what drafts that may stop early are to be compared with."""
+        """Take one length above the heads' best: drafts that may stop early are to be compared with that."""
         heads = [c for c in choices if c.plan.source == "heads" and c.plan.k]
         best = max(range(len(heads)), key=lambda i: heads[i].rate)
         return heads[min(best + 1, len(heads) - 1)]
@@ -244,7 +247,7 @@ class Controller:
             self.tried += max(0.0, steps - tokens / self.best_rate)
 
     def _stay(self, behind: int) -> float:
-        """Steps that a stay with the heads may still lose, or one that begins now, however much was lost before.
+        """Allow steps to a stay with the heads that goes on, or begins now, however much was lost before.
 
         Parked, the price of coming back rises with every row; what it may cost rises with them.
         """
@@ -268,7 +271,7 @@ class Controller:
         return self.prompt[max(sum(matched >= least for least in BUCKETS) - 1, 0)]
 
     def _choices(self, matched: int, behind: int) -> list[ScoredPlan]:
-        """Every arm that may run now, the plain step first."""
+        """Score every arm that may run now, the plain step first."""
         choices = self._choices_of("heads", self.heads, behind)
         if matched >= SHORTEST:
             choices += self._choices_of("lookup", self._bucket(matched), 0)
@@ -277,7 +280,7 @@ class Controller:
         return choices
 
     def _choices_of(self, source: Source, acceptance: Acceptance, behind: int) -> list[ScoredPlan]:
-        """The arms of one who drafts, ascending; the plain step is the heads'."""
+        """Score the arms of one who drafts, ascending; the plain step is among the heads'."""
         costs, choices = self.costs, []
         tokens, high = acceptance.tokens(), acceptance.tokens(OPTIMISM)
         shortest = True
@@ -298,7 +301,7 @@ class Controller:
 
 
 class Confident:
-    """The arm that reads the heads' confidence: what its cycles gave and took, decaying counts.
+    """The arm that reads the heads' confidence, with decaying counts of what its cycles gave and took.
 
     How far the heads draft before they stop differs from text to text, so that nothing tells its rate but itself.
     """
@@ -314,7 +317,7 @@ class Confident:
         self.cycles, self.tokens, self.steps = kept * self.cycles, kept * self.tokens, kept * self.steps
 
     def choice(self, like: ScoredPlan) -> ScoredPlan:
-        """The arm beside a choice of as many drafts, whose rate it is thought to have until it was seen."""
+        """Score the arm beside a plan of as many drafts, whose rate it is thought to have until it was seen."""
         tokens = (self.tokens + WEIGHT * like.tokens) / (self.cycles + WEIGHT)
         steps = (self.steps + WEIGHT * like.steps) / (self.cycles + WEIGHT)
         doubt = math.sqrt(NOISE**2 + SCATTER**2) / math.sqrt(self.cycles + WEIGHT)
@@ -324,6 +327,6 @@ class Confident:
 
 
 def _arm(cycle: Cycle) -> Arm:
-    """The arm that a cycle's time belongs to."""
+    """Tell the arm that a cycle's time belongs to."""
     source: Source = cycle.plan.source
     return (source, cycle.verified) if cycle.verified else PLAIN

@@ -1,6 +1,6 @@
-"""What a cycle costs, learned from whole cycles' seconds: a Kalman filter over the logarithms of the arms' costs.
+"""Learn what a cycle costs from whole cycles' seconds: a Kalman filter over the logarithms of the arms' costs.
 
-An arm is (source, k): k drafts of the heads or of the prompt, verified in k + 1 rows; ("heads", 0) is the plain step.
+An arm is (source, k): k drafts of MTP heads or of the text, verified in k + 1 rows; ("heads", 0) is the plain step.
 Its total, drafting and verifying together, is what decisions need.
 Logarithms make noise of some per cent alike for all arms, and a machine that is slower as a whole a common shift.
 The prior is the mean and the covariance of a family of cost curves, 1 + (verify + draft) k plain steps, so that one
@@ -37,7 +37,7 @@ ROW_DOUBT = 0.003  # the sd of that which stays, so that newer catch-ups count
 
 
 def ladder(most: int) -> list[int]:
-    """Draft lengths worth trying, ascending, 1..most: each up to 8, then a third more each time, and `most`."""
+    """List draft lengths worth trying, ascending, 1..most: each up to 8, then a third more each time, and `most`."""
     rungs = [k for k in (1, 2, 3, 4, 5, 6, 7, 8, 11) if k < most]
     return [*rungs, most] if most else []
 
@@ -45,7 +45,7 @@ def ladder(most: int) -> list[int]:
 class Costs:
     """Seconds per arm on one machine with one model.
 
-    max_drafts, max_lookup: the most drafts of the heads and of the prompt. known: what earlier runs measured; it may
+    max_drafts, max_lookup: the most drafts of the heads and of the text. known: what earlier runs measured; it may
     be off, as a whole and in its ratios, and what is measured now outweighs it.
     """
 
@@ -80,24 +80,24 @@ class Costs:
 
     @property
     def unknown(self) -> bool:
-        """Whether nothing tells what a plain step takes beside the others."""
+        """Tell whether nothing is known of a plain step's time beside the others."""
         return not self.seen[0] and not self.confirmed
 
     def seconds(self, arm: Arm) -> float:
-        """What a cycle of this arm takes, as far as is known; any k up to the largest."""
+        """Estimate the seconds of a cycle of this arm; any k up to the largest."""
         return math.exp(self._log(arm))
 
     def steps(self, arm: Arm) -> float:
-        """The same in plain steps; rows never come for nothing: an unlucky plain step must not flatter drafts."""
+        """Estimate the same in plain steps; rows are never free: an unlucky plain step must not flatter drafts."""
         return max(math.exp(self._log(arm) - self.mean[0]), 1 + LEAST * min(arm[1], 1))
 
     def spread(self, arm: Arm, other: Arm) -> float:
-        """The sd of the logarithm of one arm's cost over another's."""
+        """Give the sd of the logarithm of one arm's cost over another's."""
         i, j = self.index[arm], self.index[other]
         return math.sqrt(max(0.0, self.cov[i][i] + self.cov[j][j] - 2 * self.cov[i][j]))
 
     def doubt(self, arm: Arm) -> float:
-        """The sd of the logarithm of an arm's cost."""
+        """Give the sd of the logarithm of an arm's cost."""
         return math.sqrt(self.cov[self.index[arm]][self.index[arm]])
 
     def observe(self, arm: Arm, seconds: float, caught_up: int = 0) -> bool:
@@ -138,21 +138,21 @@ class Costs:
                 counts[:] = [n / 2 for n in counts]
 
     def drift(self, cycles: int = 1) -> None:
-        """Cycles have passed: everything is a little less certain."""
+        """Take everything for a little less certain: cycles have passed."""
         self.cov = [
             [value + cycles * more for value, more in zip(*rows, strict=True)]
             for rows in zip(self.cov, self._drift, strict=True)
         ]
 
     def confirm(self) -> None:
-        """The run is over: is what had been known, and was measured again, still so?"""
+        """Count, at a run's end, that what had been known was measured again and is still so; or begin anew."""
         again = [arm for arm in self._before if arm != PLAIN and self.seen[self.index[arm]] >= OFTEN]
         if again and self.seen[0] >= OFTEN:
             errors = [abs(self._log(arm) - self.mean[0] - self._before[arm]) for arm in again]
             self.confirmed = self.confirmed + 1 if max(errors) < SAME else 0
 
     def _update(self, i: int, surprise: float, noise: float) -> None:
-        """The filter's step: arm i was measured, its logarithm `surprise` above its mean, with variance `noise`."""
+        """Step the filter: arm i was measured, its logarithm `surprise` above its mean, with variance `noise`."""
         column = [row[i] for row in self.cov]
         gain = [value / (column[i] + noise) for value in column]
         self.mean = [mean + g * surprise for mean, g in zip(self.mean, gain, strict=True)]
@@ -162,13 +162,13 @@ class Costs:
         ]
 
     def _without_rows(self, arm: Arm, seconds: float, rows: int) -> tuple[float, float]:
-        """An arm's seconds less what idle heads' reading is thought to take, and the variance of their logarithm."""
+        """Take from seconds what idle heads' reading is thought to take; and the variance of their logarithm."""
         steps, plain = self.steps(arm), self.seconds(PLAIN)
         noise = NOISE**2 + rows**2 * self._row_variance / steps**2
         return max(seconds - self.row * rows * plain, LEAST * plain), noise
 
     def _learn_rows(self, arm: Arm, seconds: float, rows: int) -> None:
-        """What the rows took of the seconds that were not expected, by their doubt beside the arm's."""
+        """Learn what the rows took of the seconds that were not expected, by their doubt beside the arm's."""
         steps = self.steps(arm)
         excess = seconds / self.seconds(PLAIN) - steps - self.row * rows
         of_arm = steps**2 * (NOISE**2 + self.spread(arm, PLAIN) ** 2)
@@ -177,7 +177,7 @@ class Costs:
         self._row_variance = max(self._row_variance * of_arm / total, ROW_DOUBT**2)
 
     def _log(self, arm: Arm) -> float:
-        """The logarithm of an arm's cost; between and beyond measured k, straight in log(1 + k)."""
+        """Estimate the logarithm of an arm's seconds; between and beyond measured k, straight in log(1 + k)."""
         if arm in self.index:
             return self.mean[self.index[arm]]
         source, k = arm
@@ -193,13 +193,13 @@ class Costs:
         return self.mean[i] + share * (self.mean[j] - self.mean[i])
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads: seconds per measured arm, plain steps per row of catching up, drafts counted."""
+        """Give what `from_json` reads: seconds per measured arm, plain steps per row caught up, drafts counted."""
         arms = [[*arm, self.seconds(arm)] for arm in self.arms if arm in self.measured]
         return {"seconds": arms, "catch_up": self.row, "drafts": self.drafts, "confirmed": self.confirmed}
 
     @classmethod
     def from_json(cls, kept: Any) -> "Costs":
-        """Costs known from an earlier run; ValueError where `to_json` cannot have written this."""
+        """Read costs of an earlier run; ValueError where `to_json` cannot have written this."""
         try:
             arms = {(source, k): _positive(seconds) for source, k, seconds in kept["seconds"]}
             row = float(kept["catch_up"])
@@ -220,7 +220,7 @@ class Costs:
         return costs
 
     def _set(self, arm: Arm, seconds: float) -> None:
-        """Measured often: the arm is exactly this, and its neighbours follow."""
+        """Take an arm to be exactly this, as if measured often; its neighbours follow."""
         i = self.index[arm]
         self._update(i, math.log(seconds) - self.mean[i], noise=1e-6)
         self.measured.add(arm)
@@ -233,7 +233,7 @@ def _positive(value: Any) -> float:
 
 
 def _prior(arms: Iterable[Arm]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and covariance of log cost in plain steps over the family of curves."""
+    """Make mean and covariance of log cost in plain steps over the family of curves."""
     ks = np.array([k for _, k in arms])
     drafted = np.array([float(source == "heads") for source, _ in arms])
     curves = np.array([np.log1p((a + d * drafted) * ks) for a in VERIFY for d in DRAFT])

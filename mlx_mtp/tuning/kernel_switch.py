@@ -19,8 +19,6 @@ from ..layers.site import Site, inexact_rows
 from .kernel_sites import place, tied
 from .kernel_trials import KernelTrial, KernelVerdict, Key, RememberedVerdicts, decide, in_words
 
-PER_HEAD = (MultiLinear, QuantizedMultiLinear)
-UNSERVED = (nn.QuantizedLinear, nn.QQLinear)
 FORMATS = "products in a format without a kernel"
 Lines = tuple[str, ...]
 
@@ -54,14 +52,11 @@ def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Line
 def _switched(model: Port, sites: Sequence[Site], lane: str | None) -> dict[Key, KernelVerdict]:
     dtype = model.no_hidden().dtype
     tried = trials(sites, dtype)
-    verdicts = decide(tried, lane=lane, memory=RememberedVerdicts(_fingerprint(tried)))
+    shapes = sorted(f"{len(trial.pairs)} {trial.key}" for trial in tried)
+    fingerprint = hashlib.sha256("\n".join(shapes).encode()).hexdigest()
+    verdicts = decide(tried, lane=lane, memory=RememberedVerdicts(fingerprint))
     switch(sites, verdicts, dtype)
     return verdicts
-
-
-def _fingerprint(tried: Iterable[KernelTrial]) -> str:
-    shapes = sorted(f"{len(trial.pairs)} {trial.key}" for trial in tried)
-    return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
 
 
 def trials(sites: Sequence[Site], dtype: mx.Dtype) -> list[KernelTrial]:
@@ -110,17 +105,13 @@ def rows_not_exact(sites: Sequence[Site]) -> Lines:
 def others_not_exact(model: Any) -> Lines:
     """Name what of a model has no exact kernel."""
     modules = [module for _, module in model.named_modules()]
+    attentions = [m for m in modules if "o_proj" in m]
     found = {
-        FORMATS: any(type(m) in UNSERVED or tied(model, m) for m in modules),
-        "attention": any("o_proj" in m and not _attends(m) for m in modules),
-        "latent attention's products per head": any(type(m) in PER_HEAD for m in modules),
+        FORMATS: any(type(m) in (nn.QuantizedLinear, nn.QQLinear) or tied(model, m) for m in modules),
+        "attention": any(not isinstance(m, VerifyAttention) and not getattr(m, "latent", None) for m in attentions),
+        "latent attention's products per head": any(type(m) in (MultiLinear, QuantizedMultiLinear) for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
         "adapters": any("lora_a" in m for m in modules),
     }
     return tuple(name for name, present in found.items() if present)
-
-
-def _attends(module: Any) -> bool:
-    """Tell whether this attention has a kernel."""
-    return isinstance(module, VerifyAttention) or getattr(module, "latent", None) is not None
