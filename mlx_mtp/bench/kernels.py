@@ -26,7 +26,7 @@ CHAIN_SECONDS = 0.002
 class Compared:
     """One kernel at one number of rows.
 
-    wrong: what `trial_run.check` found; seconds: of a call, by side, a value a round; none where the kernel fails.
+    wrong: what `ab_test.check` found; seconds: of a call, by side, a value a round; none where the kernel fails.
     """
 
     name: str

@@ -78,6 +78,7 @@ def decide(
 def _by_trial(
     trials: list[KernelTrial], timer: Callable[[KernelTrial], float], memory: RememberedVerdicts | None, budget: float
 ) -> dict[Key, KernelVerdict]:
+    """Judge by what is remembered, else by a trial while the budget of seconds lasts; remember what is found."""
     known = memory.recall() if memory else {}
     found: dict[Key, Found] = {}
     verdicts: dict[Key, KernelVerdict] = {}
@@ -126,7 +127,7 @@ def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
 
 
 def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
-    """Say it in a line per op and shape: "verify_qmm 4096x1024 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
+    """Say verdicts in a line per op and shape: "verify_qmm 4096x1024 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
     shapes: dict[tuple[str, str], list[tuple[int, KernelVerdict]]] = {}
     for (op, shape, rows), verdict in verdicts.items():
         shapes.setdefault((op, shape), []).append((rows, verdict))
