@@ -127,7 +127,7 @@ def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
 
 
 def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
-    """Say verdicts in a line per op and shape: "verify_qmm 4096x1024 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
+    """Say verdicts, a line per op and shape: "verify_qmm 8x16 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
     shapes: dict[tuple[str, str], list[tuple[int, KernelVerdict]]] = {}
     for (op, shape, rows), verdict in verdicts.items():
         shapes.setdefault((op, shape), []).append((rows, verdict))
