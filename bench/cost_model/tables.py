@@ -1,4 +1,4 @@
-"""Lay the validation out as tables of text, for `mlx-mtp bench model --validate` to print."""
+"""Lay the validation out as lines and tables of text, for `mlx-mtp bench model --validate` to print."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +16,22 @@ def tables(
 ) -> list[Found]:
     """Give every table's title, columns (text, and from `left` on numbers), sections of rows, and caption."""
     return [constants(chips, rows), comparison(checked), attention_table(chips), unused(), forms_table(forms)]
+
+
+def summary(checked: Found) -> list[str]:
+    """Say the errors of all rows of M >= 3 by kind, and which rows are badly off."""
+    lines = []
+    for name, e in checked["errors"].items():
+        figures = f"{e['within']} of {e['rows']} within 25%, median error {e['median']:.1%}"
+        lines.append(f"predicted, not fitted (M = 3..8), {name}: {figures}, greatest {e['greatest']:.1%}")
+    for row in checked["rows"]:
+        if row["verdict"] not in ("ok", "fitted"):
+            lines.append(f"predicted badly, {row['source']} M = {row['m']}: {row['error']:+.1%}, {row['verdict']}")
+    for step in checked["plain"]:
+        error = f"{step['predicted'] / step['published'] - 1:+.1%}" + (f"; {step['note']}" if step["note"] else "")
+        times = f"{step['predicted'] * 1e3:.1f} ms, omlx#2238 {step['published'] * 1e3:.1f} ms"
+        lines.append(f"predicted plain step, {step['chip']} {step['model']}: {times}, {error}")
+    return lines
 
 
 def _table(

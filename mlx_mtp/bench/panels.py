@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Found = dict[str, Any]
-SOLID, DASHED, DASH_DOT, DOTTED = "-", "--", "-.", ":"
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Series:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     level: bool = False
-    line: str = SOLID
+    line: str = "-"
     colour: int | None = None
 
 

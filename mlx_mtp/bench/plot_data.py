@@ -1,21 +1,9 @@
 """Turn a result into what its pictures show: panels of lines, bars, ranges and grids, in the order drawn."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from .panels import (
-    DASH_DOT,
-    DASHED,
-    DOTTED,
-    SOLID,
-    BarPanel,
-    Found,
-    GridPanel,
-    LinePanel,
-    Panel,
-    Series,
-    subject,
-    verify_panel,
-)
+from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, Series, subject, verify_panel
 from .plot_model import documents, model_curve, model_cycles
 from .rows import Row, Setting, categories, rows, settings
 from .timing import Measured, measured, ratio
@@ -48,14 +36,15 @@ def speed(found: Found) -> Iterator[Panel]:
     sets = settings(found)
     for i, setting in enumerate(sets):
         several, name = len(sets) > 1, _setting(setting)
+        colour = i if several else None
         made = {row.contender: row.speed for row in rows(found, setting) if row.speed}
         fixed = sorted((float(k), speed) for loop, speed in made.items() if (k := _drafts(loop)) is not None)
-        series.append(_series(name if several else "k drafts in every cycle", fixed, colour=i if several else None))
-        for loop, line in ((ADAPTIVE, DASH_DOT), (MLX_LM, DOTTED)):
+        series.append(_series(name if several else "k drafts in every cycle", fixed, colour=colour))
+        for loop, line in ((ADAPTIVE, "-."), (MLX_LM, ":")):
             if loop in made and fixed:
                 level = [(fixed[0][0], made[loop]), (fixed[-1][0], made[loop])]
                 label = f"{loop}, {name}" if several else loop
-                series.append(_series(label, level, level=True, line=line, colour=i if several else None))
+                series.append(_series(label, level, level=True, line=line, colour=colour))
     most = int(max((x for s in series for x in s.x), default=0))
     ticks = {float(k): "plain" if k == 0 else str(k) for k in range(most + 1)}
     title = f"decoding speed: {subject(found)}"
@@ -73,17 +62,11 @@ def _setting(setting: Setting) -> str:
     return shown + (f", KV {bits} bits" if bits else "") + (f", heads' KV {mtp_bits} bits" if mtp_bits else "")
 
 
-def _series(
-    label: str,
-    points: Sequence[tuple[float, Measured]],
-    level: bool = False,
-    line: str = SOLID,
-    colour: int | None = None,
-) -> Series:
+def _series(label: str, points: Sequence[tuple[float, Measured]], **drawn: Any) -> Series:
     """Draw points with their intervals under a label that says where a spread is too wide."""
     y, low, high = ([getattr(m, name) for _, m in points] for name in ("median", "low", "high"))
     honest = label if all(m.conclusive for _, m in points) else f"{label} (inconclusive)"
-    return Series(honest, [x for x, _ in points], y, low, high, level, line, colour)
+    return Series(honest, [x for x, _ in points], y, low, high, **drawn)
 
 
 def acceptance(found: Found) -> Iterator[Panel]:
@@ -120,7 +103,7 @@ def _curve(curve: Found, colour: int) -> Iterator[Series]:
     both = len(curve["seconds"]) > 1
     for side, seconds in curve["seconds"].items():
         points = [(float(m), ratio(times, seconds["1"])) for m, times in seconds.items()]
-        line = DASHED if both and side == "stock" else SOLID
+        line = "--" if both and side == "stock" else "-"
         yield _series(f"{name}, {side}" if both else name, points, line=line, colour=colour)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from .panels import DASHED, SOLID, BarPanel, Found, Panel, RangePanel, Series, subject, verify_panel
+from .panels import BarPanel, Found, Panel, RangePanel, Series, subject, verify_panel
 from .roofline.floor import CYCLE, DRAFT, PLAIN, VERIFY
 from .roofline.predict import OURS, SHOWN_OVERLAP, STOCK, shown_times
 
@@ -15,7 +15,7 @@ def model_curve(found: Found) -> Iterator[Panel]:
     series = []
     for overlap in dict.fromkeys(line["overlap"] for line in found["floors"]):
         points = {f["rows"]: f["bytes"]["total"] for f in _passes(found["floors"]) if f["overlap"] == overlap}
-        line = SOLID if overlap == SHOWN_OVERLAP else DASHED
+        line = "-" if overlap == SHOWN_OVERLAP else "--"
         series.append(_ratios(f"floor, {overlap} routing", points, FLOOR, line))
     if len({tuple(s.y) for s in series}) == 1:
         series = [Series("floor", series[0].x, series[0].y, colour=FLOOR)]
@@ -32,7 +32,7 @@ def _passes(lines: Sequence[Found]) -> list[Found]:
     return [line for line in lines if line["phase"] in (PLAIN, VERIFY)]
 
 
-def _ratios(label: str, points: dict[int, float], colour: int | None, line: str = SOLID) -> Series:
+def _ratios(label: str, points: dict[int, float], colour: int | None, line: str = "-") -> Series:
     rows = sorted(points)
     return Series(label, [float(m) for m in rows], [points[m] / points[1] for m in rows], line=line, colour=colour)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,19 +70,21 @@ def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
     panels = panels_of(results)
     if not panels:
         raise ValueError(f"plot={path}: nothing in these results can be drawn")
-    kind, drawn = path.suffix.lower().removeprefix("."), BytesIO()
-    with style(theme := DARK if dark else LIGHT):
-        figure(panels, theme).savefig(drawn, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    write_whole(path, drawn.getvalue())
+    write_whole(path, _rendered(panels, path.suffix.lower().removeprefix("."), dark))
 
 
 def svg(panel: Panel, *, dark: bool, name: str) -> str:
     """Draw one picture as an <svg> element for a page of several; ids in it begin anew for each name."""
     need_matplotlib()
-    out = StringIO()
-    with style(theme := DARK if dark else LIGHT, salt=name):
-        figure([panel], theme).savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()[out.getvalue().index("<svg") :]
+    text = _rendered([panel], "svg", dark, salt=name).decode()
+    return text[text.index("<svg") :]
+
+
+def _rendered(panels: Sequence[Panel], kind: str, dark: bool, salt: str = "mlx-mtp") -> bytes:
+    out, theme = BytesIO(), DARK if dark else LIGHT
+    with style(theme, salt):
+        figure(panels, theme).savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return out.getvalue()
 
 
 def style(theme: Theme, salt: str = "mlx-mtp") -> AbstractContextManager[None]:

@@ -1,9 +1,12 @@
 """List what a roofline needs to know of Apple's chips, and find the one that this machine has."""
 
+import csv
+import json
 import platform
 import re
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -38,22 +41,13 @@ class Chip:
         return "Ultra" in self.name
 
 
-# The middle of a range of clocks or estimates; fewer cores in proportion; `usable` where one is published; the most
-# memory sold.
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        *(Chip("M1", 13, 68, 2.6, 16), Chip("M1 Pro", 13, 200, 5.3, 32), Chip("M1 Max", 13, 400, 10.6, 64)),
-        *(Chip("M1 Ultra", 13, 800, 21.2, 128, 680 / 800), Chip("M2", 14, 100, 3.6, 24)),
-        *(Chip("M2 Pro", 14, 200, 6.8, 32), Chip("M2 Max", 14, 400, 13.6, 96), Chip("M2 Ultra", 14, 800, 27.2, 192)),
-        *(Chip("M3", 15, 100, 3.85, 24), Chip("M3 Pro", 15, 150, 6.9, 36), Chip("M3 Max 30c", 15, 300, 11.5, 96)),
-        *(Chip("M3 Max 40c", 15, 400, 15.3, 128), Chip("M3 Ultra", 15, 819, 28, 512, 692 / 819)),
-        *(Chip("M4", 16, 120, 4.45, 32), Chip("M4 Pro", 16, 273, 9.2, 64), Chip("M4 Max 32c", 16, 410, 14.7, 36)),
-        *(Chip("M4 Max 40c", 16, 546, 18.4, 128), Chip("M5", 17, 153, 4.2, 32, 122 / 153)),
-        *(Chip("M5 Pro", 17, 307, 8.5, 64, 266 / 307), Chip("M5 Max 32c", 17, 460, 13.6, 128)),
-        Chip("M5 Max 40c", 17, 614, 17, 128),
-    )
-}
+def _chip(name: str, *figures: str) -> Chip:
+    generation, gbps, tflops, memory, usable = (json.loads(figure or "null") for figure in figures)
+    return Chip(name, generation, gbps, tflops, memory, usable / gbps if usable else Chip.usable)
+
+
+_LINES = Path(__file__).with_name("chips.csv").read_text().splitlines()
+CHIPS = {name: _chip(name, *figures) for name, *figures in csv.reader(_LINES[3:])}
 
 
 def find(device: str, gpu_cores: int | None = None) -> str | None:
@@ -75,14 +69,10 @@ def at_hand() -> str | None:
     """Find the name in CHIPS of this machine's chip; None where it is not there, as on Linux."""
     if platform.system() != "Darwin":
         return None
-    return find(str(mx.device_info().get("device_name", "")), _gpu_cores())
-
-
-def _gpu_cores() -> int | None:
     command = ["system_profiler", "SPDisplaysDataType"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"Total Number of Cores: (\d+)", shown)
-    return int(match[1]) if match else None
+        shown = ""
+    cores = re.search(r"Total Number of Cores: (\d+)", shown)
+    return find(str(mx.device_info().get("device_name", "")), int(cores[1]) if cores else None)

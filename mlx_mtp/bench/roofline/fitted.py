@@ -13,7 +13,7 @@ FILE = Path(__file__).with_name("fitted.json")
 def read_fitted() -> dict[str, Any]:
     """Read the shares of each chip and how many times they were fitted to, and the validation.
 
-    chips: by name usable, issue, fitted_to. validation: as a result has it. tables: title, columns, sections of rows.
+    chips: by name usable, issue, fitted_to. validation: as a result has it. summary, tables: what is printed of it.
     """
     return json.loads(FILE.read_text())
 

@@ -33,21 +33,12 @@ KINDS = {
 }
 
 FILE = Path(__file__).with_name("launches.csv")
-Counts = dict[str, tuple[int, int]]  # by what is on ("none", a kind of KERNELS, "all"): at one row, and at more
-
-
-def read(path: Path) -> dict[tuple[str, str], Counts]:
-    """Read counts by model and by what of it they are."""
-    found: dict[tuple[str, str], Counts] = {}
-    with path.open(newline="") as file:
-        for line in csv.DictReader(row for row in file if not row.startswith("#")):
-            counts = found.setdefault((line["model"], line["of"]), {})
-            counts[line["kernels"]] = int(line["one_row"]), int(line["more_rows"])
-    return found
-
-
-_COUNTED = read(FILE)
-LAUNCHES = {kind: _COUNTED[where] for kind, where in KINDS.items()}
+_LINES = list(csv.DictReader(line for line in FILE.read_text().splitlines() if not line.startswith("#")))
+# By kind of layer, then by what is on ("none", a kind of KERNELS, "all"): launches at one row, and at more.
+LAUNCHES = {
+    kind: {x["kernels"]: (int(x["one_row"]), int(x["more_rows"])) for x in _LINES if (x["model"], x["of"]) == where}
+    for kind, where in KINDS.items()
+}
 
 
 def launches(kind: str, on: Collection[str], rows: int) -> int:

@@ -20,14 +20,9 @@ def distinct(total: int, top: int, rows: int, overlap: str = "independent") -> f
     return pool * (1 - (1 - top / pool) ** rows)
 
 
-def packed(weights: float, bits: float, group: float | None) -> float:
-    """Count the bytes of weights; where they are quantized, each group has a scale and a bias of 16 bits."""
-    return weights * (bits / 8 + (4 / group if group else 0))
-
-
 @dataclass(frozen=True)
 class LinearOp:
-    """x [M, K] times weights [N, K]; group None: not quantized."""
+    """x [M, K] times weights [N, K]; group None: not quantized, else each has a scale and a bias of 16 bits."""
 
     name: str
     n: int
@@ -41,7 +36,7 @@ class LinearOp:
 
     @property
     def nbytes(self) -> float:
-        return packed(self.weights, self.bits, self.group)
+        return self.weights * (self.bits / 8 + (4 / self.group if self.group else 0))
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class ExpertsOp:
 
     @property
     def nbytes(self) -> float:
-        return packed(self.weights, self.bits, self.group)
+        return LinearOp(self.name, self.matrices * self.width, self.hidden, self.bits, self.group).nbytes
 
     def visited(self, rows: int, overlap: str) -> float:
         """Count the bytes of the distinct experts that `rows` tokens visit."""

@@ -35,17 +35,12 @@ def tables(found: Found) -> Iterator[Table]:
         yield same_work_table(found)
 
 
-def phases_of(found: Found) -> list[tuple[str, int, bool]]:
-    """List (phase, rows, whether it is the last of its phase) in the order of tables."""
-    made = sorted({(PHASES.index(line["phase"]), line["rows"]) for line in found["floors"]})
-    most = dict(made)
-    return [(PHASES[i], rows, rows == most[i]) for i, rows in made]
-
-
-def floors_of(found: Found, phase: str, rows: int) -> dict[str, dict[str, float]]:
-    """Look up the bytes of a phase by overlap."""
-    lines = (line for line in found["floors"] if (line["phase"], line["rows"]) == (phase, rows))
-    return {line["overlap"]: line["bytes"] for line in lines}
+def floors_of(found: Found) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
+    """Index bytes by (phase, rows), in the order of tables, and by overlap."""
+    index = {}
+    for line in sorted(found["floors"], key=lambda line: (PHASES.index(line["phase"]), line["rows"])):
+        index.setdefault((line["phase"], line["rows"]), {})[line["overlap"]] = line["bytes"]
+    return index
 
 
 def label(phase: str, rows: int) -> tuple[str, str]:
@@ -62,7 +57,8 @@ def _each(floors: dict[str, dict[str, float]], part: str, size: dict[str, float]
 
 def floor_table(found: Found) -> Table:
     """Show the bytes that each phase has to read."""
-    plain = {overlap: nbytes["total"] for overlap, nbytes in floors_of(found, PLAIN, 1).items()}
+    index = floors_of(found)
+    plain, last = {overlap: nbytes["total"] for overlap, nbytes in index[PLAIN, 1].items()}, dict(index.keys())
     unit, size = ("GB", 1e9) if plain[OVERLAPS[0]] >= 1e8 else ("MB", 1e6)
     name, context = found["model"]["name"], found["options"]["context"]
     table = new_table(
@@ -71,10 +67,9 @@ def floor_table(found: Found) -> Table:
         left=2,
         caption="experts that the rows of a pass visit: routed independently / as published / all alike",
     )
-    for phase, rows, last in phases_of(found):
-        floors = floors_of(found, phase, rows)
+    for (phase, rows), floors in index.items():
         cells = [_each(floors, part, size) for part in ("shared", "experts", "head", "cache", "state", "total")]
-        table.add_row(*label(phase, rows), *cells, _each(floors, "total", plain), end_section=last)
+        table.add_row(*label(phase, rows), *cells, _each(floors, "total", plain), end_section=rows == last[phase])
     return table
 
 
@@ -95,15 +90,17 @@ def gap_table(found: Found) -> Table:
         caption=caption,
     )
     times = {kind: shown_times(found.get(kind, [])) for _, kind in sides}
-    for phase, rows, last in phases_of(found):
-        nbytes = floors_of(found, phase, rows)[SHOWN_OVERLAP]["total"]
+    index = floors_of(found)
+    last = dict(index.keys())
+    for (phase, rows), floors in index.items():
+        nbytes = floors[SHOWN_OVERLAP]["total"]
         floor = nbytes / chip["bandwidth"] if chip else None
         cells = [f"{floor * 1e3:.2f}"] if floor else []
         for side, kind in sides:
             seconds, plain = times[kind].get((side, phase, rows)), times[kind].get((side, PLAIN, 1))
             cells.append(_gap_cell(seconds, plain if phase != PLAIN else None, floor, nbytes))
         if chip or any(cells):
-            table.add_row(*label(phase, rows), *cells, end_section=last)
+            table.add_row(*label(phase, rows), *cells, end_section=rows == last[phase])
     return table
 
 

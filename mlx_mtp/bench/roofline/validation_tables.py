@@ -22,23 +22,13 @@ ROWS = (2, 4, 8)
 
 def summary(found: dict[str, Any]) -> list[str]:
     """Say the constants of the chip, errors of all rows of M >= 3 by kind, and those that are badly off."""
-    lines, checked = [], found["validation"]
-    if chip := found.get("chip"):
-        times = chip["fitted_to"]
-        fitted = f"fitted to {times} published times of M <= 2" if times else "a prior: nothing published"
-        shares = f"{chip['usable']:.2f} of {chip['gbps']:g} GB/s, {chip['issue']:.2f} of its issue rate"
-        lines.append(f"constants of {chip['name']}: {shares}, {fitted}")
-    for name, e in checked["errors"].items():
-        figures = f"{e['within']} of {e['rows']} within 25%, median error {e['median']:.1%}"
-        lines.append(f"predicted, not fitted (M = 3..8), {name}: {figures}, greatest {e['greatest']:.1%}")
-    for row in checked["rows"]:
-        if row["verdict"] not in ("ok", "fitted"):
-            lines.append(f"predicted badly, {row['source']} M = {row['m']}: {row['error']:+.1%}, {row['verdict']}")
-    for step in checked["plain"]:
-        error = f"{step['predicted'] / step['published'] - 1:+.1%}" + (f"; {step['note']}" if step["note"] else "")
-        times = f"{step['predicted'] * 1e3:.1f} ms, omlx#2238 {step['published'] * 1e3:.1f} ms"
-        lines.append(f"predicted plain step, {step['chip']} {step['model']}: {times}, {error}")
-    return lines
+    stored, chip = read_fitted()["summary"], found.get("chip")
+    if chip is None:
+        return stored
+    times = chip["fitted_to"]
+    fitted = f"fitted to {times} published times of M <= 2" if times else "a prior: nothing published"
+    shares = f"{chip['usable']:.2f} of {chip['gbps']:g} GB/s, {chip['issue']:.2f} of its issue rate"
+    return [f"constants of {chip['name']}: {shares}, {fitted}", *stored]
 
 
 def failed(found: dict[str, Any]) -> bool:

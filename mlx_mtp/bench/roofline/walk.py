@@ -47,11 +47,10 @@ def _draft_head(model: Port, depth: int, width: int) -> DraftHeadOps:
 def kind_of(ops: tuple[Op, ...]) -> str:
     """Choose the kind of layer, of those whose launches were counted, that is most like one of these operations."""
     kinds = {type(op) for op in ops}
-    experts = ExpertsOp in kinds
+    experts = " experts" if ExpertsOp in kinds else ""
     if StateOp in kinds:
-        return "qwen delta experts" if experts else "qwen delta"
-    family = "deepseek" if LatentOp in kinds else "glm"
-    return f"{family} experts" if experts else f"{family} dense"
+        return "qwen delta" + experts
+    return ("deepseek" if LatentOp in kinds else "glm") + (experts or " dense")
 
 
 def _ops(model: Port, block: Any, window: Any, width: int) -> Iterator[Op]:
@@ -113,14 +112,11 @@ def _shape(module: Any) -> tuple[int, int, int]:
 
 def _format(modules: Sequence[Any], width: int) -> tuple[float, float | None]:
     """Give bits of a weight, and the group that has as many bytes of scales as there are; None: not quantized."""
-    quantized = [module for module in modules if "scales" in module]
+    quantized = [module.bits for module in modules if "scales" in module]
     if not quantized:
         return 8 * width, None
+    names = "weight", "scales", "biases"
+    arrays = [module[name] for module in modules for name in names if module.get(name) is not None]
+    nbytes = sum(a.size * (width if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in arrays)
     weights = sum(math.prod(_shape(module)) for module in modules)
-    nbytes = sum(width * module.weight.size for module in modules if "scales" not in module)
-    for module in quantized:
-        beside = [module[name] for name in ("scales", "biases") if module.get(name) is not None]
-        nbytes += module.weight.nbytes
-        nbytes += sum(a.size * (width if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in beside)
-    bits = min(module.bits for module in quantized)
-    return bits, 4 / (nbytes / weights - bits / 8)
+    return min(quantized), 4 / (nbytes / weights - min(quantized) / 8)
