@@ -50,6 +50,7 @@ def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Line
 
 
 def _switched(model: Port, sites: Sequence[Site], lane: str | None) -> dict[Key, KernelVerdict]:
+    """Decide on the sites' kernels, by what an earlier load found where it is remembered, and switch them."""
     dtype = model.no_hidden().dtype
     tried = trials(sites, dtype)
     shapes = sorted(f"{len(trial.pairs)} {trial.key}" for trial in tried)

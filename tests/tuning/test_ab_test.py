@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from trial_cases import WEIGHTS, K, fails, off_by_one_bit, stock, trial
 
-from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning import ab_test
 from mlx_mtp.tuning.kernel_trials import KernelTrial, check
 
 
@@ -75,7 +75,7 @@ def test_outputs_of_any_type_are_compared():
 def test_any_row_may_leak_into_any_other():
     for rows in (2, 5, 8):
         for pair in [(a, b) for a in range(rows) for b in range(rows) if a != b]:
-            spoilt = [trial_run._spoilt(rows, draw) for draw in range(trial_run.DRAWS)]
+            spoilt = [ab_test._spoilt(rows, draw) for draw in range(ab_test.DRAWS)]
             assert any(s[pair[0]] and not s[pair[1]] for s in spoilt), pair
 
 
@@ -85,7 +85,7 @@ def test_another_seed_draws_other_values():
     for seed in (0, 1):
         assert check(trial(ours), seed) is None
     values = {value for value in drawn if math.isfinite(value)}
-    assert len(values) == 2 * trial_run.DRAWS
+    assert len(values) == 2 * ab_test.DRAWS
 
 
 def test_many_layers_are_visited_far_apart():

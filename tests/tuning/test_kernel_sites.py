@@ -22,9 +22,7 @@ from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.ring import Ring
 from mlx_mtp.layers.attention import Attention
 from mlx_mtp.layers.experts import Mixture
-from mlx_mtp.tuning import ab_test as trial_run
-from mlx_mtp.tuning import kernel_sites as sites
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
 
 WIDTHS = {"moe_intermediate_size": 32}
 ATTENDED = {
@@ -72,7 +70,7 @@ def load(name, path):
 def test_what_has_a_site(tmp_path):
     """Attention and experts of each layer and head; sums within and between layers, but not behind a head's block."""
     model = load("step3p5", tmp_path)
-    found = Counter(site.op for site in sites.place(model))
+    found = Counter(site.op for site in kernel_sites.place(model))
     layers, heads = tiny.CONFIG["num_hidden_layers"], 3
     assert found["verify_attention"] == found["norm_rope"] == layers + heads
     assert found["verify_moe"] == layers - 1
@@ -84,7 +82,7 @@ def test_what_has_a_site(tmp_path):
 
 def test_a_norm_takes_the_sum_before_it_and_no_other(tmp_path):
     model = load("mimo", tmp_path)
-    sites.place(model)
+    kernel_sites.place(model)
     total, norm = model.layers[0].middle, model.layers[0].post_attention_layernorm
     total.rows = frozenset({2})
     x, r = mx.random.normal((2, 1, 2, 32))
@@ -100,7 +98,7 @@ def test_a_norm_takes_the_sum_before_it_and_no_other(tmp_path):
 def test_attention_of_a_cache_that_begins_late(window, on_the_host):
     """As a draft head's: positions before `start` hold nothing."""
     module, x = qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), mx.random.normal((1, 9, 64))
-    (attention, *_), outputs = sites._attention(module, window and Ring(window), ()), []
+    (attention, *_), outputs = kernel_sites._attention(module, window and Ring(window), ()), []
     for rows in (frozenset(), frozenset({3})):
         attention.rows, cache = rows, make_cache(window, start=4)
         cache.seek(4, 4)
@@ -116,21 +114,21 @@ def test_attention_of_a_cache_that_begins_late(window, on_the_host):
 def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch):
     monkeypatch.setattr(Attention, "OFFSET", 30)
     monkeypatch.setattr(Attention, "SLOTS", 256)
-    monkeypatch.setattr(trial_run, "DRAWS", 1)
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
     module = qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3))
-    plain, *quantized, placing = sites._attention(module, window and Ring(window), sites.KV_BITS)
+    plain, *quantized, placing = kernel_sites._attention(module, window and Ring(window), kernel_sites.KV_BITS)
     assert placing.op == "norm_rope"
     assert module.attention.of(make_cache(window, bits=4, group_size=32)) is quantized[1]
     assert module.attention.of(make_cache(window, bits=4, group_size=64)) is None
-    ops = [trial.op for trial in switch.trials([*quantized, plain], mx.float16)]
+    ops = [trial.op for trial in kernel_switch.trials([*quantized, plain], mx.float16)]
     assert ops[:8] == ["verify_attention"] * 8  # what is asked for seldom comes last
     for site in (plain, *quantized):
-        tried = next(t for t in switch.trials([site], mx.float16) if t.rows == 3)
+        tried = next(t for t in kernel_switch.trials([site], mx.float16) if t.rows == 3)
         ours, stock = tried.pairs[0]
         with emulator.emulated(emulator.Options(traffic=False)) as launches:
-            assert trial_run.check(tried) is None
+            assert ab_test.check(tried) is None
             wrong = replace(tried, pairs=[(lambda x, ours=ours: [1.1 * ours(x)[0]], stock)], bits=False)
-            assert "errs by" in trial_run.check(wrong)
+            assert "errs by" in ab_test.check(wrong)
         assert {launch.kernel for launch in launches} == {"verify_attention", "attention_merge"}
 
 
@@ -149,7 +147,7 @@ def text_of(model, k, **options):
 
 
 def all_on(model):
-    found = sites.place(model)
+    found = kernel_sites.place(model)
     for site in found:
         site.rows = frozenset(site.candidates)
     return found
@@ -200,12 +198,12 @@ PROJECTIONS = [f"self_attn.{letter}_proj" for letter in "qkvo"]
 def test_adapters_around_what_kernels_read(name, keys, placed_first, tmp_path):
     """Loaded with the model, as `adapter_path` does, or later: a projection's width and a router are behind them."""
     model = load(name, tmp_path)
-    found = sites.place(model) if placed_first else []
+    found = kernel_sites.place(model) if placed_first else []
     linear_to_lora_layers(model, 8, {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": keys})
     adapters = [module for module in model.modules() if "lora_b" in module]
     for module in adapters:
         module.lora_b = mx.random.normal(module.lora_b.shape) * 0.1
-    found = found or sites.place(model)
+    found = found or kernel_sites.place(model)
     text = text_of(model, 0)
     for site in found:
         site.rows = frozenset(site.candidates)
@@ -233,7 +231,7 @@ def test_other_caches_and_batches_are_mlxs(tmp_path):
 @linux_only
 def test_attention_serves_what_its_kernel_takes():
     """Else rows have the bits of a reference, which depend on their number."""
-    site, *_ = sites._attention(qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), None, sites.KV_BITS)
+    site, *_ = kernel_sites._attention(qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), None, kernel_sites.KV_BITS)
     rows = mx.random.normal((1, 2, 1, 32))
     served = {}
     with emulator.emulated():
@@ -251,7 +249,7 @@ def test_attention_serves_what_its_kernel_takes():
 def test_what_is_not_exact_without_kernels(name, tmp_path):
     model = load(name, tmp_path)
     with emulator.emulated():
-        _, not_exact = switch.switch_on(model, "off")
+        _, not_exact = kernel_switch.switch_on(model, "off")
     assert ("the gated delta rule" in not_exact) is (name == "qwen3_5")
     assert {"all products", "attention"} <= {*not_exact}
 
@@ -261,16 +259,16 @@ def test_what_is_not_exact_without_kernels(name, tmp_path):
 )
 def test_a_head_that_is_on_for_some_rows_is_listed(rows, lines, tmp_path):
     """The sum of all exponentials, which a draw among the first n reads, has other bits in MLX."""
-    head = next(site for site in sites.place(load("mimo", tmp_path)) if site.op == "verify_head")
+    head = next(site for site in kernel_sites.place(load("mimo", tmp_path)) if site.op == "verify_head")
     head.rows = frozenset(rows)
-    assert switch.rows_not_exact([head]) == lines
+    assert kernel_switch.rows_not_exact([head]) == lines
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe", "step3p5"])
 def test_sites_compute_what_mlxs_modules_do(name, tmp_path):
     """What a load's check compares with: a mistake that ours and its truth share would pass there."""
     mx.random.seed(0)
-    for site in sites.place(load(name, tmp_path)):
+    for site in kernel_sites.place(load(name, tmp_path)):
         x = mx.random.normal((3, site.width))
         for ours, stock in zip(site.ours(x), site.stock(x), strict=True):
             assert mx.allclose(ours, stock, rtol=1e-3, atol=1e-4 * mx.abs(stock).max().item()), (site.op, site.shape)

@@ -24,8 +24,7 @@ import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.kernels import _source
 from mlx_mtp.layers.products import GLU, Dense, Stack, VerifyRouter
-from mlx_mtp.tuning import ab_test as trial_run
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import ab_test, kernel_switch
 from mlx_mtp.tuning.kernel_trials import KernelVerdict
 
 pytestmark = linux_only
@@ -46,9 +45,9 @@ def load(checkpoint):
 @pytest.fixture
 def only_products(monkeypatch):
     """Trials of attention, experts and norms, which have tests of their own, take long in the emulator."""
-    place = switch.place
+    place = kernel_switch.place
     monkeypatch.setattr(
-        switch, "place", lambda model: [s for s in place(model) if isinstance(s, Stack | GLU | Dense)]
+        kernel_switch, "place", lambda model: [s for s in place(model) if isinstance(s, Stack | GLU | Dense)]
     )
 
 
@@ -62,7 +61,7 @@ def test_what_is_swapped(checkpoint):
     model = load(checkpoint)
     before = {name: a.shape for name, a in tree_flatten(model.parameters())}
     bits = {name: np.array(a.view(mx.uint8)) for name, a in tree_flatten(model.parameters())}
-    found = Counter(site.op for site in switch.place(model))
+    found = Counter(site.op for site in kernel_switch.place(model))
     assert {op: found[op] for op in ("verify_qmm", "verify_glu", "verify_moe")} == {
         "verify_qmm": 4 * 4 + 3 + 1 + 3 * 6,
         "verify_glu": 4 + 3,
@@ -82,8 +81,8 @@ def test_what_is_swapped(checkpoint):
 def test_adapters_around_swapped_modules(checkpoint):
     """As mlx-lm puts them into a model that is loaded: no kernel computes the product that they replace."""
     model, x = load(checkpoint), mx.random.normal((1, 3, 64)).astype(mx.bfloat16)
-    found, mlp = switch.place(model), model.layers[0].mlp
-    assert "adapters" not in switch.others_not_exact(model)
+    found, mlp = kernel_switch.place(model), model.layers[0].mlp
+    assert "adapters" not in kernel_switch.others_not_exact(model)
     linear_to_lora_layers(model, 4, {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": ["mlp.gate_proj"]})
     lora = mlp.gate_proj
     lora.lora_b = mx.random.normal(lora.lora_b.shape)
@@ -93,7 +92,7 @@ def test_adapters_around_swapped_modules(checkpoint):
     with emulator.emulated() as launches:
         assert mx.allclose(mlp(x), want, atol=0.05 * mx.abs(want).max().item())
     assert {launch.kernel for launch in launches} == {"verify_qmm"}
-    assert "adapters" in switch.others_not_exact(model)
+    assert "adapters" in kernel_switch.others_not_exact(model)
 
 
 def test_launches_per_layer(checkpoint, on_paper):
@@ -113,7 +112,7 @@ def test_launches_per_layer(checkpoint, on_paper):
         {"QuantizedMatmul": 3, "Sigmoid": 1, "Multiply": 2},
         {"QuantizedMatmul": 3, "Sigmoid": 1, "Multiply": 2, "Maximum": 1, "Minimum": 2},
     ]
-    for site in switch.place(model):
+    for site in kernel_switch.place(model):
         site.rows = frozenset(site.candidates)
     assert counts() == [{"CustomKernel": 2}, {"CustomKernel": 2}, {"CustomKernel": 2}]
 
@@ -167,8 +166,8 @@ BOTH = {"verify_qmm", "verify_glu"}
 def test_a_wrong_kernel_is_off_whatever_is_asked(
     checkpoint, monkeypatch, only_products, tmp_path, ops, file, right, wrong
 ):
-    monkeypatch.setattr(trial_run, "DRAWS", 1)
-    monkeypatch.setattr(trial_run, "LAYERS", 1)
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
+    monkeypatch.setattr(ab_test, "LAYERS", 1)
     for kind in (Stack, GLU):
         monkeypatch.setattr(kind, "candidates", (3, 7))
     broken(monkeypatch, tmp_path, file, right, wrong)
@@ -177,7 +176,7 @@ def test_a_wrong_kernel_is_off_whatever_is_asked(
         del layers[1:]
     options = emulator.Options(traffic=False, allow={"unwritten"})
     with emulator.emulated(options), stock_ops(), pytest.warns(UserWarning, match="stays off") as warned:
-        kernels, not_exact = switch.switch_on(model, "exact")
+        kernels, not_exact = kernel_switch.switch_on(model, "exact")
     named = {re.match(r"kernel (\w+) is wrong with mlx [\d.]+ and stays off", str(w.message))[1] for w in warned}
     assert named == ops
     for line in kernels:
@@ -188,35 +187,37 @@ def test_a_wrong_kernel_is_off_whatever_is_asked(
 
 def test_rows_that_a_glu_serves_are_exact_without_its_stack(checkpoint):
     model = load(checkpoint)
-    found = switch.place(model)
+    found = kernel_switch.place(model)
     for site in found:
         site.rows = frozenset(site.candidates)
     mlp = model.layers[0].mlp
     mlp.gate_proj.site.rows = frozenset({2, 3})
-    assert switch.rows_not_exact(found) == ()
+    assert kernel_switch.rows_not_exact(found) == ()
     mlp.glu.rows = frozenset({2, 4, 5, 6})
-    assert switch.rows_not_exact(found) == ("1 layers' verify_qmm at M=7, 8",)
+    assert kernel_switch.rows_not_exact(found) == ("1 layers' verify_qmm at M=7, 8",)
 
 
 def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, only_products, tmp_path):
     """With injected timings: on up to four rows, and kept for the next load."""
-    monkeypatch.setattr(trial_run, "DRAWS", 1)
-    monkeypatch.setattr(trial_run, "LAYERS", 1)
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
+    monkeypatch.setattr(ab_test, "LAYERS", 1)
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
-    decide, timed = switch.decide, []
+    decide, timed = kernel_switch.decide, []
 
     def timer(trial):
         timed.append(trial.key)
         return 1.5 if trial.rows <= 4 else 0.9
 
-    monkeypatch.setattr(switch, "decide", lambda trials, **more: decide(trials, **more, timer=timer, budget=1e9))
+    monkeypatch.setattr(
+        kernel_switch, "decide", lambda trials, **more: decide(trials, **more, timer=timer, budget=1e9)
+    )
     reports = []
     for _ in range(2):
         model = load(checkpoint)
         for layers in (model.layers, model.mtp):
             del layers[1:]
         with emulator.emulated(emulator.Options(traffic=False)), stock_ops():
-            reports.append(switch.switch_on(model, None))
+            reports.append(kernel_switch.switch_on(model, None))
         assert model.lm_head.site.rows == {2, 3, 4}
         assert model.layers[0].self_attn.q_proj.site.rows == {1, 2, 3, 4}
     assert reports[0] == reports[1]
@@ -231,7 +232,7 @@ def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, only_products
 def test_lazy_weights_are_not_read_for_a_trial(checkpoint):
     model = load(checkpoint)
     with emulator.emulated() as launches:
-        kernels, not_exact = switch.switch_on(model, None, lazy=True)
+        kernels, not_exact = kernel_switch.switch_on(model, None, lazy=True)
     assert kernels == ("none: a trial would read all of the lazy weights",)
     assert not_exact == ("all products", "attention")
     assert not launches
@@ -244,11 +245,11 @@ def test_formats_without_a_kernel_are_named(checkpoint):
     model.lm_head = one_bit
     scaled = model.layers[0].self_attn.o_proj
     scaled.global_scale = mx.array([1.0])
-    switch.place(model)
+    kernel_switch.place(model)
     assert type(one_bit) is type(scaled) is nn.QuantizedLinear
-    assert switch.others_not_exact(model) == ("products in a format without a kernel",)
+    assert kernel_switch.others_not_exact(model) == ("products in a format without a kernel",)
     model.layers[3].mlp.switch_mlp.up_proj = SwitchLinear(64, 32, 4)
-    assert switch.others_not_exact(model)[-1] == "unquantized experts"
+    assert kernel_switch.others_not_exact(model)[-1] == "unquantized experts"
 
 
 def test_the_load_time_check_sees_another_order(monkeypatch):
@@ -259,8 +260,8 @@ def test_the_load_time_check_sees_another_order(monkeypatch):
         module.weight, module.scales, module.biases = weights.w, weights.scales, weights.biases
         site = Stack([module])
         same, other = (site.ours, lambda x: [one_row(x, weights)]), (site.ours, site.stock)
-        assert trial_run.check(trial_run.KernelTrial("verify_qmm", "8x320", 3, [same], 320, x.dtype)) is None
-        wrong = trial_run.check(trial_run.KernelTrial("verify_qmm", "8x320", 3, [other], 320, x.dtype))
+        assert ab_test.check(ab_test.KernelTrial("verify_qmm", "8x320", 3, [same], 320, x.dtype)) is None
+        wrong = ab_test.check(ab_test.KernelTrial("verify_qmm", "8x320", 3, [other], 320, x.dtype))
         assert "differs from one row alone" in wrong
 
 
@@ -272,9 +273,9 @@ def test_matrices_are_timed_in_the_fast_lane_only(checkpoint, monkeypatch, lane)
         decided.append((lane, {trial.op for trial in trials}))
         return {trial.key: KernelVerdict(True, True, reason="asked for") for trial in trials}
 
-    monkeypatch.setattr(switch, "decide", decide)
+    monkeypatch.setattr(kernel_switch, "decide", decide)
     with emulator.emulated():
-        switch.switch_on(load(checkpoint), lane)
+        kernel_switch.switch_on(load(checkpoint), lane)
     assert decided[0][0] == lane
     assert "verify_qmm_mma" not in decided[0][1]
     assert decided[1:] == ([(None, {"verify_qmm_mma"})] if lane == "fast" else [])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from trial_cases import SHAPE, K, fails, off_by_one_bit, trial
 
-from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning import ab_test
 from mlx_mtp.tuning.kernel_trials import (
     BUDGET,
     MARGIN,
@@ -135,7 +135,7 @@ def test_a_chain_takes_turns_and_each_step_waits_for_the_one_before(monkeypatch)
     def side(name, layer):
         return lambda x: calls.append((name, layer, x)) or [x * math.nan, x.sum(axis=-1) - math.inf]
 
-    seconds = trial_run._chain_seconds
+    seconds = ab_test._chain_seconds
 
     def chain(ops, x, start, steps):
         calls.clear()
@@ -144,13 +144,13 @@ def test_a_chain_takes_turns_and_each_step_waits_for_the_one_before(monkeypatch)
         assert all(mx.array_equal(given, x) for *_, given in calls)  # also where the outputs are NaN and infinite
         return {"ours": 1e-4, "stock": 3e-4}[calls[0][0]] + 0 * spent
 
-    monkeypatch.setattr(trial_run, "_chain_seconds", chain)
+    monkeypatch.setattr(ab_test, "_chain_seconds", chain)
     layers = [(side("ours", i), side("stock", i)) for i in range(5)]
     assert time_pair(KernelTrial("op", "s", 2, layers, K, mx.float32)) == pytest.approx(3)
-    steps = round(trial_run.CHAIN_SECONDS * 5 / 3e-4)
+    steps = round(ab_test.CHAIN_SECONDS * 5 / 3e-4)
     names = [name for name, *_ in chains[4:]]
-    assert names == ["stock", "ours", "ours", "stock"] * (trial_run.CHAINS // 2)
-    assert [start for *_, start in chains[4:]] == [i * steps for i in range(2 * trial_run.CHAINS)]
+    assert names == ["stock", "ours", "ours", "stock"] * (ab_test.CHAINS // 2)
+    assert [start for *_, start in chains[4:]] == [i * steps for i in range(2 * ab_test.CHAINS)]
     assert all(layers == [(start + i) % 5 for i in range(len(layers))] for _, layers, start in chains)
     assert {len(layers) for _, layers, _ in chains[4:]} == {steps}
 
@@ -159,8 +159,7 @@ def test_a_longer_chain_takes_longer():
     w = mx.random.normal((256, 256)) / 16
     mx.eval(w)
     short, long = (
-        min(trial_run._chain_seconds([work(4, w)], mx.ones((8, 256)), 0, steps) for _ in range(4))
-        for steps in (1, 20)
+        min(ab_test._chain_seconds([work(4, w)], mx.ones((8, 256)), 0, steps) for _ in range(4)) for steps in (1, 20)
     )
     assert long > 4 * short
 
@@ -176,7 +175,7 @@ def test_a_difference_is_seen_through_other_work_on_the_machine(monkeypatch):
         undisturbed = 1e-3 if ops[0] is slow else 0.8e-3
         return undisturbed * (draws.uniform(1, 10) if draws.random() < 1 / 2 else draws.uniform(1, 1.01))
 
-    monkeypatch.setattr(trial_run, "_chain_seconds", chain)
+    monkeypatch.setattr(ab_test, "_chain_seconds", chain)
     layers = [(lambda x: [x], slow)]
     for _ in range(30):
         assert time_pair(KernelTrial("op", "s", 2, layers, K, mx.float32)) == pytest.approx(1.25, rel=0.02)

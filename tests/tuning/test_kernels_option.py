@@ -1,4 +1,4 @@
-"""`kernels=`, `--kernels` and MLX_MTP_KERNELS reach the switch, and the report shows what it did."""
+"""`kernels=`, `--kernels` and MLX_MTP_KERNELS reach `switch_on`, and the report shows what it did."""
 
 import importlib
 from dataclasses import replace
@@ -21,7 +21,7 @@ not exact  router, head: bits may depend on the number of rows
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Which lanes the switch was called with."""
+    """The lanes that `switch_on` was called with."""
     lanes = []
     monkeypatch.delenv("MLX_MTP_KERNELS", raising=False)
     monkeypatch.setattr(
