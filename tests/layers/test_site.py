@@ -1,0 +1,24 @@
+"""The row counts at which a row may have other bits than alone, as a site's own words tell them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mlx_mtp.layers.site import inexact_rows
+
+
+@pytest.mark.parametrize(
+    ("says", "on", "inexact"),
+    [
+        ({}, set(), {2, 3, 4, 5, 6, 7, 8}),
+        ({}, {2, 3}, {4, 5, 6, 7, 8}),
+        ({"stock_exact": True}, {2}, set()),
+        ({"own_bits": True}, set(), {1, 2, 3}),
+        ({"own_bits": True}, {2, 3}, {1}),
+        ({"own_bits": True, "stock_exact": True}, set(), set()),
+        ({"own_bits": True, "stock_exact": True}, {1, 2}, {3}),
+        ({"bits": False}, {2}, {2}),
+    ],
+)
+def test_inexact_rows(says, on, inexact):
+    assert inexact_rows(SimpleNamespace(candidates=(1, 2, 3), rows=frozenset(on), **says)) == inexact
