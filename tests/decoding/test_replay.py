@@ -19,6 +19,8 @@ from plans import Script
 
 import mlx_mtp
 from mlx_mtp.cache import kinds as caches
+from mlx_mtp.cache import linear
+from mlx_mtp.cache.ring import Ring
 from mlx_mtp.decoding import cycle
 from mlx_mtp.decoding import recording as recorded
 from mlx_mtp.decoding import replay as compiled
@@ -235,7 +237,7 @@ def check_against_built(model, n, k):
 @pytest.mark.parametrize("k", [0, 2])
 def test_buffers_grow_and_few_kinds_are_recorded(cheap, monkeypatch, k):
     """One kind per STEP and draft length, and the first cycle's, whose run before has one row."""
-    monkeypatch.setattr(caches, "STEP", 32)
+    monkeypatch.setattr(linear, "STEP", 32)
     monkeypatch.setattr(caches.LinearKVCache, "reserve", lambda self, rows: None)
     cheap._recorder = Recorder()
     stats = check(cheap, 80, k)
@@ -257,7 +259,7 @@ def test_another_conversation_replays_what_is_recorded(tiny_models):
 
 
 def test_a_start_is_forgotten_when_no_row_can_see_it():
-    ring = caches.Ring(4)
+    ring = Ring(4)
     for start, base in itertools.product(range(1, 5), range(12)):
         known = dict(recorded._layout(caches.make_cache(ring, start=start), base))["start"]
         same = [
