@@ -1,4 +1,4 @@
-"""Prompt caches as files: target's and heads' state, whose it is, and a checksum of every byte."""
+"""Save a prompt cache to a file and load it: the state of target and MTP heads, whose it is, and a checksum."""
 
 import contextlib
 import hashlib
@@ -18,9 +18,9 @@ from ..machine.errors import first_line
 from ..machine.memory import check_room
 from .fingerprint import fingerprint
 from .kinds import from_configs
+from .layer_cache import CachedModel, CacheKind, LayerCache
 from .prompt_cache import PromptCache, Quantizing
 from .prompt_prefix import PromptPrefix
-from .protocol import CachedModel, CacheKind, LayerCache
 
 FORMAT = 2
 DIGITS = 64
@@ -83,7 +83,7 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
 
 
 def saved_opening(file: str | Path) -> PromptPrefix | None:
-    """The text that a file holds the state of, and whose tokens they are; ValueError where it is no prompt cache.
+    """Read the text that a file holds the state of, and whose tokens they are.
 
     Raises as `load_prompt_cache` does: of a damaged file no model's name is believed, which may be one on the hub.
     """
@@ -103,7 +103,7 @@ def _write(file: Path, arrays: dict[str, mx.array], state: dict[str, Any]) -> No
 
 
 def _state(cache: PromptCache) -> dict[str, Any]:
-    """What of a cache is no array."""
+    """Collect what of a cache is no array."""
     return {
         "format": FORMAT,
         "tokens": cache.tokens,
@@ -119,7 +119,7 @@ def _state(cache: PromptCache) -> dict[str, Any]:
 
 
 def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
-    """The cache; for a model that was loaded without heads without their state."""
+    """Rebuild the cache; for a model that was loaded without heads without their state."""
     layers, heads = state["layers"], state["heads"] if model.mtp else []
     caches = from_configs([*layers, *heads])
     for i, c in enumerate(caches):
@@ -150,14 +150,14 @@ def _check(cache: PromptCache) -> None:
 
 
 def _suits(needed: CacheKind, c: LayerCache) -> bool:
-    """Whether a layer that needs this kind of cache can have this one: a window where all positions would do."""
+    """Tell whether a layer that needs this kind of cache can have this one, a window where all positions would do."""
     if isinstance(needed, type):
         return isinstance(c, needed)
     return needed in (None, c.window) and not (c.is_state or c.is_mlx_lm)
 
 
 def _checked(f: BinaryIO, file: str | Path) -> dict[str, Any]:
-    """What `_state` wrote, of a file every byte of which is as it was written."""
+    """Read what `_state` wrote, of a file every byte of which is as it was written."""
     state, checksum = _state_in(f, file)
     try:
         found = _checksum(f)[1]
@@ -169,7 +169,7 @@ def _checked(f: BinaryIO, file: str | Path) -> dict[str, Any]:
 
 
 def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
-    """What the header of a file of this format has of `_state`, and its checksum."""
+    """Read what the header of a file of this format has of `_state`, and its checksum."""
     try:
         metadata = json.loads(_header(f))["__metadata__"]
         state = json.loads(metadata["mlx_mtp"])
@@ -185,7 +185,7 @@ def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def _header(f: BinaryIO) -> bytes:
-    """A safetensors file's header; ValueError where there is none."""
+    """Read a safetensors file's header; ValueError where there is none."""
     f.seek(0)
     start = f.read(8)
     size = os.fstat(f.fileno()).st_size
@@ -195,7 +195,7 @@ def _header(f: BinaryIO) -> bytes:
 
 
 def _checksum(f: BinaryIO) -> tuple[int, str]:
-    """Where a file's checksum is, and what it should be: of all bytes, with zeros in that place."""
+    """Find where a file's checksum is, and what it should be: of all bytes, with zeros in that place."""
     header = _header(f)
     match = CHECKSUM.search(header)
     if match is None:

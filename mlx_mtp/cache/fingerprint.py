@@ -1,4 +1,4 @@
-"""Whose state a saved cache is: a digest of what decides keys, values and states."""
+"""Digest what decides keys, values and states, so that a saved cache is known to be this model's."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ SAMPLED = 256  # values of each tensor: another finetune changes some of nearly 
 
 
 def fingerprint(model: Any, *, heads: bool) -> str:
-    """A digest of a model's configuration and of its parameters' names, shapes, types and a sample of their values.
+    """Digest a model's configuration and of its parameters' names, shapes, types and a sample of their values.
 
     heads: of its draft heads, without their LM heads, on which no state depends; else of the target.
     """
@@ -33,6 +33,6 @@ def fingerprint(model: Any, *, heads: bool) -> str:
 
 
 def _sample(array: mx.array) -> mx.array:
-    """Bytes [n] of up to SAMPLED values, spread evenly over an array."""
+    """Take the bytes [n] of up to SAMPLED values, spread evenly over an array."""
     flat = array.reshape(-1)
     return mx.view(mx.contiguous(flat[:: -(-flat.size // SAMPLED) or 1]), mx.uint8)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .layer_cache import CacheKind, LayerCache
 from .linear import LinearKVCache, QuantizedLinearKVCache
 from .mlx_lm_caches import MlxLmCaches
-from .protocol import CacheKind, LayerCache
 from .recurrent import RecurrentCache
 from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
 

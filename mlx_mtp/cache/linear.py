@@ -11,27 +11,22 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from .protocol import Parts
+from .layer_cache import LayerCache, Parts
 
 STEP = 256  # buffers grow, and views are cut, at multiples of this many rows
 
 
 def round_up(n: int) -> int:
-    """To a multiple of STEP."""
+    """Round up to a multiple of STEP."""
     return -(-n // STEP) * STEP
 
 
-class LinearKVCache:
+class LinearKVCache(LayerCache):
     """Keys and values of every position (and what else a layer keeps of each), in buffers that grow by an eighth.
 
     `start`: positions below it hold nothing (a draft head of depth j has no slot before position j).
     Implements mlx-lm's cache protocol; B = 1.
     """
-
-    is_state = wraps = is_mlx_lm = False
-    rewinds = True
-    window: int | None = None
-    keep = 0
 
     def __init__(self, start: int = 0):
         self.start = start
@@ -48,7 +43,6 @@ class LinearKVCache:
         return parts
 
     def reserve(self, rows: int) -> None:
-        """Make the next growth reach `rows` at once, where a longer run is known to come."""
         self._reserved = rows
 
     @property
@@ -56,7 +50,7 @@ class LinearKVCache:
         return self.parts[0].shape[2] if self.parts else 0
 
     def _grow(self, rows: int, like: Parts) -> None:
-        """Make room for `rows` more; copies only when the capacity changes."""
+        """Make room for `rows` more, by a copy only when the capacity changes."""
         need = self.limit + rows
         if need <= self.capacity:
             return
@@ -67,7 +61,6 @@ class LinearKVCache:
         self.parts = tuple(blank)
 
     def hold(self, rows: int) -> None:
-        """Have room for `rows` positions now; what the cache holds has to have a form already."""
         self._grow(rows - self.limit, self.parts)
 
     def _write(self, new: Parts) -> None:
@@ -84,7 +77,7 @@ class LinearKVCache:
             part[:, :, slot : slot + rows.shape[2]] = rows
 
     def _visible(self, rows: int) -> slice:
-        """The slots attention reads once `rows` more are in."""
+        """Return the slots that attention reads once `rows` more are in."""
         if isinstance(self.offset, int):
             return slice(self.start, self.offset + rows)
         return slice(0, round_up(self.limit + rows))
@@ -101,7 +94,7 @@ class LinearKVCache:
         return self._decode(tuple(part[..., view, :] for part in self.parts))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Mask for the next N rows: None, "causal" or a boolean [N, visible slots]."""
+        """Make the mask of the next N rows: None, "causal" or a boolean [N, visible slots]."""
         if isinstance(self.offset, int):
             if N == 1:
                 return None
@@ -117,10 +110,6 @@ class LinearKVCache:
         if isinstance(self.offset, int):
             self.limit = self.offset
 
-    def seek(self, offset: int | mx.array, limit: int) -> None:
-        """Set the position outright; `limit` is its upper bound on the host."""
-        self.offset, self.limit = offset, limit
-
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
@@ -129,20 +118,14 @@ class LinearKVCache:
     def config(self) -> dict:
         return {"window": None, "start": self.start}
 
-    @property
-    def empty_config(self) -> dict:
-        return self.config
-
     def check(self) -> None:
         if self.parts and self.capacity < self.offset:
             raise ValueError("its rows are not as many as it holds")
 
     def used(self) -> Parts:
-        """The buffers without rows that were never reached (whole STEPs); for saving."""
         return tuple(part[..., : round_up(self.limit), :] for part in self.parts)
 
     def to_quantized(self, bits: int, group_size: int) -> "LinearKVCache":
-        """Return a cache with this one's contents in `bits` bits; positions stay."""
         return self._filled(QuantizedLinearKVCache(group_size, bits, self.start))
 
     def _filled(self, quantized: Any) -> Any:

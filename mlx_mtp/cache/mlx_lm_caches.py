@@ -1,4 +1,4 @@
-"""mlx-lm's own caches of a whole model, where there is no port: they move forward, and back only if they can."""
+"""Wrap mlx-lm's own caches of a whole model without a port: they step back only if mlx-lm's classes can."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as mlx_lm_caches
 
+from .layer_cache import LayerCache
 
-class MlxLmCaches:
+
+class MlxLmCaches(LayerCache):
     """One entry of `PromptCache.layers` that stands for all layers' caches, with the positions of `LinearKVCache`.
 
     Nothing is built ahead on it, so a generation that is stopped leaves it whole; one that is interrupted in the
@@ -15,19 +17,17 @@ class MlxLmCaches:
     """
 
     name = "plain"
-    is_state, wraps, is_mlx_lm = False, False, True
-    window = None
-    start = keep = 0
+    is_mlx_lm = True
 
     def __init__(self, classes: list[str] | None = None, state: list | None = None, offset: int = 0):
-        """classes, state, offset: those of `config`; the arrays are filled in by setting `parts`."""
+        """Take `config`'s values; the arrays are filled in by setting `parts`."""
         self.offset = self.limit = offset
         self.whole = True
         self.caches: list[Any] = []
         self._saved = (classes or [], state or [])
 
     def read(self, model: Any, tokens: mx.array) -> mx.array:
-        """Logits [1, 1, V] after the last of tokens [1, L]."""
+        """Read tokens [1, L]; return the logits [1, 1, V] after the last. Raises ValueError after an interruption."""
         if not self.whole:
             raise ValueError("prompt_cache: it was interrupted in the middle of a step; make a new one")
         self.whole = False
@@ -42,7 +42,6 @@ class MlxLmCaches:
 
     @property
     def rewinds(self) -> bool:
-        """Whether the caches can step back, now."""
         return self.whole and mlx_lm_caches.can_trim_prompt_cache(self.caches)
 
     def seek(self, offset: int, limit: int) -> None:
@@ -52,22 +51,13 @@ class MlxLmCaches:
             self.offset = offset
         self.whole = self.whole and offset == self.offset
 
-    def reserve(self, rows: int) -> None:
-        """mlx-lm's caches grow by themselves."""
-
-    hold = reserve
-
-    def to_quantized(self, bits: int, group_size: int) -> "MlxLmCaches":
-        """mlx-lm's caches stay what they are."""
-        return self
-
     @property
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.caches)
 
     @property
     def parts(self) -> tuple[mx.array, ...]:
-        """Nothing that has to be computed: the logits depend on all that the caches hold."""
+        """Return nothing to compute: the logits depend on all that the caches hold."""
         return ()
 
     @parts.setter
@@ -84,7 +74,6 @@ class MlxLmCaches:
         return tree_flatten([c.state for c in self.caches])  # type: ignore[return-value]
 
     def used(self) -> tuple[mx.array, ...]:
-        """What has to be saved."""
         return tuple(value for _, value in self._state() if isinstance(value, mx.array))
 
     @property
@@ -100,12 +89,9 @@ class MlxLmCaches:
     def empty_config(self) -> dict:
         return {"window": self.name}
 
-    def check(self) -> None:
-        """What mlx-lm's classes accept is theirs to say."""
-
 
 def _kind(name: str) -> Any:
-    """mlx-lm's class of caches of this name, and nothing else that a file may name."""
+    """Find mlx-lm's class of caches of this name, and nothing else that a file may name."""
     kind = getattr(mlx_lm_caches, name, None)
     if not (isinstance(kind, type) and issubclass(kind, mlx_lm_caches._BaseCache)):
         raise ValueError(f"{name}: not a cache of mlx-lm's")

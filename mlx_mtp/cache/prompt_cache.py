@@ -1,4 +1,4 @@
-"""The state of one conversation: target caches, head caches, and what joins them.
+"""Hold the state of one conversation: the target's caches, its MTP heads' caches, and what joins them.
 
 Depth j's slot p (see `draft.py`) lives at position p + j of its cache, so every cache counts positions alike:
 position i of depth j reads token x_{i+1}, and all heads stand at the same offset, `primed`.
@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 
 from .kinds import from_configs, make_caches
+from .layer_cache import CachedModel, LayerCache
 from .mlx_lm_caches import MlxLmCaches
 from .prompt_prefix import PromptPrefix
-from .protocol import CachedModel, LayerCache
 from .ring import Ring
 
 GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
@@ -95,7 +95,7 @@ class PromptCache:
         return [*self.layers, *self.heads]
 
     def like_new(self) -> "PromptCache":
-        """An empty cache of the same layout; what has been quantized begins so."""
+        """Make an empty cache of the same layout; what has been quantized begins so."""
         heads = [{**c.empty_config, "start": depth} for depth, c in enumerate(self.heads)]
         kept = [self.model.no_hidden() for _ in self.kept]
         layers = from_configs([c.empty_config for c in self.layers])
@@ -238,7 +238,7 @@ class PromptCache:
         self.settle(self.tokens[: to.length])
 
     def room(self, position: int) -> float:
-        """Rows that one call may read from `position` on: none past the start of quantizing while that is due."""
+        """Count the rows that one call may read from `position` on: none past a start of quantizing that is due."""
         return math.inf if self.quantizing is None else self.quantizing.start - position
 
     @property
@@ -252,7 +252,7 @@ class PromptCache:
         return all(c.rewinds for c in self.layers)
 
     def needs_host(self, position: int, rows: int) -> str | None:
-        """Why a cycle of `rows` rows from `position` on cannot be built before it is known to be wanted."""
+        """Say why a cycle of `rows` rows from `position` on cannot be built before it is known to be wanted."""
         if self.is_mlx_lm:
             return "caches that cannot step back"
         return "quantizing the caches" if self.room(position) < rows else None
@@ -284,7 +284,7 @@ def make_prompt_cache(
     quantized_kv_start: int = 0,
     max_kv_size: int | None = None,
 ) -> PromptCache:
-    """An empty cache for `model`, with room for `num_draft_tokens` heads (None: all it has).
+    """Make an empty cache for `model`, with room for `num_draft_tokens` heads (None: all it has).
 
     kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values (None: not quantized). The attention
         kernel, and with it a row's bits whatever is drafted, is for None, 4 and 8.
@@ -328,6 +328,6 @@ def make_prompt_cache(
 
 
 def group_size_for(model: CachedModel) -> int:
-    """The largest usual group size that quantized keys and values of `model` can have, else 64."""
+    """Find the largest usual group size that quantized keys and values of `model` can have, else 64."""
     head_dim = getattr(model.args, "head_dim", None) or 64  # latent attention has none, and nothing to quantize
     return next((size for size in (64, 32) if head_dim % size == 0), 64)

@@ -1,4 +1,4 @@
-"""The beginning of a conversation's first message, which a saved cache holds, and how messages become tokens."""
+"""Encode conversations, and the beginning of a first message whose state a saved cache holds."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ class PromptPrefix:
     eos_token: str | None = None
 
     def tokens(self, tokenizer: Any, text: str) -> list[int]:
-        """The whole prompt's, where `text` follows; ValueError where the chat template refuses it."""
+        """Encode the whole prompt, where `text` follows; ValueError where the chat template refuses it."""
         text = self.prompt + text
         if not (self.template and tokenizer.has_chat_template):
             return tokenizer.encode(text)
@@ -37,7 +37,7 @@ class PromptPrefix:
         return tokenizer.encode(render(tokenizer, messages, options), add_special_tokens=False)
 
     def settled(self, tokenizer: Any) -> list[int]:
-        """The tokens that the prompt begins with whatever follows: up to its last words, or what stands for them."""
+        """Find the tokens that the prompt begins with whatever follows: up to about its last words."""
         tokens = self.tokens(tokenizer, "")
         whole = replace(self, prompt=LAST_RUNS.sub("", self.prompt)).tokens(tokenizer, "")
         kept = shared(tokens[:-1], whole)
@@ -53,7 +53,7 @@ class PromptPrefix:
 
 
 def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
-    """The chat template's text; raises ValueError, in one line, where the template fails."""
+    """Render the chat template; raises ValueError, in one line, where the template fails."""
     try:
         text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
     except Exception as e:  # a template is a program of the checkpoint's: anything can go wrong in it
@@ -64,5 +64,5 @@ def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str
 
 
 def shared(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix."""
+    """Count the tokens of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

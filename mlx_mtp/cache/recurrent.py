@@ -1,4 +1,4 @@
-"""The state of a recurrent layer (gated delta rule), which rolls back without a copy per position.
+"""Keep the state of a recurrent layer (gated delta rule, Mamba2) and roll it back without a copy per position.
 
 A verify leaves the state where it was before its rows and keeps what these rows would do to it: the tape. The next
 call replays the rows that were accepted, however many, and then adds its own. Nothing goes through the weights twice,
@@ -10,10 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from .layer_cache import LayerCache
+
 Replay = Callable[..., mx.array]
 
 
-class RecurrentCache:
+class RecurrentCache(LayerCache):
     """Committed state and tape of one layer, with the positions of `cache.LinearKVCache`; B = 1.
 
     parts: (position of the state [1] int32, state, rows before and on the tape that the convolution reads
@@ -21,10 +23,7 @@ class RecurrentCache:
     """
 
     name = "recurrent"
-    is_state, wraps, is_mlx_lm = True, False, False
-    rewinds = True
-    window = None
-    start = keep = 0
+    is_state = True
 
     def __init__(self):
         self.offset: int | mx.array = 0
@@ -32,18 +31,18 @@ class RecurrentCache:
         self.parts: tuple[Any, ...] = ()
 
     def convolved(self, rows: mx.array, taps: int) -> mx.array:
-        """The input of a causal convolution of `taps` taps over new rows [1, S, C]: [1, taps-1+S, C]."""
+        """Return the input of a causal convolution of `taps` taps over new rows [1, S, C]: [1, taps-1+S, C]."""
         before, accepted = self.behind(rows, taps), self.accepted
         if accepted is not None:
             before = mx.take(before, accepted + mx.arange(taps - 1), axis=1)
         return mx.concatenate([before, rows], axis=1)
 
     def behind(self, rows: mx.array, taps: int) -> mx.array:
-        """The rows before and on the tape [1, taps-1+T, C], of which only the accepted come before new rows."""
+        """Return the rows before and on the tape [1, taps-1+T, C]; new rows follow the accepted ones."""
         return self.parts[2] if self.parts else mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
 
     def state(self, replay: Replay) -> mx.array | None:
-        """The state at `offset`, None at the start; `replay(state, mask [1, T], *tape)` applies the masked rows."""
+        """Compute the state at `offset`, None at the start; `replay(state, mask [1, T], *tape)` adds rows."""
         accepted = self.accepted
         if accepted is None:
             return self.committed
@@ -89,18 +88,8 @@ class RecurrentCache:
         self.limit += rows
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """There is nothing to hide: rows are read in order."""
+        """Return None: rows are read in order, there is nothing to hide."""
         return None
-
-    def reserve(self, rows: int) -> None:
-        """A state does not grow."""
-
-    def hold(self, rows: int) -> None:
-        """A state does not grow."""
-
-    def seek(self, offset: int | mx.array, limit: int) -> None:
-        """Set the position, which must lie within the tape."""
-        self.offset, self.limit = offset, limit
 
     @property
     def nbytes(self) -> int:
@@ -109,18 +98,3 @@ class RecurrentCache:
     @property
     def config(self) -> dict:
         return {"window": self.name}
-
-    @property
-    def empty_config(self) -> dict:
-        return self.config
-
-    def check(self) -> None:
-        """A state has no rows to count."""
-
-    def used(self) -> tuple[mx.array, ...]:
-        """What has to be saved."""
-        return self.parts
-
-    def to_quantized(self, bits: int, group_size: int) -> "RecurrentCache":
-        """A state stays in full precision."""
-        return self

@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
+from .layer_cache import Parts
 from .linear import LinearKVCache, Quantized, round_up
-from .protocol import Parts
 
 MAX_ROWS = 16  # most rows one verify or draft call may write into a ring
 
@@ -24,11 +24,11 @@ class Ring:
         self._last: tuple = (None, 0, None)
 
     def slot(self, position: int) -> int:
-        """Where a position lives."""
+        """Return the slot of a position."""
         return min(position, self.keep + (position - self.keep) % self.turn)
 
     def index(self, offset: mx.array, rows: int) -> mx.array:
-        """Slots [1, 1, rows, 1] of the rows at a device-side offset."""
+        """Return the slots [1, 1, rows, 1] of the rows at a device-side offset."""
         if self._last[0] is not offset or self._last[1] != rows:
             positions = offset + mx.arange(rows)
             index = self.keep + (positions - self.keep) % self.turn if self.keep else positions % self.slots
@@ -37,7 +37,7 @@ class Ring:
         return self._last[2]
 
     def mask(self, offset: mx.array, rows: int, visible: int, start: int) -> mx.array:
-        """Boolean [rows, visible]: which slots each of the rows, once written, may attend to."""
+        """Make a boolean [rows, visible]: the slots that each of the rows, once written, may attend to."""
         queries, slots = offset + mx.arange(rows)[:, None], mx.arange(visible)[None]
         last = offset + (rows - 1)
         # The newest position that maps to each slot; negative where none was written yet.
@@ -47,12 +47,12 @@ class Ring:
         return self.seen(positions, queries) & (positions >= mx.minimum(start, queries))
 
     def seen(self, positions: mx.array, queries: mx.array) -> mx.array:
-        """Boolean: whether the queries' windows have the positions."""
+        """Tell, as booleans, whether the queries' windows have the positions."""
         near = positions > queries - (self.window - self.keep)
         return (positions <= queries) & (near | (positions < self.keep) if self.keep else near)
 
     def mask_of_one(self, positions: range, visible: int) -> mx.array:
-        """`mask` [1, visible] for one row that may attend to `positions`, and to the kept ones; made on the host."""
+        """Make, on the host, the `mask` [1, visible] of one row that may attend to `positions` and kept ones."""
         mask = np.zeros((1, visible), bool)
         mask[:, : self.keep] = True
         mask[:, self.keep + (np.arange(positions.start, positions.stop) - self.keep) % self.turn] = True
@@ -111,7 +111,6 @@ class SlidingKVCache(LinearKVCache):
         return slice(0, min(self.ring.slots, round_up(self.limit + rows)))
 
     def used(self) -> Parts:
-        """All of it: a ring does not grow."""
         return self.parts
 
     def check(self) -> None:
@@ -122,7 +121,7 @@ class SlidingKVCache(LinearKVCache):
         return self._filled(QuantizedSlidingKVCache(group_size, bits, self.ring, self.start))
 
     def _past(self) -> range:
-        """The positions, before its own, that the next row's window reaches back to; kept ones are not among them."""
+        """Return the positions that the next row's window reaches back to, without kept ones."""
         first = max(self.offset - (self.window - self.keep) + 1, self.keep, self.start)
         return range(min(first, self.offset), self.offset)
 

@@ -10,8 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
+from ..cache.layer_cache import CacheKind
 from ..cache.mlx_lm_caches import MlxLmCaches
-from ..cache.protocol import CacheKind
 from .files import trunk_header
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cache.protocol import CacheKind
+from ..cache.layer_cache import CacheKind
 from .lm_head import Rows, head_on
 from .mtp_head import MTPHead
 from .spec import MTPSpec

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..cache.protocol import CachedModel, LayerCache
+from ..cache.layer_cache import CachedModel, LayerCache
 
 
 class TokenChoice(Protocol):

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import nemotron_h
 
-from ..cache.protocol import CacheKind
+from ..cache.layer_cache import CacheKind
 from ..cache.recurrent import RecurrentCache
 from ..layers.mamba2 import Mamba2
 from ..layers.port import Port, Renaming

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
-from ..cache.protocol import CacheKind
+from ..cache.layer_cache import CacheKind
 from ..cache.recurrent import RecurrentCache
 from ..layers.gated_delta import GatedDelta
 from ..layers.port import Port, Renaming

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_next
 from mlx_lm.models.qwen3_next import ModelArgs
 
-from ..cache.protocol import CacheKind
+from ..cache.layer_cache import CacheKind
 from ..cache.recurrent import RecurrentCache
 from ..layers.gated_delta import GatedDelta
 from ..layers.port import NUMBERED_EXPERTS, Port

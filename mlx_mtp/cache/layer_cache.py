@@ -1,4 +1,4 @@
-"""State what is asked of the cache of one layer, and what a cache asks of the model that it belongs to."""
+"""State what the cache of one layer offers, and what caches ask of the model that they belong to."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -8,70 +8,66 @@ import mlx.core as mx
 Parts = tuple[mx.array, ...]
 
 
-class LayerCache(Protocol):
-    """Keys and values, or a state, of one layer for one text; B = 1.
+class LayerCache:
+    """Keys and values, or a state, of one layer for one text (B = 1); these defaults suit what holds no rows.
 
     offset: positions held, an `int` while the host counts them, int32 [1] while the device does.
     limit:  an upper bound of `offset` that the host knows.
     parts:  the arrays of the state; () before the first row.
     start:  positions below it hold nothing.
     window: how many last positions it holds, None for all; keep: first positions that it holds beside these.
+    config: arguments of `kinds.from_configs` that make this cache again, but for its `parts`; kept in files as JSON.
 
     Facts of a kind: `is_state` (one state of the whole text, no rows), `wraps` (new rows overwrite old ones, so that
     a lower offset does not bring them back), `is_mlx_lm` (mlx-lm's own caches, on which nothing is built ahead).
     """
 
-    is_state: bool
-    wraps: bool
-    is_mlx_lm: bool
+    is_state = wraps = is_mlx_lm = False
+    start: int = 0
     offset: Any
     limit: int
-    parts: Parts
-    start: int
+    parts: Any
+    config: Any
+    nbytes: Any
 
     @property
-    def window(self) -> int | None: ...
+    def window(self) -> int | None:
+        return None
 
     @property
-    def keep(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
+    def keep(self) -> int:
+        return 0
 
     @property
     def rewinds(self) -> bool:
         """Whether `seek` can go back now."""
-        ...
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Arguments of `kinds.from_configs` that make this cache again, but for its `parts`; JSON."""
-        ...
+        return True
 
     @property
     def empty_config(self) -> dict[str, Any]:
-        """The same for an empty cache of this layout."""
-        ...
+        """The `config` of an empty cache of this layout."""
+        return self.config
 
     def reserve(self, rows: int) -> None:
-        """Make the next growth reach `rows` positions at once."""
+        """Make the next growth reach `rows` positions at once, where a longer run is known to come."""
 
     def hold(self, rows: int) -> None:
-        """Have room for `rows` positions now."""
+        """Have room for `rows` positions now; what the cache holds has to have a form already."""
 
     def seek(self, offset: Any, limit: int) -> None:
-        """Set the position, a host integer or int32 [1], and its upper bound."""
+        """Set the position, a host integer or int32 [1], and its upper bound on the host."""
+        self.offset, self.limit = offset, limit
 
     def used(self) -> Parts:
         """Return the arrays to save, without rows that were never reached."""
-        ...
+        return self.parts
 
     def check(self) -> None:
         """Raise ValueError where `parts`, read from a file, cannot belong to `offset`."""
 
     def to_quantized(self, bits: int, group_size: int) -> "LayerCache":
-        """Return a cache with these contents in `bits` bits, or itself where there are no keys and values."""
-        ...
+        """Return a cache with these contents in `bits` bits, positions kept; a state stays in full precision."""
+        return self
 
 
 CacheKind = int | None | type[LayerCache]  # what a layer needs: a window, all positions, or a cache of another class
