@@ -37,56 +37,42 @@ class PromptProgress(contextlib.AbstractContextManager):
     """A bar on stderr while a prompt is read: at once where it takes several chunks, else after PATIENCE."""
 
     def __init__(self, *, shown: bool, chunk: int):
-        self._shown, self._chunk = shown, chunk
-        self._lock = threading.Lock()
-        self._bar: Progress | None = None
+        console = Console(stderr=True)
+        middle = [BarColumn(bar_width=12)] if console.width >= NARROW else []
+        columns = TextColumn("{task.description}"), *middle, MofNCompleteColumn()
+        self._bar = Progress(*columns, console=console, transient=True) if shown else None  # None at the end, too
         self._timer: threading.Timer | None = None
-        self._count = (0, 0)
-        self._label = "Reading"
-
-    def __exit__(self, *_: Any) -> None:
-        self._end()
+        self._chunk, self._lock = chunk, threading.Lock()
+        if self._bar:
+            self._bar.add_task("Reading", total=0)
 
     def __call__(self, done: int, total: int) -> None:
         """Report tokens read so far, and how many there are to read."""
-        self._count = (done, total)
         if done == total:
-            self._end()
-        elif not self._shown:
-            return
-        elif self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=done)
-        elif total > self._chunk:
-            self._start()
-        elif not self._timer:
-            self._timer = threading.Timer(PATIENCE, self._start)
+            return self._end()
+        self._update(show=total > self._chunk, completed=done, total=total)
+        if self._bar and not self._timer:
+            self._timer = threading.Timer(PATIENCE, self._update, kwargs={"show": True})
             self._timer.daemon = True
             self._timer.start()
 
     def stopping(self) -> None:
         """Say that Ctrl-C was seen: the chunk under way is still read to its end."""
-        self._label = "(stopping)"
-        self._start()
+        self._update(show=True, description="(stopping)")
+
+    def __exit__(self, *_: Any) -> None:
+        self._end()
+
+    def _update(self, *, show: bool, **changes: Any) -> None:
         with self._lock:
             if self._bar:
-                self._bar.update(self._bar.task_ids[0], description=self._label)
-
-    def _start(self) -> None:
-        with self._lock:
-            done, total = self._count
-            if self._bar or not self._shown:
-                return
-            console = Console(stderr=True)
-            middle = [BarColumn(bar_width=12)] if console.width >= NARROW else []
-            columns = TextColumn("{task.description}"), *middle, MofNCompleteColumn()
-            self._bar = Progress(*columns, console=console, transient=True)
-            self._bar.add_task(self._label, completed=done, total=total)
-            self._bar.start()
+                self._bar.update(self._bar.task_ids[0], **changes)
+                if show:
+                    self._bar.start()
 
     def _end(self) -> None:
         """Remove the bar, for good."""
         with self._lock:
-            self._shown = False
             if self._timer:
                 self._timer.cancel()
             if self._bar:
