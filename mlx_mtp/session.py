@@ -74,7 +74,6 @@ class ChatSession:
         generate_step([0], model, **options).close()  # checks the options, computes nothing
         k = options.pop("num_draft_tokens", None)
         self.num_draft_tokens = default_draft_tokens(model) if k is None else k
-        self.seed = options.pop("seed", None)
         layout: dict[str, Any] = {n: options.pop(n) for n in CACHE_OPTIONS if n in options}
         self._given, self._prefix_text = options.pop("prompt_cache", None), ""
         if self._given is not None:
@@ -168,8 +167,8 @@ class ChatSession:
             turn.read_time = time.perf_counter() - tic
         options["prompt_progress_callback"] = partial(self._read, progress, len(first), total)
         options["stats"] = turn.stats
-        if self.seed is not None:
-            options["seed"] = (self.seed + self.answers) % 2**63
+        if (seed := self.options.get("seed")) is not None:
+            options["seed"] = (seed + self.answers) % 2**63
         yield from stream_generate(self.model, self.tokenizer, rest, **options)
 
     def _check(self, new: int) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ..lossless.check import Verdict
@@ -88,8 +87,13 @@ def _differences(tokenizer: Any, differences: list[Difference], dtype: str) -> T
             a, b = d.judgement.logits
             figures = [f"{a:.5g} {b:.5g}", f"{d.judgement.gap:.2g}", f"{d.judgement.tolerance:.2g}"]
         verdict = "near-tie" if d.near_tie else "DIVERGES"
-        table.add_row(verdict, d.prompt, d.way, str(d.position), *map(escape, texts), *figures)
+        table.add_row(verdict, d.prompt, d.way, str(d.position), *map(_unmarked, texts), *figures)
     return table
+
+
+def _unmarked(text: str) -> str:
+    """Keep rich from taking brackets for markup."""
+    return text.replace("[", "\\[")
 
 
 def _heads(verdict: Verdict) -> Table:
@@ -107,7 +111,7 @@ def _tasks(answered: list[Answered]) -> Table:
     table = _table("tasks", ["task", "question"], ["tokens", "without", "with", "same text"])
     marks = {True: "right", False: "wrong"}
     for i, a in enumerate(answered, 1):
-        question = escape(" ".join(a.task.question.split())[:40])
+        question = _unmarked(" ".join(a.task.question.split())[:40])
         table.add_row(str(i), question, str(a.tokens), marks[a.plain], marks[a.drafted], "yes" if a.same else "no")
     table.add_section()
     plain, drafted, same = (sum(getattr(a, name) for a in answered) for name in ("plain", "drafted", "same"))
