@@ -1,4 +1,4 @@
-"""The public functions: tokens (`generate_step`), text pieces (`stream_generate`), text (`generate`)."""
+"""Generate: tokens (`generate_step`), text pieces (`stream_generate`), or a whole text (`generate`)."""
 
 import contextlib
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -147,7 +147,7 @@ def generate_step(
 
 
 def _remembered(decoder: Decoder, steps: Generator[Yielded, None, None]) -> Generator[Yielded, None, None]:
-    """The steps, and then what they cost is kept for the next generation."""
+    """Yield the steps, then keep what they cost for the next generation."""
     try:
         yield from steps
     finally:
@@ -178,7 +178,7 @@ def _check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> N
 
 
 def default_draft_tokens(model: Target) -> int:
-    """Drafts per cycle where nothing is said: one per head, or DEFAULT_DRAFTS with a recycled one."""
+    """Return the drafts per cycle where nothing is said: one per head, or DEFAULT_DRAFTS with a recycled one."""
     return min(model.max_draft_tokens, max(DEFAULT_DRAFTS, len(model.mtp)))
 
 
@@ -197,7 +197,7 @@ def _token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
 def _cache_for(
     model: Target, given: PromptCache | None, k: int, group_size: int, start: int, layout: dict[str, int | None]
 ) -> PromptCache:
-    """A new cache with the layout asked for, or the caller's own, whose layout is what it is."""
+    """Make a cache with the layout asked for, or take the caller's own, whose layout is what it is."""
     if given is None:
         return make_prompt_cache(
             model, num_draft_tokens=k, kv_group_size=group_size, quantized_kv_start=start, **layout
@@ -210,7 +210,7 @@ def _cache_for(
 
 
 def _draft_count(requested: int | None, model: Target, cache: PromptCache | None) -> int:
-    """The number of drafts per cycle: at most one per head that the model and the cache have, or as many as a
+    """Choose the drafts per cycle: at most one per head that the model and the cache have, or as many as a
     recycled head may make."""
     if cache is not None and not isinstance(cache, PromptCache):
         raise ValueError(f"prompt_cache: a {type(cache).__name__}; expected one from mlx_mtp.make_prompt_cache")
@@ -283,5 +283,5 @@ def _response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | None)
 def generate(
     model: Target, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]
 ) -> str:
-    """The whole text of `stream_generate`."""
+    """Return the whole text of `stream_generate`."""
     return "".join(response.text for response in stream_generate(model, tokenizer, prompt, **options))

@@ -1,10 +1,10 @@
-"""Acceptance: how many drafts equal what the target itself chose."""
+"""Count how many drafts equal what the target itself chose."""
 
 import mlx.core as mx
 
 
 def accept(drafts: mx.array, tokens: mx.array) -> mx.array:
-    """Length of the longest prefix of drafts [k] that equals tokens [k+1]; int32 [1].
+    """Return the length, int32 [1], of the longest prefix of drafts [k] that equals tokens [k+1].
 
     `tokens[i]` is drawn from the target with the user's own sampler, after the drafts before it. Keeping
     drafts while they equal the draw and ending with the draw that differs (or the bonus token) outputs exactly

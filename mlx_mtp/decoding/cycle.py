@@ -1,4 +1,4 @@
-"""One cycle: what it drafts is planned, its graph is built, it is submitted, and its tokens are read."""
+"""Plan a cycle, build its graph, submit it and read its tokens."""
 
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -24,7 +24,7 @@ LEAST = 0.25  # of a cycle's seconds, what is left of them when the next one's b
 
 @dataclass
 class Decoder:
-    """What every cycle of one generation needs.
+    """The model, caches, sampling and settings that every cycle of one generation shares.
 
     control: decides what a cycle does, and is told what each did.
     step:    rows that idle heads read at a time when they are needed again.
@@ -47,7 +47,7 @@ class Decoder:
     text: Text = field(default_factory=Text)
 
     def needs_host(self, flight: "Flight") -> str | None:
-        """Why the cycle after this one cannot be built before this one's tokens have been read."""
+        """Say why the cycle after this one cannot be built before this one's tokens have been read, if so."""
         if self.picker.processors:
             return "logits processors"
         rows = 1 + max(self.k, self.max_lookup)
@@ -100,7 +100,7 @@ def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
 
 
 def propose(d: Decoder, last: Flight, plan: Plan) -> Drafts:
-    """The plan.k drafts behind a cycle's rows; heads that are not asked stay where they are, before them."""
+    """Draft plan.k tokens behind a cycle's rows; MTP heads that are not asked stay before these rows."""
     cache, run, base = d.cache, last.run, last.base
     cache.bound(base, run.tokens.size)
     if plan.k and plan.source == "heads":
@@ -116,7 +116,7 @@ def propose(d: Decoder, last: Flight, plan: Plan) -> Drafts:
 
 
 def verify(d: Decoder, run: Run, drafts: Drafts) -> Run:
-    """The target's own tokens after the newest one and after each draft, and how many drafts equal them."""
+    """Choose the target's own tokens after the newest one and each draft; count the drafts that equal them."""
     cache, guesses = d.cache, drafts.tokens
     position, rows = cache.layers[0].offset + 1, run.newest()
     if guesses.size:
@@ -131,7 +131,7 @@ def verify(d: Decoder, run: Run, drafts: Drafts) -> Run:
 
 
 def read(d: Decoder, flight: Flight) -> tuple[list[int], int]:
-    """Wait for a cycle: its right tokens and how many of them are drafts. The only host read of a cycle."""
+    """Wait for a cycle, its only host read; return its right tokens and how many of them are drafts."""
     waited = d.stats.wait_time
     tokens, accepted, flight.seconds = d.stats.reads(flight.run, flight.plan.source)
     flight.waited = d.stats.wait_time - waited
@@ -152,7 +152,7 @@ def learn(d: Decoder, flight: Flight, accepted: int, following: Flight | None) -
 
 
 def among_its_like(seconds: float, waited: float, built: float, following: float) -> float:
-    """What a cycle would have taken if the next one, built in its time, had taken as long to build as itself.
+    """Estimate a cycle's seconds if the next one, built in its time, had taken as long to build as itself.
 
     Without it a plain step between cycles that draft seems as slow as they are to build. A device that the host had
     to wait for was busy all the time, and hides a quicker host.

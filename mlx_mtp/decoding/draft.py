@@ -1,4 +1,4 @@
-"""The heads: reading committed rows (`prime`) and drafting the next tokens (`draft`).
+"""Let the MTP heads read committed rows (`prime`) and draft the next tokens (`draft`).
 
 x_t is the token at position t, h_t the target's hidden state after reading it. Slot p of depth j reads x_{p+1+j}
 and, at depth 0, h_p, at depth j > 0 depth j-1's output at slot p; its logits guess x_{p+2+j}. The rule for the
@@ -45,11 +45,11 @@ class Run:
         return cls(hidden, tokens, accepted, drafts, packed, logprobs)
 
     def newest(self) -> mx.array:
-        """The token that the target has not read yet, int32 [1]."""
+        """Return the token that the target has not read yet, int32 [1]."""
         return mx.take(self.tokens, self.accepted) if self.drafts.size else self.tokens
 
     def read(self) -> tuple[list[int], int]:
-        """Wait for the run: its right tokens and how many of them are drafts. The only host read of a cycle."""
+        """Wait for the run; return its right tokens and how many of them are drafts."""
         values: Any = self.packed.tolist()
         return values[: values[-1] + 1], values[-1]
 
@@ -75,7 +75,7 @@ class Drafts:
         return cls(tokens, mx.stack(q) if q else None, mx.stack(confidence) if confidence else None)
 
     def first(self, n: int) -> "Drafts":
-        """The first n of them."""
+        """Keep the first n drafts."""
         return Drafts(self.tokens[:n], None if self.q is None else self.q[:n])
 
 
@@ -124,7 +124,7 @@ def _recycle(
 
 
 def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
-    """tokens [n] -> [n + 1] with `token` at a device-side index <= n."""
+    """Put `token` into tokens [n] at a device-side index <= n: [n + 1]."""
     longer = mx.concatenate([tokens, token.reshape(1)])
     return mx.where(mx.arange(longer.size) == index, token, longer)
 
@@ -156,7 +156,7 @@ def _start_at(cache: PromptCache, first: int) -> None:
 
 
 def _read(model: Target, cache: PromptCache, hidden: mx.array, text: Any, lo: int) -> None:
-    """One pass of all depths over hidden rows [1, n, H] of positions lo..lo+n-1, whose `text` ends at token lo+n."""
+    """Let all depths read hidden rows [1, n, H] of positions lo..lo+n-1, whose `text` ends at token lo+n."""
     hi = lo + hidden.shape[1]
     tokens = mx.array(text[1:])[None]
     kept, base = [], lo

@@ -1,4 +1,4 @@
-"""What a head drafts at a temperature: its likeliest token, or a draw from its own distribution.
+"""Choose what an MTP head drafts: its likeliest token, or at a temperature a draw from its distribution.
 
 greedy:    its likeliest token d, kept with the target's probability of it, p(d).
 coupled:   a draw from its distribution q, filtered as the target's is, with the noise of the target's own draw at
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftChooser:
-    """Chooses a draft from a head's output row.
+    """How a draft is chosen from an MTP head's output row.
 
     mode: of `sampling.DRAFT_SAMPLING`. options, key: those of the target's draws. confidence: give it with each
     token (for "rejection", that of the likeliest one); a coupled draw of temperature alone then needs the head's
@@ -44,12 +44,12 @@ class DraftChooser:
 
     @classmethod
     def of(cls, picker: Picker, *, confidence: bool = False) -> "DraftChooser":
-        """The one that suits how the target's tokens are chosen."""
+        """Make the chooser that suits how the target's tokens are chosen."""
         draws = picker.sampler is None and not picker.options.greedy
         return cls(picker.draft_sampling if draws else "greedy", picker.options, picker.key, confidence)
 
     def __call__(self, model: Target, depth: int, row: mx.array, position: mx.array) -> Choice:
-        """A draft for `position`, int32 [] or [1], by the head of `depth`, whose output row [1, 1, H] guesses it."""
+        """Draft the token at `position`, int32 [] or [1], that the output row [1, 1, H] of head `depth` guesses."""
         if self.mode == "greedy" and not self.confidence:
             return Choice(model.mtp[depth].token(model.draft_choice(depth, row)).astype(mx.int32))
         rows = None if self.mode == "rejection" else model.draft_rows(depth, row)
@@ -57,7 +57,7 @@ class DraftChooser:
         return choice or self._from_logits(_logits(model, depth, row), position)
 
     def _without_logits(self, rows: Any, model: Target, depth: int, position: mx.array) -> Choice | None:
-        """By the head's kernel; None where its choices do not do."""
+        """Choose by the LM head's kernel; None where that cannot."""
         head, size = model.mtp[depth], rows.head.module.weight.shape[0]
         if self.mode == "coupled" and self.options.unfiltered:
             # The kernel's noise is that of the rows of its weights.
@@ -75,7 +75,7 @@ class DraftChooser:
         return Choice(token.astype(mx.int32), None, probability)
 
     def _from_logits(self, logits: mx.array, position: mx.array) -> Choice:
-        """From logits [1, V] in the target's vocabulary."""
+        """Choose from logits [1, V] in the target's vocabulary."""
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         q, key = None, key_at(self.key, position)
         if self.mode == "greedy":
@@ -90,21 +90,22 @@ class DraftChooser:
         return Choice(token[0].astype(mx.int32), q, probability)
 
     def _judged(self, logprobs: mx.array, token: mx.array) -> mx.array:
-        """The logprob that a draft is verified or left out by. To leave one out for what was drawn would bias what
-        rejection sampling puts in its place: there it is the likeliest token's, known before the draw.
+        """Return the logprob that a draft is verified or left out by.
+
+        For rejection sampling the likeliest token's, known before the draw: another would bias the replacement.
         """
         return logprobs.max() if self.mode == "rejection" else logprobs[token]
 
 
 def _tokens(head: Any, n: int) -> mx.array | None:
-    """The target's tokens that the n rows of a head's logits stand for; None where those are their numbers."""
+    """List the target's tokens that n rows of a head's logits stand for; None where those are their numbers."""
     rows = mx.arange(n)
     tokens = head.token(rows)
     return None if tokens is rows else tokens
 
 
 def _logits(model: Target, depth: int, row: mx.array) -> mx.array:
-    """A head's logits [1, V], -infinity for tokens that it does not know."""
+    """Compute a head's logits [1, V], -infinity for tokens that it does not know."""
     logits = model.draft_logits(depth, row)[0]
     tokens = _tokens(model.mtp[depth], logits.shape[-1])
     return logits if tokens is None else whole_row(logits, tokens[None], model.vocab_size)

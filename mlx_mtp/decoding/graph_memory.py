@@ -1,4 +1,4 @@
-"""What a model holds in memory, told by the shapes of its caches and its graph: nothing is read or computed."""
+"""Estimate what a model holds in memory from the shapes of its caches and its graph, reading nothing."""
 
 import math
 from collections import Counter, deque
@@ -29,7 +29,7 @@ LAG = 32  # operations that MLX has submitted and not done: what they read is st
 
 
 def nbytes(tree: Any) -> int:
-    """Of the arrays of a tree, each counted once."""
+    """Count the bytes of a tree's arrays, each once."""
     arrays: Any = {id(value): value for _, value in tree_flatten(tree)}
     return sum(a.nbytes for a in arrays.values() if isinstance(a, mx.array))
 
@@ -52,7 +52,7 @@ def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
 
 
 def plain_nbytes(caches: list[Any], context: int) -> int:
-    """Bytes of mlx-lm's own caches, which hold something, at `context` positions."""
+    """Count the bytes of mlx-lm's own caches, which hold something, at `context` positions."""
     total = 0
     for c in caches:
         if hasattr(c, "caches"):
@@ -66,7 +66,7 @@ def plain_nbytes(caches: list[Any], context: int) -> int:
 
 
 def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Bytes that reading the last `rows` of `context` positions holds at once, beside weights and caches.
+    """Estimate the bytes that reading the last `rows` of `context` positions holds beside weights and caches.
 
     cache: one that was filled for that context; what it holds is not changed. mlx-lm's own caches are taken to be
     empty. 0 where MLX cannot tell a model's graph.
@@ -99,7 +99,7 @@ def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
 
 
 def peak(events: list[dict]) -> int:
-    """Most bytes held at once while the operations of an exported graph run in order; its inputs are not counted."""
+    """Find the most bytes held at once while an exported graph's operations run in order, inputs not counted."""
     operations, kept = _operations(events)
     left = Counter(chain(kept, *(reads for _, reads, _ in operations)))
     held: dict[str, int] = {}
@@ -122,7 +122,7 @@ def peak(events: list[dict]) -> int:
 
 
 def _operations(events: list[dict]) -> tuple[list[tuple[str, list[str], dict[str, int]]], list[str]]:
-    """Of an exported graph: each operation's name, the arrays that it reads, and the bytes of those that it makes.
+    """List an exported graph's operations: name, arrays that it reads, bytes of those that it makes.
 
     And the arrays that are left at the end. Views are not made; who reads one reads the array behind it.
     """

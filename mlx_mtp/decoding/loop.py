@@ -1,4 +1,4 @@
-"""The loop: draft, verify, accept, commit. Plain decoding is the same loop with k = 0 drafts.
+"""Decode in cycles: draft, verify, accept, commit. Plain decoding is the same loop with k = 0 drafts.
 
 One cycle is one graph. While it runs the next one is built on top of its arrays; when its tokens have arrived
 (the cycle's one device-to-host read) the next is submitted, so that every cache write finds its buffer free and
@@ -92,12 +92,12 @@ def _prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] 
 
 
 def _unshown(flight: Flight, following: Flight) -> Rest:
-    """Before any row of `flight`, whose successor is built: a plain row is in the states, and comes out of them."""
+    """Rest before any row of `flight`, whose successor is built: a plain row comes out of the states again."""
     return Rest(flight, -1, replace(following.before, held=flight.before.held, caches=None))
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:
-    """The part of a run that may be shown, and whether it is the last; left < 0 means no limit."""
+    """Cut a run's tokens to what may be shown, and tell whether it is the last; left < 0 means no limit."""
     for i, token in enumerate(tokens, 1):
         if token in stop_tokens or i == left:
             return tokens[:i], True

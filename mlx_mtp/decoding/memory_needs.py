@@ -1,4 +1,4 @@
-"""What a model needs at a context, whether this machine has it, and what would fit: asked before anything is read."""
+"""Tell, before anything is read, what memory a model needs at a context, and what would fit here."""
 
 import bisect
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a load is to leave room for.
+    """The context that a load is to leave room for.
 
     context: positions; 0 asks for the weights alone.
     step:    rows of a prompt that are read at a time.
@@ -80,7 +80,7 @@ class Budget:
 
 
 def needs(model: Target, context: int, *, step: int = STEP, **layout: Any) -> Needs:
-    """What `model` takes with `context` positions, of which a prompt is read `step` at a time.
+    """Estimate what `model` takes with `context` positions, of which a prompt is read `step` at a time.
 
     model:  loaded, or with `lazy=True`, or built from a configuration: only shapes and types are looked at.
     layout: `make_prompt_cache`'s arguments. Raises its ValueError.
@@ -101,13 +101,13 @@ def _needs(model: Target, cache: PromptCache, context: int, step: int) -> Needs:
 
 
 def _beside(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
-    """Bytes of the target's caches and the heads', and of what reading the last `rows` positions holds beside."""
+    """Estimate the bytes of the target's caches, of the heads', and of what reading the last `rows` holds beside."""
     full, hidden = _filled(model, cache, context)
     return *_held(model, cache, full, context, hidden), _scratch(model, full, context, rows)
 
 
 def _rough(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """More than `_beside`, from the model's width alone: where there is as much nobody has to look closer.
+    """Bound `_beside` from the model's width alone: where there is as much nobody has to look closer.
 
     Scores of a head to every 8 columns, a wide row between layers, and keys and values as wide as the model.
     """
@@ -117,19 +117,19 @@ def _rough(model: Target, cache: PromptCache, context: int, rows: int) -> int:
 
 
 def kv_bytes(model: Target, cache: PromptCache, context: int) -> tuple[int, int]:
-    """Bytes of the target's and the heads' caches at `context` positions, of the layout of `cache`."""
+    """Count the bytes of the target's and the heads' caches at `context` positions, laid out as `cache`."""
     full, hidden = _filled(model, cache, context)
     return _held(model, cache, full, context, hidden)
 
 
 def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCache, int]:
-    """A new cache of the same layout, with buffers as at `context` positions; bytes of one of the hidden rows."""
+    """Make a cache of the same layout, filled to `context` positions; and the bytes of one hidden row."""
     full = _empty(cache, quantized=_later(cache, context))
     return full, fill(model, full, context, VERIFIED)
 
 
 def _held(model: Target, cache: PromptCache, full: PromptCache, context: int, hidden: int) -> tuple[int, int]:
-    """Bytes of the target's and the heads' caches; `full` is `cache` at `context`.
+    """Count the bytes of the target's and the heads' caches; `full` is `cache` at `context`.
 
     While nothing is drafted the target's hidden rows wait for the heads, in place of their keys and values.
     """
@@ -145,7 +145,7 @@ def _held(model: Target, cache: PromptCache, full: PromptCache, context: int, hi
 
 
 def _scratch(model: Target, full: PromptCache, context: int, rows: int) -> int:
-    """Bytes that reading the last `rows` of `context` positions holds beside weights and caches.
+    """Estimate the bytes that reading the last `rows` of `context` positions holds beside weights and caches.
 
     Where a CPU runs a recurrence row by row, two small numbers of rows tell what more of them take.
     """
@@ -158,17 +158,17 @@ def _scratch(model: Target, full: PromptCache, context: int, rows: int) -> int:
 
 
 def _logits(model: Target) -> int:
-    """Bytes of a cycle's logits, log-probabilities, masks and orders."""
+    """Count the bytes of a cycle's logits, log-probabilities, masks and orders."""
     return (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4
 
 
 def _later(cache: PromptCache, context: int) -> bool:
-    """Whether a cache is to be quantized before it holds `context` positions."""
+    """Tell whether a cache is to be quantized before it holds `context` positions."""
     return cache.quantizing is not None and context > cache.quantizing.start
 
 
 def _empty(cache: PromptCache, *, quantized: bool = False) -> PromptCache:
-    """A new cache of the same layout; `quantized`: of the one that it is to become."""
+    """Make an empty cache of the same layout; `quantized`: of the one that it is to become."""
     new = cache.like_new()
     if quantized and new.quantizing:
         new.quantize_at(new.quantizing.start)
@@ -176,13 +176,13 @@ def _empty(cache: PromptCache, *, quantized: bool = False) -> PromptCache:
 
 
 def largest_context(model: Target, budget: int, *, step: int = STEP, **layout: Any) -> int:
-    """The most positions, in steps of GRAIN, whose `needs` are within `budget` bytes; 0 where not even one is."""
+    """Find the most positions, in steps of GRAIN, whose `needs` are within `budget` bytes; 0 where none is."""
     cache = make_prompt_cache(model, **_grouped(model, layout))
     return _largest(model, cache, budget - nbytes(model.parameters()), step)
 
 
 def _largest(model: Target, cache: PromptCache, room: int, step: int) -> int:
-    """The same of a cache's layout, within `room` bytes beside the weights."""
+    """Do so for a cache's layout, within `room` bytes beside the weights."""
     near, far = (_beside(model, cache, n * step, step)[2] for n in (2, 66))
 
     def total(context: int) -> int:
@@ -197,7 +197,7 @@ def _largest(model: Target, cache: PromptCache, room: int, step: int) -> int:
 
 
 def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
-    """What would fit: a shorter context, and a longer one with quantized caches; nothing where weights do not."""
+    """Name what would fit: a shorter context, a longer one with quantized caches; nothing where weights do not."""
     plain = largest_context(model, budget, step=asked.step, **asked.layout)
     if plain:
         yield f"max_context={plain} fits"
@@ -209,7 +209,7 @@ def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
 
 
 def within(max_context: int | None, held: int, prompt: int, max_tokens: int) -> int:
-    """max_tokens (-1: no limit), or what `max_context` leaves of no limit after `held` tokens and `prompt` more.
+    """Return max_tokens (-1: no limit), or what `max_context` leaves after `held` tokens and `prompt` more.
 
     Raises ValueError where they are too many.
     """

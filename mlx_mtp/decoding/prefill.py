@@ -1,4 +1,4 @@
-"""Reading the prompt, and what the heads have not read yet."""
+"""Read the prompt, into the target's caches and the MTP heads'."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: where the last tokens have occurred before, what followed them is the draft.
+"""Draft from the text's own past: what followed where the last tokens have occurred before (prompt lookup).
 
 The search runs on the device, behind tokens that the host has not read yet, so that such a cycle is built ahead like
 any other. The host searches the text it knows only to tell whether a lookup promises anything. Source of the idea:
@@ -16,7 +16,7 @@ CANDIDATES = 64  # newest matches whose length the host compares
 
 
 class Text:
-    """The tokens of a conversation that the host knows."""
+    """The tokens of a conversation that the host knows, searched for repetitions."""
 
     def __init__(self, tokens: Sequence[int] = ()):
         self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
@@ -39,7 +39,7 @@ class Text:
         self._runs[end - SHORTEST + 1 - new.size : end - SHORTEST + 1] = new
 
     def matched(self) -> int:
-        """How many of the last tokens have occurred before in this order: 0, or SHORTEST to LONGEST."""
+        """Count the last tokens that have occurred before in this order: 0, or SHORTEST to LONGEST."""
         text, last = self.tokens, self._size - SHORTEST
         if last < 1:
             return 0
@@ -52,7 +52,7 @@ class Text:
         return length
 
     def continued(self, end: int, tokens: mx.array, right: mx.array, k: int) -> mx.array:
-        """What followed the last occurrence of the longest match, int32 [k], behind `end` tokens and `tokens` [R].
+        """Draft what followed the longest match's last occurrence, int32 [k], behind `end` tokens and `tokens` [R].
 
         right: int32 [1] on the device, how many of the latter belong to the text. Where the match reaches the end its
         continuation repeats itself; where nothing matches, the drafts are arbitrary.
@@ -74,6 +74,6 @@ class Text:
 
 
 def _runs(tokens: np.ndarray) -> np.ndarray:
-    """Each SHORTEST tokens in a row as one number, int64 [N - SHORTEST + 1]; no vocabulary has 2**21 tokens."""
+    """Number each SHORTEST tokens in a row, int64 [N - SHORTEST + 1]; no vocabulary has 2**21 tokens."""
     wide, count = tokens.astype(np.int64), max(0, tokens.size - SHORTEST + 1)
     return sum((wide[i : i + count] << 21 * i for i in range(SHORTEST)), np.zeros(count, np.int64))

@@ -1,4 +1,4 @@
-"""What is recorded of a cycle: a function of arrays alone, the run before, the caches' and the key of draws.
+"""State a cycle as a function of arrays alone, which can be recorded: the run before, caches, the draws' key.
 
 All else that it depends on is its `Kind`. Positions that the host bounds are bounded by `Kind.end`, so that what is
 recorded serves every cycle until a buffer's next STEP, in this conversation and in others.
@@ -24,7 +24,7 @@ from .stats import Stats
 
 
 class Kind(NamedTuple):
-    """What a recorded cycle depends on besides the values of its inputs.
+    """All that a recorded cycle depends on besides the values of its inputs.
 
     rows: of the run before. end: a bound of all positions. layers, heads: the caches' `config`s, no heads where they
     are idle. shapes: of all caches' arrays. pick: how tokens are chosen.
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, d: Decoder, last: Flight, plan: Plan, caches: Sequence[Any]) -> "Kind":
-        """That of the cycle after `last`; gives the caches room, all at once, so that they have one end."""
+        """Name the cycle after `last`, and give the caches room, all at once, so that they have one end."""
         base, rows, n = last.base, last.run.tokens.size, len(d.cache.layers)
         end = round_up(base + rows + plan.k + 1)
         for c in caches:
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
 
 def _layout(c: Any, base: int) -> tuple:
-    """A cache's `config`; a start that is not behind the first position of `base`'s window makes no difference."""
+    """Return a cache's `config`, without a start that is not behind the first position of `base`'s window."""
     config = c.config
     if c.wraps and c.start <= base - c.window + 1:
         config["start"] = 0
@@ -69,7 +69,7 @@ def recorded(
     kept: list,
     key: mx.array,
 ):
-    """The cycle of a kind; caches of its own stand in for a conversation's, whose arrays come and go.
+    """Run the cycle of a kind on caches of its own, which stand in for a conversation's.
 
     given:   of the run before: hidden, tokens, and accepted if it had drafts.
     guesses: the drafts, if they are not the heads'.

@@ -1,4 +1,4 @@
-"""Two draws of tokens: by noise that belongs to the tokens, and by keeping or replacing a draft.
+"""Draw tokens: by noise that belongs to the tokens, or by keeping or replacing a draft.
 
 Rejection sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): a draft d ~ q is kept with
 probability min(1, p(d) / q(d)), else a token is drawn from max(p - q, 0), normalised; the outcome has distribution p.
@@ -9,7 +9,7 @@ import mlx.core as mx
 
 
 def gumbel_max(scores: mx.array, key: mx.array) -> mx.array:
-    """A token [1], int32, of softmax(scores [1, V]).
+    """Draw a token, int32 [1], from softmax(scores [1, V]).
 
     A token's noise depends on the key alone, so that rows with like probabilities mostly give the same token, at
     least as often as (1 - TV) / (1 + TV) (Daliri, Musco and Suresh, arXiv 2408.07978). Kernels draw with the same
@@ -20,12 +20,12 @@ def gumbel_max(scores: mx.array, key: mx.array) -> mx.array:
 
 
 def draft_key(dice: mx.array) -> mx.array:
-    """The key of a draft for the position whose own draw has the key `dice`; independent of what verifies it."""
+    """Derive a draft's key from that of its position's own draw, `dice`; independent of what verifies it."""
     return mx.random.split(dice, 3)[0]
 
 
 def keep_or_replace(scores: mx.array, q: mx.array, draft: mx.array, dice: mx.array) -> mx.array:
-    """The draft [1], which was drawn from q [1, V], or what replaces it, int32 [1]; distributed as softmax(scores).
+    """Keep the draft [1], drawn from q [1, V], or replace it: int32 [1], distributed as softmax(scores).
 
     scores: [1, V], the target's, filtered. dice: the key of this position's draw. A replacement is another token.
     """

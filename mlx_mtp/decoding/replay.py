@@ -1,4 +1,4 @@
-"""Cycles that are recorded once (`mx.compile`) and replayed: the host walks a list of primitives, and runs no Python.
+"""Record cycles once (`mx.compile`) and replay them: the host walks a list of primitives and runs no Python.
 
 What happens rarely stays outside: buffers grow, idle heads wake up and read. So does the search of the text.
 """
@@ -50,7 +50,7 @@ class Recorder:
             self._state = state
 
     def find(self, model: Target, kind: Kind) -> tuple[Callable | None, bool]:
-        """The cycle of a kind, None where it has not come often enough, and whether it is recorded with this call."""
+        """Find the cycle of a kind, None where it has not come often enough, and whether this call records it."""
         step = self.cycles.pop(kind, None)
         new = step is None
         if step is None:
@@ -67,14 +67,14 @@ class Recorder:
 
 
 class Compiled:
-    """What replays the cycles of one generation, those that it can."""
+    """The replay of one generation's cycles, of those that can be."""
 
     def __init__(self, recorder: Recorder, choice: CompileChoice):
         self.recorder, self.choice = recorder, choice
         self._spoilt = 0  # coming cycles whose time holds a recording, or its compilation
 
     def run(self, d: Decoder, last: Flight, plan: Plan) -> Run | None:
-        """As `cycle.propose` and `verify` for the cycle after `last`; None where it is to be built."""
+        """Do what `cycle.propose` and `verify` do for the cycle after `last`; None where it is to be built."""
         heads = d.cache.heads if plan.k and plan.source == "heads" else []
         caches = [*d.cache.layers, *heads]
         if plan.p_min or not self.choice.on or not all(c.parts for c in caches):
@@ -98,7 +98,7 @@ class Compiled:
         return seconds
 
     def found(self) -> bool:
-        """Whether a trial has come to a verdict in this generation, which the recorder then has."""
+        """Tell whether the replay trial has ended in this generation, and give the recorder its verdict."""
         if not self.choice.tried or self.choice.verdict is None:
             return False
         self.recorder.verdict = self.choice.verdict
@@ -135,7 +135,7 @@ def _replay(step: Callable, kind: Kind, d: Decoder, last: Flight) -> Run:
 
 
 def _state(model: Target) -> list:
-    """What recorded cycles hold of a model: its parameters, its modules' kinds, and which kernels are on."""
+    """List what recorded cycles hold of a model: parameters, modules' kinds, and which kernels are on."""
     found = [array for _, array in tree_flatten(model.parameters())]  # type: ignore[union-attr]
     for module in model.modules():
         found.append(type(module))

@@ -1,4 +1,4 @@
-"""From the target's logits to its tokens: processors on each row's own history, then the user's sampler.
+"""Choose the target's tokens from its logits: processors on each row's own history, then the sampler.
 
 Draws are keyed by position: with a seed the token at position t depends on the text before it and on nothing
 else, so the same seed gives the same text whatever was drafted (`rejection.py` is the one exception).
@@ -56,22 +56,22 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """No draw: at temperature 0, and where 1 / temp would overflow in 16 bits."""
+        """Whether nothing is drawn: at temperature 0, and where 1 / temp would overflow in 16 bits."""
         return self.temp < 1 / 65504
 
     @property
     def unfiltered(self) -> bool:
-        """Temperature alone."""
+        """Whether draws are by temperature alone."""
         return self.top_k == 0 and not 0 < self.top_p < 1 and self.min_p == 0 and self.xtc_probability == 0
 
     @property
     def top(self) -> int:
-        """How many of the greatest logits, with the sum of all, are enough to draw from; 0: all are needed."""
+        """Count the greatest logits that, with the sum of all, are enough to draw from; 0: all are needed."""
         whole = self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1)
         return 0 if whole or self.top_k > MOST_TOP else self.top_k
 
     def scores(self, logprobs: mx.array, coin: mx.array) -> mx.array:
-        """Filtered logprobs [1, V] over the temperature, whose softmax is drawn from; `coin`: the key of XTC's."""
+        """Filter logprobs [1, V] and divide by the temperature; their softmax is drawn from. coin: XTC's key."""
         if 0 < self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)
         if self.min_p > 0:
@@ -85,14 +85,14 @@ class Sampling:
         return logprobs.astype(mx.float32) * (1.0 / self.temp)
 
     def draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
-        """One token [1] from logprobs [1, V]."""
+        """Draw one token [1] from logprobs [1, V]."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         coin, dice = mx.random.split(key)
         return gumbel_max(self.scores(logprobs, coin), dice)
 
     def draw_top(self, logprobs: mx.array, tokens: mx.array, key: mx.array, vocab_size: int) -> mx.array:
-        """As `draw`, from the top_k greatest logprobs [1, n] of a row, sorted, and their tokens [1, n]."""
+        """Draw as `draw` does, from the top_k greatest logprobs [1, n] of a row, sorted, and their tokens [1, n]."""
         _, dice = mx.random.split(key)
         if 0 < self.top_p < 1:
             above = mx.cumsum(mx.exp(logprobs), axis=-1, inclusive=False)
@@ -106,7 +106,7 @@ class Sampling:
 
 @dataclass
 class Picker:
-    """Chooses the target's token in every row of a verify.
+    """How the target's token is chosen in every row of a verify.
 
     sampler:    the user's own, logprobs [1, V] -> token [1]; None means `options`.
     processors: mlx-lm's logits processors, (tokens [T], logits [1, V]) -> logits [1, V].
@@ -124,7 +124,7 @@ class Picker:
     def pick(
         self, model: Target, hidden: mx.array, position, history: Any, drafts: mx.array, q: mx.array | None = None
     ):
-        """As for the logits of hidden rows [1, M, H], which are not computed where the model can choose without."""
+        """Choose tokens of hidden rows [1, M, H], without their logits where the model can; see `__call__`."""
         choice = model.choice(hidden) if q is None and self._needs_no_logits else None
         if choice is None:
             return self(model.logits(hidden)[0], position, history, drafts, q)
@@ -150,7 +150,7 @@ class Picker:
         return mx.concatenate(drawn).astype(mx.int32)
 
     def __call__(self, logits: mx.array, position, history: Any, drafts: mx.array, q: mx.array | None = None):
-        """logits [M, V] for positions position.. -> tokens [M] int32 and logprobs [M, V] or None.
+        """Choose tokens [M] int32 from logits [M, V] for positions position..; and logprobs [M, V] or None.
 
         Row i is conditioned on `history`, token ids [T] (read only by processors) and the first i drafts. q [M-1, V]:
         what the drafts were drawn from, where rejection sampling keeps or replaces them; None where they are only
@@ -179,19 +179,19 @@ class Picker:
 
 
 def whole_row(values: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:
-    """Values [1, n] of tokens [1, n] at their places in a row [1, vocab_size] that is -infinity elsewhere."""
+    """Put values [1, n] of tokens [1, n] into a row [1, vocab_size] that is -infinity elsewhere."""
     row = mx.full((1, vocab_size), -float("inf"), values.dtype)
     return mx.put_along_axis(row, tokens, values, axis=-1)
 
 
 def key_at(key: mx.array, position: Any) -> mx.array:
-    """The key, uint32 [2], of the draw at a position: an integer or int32 [] or [1]."""
+    """Return the key, uint32 [2], of the draw at a position: an integer, or int32 [] or [1]."""
     step = mx.array(position).reshape(1).astype(mx.uint32)
     return key + mx.pad(step, (1, 0))
 
 
 def random_key(seed: int | None) -> mx.array:
-    """A base key, uint32 [2]; drawn from MLX's global random state where there is no seed."""
+    """Make a base key, uint32 [2], from the seed, or from MLX's global random state where there is none."""
     if seed is None:
         return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
     # Hashed, so that neighbouring seeds do not share keys at neighbouring positions.

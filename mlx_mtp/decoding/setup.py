@@ -1,6 +1,4 @@
-"""Who decides what the cycles of a generation draft, a controller that knows this machine or nobody, and whether they
-are compiled.
-"""
+"""Choose who decides what the cycles of a generation draft, and whether they are replayed."""
 
 import hashlib
 from typing import Any
@@ -21,7 +19,7 @@ LOOKUP_DRAFTS = 7  # with the token before them the most rows that have the bits
 
 
 def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, asked: bool | None) -> int:
-    """The most drafts of prompt lookup, 0 for none; `plain`: nothing may be drafted, `asked`: None leaves it to us.
+    """Choose the most drafts of prompt lookup, 0 for none. plain: nothing may be drafted; asked: None leaves it open.
 
     Raises ValueError where it is asked for and nothing can be drafted.
     """
@@ -32,25 +30,25 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
 
 
 class Learned:
-    """What is known of a model's cycles on this machine: of those that are built, and of those that are replayed."""
+    """The costs known of a model's cycles on this machine, of built and of replayed ones."""
 
     def __init__(self, built: RememberedCosts, replayed: RememberedCosts):
         self.memories = {False: built, True: replayed}
         self.costs: dict[bool, Costs | None] = {}
 
     def recall(self, *, replayed: bool) -> Costs | None:
-        """What earlier generations measured, here or in another process."""
+        """Recall what earlier generations measured, here or in another process."""
         if replayed not in self.costs:
             self.costs[replayed] = self.memories[replayed].recall()
         return self.costs[replayed]
 
     def keep(self, *, replayed: bool, faster: bool | None) -> None:
-        """For other processes. faster: whether replaying was found to be, None where that is not known."""
+        """Keep the costs for other processes. faster: whether replaying is, None where that is not known."""
         self.memories[replayed].keep(self.recall(replayed=replayed), faster)
 
 
 def learned(model: Target) -> Learned:
-    """Made once for a model: to name its parameters takes as long as some cycles."""
+    """Find what is known of a model's costs, once: to name its parameters takes as long as some cycles."""
     if not hasattr(model, "_learned"):
         report = getattr(model, "report", None)
         name, kernels = _names(model), "; ".join(report.kernels if report else ())
@@ -59,7 +57,7 @@ def learned(model: Target) -> Learned:
 
 
 def _names(model: Target) -> str:
-    """A digest of the names and shapes of a model's parameters, on which the cost of its cycles depends."""
+    """Digest the names and shapes of a model's parameters, on which the cost of its cycles depends."""
     arrays: Any = tree_flatten(model.parameters())
     own = sorted(f"{name} {array.shape}" for name, array in arrays)
     return hashlib.sha256("\n".join(own).encode()).hexdigest()
@@ -68,7 +66,7 @@ def _names(model: Target) -> str:
 def control_for(
     model: Target, k: int, max_lookup: int, *, adaptive: bool, p_min: bool, compiled: Compiled | None = None
 ) -> Controller | Fixed:
-    """The control of a generation with at most k drafts of the heads, or max_lookup of the text's, in a cycle."""
+    """Make the control of a generation with at most k drafts of the heads, or max_lookup of the text's, a cycle."""
     if adaptive and (k or max_lookup):
         known = learned(model).recall(replayed=_replayed(compiled))
         return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known)
@@ -76,12 +74,12 @@ def control_for(
 
 
 def _replayed(compiled: Compiled | None) -> bool:
-    """Whether cycles are replayed from the first on."""
+    """Tell whether cycles are replayed from the first on."""
     return compiled is not None and bool(compiled.choice.verdict) and not compiled.choice.tried
 
 
 def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
-    """What replays a generation's cycles; None where it may not, or they run a caller's code or mlx-lm's own caches.
+    """Make what replays a generation's cycles; None where they run a caller's code or mlx-lm's caches, or it may not.
 
     asked: None leaves it to a trial on a GPU, and to what one has found on this machine with this model.
     """

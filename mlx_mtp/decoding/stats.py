@@ -1,4 +1,4 @@
-"""What a generation did: cycles, drafts kept per depth, what the host waited for, and where the time went."""
+"""Count what a generation did: cycles, drafts kept per depth, what the host waited for, where time went."""
 
 import time
 from collections import Counter
@@ -133,7 +133,7 @@ class Stats:
             self._halves[half] += time.perf_counter() - tic
 
     def reads(self, run: Any, source: str) -> tuple[list[int], int, float | None]:
-        """Wait for a run: its right tokens, how many of them are drafts from `source`, and its seconds.
+        """Wait for a run; return its right tokens, how many of them are drafts from `source`, and its seconds.
 
         The seconds are None where the caller's time hides them, and for the prompt's run, which comes first.
         """
@@ -166,7 +166,7 @@ class Stats:
             self.accepted[depth] += depth < accepted
 
     def _seconds(self, now: float, waited: float) -> float | None:
-        """From the last arrival to this one; a cycle that was under way meanwhile ran in the caller's time, too."""
+        """Time a cycle from the last arrival to this one; one under way meanwhile ran in the caller's time, too."""
         elapsed = now - self._arrival
         if self._late:
             return elapsed - self._caller
@@ -174,7 +174,7 @@ class Stats:
         return None if hidden else elapsed
 
     def reads_confidence(self, confidence: mx.array, least: float) -> int:
-        """Wait for the heads: how many of the first drafts they are sure of."""
+        """Wait for the heads; count the first drafts that they are sure of."""
         tic = time.perf_counter()
         values: Any = confidence.tolist()
         self.waits += 1
