@@ -62,7 +62,8 @@ def test_wheel_from_sdist(tmp_path):
     assert "mlx_mtp/kernels/metal/README.md" in names
     assert "mlx_mtp/demo/checkpoint/model.safetensors" in names
     assert {"mlx_mtp/bench/prompts.json", "mlx_mtp/bench/documents.csv"} <= set(names)
-    assert {"mlx_mtp/bench/roofline/launches.csv", "mlx_mtp/bench/roofline/fitted.json"} <= set(names)
+    roofline = {f"mlx_mtp/bench/roofline/{file}" for file in ("chips.csv", "launches.csv", "fitted.json")}
+    assert {"mlx_mtp/bench/page.css", *roofline} <= set(names)
     native = ROOT / "mlx_mtp" / "emulator" / "native"
     assert {str(p.relative_to(ROOT)) for p in native.rglob("*") if p.is_file()} <= set(names)
     assert not [n for n in names if n.startswith(("tests/", "bench/", "kernels/"))]

@@ -25,7 +25,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """What every picture has."""
+    """Title and x-axis of a picture."""
 
     title: str
     x_label: str

@@ -60,7 +60,7 @@ class PassShape:
 
 
 class Cost(NamedTuple):
-    """Of one operation: bytes, instructions, how often its launch requests the bytes, launches its layer lacks."""
+    """An operation's bytes, instructions, how often its launch requests the bytes, and launches its layer lacks."""
 
     name: str
     nbytes: float

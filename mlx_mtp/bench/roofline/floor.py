@@ -12,7 +12,7 @@ PLAIN, DRAFT, VERIFY, CYCLE = PHASES = "plain step", "draft", "verify", "cycle"
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of weights that every pass reads, of distinct experts, of LM heads, of KV caches, and of recurrent states."""
+    """Bytes of weights that every pass reads, of distinct experts, LM heads, KV caches, and recurrent states."""
 
     shared: float = 0
     experts: float = 0
