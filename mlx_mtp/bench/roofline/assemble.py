@@ -21,6 +21,7 @@ from .predict import kernels, predicted
 from .released import MODELS
 from .walk import of_port
 
+Found = dict[str, Any]
 DEMO = "demo"
 ALIKE = 0.8  # of the other's bytes a model has to have to be the same; vectors are not counted here
 
@@ -71,12 +72,8 @@ def find_chip(name: str | None) -> Chip | None:
 
 
 def bench_model(
-    subject: FloorSubject,
-    chip: Chip | None,
-    context: int,
-    rows: Iterable[int] = ROWS,
-    results: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
+    subject: FloorSubject, chip: Chip | None, context: int, rows: Iterable[int] = ROWS, results: Sequence[Found] = ()
+) -> Found:
     """Make the result: floors in bytes, and with a chip seconds of these, predicted times and what kernels take off.
 
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at about this context are set
@@ -89,9 +86,9 @@ def bench_model(
     }
     on_chip = {}
     if chip is not None:
-        times = fitted["chips"][chip.name]["fitted_to"]
+        fitted_to = fitted["chips"][chip.name]["fitted_to"]
         on_chip = {
-            "chip": asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": times},
+            "chip": asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": fitted_to},
             "predicted": predicted(model, chip, context, rows),
             "kernels": kernels(model, chip, context),
         }
@@ -107,7 +104,7 @@ def bench_model(
     )
 
 
-def _times(found: dict[str, Any], subject: FloorSubject, context: int) -> list[dict[str, Any]]:
+def _times(found: Found, subject: FloorSubject, context: int) -> list[Found]:
     """Take a result's times at about this context, if it is of this model."""
     there, here = found["model"].get("target_bytes"), subject.model.total_bytes
     if there and not ALIKE < there / here < 1 / ALIKE:
@@ -116,7 +113,7 @@ def _times(found: dict[str, Any], subject: FloorSubject, context: int) -> list[d
     return times(found, nearest(found, context))
 
 
-def measured_model(found: dict[str, Any]) -> str | None:
+def measured_model(found: Found) -> str | None:
     """Name the model that a result is of, if `find_model` knows it by that name."""
     return _known(found["model"]["name"], (*MODELS, DEMO))
 
