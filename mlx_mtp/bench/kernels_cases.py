@@ -18,11 +18,13 @@ from ..cache.recurrent import RecurrentCache
 from ..cache.ring import Ring
 from ..kernels import Rope
 from ..layers.attention import Attention, Form, NormRope
+from ..layers.dense_products import Dense
 from ..layers.experts import Mixture
+from ..layers.gated_delta import Recurrence
 from ..layers.lm_head import Head
 from ..layers.mla import LatentAttention
 from ..layers.mla_products import PerHead
-from ..layers.products import GLU, Dense, Matrices, Recurrence, Stack
+from ..layers.quantized_products import GLU, Matrices, Stack
 from ..layers.residual_norm import Sum
 from ..models import deepseek_v3 as deepseek_port
 from ..models.qwen3_5 import GatedDeltaNet

@@ -20,10 +20,9 @@ from ..cache.linear import round_up
 from ..cache.recurrent import RecurrentCache
 from ..cache.ring import MAX_ROWS, Ring
 from ..layers.attention import Attention, Form
-from ..layers.gated_delta import GatedDelta
+from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.mamba2 import Mamba2
 from ..layers.mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention
-from ..layers.products import Recurrence
 from ..layers.sparse_mla import SparseMLA
 from ..tuning.kernel_sites import TOGETHER
 from .census import calls_noted

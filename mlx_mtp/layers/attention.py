@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..kernels import Rope, attention_served, norm_rope, verify_attention, verify_attention_ref
-from .products import VERIFY_ROWS, rows_of
+from .site import VERIFY_ROWS, rows_of
 
 Pair = tuple[mx.array, mx.array]
 

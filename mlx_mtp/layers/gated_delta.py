@@ -3,6 +3,9 @@
 Source: Gated Delta Networks (arXiv 2412.06464); mlx-lm's `gated_delta.py`.
 """
 
+import copy
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
 
 from ..kernels import Gates, delta_inputs, gated_delta_verify, gated_norm
+from .site import VERIFY_ROWS
 
 
 class GatedDelta:
@@ -78,3 +82,69 @@ class GatedDelta:
     def _replay(self: Any, state: mx.array, mask: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, *_):
         """Compute the state after the masked rows of a tape; the output, which needs q, is not wanted."""
         return gated_delta_update(k, k, v, a, b, self.A_log, self.dt_bias, state, mask)[1]
+
+
+class Recurrence:
+    """All that a gated-delta layer does between its projections: convolution, norms, gates and recurrence.
+
+    Rows depend on those before them: `alone` is what mlx-lm's one-row steps give for them, one after the other.
+    `make_cache` makes a layer's cache, empty.
+    """
+
+    op = "gated_delta_verify"
+    candidates = (1, *VERIFY_ROWS)
+    PROMPT, TAPE, ACCEPTED = 5, 4, 2  # rows before those that are tried
+
+    def __init__(self, layer: Any, make_cache: Callable[[], Any]):
+        self.layer, self.make_cache = layer, make_cache
+        self.ends = list(itertools.accumulate((layer.conv_dim, layer.value_dim, layer.num_v_heads)))
+        self.before: list[Any] = []
+
+    @property
+    def rows(self) -> frozenset[int]:
+        return self.layer.verify_rows
+
+    @rows.setter
+    def rows(self, rows: frozenset[int]) -> None:
+        self.layer.verify_rows, self.before = rows, []
+
+    @property
+    def shape(self) -> str:
+        a = self.layer
+        return f"{a.num_k_heads}x{a.head_k_dim} {a.num_v_heads}x{a.head_v_dim} taps {a.conv_kernel_size}"
+
+    @property
+    def width(self) -> int:
+        return self.ends[-1] + self.layer.num_v_heads
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        return [self._read(self.layer.fused, x, self._cache(x, tape=True))]
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        return [self._read(self.layer.plain, x, self._cache(x, tape=True))]
+
+    def alone(self, x: mx.array) -> list[mx.array]:
+        cache = self._cache(x, tape=False)
+        return [mx.concatenate([self._read(self.layer.plain, x[i : i + 1], cache) for i in range(len(x))])]
+
+    def _read(self, path: Callable[..., mx.array], x: mx.array, cache: Any) -> mx.array:
+        """Run rows x [M, width] through a path of the layer: [M, Hv * Dv]."""
+        qkv, z, b, a = mx.split(x[None], self.ends, axis=-1)
+        z = z.reshape(1, len(x), self.layer.num_v_heads, self.layer.head_v_dim)
+        return path(qkv, z, b, a, cache).reshape(len(x), -1)
+
+    def _cache(self, x: mx.array, *, tape: bool) -> Any:
+        """Copy a cache that has read a few rows: with a tape of which some are accepted, or all singly."""
+        if not self.before:
+            rows = mx.random.normal((self.PROMPT + self.TAPE, self.width), x.dtype, key=mx.random.key(0))
+            end = self.PROMPT + self.ACCEPTED
+            single, verified = self.make_cache(), self.make_cache()
+            for i in range(end):
+                self._read(self.layer.plain, rows[i : i + 1], single)
+            self._read(self.layer.plain, rows[: self.PROMPT], verified)
+            verified.seek(mx.array([self.PROMPT]), self.PROMPT)
+            self._read(self.layer.plain, rows[self.PROMPT :], verified)
+            verified.seek(mx.array([end]), end + self.TAPE - self.ACCEPTED)
+            self.before = [single, verified]
+            mx.eval(single.parts, verified.parts)
+        return copy.copy(self.before[tape])

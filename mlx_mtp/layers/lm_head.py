@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Quantized, draw_ref, served, top_ref, verify_head, verify_head_draw, verify_head_top
-from .products import VERIFY_ROWS, rows_of
+from .site import VERIFY_ROWS, rows_of
 
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 WHOLE_GROUPS = 128  # values that every group size divides

@@ -16,7 +16,7 @@ from ..kernels import verify_latent_attention, verify_latent_attention_ref
 from .attention import NormRope, on_device
 from .mla_products import VerifyMultiLinear
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
-from .products import VERIFY_ROWS
+from .site import VERIFY_ROWS
 from .spec import MTPSpec
 
 ABSORBED_ROWS = 8

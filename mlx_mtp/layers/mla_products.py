@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
 from ..kernels import Quantized, verify_qmm_heads
-from .products import VERIFY_ROWS
+from .site import VERIFY_ROWS
 
 
 class PerHead:

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels import add_norm
-from .products import VERIFY_ROWS, rows_of
+from .site import VERIFY_ROWS, rows_of
 
 
 class Sum:

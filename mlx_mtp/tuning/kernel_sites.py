@@ -13,25 +13,15 @@ from ..cache.recurrent import RecurrentCache
 from ..cache.ring import Ring
 from ..kernels import Rope, served
 from ..layers.attention import Attention, Form, NormRope, VerifyAttention
+from ..layers.dense_products import Dense, VerifyDense, VerifyDenseEmbedding, VerifyRouter
 from ..layers.eagle_head import EagleHead
 from ..layers.experts import Mixture, VerifyMoE, servable
-from ..layers.gated_delta import GatedDelta
+from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.lm_head import place_heads
 from ..layers.mla import AbsorbedMLA, LatentAttention
 from ..layers.mla_products import PerHead, VerifyMultiLinear
 from ..layers.port import Port
-from ..layers.products import (
-    GLU,
-    Dense,
-    Recurrence,
-    Stack,
-    VerifyDense,
-    VerifyDenseEmbedding,
-    VerifyEmbedding,
-    VerifyLinear,
-    VerifyMLP,
-    VerifyRouter,
-)
+from ..layers.quantized_products import GLU, Stack, VerifyEmbedding, VerifyLinear, VerifyMLP
 from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm
 from ..layers.site import Site
 from ..layers.sparse_mla import SparseMLA

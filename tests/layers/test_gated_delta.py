@@ -13,7 +13,7 @@ from stock_ops import stock_ops
 import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.recurrent import RecurrentCache
-from mlx_mtp.layers.products import Recurrence
+from mlx_mtp.layers.gated_delta import Recurrence
 from mlx_mtp.models.qwen3_5 import GatedDeltaNet
 from mlx_mtp.tuning import ab_test as trial_run
 from mlx_mtp.tuning import kernel_switch as switch
