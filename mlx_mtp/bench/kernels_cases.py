@@ -21,7 +21,7 @@ from ..layers.attention import Attention, Form, NormRope
 from ..layers.dense_products import Dense
 from ..layers.experts import Mixture
 from ..layers.gated_delta import Recurrence
-from ..layers.lm_head import Head
+from ..layers.lm_head import LMHeadSite
 from ..layers.mla import LatentAttention
 from ..layers.mla_products import PerHead
 from ..layers.quantized_products import GLU, Matrices, Stack
@@ -154,8 +154,8 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "DeepSeek-V3 queries per head": ("verify_qmm_heads", per_head),
     "Step-3.5 experts": ("verify_moe", lambda: experts(288, 1280, 4096, 8)),
     "Qwen3.6-35B-A3B experts": ("verify_moe", lambda: experts(256, 512, 2048, 8)),
-    "Qwen3.6-27B tokens": ("verify_head", lambda: Head(linear(248320, 5120))),
-    "Step-3.5 tokens, 8 bits": ("verify_head", lambda: Head(linear(128896, 4096, bits=8))),
+    "Qwen3.6-27B tokens": ("verify_head", lambda: LMHeadSite(linear(248320, 5120))),
+    "Step-3.5 tokens, 8 bits": ("verify_head", lambda: LMHeadSite(linear(128896, 4096, bits=8))),
     "Step-3.5 sum and norm": ("add_norm", lambda: Sum(in_bfloat16(nn.RMSNorm(4096)))),
     "Step-3.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(step(0))),
     "GLM-4.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(glm())),
@@ -193,7 +193,7 @@ SMALL: dict[str, Callable[[], Any]] = {
         in_bfloat16(QuantizedMultiLinear(128, 64, 4, 64, 4, "affine")), heads_first=True
     ),
     "verify_moe": lambda: experts(16, 64, 64, 4),
-    "verify_head": lambda: Head(linear(1024, 512)),
+    "verify_head": lambda: LMHeadSite(linear(1024, 512)),
     "add_norm": lambda: Sum(in_bfloat16(nn.RMSNorm(512))),
     "norm_rope": lambda: norm_rope(qwen(Qwen3NextAttention, **FEW)),
 }

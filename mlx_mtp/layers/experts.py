@@ -1,4 +1,4 @@
-"""A mixture of experts from its router's logits on in three launches, in the place of mlx-lm's modules."""
+"""Run a mixture of experts, from its router's logits on, in three launches in the place of mlx-lm's modules."""
 
 import operator
 from typing import Any
@@ -14,7 +14,7 @@ SHARED = ("shared_experts", "share_expert", "shared_expert")
 
 
 def routing_of(block: Any) -> Routing:
-    """How a block's router chooses.
+    """Read off a block how its router chooses.
 
     The least denominator, 1e-20, is Step-3.5's and MiMo's; without it the others divide 0 by 0 where it matters.
     """
@@ -27,13 +27,13 @@ def routing_of(block: Any) -> Routing:
 
 
 def quantized(linear: Any) -> Quantized:
-    """The weights of all experts, [E, N, K]."""
+    """View a `QuantizedSwitchLinear` as the kernels' weights, [E, N, K] of E experts."""
     form = linear.group_size, linear.bits, linear.mode, (linear.output_dims,)
     return Quantized(linear.weight, linear.scales, linear.get("biases"), *form)
 
 
 def servable(block: Any) -> bool:
-    """Whether the experts are quantized SwiGLUs in formats that the kernels know."""
+    """Say whether the experts are quantized SwiGLUs in formats that the kernels know."""
     switch = block.switch_mlp
     linears = [switch[name] for name in PROJECTIONS]
     if any(type(m) is not QuantizedSwitchLinear or "bias" in m or m.get("global_scale") is not None for m in linears):
@@ -44,7 +44,7 @@ def servable(block: Any) -> bool:
 
 
 class Mixture:
-    """The experts of a block."""
+    """The routed experts of a block; its x are rows and the router's logits side by side, [M, H + E]."""
 
     op = "verify_moe"
     candidates = (1, *VERIFY_ROWS)
@@ -55,18 +55,18 @@ class Mixture:
         self.limit: float | None = getattr(block.switch_mlp.activation, "limit", None)
         self.routing = routing_of(block)
         self.linears = [block.switch_mlp[name] for name in PROJECTIONS]
-        self.parts: list[tuple[Any, str, mx.array | None]] = []
+        self.parts: list[mx.array | None] = []
         self.made: Experts | None = None
 
     def serves(self, x: mx.array) -> bool:
-        """Not where a projection has been replaced since, as by an adapter around it, or experts are sharded."""
+        """Say whether it is on for x: not where a projection was replaced, as by an adapter, or is sharded."""
         switch = self.block.switch_mlp
         same = all(map(operator.is_, map(switch.get, PROJECTIONS), self.linears))
         return rows_of(x) in self.rows and same and getattr(self.block, "sharding_group", None) is None
 
     @property
     def bias(self) -> mx.array | None:
-        """Of the choice only."""
+        """What the router adds to its scores [E] for the choice only."""
         gate = self.block.gate
         bias = gate.get("e_score_correction_bias")
         return gate.get("router_bias") if bias is None else bias
@@ -74,14 +74,9 @@ class Mixture:
     @property
     def experts(self) -> Experts:
         """The weights that the projections have now."""
-        for linear, name, array in self.parts:
-            if linear.get(name) is not array:
-                self.made = None
-                break
-        if self.made is None:
-            names = ("weight", "scales", "biases")
-            self.parts = [(linear, name, linear.get(name)) for linear in self.linears for name in names]
-            self.made = Experts(*map(quantized, self.linears))
+        parts = [linear.get(name) for linear in self.linears for name in ("weight", "scales", "biases")]
+        if self.made is None or not all(map(operator.is_, parts, self.parts)):
+            self.parts, self.made = parts, Experts(*map(quantized, self.linears))
         return self.made
 
     @property
@@ -95,11 +90,10 @@ class Mixture:
 
     @property
     def width(self) -> int:
-        """Of x and the router's logits, side by side."""
         return self.linears[0].input_dims + self.linears[0].num_experts
 
     def logits(self, x: mx.array) -> mx.array:
-        """The router's, [M, E]."""
+        """Compute the router's logits [M, E] of x [M, H]."""
         router = self.block.gate
         if self.routing.kind == "softmax":
             return router(x)
@@ -109,6 +103,7 @@ class Mixture:
         return site.ours(x)[0] if site is not None and rows_of(x) in site.rows else x @ router.weight.T
 
     def fused(self, x: mx.array, logits: mx.array, **shared: mx.array | None) -> mx.array:
+        """Sum the experts that logits [M, E] choose for x [M, H], and a `shared` one's output if given: [M, H]."""
         return verify_moe(x, logits, self.experts, self.routing, bias=self.bias, limit=self.limit, **shared)
 
     def ours(self, x: mx.array) -> list[mx.array]:
@@ -131,7 +126,7 @@ class Mixture:
 
 
 class VerifyMoE:
-    """Mixin in front of a block that sums its chosen experts and, perhaps, a shared one."""
+    """Mixin in front of a block that sums its chosen experts and, perhaps, a shared one, [..., H] -> [..., H]."""
 
     mixture: Mixture
 

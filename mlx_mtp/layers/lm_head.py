@@ -1,6 +1,6 @@
-"""The LM head as a choice of tokens, in one pass over its weights and without writing logits.
+"""Choose tokens in one pass over the LM head's weights, without writing logits.
 
-A head is on for some numbers of rows, and for none at first. For the others it chooses from the module's logits by
+A site is on for some numbers of rows, and for none at first. For the others it chooses from the module's logits by
 the same rules, so that what it chooses does not depend on which they are.
 """
 
@@ -17,7 +17,7 @@ KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 WHOLE_GROUPS = 128  # values that every group size divides
 
 
-class Head:
+class LMHeadSite:
     """The choice among a module's logits: an LM head's, or those of the embedding that is tied to it."""
 
     op = "verify_head"
@@ -29,7 +29,7 @@ class Head:
 
     @property
     def weights(self) -> Quantized | mx.array:
-        """Those that the module has now."""
+        """The weights that the module has now."""
         m = self.module
         if "scales" not in m:
             return m.weight
@@ -60,54 +60,53 @@ class Head:
         return [mx.argmax(self.logits(x), axis=-1).astype(mx.int32)]
 
     def logits(self, x: mx.array) -> mx.array:
+        """Compute the module's logits [M, n] of x [M, K]."""
         tied = isinstance(self.module, (nn.Embedding, nn.QuantizedEmbedding))
         return self.module.as_linear(x) if tied else self.module(x)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a head, on for some numbers of rows, chooses for x [M, K]."""
+    """Normed rows x [M, K], for which a site, on for some numbers of rows, chooses tokens."""
 
-    head: Head
+    head: LMHeadSite
     x: mx.array
 
     @property
     def fused(self) -> bool:
+        """Whether the kernel chooses, without logits."""
         return rows_of(self.x) in self.head.rows
 
     def greedy(self) -> mx.array:
-        """The greatest logit's token of each row, int32 [M]."""
-        if self.fused:
-            return self.head.ours(self.x)[0]
-        return mx.argmax(self.head.logits(self.x), axis=-1).astype(mx.int32)
+        """Choose the greatest logit's token of each row, int32 [M]."""
+        return (self.head.ours(self.x) if self.fused else self.head.stock(self.x))[0]
 
     def draw(self, key: mx.array, position: Any, temp: float) -> mx.array:
-        """A token of each row at this temperature, int32 [M]; row i's is the draw of position + i under `key`."""
+        """Draw a token of each row at a temperature, int32 [M]; row i's is the draw of position + i under `key`."""
         if self.fused:
             return verify_head_draw(self.x, self.head.weights, key, position, temp, self.head.bias)
         return draw_ref(self.head.logits(self.x), key, position, temp)
 
     def top(self, n: int) -> tuple[mx.array, mx.array, mx.array]:
-        """The n greatest logits of each row, sorted, float32 [M, n], their tokens, and the logsumexp [M] of all."""
+        """Find each row's n greatest logits, sorted, float32 [M, n], their tokens, and the logsumexp [M] of all."""
         if self.fused:
             return verify_head_top(self.x, self.head.weights, n, self.head.bias)
         return top_ref(self.head.logits(self.x), n)
 
 
-def place_heads(model: Any) -> list[Head]:
-    """A head, off, on each module whose logits the model chooses from: its LM head, or the embedding tied to it, and
-    the draft heads' own. None where a kernel does not know the format."""
+def place_heads(model: Any) -> list[LMHeadSite]:
+    """Put a site, off, on each module whose logits the model chooses from: its LM head, or the embedding tied to it,
+    and the MTP heads' own. None where a kernel does not know the format.
+    """
     found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
-    heads = []
-    for module in found.values():
-        if isinstance(module, KINDS) and _served(module):
-            module.choice = Head(module)
-            heads.append(module.choice)
-    return heads
+    placed = [module for module in found.values() if isinstance(module, KINDS) and _served(module)]
+    for module in placed:
+        module.choice = LMHeadSite(module)
+    return [module.choice for module in placed]
 
 
 def sliced(module: Any, rows: mx.array) -> Any:
-    """A linear layer of these rows of one of KINDS, with the same bits per row."""
+    """Make a linear layer of these rows of one of KINDS, with the same bits per row."""
     part: Any = nn.Linear(1, 1, bias=False)
     if "scales" in module:
         part = nn.QuantizedLinear(WHOLE_GROUPS, 1, False, module.group_size, module.bits, module.mode)
@@ -123,7 +122,7 @@ def _served(module: Any) -> bool:
     return served(module.mode, module.bits, module.group_size) and module.get("global_scale") is None
 
 
-def head_on(module: Any) -> Head | None:
-    """The module's head, where it is on for any number of rows."""
+def head_on(module: Any) -> LMHeadSite | None:
+    """Find the module's site; None where it has none, or one that is off for every number of rows."""
     head = getattr(module, "choice", None)
     return head if head is not None and head.rows else None

@@ -1,4 +1,4 @@
-"""Latent attention's products with a quantized matrix per head, whose rows have the bits that each has alone."""
+"""Multiply by latent attention's quantized matrix per attention head, each row with the bits of a one-row call."""
 
 from typing import Any
 
@@ -10,24 +10,22 @@ from .site import VERIFY_ROWS
 
 
 class PerHead:
-    """A matrix for each head. `heads_first`: the order that what reads the product wants it in."""
+    """The products of a `QuantizedMultiLinear`, [heads, N, K].
+
+    `heads_first`: the order that what reads the products wants them in.
+    """
 
     op = "verify_qmm_heads"
     candidates = (1, *VERIFY_ROWS)  # for a single row, too, MLX copies queries that are split from rotated ones
 
     def __init__(self, module: Any, *, heads_first: bool):
         self.module, self.heads_first, self.rows = module, heads_first, frozenset()
-        self.made: Quantized | None = None
 
     @property
     def weights(self) -> Quantized:
-        """Those that the module has now."""
-        m, made = self.module, self.made
-        biases = m.get("biases")
-        if made is None or not (made.w is m.weight and made.scales is m.scales and made.biases is biases):
-            ends = (m.weight.shape[1],)
-            self.made = made = Quantized(m.weight, m.scales, biases, m.group_size, m.bits, m.mode, ends)
-        return made
+        """The weights that the module has now."""
+        m = self.module
+        return Quantized(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode, (m.weight.shape[1],))
 
     @property
     def heads(self) -> int:
@@ -44,7 +42,7 @@ class PerHead:
         return self.heads * self.weights.k
 
     def product(self, x: mx.array) -> mx.array:
-        """x [1, L, heads, D], of whose values the first K count: [1, heads, L, N], in memory as it is wanted."""
+        """Multiply the first K values of x [1, L, heads, D]: [1, heads, L, N], in memory as it is wanted."""
         y = verify_qmm_heads(x, self.weights, heads_first=self.heads_first)
         return y if self.heads_first else y.swapaxes(1, 2)
 
@@ -52,20 +50,20 @@ class PerHead:
         return self._flat(self.product(x.reshape(1, len(x), self.heads, -1)))
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        w, heads = self.weights, x.reshape(1, len(x), self.heads, -1).swapaxes(1, 2)
-        return self._flat(
-            mx.quantized_matmul(heads, w.w, scales=w.scales, biases=w.biases, transpose=True, **w.format)
-        )
+        heads = x.reshape(1, len(x), self.heads, -1).swapaxes(1, 2)
+        return self._flat(QuantizedMultiLinear.__call__(self.module, heads))
 
     def _flat(self, y: mx.array) -> list[mx.array]:
         return [y.swapaxes(1, 2).reshape(y.shape[2], -1)]
 
 
 class VerifyMultiLinear(QuantizedMultiLinear):
+    """`QuantizedMultiLinear` with a site."""
+
     site: PerHead
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
-        """x [1, heads, L, K] -> [1, heads, L, N]; without `transpose` the other way round."""
+        """Multiply x [1, heads, L, K]: [1, heads, L, N]; without `transpose` the other way round."""
         heads = x.shape[1]
         if transpose and heads == self.site.heads and x.shape[2] in self.site.rows:
             return self.site.product(x.swapaxes(1, 2))

@@ -1,4 +1,4 @@
-"""Sums and norms of a decoder layer, two launches in one: x + r, and its norm for what reads it next."""
+"""Add to the residual stream and norm the sum, x + r, in one launch instead of two."""
 
 from typing import Any
 
@@ -28,14 +28,14 @@ class Sum:
         return f"{self.width} eps {self.norm.eps:g}"
 
     def __call__(self, x: mx.array, r: mx.array) -> mx.array:
-        """x + r; the norm of it is kept for the module, which is asked for it with this very array."""
+        """Add x and r [..., H]; the norm of the sum is kept for its module, which is called with this very sum."""
         if rows_of(x) not in self.rows:
             return x + r
         self.read = add_norm(x, r, self.norm.weight, self.norm.eps)
         return self.read[0]  # type: ignore[return-value]
 
     def normed(self, x: mx.array) -> mx.array | None:
-        """The norm of x if x is the last sum; once."""
+        """Hand over, once, the norm of x if x is the last sum."""
         (h, normed), self.read = self.read, (None, None)
         return normed if h is x else None
 
@@ -48,7 +48,7 @@ class Sum:
 
 
 class VerifyNorm:
-    """Mixin in front of a norm of a Sum."""
+    """Mixin in front of the norm of a Sum, whose result it takes over."""
 
     sum: Sum
 
@@ -58,9 +58,9 @@ class VerifyNorm:
 
 
 class VerifyBlock:
-    """Mixin in front of a decoder layer that is h = x + mixer(norm(x)), then h + mlp(norm(h)).
+    """Mixin in front of a decoder layer that is h = x + mixer(norm(x)), then h + mlp(norm(h)), in full.
 
-    `after`: the sum whose norm the next layer, or the model, takes; a head's block has none.
+    `after`: the sum whose norm the next layer, or the model, takes; an MTP head's block has none.
     """
 
     middle: Sum

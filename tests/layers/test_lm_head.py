@@ -13,7 +13,7 @@ from metal_cases import linux_only
 import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.decoding.sampling import Picker, Sampling
-from mlx_mtp.layers.lm_head import Head, place_heads
+from mlx_mtp.layers.lm_head import LMHeadSite, place_heads
 from mlx_mtp.tuning import ab_test as trial_run
 
 PROMPT = [1, 2, 3, 4, 1]
@@ -63,7 +63,7 @@ def test_no_logits_are_computed(step, heads, monkeypatch):
     for head in heads:
         head.rows = frozenset({1, 3})
     monkeypatch.setattr(step, "unembed", None)
-    monkeypatch.setattr(Head, "logits", None)
+    monkeypatch.setattr(LMHeadSite, "logits", None)
     with emulator.emulated(emulator.Options(traffic=False)):
         for options in ({}, {"temp": 1.0}, {"temp": 1.0, "top_k": 5}):
             assert len(text(step, 2, **options)) == 7
