@@ -19,10 +19,11 @@ from ..cache.kinds import make_cache
 from ..cache.linear import round_up
 from ..cache.recurrent import RecurrentCache
 from ..cache.ring import MAX_ROWS, Ring
-from ..layers.attention import Attention, Form
+from ..layers.attention import Attention
 from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.mamba2 import Mamba2
 from ..layers.mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention
+from ..layers.norm_rope import Form
 from ..layers.sparse_mla import SparseMLA
 from ..tuning.kernel_sites import TOGETHER
 from .census import calls_noted

@@ -17,16 +17,9 @@ class Dense:
 
     def __init__(self, module: Any):
         self.module, self.rows = module, frozenset()
-
-    @property
-    def shape(self) -> str:
-        n, k = self.module.weight.shape
-        dtype = str(self.module.weight.dtype).rpartition(".")[2]
-        return f"{n}x{k} {dtype}" + (" with bias" if "bias" in self.module else "")
-
-    @property
-    def width(self) -> int:
-        return self.module.weight.shape[1]
+        n, self.width = module.weight.shape
+        dtype = str(module.weight.dtype).rpartition(".")[2]
+        self.shape = f"{n}x{self.width} {dtype}" + (" with bias" if "bias" in module else "")
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [verify_gemv(x, self.module.weight, self.module.get("bias"))]

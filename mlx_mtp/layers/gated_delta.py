@@ -98,6 +98,9 @@ class Recurrence:
     def __init__(self, layer: Any, make_cache: Callable[[], Any]):
         self.layer, self.make_cache = layer, make_cache
         self.ends = list(itertools.accumulate((layer.conv_dim, layer.value_dim, layer.num_v_heads)))
+        self.width = self.ends[-1] + layer.num_v_heads
+        heads = f"{layer.num_k_heads}x{layer.head_k_dim} {layer.num_v_heads}x{layer.head_v_dim}"
+        self.shape = f"{heads} taps {layer.conv_kernel_size}"
         self.before: list[Any] = []
 
     @property
@@ -107,15 +110,6 @@ class Recurrence:
     @rows.setter
     def rows(self, rows: frozenset[int]) -> None:
         self.layer.verify_rows, self.before = rows, []
-
-    @property
-    def shape(self) -> str:
-        a = self.layer
-        return f"{a.num_k_heads}x{a.head_k_dim} {a.num_v_heads}x{a.head_v_dim} taps {a.conv_kernel_size}"
-
-    @property
-    def width(self) -> int:
-        return self.ends[-1] + self.layer.num_v_heads
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [self._read(self.layer.fused, x, self._cache(x, tape=True))]

@@ -25,7 +25,11 @@ class LMHeadSite:
     own_bits = stock_exact = True  # what it chooses is MLX's choice, but its sums for a draw are not
 
     def __init__(self, module: Any):
-        self.module, self.rows = module, frozenset[int]()
+        self.module, self.rows, w = module, frozenset[int](), module.weight
+        self.width, text = w.shape[1], f"{w.shape[0]}x{w.shape[1]} {str(w.dtype).rpartition('.')[2]}"
+        if isinstance(q := self.weights, Quantized):
+            self.width, text = q.k, f"{q.ends[0]}x{q.k} {q.bits}-bit {q.mode} g{q.group_size}"
+        self.shape = text + (" with bias" if self.bias is not None else "")
 
     @property
     def weights(self) -> Quantized | mx.array:
@@ -38,20 +42,6 @@ class LMHeadSite:
     @property
     def bias(self) -> mx.array | None:
         return self.module.get("bias")
-
-    @property
-    def shape(self) -> str:
-        w = self.weights
-        if isinstance(w, Quantized):
-            text = f"{w.ends[0]}x{w.k} {w.bits}-bit {w.mode} g{w.group_size}"
-        else:
-            text = f"{w.shape[0]}x{w.shape[1]} {str(w.dtype).rpartition('.')[2]}"
-        return text + (" with bias" if self.bias is not None else "")
-
-    @property
-    def width(self) -> int:
-        w = self.weights
-        return w.k if isinstance(w, Quantized) else w.shape[1]
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [verify_head(x, self.weights, self.bias)]
@@ -99,10 +89,10 @@ def place_heads(model: Any) -> list[LMHeadSite]:
     and the MTP heads' own. None where a kernel does not know the format.
     """
     found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
-    placed = [module for module in found.values() if isinstance(module, KINDS) and _served(module)]
-    for module in placed:
-        module.choice = LMHeadSite(module)
-    return [module.choice for module in placed]
+    sites = [LMHeadSite(module) for module in found.values() if isinstance(module, KINDS) and _served(module)]
+    for site in sites:
+        site.module.choice = site
+    return sites
 
 
 def sliced(module: Any, rows: mx.array) -> Any:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention that stays absorbed for a few rows, and what its ports share.
+"""Run multi-head latent attention (MLA) absorbed for a few rows, and share what its ports have in common.
 
 mlx-lm absorbs the key and value projections into query and output for one row only, and for two or more expands the
 whole latent cache to full heads. Here up to ABSORBED_ROWS rows are absorbed: a verify reads the latent cache once.
@@ -13,50 +13,32 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import verify_latent_attention, verify_latent_attention_ref
-from .attention import NormRope, on_device
+from .attention import CachedAttention
 from .mla_products import VerifyMultiLinear
+from .norm_rope import NormRope, on_device
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
-from .site import VERIFY_ROWS
 from .spec import MTPSpec
 
 ABSORBED_ROWS = 8
 Offset = int | mx.array
 
 
-class LatentAttention:
-    """The attention of a module's absorbed queries to a cache's latent rows, read from its whole buffers."""
+class LatentAttention(CachedAttention):
+    """The attention of a module's absorbed queries to a cache's latent rows, read from its whole buffers.
+
+    Its x are queries, of each head the absorbed values and then the rotated ones.
+    """
 
     op = "verify_latent_attention"
-    candidates = (1, *VERIFY_ROWS)
-    own_bits = True
-    OFFSET, SLOTS = 2000, 2048  # where the rows of a trial are, in caches of what size
 
     def __init__(self, module: Any):
-        self.module, self.rows = module, frozenset()
-
-    @property
-    def rows(self) -> frozenset[int]:
-        return self.on
-
-    @rows.setter
-    def rows(self, rows: frozenset[int]) -> None:
-        self.on, self.tried = rows, list[mx.array]()  # what a trial has read is let go
-
-    @property
-    def dims(self) -> list[int]:
-        """Of a query: latent, position."""
-        return [self.module.kv_lora_rank, self.module.qk_rope_head_dim]
-
-    @property
-    def shape(self) -> str:
-        return f"{self.module.num_heads}x{'+'.join(map(str, self.dims))}"
-
-    @property
-    def width(self) -> int:
-        return self.module.num_heads * sum(self.dims)
+        super().__init__()
+        self.module, self.dims = module, [module.kv_lora_rank, module.qk_rope_head_dim]
+        self.shape = f"{module.num_heads}x{'+'.join(map(str, self.dims))}"
+        self.width = module.num_heads * sum(self.dims)
 
     def serves(self, q: mx.array, cache: Any) -> bool:
-        """Whether they are on, and position p is in slot p: not in a ring. mlx-lm's caches have no parts."""
+        """Say whether it is on, and position p is in slot p of `cache`: no ring, and none of mlx-lm's caches."""
         return q.shape[2] in self.rows and hasattr(cache, "parts") and cache.window is None
 
     def fused(
@@ -69,40 +51,29 @@ class LatentAttention:
         start: int = 0,
         op: Callable[..., mx.array] = verify_latent_attention,
     ) -> mx.array:
-        """Queries [1, heads, L, D] at positions from `offset` on to the latent rows of a cache: [1, heads, L, D]."""
+        """Attend queries at positions from `offset` on to a cache's latent rows: [1, heads, L, D]."""
         return op(q, q_pe, *parts, on_device(offset), scale=self.module.scale, limit=limit, start=start)
-
-    def ours(self, x: mx.array) -> list[mx.array]:
-        return [self._read(x, self.OFFSET)]
-
-    def alone(self, x: mx.array) -> list[mx.array]:
-        return [mx.concatenate([self._read(x[i : i + 1], self.OFFSET + i) for i in range(len(x))])]
-
-    def truth(self, x: mx.array) -> list[mx.array]:
-        self._before(x.dtype)
-        return [self._read(x.astype(mx.float32), self.OFFSET, _in_float32)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         latent, k_pe = (part[:, :, : self.OFFSET + len(x)] for part in self._before(x.dtype))
         seen = mx.arange(self.OFFSET + len(x))[None] <= self.OFFSET + mx.arange(len(x))[:, None]
         q, q_pe = self._queries(x)
-        return [self._flat(self.module.attend(q, q_pe, latent, latent, k_pe, seen))]
+        return [_flat(self.module.attend(q, q_pe, latent, latent, k_pe, seen))]
+
+    @staticmethod
+    def _in_float32(*arrays: mx.array, limit: int, **more: Any) -> mx.array:
+        return verify_latent_attention_ref(*arrays, **more)
 
     def _read(self, x: mx.array, offset: int, op: Callable[..., mx.array] = verify_latent_attention) -> mx.array:
         parts = [part.astype(x.dtype) for part in self._before(x.dtype)]
-        q, q_pe = self._queries(x)
-        return self._flat(self.fused(q, q_pe, parts, offset, offset + len(x), op=op))
+        return _flat(self.fused(*self._queries(x), parts, offset, offset + len(x), op=op))
 
     def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        heads = x.reshape(1, len(x), self.module.num_heads, -1).swapaxes(1, 2)
-        q, q_pe = mx.split(heads, self.dims[:1], axis=-1)
+        q, q_pe = mx.split(x.reshape(1, len(x), self.module.num_heads, -1).swapaxes(1, 2), self.dims[:1], axis=-1)
         return q, q_pe
 
-    def _flat(self, out: mx.array) -> mx.array:
-        return out.swapaxes(1, 2).reshape(out.shape[2], -1)
-
     def _before(self, dtype: mx.Dtype) -> list[mx.array]:
-        """Random latent rows and keys wherever a row of the trial may look; made once."""
+        """Make random latent rows and keys wherever a row of the trial may look."""
         if not self.tried:
             shape = (1, 1, self.SLOTS)
             self.tried = [mx.random.normal((*shape, d), dtype, key=mx.random.key(d)) for d in self.dims]
@@ -110,18 +81,21 @@ class LatentAttention:
         return self.tried
 
 
-def _in_float32(*arrays: mx.array, limit: int, **more: Any) -> mx.array:
-    return verify_latent_attention_ref(*arrays, **more)
+def _flat(out: mx.array) -> mx.array:
+    return out.swapaxes(1, 2).reshape(out.shape[2], -1)
 
 
 class AbsorbedMLA:
-    """Mixin in front of mlx-lm's MLA attention modules."""
+    """Mixin in front of mlx-lm's MLA attention modules, whose `__call__` it replaces for a few rows over a cache.
+
+    `latent` and `placing` are sites, None where there are none.
+    """
 
     latent: LatentAttention | None = None
     placing: NormRope | None = None
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        """x [1, L, H] -> [1, L, H]; `mask` is None or boolean [L, S]."""
+        """Mix rows x [1, L, H] with those in `cache`: [1, L, H]; `mask` is None or boolean [L, S]."""
         if cache is None or x.shape[1] > ABSORBED_ROWS:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         offset = cache.offset
@@ -136,9 +110,10 @@ class AbsorbedMLA:
         return self.output(self.unembed_out(out))
 
     def placed(self: Any, q: mx.array, x: mx.array, offset: Offset) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Of rows x [1, L, H] and what is projected of them, q [1, L, heads * D]: q [1, L, heads, D], of which the
-        first values have no position; the others rotated [1, heads, L, D]; and what a cache keeps, latent rows and
-        rotated keys [1, 1, L, D].
+        """Give rows x [1, L, H] and their queries q [1, L, heads * D] positions from `offset` on.
+
+        Returns q [1, L, heads, D], whose first values have no position; its others, rotated [1, heads, L, D]; and for
+        the cache latent rows and rotated keys [1, 1, L, D].
         """
         q = q.reshape(1, -1, self.num_heads, self.q_head_dim)
         latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
@@ -150,20 +125,20 @@ class AbsorbedMLA:
         return q, q_pe, self.kv_a_layernorm(latent)[:, None], k_pe
 
     def absorbed(self: Any, q: mx.array) -> mx.array:
-        """Queries [1, L, heads, D] without their rotated values, times their heads' matrices: [1, heads, L, D]."""
+        """Multiply queries [1, L, heads, D], less their rotated values, by the heads' matrices: [1, heads, L, R]."""
         embed = self.embed_q
         if isinstance(embed, VerifyMultiLinear) and q.shape[1] in embed.site.rows:
             return embed.site.product(q)
         return embed(self.unplaced(q))
 
     def unplaced(self: Any, q: mx.array) -> mx.array:
-        """Queries [1, L, heads, D] without their rotated values, heads first."""
+        """Take off queries [1, L, heads, D] their rotated values: [1, heads, L, D]."""
         return q[..., : self.qk_nope_head_dim].swapaxes(1, 2)
 
     def attend(
         self: Any, q: mx.array, q_pe: mx.array, k: mx.array, v: mx.array, k_pe: mx.array, mask: mx.array | None
     ) -> mx.array:
-        """Attention whose scores are the sum of those without and with position; `mask` broadcasts to them.
+        """Attend with scores that are the sum of those without and with position; `mask` broadcasts to them.
 
         Heads that share the keys fold into the rows of one product, which reads the cache once and not per head.
         """
@@ -179,7 +154,7 @@ class AbsorbedMLA:
         return out.reshape(B, heads, L, -1)
 
     def output(self: Any, out: mx.array) -> mx.array:
-        """The heads' values [1, heads, L, D] -> [1, L, H]."""
+        """Project the heads' values [1, heads, L, D] to [1, L, H]."""
         return self.o_proj(out.transpose(0, 2, 1, 3).flatten(-2))
 
 

@@ -20,6 +20,10 @@ class PerHead:
 
     def __init__(self, module: Any, *, heads_first: bool):
         self.module, self.heads_first, self.rows = module, heads_first, frozenset()
+        w = self.weights
+        self.width = self.heads * w.k
+        order = "heads first" if heads_first else "rows first"
+        self.shape = f"{self.heads} heads x {w.ends[0]}x{w.k} {w.bits}-bit {w.mode} g{w.group_size} {order}"
 
     @property
     def weights(self) -> Quantized:
@@ -30,16 +34,6 @@ class PerHead:
     @property
     def heads(self) -> int:
         return self.module.weight.shape[0]
-
-    @property
-    def shape(self) -> str:
-        w = self.weights
-        order = "heads first" if self.heads_first else "rows first"
-        return f"{self.heads} heads x {w.ends[0]}x{w.k} {w.bits}-bit {w.mode} g{w.group_size} {order}"
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.weights.k
 
     def product(self, x: mx.array) -> mx.array:
         """Multiply the first K values of x [1, L, heads, D]: [1, heads, L, N], in memory as it is wanted."""

@@ -28,6 +28,13 @@ class Stack:
         self.modules, self.rows, self.matrix_rows = list(modules), frozenset(), frozenset()
         self.read: tuple[mx.array | None, list[Any]] = (None, [])
         self._stack()
+        w = self.stacked
+        self.width = w.k
+        heights = "+".join(str(module.scales.shape[0]) for module in self.modules)
+        bias = " with bias" if w.bias is not None else " with some biases" if self.mixed else ""
+        self.shape = f"{heights}x{w.k} {w.bits}-bit {w.mode} g{w.group_size}{bias}"
+        # Several linears are one launch for a single row, too.
+        self.candidates = (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
 
     def _stack(self) -> None:
         first = self.modules[0]
@@ -54,22 +61,6 @@ class Stack:
         if any(module.get(name) is not array for module, name, array in self.parts):
             self._stack()
         return self.stacked
-
-    @property
-    def shape(self) -> str:
-        w = self.weights
-        heights = "+".join(str(b - a) for a, b in zip((0, *w.ends), w.ends, strict=False))
-        bias = " with bias" if w.bias is not None else " with some biases" if self.mixed else ""
-        return f"{heights}x{w.k} {w.bits}-bit {w.mode} g{w.group_size}{bias}"
-
-    @property
-    def width(self) -> int:
-        return self.weights.k
-
-    @property
-    def candidates(self) -> tuple[int, ...]:
-        """Row counts to try; several linears are one launch for a single row, too."""
-        return (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
 
     def ours(self, x: mx.array) -> list[mx.array]:
         w = self.weights
@@ -114,7 +105,7 @@ class Matrices:
     bits = False
 
     def __init__(self, stack: Stack):
-        self.stack = stack
+        self.stack, self.shape, self.width = stack, stack.shape, stack.width
 
     @property
     def rows(self) -> frozenset[int]:
@@ -124,14 +115,6 @@ class Matrices:
     def rows(self, rows: frozenset[int]) -> None:
         self.stack.matrix_rows = rows
         self.stack.rows |= rows
-
-    @property
-    def shape(self) -> str:
-        return self.stack.shape
-
-    @property
-    def width(self) -> int:
-        return self.stack.width
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return self.stack.biased(verify_qmm_mma(x, self.stack.weights))
@@ -173,16 +156,9 @@ class GLU:
     def __init__(self, mlp: Any):
         self.mlp, self.rows = mlp, frozenset()
         self.stack: Stack = mlp.gate_proj.site
-        self.covers = self.stack
+        self.covers, self.width = self.stack, self.stack.width
         self.limit: float | None = getattr(mlp, "limit", None)
-
-    @property
-    def shape(self) -> str:
-        return self.stack.shape + ("" if self.limit is None else f" limit {self.limit:g}")
-
-    @property
-    def width(self) -> int:
-        return self.stack.width
+        self.shape = self.stack.shape + ("" if self.limit is None else f" limit {self.limit:g}")
 
     def serves(self, x: mx.array) -> bool:
         """Say whether it is on for x: not where gate or up was replaced, as by an adapter, or Matrices are on."""

@@ -17,15 +17,9 @@ class Sum:
 
     def __init__(self, norm: Any):
         self.norm, self.rows = norm, frozenset()
+        self.width = norm.weight.size
+        self.shape = f"{self.width} eps {norm.eps:g}"
         self.read: tuple[mx.array | None, mx.array | None] = (None, None)
-
-    @property
-    def width(self) -> int:
-        return self.norm.weight.size
-
-    @property
-    def shape(self) -> str:
-        return f"{self.width} eps {self.norm.eps:g}"
 
     def __call__(self, x: mx.array, r: mx.array) -> mx.array:
         """Add x and r [..., H]; the norm of the sum is kept for its module, which is called with this very sum."""

@@ -12,7 +12,7 @@ from ..cache.kinds import make_cache
 from ..cache.recurrent import RecurrentCache
 from ..cache.ring import Ring
 from ..kernels import Rope, served
-from ..layers.attention import Attention, Form, NormRope, VerifyAttention
+from ..layers.attention import Attention, VerifyAttention
 from ..layers.dense_products import Dense, VerifyDense, VerifyDenseEmbedding, VerifyRouter
 from ..layers.eagle_head import EagleHead
 from ..layers.experts import Mixture, VerifyMoE, servable
@@ -20,6 +20,7 @@ from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.lm_head import place_heads
 from ..layers.mla import AbsorbedMLA, LatentAttention
 from ..layers.mla_products import PerHead, VerifyMultiLinear
+from ..layers.norm_rope import Form, NormRope
 from ..layers.port import Port
 from ..layers.quantized_products import GLU, Stack, VerifyEmbedding, VerifyLinear, VerifyMLP
 from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm

@@ -1,0 +1,118 @@
+"""Norm and rotate an attention's queries and keys in one launch, in the place of mlx-lm's modules."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..kernels import Rope, norm_rope
+from .site import VERIFY_ROWS
+
+Pair = tuple[mx.array, mx.array]
+
+
+@functools.lru_cache(maxsize=2)
+def device_offset(offset: int) -> mx.array:
+    """Put a position on the device, int32 [1]; one array for all layers of a forward pass."""
+    return mx.array([offset])
+
+
+def on_device(offset: int | mx.array) -> mx.array:
+    """Put a position on the device, int32 [1], unless it is there."""
+    return device_offset(offset) if isinstance(offset, int) else offset
+
+
+@dataclass(frozen=True)
+class Form:
+    """All that differs between the families' attentions.
+
+    gate: None, "head" (a product of its own, one logit per head) or "value" (the second half of each head's queries).
+    value_scale: a factor of the values, None for none.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    gate: str | None
+    value_scale: float | None
+
+    @classmethod
+    def of(cls, module: Any) -> "Form":
+        """Read the form off one of mlx-lm's attention modules."""
+        names = ("num_heads", "n_heads", "num_attention_heads"), ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
+        heads, kv_heads = (next(getattr(module, n) for n in alike if hasattr(module, n)) for alike in names)
+        width, head_dim, value_dim = (
+            _columns(module[n]) // of for n, of in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))
+        )
+        doubled = width == 2 * head_dim
+        gate = "value" if doubled else "head" if getattr(module, "use_head_wise_attn_gate", False) else None
+        return cls(heads, kv_heads, head_dim, value_dim, gate, getattr(module, "value_scale", None))
+
+    @property
+    def query_dim(self) -> int:
+        """Values that a head's queries are projected to, a gate among them."""
+        return self.head_dim * (2 if self.gate == "value" else 1)
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        return f"{self.heads}/{self.kv_heads}x{dims}"
+
+
+def _columns(linear: Any) -> int:
+    """Count the columns of a linear's product; an adapter has the linear that it changes inside."""
+    return linear.get("linear", linear).weight.shape[0]
+
+
+class NormRope:
+    """The norms, where there are any, and RoPE of an attention; its x are queries and keys side by side."""
+
+    op = "norm_rope"
+    candidates = (1, *VERIFY_ROWS)
+    stock_exact = True
+    OFFSET = 2000  # where the rows of a kernel trial are
+
+    def __init__(self, module: Any, form: Form, rope: Rope):
+        self.module, self.form, self.rope, self.rows = module, form, rope, frozenset()
+        self.width = form.heads * form.query_dim + form.kv_heads * form.head_dim
+        angles = "freqs" if rope.base is None else f"base {rope.base:g}"
+        marks = {"traditional": rope.traditional, "normed": "q_norm" in module, "gated": form.gate == "value"}
+        self.shape = " ".join([f"{form} rope {rope.dims} {angles}", *(name for name, on in marks.items() if on)])
+
+    def fused(self, q: mx.array, k: mx.array, offset: int | mx.array) -> Pair:
+        """Norm and rotate the first D values of q [1, L, Hq, D or more] and k [1, L, Hk, D]: [1, Hq or Hk, L, D]."""
+        m, normed = self.module, "q_norm" in self.module
+        more = {"q_weight": m.q_norm.weight, "k_weight": m.k_norm.weight, "eps": m.q_norm.eps} if normed else {}
+        return norm_rope(q, k, on_device(offset), self.rope, head_dim=self.form.head_dim, **more)
+
+    def ours(self, x: mx.array) -> list[mx.array]:
+        return _flat(self.fused(*self._split(x), self.OFFSET))
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        return self._placed(x, self.OFFSET)
+
+    def alone(self, x: mx.array) -> list[mx.array]:
+        found = [self._placed(x[i : i + 1], self.OFFSET + i) for i in range(len(x))]
+        return [mx.concatenate(list(rows)) for rows in zip(*found, strict=True)]
+
+    def _placed(self, x: mx.array, offset: int) -> list[mx.array]:
+        return _flat(placed(self.module, *self._split(x), mx.array([offset]), self.form.head_dim))
+
+    def _split(self, x: mx.array) -> Pair:
+        q, k = mx.split(x[None], [self.form.heads * self.form.query_dim], axis=-1)
+        return q.reshape(1, len(x), self.form.heads, -1), k.reshape(1, len(x), self.form.kv_heads, -1)
+
+
+def _flat(pair: Pair) -> list[mx.array]:
+    return [a.swapaxes(1, 2).reshape(a.shape[2], -1) for a in pair]
+
+
+def placed(module: Any, q: mx.array, k: mx.array, offset: int | mx.array, head_dim: int) -> Pair:
+    """Do as `NormRope.fused` by the module's own norms and RoPE, of whichever there are."""
+    q = q[..., :head_dim]
+    if "q_norm" in module:
+        q, k = module.q_norm(q), module.k_norm(k)
+    q, k = q.swapaxes(1, 2), k.swapaxes(1, 2)
+    rope = getattr(module, "rope", None)
+    return (q, k) if rope is None else (rope(q, offset=offset), rope(k, offset=offset))
