@@ -6,11 +6,9 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..kernels import verify_latent_attention, verify_latent_attention_ref
 from .attention import CachedAttention
@@ -168,9 +166,7 @@ class MLAPort(Port):
     NO_KV_BITS = "multi-head latent attention"
     LATENT: Any  # what takes the place of its attention
 
-    def __init__(self, args: Any, heads: int = 0, spec: MTPSpec = SPEC):
-        super().__init__(args)  # type: ignore[call-arg]
-        blocks = [self.BLOCK[0](args, args.num_hidden_layers + k) for k in range(heads)]
-        self.add_heads(spec, blocks, partial(nn.RMSNorm, eps=args.rms_norm_eps), args.hidden_size)
-        for layer in [*self.model.layers, *blocks]:
+    def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
+        super().__init__(args, heads, spec)
+        for layer in [*self.model.layers, *(head.block for head in self.mtp)]:
             layer.self_attn = self.LATENT(args)

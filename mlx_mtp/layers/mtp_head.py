@@ -16,8 +16,10 @@ class MTPHead(nn.Module):
     """An MTP head around `block`, a decoder layer of the family.
 
     `norm` makes a norm module for H features. `mask_array`: the block wants its mask as an array, never "causal".
-    `window`: positions that the block's attention sees, None for all.
+    A port sets `window`, the positions that the block's attention sees, where these are not all.
     """
+
+    window: int | None = None
 
     def __init__(
         self,
@@ -28,10 +30,9 @@ class MTPHead(nn.Module):
         vocab_size: int,
         *,
         mask_array: bool,
-        window: int | None,
     ):
         super().__init__()
-        self._spec, self._mask_array, self.window = spec, mask_array, window
+        self._spec, self._mask_array = spec, mask_array
         self.enorm, self.hnorm = norm(hidden_size), norm(hidden_size)
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.block = block

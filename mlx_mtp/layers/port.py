@@ -1,8 +1,9 @@
 """What the ports share: a mixin in front of mlx-lm's Model that adds heads and the decode loop's contract."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -79,19 +80,24 @@ class Port:
     layers: Any
     mtp: list[Any]
 
-    def add_heads(
-        self,
-        spec: MTPSpec,
-        blocks: Iterable[nn.Module],
-        norm: Callable,
-        hidden_size: int,
-        *,
-        window: int | None = None,
-    ) -> None:
-        """Make one MTPHead around each of the blocks, whose attention sees `window` positions (None: all)."""
-        self.spec = spec
-        sizes = (norm, hidden_size, self.args.vocab_size)
-        self.mtp = [MTPHead(spec, block, *sizes, mask_array=self.MASK_ARRAY, window=window) for block in blocks]
+    def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
+        """Make mlx-lm's model and `heads` MTP heads, described by `spec` (None: the family's)."""
+        super().__init__(args)  # type: ignore[call-arg]
+        self.replace_modules()
+        self.add_heads(spec or self.SPEC, [self.head_block(depth) for depth in range(heads)])
+
+    def replace_modules(self) -> None:
+        """Put modules of ours in the place of mlx-lm's, where these cannot roll back their state."""
+
+    def head_block(self, depth: int) -> nn.Module:
+        """Make the decoder layer of an MTP head: by default the one that follows the target's last."""
+        return self.BLOCK[0](self.args, self.args.num_hidden_layers + depth)
+
+    def add_heads(self, spec: MTPSpec, blocks: Iterable[nn.Module]) -> None:
+        """Make one MTPHead around each of the blocks, with norms like the target's final one."""
+        self.spec, final = spec, self.model.norm
+        sizes = partial(type(final), eps=final.eps), final.weight.size, self.args.vocab_size
+        self.mtp = [MTPHead(spec, block, *sizes, mask_array=self.MASK_ARRAY) for block in blocks]
 
     @property
     def vocab_size(self) -> int:
@@ -254,6 +260,5 @@ class HeadlessPort(Port):
 
     SPEC = NO_HEADS
 
-    def __init__(self, args: Any, heads: int = 0, spec: MTPSpec = NO_HEADS):
-        super().__init__(args)  # type: ignore[call-arg]
-        self.add_heads(spec, [], type(self.model.norm), args.hidden_size)
+    def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
+        super().__init__(args, 0, spec)

@@ -5,14 +5,10 @@ embedding and LM head in it, 4.6 does not. Sources: SGLang `glm4_moe_nextn.py`, 
 PR 26534 (recycles after the norm).
 """
 
-from functools import partial
-
-import mlx.nn as nn
 from mlx_lm.models import glm4_moe
 from mlx_lm.models.glm4_moe import ModelArgs
 
 from ..layers.port import NEXTN, NUMBERED_EXPERTS, Port
-from ..layers.spec import MTPSpec
 
 __all__ = ["Model", "ModelArgs"]
 
@@ -28,8 +24,3 @@ class Model(Port, glm4_moe.Model):
     MOE = (glm4_moe.MoE,)
     BLOCK = (glm4_moe.DecoderLayer,)
     RENAMED = (NUMBERED_EXPERTS,)
-
-    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
-        super().__init__(args)
-        layers = [glm4_moe.DecoderLayer(args, args.num_hidden_layers + k) for k in range(heads)]
-        self.add_heads(spec, layers, partial(nn.RMSNorm, eps=args.rms_norm_eps), args.hidden_size)

@@ -48,7 +48,7 @@ class Model(deepseek_v32.Model):
 
     BASE = glm_moe_dsa.Model
 
-    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = deepseek_v32.Model.SPEC):
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec | None = None):
         super().__init__(args, heads, spec)
         handed_on = Chosen()
         for layer, kind in zip(self.model.layers, args.indexers(), strict=True):

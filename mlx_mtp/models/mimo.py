@@ -6,7 +6,6 @@ Sources: vLLM `mimo_mtp.py`, the checkpoint's own `modeling_mimo.py` (MiMoMTPLay
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import mlx.nn as nn
 from mlx_lm.models import mimo
@@ -49,7 +48,5 @@ class Model(Port, mimo.Model):
     BLOCK = (mimo.TransformerBlock,)
     IGNORED = ("rotary_emb.inv_freq",)
 
-    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
-        super().__init__(args)
-        layers = [mimo.TransformerBlock(args) for _ in range(heads)]
-        self.add_heads(spec, layers, partial(nn.RMSNorm, eps=args.rms_norm_eps), args.hidden_size)
+    def head_block(self, depth: int) -> nn.Module:
+        return mimo.TransformerBlock(self.args)

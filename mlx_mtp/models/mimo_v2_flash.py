@@ -5,8 +5,6 @@ The checkpoint's config.json has no number of heads; they are counted by their t
 PR 1256 (chaining the depths instead loses a third of the acceptance).
 """
 
-from functools import partial
-
 import mlx.nn as nn
 from mlx_lm.models import mimo_v2_flash
 from mlx_lm.models.mimo_v2_flash import ModelArgs
@@ -44,11 +42,13 @@ class Model(Port, mimo_v2_flash.Model):
     RENAMED = (NUMBERED_EXPERTS, SCALED_FP8)
     NO_KV_BITS = "attention sinks"
 
-    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
-        super().__init__(args)
-        layers = [mimo_v2_flash.DecoderLayer(args, is_moe=False, is_sliding_window=True) for _ in range(heads)]
-        norm = partial(nn.RMSNorm, eps=args.layernorm_epsilon)
-        self.add_heads(spec, layers, norm, args.hidden_size, window=args.sliding_window_size)
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec | None = None):
+        super().__init__(args, heads, spec)
+        for head in self.mtp:
+            head.window = args.sliding_window_size
+
+    def head_block(self, depth: int) -> nn.Module:
+        return mimo_v2_flash.DecoderLayer(self.args, is_moe=False, is_sliding_window=True)
 
     def windows(self) -> list[int | str | None]:
         return [self.args.sliding_window_size if layer.is_sliding_window else None for layer in self.layers]

@@ -6,7 +6,6 @@ Sources: vLLM `nemotron_h_mtp.py`, llama.cpp `nemotron-h.cpp`; tensor names of N
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,13 +91,13 @@ class Model(Port, nemotron_h.Model):
         Renaming(r"\.experts\.\d+\.down_proj\.", (".switch_mlp.fc2.",), ".experts.*.down_proj."),
     )
 
-    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
-        super().__init__(args)
+    def replace_modules(self) -> None:
         for layer in self.layers:
             if layer.block_type == "M":
-                layer.mixer = Mamba2Mixer(args)
-        blocks = [HeadBlock(args.head) for _ in range(heads)]
-        self.add_heads(spec, blocks, partial(nn.RMSNorm, eps=args.layer_norm_epsilon), args.hidden_size)
+                layer.mixer = Mamba2Mixer(self.args)
+
+    def head_block(self, depth: int) -> nn.Module:
+        return HeadBlock(self.args.head)
 
     @property
     def model(self) -> Any:

@@ -89,14 +89,13 @@ class Model(Port, qwen3_5.Model):
         Renaming(r"^(?!language_model\.|mtp\.\d)", ("language_model.",)),
     )
 
-    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
-        super().__init__(args)
+    def replace_modules(self) -> None:
         for layer in self.layers:
             if layer.is_linear:
-                layer.linear_attn = GatedDeltaNet(args.text)
-        full = args.text.full_attention_interval - 1
-        blocks = [qwen3_5.DecoderLayer(args.text, full) for _ in range(heads)]
-        self.add_heads(spec, blocks, partial(nn.RMSNorm, eps=args.text.rms_norm_eps), args.text.hidden_size)
+                layer.linear_attn = GatedDeltaNet(self.args.text)
+
+    def head_block(self, depth: int) -> nn.Module:
+        return qwen3_5.DecoderLayer(self.args.text, self.args.text.full_attention_interval - 1)
 
     @property
     def language(self) -> Any:

@@ -3,8 +3,6 @@
 Sources: vLLM `qwen3_next_mtp.py`, SGLang `qwen3_next_mtp.py`.
 """
 
-from functools import partial
-
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_next
@@ -14,7 +12,6 @@ from ..cache.layer_cache import CacheKind
 from ..cache.recurrent import RecurrentCache
 from ..layers.gated_delta import GatedDelta
 from ..layers.port import NUMBERED_EXPERTS, Port
-from ..layers.spec import MTPSpec
 from .qwen3_5 import QWEN_MTP
 
 __all__ = ["Model", "ModelArgs"]
@@ -47,13 +44,13 @@ class Model(Port, qwen3_next.Model):
     ZERO_CENTRED = (r"\.mlp\.experts\.\d+\.", r"\.switch_mlp\.")
     RENAMED = (NUMBERED_EXPERTS,)
 
-    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
-        super().__init__(args)
+    def replace_modules(self) -> None:
         for layer in self.layers:
             if layer.is_linear:
-                layer.linear_attn = GatedDeltaNet(args)
-        blocks = [qwen3_next.Qwen3NextDecoderLayer(args, args.full_attention_interval - 1) for _ in range(heads)]
-        self.add_heads(spec, blocks, partial(nn.RMSNorm, eps=args.rms_norm_eps), args.hidden_size)
+                layer.linear_attn = GatedDeltaNet(self.args)
+
+    def head_block(self, depth: int) -> nn.Module:
+        return qwen3_next.Qwen3NextDecoderLayer(self.args, self.args.full_attention_interval - 1)
 
     def windows(self) -> list[CacheKind]:
         return [RecurrentCache if layer.is_linear else None for layer in self.layers]

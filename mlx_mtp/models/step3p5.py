@@ -6,7 +6,6 @@ Sources: vLLM `step3p5_mtp.py`, SGLang `step3p5_mtp.py`, llama.cpp PRs 23274 and
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -61,12 +60,8 @@ class Model(Port, step3p5.Model):
         r"\.switch_mlp\.|\.mlp\.share_expert\.|\.mlp\.gate\.gate\.|\.scales$",
     )
 
-    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
-        args = args.padded(heads)
-        super().__init__(args)
-        layers = [step3p5.Step3p5DecoderLayer(args, args.num_hidden_layers + k) for k in range(heads)]
-        norm = partial(step3p5.ZeroCenteredRMSNorm, eps=args.rms_norm_eps)
-        self.add_heads(spec, layers, norm, args.hidden_size)
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec | None = None):
+        super().__init__(args.padded(heads), heads, spec)
         for head in self.mtp:
             head.window = args.sliding_window if head.block.is_sliding else None
 

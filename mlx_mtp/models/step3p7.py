@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..layers.spec import MTPSpec
 from . import step3p5
 
 __all__ = ["Model", "ModelArgs"]
@@ -29,9 +28,6 @@ class Model(step3p5.Model):
 
     SPEC = replace(step3p5.Model.SPEC, prefix=r"(?:language_model\.)?" + step3p5.Model.SPEC.prefix)
     IGNORED = ("vision_model.", "vit_large_projector.")
-
-    def __init__(self, args: step3p5.ModelArgs, heads: int = 0, spec: MTPSpec = SPEC):
-        super().__init__(args, heads, spec)
 
     def renamed(self, name: str) -> list[str]:
         return super().renamed(name.removeprefix("language_model."))
