@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..kernels import attention_served, verify_attention, verify_attention_ref
-from .norm_rope import Form, NormRope, device_offset, on_device, placed
+from .norm_rope import Form, NormRope, Offset, device_offset, on_device, placed
 from .site import VERIFY_ROWS, rows_of
 
 
@@ -39,8 +39,8 @@ class CachedAttention:
     _before: Callable[[mx.Dtype], Any]
     _in_float32: Callable[..., mx.array]
 
-    def __init__(self):
-        self.rows = frozenset()
+    on: frozenset[int] = frozenset()
+    tried: Any = None
 
     @property
     def rows(self) -> frozenset[int]:
@@ -68,7 +68,6 @@ class Attention(CachedAttention):
     """
 
     def __init__(self, module: Any, form: Form, make_cache: Callable[[], Any]):
-        super().__init__()
         self.module, self.form, self.make_cache, cache = module, form, make_cache, make_cache()
         self.format, self.seldom = cache_format(cache), hasattr(cache, "bits")
         self.op = "verify_attention" + (f" of {cache.bits}-bit caches" if self.seldom else "")
@@ -95,12 +94,7 @@ class Attention(CachedAttention):
         return attention_served(q, *keys_and_values(cache.parts), group_size=group_size, bits=bits)
 
     def fused(
-        self,
-        q: mx.array,
-        cache: Any,
-        offset: int | mx.array,
-        gate: mx.array | None,
-        op: Callable[..., mx.array] = verify_attention,
+        self, q: mx.array, cache: Any, offset: Offset, gate: mx.array | None, op: Callable = verify_attention
     ) -> mx.array:
         """Attend queries [1, Hq, L, D] at positions from `offset` on to all that `cache` holds: [1, L, Hq * Dv].
 
@@ -123,7 +117,7 @@ class Attention(CachedAttention):
     def _in_float32(*arrays: mx.array, limit: int, **more: Any) -> mx.array:
         return verify_attention_ref(*arrays, **more)
 
-    def _read(self, x: mx.array, offset: int, op: Callable[..., mx.array] = verify_attention) -> mx.array:
+    def _read(self, x: mx.array, offset: int, op: Callable = verify_attention) -> mx.array:
         parts = self._before(x.dtype)[0]
         cache = self._filled(parts if self.format else [part.astype(x.dtype) for part in parts])
         return self.fused(self._queries(x), cache, offset, None, op)[0]
@@ -187,13 +181,8 @@ class VerifyAttention:
         gate = None if gate is None else gate.reshape(1, rows, -1)
         if site and site.serves(q, cache):
             return self.o_proj(site.fused(q, cache, offset, gate))
-        return self.o_proj(self._attended(q, views, mask, cache, gate))
-
-    def _attended(self: Any, q: mx.array, views: Any, mask: Any, cache: Any, gate: mx.array | None) -> mx.array:
-        """Attend by MLX's operation, and gate: [1, L, Hq * Dv]."""
-        sinks = self.attention.sinks
-        out = scaled_dot_product_attention(q, *views, cache=cache, scale=self.scale, mask=mask, sinks=sinks)
-        out = out.swapaxes(1, 2)
+        how = {"cache": cache, "scale": self.scale, "mask": mask, "sinks": self.attention.sinks}
+        out = scaled_dot_product_attention(q, *views, **how).swapaxes(1, 2)
         if gate is not None:
-            out = out * mx.sigmoid(gate).reshape(*out.shape[:3], -1)
-        return out.reshape(*out.shape[:2], -1)
+            out = out * mx.sigmoid(gate).reshape(1, rows, form.heads, -1)
+        return self.o_proj(out.reshape(1, rows, -1))

@@ -55,6 +55,13 @@ class Mixture:
         self.limit: float | None = getattr(block.switch_mlp.activation, "limit", None)
         self.routing = routing_of(block)
         self.linears = [block.switch_mlp[name] for name in PROJECTIONS]
+        gate, down, routing = self.linears[0], self.linears[2], self.routing
+        dims = f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims}"
+        formats = "/".join(dict.fromkeys(f"{m.bits}-bit {m.mode} g{m.group_size}" for m in (gate, down)))
+        groups = f" of {routing.topk_group}/{routing.n_group} groups" if routing.n_group > 1 else ""
+        limit = "" if self.limit is None else f" limit {self.limit:g}"
+        self.shape = f"{dims} {formats} {routing.kind} top {routing.top_k}{groups}{limit}"
+        self.width, self.ends = gate.input_dims + gate.num_experts, [gate.input_dims]
         self.parts: list[mx.array | None] = []
         self.made: Experts | None = None
 
@@ -79,19 +86,6 @@ class Mixture:
             self.parts, self.made = parts, Experts(*map(quantized, self.linears))
         return self.made
 
-    @property
-    def shape(self) -> str:
-        (gate, _, down), routing = self.linears, self.routing
-        dims = f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims}"
-        formats = "/".join(dict.fromkeys(f"{m.bits}-bit {m.mode} g{m.group_size}" for m in (gate, down)))
-        groups = f" of {routing.topk_group}/{routing.n_group} groups" if routing.n_group > 1 else ""
-        limit = "" if self.limit is None else f" limit {self.limit:g}"
-        return f"{dims} {formats} {routing.kind} top {routing.top_k}{groups}{limit}"
-
-    @property
-    def width(self) -> int:
-        return self.linears[0].input_dims + self.linears[0].num_experts
-
     def logits(self, x: mx.array) -> mx.array:
         """Compute the router's logits [M, E] of x [M, H]."""
         router = self.block.gate
@@ -107,22 +101,18 @@ class Mixture:
         return verify_moe(x, logits, self.experts, self.routing, bias=self.bias, limit=self.limit, **shared)
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        return [self.fused(*self._split(x))]
+        return [self.fused(*mx.split(x, self.ends, axis=-1))]
 
     def truth(self, x: mx.array) -> list[mx.array]:
-        x, logits = self._split(x)
+        x, logits = mx.split(x, self.ends, axis=-1)
         more = {"bias": self.bias, "limit": self.limit}
         return [verify_moe_ref(x.astype(mx.float32), logits, self.experts, self.routing, **more)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        x, logits = self._split(x)
+        x, logits = mx.split(x, self.ends, axis=-1)
         chosen, weights = route_ref(logits, self.routing, self.bias)
         y = self.block.switch_mlp(x, chosen)
         return [(y * weights[..., None]).sum(axis=-2).astype(y.dtype)]
-
-    def _split(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        rows, logits = mx.split(x, [self.linears[0].input_dims], axis=-1)
-        return rows, logits
 
 
 class VerifyMoE:

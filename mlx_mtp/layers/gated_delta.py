@@ -66,7 +66,8 @@ class GatedDelta:
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
         if accepted is not None:
             old_k, old_v, old_a, old_b, *old_gates = cache.tape
-            tape = (old_k, old_v, *(old_gates or self._gates(old_a, old_b)))
+            old_g, old_beta = old_gates or (compute_g(self.A_log, old_a, self.dt_bias), mx.sigmoid(old_b))
+            tape = (old_k, old_v, old_g, old_beta)
         state = cache.committed
         if state is None:
             state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
@@ -74,10 +75,6 @@ class GatedDelta:
         kept = k, v, a.flatten(2), b.flatten(2), g, beta
         cache.advance(state, state, rows, kept)  # the one of the two states that it keeps
         return gated_norm(y, z, self.norm.weight, self.norm.eps)
-
-    def _gates(self: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-        """Compute the gates g [1, S, Hv], float32, and beta [1, S, Hv]."""
-        return compute_g(self.A_log, a, self.dt_bias), mx.sigmoid(b)
 
     def _replay(self: Any, state: mx.array, mask: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, *_):
         """Compute the state after the masked rows of a tape; the output, which needs q, is not wanted."""

@@ -14,7 +14,6 @@ from ..kernels import Quantized, draw_ref, served, top_ref, verify_head, verify_
 from .site import VERIFY_ROWS, rows_of
 
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
-WHOLE_GROUPS = 128  # values that every group size divides
 
 
 class LMHeadSite:
@@ -99,7 +98,7 @@ def sliced(module: Any, rows: mx.array) -> Any:
     """Make a linear layer of these rows of one of KINDS, with the same bits per row."""
     part: Any = nn.Linear(1, 1, bias=False)
     if "scales" in module:
-        part = nn.QuantizedLinear(WHOLE_GROUPS, 1, False, module.group_size, module.bits, module.mode)
+        part = nn.QuantizedLinear(128, 1, False, module.group_size, module.bits, module.mode)  # 128: whole groups
     for name in ("weight", "scales", "biases", "bias"):
         if name in module:
             part[name] = module[name][rows]
@@ -107,9 +106,8 @@ def sliced(module: Any, rows: mx.array) -> Any:
 
 
 def _served(module: Any) -> bool:
-    if "scales" not in module:
-        return True
-    return served(module.mode, module.bits, module.group_size) and module.get("global_scale") is None
+    known = "scales" not in module or served(module.mode, module.bits, module.group_size)
+    return known and module.get("global_scale") is None
 
 
 def head_on(module: Any) -> LMHeadSite | None:

@@ -25,14 +25,10 @@ class Mamba2:
         """Mix rows x [1, S, H] with those before them in `cache`: [1, S, H]; `mask` is for attention and not used."""
         if cache is None:
             return super().__call__(x, None, cache)  # type: ignore[misc]
-        S, inner = x.shape[1], self.n_groups * self.ssm_state_size
-        gate, rows, dt = mx.split(
-            self.in_proj(x), [self.intermediate_size, self.intermediate_size + self.conv_dim], axis=-1
-        )
+        S, inner, grouped = x.shape[1], self.intermediate_size, self.n_groups * self.ssm_state_size
+        gate, rows, dt = mx.split(self.in_proj(x), [inner, inner + self.conv_dim], axis=-1)
         rows = cache.convolved(rows, self.conv_kernel_size)
-        x, B, C = mx.split(
-            nn.silu(self.conv1d(rows)), [self.intermediate_size, self.intermediate_size + inner], axis=-1
-        )
+        x, B, C = mx.split(nn.silu(self.conv1d(rows)), [inner, inner + grouped], axis=-1)
         x = x.reshape(1, S, self.num_heads, self.head_dim)
         B, C = (t.reshape(1, S, self.n_groups, self.ssm_state_size) for t in (B, C))
         state = cache.state(self._replay)

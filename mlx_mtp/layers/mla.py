@@ -5,7 +5,8 @@ whole latent cache to full heads. Here up to ABSORBED_ROWS rows are absorbed: a 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -13,12 +14,12 @@ import mlx.core as mx
 from ..kernels import verify_latent_attention, verify_latent_attention_ref
 from .attention import CachedAttention
 from .mla_products import VerifyMultiLinear
-from .norm_rope import NormRope, on_device
+from .norm_rope import NormRope, Offset, on_device
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
 from .spec import MTPSpec
 
 ABSORBED_ROWS = 8
-Offset = int | mx.array
+Mask = mx.array | None  # boolean [L, S] or broadcast to it
 
 
 class LatentAttention(CachedAttention):
@@ -30,7 +31,6 @@ class LatentAttention(CachedAttention):
     op = "verify_latent_attention"
 
     def __init__(self, module: Any):
-        super().__init__()
         self.module, self.dims = module, [module.kv_lora_rank, module.qk_rope_head_dim]
         self.shape = f"{module.num_heads}x{'+'.join(map(str, self.dims))}"
         self.width = module.num_heads * sum(self.dims)
@@ -40,17 +40,11 @@ class LatentAttention(CachedAttention):
         return q.shape[2] in self.rows and hasattr(cache, "parts") and cache.window is None
 
     def fused(
-        self,
-        q: mx.array,
-        q_pe: mx.array,
-        parts: Sequence[mx.array],
-        offset: Offset,
-        limit: int,
-        start: int = 0,
-        op: Callable[..., mx.array] = verify_latent_attention,
+        self, q: mx.array, q_pe: mx.array, cache: Any, offset: Offset, op: Callable = verify_latent_attention
     ) -> mx.array:
         """Attend queries at positions from `offset` on to a cache's latent rows: [1, heads, L, D]."""
-        return op(q, q_pe, *parts, on_device(offset), scale=self.module.scale, limit=limit, start=start)
+        where = {"limit": cache.limit, "start": cache.start}
+        return op(q, q_pe, *cache.parts, on_device(offset), scale=self.module.scale, **where)
 
     def stock(self, x: mx.array) -> list[mx.array]:
         latent, k_pe = (part[:, :, : self.OFFSET + len(x)] for part in self._before(x.dtype))
@@ -62,9 +56,10 @@ class LatentAttention(CachedAttention):
     def _in_float32(*arrays: mx.array, limit: int, **more: Any) -> mx.array:
         return verify_latent_attention_ref(*arrays, **more)
 
-    def _read(self, x: mx.array, offset: int, op: Callable[..., mx.array] = verify_latent_attention) -> mx.array:
+    def _read(self, x: mx.array, offset: int, op: Callable = verify_latent_attention) -> mx.array:
         parts = [part.astype(x.dtype) for part in self._before(x.dtype)]
-        return _flat(self.fused(*self._queries(x), parts, offset, offset + len(x), op=op))
+        cache = SimpleNamespace(parts=parts, limit=offset + len(x), start=0)
+        return _flat(self.fused(*self._queries(x), cache, offset, op))
 
     def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:
         q, q_pe = mx.split(x.reshape(1, len(x), self.module.num_heads, -1).swapaxes(1, 2), self.dims[:1], axis=-1)
@@ -92,7 +87,7 @@ class AbsorbedMLA:
     latent: LatentAttention | None = None
     placing: NormRope | None = None
 
-    def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+    def __call__(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
         """Mix rows x [1, L, H] with those in `cache`: [1, L, H]; `mask` is None or boolean [L, S]."""
         if cache is None or x.shape[1] > ABSORBED_ROWS:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
@@ -102,7 +97,7 @@ class AbsorbedMLA:
         latent, k_pe = cache.update_and_fetch(*rows)
         q = self.absorbed(q)
         if self.latent is not None and self.latent.serves(q, cache):
-            out = self.latent.fused(q, q_pe, cache.parts, offset, cache.limit, cache.start)
+            out = self.latent.fused(q, q_pe, cache, offset)
         else:
             out = self.attend(q, q_pe, latent, latent, k_pe, mask)
         return self.output(self.unembed_out(out))
@@ -134,7 +129,7 @@ class AbsorbedMLA:
         return q[..., : self.qk_nope_head_dim].swapaxes(1, 2)
 
     def attend(
-        self: Any, q: mx.array, q_pe: mx.array, k: mx.array, v: mx.array, k_pe: mx.array, mask: mx.array | None
+        self: Any, q: mx.array, q_pe: mx.array, k: mx.array, v: mx.array, k_pe: mx.array, mask: Mask
     ) -> mx.array:
         """Attend with scores that are the sum of those without and with position; `mask` broadcasts to them.
 

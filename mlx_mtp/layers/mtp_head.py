@@ -3,7 +3,7 @@
 Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 2.2; tensor names as in its checkpoints.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,28 +15,20 @@ from .spec import MTPSpec
 class MTPHead(nn.Module):
     """An MTP head around `block`, a decoder layer of the family.
 
-    `norm` makes a norm module for H features. `mask_array`: the block wants its mask as an array, never "causal".
+    `final` is the target's last norm: the head's are like it. `mask_array`: the block wants its mask as an array.
     A port sets `window`, the positions that the block's attention sees, where these are not all.
     """
 
     window: int | None = None
 
-    def __init__(
-        self,
-        spec: MTPSpec,
-        block: nn.Module,
-        norm: Callable[[int], nn.Module],
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        mask_array: bool,
-    ):
+    def __init__(self, spec: MTPSpec, block: nn.Module, final: Any, vocab_size: int, *, mask_array: bool):
         super().__init__()
-        self._spec, self._mask_array = spec, mask_array
-        self.enorm, self.hnorm = norm(hidden_size), norm(hidden_size)
+        self._spec, self._mask_array, hidden_size = spec, mask_array, final.weight.size
+        norm = partial(type(final), hidden_size, eps=final.eps)
+        self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.block = block
-        self.norm = norm(hidden_size)
+        self.norm = norm()
         if spec.embedding == "own":
             self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
         if spec.head == "own":

@@ -10,6 +10,7 @@ from ..kernels import Rope, norm_rope
 from .site import VERIFY_ROWS
 
 Pair = tuple[mx.array, mx.array]
+Offset = int | mx.array  # a position, on the host or, int32 [1], on the device
 
 
 @functools.lru_cache(maxsize=2)
@@ -18,7 +19,7 @@ def device_offset(offset: int) -> mx.array:
     return mx.array([offset])
 
 
-def on_device(offset: int | mx.array) -> mx.array:
+def on_device(offset: Offset) -> mx.array:
     """Put a position on the device, int32 [1], unless it is there."""
     return device_offset(offset) if isinstance(offset, int) else offset
 
@@ -43,9 +44,9 @@ class Form:
         """Read the form off one of mlx-lm's attention modules."""
         names = ("num_heads", "n_heads", "num_attention_heads"), ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
         heads, kv_heads = (next(getattr(module, n) for n in alike if hasattr(module, n)) for alike in names)
-        width, head_dim, value_dim = (
-            _columns(module[n]) // of for n, of in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))
-        )
+        linears = (module[name] for name in ("q_proj", "k_proj", "v_proj"))  # an adapter has its linear inside
+        columns = [linear.get("linear", linear).weight.shape[0] for linear in linears]
+        width, head_dim, value_dim = columns[0] // heads, columns[1] // kv_heads, columns[2] // kv_heads
         doubled = width == 2 * head_dim
         gate = "value" if doubled else "head" if getattr(module, "use_head_wise_attn_gate", False) else None
         return cls(heads, kv_heads, head_dim, value_dim, gate, getattr(module, "value_scale", None))
@@ -58,11 +59,6 @@ class Form:
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         return f"{self.heads}/{self.kv_heads}x{dims}"
-
-
-def _columns(linear: Any) -> int:
-    """Count the columns of a linear's product; an adapter has the linear that it changes inside."""
-    return linear.get("linear", linear).weight.shape[0]
 
 
 class NormRope:
@@ -80,7 +76,7 @@ class NormRope:
         marks = {"traditional": rope.traditional, "normed": "q_norm" in module, "gated": form.gate == "value"}
         self.shape = " ".join([f"{form} rope {rope.dims} {angles}", *(name for name, on in marks.items() if on)])
 
-    def fused(self, q: mx.array, k: mx.array, offset: int | mx.array) -> Pair:
+    def fused(self, q: mx.array, k: mx.array, offset: Offset) -> Pair:
         """Norm and rotate the first D values of q [1, L, Hq, D or more] and k [1, L, Hk, D]: [1, Hq or Hk, L, D]."""
         m, normed = self.module, "q_norm" in self.module
         more = {"q_weight": m.q_norm.weight, "k_weight": m.k_norm.weight, "eps": m.q_norm.eps} if normed else {}
@@ -108,7 +104,7 @@ def _flat(pair: Pair) -> list[mx.array]:
     return [a.swapaxes(1, 2).reshape(a.shape[2], -1) for a in pair]
 
 
-def placed(module: Any, q: mx.array, k: mx.array, offset: int | mx.array, head_dim: int) -> Pair:
+def placed(module: Any, q: mx.array, k: mx.array, offset: Offset, head_dim: int) -> Pair:
     """Do as `NormRope.fused` by the module's own norms and RoPE, of whichever there are."""
     q = q[..., :head_dim]
     if "q_norm" in module:

@@ -1,9 +1,8 @@
-"""What the ports share: a mixin in front of mlx-lm's Model that adds heads and the decode loop's contract."""
+"""Share between ports the mixin in front of mlx-lm's Model, which adds MTP heads and the decode loop's contract."""
 
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,7 +14,9 @@ from .lm_head import Rows, head_on
 from .mtp_head import MTPHead
 from .spec import MTPSpec
 
-# A head's tensors as DeepSeek and its followers name them.
+Tensors = dict[str, mx.array]  # by the names of a checkpoint, or the paths of parameters
+
+# An MTP head's tensors as DeepSeek and its followers name them.
 BLOCK_TENSORS = tuple((n, f"block.{n}") for n in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
 NEXTN_TENSORS = (
     *((n, n) for n in ("enorm", "hnorm", "eh_proj", "embed_tokens")),
@@ -24,23 +25,15 @@ NEXTN_TENSORS = (
     *BLOCK_TENSORS,
 )
 # One layer of the trunk's kind behind the trunk, fed its own output again: DeepSeek's and GLM's heads.
-NEXTN = MTPSpec(
-    topology="recycle",
-    capture="post",
-    feedback="post",
-    fuse="eh",
-    head="shared_or_own",
-    embedding="shared_or_own",
-    tensors=NEXTN_TENSORS,
-)
-# No tensor of the checkpoint is a head's: what drafts is a drafter of its own, or nothing.
-NO_HEADS = MTPSpec(topology="recycle", capture="post", feedback="post", fuse="eh", head="shared", tensors=())
-MAX_RECYCLED = 15  # drafts that one recycled head may make: a cycle's rows fit into a ring's slack
-OUTSIDE = "outside."  # of the block: norms, eh_proj and heads
+NEXTN = MTPSpec(head="shared_or_own", embedding="shared_or_own", tensors=NEXTN_TENSORS)
+# No tensor of the checkpoint is an MTP head's: what drafts is a drafter of its own, or nothing.
+NO_HEADS = MTPSpec(tensors=())
+MAX_RECYCLED = 15  # drafts that one recycled MTP head may make: a cycle's rows fit into a ring's slack
+OUTSIDE = "outside."  # of an MTP head's block: norms, eh_proj and LM heads
 
 
 class Renaming(NamedTuple):
-    """What mlx-lm's sanitizing, which stacks, splits and dequantizes, does to tensors' names."""
+    """A rule of what mlx-lm's sanitizing, which stacks, splits and dequantizes, does to tensors' names."""
 
     stored: str  # regex in a checkpoint's name
     becomes: tuple[str, ...]
@@ -68,9 +61,7 @@ class Port:
     INSIDE = "model.layers.0."  # where BASE.sanitize expects what a head's block has
     MLP: tuple[type, ...] = ()  # mlx-lm's modules that are down(swiglu(gate(x), up(x))), clamped at their `limit`
     ROUTER: tuple[type, ...] = ()  # those that are a choice from `x @ weight.T`, and use x for nothing else
-    ATTENTION: tuple[
-        type, ...
-    ] = ()  # with projections to queries, keys and values, and perhaps norms, RoPE and a gate
+    ATTENTION: tuple[type, ...] = ()  # those with q_proj, k_proj and v_proj, and perhaps norms, RoPE and a gate
     MOE: tuple[type, ...] = ()  # sums of the experts that `gate` chooses and perhaps a shared one
     BLOCK: tuple[type, ...] = ()  # layers h = x + attention(norm(x)), then h + mlp(norm(h))
     NORM: tuple[type, ...] = (nn.RMSNorm,)  # mx.fast.rms_norm of their `weight` and `eps`
@@ -94,9 +85,8 @@ class Port:
         return self.BLOCK[0](self.args, self.args.num_hidden_layers + depth)
 
     def add_heads(self, spec: MTPSpec, blocks: Iterable[nn.Module]) -> None:
-        """Make one MTPHead around each of the blocks, with norms like the target's final one."""
-        self.spec, final = spec, self.model.norm
-        sizes = partial(type(final), eps=final.eps), final.weight.size, self.args.vocab_size
+        """Make one MTPHead around each of the blocks."""
+        self.spec, sizes = spec, (self.model.norm, self.args.vocab_size)
         self.mtp = [MTPHead(spec, block, *sizes, mask_array=self.MASK_ARRAY) for block in blocks]
 
     @property
@@ -110,11 +100,12 @@ class Port:
 
     @property
     def max_draft_tokens(self) -> int:
+        """Tokens that a cycle may draft with the MTP heads."""
         return MAX_RECYCLED if self.spec.topology == "recycle" and len(self.mtp) == 1 else len(self.mtp)
 
     def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Residual stream before the final norm [1, L, H] of tokens [1, L], and behind it, along the last axis, what
-        `spec.capture` lists.
+        """Run the layers on tokens [1, L]: the residual stream before the final norm [1, L, H], and side by side with
+        it what `spec.capture` lists.
         """
         x, masks = self.model.embed_tokens(tokens), {}
         stream = [x]
@@ -127,67 +118,70 @@ class Port:
         return self.captured(stream)
 
     def captured(self, stream: list[mx.array]) -> mx.array:
-        """What `hidden` returns, given the residual stream before the first layer and after each."""
+        """Select what `hidden` returns from the residual stream before the first layer and after each."""
         if isinstance(self.spec.capture, str):
             return stream[-1]
         return mx.concatenate([stream[-1], *(stream[i] for i in self.spec.capture)], axis=-1)
 
     def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
-        """Embeddings [..., H] of tokens [...] as the head of `depth` reads them."""
+        """Embed tokens [...] as the MTP head of `depth` reads them: [..., H]."""
         head: Any = self.mtp[depth]
         return (head if "embed_tokens" in head else self.model).embed_tokens(tokens)
 
     def unembed(self, normed: mx.array) -> mx.array:
-        """LM head, or the embedding where the two are tied."""
-        if "lm_head" in self.language:
-            return self.language.lm_head(normed)
-        return self.model.embed_tokens.as_linear(normed)
+        """Apply the LM head, or the embedding where the two are tied, to normed rows [..., H]: [..., vocab]."""
+        tied = "lm_head" not in self.language
+        return self.model.embed_tokens.as_linear(normed) if tied else self.language.lm_head(normed)
 
     def unembedding(self, depth: int | None = None) -> Any:
-        """The module that `unembed` is of, or the LM head that the head of `depth` has for its own."""
+        """Find the module that `unembed` applies, or the LM head that the MTP head of `depth` has for its own."""
         if depth is not None and "head" in self.mtp[depth]:
             return self.mtp[depth].head
         return self.language.lm_head if "lm_head" in self.language else self.model.embed_tokens
 
     def normed(self, hidden: mx.array) -> mx.array:
-        """What the LM head reads of hidden rows."""
+        """Norm hidden rows, as `hidden` returns them, for the LM head: [..., H]."""
         if not isinstance(self.spec.capture, str):
             hidden = hidden[..., : self.model.norm.weight.size]
         return self.model.norm(hidden)
 
     def logits(self, hidden: mx.array) -> mx.array:
+        """Compute the target's logits [..., vocab] of hidden rows."""
         return self.unembed(self.normed(hidden))
 
     def choice(self, hidden: mx.array) -> Rows | None:
-        """What chooses tokens of hidden rows [1, M, H] without their logits; None where they have to be computed."""
+        """Prepare to choose tokens of hidden rows [1, M, H] without their logits; None where that is not possible."""
         head = head_on(self.unembedding())
         return None if head is None else Rows(head, self.normed(hidden)[0])
 
     def capture(self, hidden: mx.array) -> mx.array:
+        """Select or fuse what an MTP head reads of hidden rows: [..., H]."""
         if not isinstance(self.spec.capture, str):
             return self.mtp[0].fused(hidden[..., self.model.norm.weight.size :])
         return hidden if self.spec.capture == "pre" else self.model.norm(hidden)
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
-        """Logits [..., n] of output rows [..., H]; `mtp[depth].token` says which of the target's tokens the n are."""
+        """Compute an MTP head's logits [..., n] of outputs [..., H]; its `token` says which tokens the n are."""
         head: Any = self.mtp[depth]
         normed = head.norm(output)
         return head.head(normed) if "head" in head else self.unembed(normed)
 
     def draft_choice(self, depth: int, output: mx.array) -> mx.array:
-        """The number of the greatest of `draft_logits` of an output row [1, 1, H], int32 []."""
+        """Find the number of the greatest of `draft_logits` of an output row [1, 1, H], int32 []."""
         rows = self.draft_rows(depth, output)
         return mx.argmax(self.draft_logits(depth, output)).astype(mx.int32) if rows is None else rows.greedy()[0]
 
     def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
-        """As `choice`, of the head of `depth` for an output row [1, 1, H]; tokens are rows of that head's logits."""
+        """Do as `choice` for an MTP head's output row [1, 1, H]; tokens are numbers among that head's logits."""
         head = head_on(self.unembedding(depth))
         return None if head is None else Rows(head, self.mtp[depth].norm(output)[0])
 
     def no_hidden(self) -> mx.array:
+        """Make the zeros [1, 1, H] that stand for the hidden state before the first token."""
         return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)
 
     def cached_layers(self) -> list[Any]:
+        """List the layers that have a cache."""
         return list(self.layers)
 
     def windows(self) -> list[CacheKind]:
@@ -195,10 +189,11 @@ class Port:
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[int | None]:
+        """Return what each MTP head's cache needs: a window, or None for full attention."""
         return [head.window for head in self.mtp]
 
     def renamed(self, name: str) -> list[str]:
-        """The parameter paths that checkpoint tensor `name` becomes; empty where it is dropped."""
+        """List the parameter paths that checkpoint tensor `name` becomes; none where it is dropped."""
         head = self.spec.locate(name, self.args.num_hidden_layers)
         names = [name if head is None else f"mtp.{head[0]}.{head[1]}"]
         if head is None and name.endswith("lm_head.weight") and getattr(self.args, "tie_word_embeddings", False):
@@ -208,35 +203,33 @@ class Port:
         return names
 
     def unrenamed(self, path: str) -> str:
-        """A parameter's path with what sanitizing renamed as the checkpoint has it."""
+        """Write a parameter's path with what sanitizing renamed as the checkpoint has it."""
         for rule in self.RENAMED:
             for new in rule.becomes if rule.shown else ():
                 path = path.replace(new, rule.shown)
         return path
 
-    def sanitized(
-        self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
-    ) -> dict[str, mx.array]:
-        """Checkpoint tensors -> parameters. Where norms are stored zero-centred, mlx-lm shifts the trunk's by +1; the
-        heads' are kept from it, for it may judge them otherwise, and shifted here.
+    def sanitized(self, trunk: Tensors, heads: Tensors, *, shift_trunk: bool, shift_heads: bool) -> Tensors:
+        """Turn checkpoint tensors into parameters. Where norms are stored zero-centred, mlx-lm shifts the trunk's by
+        +1; the heads' are kept from it, for it may judge them otherwise, and shifted here.
         """
-        layers, kept = self.args.num_hidden_layers, {}
-        if self.ZERO_CENTRED is not None:
-            places = {name: self.spec.locate(name, layers) for name in heads}
-            kept = {name: place for name, place in places.items() if place and place[1].endswith("norm.weight")}
+        layers, centred = self.args.num_hidden_layers, self.ZERO_CENTRED is not None
+        places = {name: self.spec.locate(name, layers) for name in heads}
+        kept = {n: place for n, place in places.items() if centred and place and place[1].endswith("norm.weight")}
         parameters = self.sanitized_heads({name: w for name, w in heads.items() if name not in kept})
         for name, (depth, path) in kept.items():
             parameters[f"mtp.{depth}.{path}"] = heads[name] + 1 if shift_heads else heads[name]
         return self.BASE.sanitize(self, trunk) | parameters
 
     def one_layer(self) -> Any:
-        """What BASE.sanitize sees as `self` when it is given a single layer."""
+        """Make what BASE.sanitize sees as `self` when it is given a single layer."""
         return SimpleNamespace(args=replace(self.args, num_hidden_layers=1))
 
-    def sanitized_heads(self, heads: dict[str, mx.array]) -> dict[str, mx.array]:
-        """mlx-lm's sanitizing (experts, fp8, MLA) of a one-layer model, applied to each depth; a KeyError names what
-        it misses."""
-        depths: dict[int, dict[str, mx.array]] = {}
+    def sanitized_heads(self, heads: Tensors) -> Tensors:
+        """Apply mlx-lm's sanitizing (experts, fp8, MLA) of a one-layer model to each depth; a KeyError names what
+        it misses.
+        """
+        depths: dict[int, Tensors] = {}
         for name, w in heads.items():
             depth, path = self.spec.locate(name, self.args.num_hidden_layers)  # type: ignore[misc]
             inside = path.removeprefix("block.")
@@ -256,7 +249,7 @@ class Port:
 
 
 class HeadlessPort(Port):
-    """A family whose checkpoints have no heads: the target of a drafter, or decoded plainly."""
+    """A family whose checkpoints have no MTP heads: the target of a drafter, or decoded plainly."""
 
     SPEC = NO_HEADS
 

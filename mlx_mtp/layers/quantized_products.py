@@ -33,8 +33,6 @@ class Stack:
         heights = "+".join(str(module.scales.shape[0]) for module in self.modules)
         bias = " with bias" if w.bias is not None else " with some biases" if self.mixed else ""
         self.shape = f"{heights}x{w.k} {w.bits}-bit {w.mode} g{w.group_size}{bias}"
-        # Several linears are one launch for a single row, too.
-        self.candidates = (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
 
     def _stack(self) -> None:
         first = self.modules[0]
@@ -62,6 +60,11 @@ class Stack:
             self._stack()
         return self.stacked
 
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """Row counts to try: several linears are one launch for a single row, too."""
+        return (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
+
     def ours(self, x: mx.array) -> list[mx.array]:
         w = self.weights
         if rows_of(x) in self.matrix_rows:
@@ -73,9 +76,9 @@ class Stack:
         return self.biased(list(mx.split(y, list(w.ends[:-1]), axis=-1)))
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        format_, parts = self.weights.format, [(m.weight, m.scales, m.get("biases")) for m in self.modules]
-        found = [mx.quantized_matmul(x, w, scales=s, biases=b, transpose=True, **format_) for w, s, b in parts]
-        return self._plus_biases(found)
+        how = {"transpose": True, **self.weights.format}
+        parts = [(m.weight, m.scales, m.get("biases")) for m in self.modules]
+        return self._plus_biases([mx.quantized_matmul(x, *part, **how) for part in parts])
 
     def biased(self, products: list[mx.array]) -> list[mx.array]:
         """Add to the linears' products [..., N_i] the biases that are not stacked."""
@@ -182,6 +185,5 @@ class VerifyMLP:
     glu: GLU
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        if not self.glu.serves(x):
-            return super().__call__(x)  # type: ignore[misc]
-        return self.down_proj(self.glu.ours(x)[0])
+        on = self.glu.serves(x)
+        return self.down_proj(self.glu.ours(x)[0]) if on else super().__call__(x)  # type: ignore[misc]

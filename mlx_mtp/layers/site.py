@@ -27,14 +27,9 @@ class Site(Protocol):
     covers: the site whose work this one does, too, for the row counts for which it is on.
     """
 
-    @property
-    def op(self) -> str: ...
-
-    @property
-    def shape(self) -> str: ...
-
-    @property
-    def width(self) -> int: ...
+    op: str
+    shape: str
+    width: int
 
     @property
     def candidates(self) -> tuple[int, ...]: ...
@@ -46,16 +41,16 @@ class Site(Protocol):
     def rows(self, rows: frozenset[int]) -> None: ...
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        """The kernel's outputs [M, N_i] for x [M, K]."""
+        """Compute the kernel's outputs [M, N_i] for x [M, K]."""
         ...
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        """The same of MLX's operations."""
+        """Compute the same by MLX's operations."""
         ...
 
 
 def inexact_rows(site: Site) -> set[int]:
-    """Row counts at which a row may have other bits than it has alone, with the kernel on for `site.rows`."""
+    """Find the row counts at which a row may have other bits than alone, with the kernel on for `site.rows`."""
     if not getattr(site, "bits", True):
         return set(site.rows)
     own_bits = getattr(site, "own_bits", False)

@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .mla import ABSORBED_ROWS, AbsorbedMLA, Offset
+from .mla import ABSORBED_ROWS, AbsorbedMLA, Mask
+from .norm_rope import Offset
 
 SCORED_ROWS = 64  # of a prompt at a time: every indexer head scores every position
 
@@ -31,14 +32,15 @@ class SparseMLA(AbsorbedMLA):
 
     handed_on: Chosen | None = None
 
-    def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+    def __call__(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
         if cache is None:
             return super().__call__(x, mask, cache)
         offset = cache.offset
         compressed = self.q_a_layernorm(self.q_a_proj(x))
         q, q_pe, *rows = self.placed(self.q_b_proj(compressed), x, offset)
         if "indexer" in self:
-            latent, k_pe, keys = cache.update_and_fetch(*rows, self.index_keys(x, offset))
+            keys = self.indexer.rope(self.indexer.k_norm(self.indexer.wk(x))[:, None], offset)  # [1, 1, L, D]
+            latent, k_pe, keys = cache.update_and_fetch(*rows, keys)
             chosen = self.choose(x, compressed, keys, mask, offset)
             if self.handed_on:
                 self.handed_on.slots = chosen
@@ -58,13 +60,7 @@ class SparseMLA(AbsorbedMLA):
         return self.output(self.unembed_out(out))
 
     def attend_to(
-        self: Any,
-        chosen: mx.array,
-        q: mx.array,
-        q_pe: mx.array,
-        latent: mx.array,
-        k_pe: mx.array,
-        mask: mx.array | None,
+        self: Any, chosen: mx.array, q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, mask: Mask
     ) -> mx.array:
         """Attend absorbed queries [1, heads, L, D] to each row's chosen [L, topk] of latent and k_pe [1, 1, S, D].
 
@@ -76,12 +72,8 @@ class SparseMLA(AbsorbedMLA):
         q, q_pe = (a.transpose(2, 0, 1, 3) for a in (q, q_pe))  # [L, 1, heads, D]
         return self.attend(q, q_pe, latent, latent, k_pe, mask).transpose(1, 2, 0, 3)
 
-    def index_keys(self: Any, x: mx.array, offset: Offset) -> mx.array:
-        """Project rows x [1, L, H] to the indexer's keys [1, 1, L, D], rotated."""
-        return self.indexer.rope(self.indexer.k_norm(self.indexer.wk(x))[:, None], offset)
-
     def choose(
-        self: Any, x: mx.array, compressed: mx.array, keys: mx.array, mask: mx.array | None, offset: Offset
+        self: Any, x: mx.array, compressed: mx.array, keys: mx.array, mask: Mask, offset: Offset
     ) -> mx.array | None:
         """Choose the slots [L, index_topk], ascending, of `keys` [1, 1, S, D] that rows x [1, L, H] attend to.
 
@@ -114,7 +106,7 @@ def index_scores(q: mx.array, weights: mx.array, keys: mx.array) -> mx.array:
     return (weights[:, None] @ products)[:, 0]
 
 
-def among(chosen: mx.array, mask: mx.array | None, slots: int) -> mx.array:
+def among(chosen: mx.array, mask: Mask, slots: int) -> mx.array:
     """Mark, in a boolean mask [L, slots], those of `chosen` [L, k] that `mask` does not hide."""
     rows = mx.put_along_axis(mx.zeros((chosen.shape[0], slots), mx.bool_), chosen, mx.array(True), axis=-1)
     return rows if mask is None else rows & mask

@@ -17,8 +17,9 @@ OVERRIDABLE = {
 
 @dataclass(frozen=True)
 class MTPSpec:
-    """All about a family's MTP heads that is not a module.
+    """All about a family's MTP heads that is not a module; the defaults are those of most families.
 
+    tensors:  (module's name in the checkpoint, its path inside the head).
     topology: "chain" = a module per depth, each reads the output of the one before; "target_each" = a module per
               depth, all read the target's hidden states; "recycle" = one module that is fed its own output.
     capture:  the target's hidden state that a head reads, before ("pre") or after ("post") the final norm, or the
@@ -30,15 +31,14 @@ class MTPSpec:
     embedding: each depth's embedding, likewise.
     prefix:   regex of what comes before a head tensor's own name; its group, if any, is the depth's number,
     numbered: counted from the target's number of layers ("trunk") or from "zero".
-    tensors:  (module's name in the checkpoint, its path inside the head).
     """
 
-    topology: Literal["chain", "target_each", "recycle"]
-    capture: Literal["pre", "post"] | tuple[int, ...]
-    feedback: Literal["pre", "post"]
-    fuse: Literal["eh", "he"]
-    head: Literal["own", "shared", "shared_or_own"]
     tensors: tuple[tuple[str, str], ...]
+    topology: Literal["chain", "target_each", "recycle"] = "recycle"
+    capture: Literal["pre", "post"] | tuple[int, ...] = "post"
+    feedback: Literal["pre", "post"] = "post"
+    fuse: Literal["eh", "he"] = "eh"
+    head: Literal["own", "shared", "shared_or_own"] = "shared"
     embedding: Literal["own", "shared", "shared_or_own"] = "shared"
     prefix: str = r"model\.layers\.(\d+)\."
     numbered: Literal["trunk", "zero"] = "trunk"
@@ -50,13 +50,10 @@ class MTPSpec:
             return None
         depth = int(match[1]) if match.lastindex else 0
         depth -= num_hidden_layers if self.numbered == "trunk" else 0
-        if depth < 0:
-            return None
         own = name[match.end() :]
-        for stored, path in self.tensors:
-            if own == stored or own.startswith(f"{stored}."):
-                return depth, path + own[len(stored) :]
-        return None
+        paths = (path + own[len(stored) :] for stored, path in self.tensors if f"{own}.".startswith(f"{stored}."))
+        found = next(paths, None) if depth >= 0 else None
+        return None if found is None else (depth, found)
 
     def place(self, num_hidden_layers: int) -> str:
         """Say, for messages, where a checkpoint has its MTP heads."""
@@ -76,15 +73,12 @@ class MTPSpec:
 
     def stored(self, path: str) -> str | None:
         """Translate a tensor's path inside the head to its name in checkpoints, without the prefix."""
-        for stored, inside in self.tensors:
-            if path == inside or path.startswith(f"{inside}."):
-                return stored + path[len(inside) :]
-        return None
+        names = (name + path[len(inside) :] for name, inside in self.tensors if f"{path}.".startswith(f"{inside}."))
+        return next(names, None)
 
     def name(self, depth: int, path: str, num_hidden_layers: int) -> str:
         """Write the usual name in checkpoints of what `locate` finds at (depth, path)."""
-        first = num_hidden_layers if self.numbered == "trunk" else 0
-        return f"{self._prefix(str(first + depth))}{self.stored(path)}"
+        return f"{self.before(None, depth, num_hidden_layers)}{self.stored(path)}"
 
     def _prefix(self, number: str) -> str:
         """Write the prefix without its optional parts, but with all of one that is optional as a whole."""

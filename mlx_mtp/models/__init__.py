@@ -1,10 +1,14 @@
-"""Model ports, one file per `model_type`. A port `mlx_mtp/models/<model_type>.py` defines
+"""Find the port of a model_type. A port `mlx_mtp/models/<model_type>.py` defines
 
 - `ModelArgs`: mlx-lm's dataclass of config.json, with `num_hidden_layers`, `vocab_size` and, unless
   NO_KV_BITS, `head_dim`;
-- `Model(args, heads=0, spec=SPEC)`: `layers.port.Port` in front of mlx-lm's model, which makes `heads` MTPHeads with
-  `add_heads`, and what of the class attributes differs from Port's:
+- `Model(args, heads=0, spec=None)`: `layers.port.Port` in front of mlx-lm's model, with `heads` MTPHeads, and what of
+  these differs from Port's:
     `SPEC`          the family's MTPSpec,
+    `replace_modules()`
+                    puts layers that roll back their state in the place of mlx-lm's,
+    `head_block(depth)`
+                    makes the decoder layer inside an MTP head,
     `BASE`          mlx-lm's Model, whose `sanitize` is used for the trunk and, layer by layer, for the heads,
     `RENAMED`       what that sanitizing does to names, for messages that name a checkpoint's own tensors,
     `IGNORED`       tensors that text decoding does not use, named in the load report,
@@ -35,12 +39,12 @@ DRAFTERS = ("eagle3",)
 
 
 def port_names() -> list[str]:
-    """Every model_type that has a port."""
+    """List every model_type that has a port."""
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", *DRAFTERS))
 
 
 def find_port(config: dict) -> ModuleType | None:
-    """The port of a config.json's model_type, or of the one that mlx-lm takes it for; None where there is none."""
+    """Import the port of a config.json's model_type, or of the one that mlx-lm takes it for; None: there is none."""
     model_type = MODEL_REMAPPING.get(config["model_type"], config["model_type"])
     return importlib.import_module(f".{model_type}", __package__) if model_type in port_names() else None
 

@@ -1,20 +1,19 @@
-"""DeepSeek-V3.2: mlx-lm's backbone (MLA with an indexer, and experts) with one recycled MTP layer.
+"""Port DeepSeek-V3.2: mlx-lm's backbone (MLA with an indexer, and experts) with one recycled MTP layer.
 
 The head is checkpoint layer num_hidden_layers, with an indexer of its own. Sources: DeepSeek-V3.2 (arXiv 2512.02556),
 vLLM `deepseek_mtp.py`, llama.cpp `deepseek32.cpp`.
 """
 
 from mlx_lm.models import deepseek_v32
-from mlx_lm.models.deepseek_v32 import ModelArgs
 
 from ..layers.mla import MLAPort
 from ..layers.sparse_mla import SparseMLA
 
-__all__ = ["Model", "ModelArgs"]
+ModelArgs = deepseek_v32.ModelArgs
 
 
 class Attention(SparseMLA, deepseek_v32.DeepseekV32Attention):
-    """Each row attends to what its indexer chooses, absorbed for one row and for the few of a verify."""
+    """MLA of each row to what its indexer chooses, absorbed for one row and for the few of a verify."""
 
 
 class Model(MLAPort, deepseek_v32.Model):

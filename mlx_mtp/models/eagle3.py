@@ -1,4 +1,4 @@
-"""EAGLE-3: a drafter in a directory of its own, for the target of any port.
+"""Accept EAGLE-3 drafters: heads in a directory of their own, for the target of any port.
 
 Of the rows that the target has verified it reads the residual stream at three layers, fused by `fc`; of its own
 drafts, its own output. The LM head may know only a part of the vocabulary. Sources: EAGLE-3 (arXiv 2503.01840),
@@ -20,10 +20,8 @@ ACCEPTED = (
 IGNORED = ("t2d", "rotary_emb.inv_freq")  # which of the target's tokens the drafter knows, d2t says so too; constants
 LAYERS = ("llama", "qwen3")
 SPEC = MTPSpec(
-    topology="recycle",
     capture=(),  # by config.json and the target's depth
     feedback="pre",
-    fuse="eh",
     head="shared_or_own",
     embedding="shared_or_own",
     prefix=r"(?:model\.)?",
@@ -38,7 +36,7 @@ SPEC = MTPSpec(
 
 
 def refuses(config: dict, names: Collection[str]) -> str | None:
-    """What a directory with this config.json and these tensors is instead of an EAGLE-3 head; None if it is one."""
+    """Say what a directory of this config.json and these tensors is but an EAGLE-3 head; None if it is one."""
     own = {name.removeprefix("model.") for name in names}
     layers = {name.split(".")[1] for name in own if name.startswith("layers.")}
     if len(layers) > 1:
@@ -51,7 +49,7 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
 
 
 def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, overrides: dict[str, Any]) -> MTPSpec:
-    """The spec of one drafter; `overrides`: feedback, fuse, and as capture numbers of layers. Raises ValueError."""
+    """Make a drafter's spec; `overrides`: feedback, fuse, and as capture numbers of layers. Raises ValueError."""
     if not _option(config, "use_aux_hidden_state", True):
         raise ValueError("use_aux_hidden_state=false: allowed is true, a head that reads layers of the target")
     if unknown := sorted(overrides.keys() - {"capture", "feedback", "fuse"}):
@@ -72,7 +70,7 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
 
 
 def _captured_layers(config: dict, num_hidden_layers: int) -> tuple[int, ...]:
-    """A list in `eagle_config` names layers whose output is meant (SGLang), one beside it counts layers (vLLM)."""
+    """Read the captured layers: in `eagle_config` those whose output is meant (SGLang), beside it counts (vLLM)."""
     if counts := config.get("eagle_aux_hidden_state_layer_ids"):
         return tuple(counts)
     if outputs := (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
@@ -85,7 +83,7 @@ def _option(config: dict, name: str, default: bool) -> bool:
 
 
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> EagleHead:
-    """The module that these tensors are for; `captured` is the target's hidden_size. Raises ValueError."""
+    """Make the module that these tensors are for; `captured` is the target's hidden_size. Raises ValueError."""
     layer = _layer_config(config)
     module = importlib.import_module(f"mlx_lm.models.{layer['model_type']}")
     args = module.ModelArgs.from_dict(layer)
@@ -107,7 +105,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
 
 
 def _layer_config(config: dict) -> dict:
-    """config.json of the layer as mlx-lm reads it: flat, rope as before transformers 5, one layer."""
+    """Write config.json of the layer as mlx-lm reads it: flat, rope as before transformers 5, one layer."""
     layer = {**config, **config.get("transformer_layer_config", {})}
     if rope := layer.get("rope_parameters"):
         layer["rope_theta"] = rope.get("rope_theta", 10000.0)

@@ -1,19 +1,18 @@
-"""GLM-4.7-Flash: mlx-lm's backbone (MLA and experts) with one recycled MTP layer.
+"""Port GLM-4.7-Flash: mlx-lm's backbone (MLA and experts) with one recycled MTP layer.
 
 The head is checkpoint layer num_hidden_layers, with an embedding and an LM head of its own that need not equal the
 target's. Sources: SGLang `glm4_moe_lite_nextn.py`, llama.cpp PR 24868 (recycles after the norm).
 """
 
 from mlx_lm.models import glm4_moe_lite
-from mlx_lm.models.glm4_moe_lite import ModelArgs
 
 from ..layers.mla import AbsorbedMLA, MLAPort
 
-__all__ = ["Model", "ModelArgs"]
+ModelArgs = glm4_moe_lite.ModelArgs
 
 
 class Attention(AbsorbedMLA, glm4_moe_lite.Glm4MoeLiteAttention):
-    """Absorbed for one row and for the few of a verify."""
+    """MLA, absorbed for one row and for the few of a verify."""
 
 
 class Model(MLAPort, glm4_moe_lite.Model):

@@ -1,4 +1,4 @@
-"""GLM-5, 5.1, 5.2: DeepSeek-V3.2's layers under GLM's config, whose indexers rotate interleaved pairs.
+"""Port GLM-5, 5.1, 5.2: DeepSeek-V3.2's layers under GLM's config, whose indexers rotate interleaved pairs.
 
 In GLM-5.2 most layers have no indexer and attend to what the last one before them chose. Its config.json would have a
 head's second and later drafts reuse the first's choice; here each chooses anew, which changes drafts only.
@@ -13,15 +13,13 @@ from ..layers.sparse_mla import Chosen
 from ..layers.spec import MTPSpec
 from . import deepseek_v32
 
-__all__ = ["Model", "ModelArgs"]
-
 KINDS = {"F": "full", "S": "shared"}
 
 
 @dataclass
 class ModelArgs(glm_moe_dsa.ModelArgs):
-    """mlx-lm's, and which layers have an indexer of their own ("full") or use the last one's choice ("shared"): a
-    list, else a pattern such as "FFSSS", else every `index_topk_freq`-th layer from the last of the first ones on.
+    """config.json of `glm_moe_dsa`, and how it says which layers have an indexer: those that `indexer_types` or
+    a pattern such as "FFSSS" names, else the first ones and every `index_topk_freq`-th from the last of these on.
     """
 
     indexer_types: list[str] | None = None
@@ -30,7 +28,7 @@ class ModelArgs(glm_moe_dsa.ModelArgs):
     index_skip_topk_offset: int = 2
 
     def indexers(self) -> list[str]:
-        """Per layer "full" or "shared"."""
+        """Say per layer whether it has an indexer ("full") or uses the last one's choice ("shared"); ValueError."""
         layers = range(self.num_hidden_layers)
         late = [max(i - self.index_skip_topk_offset + 1, 0) for i in layers]
         every = ["shared" if i % max(self.index_topk_freq, 1) else "full" for i in late]

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral and what else mlx-lm reads as `llama`: no heads of their own, but drafters exist."""
+"""Port Llama 2 and 3, Mistral and what else mlx-lm reads as `llama`: no heads of their own, but drafters exist."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""MiMo-7B: mlx-lm's backbone with one recycled MTP layer that reads [hidden, embedding].
+"""Port MiMo-7B: mlx-lm's backbone with one recycled MTP layer that reads [hidden, embedding].
 
 Whether the head reads the target's hidden state before or after the final norm is disputed: vLLM's `mimo.py` returns
 it before the norm, which is the default here; SGLang's default is after it. `mtp_overrides` switches.
@@ -27,11 +27,8 @@ class Model(Port, mimo.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
     SPEC = MTPSpec(
-        topology="recycle",
         capture="pre",
-        feedback="post",
         fuse="he",
-        head="shared",
         prefix=r"model\.mtp_layers\.(\d+)\.",
         numbered="zero",
         tensors=(

@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: mlx-lm's backbone with three sliding-window depths that all read the target's hidden state.
+"""Port MiMo-V2-Flash: mlx-lm's backbone with three sliding-window depths that all read the target's hidden state.
 
 The checkpoint's config.json has no number of heads; they are counted by their tensors. Sources: SGLang
 `mimo_v2_nextn.py` (post-norm hidden states for every depth), llama.cpp `mimo2.cpp` (before the norm), sglang-jax
@@ -7,12 +7,11 @@ PR 1256 (chaining the depths instead loses a third of the acceptance).
 
 import mlx.nn as nn
 from mlx_lm.models import mimo_v2_flash
-from mlx_lm.models.mimo_v2_flash import ModelArgs
 
 from ..layers.port import BLOCK_TENSORS, NUMBERED_EXPERTS, SCALED_FP8, Port
 from ..layers.spec import MTPSpec
 
-__all__ = ["Model", "ModelArgs"]
+ModelArgs = mimo_v2_flash.ModelArgs
 
 
 class Model(Port, mimo_v2_flash.Model):
@@ -20,10 +19,6 @@ class Model(Port, mimo_v2_flash.Model):
 
     SPEC = MTPSpec(
         topology="target_each",
-        capture="post",
-        feedback="post",
-        fuse="eh",
-        head="shared",
         prefix=r"model\.mtp\.layers\.(\d+)\.",
         numbered="zero",
         tensors=(

@@ -1,4 +1,4 @@
-"""Nemotron-3: mlx-lm's hybrid of Mamba2, attention, MLP and expert layers, with one recycled MTP head of two layers.
+"""Port Nemotron-3: mlx-lm's hybrid of Mamba2, attention, MLP and expert layers, with a recycled MTP head of two.
 
 The head is `mtp.layers.0`, attention without RoPE behind the fused input, and `mtp.layers.1`, experts; what it reads
 and what it is fed back come after a final norm. Layers without a state, MLPs and experts, have no cache.
@@ -25,7 +25,7 @@ CACHED = "M*"
 
 @dataclass
 class ModelArgs(nemotron_h.ModelArgs):
-    """config.json of `nemotron_h`, with what it says of the head."""
+    """config.json of `nemotron_h`, with what it says of the MTP head."""
 
     mtp_hybrid_override_pattern: str | None = None
     mtp_layers_block_type: list[str] | None = None
@@ -40,7 +40,7 @@ class ModelArgs(nemotron_h.ModelArgs):
 
     @property
     def head(self) -> "ModelArgs":
-        """What the head's layers are made from; ValueError where they are others than attention and experts."""
+        """Arguments of the MTP head's layers; ValueError where these are others than attention and experts."""
         kinds = [self._block_type_to_char.get(k, k) for k in self.mtp_layers_block_type or ("attention", "moe")]
         pattern = "".join(self.mtp_hybrid_override_pattern or kinds)
         if pattern != HEAD_PATTERN:
@@ -54,7 +54,7 @@ class Mamba2Mixer(Mamba2, nemotron_h.NemotronHMamba2Mixer):
 
 
 class HeadBlock(nn.Module):
-    """The head's two layers, attention and experts."""
+    """The MTP head's two layers, attention and experts, [B, L, H] -> [B, L, H]."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -69,11 +69,6 @@ class Model(Port, nemotron_h.Model):
     """The port; see the contract in `mlx_mtp.models`."""
 
     SPEC = MTPSpec(
-        topology="recycle",
-        capture="post",
-        feedback="post",
-        fuse="eh",
-        head="shared",
         prefix=r"(?:model\.|language_model\.)*mtp\.",
         numbered="zero",
         tensors=(

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: no heads of their own, but drafters exist."""
+"""Port Qwen2 and Qwen2.5: no heads of their own, but drafters exist."""
 
 from dataclasses import dataclass
 

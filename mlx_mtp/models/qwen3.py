@@ -1,11 +1,10 @@
-"""Qwen3, dense: no heads of its own, but drafters exist."""
+"""Port Qwen3, dense: no heads of its own, but drafters exist."""
 
 from mlx_lm.models import qwen3
-from mlx_lm.models.qwen3 import ModelArgs
 
 from ..layers.port import HeadlessPort
 
-__all__ = ["Model", "ModelArgs"]
+ModelArgs = qwen3.ModelArgs
 
 
 class Model(HeadlessPort, qwen3.Model):

@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6, 3.8: mlx-lm's hybrid of gated-delta and full-attention layers, with one recycled MTP layer.
+"""Port Qwen3.5, 3.6, 3.8: mlx-lm's hybrid of gated-delta and full-attention layers, with one recycled MTP layer.
 
 The head is a full-attention layer under `mtp.`, with the target's embedding and LM head. That it reads rows after the
 final norm was settled by measurement: accepted 80% against 75% before it (vllm-mlx issue 660, LightLLM PR 1402).
@@ -6,7 +6,7 @@ Sources: vLLM `qwen3_5_mtp.py`, SGLang `qwen3_5_mtp.py`.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,6 @@ from ..layers.port import Port, Renaming
 from ..layers.spec import MTPSpec
 
 QWEN_MTP = MTPSpec(
-    topology="recycle",
-    capture="post",
-    feedback="post",
-    fuse="eh",
-    head="shared",
     prefix=r"(?:(?:model\.|language_model\.)*mtp\.)?",  # heads published on their own have no prefix
     numbered="zero",
     tensors=(
@@ -42,25 +37,14 @@ QWEN_MTP = MTPSpec(
 class ModelArgs(qwen3_5.ModelArgs):
     """config.json of `qwen3_5`: the fields of its `text_config`."""
 
-    @cached_property
-    def text(self) -> qwen3_5.TextModelArgs:
-        return qwen3_5.TextModelArgs.from_dict(self.text_config)
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.text.num_hidden_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self.text.vocab_size
+    def __post_init__(self):
+        self.text = text = qwen3_5.TextModelArgs.from_dict(self.text_config)
+        self.num_hidden_layers, self.vocab_size = text.num_hidden_layers, text.vocab_size
+        self.tie_word_embeddings = text.tie_word_embeddings
 
     @property
     def head_dim(self) -> int:
         return self.text.head_dim or self.text.hidden_size // self.text.num_attention_heads
-
-    @property
-    def tie_word_embeddings(self) -> bool:
-        return self.text.tie_word_embeddings
 
 
 class GatedDeltaNet(GatedDelta, qwen3_5.GatedDeltaNet):

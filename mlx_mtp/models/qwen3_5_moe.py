@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6, 3.8 with experts: `qwen3_5`, whose experts come in two forms.
+"""Port Qwen3.5, 3.6, 3.8 with experts: `qwen3_5`, whose experts come in two forms.
 
 Qwen3.5-35B-A3B has fused `gate_up_proj` in the trunk and numbered experts in the head, in Qwen3.6 both are fused, and
 pruned or 8-bit exports number all. mlx-lm splits the fused ones.
@@ -12,9 +12,8 @@ from mlx_lm.models import qwen3_5_moe
 
 from ..layers.port import NUMBERED_EXPERTS
 from . import qwen3_5
-from .qwen3_5 import ModelArgs
 
-__all__ = ["Model", "ModelArgs"]
+ModelArgs = qwen3_5.ModelArgs
 
 
 class Sanitizer:

@@ -1,11 +1,10 @@
-"""Qwen3 with experts: no heads of its own, but drafters exist."""
+"""Port Qwen3 with experts: no heads of its own, but drafters exist."""
 
 from mlx_lm.models import qwen3_moe
-from mlx_lm.models.qwen3_moe import ModelArgs
 
 from ..layers.port import NUMBERED_EXPERTS, HeadlessPort
 
-__all__ = ["Model", "ModelArgs"]
+ModelArgs = qwen3_moe.ModelArgs
 
 
 class Model(HeadlessPort, qwen3_moe.Model):

@@ -1,4 +1,4 @@
-"""Qwen3-Next: mlx-lm's hybrid of gated-delta and full-attention layers, with experts and one recycled MTP layer.
+"""Port Qwen3-Next: mlx-lm's hybrid of gated-delta and full-attention layers, with experts and one recycled MTP layer.
 
 Sources: vLLM `qwen3_next_mtp.py`, SGLang `qwen3_next_mtp.py`.
 """
@@ -6,7 +6,6 @@ Sources: vLLM `qwen3_next_mtp.py`, SGLang `qwen3_next_mtp.py`.
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_next
-from mlx_lm.models.qwen3_next import ModelArgs
 
 from ..cache.layer_cache import CacheKind
 from ..cache.recurrent import RecurrentCache
@@ -14,7 +13,7 @@ from ..layers.gated_delta import GatedDelta
 from ..layers.port import NUMBERED_EXPERTS, Port
 from .qwen3_5 import QWEN_MTP
 
-__all__ = ["Model", "ModelArgs"]
+ModelArgs = qwen3_next.ModelArgs
 
 
 class GatedDeltaNet(GatedDelta, qwen3_next.Qwen3NextGatedDeltaNet):

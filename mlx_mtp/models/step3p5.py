@@ -1,4 +1,4 @@
-"""Step-3.5-Flash: mlx-lm's backbone with its three chained MTP depths.
+"""Port Step-3.5-Flash: mlx-lm's backbone with its three chained MTP depths.
 
 Depth k is checkpoint layer num_hidden_layers + k: a sliding-attention decoder layer that reads the target's
 hidden state before the final norm (k = 0) or depth k-1's block output, and ends in an LM head of its own.
@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import step3p5
 
-from ..layers.port import BLOCK_TENSORS, Port
+from ..layers.port import BLOCK_TENSORS, Port, Tensors
 from ..layers.spec import MTPSpec
 
 
@@ -20,7 +20,7 @@ class ModelArgs(step3p5.ModelArgs):
     """config.json of `step3p5`, field names as in the file."""
 
     def padded(self, heads: int) -> "ModelArgs":
-        """Per-layer lists extended over the heads, for configs that were cut to num_hidden_layers entries.
+        """Extend per-layer lists over the MTP heads, for configs that were cut to num_hidden_layers entries.
 
         The missing entries are those of the released config: sliding, theta 1e4, full rotary, dense.
         """
@@ -40,7 +40,6 @@ class Model(Port, step3p5.Model):
         topology="chain",
         capture="pre",
         feedback="pre",
-        fuse="eh",
         head="own",
         tensors=(
             *((n, n) for n in ("enorm", "hnorm", "eh_proj")),
@@ -74,9 +73,7 @@ class Model(Port, step3p5.Model):
             return [f"mtp.{head[0]}.{head[1]}"]
         return list(step3p5.Model.sanitize(self, {name: mx.zeros(())}))
 
-    def sanitized(
-        self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
-    ) -> dict[str, mx.array]:
+    def sanitized(self, trunk: Tensors, heads: Tensors, *, shift_trunk: bool, shift_heads: bool) -> Tensors:
         parameters = step3p5.Model.sanitize(self, trunk)
         # mlx-lm shifts a trunk that it can tell by its names to be raw; a dense one it cannot.
         if shift_trunk and parameters.get("model.norm.weight") is trunk.get("model.norm.weight"):

@@ -1,4 +1,4 @@
-"""Step-3.7-Flash: Step-3.5's text model inside a vision wrapper, of which only the text is decoded here.
+"""Port Step-3.7-Flash: Step-3.5's text model inside a vision wrapper, of which only the text is decoded here.
 
 The wrapper keeps the text model's tensor names, which conversions for vision models put under `language_model.`, and
 its config under `text_config`. Source: transformers `conversion_mapping.py` ("step3p7") and `modeling_step3p7.py`.
@@ -7,11 +7,8 @@ its config under `text_config`. Source: transformers `conversion_mapping.py` ("s
 from dataclasses import dataclass, replace
 from typing import Any
 
-import mlx.core as mx
-
+from ..layers.port import Tensors
 from . import step3p5
-
-__all__ = ["Model", "ModelArgs"]
 
 
 @dataclass
@@ -32,8 +29,6 @@ class Model(step3p5.Model):
     def renamed(self, name: str) -> list[str]:
         return super().renamed(name.removeprefix("language_model."))
 
-    def sanitized(
-        self, trunk: dict[str, mx.array], heads: dict[str, mx.array], *, shift_trunk: bool, shift_heads: bool
-    ) -> dict[str, mx.array]:
+    def sanitized(self, trunk: Tensors, heads: Tensors, *, shift_trunk: bool, shift_heads: bool) -> Tensors:
         trunk = {name.removeprefix("language_model."): w for name, w in trunk.items()}
         return super().sanitized(trunk, heads, shift_trunk=shift_trunk, shift_heads=shift_heads)
