@@ -46,7 +46,8 @@ SCALED_FP8 = Renaming(r"\.weight_scale_inv$", (".weight",))
 
 
 class Port:
-    """The contract of `mlx_mtp.models`, for a Model with `model.embed_tokens`, `model.layers` and `model.norm`.
+    """Mixin that makes mlx-lm's Model with `model.embed_tokens`, `model.layers` and `model.norm` a `target.Target`,
+    where the methods that the decode loop calls are documented.
 
     A port sets SPEC and, where they differ from these, the class attributes below.
     """
@@ -100,13 +101,10 @@ class Port:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Tokens that a cycle may draft with the MTP heads."""
         return MAX_RECYCLED if self.spec.topology == "recycle" and len(self.mtp) == 1 else len(self.mtp)
 
     def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Run the layers on tokens [1, L]: the residual stream before the final norm [1, L, H], and side by side with
-        it what `spec.capture` lists.
-        """
+        """Return the residual stream before the final norm and, along the last axis, what `spec.capture` lists."""
         x, masks = self.model.embed_tokens(tokens), {}
         stream = [x]
         for layer, c in zip(self.layers, cache, strict=True):
@@ -124,7 +122,6 @@ class Port:
         return mx.concatenate([stream[-1], *(stream[i] for i in self.spec.capture)], axis=-1)
 
     def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
-        """Embed tokens [...] as the MTP head of `depth` reads them: [..., H]."""
         head: Any = self.mtp[depth]
         return (head if "embed_tokens" in head else self.model).embed_tokens(tokens)
 
@@ -146,11 +143,9 @@ class Port:
         return self.model.norm(hidden)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Compute the target's logits [..., vocab] of hidden rows."""
         return self.unembed(self.normed(hidden))
 
     def choice(self, hidden: mx.array) -> Rows | None:
-        """Prepare to choose tokens of hidden rows [1, M, H] without their logits; None where that is not possible."""
         head = head_on(self.unembedding())
         return None if head is None else Rows(head, self.normed(hidden)[0])
 
@@ -161,23 +156,19 @@ class Port:
         return hidden if self.spec.capture == "pre" else self.model.norm(hidden)
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
-        """Compute an MTP head's logits [..., n] of outputs [..., H]; its `token` says which tokens the n are."""
         head: Any = self.mtp[depth]
         normed = head.norm(output)
         return head.head(normed) if "head" in head else self.unembed(normed)
 
     def draft_choice(self, depth: int, output: mx.array) -> mx.array:
-        """Find the number of the greatest of `draft_logits` of an output row [1, 1, H], int32 []."""
         rows = self.draft_rows(depth, output)
         return mx.argmax(self.draft_logits(depth, output)).astype(mx.int32) if rows is None else rows.greedy()[0]
 
     def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
-        """Do as `choice` for an MTP head's output row [1, 1, H]; tokens are numbers among that head's logits."""
         head = head_on(self.unembedding(depth))
         return None if head is None else Rows(head, self.mtp[depth].norm(output)[0])
 
     def no_hidden(self) -> mx.array:
-        """Make the zeros [1, 1, H] that stand for the hidden state before the first token."""
         return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)
 
     def cached_layers(self) -> list[Any]:
@@ -185,11 +176,9 @@ class Port:
         return list(self.layers)
 
     def windows(self) -> list[CacheKind]:
-        """Return what each layer with a cache needs: a window, None for full attention, or a cache's class."""
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[int | None]:
-        """Return what each MTP head's cache needs: a window, or None for full attention."""
         return [head.window for head in self.mtp]
 
     def renamed(self, name: str) -> list[str]:

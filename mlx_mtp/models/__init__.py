@@ -19,11 +19,7 @@
     `MASK_ARRAY`, `NO_KV_BITS`, and `windows()` where layers have windows or states, or no cache
     (then `hidden` is the port's own, and deals the caches out).
 
-What the loop calls is Port's: `hidden(tokens, cache)` (the residual stream before the final norm), `logits(hidden)`,
-`capture(hidden)` (what a head reads of it), `embed(tokens, depth)`, `draft_logits(depth, output)`, `no_hidden()`;
-`choice(hidden)`, `draft_choice(depth, output)` and `draft_rows(depth, output)` choose tokens where the logits
-themselves are not asked for.
-Nothing outside this package knows a family by name.
+What the loop calls (`layers.target.Target`) is Port's. Nothing outside this package knows a family by name.
 
 A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,
 num_hidden_layers, overrides)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED.
