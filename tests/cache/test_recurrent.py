@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 from oracle import Oracle
+from sweep import SWEEP, sampled
 
 import mlx_mtp
 from mlx_mtp.cache.recurrent import RecurrentCache
@@ -26,7 +27,7 @@ def test_every_accepted_part(tmp_path, monkeypatch, name):
     path, _, plain = families.build(name, tmp_path)
     model, prompt = mlx_mtp.load_model(path), [1, 2, 3, 4, 5]
     truth = prompt + tiny.greedy(plain, prompt, 60)
-    for k in (1, 2, 3, 5):
+    for k in sampled((1, 5) if name == NAMES[0] else (2, 3), (1, 2, 3, 5)):
         rng = np.random.default_rng(k)
         wrong = set(np.flatnonzero(rng.random(len(truth)) < 0.2).tolist())
         monkeypatch.setattr(cycle, "draft", Oracle(truth, wrong, families.V))
@@ -46,7 +47,7 @@ def mixer(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, STEPPED_ROWS])
-@pytest.mark.parametrize("start", [0, 2, 40])
+@pytest.mark.parametrize("start", sampled([0, 40], [0, 2, 40]))
 def test_a_rolled_back_state_is_that_of_single_rows(mixer, rows, start):
     """After a prompt of `start` rows: verifies of `rows` rows, of which 0, 1, .. all are kept; equal in every bit.
 
@@ -91,14 +92,13 @@ def states(model, cache) -> list[mx.array]:
     return [c.state(m._replay) for c, m in zip(caches, mixers, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"qwen3_5"}))  # whose recurrence is Qwen3-Next's
 def test_states_do_not_drift(tmp_path, monkeypatch, record_property, name):
-    """After 512 tokens of verifies and rollbacks a state is that of decoding them singly, or reading them in one go.
+    """After many tokens of verifies and rollbacks a state is that of decoding them singly, or reading them in one go.
 
-    Three drafts of four are right. Memories are made long, so that errors would add up. Measured on a CPU, relative
-    to the largest entry: 0 against single tokens; in one go 3e-6 for Mamba2, whose prompts take another form, and 0
-    for gated delta.
+    Three drafts of four are right. Memories are made long, so that errors would add up. Measured on a CPU after 512
+    tokens, relative to the largest entry: 0 against single tokens; in one go 3e-6 for Mamba2, whose prompts take
+    another form, and 0 for gated delta.
     """
     path, _, _ = families.build(name, tmp_path, seed=1)
     model = mlx_mtp.load_model(path)
@@ -107,12 +107,12 @@ def test_states_do_not_drift(tmp_path, monkeypatch, record_property, name):
             module.A_log = module.A_log - 4
     drafted, single, read = (mlx_mtp.make_prompt_cache(model) for _ in range(3))
     stats = mlx_mtp.Stats()
-    tokens = text(model, [1, 2, 3], 512, 0, prompt_cache=single)
+    tokens = text(model, [1, 2, 3], n := 512 if SWEEP else 128, 0, prompt_cache=single)
     truth = [1, 2, 3, *tokens]
     wrong = set(np.flatnonzero(np.random.default_rng(0).random(len(truth)) < 0.25).tolist())
     monkeypatch.setattr(cycle, "draft", Oracle(truth, wrong, families.V))
-    assert text(model, [1, 2, 3], 512, 3, prompt_cache=drafted, stats=stats) == tokens
-    assert 512 / 4 < stats.cycles < 512 / 2
+    assert text(model, [1, 2, 3], n, 3, prompt_cache=drafted, stats=stats) == tokens
+    assert n / 4 < stats.cycles < n / 2
     text(model, [1, 2, 3, *tokens[:-1]], 0, 0, prompt_cache=read)
     for kind, other in (("single", single), ("in one go", read)):
         pairs = list(zip(states(model, drafted), states(model, other), strict=True))

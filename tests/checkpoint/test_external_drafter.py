@@ -12,6 +12,7 @@ import tiny
 from drafters import HEADLESS
 from eagle_scratch import drafts_from_scratch
 from oracle import Oracle
+from sweep import paired
 
 import mlx_mtp
 from mlx_mtp.decoding import cycle
@@ -46,7 +47,7 @@ def target(name, path, seed=0):
     return directory, plain
 
 
-@pytest.fixture(scope="module", params=[*HEADLESS, *WITH_HEADS])
+@pytest.fixture(scope="module")
 def drafted(request, tmp_path_factory):
     """(target with a drafter, mlx-lm's plain target)"""
     path = tmp_path_factory.mktemp("drafter")
@@ -69,7 +70,13 @@ def ours(model, prompt, n, k, **options):
     return [token for token, _, _ in steps], stats
 
 
-@pytest.mark.parametrize("length", [1, 30])
+def of_targets(name: str, values: list):
+    """Each target with one of the values, in a sweep with all."""
+    pairs = paired([*HEADLESS, *WITH_HEADS], values)
+    return pytest.mark.parametrize(("drafted", name), pairs, indirect=["drafted"])
+
+
+@of_targets("length", [30, 1, 30])
 def test_greedy_equals_cacheless_forward(drafted, truth, length):
     mx.random.seed(length)
     prompt = mx.random.randint(0, V, (length,)).tolist()
@@ -77,7 +84,7 @@ def test_greedy_equals_cacheless_forward(drafted, truth, length):
         assert ours(drafted[0], prompt, 20, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 
-@pytest.mark.parametrize("every", [0, 3, 4])
+@of_targets("every", [3, 0, 4])
 def test_right_wrong_and_partly_right_drafts(drafted, truth, monkeypatch, every):
     prompt = LONG
     text = prompt + truth(tuple(prompt))
@@ -88,9 +95,9 @@ def test_right_wrong_and_partly_right_drafts(drafted, truth, monkeypatch, every)
     assert (stats.acceptance == [1.0] * 4) is (not wrong)
 
 
-@pytest.mark.parametrize(("k", "stop"), [(0, 1), (3, 1), (3, 4), (5, 9)])
-def test_stop_anywhere_save_and_continue(drafted, truth, tmp_path, k, stop):
-    model, prompt = drafted[0], LONG
+@of_targets("stop", [(3, 4), (5, 9), (3, 1), (0, 1), (3, 4)])
+def test_stop_anywhere_save_and_continue(drafted, truth, tmp_path, stop):
+    model, prompt, (k, stop) = drafted[0], LONG, stop
     expected = truth(tuple(prompt))[: stop + 8]
     cache = mlx_mtp.make_prompt_cache(model)
     steps = mlx_mtp.generate_step(

@@ -1,8 +1,11 @@
 """A stop anywhere leaves the caches as if every token had been decoded on its own."""
 
+import itertools
+
 import families
 import mlx.core as mx
 import pytest
+from sweep import SWEEP, sampled
 
 import mlx_mtp
 from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
@@ -24,11 +27,15 @@ def model_and_truth(tiny_models):
     return model, texts(model, PROMPT, 48, 0)
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
-@pytest.mark.parametrize("how", ["max_tokens", "close", "stop_tokens"])
+HOW = ("max_tokens", "close", "stop_tokens")
+
+
+@pytest.mark.parametrize(
+    ("how", "k"), sampled([*zip(HOW, (1, 3, 0), strict=True), ("stop_tokens", 3)], itertools.product(HOW, (0, 1, 3)))
+)
 def test_stop_anywhere_then_continue(model_and_truth, k, how):
     model, truth = model_and_truth
-    for n in range(1, 34, 1 if (k, how) == (3, "close") else 7):
+    for n in range(1, 34, (1 if SWEEP else 3) if (k, how) == (3, "close") else 7):
         cache = mlx_mtp.make_prompt_cache(model)
         if how == "max_tokens":
             first = texts(model, PROMPT, n, k, cache)
@@ -50,7 +57,7 @@ def test_stop_anywhere_then_continue(model_and_truth, k, how):
 def test_stopped_caches_hold_the_same_rows(model_and_truth):
     """Not only the same text: the same keys and values as decoding one by one."""
     model, _ = model_and_truth
-    for n in range(1, 24):
+    for n in range(1, 24, 1 if SWEEP else 3):
         caches = [mlx_mtp.make_prompt_cache(model) for _ in range(2)]
         for k, cache in zip((0, 3), caches, strict=True):
             texts(model, PROMPT, n, k, cache)
@@ -71,7 +78,7 @@ def test_accepted_runs_were_cut(model_and_truth):
 
 def test_a_new_turn_on_a_live_cache(tiny_models):
     model, _ = tiny_models(0)
-    for first, second in ((0, 3), (3, 0), (3, 3), (1, 2)):
+    for first, second in sampled([(0, 3), (3, 0), (1, 2)], [(0, 3), (3, 0), (3, 3), (1, 2)]):
         cache = mlx_mtp.make_prompt_cache(model)
         answer = texts(model, PROMPT, 17, first, cache)
         turn = [*answer[-1:], 4, 4, 0, 1]

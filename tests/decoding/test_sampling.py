@@ -1,12 +1,12 @@
 """Sampled text has exactly the target's distribution: every path of draws is enumerated, none is sampled."""
 
 import itertools
-import os
 
 import mlx.core as mx
 import pytest
 from draws import SAMPLERS, Draws, reference
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from sweep import SWEEP, sampled
 
 import mlx_mtp
 from mlx_mtp.decoding.sampling import Sampling
@@ -26,12 +26,16 @@ DEEP = {("top_k", "three")}  # 2^7 paths
 CASES = [(s, "none") for s in SAMPLERS] + [("temperature", p) for p in PROCESSORS if p != "none"] + [*DEEP]
 
 
-@pytest.mark.parametrize(("sampler", "processor"), CASES)
-@pytest.mark.parametrize("k", [1, 2])
+# Each with one number of drafts, a temperature alone with both; of two XTC has 982 paths, where xtc_of_two has 256.
+DRAFTED = [(*case, 2 if i % 2 == 0 and case[0] != "xtc" else 1) for i, case in enumerate(CASES)]
+DRAFTED += [("temperature", "none", 1), ("temperature", "none", 2)]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "processor", "k"), sampled(sorted({*DRAFTED}), ((*case, k) for k in (1, 2) for case in CASES))
+)
 def test_distribution_is_exact(tiny_models, monkeypatch, sampler, processor, k):
     # A vocabulary of 3: random heads are right about every third time.
-    if (sampler, k) == ("xtc", 2) and not os.environ.get("MLX_MTP_SWEEP"):
-        pytest.skip("982 paths, where xtc_of_two has 256: MLX_MTP_SWEEP=1 runs it")
     model, plain = tiny_models(4, vocab_size=3)
     n = 3 if k == 2 and (sampler, processor) in DEEP else 2
     sampling = Sampling(**SAMPLERS[sampler])
@@ -105,7 +109,7 @@ def test_the_same_seed_gives_the_same_text_for_every_k(tiny_models, options):
 
     def text(k, seed):
         steps = mlx_mtp.generate_step(
-            PROMPT, model, max_tokens=40, num_draft_tokens=k, adaptive=False, seed=seed, **options
+            PROMPT, model, max_tokens=24, num_draft_tokens=k, adaptive=False, seed=seed, **options
         )
         return [token for token, _, _ in steps]
 
@@ -132,14 +136,14 @@ def test_greedy_with_processors_equals_cacheless_forward(tiny_models, name):
     model, plain = tiny_models(0)
     processors = make_logits_processors(**PROCESSORS[name])
     tokens = list(PROMPT)
-    for _ in range(40):
+    for _ in range(n := 40 if SWEEP else 24):
         logits = plain(mx.array(tokens)[None])[:, -1]
         for process in processors:
             logits = process(mx.array(tokens), logits)
         tokens.append(mx.argmax(logits).item())
-    for k in range(4):
+    for k in sampled((1, 3), range(4)):
         steps = mlx_mtp.generate_step(
-            PROMPT, model, max_tokens=40, num_draft_tokens=k, adaptive=False, logits_processors=processors
+            PROMPT, model, max_tokens=n, num_draft_tokens=k, adaptive=False, logits_processors=processors
         )
         assert [t for t, _, _ in steps] == tokens[len(PROMPT) :], k
 

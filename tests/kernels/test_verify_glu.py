@@ -7,6 +7,7 @@ import mlx.nn as nn
 import pytest
 from exact import activation, draw, one_row, same_bits
 from metal_cases import exact, linux_only, relative_error
+from sweep import sweep
 
 from mlx_mtp import emulator
 from mlx_mtp.kernels import verify_glu, verify_glu_ref
@@ -17,10 +18,10 @@ pytestmark = linux_only
 @pytest.mark.parametrize(
     ("mode", "bits", "group", "k", "h", "m", "dtype", "limit", "contraction"),
     [
-        ("affine", 4, 64, 512, 8, 4, mx.bfloat16, None, "off"),
+        pytest.param("affine", 4, 64, 512, 8, 4, mx.bfloat16, None, "off", marks=sweep),
         ("affine", 4, 64, 320, 14, 7, mx.float32, 0.7, "fast"),
         ("affine", 8, 32, 128, 5, 3, mx.float16, 0.5, "on"),
-        ("affine", 6, 128, 256, 6, 8, mx.float32, None, "fast"),
+        pytest.param("affine", 6, 128, 256, 6, 8, mx.float32, None, "fast", marks=sweep),
         ("affine", 3, 64, 512, 1, 5, mx.bfloat16, 1.0, "on"),
         ("mxfp4", 4, 32, 96, 10, 2, mx.bfloat16, 0.3, "fast"),
     ],

@@ -1,7 +1,6 @@
 """verify_qmm: every row with the bits of MLX's one-row kernel, and the weights requested once for eight rows."""
 
 import itertools
-import os
 import random
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from exact import CONTRACTIONS, DTYPES, FORMATS, draw, one_row, same_bits
 from metal_cases import exact, linux_only, relative_error
+from sweep import sampled, sweep
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
@@ -17,7 +17,6 @@ from mlx_mtp.kernels import on_metal, verify_qmm, verify_qmm_ref
 from mlx_mtp.kernels._quantized import supported, tiles
 
 pytestmark = linux_only
-sweep = pytest.mark.skipif("MLX_MTP_SWEEP" not in os.environ, reason="half an hour: run with MLX_MTP_SWEEP=1")
 # K by MLX's kernel: qmv_quad, qmv_fast (multiples of 512; at 6 and 8 bits of 256, too), qmv.
 K_OF = {"quad": (64, 128), "fast": (512, 1024, 1536), "plain": (192, 320, 384, 448, 576, 896)}
 
@@ -48,6 +47,10 @@ def cases(seed: int) -> list[tuple]:
     return found
 
 
+# Of these each number of bits at two kinds of K, and each format of floating point.
+FEW = (1, 3, 7, 8, 12, 15, 17, 18, 21, 23, 26, 29, 31, 32, 34, 36)
+
+
 def assert_rows_exact(mode, bits, group, k, n, m, dtype, contraction):
     x, weights = draw(mode, bits, group, (n, k), m, dtype)
     (y,), _ = emulated(x, weights, fp_contract=contraction)
@@ -56,7 +59,11 @@ def assert_rows_exact(mode, bits, group, k, n, m, dtype, contraction):
     assert relative_error(y, exact(reference)) < {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
 
 
-@pytest.mark.parametrize("case", cases(0), ids=lambda c: "-".join(str(v).rpartition(".")[2] for v in c))
+@pytest.mark.parametrize(
+    "case",
+    sampled((cases(0)[i] for i in FEW), cases(0)),
+    ids=lambda c: "-".join(str(v).rpartition(".")[2] for v in c),
+)
 def test_rows_have_the_bits_of_one_row(case):
     assert_rows_exact(*case)
 
@@ -76,26 +83,28 @@ def test_sweep(contraction):
             assert_rows_exact(*fmt, k, rng.randrange(1, 40), m, dtype, contraction)
 
 
-@pytest.mark.parametrize("m", range(1, 18))
+@pytest.mark.parametrize("m", sampled((1, 7, 9, 11, 17), range(1, 18)))
 def test_any_number_of_rows(m):
     x, weights = draw("affine", 4, 64, (24, 512), m, mx.float32)
     (y,), _ = emulated(x, weights)
     assert same_bits(y, one_row(x, weights))
 
 
-@pytest.mark.parametrize("k", [48, 336])
+@pytest.mark.parametrize("k", sampled([336], [48, 336]))
 def test_groups_of_16_that_are_an_odd_number(k):
     assert_rows_exact("nvfp4", 4, 16, k, 14, 6, mx.float32, "fast")
 
 
-@pytest.mark.parametrize("order", ["reverse", 7])
+@pytest.mark.parametrize("order", sampled([7], ["reverse", 7]))
 def test_in_any_order_of_threads(order):
     x, weights = draw("affine", 5, 32, (13, 320), 7, mx.float16)
     (y,), _ = emulated(x, weights, order=order)
     assert same_bits(y, one_row(x, weights))
 
 
-@pytest.mark.parametrize("value", [1e-38, 3e-45, 65504.0, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "value", sampled([3e-45, 1e30, float("nan")], [1e-38, 3e-45, 65504.0, 1e30, float("inf"), float("nan")])
+)
 def test_extreme_rows_stay_what_they_are_alone_and_leave_the_others(value):
     x, weights = draw("affine", 4, 32, (8, 192), 4, mx.float32)
     (clean,), _ = emulated(x, weights)
@@ -121,7 +130,8 @@ def test_every_code_of_weights_and_scales(mode, bits, group):
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "bits", "group"), [(1, 64, 2, 32), (2, 64, 4, 64), (3, 32, 5, 32), (1, 448, 4, 64)]
+    ("n", "k", "bits", "group"),
+    sampled([(2, 64, 4, 64), (1, 448, 4, 64)], [(1, 64, 2, 32), (2, 64, 4, 64), (3, 32, 5, 32), (1, 448, 4, 64)]),
 )
 def test_arrays_too_small_for_device_memory(n, k, bits, group):
     """Metal hands a kernel inputs of fewer than 8 elements in another address space."""
@@ -155,17 +165,17 @@ def test_several_linears_in_one_launch():
 
 
 def test_weights_are_requested_once_for_eight_rows():
-    requested = {}
-    for m in range(1, 12):
+    requested, chosen = {}, sampled((1, 6, 7, 8, 9, 11), range(1, 12))
+    for m in chosen:
         x, weights = draw("affine", 4, 64, (64, 1024), m, mx.float32)
         _, traffic = emulated(x, weights)
         requested[m] = [traffic[name].reread for name in ("w", "scales", "biases", "x")]
-    once, twice = range(1, 9), range(9, 12)
-    assert {m: w for m, (w, *_) in requested.items()} == dict.fromkeys(once, 1.0) | dict.fromkeys(twice, 2.0)
+    assert {m: w for m, (w, *_) in requested.items()} == {m: 1.0 if m < 9 else 2.0 for m in chosen}
     # Four lanes share a group's scale, and each asks for it.
     assert all(scales == biases == 4 * w for w, scales, biases, _ in requested.values())
     # From seven rows on a lane has two rows of weights instead of four; 9 and 11 rows are two groups that share one.
-    assert [x for *_, x in requested.values()] == [16] * 6 + [32] * 2 + [16 * 10 / 9, 16, 16 * 12 / 11]
+    several = {7: 32, 8: 32, 9: 16 * 10 / 9, 11: 16 * 12 / 11}
+    assert {m: x for m, (*_, x) in requested.items()} == {m: several.get(m, 16) for m in chosen}
 
 
 def test_a_lane_has_at_most_24_sums():
@@ -174,7 +184,9 @@ def test_a_lane_has_at_most_24_sums():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("bits", "k"), [(4, 1024), (8, 1024), (3, 512), (4, 128), (6, 320)])
+@pytest.mark.parametrize(
+    ("bits", "k"), sampled([(4, 128), (3, 512)], [(4, 1024), (8, 1024), (3, 512), (4, 128), (6, 320)])
+)
 def test_x_is_requested_a_quarter_as_often_as_by_qmv_wide(bits, k):
     x, weights = draw("affine", bits, 64, (64, k), 4, mx.float16)
     _, ours = emulated(x, weights)

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from sweep import sampled as choose
 
 from mlx_mtp.decoding import sampling
 from mlx_mtp.lossless import sampled
@@ -123,7 +124,10 @@ PLANTS = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+FEW = ("drafts are kept too often", "another temperature, coupled", "right, rejection")
+
+
+@pytest.mark.parametrize("plant", choose(FEW, PLANTS))
 def test_draws_of_the_product(model, monkeypatch, plant):
     mode, wrong = PLANTS[plant]
     if wrong:

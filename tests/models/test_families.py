@@ -9,6 +9,7 @@ import pytest
 import tiny
 from oracle import Oracle
 from scratch import drafts_from_scratch
+from sweep import paired
 
 import mlx_mtp
 from mlx_mtp.decoding import cycle
@@ -19,7 +20,10 @@ SIMPLER = ("glm4_moe_untied", "glm_moe_dsa", "nemotron_h")
 LONG = np.random.default_rng(0).integers(0, families.V, 36).tolist()
 
 
-@pytest.fixture(scope="module", params=[name for name in sorted(families.FAMILIES) if name not in SIMPLER])
+NAMES = [name for name in sorted(families.FAMILIES) if name not in SIMPLER]
+
+
+@pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
     """(our model, mlx-lm's plain model) of one random checkpoint."""
     path, _, plain = families.build(request.param, tmp_path_factory.mktemp("family"))
@@ -40,16 +44,21 @@ def ours(model, prompt, n, k, **options):
     return [token for token, _, _ in steps], stats
 
 
-@pytest.mark.parametrize("length", [1, 30])
+def in_families(name: str, values: list):
+    """Each family with one of the values, in a sweep with all."""
+    return pytest.mark.parametrize(("family", name), paired(NAMES, values), indirect=["family"])
+
+
+@in_families("length", [30, 1, 30])
 def test_greedy_equals_cacheless_forward(family, truth, length):
     model, _ = family
     mx.random.seed(length)
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
-    for k in (k for k in ((0, 1, 3, 6) if length > 1 else (1, 6)) if k <= model.max_draft_tokens):
+    for k in (k for k in ((0, 3, 6) if length > 1 else (1, 6)) if k <= model.max_draft_tokens):
         assert ours(model, prompt, 20, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 
-@pytest.mark.parametrize("every", [0, 2, 3, 5])  # not k + 1, which would only ever fall on bonus tokens
+@in_families("every", [3, 0, 2, 5])  # not k + 1, which would only ever fall on bonus tokens
 def test_right_wrong_and_partly_right_drafts(family, truth, monkeypatch, every):
     model, prompt = family[0], LONG
     text = prompt + truth(tuple(prompt))
@@ -60,7 +69,7 @@ def test_right_wrong_and_partly_right_drafts(family, truth, monkeypatch, every):
     assert (stats.acceptance == [1.0] * 3) is (not wrong)
 
 
-@pytest.mark.parametrize("length", [1, 3, 30])
+@in_families("length", [30, 3, 1])
 def test_drafts_equal_recomputation(family, monkeypatch, length):
     model, plain = family
     mx.random.seed(length)
@@ -84,11 +93,10 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
     assert checked > 5
 
 
-@pytest.mark.parametrize(("k", "stop"), [(0, 4), (3, 1), (3, 2), (3, 4), (3, 9)])
-def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, stop, k):
+@in_families("stop", [(3, 2), (0, 4), (3, 9), (3, 1), (3, 4)])
+def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, stop):
     """A cache left in the middle of an accepted run, and its copy from a file, go on as if decoded one by one."""
-    model, _ = family
-    prompt = LONG
+    (model, _), (k, stop), prompt = family, stop, LONG
     expected = truth(tuple(prompt))[: stop + 8]
     cache = mlx_mtp.make_prompt_cache(model)
     with monkeypatch.context() as patch:
