@@ -5,6 +5,7 @@ import warnings
 import families
 import pytest
 import tiny
+from sweep import sampled
 
 import mlx_mtp
 
@@ -25,7 +26,9 @@ def ours(model, k, n=24):
     ]
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_5", "mimo", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    "name", sampled(["deepseek_v3", "mimo_v2_flash"], ["glm4_moe", "deepseek_v3", "qwen3_5", "mimo", "mimo_v2_flash"])
+)
 def test_the_text_stays(tmp_path, name):
     path, _, plain = families.build(name, tmp_path)
     truth = tiny.greedy(plain, PROMPT, 24)

@@ -13,6 +13,7 @@ from metal_cases import linux_only
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from sweep import paired, sampled
 
 import mlx_mtp
 from mlx_mtp import emulator
@@ -122,7 +123,7 @@ def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch):
     assert module.attention.of(make_cache(window, bits=4, group_size=64)) is None
     ops = [trial.op for trial in kernel_switch.trials([*quantized, plain], mx.float16)]
     assert ops[:8] == ["verify_attention"] * 8  # what is asked for seldom comes last
-    for site in (plain, *quantized):
+    for site in sampled((plain, quantized[window is None]), (plain, *quantized)):
         tried = next(t for t in kernel_switch.trials([site], mx.float16) if t.rows == 3)
         ours, stock = tried.pairs[0]
         with emulator.emulated(emulator.Options(traffic=False)) as launches:
@@ -157,7 +158,11 @@ def attentions(model):
     return len(model.mtp) + sum(window is not RecurrentCache for window in model.windows())
 
 
-@pytest.mark.parametrize("name", sorted({*ATTENDED, *LATENT}))
+# Of each kind of attention and experts one; the sites of the others, too, are compared with MLX's modules below.
+FEW = ("deepseek_v32", "glm4_moe_lite", "mimo_v2_flash", "nemotron_h", "qwen3_next", "step3p5")
+
+
+@pytest.mark.parametrize("name", sampled(FEW, sorted({*ATTENDED, *LATENT})))
 def test_text_and_drafts_with_all_sites_on(name, tmp_path):
     model = load(name, tmp_path)
     before, found = [decoded(model, k) for k in (0, 2)], all_on(model)
@@ -189,14 +194,13 @@ def test_latent_rows_in_a_ring_are_read_by_mlx(tmp_path):
 PROJECTIONS = [f"self_attn.{letter}_proj" for letter in "qkvo"]
 
 
-@pytest.mark.parametrize("placed_first", [False, True])
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    [("step3p5", PROJECTIONS), ("qwen3_next", PROJECTIONS), ("qwen3_next", ["mlp.gate"])],
-    ids=["projections", "projections with gates", "router"],
-)
-def test_adapters_around_what_kernels_read(name, keys, placed_first, tmp_path):
+ADAPTED = [("step3p5", PROJECTIONS), ("qwen3_next", PROJECTIONS), ("qwen3_next", ["mlp.gate"])]
+
+
+@pytest.mark.parametrize(("adapted", "placed_first"), paired(ADAPTED, [False, True]))
+def test_adapters_around_what_kernels_read(adapted, placed_first, tmp_path):
     """Loaded with the model, as `adapter_path` does, or later: a projection's width and a router are behind them."""
+    name, keys = adapted
     model = load(name, tmp_path)
     found = kernel_sites.place(model) if placed_first else []
     linear_to_lora_layers(model, 8, {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": keys})

@@ -19,6 +19,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from quantized_models import STEP, quantized
 from recorded_graphs import recorded
 from stock_ops import stock_ops
+from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp import emulator
@@ -147,26 +148,20 @@ def broken(monkeypatch, tmp_path, file: str, right: str, wrong: str) -> None:
 BOTH = {"verify_qmm", "verify_glu"}
 
 
-@pytest.mark.parametrize(
-    ("ops", "file", "right", "wrong"),
-    [
-        (BOTH, "quantized.h", "scale_of<FP, GROUP>(scales[group])", "scale_of<FP, GROUP>(scales[group ^ 1])"),
-        (BOTH, "quantized.h", "sum += chunk;", "sum = chunk + sum * 1.0001f;"),
-        ({"verify_qmm"}, "verify_qmm.metal", "= static_cast<T>(sum)", "= static_cast<T>(sum + 1e-3f)"),
-        (
-            {"verify_glu"},
-            "activations.h",
-            "T open = gate * rate;",
-            "T open = T(float(gate) / (1 + exp(-float(gate))));",
-        ),
-        ({"verify_glu"}, "verify_glu.metal", "result[m][PAIRS + r]", "result[0][PAIRS + r]"),
-        ({"verify_qmm"}, "verify_qmm.metal", "first + m >= own", "first + m >= own + 1"),
-    ],
-    ids=["scale", "drift", "a constant", "rounding", "one row for all", "a row not written"],
-)
-def test_a_wrong_kernel_is_off_whatever_is_asked(
-    checkpoint, monkeypatch, only_products, tmp_path, ops, file, right, wrong
-):
+ROUNDED = ("T open = gate * rate;", "T open = T(float(gate) / (1 + exp(-float(gate))));")
+MISTAKES = {
+    "scale": (BOTH, "quantized.h", "scale_of<FP, GROUP>(scales[group])", "scale_of<FP, GROUP>(scales[group ^ 1])"),
+    "drift": (BOTH, "quantized.h", "sum += chunk;", "sum = chunk + sum * 1.0001f;"),
+    "a constant": ({"verify_qmm"}, "verify_qmm.metal", "= static_cast<T>(sum)", "= static_cast<T>(sum + 1e-3f)"),
+    "rounding": ({"verify_glu"}, "activations.h", *ROUNDED),
+    "one row for all": ({"verify_glu"}, "verify_glu.metal", "result[m][PAIRS + r]", "result[0][PAIRS + r]"),
+    "a row not written": ({"verify_qmm"}, "verify_qmm.metal", "first + m >= own", "first + m >= own + 1"),
+}
+
+
+@pytest.mark.parametrize("mistake", sampled(["drift", "one row for all", "a row not written"], MISTAKES))
+def test_a_wrong_kernel_is_off_whatever_is_asked(checkpoint, monkeypatch, only_products, tmp_path, mistake):
+    ops, file, right, wrong = MISTAKES[mistake]
     monkeypatch.setattr(ab_test, "DRAWS", 1)
     monkeypatch.setattr(ab_test, "LAYERS", 1)
     for kind in (Stack, GLU):
@@ -199,9 +194,8 @@ def test_rows_that_a_glu_serves_are_exact_without_its_stack(checkpoint):
 
 
 def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, only_products, tmp_path):
-    """With injected timings: on up to four rows, and kept for the next load."""
-    monkeypatch.setattr(ab_test, "DRAWS", 1)
-    monkeypatch.setattr(ab_test, "LAYERS", 1)
+    """Where all is right, with injected timings: on up to four rows, and kept for the next load."""
+    monkeypatch.setattr("mlx_mtp.tuning.kernel_trials.check", lambda trial: None)
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
     decide, timed = kernel_switch.decide, []
 
