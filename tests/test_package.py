@@ -52,7 +52,6 @@ def test_readme_names_files_that_exist():
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.slow
 def test_wheel_from_sdist(tmp_path):
     if shutil.which("pyproject-build") is None:
         pytest.skip("needs the package `build` (the dev extra)")

@@ -10,6 +10,7 @@ import pytest
 from command_line import call
 from pictures import RESULTS, drawn, found_in, model_result
 from results import decode_result, kernels_result, profile_result, verify_result
+from sweep import sampled
 
 from mlx_mtp.bench import page, page_tables, plot_data, plots, result
 from mlx_mtp.bench.panels import BarPanel, GridPanel, LinePanel, RangePanel
@@ -37,7 +38,11 @@ def boxes(ax):
     return [(t.get_text(), t.get_window_extent()) for t in texts if t.get_text()]
 
 
-@pytest.mark.parametrize(("name", "scheme"), DRAWN)
+# With every kind of panel, and both schemes.
+FEW = [*((name, "light") for name in RESULTS if "," not in name and "without" not in name), ("verify", "dark")]
+
+
+@pytest.mark.parametrize(("name", "scheme"), sampled(FEW, DRAWN))
 def test_nothing_is_written_over_anything_else_or_outside(name, scheme):
     for panel, ax in drawn(name, scheme):
         written, whole = boxes(ax), ax.figure.bbox
@@ -50,7 +55,7 @@ def test_nothing_is_written_over_anything_else_or_outside(name, scheme):
         assert ax.get_window_extent().width > 0.35 * whole.width, "hardly any room for what is drawn"
 
 
-@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("name", sampled([name for name, _ in FEW], RESULTS))
 def test_axes_have_names_with_units(name, made):
     assert drawn(name)
     for panel, ax in drawn(name):
@@ -69,7 +74,10 @@ def test_axes_have_names_with_units(name, made):
                 assert "%" in panel.title or "over" in panel.title
 
 
-@pytest.mark.parametrize("name", [n for n in RESULTS if n.startswith(("decode", "verify", "model"))])
+LINES = [n for n in RESULTS if n.startswith(("decode", "verify", "model"))]
+
+
+@pytest.mark.parametrize("name", sampled([n for n in LINES if (n, "light") in FEW], LINES))
 def test_lines_are_where_the_data_is(name):
     for panel, ax in ((p, ax) for p, ax in drawn(name) if isinstance(p, LinePanel)):
         shown = {line.get_label(): line for line in ax.get_lines() if not line.get_label().startswith("_")}

@@ -37,16 +37,23 @@ def test_it_is_the_loops_text_and_cycles(tiny_models, k):
 
 
 def test_phases_and_the_rest_are_the_wall(tiny_models):
+    watch = Timer()
+    decode_in_phases(work(tiny_models()[0]), watch)
+    assert set(watch.phases) == set(PHASES)
+    assert all(seconds > 0 for seconds in watch.phases.values())
+    assert watch.phases["host"] == pytest.approx(sum(watch.seconds[name] for name in HOST))
+    assert sum(watch.phases.values()) + watch.unexplained == pytest.approx(watch.wall)
+    assert watch.unexplained > 0
+
+
+@pytest.mark.timing
+def test_little_is_unexplained(tiny_models):
     shares = []
     for _ in range(3):
         watch = Timer()
         decode_in_phases(work(tiny_models()[0]), watch)
-        assert set(watch.phases) == set(PHASES)
-        assert all(seconds > 0 for seconds in watch.phases.values())
-        assert watch.phases["host"] == pytest.approx(sum(watch.seconds[name] for name in HOST))
-        assert sum(watch.phases.values()) + watch.unexplained == pytest.approx(watch.wall)
         shares.append(watch.unexplained / watch.wall)
-    assert 0 < min(shares) < 0.03
+    assert min(shares) < 0.03
 
 
 class Clock:

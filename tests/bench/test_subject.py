@@ -10,6 +10,7 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 from published import FILES, read
+from sweep import SWEEP, sampled
 
 import mlx_mtp
 from mlx_mtp.bench.loops import LoopSettings, MlxLm, Reader, twin
@@ -55,7 +56,7 @@ def shapes(model) -> dict:
     return {name: (array.shape, array.dtype) for name, array in tree_flatten(model.parameters())}
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", sampled([*families.FAMILIES][::3], families.FAMILIES))
 def test_every_family_can_be_drawn_and_decodes_without_loss(name, config):
     model = random_model(config(families.FAMILIES[name].config), group_size=32)
     assert len(model.mtp) == (3 if name == "mimo_v2_flash" else 1)
@@ -75,7 +76,7 @@ def test_every_family_can_be_drawn_and_decodes_without_loss(name, config):
         assert theirs.tokens == text
 
 
-@pytest.mark.parametrize("file", RELEASED, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sampled(RELEASED[::3], RELEASED), ids=lambda file: file.stem)
 def test_the_first_layers_are_the_released_ones(file):
     released = read(file).config
     whole, cut = lazily(released), lazily(first_layers(released, 5))
@@ -196,7 +197,7 @@ def expected_lengths(right: list[list[bool]], k: int, first: int, n: int) -> tup
     return drafted, accepted
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", sampled([2], [1, 2, 3]))
 def test_as_many_are_accepted_as_were_drawn(k):
     subject = open_subject(synth_rates=[0.8, 0.6])
     assert subject.stop_tokens == ()  # a draft may be anything
@@ -230,9 +231,9 @@ def test_the_rates_are_the_shares_that_results_state_and_fall_on():
     assert not mx.array_equal(right, draws([0.9, 0.6], 8))
     assert [round(rate_at([0.87, 0.76, 0.69], depth), 3) for depth in (0, 1, 2, 3)] == [0.87, 0.76, 0.69, 0.626]
     assert (rate_at([0.8], 2), rate_at([0, 0], 5), rate_at([1, 1], 9)) == (pytest.approx(0.512), 0, 1)
-    _, stats = drawn_run([0.87, 0.76, 0.69], 400)
+    _, stats = drawn_run([0.87, 0.76, 0.69], 400 if SWEEP else 200)
     kept = [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True)]
-    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08)  # of some 120 cycles
+    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08 if SWEEP else 0.12)  # of some 120 cycles, or 60
 
 
 def drawn_run(rates, tokens):
@@ -249,7 +250,6 @@ def test_afterwards_nothing_is_drawn():
     assert Picker.pick is pick
 
 
-@pytest.mark.slow
 def test_replayed_cycles_draw_anew():
     subject = open_subject(synth_rates=[0.8, 0.6])
     with subject.acceptance():

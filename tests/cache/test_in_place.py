@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 import tiny
 from mlx.utils import tree_flatten
+from sweep import sampled
 
 import mlx_mtp
 
@@ -24,8 +25,7 @@ SHAPE = {
 PROMPT = [i * 7 % 64 for i in range(1500)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("bits", "k"), [(None, 0), (8, 3)])
+@pytest.mark.parametrize(("bits", "k"), sampled([(8, 3)], [(None, 0), (8, 3)]))
 def test_peak_memory_is_weights_and_kv(tiny_models, k, bits):
     """From the first new token on, the peak stays near what weights and the KV of all tokens take."""
     model, _ = tiny_models(0, **SHAPE)
@@ -64,7 +64,7 @@ def test_growing_copies_one_layer_at_a_time(tiny_models, k):
     assert mx.get_peak_memory() - before < 2 * layer + 1.5 * 2 * layer
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.parametrize("k", [0, 3])
 def test_time_per_cycle_does_not_grow_with_capacity(tiny_models, k):
     model, _ = tiny_models(0, **SHAPE)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from command_line import call, one_line_error
 from letter_chats import LETTERS, PLAIN, REWRITING, VOCAB, answer, make_session, make_tokenizer
+from sweep import paired, sampled
 
 import mlx_mtp
 from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
@@ -38,8 +39,7 @@ def conversation(session, beginning=""):
     return [answer(session, text) for text in texts]
 
 
-@pytest.mark.parametrize("template", [PLAIN, REWRITING], ids=["plain", "rewriting"])
-@pytest.mark.parametrize("layout", [{}, {"max_kv_size": 9}], ids=["linear", "rotating"])
+@pytest.mark.parametrize(("template", "layout"), paired([PLAIN, REWRITING], [{}, {"max_kv_size": 9}]))
 def test_a_chat_that_begins_with_a_cache(model, tmp_path, template, layout):
     expected = conversation(make_session(model, template, **layout), BEGINNING)
     cache = begun(model, tmp_path, template, **layout)
@@ -125,9 +125,10 @@ def once(demo, monkeypatch):
     monkeypatch.setattr(sys.modules["mlx_mtp.checkpoint.load"], "load", lambda *_, **__: demo)
 
 
-@pytest.mark.parametrize(
-    "flags", [[], ["--system-prompt", "Be brief."], ["--ignore-chat-template"], ["--kv-bits", "8"]], ids=" ".join
-)
+FLAGS = [["--system-prompt", "Be brief."], ["--ignore-chat-template"], [], ["--kv-bits", "8"]]
+
+
+@pytest.mark.parametrize("flags", sampled(FLAGS[:2], FLAGS), ids=" ".join)
 def test_the_commands_text_is_that_of_one_run(once, tmp_path, flags):
     file = tmp_path / "c"
     beginning, rest = ("def read_", "lines(path):") if "--ignore-chat-template" in flags else BOTH

@@ -11,6 +11,7 @@ import pytest
 import tiny
 from click.testing import CliRunner
 from command_line import call, one_line_error, run
+from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.checkpoint.files import read_config
@@ -35,7 +36,7 @@ def test_generate_prints_mlx_lms_layout():
 
 def test_the_text_does_not_depend_on_drafting():
     texts = set()
-    for flags in (["--num-draft-tokens", 0], ["--num-draft-tokens", 2], ["--no-mtp"], []):
+    for flags in (["--num-draft-tokens", 0], ["--no-mtp"], []):
         result = call("generate", "--verbose", "False", "-p", "-", "-m", 40, *flags, stdin="def read_lines(path):\n")
         assert result.returncode == 0, result.stderr
         texts.add(result.stdout)
@@ -56,7 +57,7 @@ def test_sampled_text_is_fixed_by_the_seed():
         30,
         "--ignore-chat-template",
     ]
-    texts = {call("generate", *flags, "--num-draft-tokens", k, "-p", "def ").stdout for k in (0, 1, 3)}
+    texts = {call("generate", *flags, "--num-draft-tokens", k, "-p", "def ").stdout for k in (0, 3)}
     assert len(texts) == 1
 
 
@@ -83,12 +84,10 @@ def test_quantized_and_limited_caches():
     assert len(texts) == 1
 
 
-# Where the hub or the bytes of the command line come in, one that click finds, and one that the library finds.
+# Where the hub or the bytes of the command line come in.
 OWN_PROCESS = (
     ["--model", "some-org/some-model"],
     ["--system-prompt", "\udcff"],
-    ["--top-p", 1.5],
-    ["--num-draft-tokens", 9],
 )
 
 
@@ -193,7 +192,7 @@ def test_a_temperature_next_to_zero_is_greedy():
 
 
 def test_quiet():
-    result = run("generate", "--quiet", "-p", "What does len do?")
+    result = call("generate", "--quiet", "-p", "What does len do?")
     assert (result.stdout, result.stderr) == ("Return the number of items in a container.\n", "")
 
 
@@ -245,9 +244,8 @@ def in_shell(command):
 
 
 def test_closed_and_full_streams():
-    assert in_shell("generate -m 2 >&-").returncode == 0
-    assert in_shell("generate -m 2 2>&-").returncode == 0
-    assert in_shell("chat <&-").returncode == 0
+    for line in sampled(["generate -m 2 >&- 2>&-"], ["generate -m 2 >&-", "generate -m 2 2>&-", "chat <&-"]):
+        assert in_shell(line).returncode == 0
     if os.path.exists("/dev/full"):
         assert "No space left" in one_line_error(in_shell("generate -m 2 >/dev/full"))
 

@@ -1,6 +1,5 @@
 """A cycle is built while the one before it runs, and the host waits for the device once a cycle and nowhere else."""
 
-import os
 import re
 import time
 
@@ -8,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from plans import Listed, follow
+from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.decoding import cycle
@@ -16,7 +16,6 @@ from mlx_mtp.decoding.draft import Run
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.tuning.controller import Controller, Plan
 
-SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="long: MLX_MTP_SWEEP=1 runs it")
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]
 HEADS, SURE, LOOKUP, PLAIN = Plan("heads", 3), Plan("heads", 3, p_min=True), Plan("lookup", 3), Plan()
 WAYS = {
@@ -138,7 +137,7 @@ CASES = {
 }
 
 
-THOROUGH = [pytest.param(case, marks=SWEEP) for case in ("plain", "lookup", "confidence")]
+THOROUGH = [pytest.param(case, marks=sweep) for case in ("plain", "lookup", "confidence")]
 
 
 @pytest.mark.parametrize("case", ["heads", "mixed", "controller", *THOROUGH])
@@ -157,7 +156,7 @@ def test_the_host_waits_for_a_cycle_and_nowhere_else(monkeypatch, model, case):
 LIKE_OTHERS = ("bool", "int", "float", "save", "compare")
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=SWEEP) if w in LIKE_OTHERS else w for w in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(w, marks=sweep) if w in LIKE_OTHERS else w for w in WAYS])
 def test_no_way_of_waiting_is_missed(monkeypatch, model, way):
     sneaky, real = Sneaky([HEADS]), cycle.begin
 

@@ -10,6 +10,7 @@ import pytest
 import tiny
 from drafters import GQA
 from draws import SAMPLERS
+from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.decoding import cycle
@@ -89,7 +90,7 @@ def test_what_is_drawn_for_one_position_is_independent(monkeypatch):
     ("name", "fused"),
     [
         *(("temperature", True), ("all", True), ("most", True), ("temperature", False), ("all", False)),
-        *(pytest.param(name, False, marks=pytest.mark.slow) for name in SAMPLERS),
+        *(pytest.param(name, False, marks=sweep) for name in SAMPLERS),
     ],
 )
 def test_a_head_that_is_the_target_is_always_right(perfect, monkeypatch, name, fused):

@@ -1,12 +1,12 @@
 """An interruption anywhere in a cycle leaves whole caches."""
 
-import os
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from plans import Listed, Spy, follow
 from subjects import PLANS, PROMPT, Subject, assert_same_rows, quantizable_model, steps, subjects, text_of
+from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.cache.prompt_cache import PromptCache
@@ -126,9 +126,6 @@ def all_calls(s, monkeypatch, **options) -> int:
         return interrupted(s, patch, -1, False, **options)[2].calls
 
 
-SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="minutes: MLX_MTP_SWEEP=1 runs it")
-
-
 def assert_interruptible(s: Subject, monkeypatch, first: int, stride: int, *, behind: bool, **options) -> None:
     """At the first-th of all calls, and each stride-th from there on."""
     truth = s.truth(tuple(PROMPT))
@@ -141,7 +138,7 @@ def assert_interruptible(s: Subject, monkeypatch, first: int, stride: int, *, be
             raise AssertionError(f"call {n}, {'behind' if behind else 'before'} {interruption.where}") from e
 
 
-MORE = [pytest.param(name, 29, behind, marks=SWEEP) for name, behind in (("eagle", False), ("qwen3_5", True))]
+MORE = [pytest.param(name, 29, behind, marks=sweep) for name, behind in (("eagle", False), ("qwen3_5", True))]
 
 
 @pytest.mark.parametrize(("name", "first", "behind"), [("step3p5", 3, False), ("nemotron_h", 29, True), *MORE])
@@ -149,7 +146,7 @@ def test_interrupted_anywhere(subject, monkeypatch, name, first, behind):
     assert_interruptible(subject(name), monkeypatch, first, 97, behind=behind)
 
 
-@SWEEP
+@sweep
 @pytest.mark.parametrize("name", ["step3p5", "qwen3_5", "nemotron_h", "deepseek_v32", "mimo_v2_flash", "eagle"])
 @pytest.mark.parametrize("behind", [False, True])
 def test_interrupted_everywhere(subject, monkeypatch, name, behind):
@@ -179,7 +176,7 @@ def test_interrupted_where_a_plain_row_was_read_but_not_shown(subject, monkeypat
         assert_whole(s, monkeypatch, shown, cache, truth)
 
 
-@pytest.mark.parametrize("where", ["before", pytest.param("behind", marks=SWEEP)])
+@pytest.mark.parametrize("where", ["before", pytest.param("behind", marks=sweep)])
 @pytest.mark.parametrize("name", ["draft", "start"])
 def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, where):
     """A cache that goes back to before it was quantized is still to be."""

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 
 import mlx.core as mx
 import pytest
@@ -11,6 +10,7 @@ from draws import Draws, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import Listed, follow
+from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.decoding.sampling import Sampling
@@ -18,7 +18,6 @@ from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.demo import demo_path
 from mlx_mtp.tuning.controller import Plan
 
-SWEEP = pytest.mark.skipif(os.environ.get("MLX_MTP_SWEEP") != "1", reason="long: MLX_MTP_SWEEP=1 runs it")
 PROMPT = [1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]  # whose continuation has occurred before
 TEMPERATURES = [{}, {"temp": 0.4}, {"temp": 1.0, "top_k": 3}, {"temp": 0.8, "top_p": 0.9, "min_p": 0.05}]
 SPEED = {
@@ -111,7 +110,7 @@ def test_pairs_of_options(subjects):
         subjects.assert_same(case)
 
 
-@SWEEP
+@sweep
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(case=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in (SPEED | TEXT).items()}))
 def test_all_options(subjects, case):
@@ -139,7 +138,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("case", ["lookup", "sure", pytest.param("lookup behind heads", marks=SWEEP)])
+@pytest.mark.parametrize("case", ["lookup", "sure", pytest.param("lookup behind heads", marks=sweep)])
 def test_rejection_between_lookups_and_cuts(tiny_models, monkeypatch, case):
     """All paths of the draws: a draft of the text's is a point mass, one that is not verified must leave no trace."""
     model, plain = tiny_models(4, vocab_size=3 if case == "sure" else 2)
@@ -181,7 +180,7 @@ def test_adaptive_whatever_the_clock_says(demo, trace, p_min, k):
     assert_any_clock(demo, trace, p_min, k)
 
 
-@SWEEP
+@sweep
 @settings(max_examples=12, deadline=None)
 @given(trace=TRACES, p_min=st.sampled_from([0.0, 0.3, 0.9]), k=st.integers(1, 3))
 def test_adaptive_whatever_the_clock_says_at_length(demo, trace, p_min, k):

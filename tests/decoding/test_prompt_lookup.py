@@ -3,6 +3,7 @@
 import time
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ def test_matches_are_those_of_a_plain_search(prompt, runs):
         assert text.matched() == longest(known)
 
 
+@pytest.mark.timing
 def test_a_long_text_is_searched_in_no_time():
     """100,000 tokens of a large vocabulary: what a cycle of a small model takes is 5 ms."""
     text = Text(np.random.default_rng(0).integers(0, 150_000, 100_000).tolist())

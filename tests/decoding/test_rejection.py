@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from draws import Draws, reference
+from sweep import sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.decoding.accept import accept
@@ -20,7 +21,7 @@ def some_distribution(rng, n=5):
     return (p / p.sum()).astype(np.float32)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", sampled(range(5), range(12)))
 def test_keeping_or_replacing_gives_the_targets_distribution(monkeypatch, seed):
     rng = np.random.default_rng(seed)
     p, q = (mx.array(some_distribution(rng))[None] for _ in "pq")
@@ -89,10 +90,10 @@ LOOPS = {
     "the bonus": (2, 1, 3, {"temp": 1.5}),
     "xtc": (2, 1, 2, {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.2}),
 }
-LONG = [pytest.param(case, marks=pytest.mark.slow) for case in ("hot", "two drafts", "the bonus", "xtc")]
+LONG = [pytest.param(case, marks=sweep) for case in ("hot", "the bonus", "xtc")]
 
 
-@pytest.mark.parametrize("case", ["one draft", "min_p", *LONG])
+@pytest.mark.parametrize("case", ["min_p", "two drafts", pytest.param("one draft", marks=sweep), *LONG])
 def test_the_loop_has_the_targets_distribution(tiny_models, monkeypatch, case):
     V, k, n, options = LOOPS[case]
     model, plain = tiny_models(4, vocab_size=V)

@@ -8,6 +8,7 @@ from metal_cases import fault_of, launch, linux_only
 from mlx_lm.kernels import post_expert_norm_combine, qk_norm
 from mlx_lm.models import deepseek_v41, ssm
 from mlx_lm.models import gated_delta as gated
+from sweep import sampled
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
@@ -110,7 +111,10 @@ def recurrent_128():
     return q, k, mx.ones((1, 1, 1, 8)), mx.ones((1, 1, 1)), mx.ones((1, 1, 1)), mx.ones((1, 1, 8, 128))
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+SIMILAR = ("read before the start", "write past the end", "wrong stride")  # to what the off-by-one read shows
+
+
+@pytest.mark.parametrize("bug", sampled((bug for bug in PLANTED if bug not in SIMILAR), PLANTED))
 def test_planted_in_mlx_lm(bug, plant):
     run, kernel, old, new, message = PLANTED[bug]
     run()  # as published: no fault
@@ -144,7 +148,7 @@ def softmax_with(header: str, **more):
     return {"out": (2, 300), "grid": 192, "group": 96, "template": [("N", 300)], "header": header, **more}
 
 
-@pytest.mark.parametrize("nth", range(1, 5))
+@pytest.mark.parametrize("nth", sampled([1, 4], range(1, 5)))
 def test_every_barrier_of_mlx_s_softmax_is_needed(nth):
     function = SOFTMAX.index("softmax_single_row(")
     places = [m.start() for m in re.finditer(re.escape(BARRIER), SOFTMAX) if m.start() > function]

@@ -9,6 +9,7 @@ from mlx import nn
 from mlx_lm.models import bitlinear_layers, deepseek_v41, kimi_k3, rwkv7, ssm
 from mlx_lm.models import gated_delta as gated
 from mlx_lm.tuner import losses
+from sweep import sampled, sweep
 
 from mlx_mtp import emulator
 
@@ -103,7 +104,7 @@ def test_rwkv7():
     close(end, state)
 
 
-@pytest.mark.parametrize("n", [1, 10, 300])
+@pytest.mark.parametrize("n", sampled([300], [1, 10, 300]))
 def test_sinkhorn(n, monkeypatch, launches):
     comb, eps = mx.random.uniform(shape=(n, 4, 4)), mx.array([1e-6])
     got = deepseek_v41._sinkhorn(comb, iters=3, eps=eps)
@@ -122,7 +123,7 @@ def test_attention_residuals(launches):
     close(got, kimi_k3._attn_res_mix(blocks, partial, w, 1e-6, use_kernel=False))
 
 
-@pytest.mark.parametrize("invert", [False, True])
+@pytest.mark.parametrize("invert", sampled([True], [False, True]))
 def test_bitlinear(invert):
     layer = bitlinear_layers.BitLinear(256, 32, bias=False, invert_weight_scales=invert)
     trits = mx.random.randint(0, 3, (4, 8, 256))
@@ -163,7 +164,7 @@ def test_expert_routing():
     close(weights, picked / (picked.sum(-1, keepdims=True) + 1e-6) * 2.0)
 
 
-@pytest.mark.parametrize("d", [72, 1024])
+@pytest.mark.parametrize("d", sampled([72], [72, 1024]))
 def test_expert_norm_and_combine(d):
     experts, weights, norm = mx.random.normal((3, 2, d)), mx.random.uniform(shape=(3, 2)), mx.random.normal((d,))
     got = kernels.post_expert_norm_combine(experts, weights, norm_weight=norm, eps=1e-5)
@@ -178,7 +179,7 @@ def test_norm_and_gate_of_views():
     close(got, want)
 
 
-@pytest.mark.parametrize(("d", "scaled"), [(72, False), (768, True)])
+@pytest.mark.parametrize(("d", "scaled"), sampled([(768, True)], [(72, False), (768, True)]))
 def test_norm_add_norm(d, scaled):
     branch, stream, alpha, beta, weight = (mx.random.normal(s) for s in ((3, d), (3, d), (d,), (d,), (d,)))
     norm = nn.RMSNorm(d, eps=1e-5)
@@ -198,7 +199,7 @@ def loss_inputs():
     return mx.random.normal((2, 5000)), mx.random.normal((2, 5000))
 
 
-@pytest.mark.parametrize("loss", ["kl", "js"])
+@pytest.mark.parametrize("loss", sampled(["kl"], ["kl", "js"]))
 def test_the_losses_kernels_race_as_published(loss, launches):
     """A simdgroup stores its sum of exponentials where a slower one still has to read the maxima."""
     kernel = getattr(losses, f"_{loss}_div_loss")
@@ -209,7 +210,7 @@ def test_the_losses_kernels_race_as_published(loss, launches):
     assert not launches
 
 
-@pytest.mark.parametrize("loss", ["kl", "js"])
+@pytest.mark.parametrize("loss", sampled(["js"], ["kl", "js"]))
 def test_the_losses_kernels_with_their_barriers(loss, monkeypatch):
     q, p = loss_inputs()
     kernel = getattr(losses, f"_{loss}_forward_kernel")
@@ -222,6 +223,7 @@ def test_the_losses_kernels_with_their_barriers(loss, monkeypatch):
     close(got[0] if loss == "js" else got, getattr(losses, f"{loss}_div_loss")(q, p), 1e-5)
 
 
+@sweep
 @pytest.mark.parametrize("loss", ["kl", "js"])
 def test_the_losses_gradients(loss, monkeypatch):
     """The backward kernels race like the forward ones, and give the gradient once they have their barriers."""

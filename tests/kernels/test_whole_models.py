@@ -67,7 +67,6 @@ class Singly:
         return self.read[tokens][0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step", "hybrid"])
 def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch):
     monkeypatch.setattr(trial_run, "DRAWS", 1)

@@ -176,7 +176,7 @@ def calls(layer: Any, q: mx.array, x: mx.array, out: mx.array, offset: int) -> l
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_time_of_a_row_more():
     """Best of many runs, and over all rows: a busy machine's single steps say little."""
     layer, _ = layers("deepseek_v3")

@@ -9,6 +9,7 @@ from exact import same_bits
 from metal_cases import linux_only
 from mlx.utils import tree_flatten
 from recorded_graphs import recorded
+from sweep import paired
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock_dense
@@ -69,8 +70,7 @@ def test_a_stack_is_one_launch_and_keeps_nothing():
         assert mx.allclose(modules[0](x), plain[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("heights", [(24,), (24, 8)])
-@pytest.mark.parametrize("changed", ["all", "a bias", "a first bias"])
+@pytest.mark.parametrize(("changed", "heights"), paired(["all", "a bias", "a first bias"], [(24, 8), (24,)]))
 def test_weights_loaded_after_the_switch_count(heights, changed):
     modules, others = linears(*heights, bias=changed == "a bias"), linears(*heights)
     stack = stacked(modules)

@@ -63,7 +63,7 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 
 def test_a_right_product_passes(model):
-    verdict = verify(model, Letters(), Settings(3, max_tokens=16, draws=20, diagnose=False), quiet)
+    verdict = verify(model, Letters(), Settings(3, max_tokens=16, draws=10, diagnose=False), quiet)
     names = ["one pass", "1 draft", "2 drafts", "3 drafts", "lookups", "p_min", "adaptive"]
     assert [c.way for c in verdict.greedy] == names
     assert [c.way for c in verdict.sampled] == ["3 drafts, coupled", "3 drafts, greedy", "adaptive, coupled"]
@@ -73,7 +73,7 @@ def test_a_right_product_passes(model):
     assert not any(c.differences for c in (*verdict.greedy, *verdict.sampled))
     assert not verdict.diverged
     assert verdict.drift.share < 1
-    assert [(f.mode, f.tokens) for f in verdict.fits] == [("coupled", 160), ("rejection", 160)]
+    assert [(f.mode, f.tokens) for f in verdict.fits] == [("coupled", 80), ("rejection", 80)]
     assert len(verdict.agreement) == 3
     assert verdict.kept[0] >= verdict.kept[1]
     assert (verdict.dtype, verdict.broken) == ("float32", [])
@@ -136,7 +136,7 @@ GREEDY_PLANTS = {
 }
 
 
-@pytest.mark.parametrize("name", GREEDY_PLANTS)
+@pytest.mark.parametrize("name", sampled([*GREEDY_PLANTS][::2], GREEDY_PLANTS))
 def test_planted_divergences_are_found(references, monkeypatch, name):
     monkeypatch.setattr(*GREEDY_PLANTS[name])
     sure = ("2 drafts", "3 drafts", "lookups")
@@ -197,7 +197,7 @@ def test_one_seed_gives_one_text(drawn, mode):
 ELSEWHERE = "draws by another position's noise"
 
 
-@pytest.mark.parametrize("plant", sampled([*GREEDY_PLANTS, ELSEWHERE][::3], [*GREEDY_PLANTS, ELSEWHERE]))
+@pytest.mark.parametrize("plant", sampled([*[*GREEDY_PLANTS][1::2], ELSEWHERE], [*GREEDY_PLANTS, ELSEWHERE]))
 def test_planted_divergences_of_drawn_texts_are_found(drawn, monkeypatch, plant):
     """The judge knows the noise of the draw: what another one would have given is no near-tie."""
     monkeypatch.setattr(*GREEDY_PLANTS.get(plant, (sampling, "key_at", drawn_elsewhere)))
