@@ -35,7 +35,7 @@ HOW = ("max_tokens", "close", "stop_tokens")
 )
 def test_stop_anywhere_then_continue(model_and_truth, k, how):
     model, truth = model_and_truth
-    for n in range(1, 34, (1 if SWEEP else 3) if (k, how) == (3, "close") else 7):
+    for n in range(1, 34, (1 if SWEEP else 4) if (k, how) == (3, "close") else 7):
         cache = mlx_mtp.make_prompt_cache(model)
         if how == "max_tokens":
             first = texts(model, PROMPT, n, k, cache)
@@ -57,7 +57,7 @@ def test_stop_anywhere_then_continue(model_and_truth, k, how):
 def test_stopped_caches_hold_the_same_rows(model_and_truth):
     """Not only the same text: the same keys and values as decoding one by one."""
     model, _ = model_and_truth
-    for n in range(1, 24, 1 if SWEEP else 3):
+    for n in range(1, 24, 1 if SWEEP else 4):
         caches = [mlx_mtp.make_prompt_cache(model) for _ in range(2)]
         for k, cache in zip((0, 3), caches, strict=True):
             texts(model, PROMPT, n, k, cache)

@@ -32,7 +32,7 @@ def load(path, config, weights, **options):
 def verdict_on(model):
     """What the heads' examination comes to, on texts that it did not learn."""
     texts = []
-    for seed in (1000, 1001, 1002):
+    for seed in sampled((1000, 1001), (1000, 1001, 1002)):
         one_pass = OnePass(model, trained.text(seed))
         texts.append(Known.of(one_pass.tokens, one_pass.hidden, one_pass.said))
     verdict = Verdict("float32")
@@ -110,7 +110,7 @@ NORMS = {
     "hnorm": ("hnorm",),
     "last norm": ("norm",),
 }
-FEW_NORMS = {("mimo_v2_flash", "norms"), *(("step3p5", n) for n in ("norms of the block", "enorm", "last norm"))}
+FEW_NORMS = {("mimo_v2_flash", "norms"), *(("step3p5", n) for n in ("norms of the block", "last norm"))}
 # What the verdict names; a norm's shift it may name by another norm's, which has the same effect.
 NAMED = {
     "hidden and embedding": "with fuse=",
@@ -142,7 +142,7 @@ CASES = {
     },
     **{
         f"step3p5: LM heads {order}": ("step3p5", lambda tensors, order=order: tensors.swap("head", order))
-        for order in sampled([(2, 0, 1), (0, 1, 1)], [(1, 0, 2), (2, 0, 1), (0, 0, 0), (0, 1, 1)])
+        for order in sampled([(0, 1, 1)], [(1, 0, 2), (2, 0, 1), (0, 0, 0), (0, 1, 1)])
     },
 }
 

@@ -54,7 +54,7 @@ def test_greedy_equals_cacheless_forward(family, truth, length):
     model, _ = family
     mx.random.seed(length)
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
-    for k in (k for k in ((0, 3, 6) if length > 1 else (1, 6)) if k <= model.max_draft_tokens):
+    for k in (k for k in ((0, 3) if length > 1 else (1, 6)) if k <= model.max_draft_tokens):
         assert ours(model, prompt, 20, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 
