@@ -1,4 +1,4 @@
-"""Fixtures: tiny checkpoints on disk, loaded once per session. And what makes many small tests fast."""
+"""Load tiny checkpoints once per session, and make many small tests fast."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""The public functions on the demo model, as a user calls them."""
+"""Call the public functions on the demo model, as a user does."""
 
 import mlx.core as mx
 import mlx_lm

@@ -1,4 +1,4 @@
-"""What ships: the wheel's contents, and rules that a careless file would break."""
+"""Check what ships: the wheel's contents, and rules that a careless file would break."""
 
 import json
 import re

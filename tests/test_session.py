@@ -1,4 +1,4 @@
-"""A conversation: every turn's text is that of a full prefill, whatever was cached, stopped or switched."""
+"""Hold conversations: every turn's text is that of a full prefill, whatever was cached, stopped or switched."""
 
 import itertools
 import random

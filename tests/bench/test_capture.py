@@ -1,4 +1,4 @@
-"""`bench profile --capture`: a trace is of one phase in some cycles, and what forbids it is said."""
+"""Check `bench profile --capture`: a trace is of one phase in some cycles, and what forbids it is said."""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,4 @@
-"""The colours of pictures, as everybody sees them."""
+"""Check that the colours of pictures can be seen and told apart, by dichromats too."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""`bench decode`: what is measured is what was run, what is slow or wrong shows, and results say which is which."""
+"""Check `bench decode`: it measures what it runs, shows what is slow or wrong, and says which result is which."""
 
 import copy
 import json

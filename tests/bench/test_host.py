@@ -1,4 +1,4 @@
-"""The bookkeeping of bench/host.py: whose time a cycle's parts are, and where cycles end."""
+"""Check bench/host.py's books: whose time each part of a cycle is, and where cycles end."""
 
 import time
 from importlib import import_module

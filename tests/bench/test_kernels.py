@@ -1,4 +1,4 @@
-"""`bench kernels`: every op has its cases, times are a kernel's beside stock, traffic is what the emulator counts."""
+"""Check `bench kernels`: every op has its cases, stock is timed beside ours, traffic is what the emulator counts."""
 
 import json
 from itertools import pairwise

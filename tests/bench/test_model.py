@@ -1,4 +1,4 @@
-"""`mlx-mtp bench model`: floors against modules, caches and the draft loop itself; measured times; the command."""
+"""Compare the floors of `bench model` with modules, caches and the draft loop itself, and with measured times."""
 
 import importlib
 import itertools

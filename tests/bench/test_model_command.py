@@ -1,4 +1,4 @@
-"""`mlx-mtp bench model` as a command: the chip at hand, measured times beside the floors, mistakes."""
+"""Run `mlx-mtp bench model`: the chip at hand, measured times beside the floors, mistakes."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""Pictures of results: what they show is what was measured, nothing lies on anything else, light and dark."""
+"""Check pictures of results: they show what was measured, nothing lies on anything else, light and dark."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""`bench profile`: phases that are what they say, what they launch and read, traces, and the command."""
+"""Check `bench profile`: phases are what they say, with what they launch and read; traces, and the command."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The roofline: bytes against real modules, experts against enumeration, what validation may look at."""
+"""Compare the roofline's bytes with real modules, its experts with an enumeration; limit what validation reads."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is benchmarked: released shapes with random weights, acceptance that is drawn, and what neither may do."""
+"""Check what is benchmarked: released shapes with random weights, drawn acceptance, and what neither may do."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Medians, their intervals, turns."""
+"""Check medians, their intervals, and who takes turns."""
 
 import itertools
 import math

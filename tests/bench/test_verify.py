@@ -1,4 +1,4 @@
-"""`bench verify`: chains whose calls wait, the loop's own pass, parts that are the model's, and the command."""
+"""Check `bench verify`: chains whose calls wait, the loop's own pass, the model's own parts, and the command."""
 
 import itertools
 import json

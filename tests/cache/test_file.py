@@ -1,4 +1,4 @@
-"""Prompt caches as files: the text goes on as if nothing had been saved, and nothing else is ever read from one."""
+"""Save and load prompt caches: the text goes on as if nothing had happened, and a damaged file is refused."""
 
 import itertools
 import os

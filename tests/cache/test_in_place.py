@@ -1,4 +1,4 @@
-"""Unified memory is the budget: caches are written in place, and a large one costs no time per cycle."""
+"""Check that caches are written in place, and that a large one costs no time per cycle."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Caches against a plain list of rows: windows, wraps, rollbacks, growth, in-place writes."""
+"""Compare caches with a plain list of rows: windows, wraps, rollbacks, growth, in-place writes."""
 
 import mlx.core as mx
 import numpy as np

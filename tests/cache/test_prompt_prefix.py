@@ -1,4 +1,4 @@
-"""The beginning of a prompt, read once: chats and commands go on from it, with the text of one run."""
+"""Read the beginning of a prompt once: chats and commands go on from it, with the text of one run."""
 
 import os
 import re

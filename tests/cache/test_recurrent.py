@@ -1,4 +1,4 @@
-"""Recurrent layers: states that are rolled back and replayed are those of reading the accepted rows in turn."""
+"""Roll recurrent layers back: their states are those of reading the accepted rows in turn."""
 
 import families
 import mlx.core as mx

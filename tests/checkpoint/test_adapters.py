@@ -1,4 +1,4 @@
-"""LoRA adapters of the target, trained with mlx-lm: the text is that of mlx-lm's model with them."""
+"""Decode with LoRA adapters that mlx-lm trained: the text is that of mlx-lm's model with them."""
 
 import json
 

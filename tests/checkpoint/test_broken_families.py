@@ -1,4 +1,4 @@
-"""Deliberately broken checkpoints of every family: one line that names the file, the tensor, found and expected."""
+"""Break checkpoints of every family: one line names the file, the tensor, what was found and expected."""
 
 import json
 import re

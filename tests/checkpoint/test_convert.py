@@ -1,4 +1,4 @@
-"""Converting every family: what is loaded afterwards is what was loaded before, in its bits, and loses nothing."""
+"""Convert every family: what is loaded afterwards is what was loaded before, in its bits, and loses nothing."""
 
 import json
 import re

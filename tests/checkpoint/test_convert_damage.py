@@ -1,4 +1,4 @@
-"""Damaged checkpoints, converted: what loads as its source does, or one line and nothing else."""
+"""Convert damaged checkpoints: what comes out loads as its source does, or there is one line and nothing else."""
 
 import shutil
 import warnings

@@ -1,4 +1,4 @@
-"""What a conversion writes and what it refuses; its command line."""
+"""Check what a conversion writes and what it refuses, and its command line."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""In what bits a conversion stores what: the target as mlx-lm's own conversion has it, and back again."""
+"""Check in what bits a conversion stores what: the target as mlx-lm's own conversion has it, and back again."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a conversion leaves that ended before its time: nothing that looks finished."""
+"""End conversions before their time: nothing that looks finished is left."""
 
 import fcntl
 import os

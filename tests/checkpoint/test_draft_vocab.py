@@ -1,4 +1,4 @@
-"""Drafts from a list of tokens: the same texts, the drafts of the whole head among the list, and less memory."""
+"""Draft from a list of tokens: the same texts, the drafts of the whole head among the list, and less memory."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A list of tokens to draft from: how it is counted from texts, kept in a file and read from there."""
+"""Check lists of tokens to draft from: how they are counted from texts, kept in a file and read from there."""
 
 import json
 import shutil

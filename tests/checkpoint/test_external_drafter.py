@@ -1,4 +1,4 @@
-"""EAGLE-3 drafters: the text is the target's, and drafts are those of a forward from scratch."""
+"""Draft with EAGLE-3 heads: the text is the target's, and drafts are those of a forward from scratch."""
 
 import functools
 import json

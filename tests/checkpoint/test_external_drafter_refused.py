@@ -1,4 +1,4 @@
-"""What is no drafter, or one for another target, is refused in one line that says why."""
+"""Refuse what is no drafter, or one for another target, in one line that says why."""
 
 import drafters
 import families

@@ -1,4 +1,4 @@
-"""Damaged checkpoints, at random: a text or one line of error, never a traceback, a hang, or half an output.
+"""Damage checkpoints at random: a text or one line of error, never a traceback, a hang, or half an output.
 
 Every case is a list of draws, so that what was once found is kept in CORPUS as it was drawn.
 """

@@ -1,4 +1,4 @@
-"""The self-test of the heads at load: right about good ones, and a warning for those that are never right."""
+"""Check the heads' self-test at load: right about good ones, and a warning for those that are never right."""
 
 import json
 import shutil

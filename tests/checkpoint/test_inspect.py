@@ -1,4 +1,4 @@
-"""`mlx-mtp inspect`: the facts are those of a load, none of it is read, and what is broken is said."""
+"""Check `mlx-mtp inspect`: the facts are those of a load, no weight is read, and what is broken is said."""
 
 import http.server
 import json

@@ -1,4 +1,4 @@
-"""One model in the layouts that published checkpoints have: how experts, 8-bit floats and prefixes are stored."""
+"""Load one model in every layout that is published: how experts, 8-bit floats and prefixes are stored."""
 
 import json
 

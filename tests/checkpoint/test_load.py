@@ -1,4 +1,4 @@
-"""Loading: layouts that work, and one-line errors for those that do not."""
+"""Load layouts that work, and get one-line errors for those that do not."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Loading every family: where heads may lie, what may repeat the target's, and what is wrong with damaged ones."""
+"""Load every family: where heads may lie, what may repeat the target's, and what is wrong with damaged ones."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Loading Nemotron-3: converted and quantized layouts, the released heads' names, heads that are not the family's."""
+"""Load Nemotron-3: converted and quantized layouts, the released heads' names, heads that are not the family's."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Families without a port: mlx-lm's own tokens, one by one, and a word about it."""
+"""Decode families without a port: mlx-lm's own tokens, one by one, and a word about it."""
 
 import families
 import mlx.core as mx

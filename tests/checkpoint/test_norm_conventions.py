@@ -1,4 +1,4 @@
-"""Zero-centred norms, shifted or not: what a container can tell is loaded rightly, what it cannot is said."""
+"""Tell shifted norms from zero-centred ones: what a container tells is loaded rightly, what it cannot is said."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`mlx-mtp chat`: pipes, signals, and a real terminal."""
+"""Run `mlx-mtp chat` through pipes, with signals, and in a real terminal."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""The command line: in a process of its own as a user meets it, or in this one where that shows nothing more."""
+"""Run the command line, in a process of its own as users do, or in this one where that shows nothing more."""
 
 import json
 import os

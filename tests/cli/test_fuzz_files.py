@@ -1,4 +1,4 @@
-"""Other files that commands read, damaged at random: a text or one line of error, and nothing half-written.
+"""Damage other files that commands read, at random: a text or one line of error, and nothing half-written.
 
 Saved prompt caches, draft vocabularies, adapters, drafters, heads apart from their model, results of benchmarks,
 tasks, and a config.json to draw a model of. Where there is a checksum, some of the damage has a right one.

@@ -1,4 +1,4 @@
-"""Ctrl-C at any time of a run: exit code 130, not a word, nothing half-written."""
+"""Press Ctrl-C at any time of a run: exit code 130, not a word, nothing half-written."""
 
 import json
 import random

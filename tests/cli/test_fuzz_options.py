@@ -1,4 +1,4 @@
-"""The command line with odd flags, prompts and input: exit code 0, 1 or 2, and one line for what is wrong."""
+"""Run the command line with odd flags, prompts and input: exit code 0, 1 or 2, and one line for what is wrong."""
 
 import json
 import os

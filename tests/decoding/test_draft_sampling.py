@@ -1,4 +1,4 @@
-"""Drafts at a temperature: texts keep their distribution, coupled drafts share the noise of the target's draws."""
+"""Draft at a temperature: texts keep their distribution, coupled drafts share the noise of the target's draws."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What a model is said to need is what it takes, no weight is read to say it, and what would fit fits."""
+"""Compare what a model is said to need with what it takes; no weight is read to say it, what would fit fits."""
 
 import re
 

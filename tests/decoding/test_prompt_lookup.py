@@ -1,4 +1,4 @@
-"""What the host knows of a text's past, against a search that is too simple to be wrong."""
+"""Compare what the host knows of a text's past with a search that is too simple to be wrong."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Drafts that are kept or replaced: all paths of the random draws add up to the target's distribution."""
+"""Add up all paths of the draws that keep or replace drafts: they are the target's distribution."""
 
 import mlx.core as mx
 import numpy as np

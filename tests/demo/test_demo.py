@@ -1,4 +1,4 @@
-"""The demo's training: data that keeps what is held out apart, a network equal to the engine's, seeded steps."""
+"""Check the demo's training: what is held out stays apart, the network is the engine's, steps are seeded."""
 
 import ast
 import itertools

@@ -1,4 +1,4 @@
-"""Collectives of simdgroups and quads, barriers, and simdgroup_matrix, against numpy."""
+"""Compare collectives of simdgroups and quads, barriers, and simdgroup_matrix with numpy."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Bugs planted in copies of real kernels: each is caught, and the message says where."""
+"""Plant bugs in copies of real kernels: each is caught, and the message says where."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The worked example of kernels/README.md, as it is printed there."""
+"""Run the worked example of kernels/README.md, as it is printed there."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""All of mlx-lm's Metal kernels, unmodified, against their references in plain mx ops (float32)."""
+"""Compare all of mlx-lm's Metal kernels, unmodified, with their references in plain mx ops (float32)."""
 
 import mlx.core as mx
 import mlx_lm.kernels as kernels

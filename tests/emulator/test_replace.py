@@ -1,4 +1,4 @@
-"""The context manager, the compile cache and the command line."""
+"""Check the context manager that stands in for Metal, the compile cache and `mlx-mtp emulate`."""
 
 import subprocess
 import sys

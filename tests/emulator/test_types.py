@@ -1,4 +1,4 @@
-"""Scalar, vector and bit semantics of the emulated language, against numpy or values worked out by hand."""
+"""Compare scalars, vectors and bits of the emulated language with numpy, or values worked out by hand."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""add_norm and norm_rope: MLX's formulas, the order of its sums, and rows that do not know of each other."""
+"""Compare add_norm and norm_rope with MLX's formulas, in the order of its sums, each row on its own."""
 
 from dataclasses import replace
 

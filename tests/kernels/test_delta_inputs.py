@@ -1,4 +1,4 @@
-"""What a recurrence reads of a verify: sums in the stated order, MLX's SiLU, norms and gates, and the window."""
+"""Compare delta_inputs with MLX's operations: sums in the stated order, SiLU, norms, gates, and the window."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""The recurrence of a verify: the bits of mlx-lm's kernels at one row, whatever the tape's rejected rows hold."""
+"""Compare a verify's recurrence with mlx-lm's kernels at one row, whatever the tape's rejected rows hold."""
 
 import itertools
 

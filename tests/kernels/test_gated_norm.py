@@ -1,4 +1,4 @@
-"""The gated norm of a gated-delta layer: mlx-lm's formula, the bits of MLX's operations, and heads apart."""
+"""Compare the gated norm with mlx-lm's formula and the bits of MLX's operations, each head on its own."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""What Apple's compiler asks of our sources, and the emulator's clang does not."""
+"""Check what Apple's compiler asks of our sources, and the emulator's clang does not."""
 
 import re
 from pathlib import Path

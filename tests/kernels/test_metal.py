@@ -1,4 +1,4 @@
-"""What only a Mac's GPU can show; skipped elsewhere."""
+"""Check what only a Mac's GPU can show; skipped elsewhere."""
 
 import mlx.core as mx
 import pytest

@@ -1,4 +1,4 @@
-"""verify_moe's selection: mlx-lm's experts and weights, in the order in which MLX sorts, and its softmax."""
+"""Compare verify_moe's choice with mlx-lm's experts and weights, in the order in which MLX sorts, and its softmax."""
 
 import mlx.core as mx
 import moe_blocks

@@ -1,4 +1,4 @@
-"""verify_attention: a query's bits are those it has alone, its neighbours share one pass over the cache."""
+"""Check verify_attention: a query has the bits it has alone, and all share one pass over the cache."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Unquantized products of several rows: the bits of MLX's own kernel for one row, with the matrix read once."""
+"""Compare unquantized products of several rows with the bits of MLX's kernel for one, the matrix read once."""
 
 import itertools
 import random

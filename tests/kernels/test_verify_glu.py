@@ -1,4 +1,4 @@
-"""verify_glu: the bits of MLX's one-row products followed by its own activation."""
+"""Compare verify_glu with the bits of MLX's one-row products followed by its own activation."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""verify_head: what argmax, a draw and a sort choose among the logits of verify_qmm and verify_gemv, row by row."""
+"""Compare verify_head with argmax, a draw and a sort of the logits of verify_qmm and verify_gemv, row by row."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""verify_latent_attention: the formula, a row's own bits whatever is around it, and one latent read for all rows."""
+"""Check verify_latent_attention: the formula, each row's own bits, and one read of the latents for all rows."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""verify_moe: mlx-lm's experts and weights, the bits of its products, and each distinct expert's weights once."""
+"""Compare verify_moe with mlx-lm's experts and the bits of its products; a chosen expert's weights are read once."""
 
 import itertools
 import random

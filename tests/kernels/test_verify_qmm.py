@@ -1,4 +1,4 @@
-"""verify_qmm: every row with the bits of MLX's one-row kernel, and the weights requested once for eight rows."""
+"""Compare every row of verify_qmm with the bits of MLX's one-row kernel; eight rows read the weights once."""
 
 import itertools
 import random

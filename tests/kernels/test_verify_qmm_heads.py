@@ -1,4 +1,4 @@
-"""verify_qmm_heads: each row of each head with the bits of MLX's one-row kernel, and every matrix requested once."""
+"""Compare each row and head of verify_qmm_heads with the bits of MLX's one-row kernel; matrices are read once."""
 
 import itertools
 import random

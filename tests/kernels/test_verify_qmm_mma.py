@@ -1,4 +1,4 @@
-"""verify_qmm_mma: as near to the truth as MLX's one-row kernel, the weights requested once, each row for itself."""
+"""Check verify_qmm_mma: as near to the truth as MLX's one-row kernel, weights read once, each row for itself."""
 
 import importlib
 import itertools

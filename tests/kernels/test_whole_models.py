@@ -1,4 +1,4 @@
-"""Whole models with the kernels on: logits of verified rows are those of one-row steps."""
+"""Run whole models with the kernels on: logits of verified rows are those of one-row steps."""
 
 import contextlib
 import copy

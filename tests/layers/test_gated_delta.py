@@ -1,4 +1,4 @@
-"""Gated-delta layers that are three kernels between projections: verifies rolled back, and their caches."""
+"""Roll back verifies of gated-delta layers that are three kernels between projections, and keep their caches."""
 
 import families
 import mlx.core as mx

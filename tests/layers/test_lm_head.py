@@ -1,4 +1,4 @@
-"""Models whose heads choose tokens without logits: the same text, drafted or not, and the same draws."""
+"""Choose tokens without logits: the same text, drafted or not, and the same draws."""
 
 from types import SimpleNamespace
 

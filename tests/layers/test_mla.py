@@ -1,4 +1,4 @@
-"""Latent attention stays absorbed for the rows of a verify: what a further row costs, counted and timed."""
+"""Count and time what a further row costs in latent attention, which stays absorbed for the rows of a verify."""
 
 import importlib
 import math

@@ -1,4 +1,4 @@
-"""Linears that share a launch: one copy of their weights, their biases, and MLX's own for other row counts."""
+"""Share a launch among linears: one copy of their weights, their biases, and MLX's own for other row counts."""
 
 from types import SimpleNamespace
 

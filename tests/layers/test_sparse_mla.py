@@ -1,4 +1,4 @@
-"""Sparse attention: what a row chooses and yields depends on its past alone, and all of it rolls back together."""
+"""Check sparse attention: what a row chooses and yields depends on its past alone, and all of it rolls back."""
 
 import families
 import mlx.core as mx

@@ -1,4 +1,4 @@
-"""Every value of every field of the spec, on each kind of heads: drafts change, the text does not."""
+"""Set every field of the spec to every value, on each kind of heads: drafts change, the text does not."""
 
 import warnings
 

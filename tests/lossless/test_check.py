@@ -1,4 +1,4 @@
-"""`verify-lossless` on a tiny model: it passes what is right, and finds what is planted in the product."""
+"""Run `verify-lossless` on a tiny model: it passes what is right, and finds what is planted in the product."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`verify-lossless` on heads that are wired, stored or converted wrongly; no text is another one, only slower."""
+"""Run `verify-lossless` on heads that are wired, stored or converted wrongly: texts stay, only drafts are worse."""
 
 import warnings
 from dataclasses import replace

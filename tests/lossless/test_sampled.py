@@ -1,4 +1,4 @@
-"""The test of drawn texts' distribution: how often it refuses right draws, and how surely wrong ones."""
+"""Check the test of drawn texts' distribution: how often it refuses right draws, how surely wrong ones."""
 
 import mlx.core as mx
 import numpy as np

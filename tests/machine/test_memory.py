@@ -1,4 +1,4 @@
-"""What limits a process, read from any system's files; and limits of MLX's that come back, whatever happens."""
+"""Read what limits a process from any system's files; limits of MLX's come back, whatever happens."""
 
 import contextlib
 import resource

@@ -1,4 +1,4 @@
-"""Every family: greedy text is that of a cacheless forward, drafts are those of a recomputation from scratch."""
+"""Decode every family: the text is that of a cacheless forward, drafts are those of a recomputation from scratch."""
 
 import functools
 

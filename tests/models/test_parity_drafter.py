@@ -1,4 +1,4 @@
-"""An EAGLE-3 head against PyTorch: transformers' Llama layer with its projections widened, as it is trained with.
+"""Compare an EAGLE-3 head with PyTorch: transformers' Llama layer with widened projections, as it is trained with.
 
 transformers has no EAGLE-3, and speculators, which has, wants an older transformers: the wiring here is ours.
 """

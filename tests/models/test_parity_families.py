@@ -1,4 +1,4 @@
-"""Ports against Hugging Face transformers: the same checkpoint directory in PyTorch, fp32, trunk and every draft.
+"""Compare ports with Hugging Face transformers: the same checkpoint in PyTorch, fp32, trunk and every draft.
 
 transformers' generic MTP (`MtpModel`) shares the target's LM head and embedding, so the checkpoints here have none of
 their own; it has no MiMo-7B, for which Qwen2 stands in with its tensors renamed.

@@ -1,4 +1,4 @@
-"""The Step-3.5 port against Hugging Face transformers: the same checkpoint directory, in PyTorch, fp32.
+"""Compare the Step-3.5 port with Hugging Face transformers: the same checkpoint directory, in PyTorch, fp32.
 
 What transformers 5.23 does differently, and what is done about it here:
 - it has the text model only inside the Step-3.7 wrapper: a random vision tower is built and not used;

@@ -1,4 +1,4 @@
-"""Draws for the attention of a verify: a cache whose unseen slots hold what must not be read, and float64."""
+"""Draw the attention of a verify: a cache whose unseen slots hold what must not be read, and float64."""
 
 from dataclasses import dataclass, replace
 

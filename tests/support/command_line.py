@@ -1,4 +1,4 @@
-"""The command line in a process of its own, and in this one, where the seconds of a new interpreter show nothing."""
+"""Run the command line in a process of its own, or in this one, where a new interpreter's seconds show nothing."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What `mx.compile` does with a graph; Python knows only on and off."""
+"""Set what `mx.compile` does with a graph; Python knows only on and off."""
 
 import ctypes
 from pathlib import Path

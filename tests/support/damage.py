@@ -1,4 +1,4 @@
-"""Small whole checkpoints as files in memory, and ways to damage them that hypothesis chooses among."""
+"""Hold small whole checkpoints as files in memory, and ways to damage them that hypothesis chooses among."""
 
 import json
 import os

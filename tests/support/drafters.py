@@ -1,4 +1,4 @@
-"""Tiny random EAGLE-3 heads, with the tensor names of the hub's."""
+"""Write tiny random EAGLE-3 heads, with the tensor names of the hub's."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every path of the random draws of a generation, enumerated; and what its texts' probabilities should be."""
+"""Enumerate every path of a generation's random draws, and what its texts' probabilities should be."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""What tests of exact kernels share: bits, a seeded draw of quantized weights, and MLX's own kernel for one row."""
+"""Compare bits, draw quantized weights by a seed, and run MLX's own kernel for one row."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, with the tensor names of the hub's, and mlx-lm's plain model of each."""
+"""Write tiny random checkpoints of every family by the hub's names, with mlx-lm's plain model of each."""
 
 import importlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the fuzzers share: how many cases, a watch for what hangs, and how a command has to end."""
+"""Say how many cases a fuzzer draws, watch for what hangs, and check how a command ends."""
 
 import faulthandler
 import os

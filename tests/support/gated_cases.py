@@ -1,4 +1,4 @@
-"""What the tests of the gated delta rule share."""
+"""Draw the rows of a gated delta rule, cut and spoil them."""
 
 import mlx.core as mx
 import numpy as np

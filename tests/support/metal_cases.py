@@ -1,4 +1,4 @@
-"""What the emulator's tests share."""
+"""Launch small kernels in the emulator, and compare with float64."""
 
 import sys
 

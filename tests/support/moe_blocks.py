@@ -1,4 +1,4 @@
-"""mlx-lm's blocks of experts, small, and what `verify_moe` takes of each."""
+"""Build mlx-lm's blocks of experts, small, and what `verify_moe` takes of each."""
 
 import functools
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Nemotron-3's tiny config and tensor names: a layer is one mixer behind one norm, of four kinds."""
+"""State Nemotron-3's tiny config and tensor names: a layer is one mixer behind one norm, of four kinds."""
 
 from shapes import H, Shapes, V, gqa
 

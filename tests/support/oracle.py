@@ -1,4 +1,4 @@
-"""Drafts of a test's choosing, through the real drafting call."""
+"""Make drafts of a test's choosing, through the real drafting call."""
 
 import mlx.core as mx
 

@@ -1,4 +1,4 @@
-"""Controls of a test's choosing: any plan in any cycle; and drafts that are checked."""
+"""Control cycles by any plan of a test's choosing, and note their drafts."""
 
 import importlib
 import random

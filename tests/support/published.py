@@ -1,4 +1,4 @@
-"""Published checkpoints as fixtures: their config.json and tensor names in `fixtures/*.txt`, and files of that shape.
+"""Read published checkpoints' config.json and tensor names from `fixtures/*.txt`, and write files of that shape.
 
 A fixture's lines: `config` and its JSON; `total`, the number of tensors that was published; `sidecar`, a file and the
 prefix of what lies in it; else a tensor's name, shape and dtype (BF16 where none is given). Braces hold ranges and

@@ -1,4 +1,4 @@
-"""Results of `mlx-mtp bench`, as its commands write them, with made-up times."""
+"""Make results of `mlx-mtp bench`, as its commands write them, with made-up times."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Names and shapes of the parts that checkpoints of several families share, by the hub's names."""
+"""State names and shapes of the parts that checkpoints of several families share, by the hub's names."""
 
 Shapes = dict[str, tuple[int, ...]]
 H, V = 32, 13

@@ -1,4 +1,4 @@
-"""A decode loop without a model: cost tables and acceptance traces, replayed for any controller.
+"""Replay cost tables and acceptance traces for any controller: a decode loop without a model.
 
 Whether the draft at depth j for position t is right is a function of (trace, t, j): all contenders see one text.
 As in the loop, a cycle is planned before the one before it has been observed.

@@ -1,4 +1,4 @@
-"""What runs beside the kernels in a whole model, in the place of Metal: MLX's own, one row at a time.
+"""Run MLX's own operations beside the kernels in a whole model, in the place of Metal, one row at a time.
 
 A CPU's products and exponentials have other bits than a GPU's, and its attention depends on the number of rows.
 """

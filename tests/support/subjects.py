@@ -1,4 +1,4 @@
-"""Tiny models of several kinds with their truths, for tests of any plan after any other."""
+"""Build tiny models of several kinds with their truths, for tests of any plan after any other."""
 
 import functools
 

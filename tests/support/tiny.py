@@ -1,4 +1,4 @@
-"""Tiny random Step-3.5 checkpoints, and the reference that is too simple to be wrong."""
+"""Write tiny random Step-3.5 checkpoints, and hold the reference that is too simple to be wrong."""
 
 import json
 from pathlib import Path

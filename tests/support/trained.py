@@ -1,4 +1,4 @@
-"""Tiny checkpoints whose heads have learnt something, so that it shows where they are wired or stored wrongly.
+"""Train the heads of tiny checkpoints, so that it shows where they are wired or stored wrongly.
 
 The next token is a fixed function of the last two; one in eight is random, so that all pairs come by. The heads'
 attention is held next to zero: what they know of the text before is what their hidden state says. Training takes

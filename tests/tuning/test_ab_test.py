@@ -1,4 +1,4 @@
-"""The check of one kernel beside stock MLX: what is right, what is wrong, and what a kernel may err by."""
+"""Check one kernel beside stock MLX: what is right, what is wrong, and what a kernel may err by."""
 
 import math
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""The choice of the draft length against fixed ones, on replayed cost tables and acceptance traces."""
+"""Compare the chosen draft length with fixed ones, on replayed cost tables and acceptance traces."""
 
 import json
 

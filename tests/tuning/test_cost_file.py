@@ -1,4 +1,4 @@
-"""What cycles cost, kept between runs: whose file it is, damaged ones, directories that cannot be written."""
+"""Keep what cycles cost between runs: whose file it is, damaged ones, directories that cannot be written."""
 
 import json
 import math

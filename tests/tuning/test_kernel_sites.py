@@ -1,4 +1,4 @@
-"""Every family with all sites on computes what mlx-lm's modules compute: on a CPU the kernels' references run."""
+"""Compare every family, all sites on, with mlx-lm's modules: on a CPU the kernels' references run."""
 
 from collections import Counter
 from dataclasses import replace

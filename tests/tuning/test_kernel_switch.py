@@ -1,4 +1,4 @@
-"""Which modules kernels take the place of, at what cost in memory and launches; and a wrong kernel stays off."""
+"""Check which modules kernels take the place of, at what cost in memory and launches; a wrong kernel stays off."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The decision which kernels are on: only what is right, and by trial only what is faster too."""
+"""Decide which kernels are on: only what is right, and by trial only what is faster too."""
 
 import math
 import time

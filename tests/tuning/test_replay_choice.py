@@ -1,4 +1,4 @@
-"""Whether cycles are replayed: by a trial, block against block."""
+"""Decide whether cycles are replayed: by a trial, block against block."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What trials found is kept for the same machine, MLX, kernels and model, and for no other."""
+"""Keep what trials found for the same machine, MLX, kernels and model, and for no other."""
 
 import json
 import shutil
