@@ -28,25 +28,38 @@ def room_of(file: Path) -> str:
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
-def imported_rooms(file: Path) -> set[str]:
-    """Rooms of mlx_mtp that a file imports from, at any depth of its code."""
+def imported_names(file: Path) -> set[str]:
+    """Dotted names in mlx_mtp that a file imports, at any depth of its code."""
     found = set()
     package = ["mlx_mtp", *file.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = [*base, *(node.module.split(".") if node.module else [])]
-            names = [".".join([*base, alias.name]) for alias in node.names]
-        else:
-            continue
-        for name in names:
-            head, *rest = name.split(".")
-            if head == "mlx_mtp" and rest:
-                inner = (PACKAGE / rest[0]).is_dir() or (PACKAGE / f"{rest[0]}.py").exists()
-                found.add(rest[0] if inner else "__init__")
-    return found
+            found |= {".".join([*base, alias.name]) for alias in node.names}
+    return {name.removeprefix("mlx_mtp.") for name in found if name.startswith("mlx_mtp")}
+
+
+def file_of(name: str) -> Path | None:
+    """The file that a dotted name is, or is defined in."""
+    path = PACKAGE.joinpath(*name.split("."))
+    files = (
+        path.with_suffix(".py"),
+        path / "__init__.py",
+        path.parent.with_suffix(".py"),
+        path.parent / "__init__.py",
+    )
+    return next((file for file in files if file in FILES), None)
+
+
+def imported_files(file: Path) -> set[Path]:
+    return {found for name in imported_names(file) if (found := file_of(name)) and found != file}
+
+
+def imported_rooms(file: Path) -> set[str]:
+    return {room_of(found) for found in imported_files(file)}
 
 
 def test_imports_point_one_way():
@@ -54,6 +67,14 @@ def test_imports_point_one_way():
         room = room_of(file)
         (floor,) = [i for i, rooms in enumerate(FLOORS) if room in rooms]
         assert imported_rooms(file) - {room} <= set().union(*FLOORS[:floor]), file
+
+
+def test_files_form_no_circle():
+    needs = {file: imported_files(file) for file in FILES}
+    while free := [file for file in needs if not needs[file] & needs.keys()]:
+        for file in free:
+            del needs[file]
+    assert not needs
 
 
 def test_every_room_is_listed_and_the_hall_is_small():

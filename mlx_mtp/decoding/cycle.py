@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -30,7 +30,7 @@ class Decoder:
     step:    rows that idle heads read at a time when they are needed again.
     k, max_lookup: most drafts of the heads in a cycle, and of the text's own past.
     p_min:   least probability of a draft that is verified, in cycles whose plan says so.
-    compiled: replays cycles that were recorded (`compiled.Compiled`); None: all are built.
+    compiled: replays cycles that were recorded (`replay.Compiled`); None: all are built.
     text:    the tokens that the host has read.
     """
 
@@ -43,7 +43,7 @@ class Decoder:
     k: int
     max_lookup: int = 0
     p_min: float = 0.0
-    compiled: Any = None
+    compiled: "CycleReplay | None" = None
     text: Text = field(default_factory=Text)
 
     def needs_host(self, flight: "Flight") -> str | None:
@@ -52,6 +52,18 @@ class Decoder:
             return "logits processors"
         rows = 1 + max(self.k, self.max_lookup)
         return self.cache.needs_host(flight.base + flight.run.tokens.size, rows)
+
+
+class CycleReplay(Protocol):
+    """What replays recorded cycles in place of building them."""
+
+    def run(self, d: Decoder, last: "Flight", plan: Plan) -> Run | None:
+        """Replay the cycle after `last`; None where it is to be built."""
+        ...
+
+    def observe(self, flight: "Flight", seconds: float | None, waited: float) -> float | None:
+        """Learn from a cycle's seconds, `waited` of which the host waited; None where they tell nothing."""
+        ...
 
 
 @dataclass
