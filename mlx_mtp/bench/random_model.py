@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..checkpoint.build import read_args
 from ..checkpoint.files import DECLARED, checked_config
-from ..checkpoint.load import read_args
 from ..checkpoint.report import make_report
 from ..machine.errors import first_line
 from ..models import find_port, port_names

@@ -8,12 +8,12 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..models import find_port, port_names
+from .build import check_norms, read_args, read_port
 from .convert_precision import Precision, listed
 from .files import TRUNK_FILES, read_config, read_index, read_tensors
-from .load import check_norms, read_args, read_port
+from .parameters import named
 from .report import Report, make_report
 from .sort_tensors import Contents, Drafting
 
@@ -40,8 +40,7 @@ class Source:
         """Drop what repeats the target, and give the rest its precision. Warns of norms that look wrong."""
         _drop_repeated(self.model, self.contents)
         check_norms(self.model, self.contents, self.raw)
-        before: Any = tree_flatten(self.model.parameters())
-        for path, w in before:
+        for path, w in named(self.model).items():
             if mx.issubdtype(w.dtype, mx.floating) and not path.endswith(".biases"):
                 head = path.startswith("mtp.")
                 name = self._stored(path) if head else path
@@ -53,9 +52,9 @@ class Source:
 
     def tensors(self) -> tuple[Tensors, Tensors]:
         """The target's by mlx-lm's names, and the heads' by the hub's."""
-        parameters: Any = tree_flatten(self.model.parameters())
-        heads = {self._stored(path): w for path, w in parameters if path.startswith("mtp.")}
-        return {path: w for path, w in parameters if not path.startswith("mtp.")}, heads
+        parameters = named(self.model)
+        heads = {self._stored(path): w for path, w in parameters.items() if path.startswith("mtp.")}
+        return {path: w for path, w in parameters.items() if not path.startswith("mtp.")}, heads
 
     def release(self) -> None:
         """Let go of the model: what `tensors` gave out is all that there is, and can be let go of one by one."""

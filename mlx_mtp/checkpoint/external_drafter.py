@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from ..models import drafter_kinds
-from .files import Header, read_header, read_tensors, resolve, untrained
+from .files import Header, read_header, read_tensors, resolve
+from .parameters import named, untrained
 
 
 def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
@@ -100,7 +100,7 @@ def _load(head: nn.Module, spec: Any, header: Header, path: Path, target: str) -
             infer_quant_config(at, module, weights) if f"{at}.scales" in weights else False
         ),
     )
-    expected: dict[str, Any] = dict(tree_flatten(head.parameters()))  # type: ignore[arg-type]
+    expected = named(head)
     for inside, array in expected.items():
         if inside not in weights:
             raise ValueError(f"{path}: tensor {spec.stored(inside)} is missing; expected with shape {array.shape}")

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -218,19 +218,3 @@ def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.ar
             scale = scale.reshape(-1, 1)
         plain[name] = (mx.from_fp8(weight, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
     return plain
-
-
-def untrained(array: mx.array) -> str | None:
-    """What an array holds that no training leaves, "NaN" or "only zeros"; None where there is nothing wrong."""
-    if not mx.issubdtype(array.dtype, mx.floating):
-        return None
-    return "NaN" if mx.isnan(array).any().item() else None if array.any().item() else "only zeros"
-
-
-def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, str]]) -> None:
-    """Raise for a parameter that holds NaN, or a head's of nothing but zeros; `place` is its file and name there."""
-    for name, array in parameters.items():
-        state = untrained(array)
-        if state == "NaN" or (state and name.startswith("mtp.") and not name.endswith(".biases")):
-            file, raw = place(name)
-            raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")

@@ -1,12 +1,19 @@
-"""The load-time self-test: does the first head guess what the target says? A head that is wired or converted wrongly
-never changes the text, it is only never right; this makes that visible before anyone times it.
+"""Test at load time whether the first head guesses what the target says.
+
+A head that is wired or converted wrongly never changes the text, it is only never right; this makes that visible
+before anyone times it.
 """
 
+import warnings
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..cache.prompt_cache import make_prompt_cache
+from ..machine.errors import one_line
 
 WORDS = """The library opens at nine in the morning and closes at six. If you want to borrow a book, bring your
 card to the desk. Here is the same rule in Python:
@@ -19,8 +26,30 @@ ROWS = 16  # whose logits are held at a time
 LEAST = 0.02  # trained heads agree on far more, even on random tokens; untrained ones on 1 of vocab_size
 
 
+def self_test(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
+    """Note in the report how often the first head is right, and warn where it never is.
+
+    texts: token ids by the kind of text; random ones are tried besides.
+    """
+    if not model.mtp:
+        return
+    texts = {"random tokens": random_tokens(model.vocab_size), **texts}
+    with running(path):
+        shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
+    model.report = replace(model.report, agreement=tuple(shares.items()))
+    if max(shares.values()) < LEAST:
+        kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
+        warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=3)
+
+
+def running(path: Path) -> AbstractContextManager[None]:
+    """Blame config.json for what a model's first passes cannot compute: an entry of another type than is expected."""
+    what = f"{path}/config.json: the model that it describes cannot run"
+    return one_line(what, (TypeError, AttributeError, LookupError, ArithmeticError))
+
+
 def agreement(model: Any, tokens: list[int]) -> float:
-    """The share of positions of a text at which the first head's greedy draft is the target's greedy token."""
+    """Return the share of a text's positions at which the first head's greedy draft is the target's greedy token."""
     cache = make_prompt_cache(model)
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)
     head, rows = model.mtp[0], model.capture(hidden[:, :-1])
@@ -35,5 +64,5 @@ def agreement(model: Any, tokens: list[int]) -> float:
 
 
 def random_tokens(vocab_size: int) -> list[int]:
-    """RANDOM_TOKENS token ids, always the same."""
+    """Return RANDOM_TOKENS token ids, always the same."""
     return mx.random.randint(0, vocab_size, (RANDOM_TOKENS,), key=mx.random.key(0)).tolist()  # type: ignore[return-value]

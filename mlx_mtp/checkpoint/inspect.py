@@ -13,8 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..cache.prompt_cache import make_prompt_cache
@@ -23,10 +21,12 @@ from ..decoding.memory_needs import kv_bytes, largest_context, needs
 from ..machine.errors import first_line, with_type
 from ..machine.memory import available
 from ..models import find_port
+from .build import check_weights, read_args
 from .external_drafter import is_drafter
 from .files import TRUNK_FILES, Header, read_config, read_header, sidecar_files
-from .load import check_weights, load_model, read_args
+from .load import load_model
 from .norm_conventions import conventions, mean
+from .parameters import named, same
 from .report import Report, declared_heads, quantization
 from .sort_tensors import Contents, ignored_by, missing_experts, relative
 from .tensor_names import expected
@@ -159,12 +159,11 @@ def _loaded(tried: _Tried, path: Path) -> tuple[Any, list[str]]:
 
 def _repeated(model: Any, path: Path) -> list[str]:
     """What to warn of: depths whose vectors, norms above all, are the same, value for value."""
-    parameters: Any = [tree_flatten(head.parameters()) for head in model.mtp]
-    vectors = [{name: a for name, a in head if a.ndim == 1} for head in parameters]
+    vectors = [{name: a for name, a in named(head).items() if a.ndim == 1} for head in model.mtp]
     return [
         f"{path}: MTP depths {i} and {j} have the same norms, value for value; they look like one head twice"
         for (i, a), (j, b) in combinations(enumerate(vectors), 2)
-        if a and a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
+        if a and same(a, b)
     ]
 
 
@@ -196,11 +195,10 @@ def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> 
         depths = min(depths, 1)
     model = port.Model(read_args(port, path, config), depths, contents.spec)
     found = {parameter for name in contents.heads for parameter in model.renamed(name)}
-    parameters: Any = tree_flatten(model.parameters())
-    lacking = [p for p, _ in parameters if p.startswith("mtp.") and p not in found]
+    lacking = [path for path in named(model) if path.startswith("mtp.") and path not in found]
     experts = [name for name, _, _ in islice(missing_experts(contents.heads), MOST_NAMED)]
-    named = [name for _, name in expected(model, contents, path, lacking)] if lacking else []
-    return list(dict.fromkeys([*named, *experts]))
+    others = [name for _, name in expected(model, contents, path, lacking)] if lacking else []
+    return list(dict.fromkeys([*others, *experts]))
 
 
 def _layout(path: Path, header: Header, heads: Header) -> str:

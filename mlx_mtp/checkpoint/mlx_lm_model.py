@@ -1,18 +1,24 @@
-"""A family without a port: mlx-lm's own model and caches in the same loop, without drafts."""
+"""Load a family without a port: mlx-lm's own model and caches in the same loop, without drafts."""
 
 import importlib
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from ..cache.layer_cache import CacheKind
 from ..cache.mlx_lm_caches import MlxLmCaches
+from ..decoding.memory_needs import Budget
+from ..machine.errors import one_line
+from ..models import port_names
 from .files import trunk_header
+from .parameters import check_numbers, named
+from .report import make_report
+from .sort_tensors import Drafting
 
 
 class Plain:
@@ -43,20 +49,35 @@ class Plain:
         """None: `hidden` is the logits."""
 
 
-def load_plain(path: Path, config: dict, *, ports: str) -> tuple[Any, tuple[str, ...]]:
-    """(mlx-lm's model, its weights not read; tensors of the checkpoint that it does not know).
+def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
+    """Load mlx-lm's own model, make its report, and warn that nothing is drafted; ValueError if damaged."""
+    name, known = config["model_type"], ", ".join(port_names())
+    for option in ("draft_model", "mtp_path", "mtp_overrides"):
+        if value := getattr(drafting, option):
+            raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; ports are {known}")
+    ignored: list[str] = []
+    with one_line(f"{path}: cannot be loaded", keep=True):
+        model = _build(path, name, known, ignored)
+        if not lazy:
+            budget.check(model, path)
+            mx.eval(model.parameters())
+            check_numbers(named(model), lambda name: (path, name))
+    source = f"model_type {name!r} has no MTP port"
+    model.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
+    if drafting.mtp:
+        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=4)
+    return model
 
-    ValueError where it cannot be loaded.
-    """
-    name = mlx_lm_utils.MODEL_REMAPPING.get(config["model_type"], config["model_type"])
+
+def _build(path: Path, name: str, ports: str, ignored: list[str]) -> Any:
+    """Build mlx-lm's model, its weights not read; tensors that it does not know are appended to `ignored`."""
     try:
-        family = importlib.import_module(f"mlx_lm.models.{name}")
+        family = importlib.import_module(f"mlx_lm.models.{mlx_lm_utils.MODEL_REMAPPING.get(name, name)}")
     except ModuleNotFoundError:
         raise ValueError(
-            f"{path}/config.json: model_type {config['model_type']!r} is unknown; known are {ports} and mlx-lm's"
+            f"{path}/config.json: model_type {name!r} is unknown; known are {ports} and mlx-lm's"
         ) from None
     trunk_header(path)  # for what is wrong with the files: MLX itself looks less closely
-    ignored: list[str] = []
 
     def build(args: Any) -> Any:
         kind: Any = type("Model", (Plain, family.Model), {})
@@ -68,13 +89,12 @@ def load_plain(path: Path, config: dict, *, ports: str) -> tuple[Any, tuple[str,
     model, _ = mlx_lm_utils.load_model(path, lazy=True, strict=False, get_model_classes=lambda config: classes)
     del model.load_weights  # what loads later, as adapters, is not a checkpoint
     model.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # its shape only: nothing is computed
-    return model, tuple(ignored)
+    return model
 
 
 def _load_weights(model: Any, path: Path, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any) -> None:
     """`nn.Module.load_weights` that names what is missing and skips, by name, what the model has no place for."""
-    expected: dict[str, Any] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
-    found = dict(weights)
+    expected, found = named(model), dict(weights)
     if missing := sorted(expected.keys() - found.keys()):
         raise ValueError(f"{path}: tensor {missing[0]} is missing; config.json expects it")
     ignored += sorted(found.keys() - expected.keys())

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from .files import TRUNK_FILES, Header, read_tensors
 
@@ -77,12 +76,13 @@ def _mean_of(weights: dict[str, Any]) -> float:
     return sum(means) / len(means) if means else 1.0
 
 
-def warn_of_unusual(model: Any, raw: bool, raw_heads: bool, origin: Callable[[str], tuple[str, str]]) -> None:
+def warn_of_unusual(
+    parameters: dict[str, Any], raw: tuple[bool, bool], origin: Callable[[str], tuple[str, str]]
+) -> None:
     """Warn of norms that look unshifted, shifted twice, or of two conventions; `origin` is a parameter's."""
-    parameters: dict[str, Any] = dict(tree_flatten(model.parameters()))
     norms = {path: w for path, w in parameters.items() if LAYER_NORMS.search(path)}
     parts = {"the trunk": {path: w for path, w in norms.items() if not path.startswith("mtp.")}}
-    for depth in range(len(model.get("mtp", []))):
+    for depth in sorted({int(path.split(".")[1]) for path in parameters if path.startswith("mtp.")}):
         parts[f"MTP depth {depth}"] = {p: w for p, w in norms.items() if p.startswith(f"mtp.{depth}.block.")}
     for part, weights in parts.items():
         mean = _mean_of(weights)
@@ -96,7 +96,7 @@ def warn_of_unusual(model: Any, raw: bool, raw_heads: bool, origin: Callable[[st
                 stacklevel=7,
             )
         elif part != "the trunk":
-            _warn_of_two_conventions(parameters, part, mean, (raw, raw_heads), origin)
+            _warn_of_two_conventions(parameters, part, mean, raw, origin)
 
 
 def _warn_of_two_conventions(

@@ -2,13 +2,13 @@
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
+from ..decoding.graph_memory import nbytes
 from .files import DECLARED
 
 LISTED = 8  # names of tensors that are not used
@@ -103,12 +103,6 @@ def _drafted(rows: int, before: int, saved: int) -> str:
     return f"from {rows:,} of {before:,} tokens, {change}"
 
 
-def after_reducing(facts: Report, model: Any, drafted_from: tuple[int, int]) -> Report:
-    """The same facts after the LM heads of `model` were cut to so many of so many rows."""
-    head_bytes = _nbytes(model.mtp)
-    return replace(facts, head_bytes=head_bytes, drafted_from=drafted_from, saved_bytes=facts.head_bytes - head_bytes)
-
-
 def make_report(
     model: Any, config: dict, *, source: str, norms: str, ignored: tuple[str, ...], expanded: bool = False
 ) -> Report:
@@ -116,11 +110,11 @@ def make_report(
     modules = dict(model.named_modules())
     heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
     target = {path: m for path, m in modules.items() if path not in heads}
-    head_bytes = _nbytes(model.get("mtp", []))
+    head_bytes = nbytes(model.get("mtp", []))
     return Report(
         family=config["model_type"],
         layers=len(model.layers),
-        target_bytes=_nbytes(model.parameters()) - head_bytes,
+        target_bytes=nbytes(model.parameters()) - head_bytes,
         target_quantization=quantization(target),
         heads=len(model.mtp),
         declared=declared_heads(config),
@@ -146,12 +140,6 @@ def _lm_heads(heads: Any) -> str:
     if len(heads) == 1 and "d2t" in heads[0]:
         return f"own, of {heads[0].d2t.size} tokens"
     return "own, one per depth"
-
-
-def _nbytes(tree: Any) -> int:
-    """Of the arrays of a tree, each counted once."""
-    arrays: Any = {id(value): value for _, value in tree_flatten(tree)}
-    return sum(a.nbytes for a in arrays.values() if isinstance(a, mx.array))
 
 
 def quantization(modules: Mapping[str, nn.Module]) -> str:

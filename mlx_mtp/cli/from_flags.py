@@ -27,7 +27,8 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
 
     shown = shows_progress(quiet=flags["quiet"])
     with loading(shown=shown):
-        from ..checkpoint.load import load, resolve
+        from ..checkpoint.files import resolve
+        from ..checkpoint.load import load
         from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     path = resolve(demo_path() if flags["model"] is None else flags["model"])  # a download shows progress of its own

@@ -1,5 +1,8 @@
 """Say an exception in one line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def first_line(e: BaseException) -> str:
     """Return the first line of an exception's text, or its type's name where it has none."""
@@ -10,3 +13,17 @@ def with_type(e: BaseException) -> str:
     """Return an exception's type and the first line of its text, if any: "KeyError: 'name'"."""
     line, kind = first_line(e), type(e).__name__
     return kind if line == kind else f"{kind}: {line}"
+
+
+@contextmanager
+def one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,), *, keep: bool = False) -> Iterator[None]:
+    """Raise what a block raises, of these kinds, as a ValueError in one line: `what`, and why in parentheses.
+
+    keep: a ValueError that is one line already stays as it is.
+    """
+    try:
+        yield
+    except kinds as e:
+        if keep and isinstance(e, ValueError) and "\n" not in str(e):
+            raise
+        raise ValueError(f"{what} ({first_line(e)})") from e

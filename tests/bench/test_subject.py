@@ -17,7 +17,7 @@ from mlx_mtp.bench.loops import LoopSettings, MlxLm, Reader, twin
 from mlx_mtp.bench.random_model import first_layers, head_count, random_model
 from mlx_mtp.bench.subject import NoMemory, open_subject
 from mlx_mtp.bench.synthetic import DEPTHS, POSITIONS, drawn_acceptance, draws, rate_at
-from mlx_mtp.checkpoint.load import read_args
+from mlx_mtp.checkpoint.build import read_args
 from mlx_mtp.decoding import setup as planning
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.demo import demo_path

@@ -1,0 +1,187 @@
+"""Build a port's model from a checkpoint's tensors, and check that all are there, of the right shape, and trained."""
+
+import re
+import warnings
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from ..decoding.memory_needs import Budget
+from ..machine.errors import first_line, one_line
+from .external_drafter import attach_drafter
+from .files import dequantized, read_tensors
+from .head_self_test import running
+from .norm_conventions import conventions, warn_of_unusual
+from .parameters import check_numbers, named, same
+from .report import make_report
+from .sort_tensors import Contents, Drafting, sort_tensors
+from .tensor_names import expected, origin
+
+EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
+MISBUILT = TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError
+
+
+def load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
+    """Build a port's model with the heads or the drafter that are asked for, and its report; ValueError if damaged.
+
+    lazy: weights stay on disk; their names, shapes and the norms are checked.
+    """
+    model, contents, raw = read_port(port, path, config, drafting)
+    expanded = _expand_experts(model)
+    if not lazy:
+        with running(path):
+            budget.check(model, path)
+        mx.eval(model.parameters())
+        check_weights(model, contents)
+        _tie(model)
+    check_norms(model, contents, raw)
+    source, ignored = contents.source, contents.ignored
+    if drafting.draft_model is not None:
+        source, unused = attach_drafter(model, drafting.draft_model, drafting.mtp_overrides)
+        _tie(model)
+        ignored += unused
+    shifted = raw[bool(contents.depths)]
+    norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
+    model.report = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
+    if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
+        found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
+        warnings.warn(f"{path}: {found}", stacklevel=4)
+    return model
+
+
+def read_port(
+    port: ModuleType, path: Path, config: dict, drafting: Drafting
+) -> tuple[Any, Contents, tuple[bool, bool]]:
+    """Build a port's model with parameters that are read and computed when they are used.
+
+    Returns (the model, what the checkpoint holds, whether the trunk's norms and the heads' were stored zero-centred).
+    Raises ValueError.
+    """
+    args = read_args(port, path, config)
+    contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
+    raw = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
+    classes: Any = (partial(_build, port, path, contents, raw), port.ModelArgs)
+    with one_line(f"{path}: cannot be loaded", keep=True):
+        model, _ = mlx_lm_utils.load_model(
+            path,
+            lazy=True,
+            strict=False,
+            model_config=contents.overrides(config),
+            get_model_classes=lambda config: classes,
+        )
+    del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
+    return model, contents, raw
+
+
+def read_args(port: ModuleType, path: Path, config: dict) -> Any:
+    """Make the port's ModelArgs of a config.json; ValueError names what is wrong with it."""
+    try:
+        args = port.ModelArgs.from_dict(config)
+        if not isinstance(args.num_hidden_layers, int):
+            raise TypeError(f"num_hidden_layers is {args.num_hidden_layers!r}, expected an integer")
+    except (TypeError, KeyError, AttributeError, ValueError) as e:
+        raise ValueError(f"{path}/config.json: {first_line(e)}") from e
+    return args
+
+
+def _build(port: ModuleType, path: Path, contents: Contents, raw: tuple[bool, bool], args: Any) -> nn.Module:
+    """Make the model that mlx-lm fills, with checks in place of its ways to rename and load tensors."""
+    with one_line(f"{path}/config.json: the model cannot be built from it", MISBUILT):
+        model = port.Model(args, contents.depths, contents.spec)
+    _check_names(model, contents)
+    model.sanitize = partial(_sanitize, model, contents, path, raw)
+    model.load_weights = partial(_load_checked, model, contents, path)
+    return model
+
+
+def _check_names(model: Any, contents: Contents) -> None:
+    """Raise for a trunk tensor that mlx-lm would drop in silence, such as a layer that config.json denies."""
+    modules = {path.rpartition(".")[0] for path in named(model)}
+    known: set[str] = set()
+    for name, tensor in contents.trunk.items():
+        if (alike := EXPERT.sub(".experts.0.", name)) in known:
+            continue
+        known.add(alike)
+        if not any(path.rpartition(".")[0] in modules for path in model.renamed(name)):
+            layers = model.args.num_hidden_layers
+            raise ValueError(
+                f"{tensor.file}: tensor {name} is not part of the model; "
+                f"config.json expects {layers} layers, and MTP heads {model.spec.place(layers)}"
+            )
+
+
+def _sanitize(model: Any, contents: Contents, path: Path, raw: tuple[bool, bool], weights: dict) -> dict:
+    """Do what mlx-lm asks for with all that it found by name: hand the port the trunk's and the heads' tensors."""
+    weights.clear()  # else every file is open twice, and a process may open but so many
+    wanted = {} if contents.alone else contents.trunk
+    stored = read_tensors(wanted | contents.heads)  # no name is in both
+    trunk = dequantized({name: stored[name] for name in wanted}, wanted)
+    heads = dequantized({name: stored[name] for name in contents.heads}, contents.heads)
+    try:
+        return model.sanitized(trunk, heads, shift_trunk=raw[0], shift_heads=raw[1])
+    except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
+        ((file, raw_name),) = expected(model, contents, path, [str(e.args[0])])
+        raise ValueError(f"{file}: tensor {raw_name} is missing; the rest of its layer needs it") from None
+
+
+def _load_checked(
+    model: nn.Module, contents: Contents, path: Path, weights: list[tuple[str, mx.array]], strict: bool
+) -> None:
+    """`nn.Module.load_weights` with errors that name file, tensor, expected and found."""
+    parameters, found = _stored(model, contents), dict(weights)
+    for name, array in parameters.items():
+        if name not in found:
+            ((file, raw),) = expected(model, contents, path, [name])
+            raise ValueError(f"{file}: tensor {raw} is missing; config.json expects it with shape {array.shape}")
+        if found[name].shape != array.shape:
+            file, raw = origin(model, contents, name)
+            raise ValueError(f"{file}: tensor {raw} has shape {found[name].shape}; config.json expects {array.shape}")
+    for name in found:
+        if name not in parameters:
+            file, raw = origin(model, contents, name)
+            raise ValueError(f"{file}: tensor {raw} is not part of the model that config.json describes")
+    nn.Module.load_weights(model, weights, strict=False)
+
+
+def _expand_experts(model: nn.Module) -> bool:
+    """Make a half-precision model with unquantized experts float32 on a CPU, where MLX multiplies no others."""
+    experts = [m for m in model.modules() if type(m) is SwitchLinear and m.weight.dtype != mx.float32]
+    if not experts or mx.default_device() != mx.Device(mx.cpu):
+        return False
+    model.set_dtype(mx.float32)
+    return True
+
+
+def check_weights(model: Any, contents: Contents, *, vectors: bool = False) -> None:
+    """Raise for NaN, and where a head's tensor is nothing but zeros: it would draft, and never be right.
+
+    vectors: look at these alone, which are small.
+    """
+    found = _stored(model, contents)
+    checked = {name: array for name, array in found.items() if array.ndim < 2 or not vectors}
+    check_numbers(checked, partial(origin, model, contents))
+
+
+def check_norms(model: Any, contents: Contents, raw: tuple[bool, bool]) -> None:
+    """Warn of norms that look unshifted, shifted twice, or of two conventions."""
+    if model.ZERO_CENTRED is not None:
+        warn_of_unusual(_stored(model, contents), raw, partial(origin, model, contents))
+
+
+def _stored(model: nn.Module, contents: Contents) -> dict[str, Any]:
+    """The parameters that come from the checkpoint: all, unless the heads alone are wanted."""
+    return {name: array for name, array in named(model).items() if name.startswith("mtp.") or not contents.alone}
+
+
+def _tie(model: Any) -> None:
+    """Drop a head's own embedding or LM head where it only repeats the target's."""
+    for head in model.mtp:
+        for name, shared in (("head", model.language.get("lm_head")), ("embed_tokens", model.model.embed_tokens)):
+            if name in head and shared is not None and same(named(head[name]), named(shared)):
+                head.pop(name)
