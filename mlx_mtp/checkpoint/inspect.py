@@ -39,7 +39,7 @@ WRITERS = {"pt": "as released", "mlx": "written by MLX, names as released"}  # b
 
 
 @dataclass(frozen=True)
-class Part:
+class PartSummary:
     """The target, its experts (of which the target's figures are, too) or the heads.
 
     types: bytes in the files, by the type they are stored in ("BF16", "F8_E4M3", "U32", ...).
@@ -53,7 +53,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryFit:
     """Bytes that this machine needs and has.
 
     kv, head_kv: by which the target's and the heads' caches grow with 1,000 tokens; least: with a context of one.
@@ -82,9 +82,9 @@ class Inspection:
     family: str | None
     layers: int | None
     layout: str
-    target: Part
-    experts: Part
-    heads: Part
+    target: PartSummary
+    experts: PartSummary
+    heads: PartSummary
     depths: int
     declared: int | None
     head_tensors: tuple[str, ...]
@@ -93,7 +93,7 @@ class Inspection:
     norms: tuple[float | None, ...]
     longest: int | None
     report: Report | None
-    memory: Memory | None
+    memory: MemoryFit | None
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
 
@@ -216,7 +216,7 @@ def _layout(path: Path, header: Header, heads: Header) -> str:
     return text + (f", heads in {', '.join(sorted(relative(file, path) for file in apart))}" if apart else "")
 
 
-def _parts(contents: Contents, model: Any) -> dict[str, Part]:
+def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
     """The target, its experts and the heads, by their names in Inspection."""
     tensors = {
         "target": contents.trunk,
@@ -224,7 +224,7 @@ def _parts(contents: Contents, model: Any) -> dict[str, Part]:
         "heads": contents.heads,
     }
     if model is None:
-        return {name: Part(len(part), _types(part), None, None) for name, part in tensors.items()}
+        return {name: PartSummary(len(part), _types(part), None, None) for name, part in tensors.items()}
     report: Report = model.report
     experts = {
         at: module
@@ -236,7 +236,7 @@ def _parts(contents: Contents, model: Any) -> dict[str, Part]:
         "experts": (nbytes([m.parameters() for m in experts.values()]), quantization(experts) if experts else None),
         "heads": (report.head_bytes, report.head_quantization if report.heads else None),
     }
-    return {name: Part(len(part), _types(part), *loaded[name]) for name, part in tensors.items()}
+    return {name: PartSummary(len(part), _types(part), *loaded[name]) for name, part in tensors.items()}
 
 
 def _types(tensors: Header) -> dict[str, int]:
@@ -247,12 +247,12 @@ def _types(tensors: Header) -> dict[str, int]:
     return dict(sorted(types.items(), key=lambda item: -item[1]))
 
 
-def _memory(model: Any, longest: int | None) -> Memory:
+def _memory(model: Any, longest: int | None) -> MemoryFit:
     empty, room, least = make_prompt_cache(model), available(), needs(model, 1).total
     short, long = kv_bytes(model, empty, LONG), kv_bytes(model, empty, 2 * LONG)
     kv, head_kv = ((b - a) * 1000 // LONG for a, b in zip(short, long, strict=True))
     context = largest_context(model, room.bytes) if least <= room.bytes else 0
-    return Memory(kv, head_kv, least, room.bytes, room.limit, min(context, longest or context))
+    return MemoryFit(kv, head_kv, least, room.bytes, room.limit, min(context, longest or context))
 
 
 def _means(contents: Contents) -> tuple[float | None, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from ..layers.spec import MTPSpec
 from .files import FP8_SCALES, Header, read_header, sidecar_files, trunk_header
 
+NUMBER = re.compile(r"\.(\d+)\.")  # of a layer, in a tensor's name
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 
@@ -188,15 +189,16 @@ def missing_experts(header: Header) -> Iterator[tuple[str, str, int]]:
             numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
     counts: dict[str, int] = {}  # by the name without its layer's number: a head may have more experts than the trunk
     for (before, _), found in numbers.items():
-        counts[_layerless(before)] = max(counts.get(_layerless(before), 0), *(number + 1 for number in found))
+        counts[layerless(before)] = max(counts.get(layerless(before), 0), *(number + 1 for number in found))
     for (before, after), found in numbers.items():
-        for number in range(counts[_layerless(before)]):
+        for number in range(counts[layerless(before)]):
             if number not in found:
-                yield f"{before}{number}{after}", before, counts[_layerless(before)]
+                yield f"{before}{number}{after}", before, counts[layerless(before)]
 
 
-def _layerless(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".#.", name)
+def layerless(name: str) -> str:
+    """Return the name that a tensor has in every layer: the first number in it is left out."""
+    return NUMBER.sub(".#.", name, count=1)
 
 
 def only(files: set[Path], path: Path) -> str:

@@ -1,13 +1,10 @@
 """What a parameter is called in its checkpoint: where it came from, and where it should have been."""
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .sort_tensors import Contents, only
-
-NUMBER = re.compile(r"\.(\d+)\.")
+from .sort_tensors import NUMBER, Contents, layerless, only
 
 
 def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
@@ -26,17 +23,13 @@ def expected(model: Any, contents: Contents, path: Path, names: Iterable[str]) -
         file = only({t.file for t in part.values()}, path)
         for raw in part:
             for known in model.renamed(raw):
-                alike.setdefault(_layerless(known), (file, raw, known))
+                alike.setdefault(layerless(known), (file, raw, known))
     return [
-        _of_layer(name, *alike[_layerless(name)])
-        if _layerless(name) in alike
+        _of_layer(name, *alike[layerless(name)])
+        if layerless(name) in alike
         else _by_name(model, contents, path, name)
         for name in names
     ]
-
-
-def _layerless(name: str) -> str:
-    return NUMBER.sub(".#.", name, count=1)
 
 
 def _of_layer(name: str, file: str, raw: str, known: str) -> tuple[str, str]:
