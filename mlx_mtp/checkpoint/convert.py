@@ -1,4 +1,4 @@
-"""A checkpoint as the hub has it -> an MLX checkpoint that still has its MTP heads.
+"""Convert a checkpoint of the hub to an MLX checkpoint that still has its MTP heads.
 
 The ports load the source lazily: names, stacked experts, 8-bit floats and norms come out of the code that loads a
 model, as arrays that are not computed yet. Each is computed when it is written, so that the memory in use is that of
@@ -16,9 +16,9 @@ from typing import Literal
 import mlx.core as mx
 from mlx_lm.utils import get_total_parameters, save_config
 
-from ..machine import atomic as unfinished
-from . import convert_writer as tensor_file
-from .convert_precision import choose
+from ..machine import atomic
+from . import convert_writer as writer
+from .convert_precision import Precision, format_of, format_of_heads
 from .convert_source import Source, Tensors, files_of_heads, open_source
 from .files import CONVERTED, INDEX, SIDECAR_FILES, resolve
 from .report import Report
@@ -53,7 +53,7 @@ def convert(
     dtype: str | None = None,
     dequantize: bool = False,
     revision: str | None = None,
-    shard_bytes: int = tensor_file.SHARD_BYTES,
+    shard_bytes: int = writer.SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Converted:
     """Write a checkpoint for MLX, heads included, to the new directory `mlx_path`.
@@ -66,23 +66,15 @@ def convert(
     shard_bytes: most bytes of a file of several. progress: called with bytes written, and to write.
     Raises ValueError, in one line, and leaves nothing behind.
     """
-    precision = choose(
-        quantize=quantize,
-        q_group_size=q_group_size,
-        q_bits=q_bits,
-        q_mode=q_mode,
-        quant_predicate=quant_predicate,
-        mtp_q_group_size=mtp_q_group_size,
-        mtp_q_bits=mtp_q_bits,
-        dequantize=dequantize,
-        dtype=dtype,
-    )
+    target = format_of(q_group_size, q_bits, q_mode) if quantize else None
+    heads = format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantize)
+    precision = Precision(target, quant_predicate, *heads, dequantize, dtype)
     if mtp_layout not in ("sidecar", "shards"):
         raise ValueError(f"mtp_layout={mtp_layout!r}: allowed are sidecar, shards")
     path, new = resolve(hf_path, revision), Path(mlx_path).expanduser().resolve()
     if new.is_relative_to(path.resolve()):
         raise ValueError(f"mlx_path={mlx_path}: in the directory that is to be converted, {path}")
-    unfinished.check_new(new)
+    atomic.check_new(new)
     source = open_source(path)
     source.prepare(precision)
     facts = source.facts(SIDECAR if mtp_layout == "sidecar" else "in the model's shards")
@@ -92,8 +84,8 @@ def convert(
     copied = [file for file in others if not NOT_COPIED.fullmatch(file.name)]
     small = len(index) + len(json.dumps(config)) + sum(file.stat().st_size for file in copied)
     source.release()
-    unfinished.check_free(new, _file_sizes(files) + small)
-    with unfinished.directory(new) as folder:
+    atomic.check_free(new, _file_sizes(files) + small)
+    with atomic.directory(new) as folder:
         for file in copied:
             shutil.copyfile(file, folder / file.name)
         save_config(config, folder / "config.json")
@@ -118,7 +110,7 @@ def extract_heads(
     repository only the files that hold them are downloaded, and a directory need not have the others.
     mtp_q_bits: None leaves them as they are. The rest is as `convert` has it. Raises ValueError.
     """
-    precision = choose(mtp_q_group_size=mtp_q_group_size, mtp_q_bits=mtp_q_bits, dtype=dtype)
+    precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits), dtype=dtype)
     new = Path(mtp_path).expanduser().resolve()
     new = new / SIDECAR if new.is_dir() else new
     if new.suffix != ".safetensors":
@@ -133,8 +125,8 @@ def extract_heads(
     source.prepare(precision)
     facts, heads = source.facts(new.name), source.tensors()[1]
     source.release()
-    unfinished.check_free(new, _file_sizes({SIDECAR: heads}))
-    with unfinished.file(new) as work:
+    atomic.check_free(new, _file_sizes({SIDECAR: heads}))
+    with atomic.file(new) as work:
         total = _write(source, {work: heads}, progress)
     return Converted(new, total, facts)
 
@@ -143,26 +135,25 @@ def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
     """What goes into which file; ValueError where mlx-lm would stumble over heads that it finds among its own."""
     trunk, heads = source.tensors()
     if layout == "sidecar":
-        return ({SIDECAR: heads} if heads else {}) | tensor_file.shards(trunk, shard_bytes)
+        return ({SIDECAR: heads} if heads else {}) | writer.shards(trunk, shard_bytes)
     read = source.model.BASE.sanitize(source.model, trunk | heads)
     for name in sorted(read):
         if read[name] is not trunk.get(name):
             harm = "change" if name in trunk else "not load"
             raise ValueError(f"mtp_layout={layout!r}: mlx-lm would {harm} {name} in shards with heads; use 'sidecar'")
-    return tensor_file.shards(heads | trunk, shard_bytes)
+    return writer.shards(heads | trunk, shard_bytes)
 
 
 def _file_sizes(files: dict[str, Tensors]) -> int:
-    return sum(tensor_file.file_size(tensors, CONVERTED) for tensors in files.values())
+    return sum(writer.file_size(tensors, CONVERTED) for tensors in files.values())
 
 
 def _index(files: dict[str, Tensors], parameters: int) -> str:
     """model.safetensors.index.json: sizes, and the file of every tensor."""
     total = sum(w.nbytes for tensors in files.values() for w in tensors.values())
     places = sorted((name, file) for file, tensors in files.items() for name in tensors)
-    return json.dumps(
-        {"metadata": {"total_size": total, "total_parameters": parameters}, "weight_map": dict(places)}, indent=4
-    )
+    metadata = {"total_size": total, "total_parameters": parameters}
+    return json.dumps({"metadata": metadata, "weight_map": dict(places)}, indent=4)
 
 
 def _write(source: Source, files: dict[Path, Tensors], progress: Progress | None) -> int:
@@ -177,5 +168,5 @@ def _write(source: Source, files: dict[Path, Tensors], progress: Progress | None
             progress(done, total)
 
     for file, tensors in files.items():
-        tensor_file.write(file, tensors, CONVERTED, compute)
+        writer.write(file, tensors, CONVERTED, compute)
     return total

@@ -1,4 +1,4 @@
-"""In what bits a model's parameters are to be stored, target and heads apart, and how they come to be.
+"""Give a model's parameters the bits they are to be stored in, target and heads apart.
 
 Nothing is computed here: parameters stay what they will be computed from.
 """
@@ -11,10 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.convert import mixed_quant_predicate_builder
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from .parameters import named
 
 MODES = {  # MLX's group sizes and bits, the default first
     "affine": ((64, 32, 128), (4, 2, 3, 5, 6, 8)),
@@ -53,7 +55,7 @@ class Precision:
     """What parameters shall be stored in. None leaves them as they are.
 
     recipe: mlx-lm's mixture of bits, for the target. heads_named: somebody asked for the heads' format, which must
-    then be had. dtype: of what is not quantized; None is config.json's.
+    then be had. dtype: of what is not quantized; None is config.json's. ValueError for what contradicts itself.
     """
 
     target: Format | None = None
@@ -63,8 +65,7 @@ class Precision:
     dequantize: bool = False
     dtype: str | None = None
 
-    def check(self) -> None:
-        """Raise ValueError for what contradicts itself, or is unknown."""
+    def __post_init__(self) -> None:
         for name, value, allowed in (("dtype", self.dtype, DTYPES), ("quant_predicate", self.recipe, RECIPES)):
             if value not in (None, *allowed):
                 raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
@@ -74,8 +75,8 @@ class Precision:
             raise ValueError("dequantize=True: not together with quantize=True or bits of the heads")
 
     def apply(self, model: Any, declared: str | None) -> None:
-        """Give a port's model these formats, and dtype or the `declared` one; ValueError where there is nothing left
-        to quantize.
+        """Give a port's model these formats, and dtype or the `declared` one; ValueError where nothing is left to
+        quantize.
         """
         dtype = self.dtype or declared
         if dtype in DTYPES:
@@ -83,48 +84,14 @@ class Precision:
         if self.dequantize:
             _dequantize(model)
         before = formats(model)
-        if self.target and not self._quantize_target(model, self.target):
+        if self.target and not _quantize_target(model, self.target, self.recipe):
             raise ValueError(f"quantize=True: {_nothing_left(before, heads=False)}")
         if self.heads and not _quantize_heads(model, self.heads) and self.heads_named:
             raise ValueError(f"mtp_q_bits={self.heads.bits}: {_nothing_left(before, heads=True)}")
 
-    def _quantize_target(self, model: Any, form: Format) -> int:
-        """Quantize what mlx-lm would, with the family's exceptions or by the recipe; how many modules."""
-        heads = model.pop("mtp")  # a recipe counts layers by the names that it sees
-        predicate: Any = getattr(model, "quant_predicate", None)
-        if self.recipe is not None:
-            predicate = mixed_quant_predicate_builder(self.recipe, model, form.group_size)
-        count = _quantize(model, form, predicate)
-        model.mtp = heads
-        return count
 
-
-def choose(
-    *,
-    quantize: bool = False,
-    q_group_size: int | None = None,
-    q_bits: int | None = None,
-    q_mode: str = "affine",
-    quant_predicate: str | None = None,
-    mtp_q_group_size: int | None = None,
-    mtp_q_bits: int | None = None,
-    dequantize: bool = False,
-    dtype: str | None = None,
-) -> Precision:
-    """The precision that `convert`'s arguments mean; ValueError names the one that is wrong."""
-    target = _format(q_group_size, q_bits, q_mode) if quantize else None
-    if mtp_q_bits == UNQUANTIZED and mtp_q_group_size is not None:
-        raise ValueError(f"mtp_q_group_size={mtp_q_group_size}: not with mtp_q_bits={UNQUANTIZED}, no quantization")
-    named = mtp_q_bits != UNQUANTIZED and (mtp_q_bits, mtp_q_group_size) != (None, None)
-    quantized = named or (quantize and mtp_q_bits != UNQUANTIZED)
-    heads = _format(mtp_q_group_size, mtp_q_bits or HEAD_BITS, prefix="mtp_") if quantized else None
-    found = Precision(target, quant_predicate, heads, named, dequantize, dtype)
-    found.check()
-    return found
-
-
-def _format(group_size: int | None, bits: int | None, mode: str = "affine", prefix: str = "") -> Format:
-    """The format with the mode's defaults for what is None; ValueError names the argument, which has a prefix."""
+def format_of(group_size: int | None, bits: int | None, mode: str = "affine", prefix: str = "") -> Format:
+    """Choose the format with the mode's defaults for what is None; ValueError names the argument, with its prefix."""
     if mode not in MODES:
         raise ValueError(f"q_mode={mode!r}: allowed are {', '.join(MODES)}")
     sizes, widths = MODES[mode]
@@ -134,14 +101,26 @@ def _format(group_size: int | None, bits: int | None, mode: str = "affine", pref
     return Format(group_size or sizes[0], bits or widths[0], mode)
 
 
+def format_of_heads(
+    group_size: int | None, bits: int | None, *, quantize: bool = False
+) -> tuple[Format | None, bool]:
+    """Choose (the heads' format, whether it was named), the target's being quantized or not; ValueError as above."""
+    if bits == UNQUANTIZED:
+        if group_size is not None:
+            raise ValueError(f"mtp_q_group_size={group_size}: not with mtp_q_bits={UNQUANTIZED}, no quantization")
+        return None, False
+    named = (bits, group_size) != (None, None)
+    return (format_of(group_size, bits or HEAD_BITS, prefix="mtp_") if named or quantize else None), named
+
+
 def formats(model: nn.Module) -> dict[str, Format]:
-    """The format of every quantized module, by its path."""
-    found: Any = {path: m for path, m in model.named_modules() if "scales" in m}
-    return {path: Format(m.group_size, m.bits, m.mode) for path, m in found.items()}
+    """Find the format of every quantized module, by its path."""
+    found: Any = [(path, m) for path, m in model.named_modules() if "scales" in m]
+    return {path: Format(m.group_size, m.bits, m.mode) for path, m in found}
 
 
 def listed(model: nn.Module) -> dict[str, Any] | None:
-    """config.json's "quantization": the target's usual format, and by path what differs; None where it has none."""
+    """Make config.json's "quantization": the target's usual format, and by path what differs; None without one."""
     found = formats(model)
     target = Counter(form for path, form in found.items() if not path.startswith("mtp."))
     if not target:
@@ -154,6 +133,17 @@ def _nothing_left(found: dict[str, Format], *, heads: bool) -> str:
     kinds = sorted({str(form) for path, form in found.items() if path.startswith("mtp.") == heads})
     state = f"already {', '.join(kinds)}" if kinds else "not in rows of whole groups"
     return f"nothing left to quantize in {'the heads' if heads else 'the target'}, whose matrices are {state}"
+
+
+def _quantize_target(model: Any, form: Format, recipe: str | None) -> int:
+    """Quantize what mlx-lm would, with the family's exceptions or by the recipe; how many modules."""
+    heads = model.pop("mtp")  # a recipe counts layers by the names that it sees
+    predicate: Any = getattr(model, "quant_predicate", None)
+    if recipe is not None:
+        predicate = mixed_quant_predicate_builder(recipe, model, form.group_size)
+    count = _quantize(model, form, predicate)
+    model.mtp = heads
+    return count
 
 
 def _quantize_heads(model: Any, form: Format) -> int:
@@ -176,7 +166,7 @@ def _quantize(module: nn.Module, form: Format, predicate: Predicate | None) -> i
 
 
 def _dequantize(model: nn.Module) -> None:
-    """Every quantized module as an ordinary one, of the type of its scales."""
+    """Put an ordinary module in the place of every quantized one, of the type of its scales."""
     plain = [(path, _plain(path, m)) for path, m in model.named_modules() if "scales" in m]
     model.update_modules(tree_unflatten(plain))
 
@@ -197,10 +187,6 @@ def _plain(path: str, m: Any) -> nn.Module:
 
 def _cast(model: Any, dtype: mx.Dtype) -> None:
     """Give floating-point parameters a type, but for those that the family keeps in their own."""
-    predicate = getattr(model, "cast_predicate", None)
-
-    def as_wanted(path: str, w: mx.array) -> mx.array:
-        kept = not mx.issubdtype(w.dtype, mx.floating) or (predicate is not None and not predicate(path))
-        return w if kept else w.astype(dtype)
-
-    model.update(tree_map_with_path(as_wanted, model.parameters()))
+    chosen = getattr(model, "cast_predicate", None) or (lambda path: True)
+    floats = [(path, w) for path, w in named(model).items() if mx.issubdtype(w.dtype, mx.floating)]
+    model.load_weights([(path, w.astype(dtype)) for path, w in floats if chosen(path)], strict=False)

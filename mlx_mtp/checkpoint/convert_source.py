@@ -1,4 +1,4 @@
-"""A checkpoint opened to be converted: its tensors by the names they will have, none of them read yet."""
+"""Open a checkpoint to convert it: its tensors by the names they will have, none of them read yet."""
 
 import re
 import warnings
@@ -44,17 +44,22 @@ class Source:
             if mx.issubdtype(w.dtype, mx.floating) and not path.endswith(".biases"):
                 head = path.startswith("mtp.")
                 name = self._stored(path) if head else path
-                name = re.sub(r"\.scales$", ".weight", name) if precision.dequantize else name
+                if precision.dequantize:
+                    name = re.sub(r"\.scales$", ".weight", name)
                 self.trained[name] = mx.isnan(w).any(), w.any() if head else mx.array(True)
         declared = self.config.get("torch_dtype") or self.config.get("text_config", {}).get("dtype")
         precision.apply(self.model, declared)
         self.dtype = precision.dtype
 
     def tensors(self) -> tuple[Tensors, Tensors]:
-        """The target's by mlx-lm's names, and the heads' by the hub's."""
-        parameters = named(self.model)
-        heads = {self._stored(path): w for path, w in parameters.items() if path.startswith("mtp.")}
-        return {path: w for path, w in parameters.items() if not path.startswith("mtp.")}, heads
+        """Return the target's by mlx-lm's names, and the heads' by the hub's."""
+        trunk, heads = {}, {}
+        for path, w in named(self.model).items():
+            if path.startswith("mtp."):
+                heads[self._stored(path)] = w
+            else:
+                trunk[path] = w
+        return trunk, heads
 
     def release(self) -> None:
         """Let go of the model: what `tensors` gave out is all that there is, and can be let go of one by one."""
@@ -66,14 +71,14 @@ class Source:
         return self.model.spec.name(int(depth), inside, self.model.args.num_hidden_layers)
 
     def new_config(self) -> dict[str, Any]:
-        """config.json with the type and quantization that the model has now, in place of its source's."""
+        """Make config.json with the type and quantization that the model has now, in place of its source's."""
         new, found = _renewed(self.config, self.dtype), listed(self.model)
         if "text_config" in new:
             new["text_config"] = _renewed(new["text_config"], self.dtype)
         return new if found is None else new | {"quantization": found}
 
     def facts(self, place: str) -> Report:
-        """What a load of the conversion would report; `place` is where its heads are."""
+        """Make the report that a load of the conversion would; `place` is where its heads are."""
         shifted = any(self.raw)
         norms = "shifted by +1 (they were stored zero-centred)" if shifted else "as they were (already shifted)"
         if not self.model.mtp:
@@ -82,9 +87,7 @@ class Source:
         return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
 
     def compute(self, name: str, w: mx.array) -> None:
-        """Read and compute a tensor; ValueError where that fails, or before it was quantized it was NaN, or a head's
-        and zeros.
-        """
+        """Read and compute a tensor; ValueError where that fails, or it was NaN or a head's zeros when stored."""
         states = self.trained.pop(name, ())
         try:
             mx.eval(w, *states)
@@ -96,15 +99,13 @@ class Source:
 
 
 def open_source(path: Path, *, alone: bool = False) -> Source:
-    """A checkpoint directory's parameters, or its heads' `alone`, not yet read; ValueError where no port knows it, or
-    it is damaged.
-    """
+    """Open a checkpoint directory, or its heads `alone`; ValueError where no port knows it, or it is damaged."""
     config = read_config(path)
     return Source(path, config, *read_port(_port(path, config), path, config, Drafting(True, None, {}, None, alone)))
 
 
 def files_of_heads(path: Path) -> list[str]:
-    """The weights' files that heads need, by config.json and the index; without an index, all.
+    """List the weights' files that heads need, by config.json and the index; without an index, all.
 
     Where heads have embeddings or LM heads, the target's are needed too: they may be the same.
     """
@@ -149,11 +150,6 @@ def _drop_repeated(model: Any, contents: Contents) -> None:
 
 def _equal(contents: Contents, a: dict[str, str], b: dict[str, str]) -> bool:
     """Whether two modules' tensors, their names by kind, hold the same; read for this alone, and not kept."""
-    if a.keys() != b.keys():
-        return False
-    for kind in a:
-        (x,) = read_tensors({a[kind]: contents.heads[a[kind]]}).values()
-        (y,) = read_tensors({b[kind]: contents.trunk[b[kind]]}).values()
-        if x.shape != y.shape or x.dtype != y.dtype or not mx.array_equal(x, y).item():
-            return False
-    return True
+    stored = contents.heads | contents.trunk
+    pairs = (read_tensors({name: stored[name] for name in (a[kind], b[kind])}).values() for kind in a if kind in b)
+    return a.keys() == b.keys() and all(x.dtype == y.dtype and mx.array_equal(x, y) for x, y in pairs)

@@ -1,4 +1,4 @@
-"""Safetensors files of arrays that are computed one by one, each when it is written and let go of before the next.
+"""Write safetensors files of arrays that are computed one by one, each let go of before the next.
 
 Shapes and types are known before anything is computed, so a file's header, its size and how many files there will be
 are, too.
@@ -23,13 +23,12 @@ Tensors = dict[str, mx.array]
 
 
 def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
-    """The tensors by mlx-lm's file names, in their order, at most `limit` bytes to a file that has several."""
+    """Deal the tensors out to mlx-lm's file names, in their order, at most `limit` bytes to a file of several."""
     parts: list[Tensors] = []
-    size = 0
+    size = limit + 1
     for name, w in tensors.items():
-        if not parts or size + w.nbytes > limit:
-            parts.append({})
-            size = 0
+        if size + w.nbytes > limit:
+            parts, size = [*parts, {}], 0
         parts[-1][name] = w
         size += w.nbytes
     if len(parts) == 1:
@@ -38,7 +37,7 @@ def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
 
 
 def header(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> bytes:
-    """What a safetensors file begins with: the length of a JSON object, and the object, padded to 8 bytes."""
+    """Make what a safetensors file begins with: the length of a JSON object, and the object, padded to 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, w in tensors.items():
@@ -50,7 +49,7 @@ def header(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> bytes:
 
 
 def file_size(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> int:
-    """Bytes of the file that `write` makes of them."""
+    """Count the bytes of the file that `write` makes of them."""
     return len(header(tensors, metadata)) + sum(w.nbytes for w in tensors.values())
 
 
@@ -62,7 +61,7 @@ def write(file: Path, tensors: Tensors, metadata: dict[str, str], compute: Calla
             for name in list(tensors):
                 w = tensors.pop(name)
                 compute(name, w)
-                f.write(_raw(w))
+                f.write(memoryview(mx.contiguous(w).reshape(-1).view(mx.uint8)))  # type: ignore[arg-type]
                 del w
                 mx.clear_cache()
             f.flush()
@@ -70,8 +69,3 @@ def write(file: Path, tensors: Tensors, metadata: dict[str, str], compute: Calla
     except OSError as e:
         e.filename = e.filename or str(file)  # of a full disk nothing else says where
         raise
-
-
-def _raw(w: mx.array) -> memoryview:
-    """The bytes of an array."""
-    return memoryview(mx.contiguous(w).reshape(-1).view(mx.uint8))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A reduced draft vocabulary: the heads choose among a list of tokens only, the target among all, as ever.
+"""Reduce the draft vocabulary: the heads choose among a list of tokens only, the target among all, as ever.
 
 A text never changes by it; an LM head of few rows is read sooner and takes less memory, and drafts that are not in
 the list are lost. Source: FR-Spec (arXiv 2502.14856), which ranks tokens by how often they occur.
@@ -44,7 +44,7 @@ class DraftVocab:
 
 
 def read(given: str | Path | Sequence[int]) -> DraftVocab:
-    """The list that `write` wrote to a file, or that is given; ValueError names what is wrong with it."""
+    """Read the list that `write` wrote to a file, or that is given; ValueError names what is wrong with it."""
     if not isinstance(given, str | Path):
         return DraftVocab(_tokens("draft_vocab", list(given)), "draft_vocab")
     file = Path(given).expanduser()
@@ -56,11 +56,10 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
         raise ValueError(f"{file}: cannot be read ({e.strerror})") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{file}: not a draft vocabulary, no valid JSON ({first_line(e)})") from None
-    if not isinstance(entries, dict) or entries.get("format") != FORMAT:
-        found = entries.get("format") if isinstance(entries, dict) else type(entries).__name__
-        raise ValueError(
-            f"{file}: format is {found!r}; allowed is {FORMAT}, an object that `mlx-mtp draft-vocab` wrote"
-        )
+    found = entries.get("format") if isinstance(entries, dict) else type(entries).__name__
+    if found != FORMAT:
+        wrote = "an object that `mlx-mtp draft-vocab` wrote"
+        raise ValueError(f"{file}: format is {found!r}; allowed is {FORMAT}, {wrote}")
     size, tokenizer = entries.get("vocab_size"), entries.get("tokenizer")
     if not _is_integer(size) or size < 1:
         raise ValueError(f"{file}: vocab_size is {size!r}; allowed are integers from 1 on")
@@ -102,13 +101,13 @@ def write(file: str | Path, tokens: Collection[int], vocab_size: int, tokenizer:
 
 
 def digest(tokenizer: Any) -> str:
-    """What tells tokenizers apart: SHA-256 of their tokens and ids, 64 hexadecimal digits."""
+    """Tell tokenizers apart: SHA-256 of their tokens and ids, 64 hexadecimal digits."""
     entries = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(entries.encode()).hexdigest()
 
 
 def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_size: int) -> list[int]:
-    """`size` tokens for drafting, ascending: those that end and structure a text, the most frequent, the lowest ids.
+    """Choose `size` tokens to draft, ascending: those that end and structure a text, the most frequent, the lowest ids.
 
     counts: how often each token occurs in texts. A tokenizer numbers its tokens in the order in which its training
     found them, the frequent ones first. Raises ValueError for a size that is less than the first of these take, or
@@ -116,17 +115,15 @@ def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_si
     """
     known = sorted(token for token in set(tokenizer.get_vocab().values()) if token < vocab_size)
     fixed = structural(tokenizer) & set(known)
-    least = max(1, len(fixed))
-    if not least <= size <= len(known):
-        raise ValueError(
-            f"size={size}: allowed are {least}, for the special tokens alone, to {len(known)}, all that there are"
-        )
+    if not (least := max(1, len(fixed))) <= size <= len(known):
+        allowed = f"{least}, for the special tokens alone, to {len(known)}, all that there are"
+        raise ValueError(f"size={size}: allowed are {allowed}")
     ranked = sorted(known, key=lambda token: (token not in fixed, -counts.get(token, 0), token))
     return sorted(ranked[:size])
 
 
 def structural(tokenizer: Any) -> set[int]:
-    """Tokens that a text has whatever it is about: special ones, what ends a text, what the chat template writes."""
+    """Find tokens that every text has: special ones, what ends a text, what the chat template writes."""
     template = str(tokenizer.chat_template or "")
     written = {token for token, added in tokenizer.added_tokens_decoder.items() if str(added) in template}
     return {*tokenizer.all_special_ids, *tokenizer.eos_token_ids, *written}
@@ -140,8 +137,7 @@ def reduce_heads(model: Any, tokens: Collection[int]) -> tuple[int, int]:
     before kernels are placed, which are made for the LM heads that there are. Raises ValueError where a drafter
     knows none of the tokens, or an LM head is of a kind that cannot be cut.
     """
-    listed, cut = set(tokens), {}
-    before = 0
+    listed, cut, before = set(tokens), {}, 0
     for depth, head in enumerate(model.mtp):
         full = model.unembedding(depth)
         if id(full) not in cut:

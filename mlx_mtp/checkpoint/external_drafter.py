@@ -1,4 +1,4 @@
-"""A drafter in a directory of its own: read, checked against its target, and put in the place of its heads."""
+"""Attach a drafter of a directory of its own to its target, in the place of heads, once it is checked."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from .parameters import named, untrained
 
 
 def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Give `model` the drafter as its one head; (where it came from, tensors that are not used).
+    """Give `model` the drafter as its one head; returns (where it came from, tensors that are not used).
 
     Raises ValueError for a directory that holds no drafter, or one for another target.
     """
@@ -41,7 +41,7 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
 
 
 def is_drafter(path: Path) -> bool:
-    """Whether a directory holds a drafter."""
+    """Tell whether a directory holds a drafter."""
     try:
         return _kind(path, _config(path), _header(path)) is not None
     except (ValueError, OSError):

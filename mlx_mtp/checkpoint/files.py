@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds, from file headers alone: tensors, their files, where the heads are."""
+"""Read a checkpoint directory's files: config.json, the tensors that safetensors headers list, lazy arrays."""
 
 import functools
 import json
@@ -58,7 +58,7 @@ Header = dict[str, Tensor]
 
 
 def resolve(path_or_repo: str | Path, revision: str | None = None, *, files: Collection[str] = DOWNLOADED) -> Path:
-    """The local directory of a checkpoint; where it is no path, its `files` are downloaded from the hub."""
+    """Find the local directory of a checkpoint; where it is no path, its `files` are downloaded from the hub."""
     path = local(path_or_repo)
     if path is not None:
         return path
@@ -69,15 +69,13 @@ def resolve(path_or_repo: str | Path, revision: str | None = None, *, files: Col
 
 
 def local(path_or_repo: str | Path) -> Path | None:
-    """The directory of this name, None where there is no such path; ValueError for what cannot be a checkpoint."""
+    """Find the directory of this name, None where there is no such path; ValueError for what is no checkpoint."""
     try:
         path = Path(path_or_repo).expanduser()
         if path.is_dir():
-            special = next(
-                (p for p in sorted(path.iterdir()) if p.exists() and not (p.is_file() or p.is_dir())), None
-            )
-            if special is not None:  # opening a pipe would wait for its writer
-                raise ValueError(f"{special}: neither a file nor a directory")
+            for inside in sorted(path.iterdir()):  # opening a pipe would wait for its writer
+                if inside.exists() and not (inside.is_file() or inside.is_dir()):
+                    raise ValueError(f"{inside}: neither a file nor a directory")
             return path
         if path.exists():
             raise ValueError(f"{path}: not a directory; a checkpoint is a directory with config.json")
@@ -87,7 +85,7 @@ def local(path_or_repo: str | Path) -> Path | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json (with generation_config.json's stop tokens), as mlx-lm reads it."""
+    """Read config.json (with generation_config.json's stop tokens) as mlx-lm does."""
     try:
         config = load_config(path)
     except FileNotFoundError:
@@ -102,29 +100,25 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def checked_config(config: Any, file: Path) -> dict[str, Any]:
-    """What a config.json holds, if it is an object that names its family; ValueError names the file."""
+    """Return what a config.json holds, if it is an object that names its family; ValueError names the file."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{file}: expected an object with a model_type")
     if config.get("text_config", {}) is None:
         del config["text_config"]
     if not isinstance(config.get("text_config", {}), dict):
         raise ValueError(f"{file}: text_config is {config['text_config']!r}, expected an object")
-    stored = (config | config.get("text_config", {})).get("quantization_config")
-    if not isinstance(stored, dict | None):
+    text = config | config.get("text_config", {})
+    if not isinstance(stored := text.get("quantization_config"), dict | None):
         raise ValueError(f"{file}: quantization_config is {stored!r}, expected an object")
-    for name in DECLARED:
-        count = (config | config.get("text_config", {})).get(name)
-        if isinstance(count, int) and count > MOST_LAYERS:
-            raise ValueError(f"{file}: {name} is {count}; allowed are 0 to {MOST_LAYERS}")
-    for name in LAYERS:
-        count = (config | config.get("text_config", {})).get(name)
-        if isinstance(count, int) and not 1 <= count <= MOST_LAYERS:
-            raise ValueError(f"{file}: {name} is {count}; allowed are 1 to {MOST_LAYERS}")
+    for names, least, said in ((DECLARED, -math.inf, 0), (LAYERS, 1, 1)):
+        for name in names:
+            if isinstance(count := text.get(name), int) and not least <= count <= MOST_LAYERS:
+                raise ValueError(f"{file}: {name} is {count}; allowed are {said} to {MOST_LAYERS}")
     return config
 
 
 def read_header(files: Iterable[Path]) -> Header:
-    """The tensors of safetensors files; a truncated or damaged file is a ValueError that names it."""
+    """List the tensors of safetensors files; a truncated or damaged file is a ValueError that names it."""
     header: Header = {}
     for file in files:
         if not file.is_file():  # to open a pipe waits for its writer
@@ -142,7 +136,7 @@ def read_header(files: Iterable[Path]) -> Header:
 
 
 def trunk_header(path: Path, *, whole: bool = True) -> Header:
-    """The tensors of `model*.safetensors`, checked against the shard index where there is one and `whole` is."""
+    """List the tensors of `model*.safetensors`, checked against the shard index where there is one and `whole` is."""
     files = sorted(path.glob(TRUNK_FILES))
     if not whole:
         return read_header(files)
@@ -164,7 +158,7 @@ def trunk_header(path: Path, *, whole: bool = True) -> Header:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor as the shard index has it; empty where there is none."""
+    """Read the file of each tensor from the shard index; empty where there is none."""
     index = path / INDEX
     if not index.exists():
         return {}
@@ -181,7 +175,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def sidecar_files(path: Path, mtp_path: str | Path | None) -> list[Path]:
-    """Files beside the trunk's that hold heads: `mtp_path` (a file or a directory), else those found by name."""
+    """List the files beside the trunk's that hold heads: `mtp_path` (a file or a directory), else those by name."""
     if mtp_path is None:
         return sorted({file for pattern in SIDECAR_FILES for file in path.glob(pattern)})
     given = Path(mtp_path).expanduser()
@@ -192,13 +186,16 @@ def sidecar_files(path: Path, mtp_path: str | Path | None) -> list[Path]:
 
 
 def read_tensors(header: Header) -> dict[str, mx.array]:
-    """The header's tensors as lazy arrays."""
-    loaded = {file: mx.load(str(file)) for file in {tensor.file for tensor in header.values()}}
-    return {name: loaded[tensor.file][name] for name, tensor in header.items()}  # type: ignore[index]
+    """Return the header's tensors as lazy arrays."""
+    loaded: Any = {file: mx.load(str(file)) for file in {tensor.file for tensor in header.values()}}
+    return {name: loaded[tensor.file][name] for name, tensor in header.items()}
 
 
 def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.array]:
-    """8-bit floats times their scales, as bfloat16; what is not stored so stays as it is."""
+    """Multiply 8-bit floats [rows, columns], held as uint8, with their scales to bfloat16; all else stays as it is.
+
+    Scales are one, one a row, or one for each block of FP8_BLOCK x FP8_BLOCK; ValueError for other shapes.
+    """
     plain = dict(weights)
     for name, weight in weights.items():
         suffix = next((s for s in FP8_SCALES if name + s in weights), None)

@@ -1,4 +1,4 @@
-"""A repository of the hub as a directory of holes: small files whole, tensors' headers, and none of their data."""
+"""Fetch a repository of the hub as a directory of holes: small files, tensors' headers, and none of their data."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ AT_ONCE = 8  # headers that are fetched side by side
 
 @contextlib.contextmanager
 def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
-    """A directory that looks like the checkpoint from outside its tensors, for as long as the context is entered.
+    """Make a directory that looks like the checkpoint from outside its tensors, and is gone when the block ends.
 
     Each file has the size it has on the hub but takes no room: what follows its header is a hole. Raises ValueError,
     in one line, where the repository cannot be reached or is none.
@@ -35,7 +35,7 @@ def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
 
 
 def downloaded(repo: str, revision: str | None = None) -> Path | None:
-    """The directory of a repository that was downloaded with its weights; None where it was not."""
+    """Find the directory of a repository that was downloaded with its weights; None where it was not."""
     try:
         path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
     except Exception:  # of many kinds: not there, no such name, no cache

@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds and whether it loads, from headers and the values of its norms alone.
+"""Inspect a checkpoint directory: what it holds and whether it loads, from headers and the values of norms alone.
 
 The verdict is the loader's own: the model is built as `load_model(lazy=True)` builds it, and no weight is read.
 """
@@ -6,6 +6,7 @@ The verdict is the loader's own: the model is built as `load_model(lazy=True)` b
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations, islice
@@ -99,7 +100,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
-    """Look at a directory. What is wrong with it is not raised but told.
+    """Look at a checkpoint directory. What is wrong with it is not raised but told.
 
     values: False where the files are headers only, so that there are no norms to look at.
     """
@@ -223,28 +224,28 @@ def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
         "experts": {name: tensor for name, tensor in contents.trunk.items() if EXPERTS.search(name)},
         "heads": contents.heads,
     }
-    if model is None:
-        return {name: PartSummary(len(part), _types(part), None, None) for name, part in tensors.items()}
-    report: Report = model.report
-    experts = {
-        at: module
-        for at, module in model.named_modules()
-        if isinstance(module, SwitchLinear | QuantizedSwitchLinear) and not at.startswith("mtp.")
-    }
-    loaded = {
-        "target": (report.target_bytes, report.target_quantization),
-        "experts": (nbytes([m.parameters() for m in experts.values()]), quantization(experts) if experts else None),
-        "heads": (report.head_bytes, report.head_quantization if report.heads else None),
-    }
+    loaded: dict[str, Any] = dict.fromkeys(tensors, (None, None))
+    if model is not None:
+        report, modules = model.report, model.named_modules()
+        switched = ((at, m) for at, m in modules if isinstance(m, SwitchLinear | QuantizedSwitchLinear))
+        experts = {at: m for at, m in switched if not at.startswith("mtp.")}
+        loaded = {
+            "target": (report.target_bytes, report.target_quantization),
+            "experts": (
+                nbytes([m.parameters() for m in experts.values()]),
+                quantization(experts) if experts else None,
+            ),
+            "heads": (report.head_bytes, report.head_quantization if report.heads else None),
+        }
     return {name: PartSummary(len(part), _types(part), *loaded[name]) for name, part in tensors.items()}
 
 
 def _types(tensors: Header) -> dict[str, int]:
     """Bytes in the files by type, the most first."""
-    types: dict[str, int] = {}
+    types: Counter[str] = Counter()
     for tensor in tensors.values():
-        types[tensor.dtype] = types.get(tensor.dtype, 0) + tensor.nbytes
-    return dict(sorted(types.items(), key=lambda item: -item[1]))
+        types[tensor.dtype] += tensor.nbytes
+    return dict(types.most_common())
 
 
 def _memory(model: Any, longest: int | None) -> MemoryFit:
@@ -257,11 +258,8 @@ def _memory(model: Any, longest: int | None) -> MemoryFit:
 
 def _means(contents: Contents) -> tuple[float | None, ...]:
     """Of the layers' norms as stored, of the parts that are there."""
-    return tuple(_finite(mean(part)) for part in (contents.trunk, contents.heads) if part)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    means = (mean(part) for part in (contents.trunk, contents.heads) if part)
+    return tuple(value if math.isfinite(value) else None for value in means)
 
 
 def _number(config: dict, name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Norms that the hub stores zero-centred (weight minus one): who shifted them already, and who forgot to.
+"""Tell norms that are stored zero-centred (weight minus one), as the hub does, from those that were shifted.
 
 Decided once for the trunk and once for the heads, never tensor by tensor: a norm of the fusion may lie near zero in
 either convention, while the norms of the layers together tell them apart (omlx PRs 1507 and 3750, MTPLX issue 306).
@@ -16,13 +16,14 @@ from .files import TRUNK_FILES, Header, read_tensors
 
 LAYER_NORMS = re.compile(r"(layernorm|_norm)\.weight$")
 SHIFTED = 0.75  # a mean above it is no zero-centred norm's
+Origin = Callable[[str], tuple[str, str]]  # of a parameter: the file and the name in it of its tensor
 USUAL = 0.5, 1.75  # means of a loaded part's layer norms; far outside lie norms unshifted, or shifted twice
 
 
 def conventions(
     zero_centred: tuple[str, str] | None, trunk: Header, heads: Header, *, alone: bool = False
 ) -> tuple[bool, bool]:
-    """Whether the trunk's norms, and the heads', are stored zero-centred.
+    """Tell whether the trunk's norms, and the heads', are stored zero-centred.
 
     Files that `mlx-mtp convert` wrote say that none is. Other trunks: by what only one layout has, else by the writer
     ("pt" is the hub's), else by the layers' norms.
@@ -31,12 +32,12 @@ def conventions(
     """
     if zero_centred is None:
         return False, False
-    raw = False if trunk and _converted(trunk) else _by_layout(zero_centred, trunk)
+    raw = False if trunk and all(t.converted for t in trunk.values()) else _by_layout(zero_centred, trunk)
     if raw is None:
         raw = _from_the_hub(trunk or heads) or mean(trunk) < USUAL[0]
     if not heads:
         return raw, raw
-    if _converted(heads):
+    if all(t.converted for t in heads.values()):
         return raw, False
     by_name = _by_layout(zero_centred, heads)
     shards = {t.file for t in trunk.values()}
@@ -46,10 +47,6 @@ def conventions(
     if USUAL[0] <= heads_mean <= SHIFTED:
         return raw, by_name if by_name is not None else raw or _from_the_hub(heads)
     return raw, heads_mean < USUAL[0]
-
-
-def _converted(header: Header) -> bool:
-    return all(tensor.converted for tensor in header.values())
 
 
 def _by_layout(zero_centred: tuple[str, str], header: Header) -> bool | None:
@@ -67,7 +64,7 @@ def _from_the_hub(header: Header) -> bool:
 
 
 def mean(header: Header) -> float:
-    """The mean of the layers' norms; 1, which leaves them alone, where there are none."""
+    """Return the mean of the layers' norms; 1, which leaves them alone, where there are none."""
     return _mean_of(read_tensors({n: t for n, t in header.items() if LAYER_NORMS.search(n)}))
 
 
@@ -76,17 +73,16 @@ def _mean_of(weights: dict[str, Any]) -> float:
     return sum(means) / len(means) if means else 1.0
 
 
-def warn_of_unusual(
-    parameters: dict[str, Any], raw: tuple[bool, bool], origin: Callable[[str], tuple[str, str]]
-) -> None:
+def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: Origin) -> None:
     """Warn of norms that look unshifted, shifted twice, or of two conventions; `origin` is a parameter's."""
     norms = {path: w for path, w in parameters.items() if LAYER_NORMS.search(path)}
-    parts = {"the trunk": {path: w for path, w in norms.items() if not path.startswith("mtp.")}}
+    parts: dict[int | None, Any] = {None: {p: w for p, w in norms.items() if not p.startswith("mtp.")}}
     for depth in sorted({int(path.split(".")[1]) for path in parameters if path.startswith("mtp.")}):
-        parts[f"MTP depth {depth}"] = {p: w for p, w in norms.items() if p.startswith(f"mtp.{depth}.block.")}
-    for part, weights in parts.items():
+        parts[depth] = {p: w for p, w in norms.items() if p.startswith(f"mtp.{depth}.block.")}
+    for depth, weights in parts.items():
         mean = _mean_of(weights)
         if not USUAL[0] <= mean <= USUAL[1]:
+            part = "the trunk" if depth is None else f"MTP depth {depth}"
             file, name = origin(next(iter(weights)))
             state = "stored zero-centred and not shifted" if mean < USUAL[0] else "shifted twice"
             state = state if math.isfinite(mean) else "damaged"
@@ -95,26 +91,22 @@ def warn_of_unusual(
                 f"near 1; they look {state}",
                 stacklevel=7,
             )
-        elif part != "the trunk":
-            _warn_of_two_conventions(parameters, part, mean, raw, origin)
+        elif depth is not None:
+            _warn_of_two_conventions(parameters, depth, mean, raw, origin)
 
 
 def _warn_of_two_conventions(
-    parameters: dict[str, Any],
-    part: str,
-    mean: float,
-    raw: tuple[bool, bool],
-    origin: Callable[[str], tuple[str, str]],
+    parameters: dict[str, Any], depth: int, mean: float, raw: tuple[bool, bool], origin: Origin
 ) -> None:
-    """A head's last norm, alone in the other convention than the norms of its layer."""
-    path = f"mtp.{part.rpartition(' ')[2]}.norm.weight"
+    """Warn of a head's last norm, alone in the other convention than the norms of its layer."""
+    path = f"mtp.{depth}.norm.weight"
     last = _mean_of({path: parameters[path]})
     twice = raw == (False, True) and last - 1 > SHIFTED  # in a raw trunk's shards it may be so by training
     if twice or (not raw[1] and last < 1 - SHIFTED):
         file, name = origin(path)
         stored, layers = (last - 1, mean - 1) if raw[1] else (last, mean)
         warnings.warn(
-            f"{file}: tensor {name} of {part} has mean {stored:.2f}, the norms of its layer {layers:.2f}: two "
-            f"conventions in one head; {'all were shifted by +1' if raw[1] else 'none was shifted'}",
+            f"{file}: tensor {name} of MTP depth {depth} has mean {stored:.2f}, the norms of its layer {layers:.2f}: "
+            f"two conventions in one head; {'all were shifted by +1' if raw[1] else 'none was shifted'}",
             stacklevel=8,
         )

@@ -1,6 +1,7 @@
-"""What was loaded, in words: so that "is MTP even on?" has an answer."""
+"""Say what was loaded, so that "is MTP even on?" has an answer."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,25 +47,23 @@ class Report:
     not_exact: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        found = (
-            str(self.heads) if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
-        )
+        found = self.heads if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
         rows = [
             ("family", f"{self.family}, {self.layers} layers"),
             ("target", f"{size(self.target_bytes)}, {self.target_quantization}"),
             ("MTP heads", f"{found}, {self.source}"),
         ]
         if self.heads:
-            rows += [
-                ("heads", f"{size(self.head_bytes)}, {self.head_quantization}"),
-                ("LM heads", self.lm_head),
-            ]
+            rows += [("heads", f"{size(self.head_bytes)}, {self.head_quantization}"), ("LM heads", self.lm_head)]
         if self.agreement:
             shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
             whole = "" if self.drafted_from is None else ", by its whole LM head"
             rows.append(("self-test", f"the first head agrees with the target on {shares}{whole}"))
         if self.drafted_from is not None:
-            rows.append(("drafts", _drafted(*self.drafted_from, self.saved_bytes)))
+            left, before = self.drafted_from
+            copied = self.saved_bytes < 0
+            change = f"{size(abs(self.saved_bytes))} {'more for a copy of their rows' if copied else 'less'}"
+            rows.append(("drafts", f"from {left:,} of {before:,} tokens, {change}"))
         rows.append(("norms", self.norms))
         if self.expanded:
             rows.append(("precision", "expanded to float32: MLX multiplies experts on a CPU in nothing else"))
@@ -78,12 +77,12 @@ class Report:
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
-    """Lines of a name and its text."""
+    """Write a line for each name and its text."""
     return "\n".join(f"{name:<10} {text}" for name, text in rows)
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first LISTED of the names, and how many more there are."""
+    """Write the first LISTED of the names, and how many more there are."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
 
@@ -94,19 +93,14 @@ def _broken(text: str) -> list[str]:
 
 
 def size(n: int) -> str:
-    """Bytes in words."""
+    """Write bytes as MB or GB."""
     return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
-
-
-def _drafted(rows: int, before: int, saved: int) -> str:
-    change = f"{size(saved)} less" if saved >= 0 else f"{size(-saved)} more for a copy of their rows"
-    return f"from {rows:,} of {before:,} tokens, {change}"
 
 
 def make_report(
     model: Any, config: dict, *, source: str, norms: str, ignored: tuple[str, ...], expanded: bool = False
 ) -> Report:
-    """The facts about a model that was loaded from this config.json."""
+    """Collect the facts about a model that was loaded from this config.json."""
     modules = dict(model.named_modules())
     heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
     target = {path: m for path, m in modules.items() if path not in heads}
@@ -129,7 +123,7 @@ def make_report(
 
 
 def declared_heads(config: dict) -> int | None:
-    """How many heads a config.json says there are; None where it says nothing."""
+    """Find how many heads a config.json says there are; None where it says nothing."""
     text = config | config.get("text_config", {})
     return next((text[name] for name in DECLARED if name in text), None)
 
@@ -143,12 +137,9 @@ def _lm_heads(heads: Any) -> str:
 
 
 def quantization(modules: Mapping[str, nn.Module]) -> str:
-    """Of modules by their path: kinds of quantization, and of how many modules; else the weights' type."""
-    kinds: dict[str, int] = {}
-    for module in modules.values():
-        if hasattr(module, "bits"):
-            kind = f"{module.bits}-bit {getattr(module, 'mode', 'affine')} g{module.group_size}"
-            kinds[kind] = kinds.get(kind, 0) + 1
+    """Say how modules, by their paths, are quantized, and how many so; else of what type their weights are."""
+    quantized: Any = [m for m in modules.values() if hasattr(m, "bits")]
+    kinds = Counter(f"{m.bits}-bit {getattr(m, 'mode', 'affine')} g{m.group_size}" for m in quantized)
     if kinds:
         return ", ".join(f"{kind} ({count} modules)" for kind, count in sorted(kinds.items()))
     weights = [a for m in modules.values() for a in m.values() if isinstance(a, mx.array) and a.ndim > 1]

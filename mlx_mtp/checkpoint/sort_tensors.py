@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors are the trunk's, which the heads', which nobody's."""
+"""Sort a checkpoint's tensors: the trunk's, the heads', and those that text decoding does not use."""
 
 import re
 from collections.abc import Iterator
@@ -31,15 +31,11 @@ class Drafting:
 
     def check(self) -> None:
         """Raise for what contradicts itself."""
-        path, overrides = f"mtp_path={self.mtp_path}", f"mtp_overrides={self.mtp_overrides}"
-        for given, why, other in (
-            (not self.mtp and self.draft_model is not None, f"draft_model={self.draft_model}", "mtp=False"),
-            (not self.mtp and self.mtp_path is not None, path, "mtp=False"),
-            (not self.mtp and self.mtp_overrides, overrides, "mtp=False"),
-            (self.draft_model is not None and self.mtp_path is not None, f"draft_model={self.draft_model}", path),
-        ):
-            if given:
-                raise ValueError(f"{why}: not together with {other}")
+        for name in ("draft_model", "mtp_path", "mtp_overrides"):
+            if not self.mtp and (value := getattr(self, name)) not in (None, {}):
+                raise ValueError(f"{name}={value}: not together with mtp=False")
+        if self.draft_model is not None and self.mtp_path is not None:
+            raise ValueError(f"draft_model={self.draft_model}: not together with mtp_path={self.mtp_path}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Contents:
     alone: bool = False
 
     def overrides(self, config: dict) -> dict[str, Any]:
-        """What of config.json mlx-lm shall read otherwise: a head's quantization is read off its tensors' shapes."""
+        """Change what mlx-lm shall read of config.json: a head's quantization is read off its tensors' shapes."""
         found: dict[str, Any] = {}
         stored = (config | config.get("text_config", {})).get("quantization_config") or {}
         if stored.get("format") == "float-quantized":
@@ -71,7 +67,7 @@ class Contents:
 
 
 def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) -> Contents:
-    """Sort every tensor of the checkpoint; one that belongs nowhere is an error."""
+    """Sort every tensor of the checkpoint; ValueError for one that belongs nowhere."""
     sidecars = sidecar_files(path, drafting.mtp_path) if drafting.heads else []
     beside = read_header(sidecars)
     spec = port.Model.SPEC
@@ -86,10 +82,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             trunk[name] = tensor
     if not drafting.alone:
         _check_types(trunk)
-    for part in (
-        (heads,) if drafting.alone else (trunk, heads)
-    ):  # a head's experts may be more or fewer than the target's
-        _check_experts(path, part)
+        _check_experts(path, trunk)
+    _check_experts(path, heads)  # of which there may be more or fewer than the target has
     source = "in the model's shards"
     for name, tensor in (heads | beside).items():
         if spec.locate(name, layers) is None:
@@ -102,7 +96,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     if not drafting.heads:
         return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)), spec.resolve([]))
     places: dict[str, Any] = {name: spec.locate(name, layers) for name in heads}
-    check_once(places, heads)
+    _check_once(places, heads)
     depths = {depth for depth, _ in places.values()}
     if missing := set(range(len(depths))) - depths:
         name = next(n for n, (depth, _) in places.items() if depth == max(depths))
@@ -110,7 +104,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             f"{heads[name].file}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}, such as {name}"
         )
     spec = spec.override(drafting.mtp_overrides).resolve([path for _, path in places.values()])
-    used = _used(spec, places)
+    used = {name for name, place in places.items() if _is_used(spec, *place)}
     depths = {places[name][0] for name in used}
     ignored |= heads.keys() - used
     heads = {name: tensor for name, tensor in heads.items() if name in used}
@@ -120,17 +114,13 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
 
 
 def ignored_by(port: ModuleType, name: str) -> str | None:
-    """The beginning or the end of a tensor's name by which text decoding does not use it."""
+    """Find the beginning or the end of a tensor's name by which text decoding does not use it."""
     return next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
 
 
-def _used(spec: MTPSpec, places: dict[str, Any]) -> set[str]:
-    """The heads' tensors that a spec needs: all, unless it was overridden to share the target's LM head, or to feed
-    the first of several heads its own output.
-    """
-    own = {name for name, (_, inside) in places.items() if spec.head == "shared" and inside.startswith("head.")}
-    later = {name for name, (depth, _) in places.items() if spec.topology == "recycle" and depth}
-    return places.keys() - own - later
+def _is_used(spec: MTPSpec, depth: int, inside: str) -> bool:
+    """Not of an own LM head where a spec was overridden to share the target's, nor of heads behind a recycled one."""
+    return not (spec.head == "shared" and inside.startswith("head.")) and not (spec.topology == "recycle" and depth)
 
 
 def _missing_in(beside: Header, shards: Header, spec: MTPSpec, layers: int) -> Header:
@@ -144,7 +134,7 @@ def _module(place: Any) -> tuple[int, str]:
     return depth, re.sub(r"\.(experts|switch_mlp)\..*", ".experts.", path).rpartition(".")[0]
 
 
-def check_once(places: dict[str, Any], header: Header) -> None:
+def _check_once(places: dict[str, Any], header: Header) -> None:
     """Raise where two tensors have one place, as with two spellings of a prefix."""
     seen: dict[Any, str] = {}
     for name, place in places.items():
@@ -179,7 +169,7 @@ def _check_experts(path: Path, header: Header) -> None:
 
 
 def missing_experts(header: Header) -> Iterator[tuple[str, str, int]]:
-    """Of numbered experts those that others show to be missing: name, what comes before the number, how many of them.
+    """Yield the numbered experts that others show to be missing: (name, what is before the number, how many of them).
 
     There may be any number: that of an expert is what a file says.
     """
@@ -189,11 +179,10 @@ def missing_experts(header: Header) -> Iterator[tuple[str, str, int]]:
             numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
     counts: dict[str, int] = {}  # by the name without its layer's number: a head may have more experts than the trunk
     for (before, _), found in numbers.items():
-        counts[layerless(before)] = max(counts.get(layerless(before), 0), *(number + 1 for number in found))
+        counts[layerless(before)] = max(counts.get(layerless(before), 0), max(found) + 1)
     for (before, after), found in numbers.items():
-        for number in range(counts[layerless(before)]):
-            if number not in found:
-                yield f"{before}{number}{after}", before, counts[layerless(before)]
+        count = counts[layerless(before)]
+        yield from ((f"{before}{i}{after}", before, count) for i in range(count) if i not in found)
 
 
 def layerless(name: str) -> str:
@@ -202,10 +191,10 @@ def layerless(name: str) -> str:
 
 
 def only(files: set[Path], path: Path) -> str:
-    """The one file, or where there are several, their directory."""
+    """Name the one file, or where there are several, their directory."""
     return str(next(iter(files)) if len(files) == 1 else path)
 
 
 def relative(file: Path, path: Path) -> str:
-    """A file's name as seen from a directory."""
+    """Name a file as seen from a directory."""
     return str(file.relative_to(path)) if file.is_relative_to(path) else str(file)

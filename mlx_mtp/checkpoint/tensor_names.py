@@ -1,4 +1,4 @@
-"""What a parameter is called in its checkpoint: where it came from, and where it should have been."""
+"""Name a parameter as its checkpoint does: where it came from, or where it should have been."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +8,7 @@ from .sort_tensors import NUMBER, Contents, layerless, only
 
 
 def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
-    """The file and the name in it of the tensor that became parameter `name`."""
+    """Find the file and the name in it of the tensor that became parameter `name`."""
     stored = contents.trunk | contents.heads
     for raw, tensor in stored.items():
         if name in model.renamed(raw):
@@ -17,7 +17,7 @@ def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
 
 
 def expected(model: Any, contents: Contents, path: Path, names: Iterable[str]) -> list[tuple[str, str]]:
-    """Where parameters should have been, and their names there, judging by the same tensors of other layers."""
+    """Tell where parameters should have been, and their names there, judging by the same tensors of other layers."""
     alike: dict[str, tuple[str, str, str]] = {}
     for part in (contents.heads, contents.trunk):
         file = only({t.file for t in part.values()}, path)
@@ -42,7 +42,7 @@ def _of_layer(name: str, file: str, raw: str, known: str) -> tuple[str, str]:
 
 
 def _by_name(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
-    """The same for a parameter that no other layer has: by the family's own names."""
+    """Name a parameter that no other layer has, by the family's own names."""
     name = model.unrenamed(name).replace(".switch_mlp.", ".experts.*.")
     if not name.startswith("mtp."):
         prefix = next((n.partition("layers.")[0] for n in contents.trunk if "layers." in n), "")
