@@ -24,6 +24,7 @@ from .sort_tensors import Contents, Drafting, sort_tensors
 from .tensor_names import expected, origin
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
+Raw = tuple[bool, bool]  # whether the trunk's norms, and the heads', are stored zero-centred
 MISBUILT = TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError
 
 
@@ -55,26 +56,18 @@ def load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, bu
     return model
 
 
-def read_port(
-    port: ModuleType, path: Path, config: dict, drafting: Drafting
-) -> tuple[Any, Contents, tuple[bool, bool]]:
+def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) -> tuple[Any, Contents, Raw]:
     """Build a port's model with parameters that are read and computed when they are used.
 
-    Returns (the model, what the checkpoint holds, whether the trunk's norms and the heads' were stored zero-centred).
-    Raises ValueError.
+    Returns (the model, what the checkpoint holds, which norms are stored zero-centred). Raises ValueError.
     """
     args = read_args(port, path, config)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     raw = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
-    classes: Any = (partial(_build, port, path, contents, raw), port.ModelArgs)
+    classes = partial(_build, port, path, contents, raw), port.ModelArgs
+    options: Any = {"model_config": contents.overrides(config), "get_model_classes": lambda config: classes}
     with one_line(f"{path}: cannot be loaded", keep=True):
-        model, _ = mlx_lm_utils.load_model(
-            path,
-            lazy=True,
-            strict=False,
-            model_config=contents.overrides(config),
-            get_model_classes=lambda config: classes,
-        )
+        model, _ = mlx_lm_utils.load_model(path, lazy=True, strict=False, **options)
     del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
     return model, contents, raw
 
@@ -90,7 +83,7 @@ def read_args(port: ModuleType, path: Path, config: dict) -> Any:
     return args
 
 
-def _build(port: ModuleType, path: Path, contents: Contents, raw: tuple[bool, bool], args: Any) -> nn.Module:
+def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, args: Any) -> nn.Module:
     """Make the model that mlx-lm fills, with checks in place of its ways to rename and load tensors."""
     with one_line(f"{path}/config.json: the model cannot be built from it", MISBUILT):
         model = port.Model(args, contents.depths, contents.spec)
@@ -116,7 +109,7 @@ def _check_names(model: Any, contents: Contents) -> None:
             )
 
 
-def _sanitize(model: Any, contents: Contents, path: Path, raw: tuple[bool, bool], weights: dict) -> dict:
+def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
     """Do what mlx-lm asks for with all that it found by name: hand the port the trunk's and the heads' tensors."""
     weights.clear()  # else every file is open twice, and a process may open but so many
     wanted = {} if contents.alone else contents.trunk
@@ -130,9 +123,7 @@ def _sanitize(model: Any, contents: Contents, path: Path, raw: tuple[bool, bool]
         raise ValueError(f"{file}: tensor {raw_name} is missing; the rest of its layer needs it") from None
 
 
-def _load_checked(
-    model: nn.Module, contents: Contents, path: Path, weights: list[tuple[str, mx.array]], strict: bool
-) -> None:
+def _load_checked(model: nn.Module, contents: Contents, path: Path, weights: list[Any], strict: bool) -> None:
     """`nn.Module.load_weights` with errors that name file, tensor, expected and found."""
     parameters, found = _stored(model, contents), dict(weights)
     for name, array in parameters.items():
@@ -168,7 +159,7 @@ def check_weights(model: Any, contents: Contents, *, vectors: bool = False) -> N
     check_numbers(checked, partial(origin, model, contents))
 
 
-def check_norms(model: Any, contents: Contents, raw: tuple[bool, bool]) -> None:
+def check_norms(model: Any, contents: Contents, raw: Raw) -> None:
     """Warn of norms that look unshifted, shifted twice, or of two conventions."""
     if model.ZERO_CENTRED is not None:
         warn_of_unusual(_stored(model, contents), raw, partial(origin, model, contents))

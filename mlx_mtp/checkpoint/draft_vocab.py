@@ -107,7 +107,7 @@ def digest(tokenizer: Any) -> str:
 
 
 def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_size: int) -> list[int]:
-    """Choose `size` tokens to draft, ascending: those that end and structure a text, the most frequent, the lowest ids.
+    """Choose `size` tokens to draft, ascending: those that end or structure texts, the most frequent, the lowest ids.
 
     counts: how often each token occurs in texts. A tokenizer numbers its tokens in the order in which its training
     found them, the frequent ones first. Raises ValueError for a size that is less than the first of these take, or

@@ -86,20 +86,16 @@ def _load(head: nn.Module, spec: Any, header: Header, path: Path, target: str) -
     """Fill the module with the tensors; each of both must have its partner, of the same shape."""
     names = {}
     for name, tensor in header.items():
-        place = spec.locate(name, 0)
-        if place is None:
+        _, inside = spec.locate(name, 0) or (0, None)
+        if inside is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no part of a drafter")
-        if place[1] in names:
-            raise ValueError(f"{tensor.file}: tensors {names[place[1]]} and {name} are the same one")
-        names[place[1]] = name
+        if inside in names:
+            raise ValueError(f"{tensor.file}: tensors {names[inside]} and {name} are the same one")
+        names[inside] = name
     stored = read_tensors(header)
     weights = {inside: stored[name] for inside, name in names.items()}
-    nn.quantize(
-        head,
-        class_predicate=lambda at, module: (
-            infer_quant_config(at, module, weights) if f"{at}.scales" in weights else False
-        ),
-    )
+    packed = {at.removesuffix(".scales") for at in weights if at.endswith(".scales")}
+    nn.quantize(head, class_predicate=lambda at, m: at in packed and infer_quant_config(at, m, weights))
     expected = named(head)
     for inside, array in expected.items():
         if inside not in weights:
@@ -121,14 +117,11 @@ def _load(head: nn.Module, spec: Any, header: Header, path: Path, target: str) -
 
 def _check_fit(model: Any, head: Any, path: Path) -> None:
     """Raise where tokens or embeddings of drafter and target do not match."""
-    size, vocab_size = model.model.norm.weight.size, model.args.vocab_size
-    own = head.norm.weight.size
+    size, own, vocab_size = model.model.norm.weight.size, head.norm.weight.size, model.args.vocab_size
     if own != size and not {"embed_tokens", "head"} <= head.keys():
-        raise ValueError(
-            f"{path}: hidden_size {own} needs an embedding and an LM head of its own; the target's is {size}"
-        )
-    if "embed_tokens" in head and head.embed_tokens.weight.shape[0] < vocab_size:
-        rows = head.embed_tokens.weight.shape[0]
+        needed = "an embedding and an LM head of its own"
+        raise ValueError(f"{path}: hidden_size {own} needs {needed}; the target's is {size}")
+    if "embed_tokens" in head and (rows := head.embed_tokens.weight.shape[0]) < vocab_size:
         raise ValueError(f"{path}: made for {rows} tokens, the target has {vocab_size}")
     if "head" in head:
         tokens = head.token(mx.arange(head.head.weight.shape[0]))
