@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import mlx.core as mx
 
@@ -61,7 +61,7 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
         wrote = "an object that `mlx-mtp draft-vocab` wrote"
         raise ValueError(f"{file}: format is {found!r}; allowed is {FORMAT}, {wrote}")
     size, tokenizer = entries.get("vocab_size"), entries.get("tokenizer")
-    if not _is_integer(size) or size < 1:
+    if type(size) is not int or size < 1:
         raise ValueError(f"{file}: vocab_size is {size!r}; allowed are integers from 1 on")
     if not isinstance(tokenizer, str):
         raise ValueError(f"{file}: tokenizer is {tokenizer!r}; allowed is a digest in hexadecimal digits")
@@ -70,17 +70,13 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
     return DraftVocab(tokens, str(file), size, tokenizer)
 
 
-def _is_integer(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _tokens(source: str, found: Any) -> tuple[int, ...]:
     if not isinstance(found, list) or not found:
         kind = "empty" if found == [] else type(found).__name__
         raise ValueError(f"{source}: the tokens are {kind}; allowed is a list of one or more")
     seen: set[int] = set()
     for i, token in enumerate(found):
-        if not _is_integer(token):
+        if type(token) is not int:
             raise ValueError(f"{source}: token {i} of the list is {token!r}; allowed are integers")
         if token in seen:
             raise ValueError(f"{source}: token {i} of the list is {token}, once more; allowed is each once")

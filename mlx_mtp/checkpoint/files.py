@@ -1,6 +1,5 @@
 """Read a checkpoint directory's files: config.json, the tensors that safetensors headers list, lazy arrays."""
 
-import functools
 import json
 import math
 import re
@@ -43,15 +42,9 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
-        return math.prod(self.shape) * _bits(self.dtype) // 8
-
-
-@functools.cache
-def _bits(dtype: str) -> int:
-    """Of one value; "BOOL" has no number, and takes a byte."""
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 8
+        """Bytes in the file; of "BOOL", whose name has no number of bits, one a value."""
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
 
 Header = dict[str, Tensor]

@@ -50,14 +50,10 @@ def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:
         if "/" not in name and any(fnmatch(name, pattern) for pattern in SMALL):
             cached = api.hf_hub_download(repo, name, revision=info.sha)
             (path / name).write_bytes(Path(cached).read_bytes())
-    wanted = [name for name in names if any(_matches(name, pattern) for pattern in (TRUNK_FILES, *SIDECAR_FILES))]
+    patterns = (TRUNK_FILES, *SIDECAR_FILES)  # in which, as for `Path.glob`, a "*" is within one directory
+    wanted = [n for n in names if any(fnmatch(n, p) and n.count("/") == p.count("/") for p in patterns)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(lambda name: _write(api, repo, info.sha, path, name), wanted))
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """As `Path.glob` does: a "*" is within one directory, which ".." is not."""
-    return fnmatch(name, pattern) and name.count("/") == pattern.count("/")
 
 
 def _write(api: HfApi, repo: str, revision: str | None, path: Path, name: str) -> None:

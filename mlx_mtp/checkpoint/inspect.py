@@ -106,8 +106,13 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
     """
     tried = _Tried()
     config: dict[str, Any] = tried(read_config, path) or {}
-    model, said = _loaded(tried, path)
-    header = _readable(tried, path)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = tried(load_model, path, lazy=True, kernels="off")
+    said = [str(warning.message) for warning in warned]
+    header: Header = {}
+    for file in dict.fromkeys([*sorted(path.glob(TRUNK_FILES)), *sidecar_files(path, None)]):
+        header |= tried(read_header, [file]) or {}
     port = find_port(config) if config else None
     contents = tried(_sort, port, path, config, header) if port else None
     contents = contents or Contents(header, {}, 0, "", (), None)  # type: ignore[arg-type] - no heads, no spec
@@ -150,14 +155,6 @@ class _Tried:
             self.problems.append(first_line(e) if isinstance(e, ValueError) else with_type(e))
 
 
-def _loaded(tried: _Tried, path: Path) -> tuple[Any, list[str]]:
-    """(the model with its weights left on disk, or None; what its loader warned of)"""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        model = tried(lambda: load_model(path, lazy=True, kernels="off"))
-    return model, [str(warning.message) for warning in said]
-
-
 def _repeated(model: Any, path: Path) -> list[str]:
     """What to warn of: depths whose vectors, norms above all, are the same, value for value."""
     vectors = [{name: a for name, a in named(head).items() if a.ndim == 1} for head in model.mtp]
@@ -166,14 +163,6 @@ def _repeated(model: Any, path: Path) -> list[str]:
         for (i, a), (j, b) in combinations(enumerate(vectors), 2)
         if a and same(a, b)
     ]
-
-
-def _readable(tried: _Tried, path: Path) -> Header:
-    """The tensors of all files that can be read, the sidecars' last."""
-    header: Header = {}
-    for file in dict.fromkeys([*sorted(path.glob(TRUNK_FILES)), *sidecar_files(path, None)]):
-        header |= tried(read_header, [file]) or {}
-    return header
 
 
 def _sort(port: ModuleType, path: Path, config: dict, header: Header) -> Contents:

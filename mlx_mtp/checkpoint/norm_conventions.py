@@ -34,7 +34,7 @@ def conventions(
         return False, False
     raw = False if trunk and all(t.converted for t in trunk.values()) else _by_layout(zero_centred, trunk)
     if raw is None:
-        raw = _from_the_hub(trunk or heads) or mean(trunk) < USUAL[0]
+        raw = any(t.format == "pt" for t in (trunk or heads).values()) or mean(trunk) < USUAL[0]
     if not heads:
         return raw, raw
     if all(t.converted for t in heads.values()):
@@ -45,7 +45,7 @@ def conventions(
         return True, by_name is not False
     heads_mean = mean(heads)
     if USUAL[0] <= heads_mean <= SHIFTED:
-        return raw, by_name if by_name is not None else raw or _from_the_hub(heads)
+        return raw, by_name if by_name is not None else raw or any(t.format == "pt" for t in heads.values())
     return raw, heads_mean < USUAL[0]
 
 
@@ -57,10 +57,6 @@ def _by_layout(zero_centred: tuple[str, str], header: Header) -> bool | None:
         if any(re.search(pattern, name) for name in header):
             return raw
     return None
-
-
-def _from_the_hub(header: Header) -> bool:
-    return any(tensor.format == "pt" for tensor in header.values())
 
 
 def mean(header: Header) -> float:

@@ -67,7 +67,9 @@ class Report:
         rows.append(("norms", self.norms))
         if self.expanded:
             rows.append(("precision", "expanded to float32: MLX multiplies experts on a CPU in nothing else"))
-        lines = [line for kernel in self.kernels for line in _broken(kernel)]
+        width = COLUMNS - 11  # beside a row's name
+        kernels = (textwrap.wrap(k, width, subsequent_indent="    ", break_on_hyphens=False) for k in self.kernels)
+        lines = [line for kernel in kernels for line in kernel]
         rows += [("" if i else "kernels", line) for i, line in enumerate(lines)]
         if self.not_exact:
             rows.append(("not exact", f"{', '.join(self.not_exact)}: bits may depend on the number of rows"))
@@ -85,11 +87,6 @@ def listed(names: Sequence[str]) -> str:
     """Write the first LISTED of the names, and how many more there are."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
-
-
-def _broken(text: str) -> list[str]:
-    """A row's text in lines that fit beside its name, the later ones set in."""
-    return textwrap.wrap(text, COLUMNS - 11, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def size(n: int) -> str:

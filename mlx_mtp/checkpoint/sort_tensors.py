@@ -96,7 +96,10 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     if not drafting.heads:
         return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)), spec.resolve([]))
     places: dict[str, Any] = {name: spec.locate(name, layers) for name in heads}
-    _check_once(places, heads)
+    seen: dict[Any, str] = {}
+    for name, place in places.items():
+        if (first := seen.setdefault(place, name)) != name:  # as with two spellings of a prefix
+            raise ValueError(f"{heads[name].file}: tensors {first} and {name} are the same one of a head")
     depths = {depth for depth, _ in places.values()}
     if missing := set(range(len(depths))) - depths:
         name = next(n for n, (depth, _) in places.items() if depth == max(depths))
@@ -104,13 +107,12 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             f"{heads[name].file}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}, such as {name}"
         )
     spec = spec.override(drafting.mtp_overrides).resolve([path for _, path in places.values()])
-    used = {name for name, place in places.items() if _is_used(spec, *place)}
+    used = {name: tensor for name, tensor in heads.items() if _is_used(spec, *places[name])}
     depths = {places[name][0] for name in used}
-    ignored |= heads.keys() - used
-    heads = {name: tensor for name, tensor in heads.items() if name in used}
+    ignored |= heads.keys() - used.keys()
+    _check_types(used)
     source = source if depths else "no head tensors"
-    _check_types(heads)
-    return Contents(trunk, heads, len(depths), source, tuple(sorted(ignored)), spec, drafting.alone)
+    return Contents(trunk, used, len(depths), source, tuple(sorted(ignored)), spec, drafting.alone)
 
 
 def ignored_by(port: ModuleType, name: str) -> str | None:
@@ -125,31 +127,21 @@ def _is_used(spec: MTPSpec, depth: int, inside: str) -> bool:
 
 def _missing_in(beside: Header, shards: Header, spec: MTPSpec, layers: int) -> Header:
     """Of the heads in the shards what a sidecar lacks, module by module (all of a depth's experts count as one)."""
-    found = {_module(spec.locate(name, layers)) for name in beside}
-    return {name: t for name, t in shards.items() if _module(spec.locate(name, layers)) not in found}
-
-
-def _module(place: Any) -> tuple[int, str]:
-    depth, path = place
-    return depth, re.sub(r"\.(experts|switch_mlp)\..*", ".experts.", path).rpartition(".")[0]
-
-
-def _check_once(places: dict[str, Any], header: Header) -> None:
-    """Raise where two tensors have one place, as with two spellings of a prefix."""
-    seen: dict[Any, str] = {}
-    for name, place in places.items():
-        if place in seen:
-            raise ValueError(f"{header[name].file}: tensors {seen[place]} and {name} are the same one of a head")
-        seen[place] = name
+    places: dict[str, Any] = {name: spec.locate(name, layers) for name in (*shards, *beside)}
+    modules = {
+        name: (depth, re.sub(r"\.(experts|switch_mlp)\..*", ".experts.", path).rpartition(".")[0])
+        for name, (depth, path) in places.items()
+    }
+    found = {modules[name] for name in beside}
+    return {name: tensor for name, tensor in shards.items() if modules[name] not in found}
 
 
 def _check_types(header: Header) -> None:
     """Raise for types that no weights have: MLX would count with bytes that stand for something else."""
     for name, tensor in header.items():
         module, _, kind = name.rpartition(".")
-        packed = kind == "weight" and f"{module}.scales" in header
         allowed, said = FLOATS, "floating-point numbers"
-        if packed:
+        if kind == "weight" and f"{module}.scales" in header:
             allowed, said = ("U32",), "U32, because it has scales"
         elif kind == "scales":
             allowed, said = (*FLOATS, "U8"), "floating-point numbers, or U8"
