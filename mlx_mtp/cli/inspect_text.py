@@ -1,6 +1,6 @@
 """Write what `mlx-mtp inspect` found as rows of a table."""
 
-from ..checkpoint.inspect import Inspection, Part
+from ..checkpoint.inspect import Inspection, PartSummary
 from ..checkpoint.report import listed, size, table
 
 STORED = {True: "stored zero-centred, shifted by +1 while loading", False: "stored as they are used"}
@@ -28,7 +28,7 @@ def as_text(facts: Inspection) -> str:
     return table((name, text) for name, text in rows if text is not None)
 
 
-def _part(part: Part) -> str:
+def _part(part: PartSummary) -> str:
     if not part.tensors:
         return "no tensors"
     types = ", ".join(f"{name} ({size(n)})" if len(part.types) > 1 else name for name, n in part.types.items())
