@@ -1,1 +1,1 @@
-"""Does drafting change what this model says on this machine? Texts with and without drafts, compared and judged."""
+"""Check that drafting does not change what a model says on this machine: texts with and without drafts, compared."""

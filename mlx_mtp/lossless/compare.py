@@ -1,9 +1,10 @@
-"""Texts with drafts beside texts without: the same, or every difference judged, and the comparison goes on behind it.
+"""Compare texts with drafts to texts without: the same, or every difference judged, and on it goes behind it.
 
 The reference is plain decoding, `num_draft_tokens=0`. Behind a near-tie the drafting run starts anew from the plain
 text up to there, so that one near-tie does not hide a later real divergence; behind a real one it ends.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ class Way:
         return Way(self.name, self.options | {"temp": temp, "seed": seed, "draft_sampling": mode})
 
     def noise(self, position: int, vocab_size: int) -> np.ndarray | float:
-        """What the draw at a position adds to its logits [V]; 0 where nothing is drawn."""
+        """Compute what the draw at a position adds to its logits [V]; 0 where nothing is drawn."""
         if "seed" not in self.options:
             return 0.0
         dice = mx.random.split(key_at(random_key(self.options["seed"]), position))[1]
@@ -46,20 +47,17 @@ PLAIN = Way("plain", {"num_draft_tokens": 0})
 
 
 def ways(k: int, *, adaptive: bool, p_min: float, lookup: bool, compiled: bool) -> list[Way]:
-    """Every number of drafts up to k, and what else decides how many there are."""
+    """List every number of drafts up to k, and what else decides how many there are."""
     fixed: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
-    found = [Way(f"{n} draft{'s' * (n > 1)}", fixed | {"num_draft_tokens": n}) for n in range(1, k + 1)]
     most: dict[str, Any] = {"num_draft_tokens": k or None}
-    if lookup:
-        found.append(Way("lookups", fixed | most | {"prompt_lookup": True}))
-    if not k:
-        return found
-    found.append(Way("p_min", fixed | most | {"draft_p_min": p_min}))
-    if adaptive:
-        found.append(Way("adaptive", most | {"compile_cycles": False}))
-    if compiled:
-        found.append(Way("compiled", most | {"adaptive": False, "compile_cycles": True}))
-    return found
+    found = [Way(f"{n} draft{'s' * (n > 1)}", fixed | {"num_draft_tokens": n}) for n in range(1, k + 1)]
+    others = (
+        (lookup, Way("lookups", fixed | most | {"prompt_lookup": True})),
+        (k, Way("p_min", fixed | most | {"draft_p_min": p_min})),
+        (k and adaptive, Way("adaptive", most | {"compile_cycles": False})),
+        (k and compiled, Way("compiled", most | {"adaptive": False, "compile_cycles": True})),
+    )
+    return found + [way for wanted, way in others if wanted]
 
 
 @dataclass(frozen=True)
@@ -125,21 +123,19 @@ class Reference:
         return OnePass(self.model, self.prompt.tokens + self.text)
 
     def generated(self, way: Way, given: int = 0) -> tuple[list[int], Stats]:
-        """What a way makes behind the prompt and the first `given` tokens of the text."""
+        """Generate what a way makes behind the prompt and the first `given` tokens of the text."""
         stats = Stats()
-        steps = self.steps(way, given, stats=stats)
-        return [token for token, _, _ in steps], stats
+        return [token for token, _, _ in self.steps(way, given, stats=stats)], stats
 
     def steps(self, way: Way, given: int = 0, **options: Any) -> Any:
-        """The same, token by token, with `options` of `generate_step`."""
+        """Do the same token by token, with `options` of `generate_step`."""
         tokens = self.prompt.tokens + self.text[:given]
         limits = {"max_tokens": self.max_tokens - given, "stop_tokens": self.stops, "prefill_step_size": STEP}
         return generate_step(tokens, self.model, **limits, **way.options, **options)
 
     def difference(self, way: Way, position: int, drafted: int | None) -> Difference:
-        """What differs at a position of the text, judged."""
-        plain = self.text[position] if position < len(self.text) else None
-        judgement = None
+        """Judge what differs at a position of the text."""
+        plain, judgement = next(iter(self.text[position:]), None), None
         if plain is not None and drafted is not None:
             place = len(self.prompt.tokens) + position
             judgement = self.one_pass.judge(place, (plain, drafted), way.noise(place, self.model.vocab_size))
@@ -178,7 +174,7 @@ def compare_one_pass(reference: Reference, into: Comparison) -> None:
 
 
 def drift(reference: Reference, way: Way) -> Drift:
-    """Where the logprobs of a way's text differ most from the judge's, as long as the texts are the same."""
+    """Find where the logprobs of a way's text differ most from the judge's, as long as the texts are the same."""
     found, one_pass, start = [], reference.one_pass, len(reference.prompt.tokens)
     steps = reference.steps(way, logprobs=True)
     for position, ((token, logprobs, _), plain) in enumerate(zip(steps, reference.text, strict=False)):
@@ -191,11 +187,11 @@ def drift(reference: Reference, way: Way) -> Drift:
     found.sort(key=_share, reverse=True)
     doubted = [d for d in found[:DOUBTED] if not d.share <= 1]
     measured = [replace(d, tolerance=one_pass.reach(start + d.position)) for d in doubted]
-    return worst(measured + found[len(doubted) :][: DOUBTED - len(doubted)])
+    return worst(measured + found[len(doubted) : DOUBTED])
 
 
 def worst(found: list[Drift]) -> Drift:
-    """That of the greatest share, or the first whose share is not a number."""
+    """Choose that of the greatest share, or the first whose share is not a number."""
     return max(found, key=_share)
 
 
@@ -205,6 +201,4 @@ def _share(drift: Drift) -> float:
 
 def _first_difference(plain: list[int], text: list[int]) -> int | None:
     """The first position at which two texts differ; one that ends differs there."""
-    if plain == text:
-        return None
-    return next((i for i, (a, b) in enumerate(zip(plain, text, strict=False)) if a != b), min(len(plain), len(text)))
+    return next((i for i, (a, b) in enumerate(itertools.zip_longest(plain, text)) if a != b), None)

@@ -1,4 +1,4 @@
-"""How often each depth's guess is the target's own token, on texts that are known: no draft is made, none verified.
+"""Count how often each depth's guess is the target's own token, on known texts: no draft is made, none verified.
 
 Depth j at position p reads the true token p + 1 + j and what it is wired to read of the text before; its guess is
 compared with what the target says at position p + 2 + j. So depths are judged one by one, at every position.
@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from ..cache.kinds import make_caches
+from ..checkpoint.parameters import named, same
 
 ROWS = 16  # whose logits are held at a time
 USUAL = 0.3  # of depth 1; released heads are right in 60-97%
@@ -36,13 +36,13 @@ class Known:
         return cls(mx.array(tokens[:n]), hidden[:, :n], mx.array(said[:n]))
 
     def shifted(self, by: int) -> "Known":
-        """The same with the hidden row of the position `by` behind in each one's place."""
+        """Put the hidden row of the position `by` behind in each one's place."""
         length = self.tokens.size
         return replace(self, hidden=self.hidden[:, mx.clip(mx.arange(length) + by, 0, length - 1)])
 
 
 def right(model: Any, text: Known, depths: int) -> list[mx.array]:
-    """Per depth, at which positions its guess is right: boolean [L - 1 - depth]."""
+    """Find per depth at which positions its guess is right: boolean [L - 1 - depth]."""
     found, length = [], text.tokens.size
     hidden = model.capture(text.hidden)
     for depth, head in enumerate(model.mtp[:depths]):
@@ -60,7 +60,7 @@ def right(model: Any, text: Known, depths: int) -> list[mx.array]:
 
 
 def right_recycled(model: Any, text: Known) -> mx.array:
-    """The same of the second draft of a recycled head, which reads its own output; boolean [up to RECYCLED]."""
+    """Find the same for the second draft of a recycled head, which reads its own output; boolean [up to RECYCLED]."""
     (head,), hidden = model.mtp, model.capture(text.hidden)
     (cache,) = make_caches([head.window], starts=[0])
     tokens, found = text.tokens[None], []
@@ -75,28 +75,27 @@ def right_recycled(model: Any, text: Known) -> mx.array:
 
 
 def shares(found: list[list[mx.array]]) -> list[float]:
-    """Per depth, over all texts, how often the guess is right."""
+    """Compute per depth, over all texts, how often the guess is right."""
     depths = [mx.concatenate(list(depth)) for depth in zip(*found, strict=True)]
     return [depth.astype(mx.float32).mean().item() if depth.size else 0.0 for depth in depths]  # type: ignore[misc]
 
 
 def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
-    """How many drafts are kept along `new` greedy tokens behind the first `start` ones, k drafted in each cycle.
+    """Count the drafts that are kept along `new` greedy tokens behind the first `start` ones, k drafted a cycle.
 
     found: of `right`, for the whole text.
     """
     rights = [np.array(depth) for depth in found[:k]]
     row, last, total = start - 1, start + new - 1, 0
     while row + 1 < last:
-        n = 0
-        while n < k and row + n + 2 <= last and rights[n][row]:
-            n += 1
+        drafts = (depth[row] for depth in rights[: last - row - 1])
+        n = sum(1 for _ in itertools.takewhile(bool, drafts))
         row, total = row + n + 1, total + n
     return total
 
 
 def suspicions(model: Any, found: list[list[mx.array]]) -> list[str]:
-    """What the shares of right guesses say about how the heads are wired, in words."""
+    """Say in words what the shares of right guesses tell about how the heads are wired."""
     share, modules = shares(found), len(model.mtp)
     said = []
     if share[0] < USUAL:
@@ -110,16 +109,10 @@ def suspicions(model: Any, found: list[list[mx.array]]) -> list[str]:
         elif b < a / 2:
             said.append(f"depth {depth + 1} is right less than half as often as depth {depth} ({b:.0%}, {a:.0%})")
     for i, j in itertools.combinations(range(modules), 2):
-        for part in ("block", "head"):
-            if part in model.mtp[i] and _same(model.mtp[i][part], model.mtp[j][part]):
-                name = {"block": "layer", "head": "LM head"}[part]
+        for part, name in (("block", "layer"), ("head", "LM head")):
+            if part in model.mtp[i] and same(named(model.mtp[i][part]), named(model.mtp[j][part])):
                 said.append(f"depths {i + 1} and {j + 1} have the same {name}")
     return said
-
-
-def _same(a: Any, b: Any) -> bool:
-    one, other = dict(tree_flatten(a.parameters())), dict(tree_flatten(b.parameters()))
-    return all(mx.array_equal(one[name], other[name]) for name in one)
 
 
 def _guesses(model: Any, depth: int, output: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""The judge: the target reads a whole text at once, and says which of its choices rounding could have turned.
+"""Judge a text: the target reads it at once, and says which of its choices rounding could have turned.
 
 Two tokens are a near-tie where their logits lie closer than rounding reaches. A floor follows from the dtype: each of
 the 2 x layers sums of the residual stream is rounded, and errors that add up at random move a logit by about
@@ -21,7 +21,7 @@ from ..cache.prompt_cache import make_prompt_cache
 CHUNK = 512  # tokens of a text that are read in one call
 ROWS = 16  # whose logits are held at a time
 UNITS = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}  # of rounding to nearest
-FLOOR = 3.0  # times the estimate of the head comment; on the demo it was never off by more than 1.5
+FLOOR = 3.0  # times the estimate of the docstring above; on the demo it was never off by more than 1.5
 PASSES = 8  # with other roundings
 REACH = 2.0  # times the most that they moved a gap: in 2,800 positions of six 16-bit models none was moved further
 
@@ -46,18 +46,18 @@ class OnePass:
         return self.hidden.dtype
 
     def logits(self, position: int) -> np.ndarray:
-        """Float32 [V], of which the token at `position` >= 1 of the text is chosen."""
+        """Return the logits, float32 [V], of which the token at `position` >= 1 of the text is chosen."""
         return _logits(self.model, self.hidden, position)
 
     @cached_property
     def said(self) -> list[int]:
         """The greatest logit's token behind each of the L tokens."""
-        length = self.hidden.shape[1]
-        rows = (self.model.logits(self.hidden[:, i : i + ROWS])[0] for i in range(0, length, ROWS))
+        starts = range(0, self.hidden.shape[1], ROWS)
+        rows = (self.model.logits(self.hidden[:, i : i + ROWS])[0] for i in starts)
         return [token for some in rows for token in np.array(mx.argmax(some, axis=-1)).tolist()]
 
     def floor(self, position: int) -> float:
-        """How far rounding reaches at least, as a difference of two logits at a position; see the head comment."""
+        """Estimate how far rounding reaches at least, as a difference of two logits; see the module's docstring."""
         row = self.logits(position)
         unit = UNITS[self.dtype]
         if self.dtype == mx.float32:  # products are summed in it, too, of as many terms
@@ -65,13 +65,13 @@ class OnePass:
         return FLOOR * unit * float(math.sqrt(2 * len(self.model.layers)) * row.std() + np.abs(row).max())
 
     def reach(self, position: int) -> float:
-        """How far other roundings move a row's logprobs at a position, measured; never less than `floor`."""
+        """Measure how far other roundings move a row's logprobs at a position; never less than `floor`."""
         row = _logprobs(self.logits(position))
         moved = max(float(np.abs(_logprobs(other) - row).max()) for other in self._others(position))
         return max(self.floor(position), REACH * moved)
 
     def judge(self, position: int, tokens: tuple[int, int], noise: np.ndarray | float = 0.0) -> Judgement:
-        """Whether either of two tokens could have been chosen at a position, by logits plus `noise` [V]."""
+        """Tell whether either of two tokens could have been chosen at a position, by logits plus `noise` [V]."""
         row = self.logits(position)
         scores = row + noise
         places = [int(scores.argmax()), *tokens]

@@ -1,5 +1,6 @@
-"""What is continued: questions, code and prose, one token alone, and documents that end where windows do."""
+"""Make the prompts: questions, code and prose, one token alone, and documents that end where windows do."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,20 +41,18 @@ class Prompt:
 
 
 def built_in(model: Any, tokenizer: Any, max_tokens: int) -> list[Prompt]:
-    """Prompts for a model; those through a chat template only where its tokenizer has one."""
+    """Make prompts for a model; those through a chat template only where its tokenizer has one."""
     prompts = []
     if tokenizer.has_chat_template:
-        chats = [chat(tokenizer, question) for question in CHATS]
-        prompts = [Prompt(f"chat {i}", tokens) for i, tokens in enumerate(chats, 1)]
+        prompts = [Prompt(f"chat {i}", chat(tokenizer, question)) for i, question in enumerate(CHATS, 1)]
     prompts += [Prompt(name, tokenizer.encode(text)) for name, text in TEXTS.items()]
     prompts.append(Prompt("one token", tokenizer.encode(TEXTS["prose"], add_special_tokens=False)[:1], stops=False))
-    for name, length in lengths(model, max_tokens).items():
-        prompts.append(Prompt(name, document(tokenizer, length), stops=False))
-    return prompts
+    documents = lengths(model, max_tokens).items()
+    return prompts + [Prompt(name, document(tokenizer, length), stops=False) for name, length in documents]
 
 
 def lengths(model: Any, max_tokens: int) -> dict[str, int]:
-    """The documents' names and tokens: rings end in the middle of the new text of one, in the prompt of another."""
+    """Choose the documents' lengths: rings end in the middle of the new text of one, in the prompt of another."""
     windows = {w for w in (*model.windows(), *model.head_windows()) if isinstance(w, int) and w <= LONGEST}
     found = {}
     for window in sorted(windows):
@@ -64,13 +63,12 @@ def lengths(model: Any, max_tokens: int) -> dict[str, int]:
 
 
 def document(tokenizer: Any, length: int) -> list[int]:
-    """A text of so many tokens, whose paragraphs are alike, but not the same."""
+    """Make a text of so many tokens, whose paragraphs are alike, but not the same."""
     tokens: list[int] = []
-    section = 0
-    while len(tokens) < length:
-        section += 1
-        text = DOCUMENT.format(section, section + 7, section + 7)
-        found = tokenizer.encode(text, add_special_tokens=not tokens)
+    for section in itertools.count(1):
+        if len(tokens) >= length:
+            break
+        found = tokenizer.encode(DOCUMENT.format(section, section + 7, section + 7), add_special_tokens=not tokens)
         if not found:
             raise ValueError("the tokenizer makes no tokens of a text")
         tokens += found
@@ -78,14 +76,14 @@ def document(tokenizer: Any, length: int) -> list[int]:
 
 
 def source(tokenizer: Any) -> list[int]:
-    """The beginning of a text that no model made: this file, and those beside it."""
+    """Encode the beginning of a text that no model made: this file, and those beside it."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     text = "\n".join(file.read_text("utf-8") for file in files)
     return tokenizer.encode(text[: 8 * SOURCE])[:SOURCE]
 
 
 def chat(tokenizer: Any, question: str) -> list[int]:
-    """A question as the chat template writes it, or as it is, on a line of its own, where there is none."""
+    """Encode a question as the chat template writes it, or where there is none as it is, on a line of its own."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode(f"{question}\n")
     text = render(tokenizer, [{"role": "user", "content": question}], {"add_generation_prompt": True})

@@ -1,4 +1,4 @@
-"""Texts that are drawn: do they have the target's own probabilities?
+"""Test whether texts that are drawn have the target's own probabilities.
 
 Many short texts with independent seeds. Given the text before it, a token is the target's likeliest, its second, its
 third or fourth or a later one with probabilities that one pass of the target tells. How often each class was drawn
@@ -51,7 +51,7 @@ def draw(
     length: int,
     progress: Callable[[int], None],
 ) -> list[list[int]]:
-    """A text of `length` tokens for each seed; the prompt is read once."""
+    """Draw a text of `length` tokens for each seed; the prompt is read once."""
     k = options.get("num_draft_tokens")
     cache = make_prompt_cache(model, num_draft_tokens=k)
     if len(prompt) > 1:
@@ -66,7 +66,7 @@ def draw(
 
 
 def fit(model: Any, prompt: list[int], texts: Sequence[list[int]], *, temp: float, mode: str) -> Fit:
-    """Whether texts, drawn at a temperature alone, have the target's probabilities."""
+    """Test whether texts, drawn at a temperature alone, have the target's probabilities."""
     seen, expected, hotter = [], [], []
     for text in texts:
         one_pass = OnePass(model, [*prompt, *text])
@@ -86,7 +86,7 @@ def fit(model: Any, prompt: list[int], texts: Sequence[list[int]], *, temp: floa
 
 
 def spread(logits: np.ndarray, temp: float) -> float:
-    """The variance of a draw's log probability: how much it tells of the temperature."""
+    """Compute the variance of a draw's log probability: how much it tells of the temperature."""
     p = _softmax(logits.astype(np.float64) / temp)
     logs = np.log(np.maximum(p, 1e-30))
     return float((p * logs**2).sum() - (p * logs).sum() ** 2)
@@ -126,7 +126,7 @@ def _quadratic(counts: np.ndarray, p: np.ndarray) -> tuple[float, int]:
 
 
 def chi_squared_tail(x: float, freedom: int) -> float:
-    """The probability that chi-squared with so many degrees of freedom exceeds x (Abramowitz and Stegun 26.4.4-5)."""
+    """Compute how probably chi-squared with so many degrees of freedom exceeds x (Abramowitz and Stegun 26.4.4-5)."""
     if freedom < 1 or x <= 0:
         return 1.0
     half = x / 2
@@ -137,14 +137,14 @@ def chi_squared_tail(x: float, freedom: int) -> float:
 
 
 def noncentral_tail(x: float, freedom: int, noncentral: float) -> float:
-    """The same of noncentral chi-squared: a Poisson mixture of central ones (Abramowitz and Stegun 26.4.25)."""
+    """Compute the same of noncentral chi-squared, a Poisson mixture of central ones (as above, 26.4.25)."""
     half = min(noncentral, 300.0) / 2
     weights = [math.exp(j * math.log(half) - half - math.lgamma(j + 1)) if half else float(not j) for j in range(400)]
     return min(1.0, sum(w * chi_squared_tail(x, freedom + 2 * j) for j, w in enumerate(weights) if w > 1e-12))
 
 
 def quantile(p: float, freedom: int) -> float:
-    """What chi-squared exceeds with probability p, by bisection."""
+    """Find what chi-squared exceeds with probability p, by bisection."""
     low, high = 0.0, 1000.0
     for _ in range(60):
         middle = (low + high) / 2

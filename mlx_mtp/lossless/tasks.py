@@ -1,4 +1,4 @@
-"""Questions with known answers, answered without and with drafts: the same texts, so the same marks."""
+"""Answer questions with known answers, without and with drafts: the same texts, so the same marks."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from .check import Progress, Verdict
+from .check import Progress, Verdict, told
 from .compare import Comparison, Reference, Way, compare
 from .prompts import Prompt, chat
 
@@ -33,7 +33,7 @@ class Answered:
 
 
 def read_tasks(file: str | Path) -> list[Task]:
-    """Tasks of a JSON-lines file, {"question": ..., "answer": ...} a line; ValueError names one that is not."""
+    """Read a JSON-lines file, {"question": ..., "answer": ...} a line; ValueError names a line that is no task."""
     try:
         lines = Path(file).read_text("utf-8").split("\n")  # JSON may hold other ends of lines
     except UnicodeDecodeError:
@@ -58,8 +58,9 @@ def _task(where: str, line: str) -> Task:
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Whether the last \\boxed{...} of a text, or without one its last number, is `answer`; one that is no number has
-    to occur in the box or in the text, whatever its case and spaces.
+    """Tell whether the last \\boxed{...} of a text, or without one its last number, is `answer`.
+
+    One that is no number has to occur in the box or in the text, whatever its case and spaces.
     """
     given = _boxed(text)
     given = text if given is None else given
@@ -75,7 +76,7 @@ def _value(number: str) -> Decimal:
 
 
 def _boxed(text: str) -> str | None:
-    """What the last \\boxed{...} holds; its braces may be nested."""
+    """Find what the last \\boxed{...} holds; its braces may be nested."""
     _, box, rest = text.rpartition(BOX)
     depth = 1
     for i, c in enumerate(rest if box else ""):
@@ -91,9 +92,8 @@ def answer_all(
     """Answer every task greedily without drafts and in `way`, and compare the texts."""
     stops, comparison, answered = tuple(tokenizer.eos_token_ids), Comparison(way.name), []
     dtype = model.no_hidden().dtype
-    for i, task in enumerate(tasks):
-        progress("tasks", i, len(tasks))
-        reference = Reference(model, Prompt(f"task {i + 1}", chat(tokenizer, task.question)), max_tokens, stops)
+    for i, task in enumerate(told(tasks, "tasks", progress), 1):
+        reference = Reference(model, Prompt(f"task {i}", chat(tokenizer, task.question)), max_tokens, stops)
         drafted = compare(reference, way, comparison)
         marks = [
             is_right(tokenizer.decode([t for t in text if t not in stops]), task.answer)

@@ -1,4 +1,4 @@
-"""Other ways to wire or read a checkpoint's heads, tried in memory: is one of them right more often?
+"""Try other ways to wire or read a checkpoint's heads, in memory: is one of them right more often?
 
 A head that is wired wrongly changes no text and is slow only. Its fusion's norm hides a hidden state taken at the
 wrong place, its depths look alike, and some of its guesses are right whatever is wrong; only another wiring shows it.
@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
+from ..checkpoint.parameters import named
 from .heads import Known, right, shares
 
 # Norms that a converter may have shifted by one, or not, together.
@@ -82,7 +82,7 @@ class Better:
 
 
 def alternatives(model: Any) -> list[Wiring]:
-    """Every wiring but the model's own that makes sense for its heads."""
+    """List every wiring but the model's own that makes sense for its heads."""
     spec, depths, found = model.spec, len(model.mtp), []
     fields = {"capture": ("pre", "post"), "fuse": ("eh", "he"), "feedback": ("pre", "post")}
     if depths > 1:
@@ -91,7 +91,7 @@ def alternatives(model: Any) -> list[Wiring]:
         own = getattr(spec, name)
         found += [Wiring(f"{name}={v!r} for {own!r}", {name: v}) for v in values if own in values and v != own]
     for order in _orders(depths):
-        numbers = _numbered(order)
+        numbers = ", ".join(str(depth + 1) for depth in order)
         found.append(Wiring(f"depths in the order {numbers}", depths=order))
         if spec.head == "own":
             found.append(Wiring(f"LM heads of depths {numbers}", lm_heads=order))
@@ -107,7 +107,7 @@ def alternatives(model: Any) -> list[Wiring]:
 def diagnose(
     model: Any, texts: list[Known], own: list[list[mx.array]], progress: Callable[[int, int], None]
 ) -> list[Better]:
-    """The wirings that are right more often than the model's `own` is on these texts, the best one first."""
+    """Find the wirings that are right more often than the model's `own` is on these texts, the best one first."""
     found, wirings = [], alternatives(model)
     for i, wiring in enumerate(wirings):
         progress(i, len(wirings))
@@ -154,13 +154,8 @@ def _orders(depths: int) -> list[tuple[int, ...]]:
     return [tuple(b if i == a else a if i == b else i for i in own) for a, b in swaps]
 
 
-def _numbered(order: Sequence[int]) -> str:
-    return ", ".join(str(depth + 1) for depth in order)
-
-
 def _norms(head: Any, path: str) -> list[tuple[str, mx.array]]:
-    parameters: Any = tree_flatten(head.parameters())
-    return [(name, w) for name, w in parameters if name.endswith("norm.weight") and re.match(path, name)]
+    return [(name, w) for name, w in named(head).items() if name.endswith("norm.weight") and re.match(path, name)]
 
 
 def _rewire(model: Any, spec: Any, heads: list[Any]) -> None:
