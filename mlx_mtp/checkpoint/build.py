@@ -124,7 +124,7 @@ def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dic
 
 
 def _load_checked(model: nn.Module, contents: Contents, path: Path, weights: list[Any], strict: bool) -> None:
-    """`nn.Module.load_weights` with errors that name file, tensor, expected and found."""
+    """Do as `nn.Module.load_weights`, with errors that name file, tensor, expected and found."""
     parameters, found = _stored(model, contents), dict(weights)
     for name, array in parameters.items():
         if name not in found:
@@ -166,7 +166,7 @@ def check_norms(model: Any, contents: Contents, raw: Raw) -> None:
 
 
 def _stored(model: nn.Module, contents: Contents) -> dict[str, Any]:
-    """The parameters that come from the checkpoint: all, unless the heads alone are wanted."""
+    """Pick the parameters that come from the checkpoint: all, unless the heads alone are wanted."""
     return {name: array for name, array in named(model).items() if name.startswith("mtp.") or not contents.alone}
 
 

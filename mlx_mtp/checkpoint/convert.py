@@ -132,7 +132,7 @@ def extract_heads(
 
 
 def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
-    """What goes into which file; ValueError where mlx-lm would stumble over heads that it finds among its own."""
+    """Decide what goes into which file; ValueError where mlx-lm would stumble over heads among its own tensors."""
     trunk, heads = source.tensors()
     if layout == "sidecar":
         return ({SIDECAR: heads} if heads else {}) | writer.shards(trunk, shard_bytes)
@@ -149,7 +149,7 @@ def _file_sizes(files: dict[str, Tensors]) -> int:
 
 
 def _index(files: dict[str, Tensors], parameters: int) -> str:
-    """model.safetensors.index.json: sizes, and the file of every tensor."""
+    """Make model.safetensors.index.json: sizes, and the file of every tensor."""
     total = sum(w.nbytes for tensors in files.values() for w in tensors.values())
     places = sorted((name, file) for file, tensors in files.items() for name in tensors)
     metadata = {"total_size": total, "total_parameters": parameters}
@@ -157,7 +157,7 @@ def _index(files: dict[str, Tensors], parameters: int) -> str:
 
 
 def _write(source: Source, files: dict[Path, Tensors], progress: Progress | None) -> int:
-    """Compute and write all tensors, file by file; how many bytes they are."""
+    """Compute and write all tensors, file by file; returns how many bytes they are."""
     done, total = 0, sum(w.nbytes for tensors in files.values() for w in tensors.values())
 
     def compute(name: str, w: mx.array) -> None:

@@ -66,7 +66,7 @@ class Source:
         self.model = None
 
     def _stored(self, path: str) -> str:
-        """The name of the parameter mtp.<depth>.<path>."""
+        """Name the parameter mtp.<depth>.<path>."""
         _, depth, inside = path.split(".", 2)
         return self.model.spec.name(int(depth), inside, self.model.args.num_hidden_layers)
 
@@ -127,7 +127,7 @@ def _port(path: Path, config: dict[str, Any]) -> ModuleType:
 
 
 def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """Without its quantization, and of the type that was asked for."""
+    """Leave out a config.json's quantization, and make it of the type that was asked for."""
     kept = {name: value for name, value in config.items() if name not in ("quantization", "quantization_config")}
     return kept | {name: dtype for name in ("torch_dtype", "dtype") if dtype and name in kept}
 
@@ -149,7 +149,7 @@ def _drop_repeated(model: Any, contents: Contents) -> None:
 
 
 def _equal(contents: Contents, a: dict[str, str], b: dict[str, str]) -> bool:
-    """Whether two modules' tensors, their names by kind, hold the same; read for this alone, and not kept."""
+    """Tell whether two modules' tensors, their names by kind, hold the same; read for this alone, and not kept."""
     stored = contents.heads | contents.trunk
     pairs = (read_tensors({name: stored[name] for name in (a[kind], b[kind])}).values() for kind in a if kind in b)
     return a.keys() == b.keys() and all(x.dtype == y.dtype and mx.array_equal(x, y) for x, y in pairs)

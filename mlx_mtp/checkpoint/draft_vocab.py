@@ -144,7 +144,7 @@ def reduce_heads(model: Any, tokens: Collection[int]) -> tuple[int, int]:
 
 
 def _cut(head: Any, full: Any, listed: set[int]) -> tuple[Any, mx.array]:
-    """(the listed rows of an LM head, what to add to their numbers for the target's tokens)"""
+    """Return (the listed rows of an LM head, what to add to their numbers for the target's tokens)."""
     if not isinstance(full, KINDS):
         allowed = ", ".join(kind.__name__ for kind in KINDS)
         raise ValueError(f"draft_vocab: an LM head of kind {type(full).__name__}; allowed are {allowed}")

@@ -70,7 +70,7 @@ def _header(path: Path) -> Header:
 
 
 def _kind(path: Path, config: dict, header: Header) -> ModuleType:
-    """The module of the first kind of drafter that this is."""
+    """Find the module of the first kind of drafter that this is."""
     for kind in drafter_kinds():
         reason = kind.refuses(config, header.keys())
         if reason is None:

@@ -57,7 +57,7 @@ def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:
 
 
 def _write(api: HfApi, repo: str, revision: str | None, path: Path, name: str) -> None:
-    """One file's header, and a hole of its data's size."""
+    """Write one file's header, and a hole of its data's size."""
     file = path / name
     found = api.parse_safetensors_file_metadata(repo, name, revision=revision)
     header: dict = {"__metadata__": {key: str(value) for key, value in found.metadata.items()}}

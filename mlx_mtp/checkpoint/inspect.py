@@ -156,7 +156,7 @@ class _Tried:
 
 
 def _repeated(model: Any, path: Path) -> list[str]:
-    """What to warn of: depths whose vectors, norms above all, are the same, value for value."""
+    """Warn of depths whose vectors, norms above all, are the same, value for value."""
     vectors = [{name: a for name, a in named(head).items() if a.ndim == 1} for head in model.mtp]
     return [
         f"{path}: MTP depths {i} and {j} have the same norms, value for value; they look like one head twice"
@@ -166,7 +166,7 @@ def _repeated(model: Any, path: Path) -> list[str]:
 
 
 def _sort(port: ModuleType, path: Path, config: dict, header: Header) -> Contents:
-    """As the loader sorts, but whatever there is: depths may be missing."""
+    """Sort as the loader does, but whatever there is: depths may be missing."""
     layers, spec = read_args(port, path, config).num_hidden_layers, port.Model.SPEC
     used = {name: tensor for name, tensor in header.items() if ignored_by(port, name) is None}
     places = {name: place for name in used if (place := spec.locate(name, layers))}
@@ -179,7 +179,7 @@ def _sort(port: ModuleType, path: Path, config: dict, header: Header) -> Content
 
 
 def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> list[str]:
-    """Names of the tensors that the heads lack, or that all declared heads would have where there are none."""
+    """Name the tensors that the heads lack, or that all declared heads would have where there are none."""
     depths = max(contents.depths, declared_heads(config) or 0)
     if contents.spec.topology == "recycle":
         depths = min(depths, 1)
@@ -192,7 +192,7 @@ def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> 
 
 
 def _layout(path: Path, header: Header, heads: Header) -> str:
-    """Who wrote the files, how many there are, and where the heads are."""
+    """Say who wrote the files, how many there are, and where the heads are."""
     if not header:
         return "no tensors"
     trunk = {name: tensor for name, tensor in header.items() if name not in heads}
@@ -207,7 +207,7 @@ def _layout(path: Path, header: Header, heads: Header) -> str:
 
 
 def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
-    """The target, its experts and the heads, by their names in Inspection."""
+    """Sum up the target, its experts and the heads, by their names in Inspection."""
     tensors = {
         "target": contents.trunk,
         "experts": {name: tensor for name, tensor in contents.trunk.items() if EXPERTS.search(name)},
@@ -230,7 +230,7 @@ def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
 
 
 def _types(tensors: Header) -> dict[str, int]:
-    """Bytes in the files by type, the most first."""
+    """Count bytes in the files by type, the most first."""
     types: Counter[str] = Counter()
     for tensor in tensors.values():
         types[tensor.dtype] += tensor.nbytes
@@ -246,7 +246,7 @@ def _memory(model: Any, longest: int | None) -> MemoryFit:
 
 
 def _means(contents: Contents) -> tuple[float | None, ...]:
-    """Of the layers' norms as stored, of the parts that are there."""
+    """Compute the means of the layers' norms as stored, of the parts that are there."""
     means = (mean(part) for part in (contents.trunk, contents.heads) if part)
     return tuple(value if math.isfinite(value) else None for value in means)
 

@@ -39,14 +39,14 @@ class Plain:
         return mx.zeros((1, 1, self.vocab_size))
 
     def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Logits [1, 1, V] of the last of tokens [1, L], which is all that plain decoding asks for."""
+        """Compute logits [1, 1, V] of the last of tokens [1, L], which is all that plain decoding asks for."""
         return cache[0].read(self, tokens)
 
     def logits(self, hidden: mx.array) -> mx.array:
         return hidden
 
     def choice(self, hidden: mx.array) -> None:
-        """None: `hidden` is the logits."""
+        """Return None: `hidden` is the logits."""
 
 
 def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
@@ -93,7 +93,7 @@ def _build(path: Path, name: str, ports: str, ignored: list[str]) -> Any:
 
 
 def _load_weights(model: Any, path: Path, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any) -> None:
-    """`nn.Module.load_weights` that names what is missing and skips, by name, what the model has no place for."""
+    """Do as `nn.Module.load_weights`, but name what is missing and skip what the model has no place for."""
     expected, found = named(model), dict(weights)
     if missing := sorted(expected.keys() - found.keys()):
         raise ValueError(f"{path}: tensor {missing[0]} is missing; config.json expects it")

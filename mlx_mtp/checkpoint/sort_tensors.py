@@ -121,12 +121,12 @@ def ignored_by(port: ModuleType, name: str) -> str | None:
 
 
 def _is_used(spec: MTPSpec, depth: int, inside: str) -> bool:
-    """Not of an own LM head where a spec was overridden to share the target's, nor of heads behind a recycled one."""
+    """Leave out an own LM head where a spec was overridden to share the target's, and heads behind a recycled one."""
     return not (spec.head == "shared" and inside.startswith("head.")) and not (spec.topology == "recycle" and depth)
 
 
 def _missing_in(beside: Header, shards: Header, spec: MTPSpec, layers: int) -> Header:
-    """Of the heads in the shards what a sidecar lacks, module by module (all of a depth's experts count as one)."""
+    """Find what a sidecar lacks of the heads in the shards, by modules (all of a depth's experts count as one)."""
     places: dict[str, Any] = {name: spec.locate(name, layers) for name in (*shards, *beside)}
     modules = {
         name: (depth, re.sub(r"\.(experts|switch_mlp)\..*", ".experts.", path).rpartition(".")[0])

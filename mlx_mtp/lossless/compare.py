@@ -32,7 +32,7 @@ class Way:
     options: dict[str, Any]
 
     def sampled(self, temp: float, seed: int, mode: str) -> "Way":
-        """The same, for a text that is drawn."""
+        """Return the same way for a text that is drawn."""
         return Way(self.name, self.options | {"temp": temp, "seed": seed, "draft_sampling": mode})
 
     def noise(self, position: int, vocab_size: int) -> np.ndarray | float:
@@ -200,5 +200,5 @@ def _share(drift: Drift) -> float:
 
 
 def _first_difference(plain: list[int], text: list[int]) -> int | None:
-    """The first position at which two texts differ; one that ends differs there."""
+    """Find the first position at which two texts differ; one that ends differs there."""
     return next((i for i, (a, b) in enumerate(itertools.zip_longest(plain, text)) if a != b), None)

@@ -116,7 +116,7 @@ def suspicions(model: Any, found: list[list[mx.array]]) -> list[str]:
 
 
 def _guesses(model: Any, depth: int, output: mx.array) -> mx.array:
-    """Greedy guesses [L] of a head's output rows [1, L, H]."""
+    """Compute the greedy guesses [L] of a head's output rows [1, L, H]."""
     parts = []
     for i in range(0, output.shape[1], ROWS):
         parts.append(mx.argmax(model.draft_logits(depth, output[:, i : i + ROWS])[0], axis=-1))

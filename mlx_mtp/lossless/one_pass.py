@@ -83,7 +83,7 @@ class OnePass:
         return Judgement((float(row[tokens[0]]), float(row[tokens[1]])), gap, tolerance)
 
     def _others(self, position: int) -> Iterator[np.ndarray]:
-        """The row's logits after each of PASSES."""
+        """Yield the row's logits after each of PASSES."""
         for seed in range(PASSES):
             with _other_roundings(self.model.model.embed_tokens, seed):
                 hidden = _read(self.model, self.tokens[:position])

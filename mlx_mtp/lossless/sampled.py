@@ -98,28 +98,26 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _classes(values: np.ndarray) -> np.ndarray:
-    """Sums [len(RANKS)] of values [V] that are sorted by rank."""
+    """Sum by class, [len(RANKS)], values [V] that are sorted by rank."""
     return np.add.reduceat(values.astype(np.float64), [start for start in RANKS if start < len(values)])
 
 
 def _merged(p: np.ndarray) -> np.ndarray:
-    """Which classes of p [n, C] are counted together, 0/1 [C, groups]: those whose count varies too little."""
-    groups = [[c] for c in range(p.shape[1])]
-
-    def variance(group: list[int]) -> float:
-        one = p[:, group].sum(axis=1)
-        return float((one * (1 - one)).sum())
-
-    while len(groups) > 1 and min(map(variance, groups)) < LEAST_VARIANCE:
-        least = min(range(len(groups)), key=lambda i: variance(groups[i]))
-        beside = least - 1 if least else 1
-        groups[beside] = groups[beside] + groups[least]
-        del groups[least]
-    return np.array([[c in group for group in groups] for c in range(p.shape[1])], dtype=np.float64)
+    """Choose what classes of p [n, C] are counted together, 0/1 [C, groups]: those whose count varies too little."""
+    groups = np.eye(p.shape[1])
+    while groups.shape[1] > 1:
+        one = p @ groups
+        variances = (one * (1 - one)).sum(axis=0)
+        least = int(variances.argmin())
+        if variances[least] >= LEAST_VARIANCE:
+            break
+        groups[:, least - 1 if least else 1] += groups[:, least]
+        groups = np.delete(groups, least, axis=1)
+    return groups
 
 
 def _quadratic(counts: np.ndarray, p: np.ndarray) -> tuple[float, int]:
-    """(the quadratic form of counts [C] less those expected of rows p [n, C], its degrees of freedom)"""
+    """Return (the quadratic form of counts [C] less those expected of rows p [n, C], its degrees of freedom)."""
     off = (counts - p.sum(axis=0))[1:]  # the first one follows from the others
     covariance = (np.diag(p.sum(axis=0)) - p.T @ p)[1:, 1:]
     return (float(off @ np.linalg.solve(covariance, off)) if off.size else 0.0), off.size

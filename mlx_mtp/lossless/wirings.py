@@ -120,7 +120,7 @@ def diagnose(
 
 
 def _try(model: Any, wiring: Wiring, texts: list[Known], own: list[list[mx.array]]) -> Better | None:
-    """What a wiring, which is on, gains over the `own` one; None where it does not, as soon as that is clear."""
+    """Find what a wiring, which is on, gains over the `own` one; None where it does not, as soon as that is clear."""
     found: list[list[mx.array]] = []
     gains = np.zeros(0)
     for text, before in zip(texts, own, strict=True):
@@ -134,7 +134,7 @@ def _try(model: Any, wiring: Wiring, texts: list[Known], own: list[list[mx.array
 
 
 def _gains(before: list[mx.array], after: list[mx.array]) -> np.ndarray:
-    """By how many guesses `after` is better in each block of a text, all depths together."""
+    """Count by how many guesses `after` is better in each block of a text, all depths together."""
     total = np.zeros(-(-before[0].size // BLOCK) * BLOCK)
     for a, b in zip(before, after, strict=True):
         total[: a.size] += np.array(b, dtype=int) - np.array(a, dtype=int)
@@ -142,7 +142,7 @@ def _gains(before: list[mx.array], after: list[mx.array]) -> np.ndarray:
 
 
 def _sds(gains: np.ndarray) -> float:
-    """How many standard deviations their sum lies above zero; blocks, for guesses side by side are alike."""
+    """Count the standard deviations of their sum above zero; of blocks, for guesses side by side are alike."""
     return float(gains.sum() / (math.sqrt((gains**2).sum()) or 1.0))
 
 

@@ -1,1 +1,1 @@
-"""Ask this machine for memory, and keep files on it."""
+"""Ask this machine for memory, keep files on it, say its errors."""

@@ -142,13 +142,13 @@ def cache_limit(limit: int | None) -> Iterator[None]:
 
 
 def _working_set() -> int | None:
-    """Bytes that the GPU recommends to use; None where nothing runs on one, or it does not say."""
+    """Ask how many bytes the GPU recommends to use; None where nothing runs on one, or it does not say."""
     most = mx.device_info().get("max_recommended_working_set_size") if mx.default_device() == mx.gpu else None
     return None if most is None else int(most)
 
 
 def _in_bytes(file: Path, name: str) -> int | None:
-    """What a file of /proc has in kB under a name; None where it has not."""
+    """Read what a file of /proc has in kB under a name; None where it has not."""
     match = re.search(rf"^{name}:\s+(\d+) kB$", _read(file), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
