@@ -16,7 +16,7 @@ from ..decoding.memory_needs import Budget
 from ..machine.errors import first_line, one_line
 from .external_drafter import attach_drafter
 from .files import dequantized, read_tensors
-from .head_self_test import running
+from .head_self_test import blaming_config
 from .norm_conventions import conventions, warn_of_unusual
 from .parameters import check_numbers, named, same
 from .report import make_report
@@ -36,7 +36,7 @@ def load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, bu
     model, contents, raw = read_port(port, path, config, drafting)
     expanded = _expand_experts(model)
     if not lazy:
-        with running(path):
+        with blaming_config(path):
             budget.check(model, path)
         mx.eval(model.parameters())
         check_weights(model, contents)

@@ -19,7 +19,8 @@ from mlx_lm.utils import get_total_parameters, save_config
 from ..machine import atomic
 from . import convert_writer as writer
 from .convert_precision import Precision, format_of, format_of_heads
-from .convert_source import Source, Tensors, files_of_heads, open_source
+from .convert_source import Source, files_of_heads, open_source
+from .convert_writer import Tensors
 from .files import CONVERTED, INDEX, SIDECAR_FILES, resolve
 from .report import Report
 

@@ -12,12 +12,11 @@ import mlx.core as mx
 from ..models import find_port, port_names
 from .build import check_norms, read_args, read_port
 from .convert_precision import Precision, listed
+from .convert_writer import Tensors
 from .files import TRUNK_FILES, read_config, read_index, read_tensors
 from .parameters import named
 from .report import Report, make_report
 from .sort_tensors import Contents, Drafting
-
-Tensors = dict[str, mx.array]
 
 
 @dataclass

@@ -34,7 +34,7 @@ def self_test(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
     if not model.mtp:
         return
     texts = {"random tokens": random_tokens(model.vocab_size), **texts}
-    with running(path):
+    with blaming_config(path):
         shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
     model.report = replace(model.report, agreement=tuple(shares.items()))
     if max(shares.values()) < LEAST:
@@ -42,7 +42,7 @@ def self_test(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
         warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=3)
 
 
-def running(path: Path) -> AbstractContextManager[None]:
+def blaming_config(path: Path) -> AbstractContextManager[None]:
     """Blame config.json for what a model's first passes cannot compute: an entry of another type than is expected."""
     what = f"{path}/config.json: the model that it describes cannot run"
     return one_line(what, (TypeError, AttributeError, LookupError, ArithmeticError))

@@ -33,7 +33,7 @@ def expected(model: Any, contents: Contents, path: Path, names: Iterable[str]) -
 
 
 def _of_layer(name: str, file: str, raw: str, known: str) -> tuple[str, str]:
-    """Name a parameter as another layer's tensor `raw`, but with the number that `name` has where `known` has its own."""
+    """Name a parameter as another layer's tensor `raw`, with the number that `name` has where `known` has its own."""
     if not (here := NUMBER.search(name)):
         return file, raw
     there, stored = (NUMBER.search(n) for n in (known, raw))
