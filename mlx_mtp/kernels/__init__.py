@@ -1,7 +1,8 @@
-"""Metal kernels of the verify, one module per op: the reference in plain MLX ops, the launch, the public function.
+"""Run the verify's Metal kernels, one module per op: the reference in plain MLX ops and the public function.
 
 The public function runs the kernel on Metal and the reference elsewhere. Bodies are in `kernels/*.metal`.
 """
+# ruff: noqa: F401 what is imported here is what callers import from here
 
 from ._quantized import Quantized, served
 from ._routing import Routing, route_ref
@@ -30,49 +31,4 @@ from .verify_qmm import verify_qmm, verify_qmm_ref
 from .verify_qmm_heads import verify_qmm_heads, verify_qmm_heads_ref
 from .verify_qmm_mma import verify_qmm_mma, verify_qmm_mma_ref
 
-__all__ = [
-    "DeltaInputs",
-    "Experts",
-    "Gates",
-    "Quantized",
-    "Rope",
-    "Routing",
-    "add_norm",
-    "add_norm_ref",
-    "attention_served",
-    "delta_inputs",
-    "delta_inputs_ref",
-    "draw_ref",
-    "gated_delta_verify",
-    "gated_delta_verify_ref",
-    "gated_norm",
-    "gated_norm_ref",
-    "norm_rope",
-    "norm_rope_ref",
-    "on_metal",
-    "route_ref",
-    "served",
-    "top_ref",
-    "verify_attention",
-    "verify_attention_ref",
-    "verify_gemv",
-    "verify_gemv_ref",
-    "verify_glu",
-    "verify_glu_ref",
-    "verify_head",
-    "verify_head_draw",
-    "verify_head_draw_ref",
-    "verify_head_ref",
-    "verify_head_top",
-    "verify_head_top_ref",
-    "verify_latent_attention",
-    "verify_latent_attention_ref",
-    "verify_moe",
-    "verify_moe_ref",
-    "verify_qmm",
-    "verify_qmm_heads",
-    "verify_qmm_heads_ref",
-    "verify_qmm_mma",
-    "verify_qmm_mma_ref",
-    "verify_qmm_ref",
-]
+__all__ = [name for name in dir() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

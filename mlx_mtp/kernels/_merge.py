@@ -1,10 +1,8 @@
-"""The second launch of an attention whose keys are taken in chunks: their partial results, folded into the output."""
+"""Merge the partial results of an attention whose keys were taken in chunks: its last launch."""
 
 import mlx.core as mx
 
 from ._source import kernel
-
-INPUTS = ("partials", "ml", "sinks", "gate")
 
 
 def merge(
@@ -26,13 +24,11 @@ def merge(
     assert R % rows == 0, f"{R} rows of {rows} queries"
     heads = Hkv * R // rows
     assert gate is None or gate.size in (rows * heads, rows * heads * Dv), f"a gate of shape {gate.shape}"
-    (y,) = kernel("attention_merge", INPUTS, ("y",), ("activations",))(
+    gated = 0 if gate is None else 1 if gate.size == rows * heads else 2
+    made = kernel("attention_merge", ("partials", "ml", "sinks", "gate"), ("y",), ("activations",))
+    (y,) = made(
         inputs=[partials, ml, ml if sinks is None else sinks, ml if gate is None else gate.astype(dtype)],
-        template=[
-            ("T", dtype),
-            ("SINKS", sinks is not None),
-            ("GATE", 0 if gate is None else 1 if gate.size == rows * heads else 2),
-        ],
+        template=[("T", dtype), ("SINKS", sinks is not None), ("GATE", gated)],
         grid=(Dv, heads, rows),
         threadgroup=(min(Dv, 256), 1, 1),
         output_shapes=[(1, rows, heads * Dv)],

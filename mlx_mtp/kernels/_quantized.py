@@ -1,4 +1,4 @@
-"""Quantized weights as the kernels take them, and what their launches share."""
+"""Hand quantized weights to kernels, and launch those that share their order of sums."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,10 @@ from typing import Any
 import mlx.core as mx
 
 from ._rows import row_groups
-from ._source import kernel
+from ._source import DTYPES, kernel
 
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SIMDGROUPS = 2  # in a group of threads
 WEIGHTS_ONCE = 8  # rows of x for which the weights are requested once
 MOST_SUMS = 24  # that a lane keeps in registers
@@ -23,8 +22,8 @@ DEVICE = 8  # arrays of fewer elements are not in device memory, where the kerne
 class Quantized:
     """Weights of one or several linears that read the same x, stacked along N.
 
-    w [N, K * bits / 32] uint32; scales, biases [N, K / group_size] (biases: affine only); `ends`: where each linear
-    ends along N. bias [N]: added to the rounded product, where the op says so.
+    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], biases of affine formats only. ends: where each
+        linear ends along N. bias: [N], added to the rounded product where the op says so.
     """
 
     w: mx.array
@@ -81,13 +80,13 @@ def small(weights: Quantized) -> bool:
 
 
 def packs(bits: int) -> tuple[int, int]:
-    """Values of K that a lane of MLX's `qmv` takes at a time, and one of its `qmv_fast`."""
+    """Count the values of K that a lane of MLX's `qmv` takes at a time, and one of its `qmv_fast`."""
     pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
     return pack, pack * (1 if bits == 2 else 2)
 
 
 def lanes(weights: Quantized) -> tuple[int, int]:
-    """(values of K that a lane takes at a time, lanes per weight row) of MLX 0.32.4's kernel for one row."""
+    """Count (values of K that a lane takes at a time, lanes per weight row) of MLX 0.32.4's kernel for one row."""
     k, bits = weights.k, weights.bits
     if k in (64, 128) and bits in (2, 4, 8):
         return k // 4, 4  # qmv_quad
@@ -95,17 +94,21 @@ def lanes(weights: Quantized) -> tuple[int, int]:
     return (fast if k % (32 * fast) == 0 else pack), 32  # qmv_fast, qmv
 
 
-def multiplied(x: mx.array, weights: Quantized) -> mx.array:
-    """The reference: dequantized, multiplied in float32, rounded once to what MLX computes in; [..., N]."""
+def dequantized(weights: Quantized) -> mx.array:
+    """The weights in float32, [..., N, K]."""
     scales, biases = weights.scales, weights.biases
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    w = mx.dequantize(weights.w, scales, biases, dtype=mx.float32, **weights.format)
-    return (x.astype(mx.float32) @ w.T).astype(weights.dtype(x))
+    return mx.dequantize(weights.w, scales, biases, dtype=mx.float32, **weights.format)
+
+
+def multiplied(x: mx.array, weights: Quantized) -> mx.array:
+    """Multiply x [..., K] in float32, and round once to what MLX computes in: [..., N]."""
+    return (x.astype(mx.float32) @ dequantized(weights).T).astype(weights.dtype(x))
 
 
 def arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
-    """w, scales and biases as kernels take them: affine ones in x's type, scales twice where there are no biases."""
+    """w, scales, biases as kernels take them: affine ones in `dtype`, x's, scales twice where there are no biases."""
     w, scales, biases = weights.w, weights.scales, weights.biases
     if biases is not None:
         scales, biases = scales.astype(dtype), biases.astype(dtype)
@@ -117,13 +120,13 @@ def arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.
 
 
 def format_template(weights: Quantized, dtype: mx.Dtype) -> list[tuple[str, object]]:
-    """What every kernel's template says of x and the weights."""
+    """What every kernel's template says of x, of `dtype`, and the weights."""
     stored, fp = (weights.scales.dtype, True) if weights.biases is None else (dtype, False)
     return [("T", dtype), ("S", stored), ("BITS", weights.bits), ("GROUP", weights.group_size), ("FP", fp)]
 
 
 def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
-    """Each linear's [..., N_p] of a flat y, where one's rows lie behind another's: contiguous, and no copies."""
+    """Cut a flat y, where one linear's rows lie behind another's, into each one's [..., N_p]: views, contiguous."""
     if len(weights.ends) == 1:
         return [y.reshape(*x.shape[:-1], weights.ends[0])]
     m, starts = x.size // weights.k, (0, *weights.ends[:-1])
@@ -131,14 +134,14 @@ def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
 
 
 def biased(products: Sequence[mx.array], weights: Quantized) -> list[mx.array]:
-    """Each linear's [..., N_p], plus its part of the bias in an operation of its own."""
+    """Add to each linear's [..., N_p] its part of the bias, in an operation of its own."""
     if weights.bias is None:
         return list(products)
     return [y + b for y, b in zip(products, mx.split(weights.bias, list(weights.ends[:-1])), strict=True)]
 
 
 def tiles(m: int) -> tuple[int, int, int]:
-    """(groups of rows of x, rows in each, rows of weights whose sums a lane holds for each): at most 24 sums.
+    """Count (groups of m rows of x, rows in each, rows of weights whose sums a lane holds for each): at most 24 sums.
 
     Seven or eight rows are still one group, with half the rows of weights: x is then requested twice as often, but it
     is small and cached, the weights are neither.
@@ -169,14 +172,11 @@ def launch(
     groups, rows, results = tiles(m)
     values, lanes_per_row = lanes(weights)
     columns_per_group = SIMDGROUPS * (32 // lanes_per_row) * results * columns // weights.ends[-1]
+    lane = ("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), ("RESULTS", results)
     made = kernel(op, ("w", "scales", "biases", "x", *more), ("y",), ("quantized", *headers))
     (y,) = made(
         inputs=[*arrays(weights, x.dtype), x, *more.values()],
-        template=[
-            *format_template(weights, x.dtype),
-            *(("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), ("RESULTS", results)),
-            *template,
-        ],
+        template=[*format_template(weights, x.dtype), *lane, *template],
         grid=(32 * groups, SIMDGROUPS * -(-columns // columns_per_group), heads),
         threadgroup=(32, SIMDGROUPS, 1),
         output_shapes=[shape or (m * columns,)],

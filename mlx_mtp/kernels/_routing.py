@@ -1,4 +1,4 @@
-"""Which experts a row of router logits visits, with which weights, and the pairs sorted by expert."""
+"""Choose the experts that rows of router logits visit, their weights, and the pairs in the order of experts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ._source import kernel
+from ._source import DTYPES, kernel
 
 MOST_EXPERTS, MOST_TOP_K, MOST_ROWS = 512, 16, 8
 LANES = 32
@@ -71,7 +71,7 @@ class Pairs(NamedTuple):
 
 
 def route_ref(logits: mx.array, routing: Routing, bias: mx.array | None) -> tuple[mx.array, mx.array]:
-    """logits [M, E]: experts [M, top_k] and their weights in float32, best first, of equal ones in MLX's order."""
+    """Route logits [M, E]: experts [M, top_k], their weights in float32, best first, equal ones in MLX's order."""
     k = routing.top_k
     if routing.kind == "softmax":
         scores = mx.softmax(logits, axis=-1, precise=True)
@@ -102,13 +102,12 @@ def _kept(scores: mx.array, routing: Routing) -> mx.array:
 def routable(logits: mx.array, routing: Routing) -> bool:
     """Whether the kernel takes these logits [M, E]."""
     m, experts = logits.shape
-    known = logits.dtype in (mx.float32, mx.float16, mx.bfloat16)
     fits = 1 <= m <= MOST_ROWS and experts <= MOST_EXPERTS and routing.top_k <= MOST_TOP_K
-    return known and fits and routing.n_group <= LANES
+    return logits.dtype in DTYPES and fits and routing.n_group <= LANES
 
 
 def route_metal(logits: mx.array, routing: Routing, bias: mx.array | None) -> Pairs:
-    """logits [M, E]: the pairs, in one launch."""
+    """Route logits [M, E] to their pairs, in one launch."""
     m, experts = logits.shape
     pairs = m * routing.top_k
     made = kernel("moe_route", ("logits", "bias", "sizes", "numbers"), Pairs._fields, ("activations", "routing"))

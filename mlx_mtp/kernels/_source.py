@@ -1,4 +1,4 @@
-"""Where the `.metal` files are, and the kernels made of them."""
+"""Make kernels of the `.metal` files, and say where they can run."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
 INSTALLED, CHECKOUT = Path(__file__).parent / "metal", Path(__file__).parents[2] / "kernels"
 DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
 
@@ -14,7 +15,7 @@ DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
 def kernel(
     op: str, inputs: Sequence[str], outputs: Sequence[str], headers: Sequence[str] = (), strided: bool = False
 ) -> Callable[..., Any]:
-    """The kernel whose body is `<op>.metal`, behind the headers `<name>.h`; made once.
+    """Make the kernel whose body is `<op>.metal`, behind the headers `<name>.h`; once for the same arguments.
 
     `strided`: it takes views as they lie, which would be copied otherwise, and reads their strides.
     """
@@ -40,7 +41,7 @@ def _made(
 
 @functools.cache
 def constants(dtype: mx.Dtype, *values: float) -> mx.array:
-    """The values as an array, made once: a launch of every layer of every step reads it."""
+    """The values as an array [len(values)], made once: a launch of every layer of every step reads it."""
     return mx.array(values, dtype)
 
 

@@ -1,4 +1,4 @@
-"""What the recurrence of a gated-delta layer reads of new rows, in one launch: convolution, norms of q and k, gates.
+"""Compute what a gated-delta layer's recurrence reads of new rows: convolution, norms of q and k, gates, in a launch.
 
 Rows are summed as MLX's depthwise kernel does: in float32, from the oldest tap on, rounded once. All behind the sums
 rounds as MLX's ops do: SiLU, norm and beta in the rows' types, the decay g in float32. The depthwise kernel and the
@@ -10,13 +10,12 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx import nn
 
-from . import _source
+from ._rows import BLOCK, MOST_BLOCKS
+from ._source import DTYPES, constants, kernel, on_metal
 
-TYPES = (mx.float16, mx.bfloat16, mx.float32)
 INPUTS = ("before", "accepted", "x", "w", "a", "b", "A_log", "dt_bias", "layout", "scales", "eps")
 OUTPUTS = ("q", "k", "v", "rows", "g", "beta")
 EPS = 1e-6  # added to a head's sum of squares
-BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
 SIMDGROUPS = 4
 
 
@@ -50,7 +49,7 @@ def delta_inputs_ref(
     head_dim: int,
     accepted: mx.array | None = None,
 ) -> DeltaInputs:
-    """`delta_inputs` in plain ops, with sums in float32."""
+    """Compute `delta_inputs` by plain ops, with sums in float32."""
     if accepted is not None:
         before = mx.take(before, accepted + mx.arange(weight.shape[1] - 1), axis=1)
     x = _grouped(x)
@@ -77,30 +76,6 @@ def _scales(head_dim: int) -> tuple[float, float]:
     return (head_dim**-0.5) ** 2, head_dim**-0.5
 
 
-def _delta_inputs_metal(
-    x: mx.array, before: mx.array, weight: mx.array, gates: Gates, heads: tuple[int, int], accepted: mx.array | None
-) -> DeltaInputs:
-    (C, taps, _), T, Hv, (Hk, D) = weight.shape, x.shape[1], gates.A_log.size, heads
-    values, blocks = C - 2 * Hk * D, -(-D // BLOCK)
-    units = 2 * Hk - (-values // (blocks * BLOCK)) - (-Hv // 32)
-    if accepted is None:
-        accepted = _source.constants(mx.int32, 0)
-    eps = _source.constants(mx.float32, EPS * _scales(D)[1] ** 2)
-    settings = [_source.constants(mx.int32, Hk, D), _source.constants(x.dtype, *_scales(D)), eps]
-    sums = mx.result_type(gates.a, gates.dt_bias)
-    q, k, v, rows, g, beta = _source.kernel(
-        "delta_inputs", INPUTS, OUTPUTS, ("rms", "activations", "delta_gates"), strided=True
-    )(
-        inputs=[before, accepted, x, weight, *gates, *settings],
-        template=[("T", x.dtype), ("A", sums), ("B", gates.b.dtype), ("BLOCKS", blocks)],
-        grid=(32, units, taps - 1 + T),
-        threadgroup=(32, SIMDGROUPS, 1),
-        output_shapes=[(1, T, Hk, D), (1, T, Hk, D), (1, T, values), (1, taps - 1 + T, C), (1, T, Hv), (1, T, Hv)],
-        output_dtypes=[x.dtype] * 4 + [mx.float32, gates.b.dtype],
-    )
-    return DeltaInputs(q, k, v, g, beta, rows)
-
-
 def delta_inputs(
     x: mx.array,
     before: mx.array,
@@ -111,8 +86,10 @@ def delta_inputs(
     head_dim: int,
     accepted: mx.array | None = None,
 ) -> DeltaInputs:
-    """SiLU of a causal depthwise convolution over new rows that follow the first `accepted` rows of a tape, cut into
-    q and k, normed to unit length per head and q scaled by head_dim ** -0.5, and v; and the gates of the rows.
+    """Compute q, k, v and the gates of new rows, which follow the first `accepted` rows of a tape.
+
+    SiLU of a causal depthwise convolution over them is cut into q and k, normed to unit length per head and q scaled
+    by head_dim ** -0.5, and v.
 
     x: [1, T, C] float16, bfloat16 or float32; or [1, T, G, C/G], the heads in G groups, each with its q, k and v.
     before: [1, taps-1+P, C], the rows before and on the tape of P rows, q, k and v of all heads; rows after the
@@ -131,7 +108,23 @@ def delta_inputs(
     if x.shape[2] * x.shape[3] != C or keys > C or key_heads % x.shape[2]:
         heads = f"{C} channels, {keys} of them q and k of {key_heads} heads"
         raise ValueError(f"x has shape {x.shape}; it must be [1, T, G, C/G] for {heads}")
-    alike = x.dtype == before.dtype == weight.dtype and {x.dtype, *(gate.dtype for gate in gates)} <= set(TYPES)
-    if _source.on_metal() and alike and head_dim <= BLOCK * MOST_BLOCKS:
-        return _delta_inputs_metal(x, before, weight, gates, (key_heads, head_dim), accepted)
-    return delta_inputs_ref(x, before, weight, gates, key_heads=key_heads, head_dim=head_dim, accepted=accepted)
+    alike = x.dtype == before.dtype == weight.dtype and {x.dtype, *(gate.dtype for gate in gates)} <= set(DTYPES)
+    if not (on_metal() and alike and head_dim <= BLOCK * MOST_BLOCKS):
+        return delta_inputs_ref(x, before, weight, gates, key_heads=key_heads, head_dim=head_dim, accepted=accepted)
+    taps, T, Hv, Hk, D = weight.shape[1], x.shape[1], gates.A_log.size, key_heads, head_dim
+    values, blocks = C - keys, -(-D // BLOCK)
+    units = 2 * Hk - (-values // (blocks * BLOCK)) - (-Hv // 32)
+    accepted = constants(mx.int32, 0) if accepted is None else accepted
+    eps = constants(mx.float32, EPS * _scales(D)[1] ** 2)
+    sums = mx.result_type(gates.a, gates.dt_bias)
+    settings = constants(mx.int32, Hk, D), constants(x.dtype, *_scales(D)), eps
+    made = kernel("delta_inputs", INPUTS, OUTPUTS, ("rms", "activations", "delta_gates"), strided=True)
+    q, k, v, rows, g, beta = made(
+        inputs=[before, accepted, x, weight, *gates, *settings],
+        template=[("T", x.dtype), ("A", sums), ("B", gates.b.dtype), ("BLOCKS", blocks)],
+        grid=(32, units, taps - 1 + T),
+        threadgroup=(32, SIMDGROUPS, 1),
+        output_shapes=[(1, T, Hk, D), (1, T, Hk, D), (1, T, values), (1, taps - 1 + T, C), (1, T, Hv), (1, T, Hv)],
+        output_dtypes=[x.dtype] * 4 + [mx.float32, gates.b.dtype],
+    )
+    return DeltaInputs(q, k, v, g, beta, rows)

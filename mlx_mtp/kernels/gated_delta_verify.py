@@ -1,4 +1,4 @@
-"""The gated delta rule over a tape: the accepted rows of the last verify again, then this one's, in one launch.
+"""Run the gated delta rule over a tape: the accepted rows of the last verify again, then this one's, in one launch.
 
 Its bits are those of one row at a time through the kernel that mlx-lm runs for a single row of the same shapes: for
 Dk = 128 and scalar float32 gates the one that packs eight rows of a state into a simdgroup, else one row to each.
@@ -6,11 +6,9 @@ Dk = 128 and scalar float32 gates the one that packs eight rows of a state into 
 
 import mlx.core as mx
 
-from . import _source
+from ._source import DTYPES, kernel, on_metal
 
 Rows = tuple[mx.array, mx.array, mx.array, mx.array]  # k, v, g, beta
-
-TYPES = (mx.float16, mx.bfloat16, mx.float32)
 INPUTS = ("state", "tape_k", "tape_v", "tape_g", "tape_beta", "accepted", "q", "k", "v", "g", "beta")
 
 
@@ -23,7 +21,7 @@ def gated_delta_verify_ref(
     accepted: mx.array | None = None,
     last: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """`gated_delta_verify` row by row, in float32."""
+    """Compute `gated_delta_verify` row by row, in float32."""
     for t in range(tape[0].shape[1] if tape else 0):
         assert tape is not None
         assert accepted is not None
@@ -44,36 +42,11 @@ def _after(state: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.arra
     return state + k * delta[..., None]
 
 
-def _gated_delta_verify_metal(
-    q: mx.array, rows: Rows, state: mx.array, tape: Rows | None, accepted: mx.array | None, last: bool
-) -> tuple[mx.array, mx.array]:
-    (B, Hv, Dv, Dk), g = state.shape, rows[2]
-    packed = Dk == 128 and Dv % 8 == 0 and g.ndim == 3 and g.dtype == mx.float32
-    if tape is None or accepted is None:
-        tape, accepted = rows, mx.array([0])  # none of these rows counts
-    y, state = _source.kernel("gated_delta_verify", INPUTS, ("y", "state_out"), ("gated_delta",))(
-        inputs=[state, *tape, accepted, q, *rows],
-        template=[
-            ("InT", q.dtype),
-            ("Dk", Dk),
-            ("LANES", 4 if packed else 32),
-            ("GATES", int(g.ndim == 4)),
-            ("LAST", last),
-        ],
-        grid=(32, Dv // 8 if packed else Dv, B * Hv),
-        threadgroup=(32, 2 if packed else 4, 1),
-        output_shapes=[(B, q.shape[1], Hv, Dv), state.shape],
-        output_dtypes=[q.dtype, mx.float32],
-    )
-    return y, state
-
-
 def _supported(q: mx.array, rows: Rows, state: mx.array, tape: Rows | None) -> bool:
     _, Hv, Dv, Dk = state.shape
-    same = tape is None or all(
-        a.dtype == b.dtype and a.shape[2:] == b.shape[2:] for a, b in zip(rows, tape, strict=True)
-    )
-    typed = q.dtype in TYPES and all(x.dtype in TYPES for x in rows) and q.dtype == rows[0].dtype
+    pairs = zip(rows, tape or rows, strict=True)
+    same = all(a.dtype == b.dtype and a.shape[2:] == b.shape[2:] for a, b in pairs)
+    typed = q.dtype in DTYPES and all(x.dtype in DTYPES for x in rows) and q.dtype == rows[0].dtype
     return same and typed and state.dtype == mx.float32 and Dk % 32 == 0 and Dv % 4 == 0 and Hv % q.shape[2] == 0
 
 
@@ -86,7 +59,7 @@ def gated_delta_verify(
     accepted: mx.array | None = None,
     last: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Reads the first `accepted` rows of a tape, then new ones: their outputs and the state before or after them.
+    """Read the first `accepted` rows of a tape, then new ones: their outputs and the state before or after them.
 
     q: [B, T, Hk, Dk]. rows: k [B, T, Hk, Dk], v [B, T, Hv, Dv], g [B, T, Hv] or [B, T, Hv, Dk], beta [B, T, Hv];
         float16, bfloat16 or float32, g and beta of any of them.
@@ -100,6 +73,21 @@ def gated_delta_verify(
     if (tape is None) != (accepted is None):
         given = "tape" if accepted is None else "accepted"
         raise ValueError(f"only {given} is given; tape and accepted go together")
-    if _source.on_metal() and _supported(q, rows, state, tape):
-        return _gated_delta_verify_metal(q, rows, state, tape, accepted, last)
-    return gated_delta_verify_ref(q, rows, state, tape=tape, accepted=accepted, last=last)
+    if not (on_metal() and _supported(q, rows, state, tape)):
+        return gated_delta_verify_ref(q, rows, state, tape=tape, accepted=accepted, last=last)
+    (B, Hv, Dv, Dk), g = state.shape, rows[2]
+    packed = Dk == 128 and Dv % 8 == 0 and g.ndim == 3 and g.dtype == mx.float32
+    if tape is None or accepted is None:
+        tape, accepted = rows, mx.array([0])  # none of these rows counts
+    y, state = kernel("gated_delta_verify", INPUTS, ("y", "state_out"), ("gated_delta",))(
+        inputs=[state, *tape, accepted, q, *rows],
+        template=[
+            *(("InT", q.dtype), ("Dk", Dk), ("LANES", 4 if packed else 32)),
+            *(("GATES", int(g.ndim == 4)), ("LAST", last)),
+        ],
+        grid=(32, Dv // 8 if packed else Dv, B * Hv),
+        threadgroup=(32, 2 if packed else 4, 1),
+        output_shapes=[(B, q.shape[1], Hv, Dv), state.shape],
+        output_dtypes=[q.dtype, mx.float32],
+    )
+    return y, state

@@ -1,4 +1,4 @@
-"""`norm_rope`: RMS norm per head, rotary positions and heads first, for queries and keys in one launch.
+"""Norm each head of queries and keys, rotate them to their positions, and put heads first, in one launch.
 
 Squares are summed, and angles computed, as MLX's two kernels do; a row has the same bits whatever the others are.
 """
@@ -11,12 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import _source
+from ._rows import BLOCK, MOST_BLOCKS
+from ._source import DTYPES, constants, kernel, on_metal
 
-TYPES = (mx.float16, mx.bfloat16, mx.float32)
 INPUTS = ("q", "k", "q_weight", "k_weight", "offset", "freqs", "layout", "factors", "eps")
-OUTPUTS = ("queries", "keys")
-BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
 OF_MLX = "mlx.nn.layers.positional_encoding"
 OF_MLX_LM = "mlx_lm.models.rope_utils"
 Heads = tuple[mx.array, mx.array]  # queries [B, Hq, L, D], keys [B, Hk, L, D]
@@ -49,7 +47,7 @@ class Rope:
 
     @staticmethod
     def of(module: Any) -> "Rope | None":
-        """That of `nn.RoPE` or of one of mlx-lm's; None for another module."""
+        """Read that of `nn.RoPE` or of one of mlx-lm's; None for another module."""
         match type(module).__module__, type(module).__name__:
             case (str(of), "RoPE") if of == OF_MLX:
                 return Rope(module.dims, module.traditional, base=module.base, scale=module.scale)
@@ -70,12 +68,6 @@ class Rope:
         (base,) = struct.unpack("f", struct.pack("f", self.base))  # as MLX keeps it
         return mx.array([math.log2(base)], mx.float32)
 
-    def settings(self, D: int, eps: float) -> list[mx.array]:
-        """The kernel's `layout`, `factors` and `eps`."""
-        steps = (2, 1) if self.traditional else (1, self.dims // 2)
-        layout = _source.constants(mx.int32, D, self.dims, *steps)
-        return [layout, _source.constants(mx.float32, self.scale, self.mscale), _source.constants(mx.float32, eps)]
-
 
 def norm_rope_ref(
     q: mx.array,
@@ -88,7 +80,7 @@ def norm_rope_ref(
     eps: float = 0.0,
     head_dim: int | None = None,
 ) -> Heads:
-    """`norm_rope` in MLX's own ops."""
+    """Compute `norm_rope` by MLX's own ops."""
     D = k.shape[-1] if head_dim is None else head_dim
     queries, keys = (_rotated(x[..., :D], w, eps, offset, rope) for x, w in ((q, q_weight), (k, k_weight)))
     return queries, keys
@@ -105,21 +97,20 @@ def _rotated(x: mx.array, weight: mx.array | None, eps: float, offset: mx.array 
 
 
 def _norm_rope_metal(
-    q: mx.array,
-    k: mx.array,
-    offset: mx.array,
-    rope: Rope,
-    weights: tuple[mx.array, mx.array] | None,
-    eps: float,
-    D: int,
+    q: mx.array, k: mx.array, offset: mx.array | int, rope: Rope, weights: list[mx.array], eps: float, D: int
 ) -> Heads:
     (_, L, Hq, _), Hk = q.shape, k.shape[2]
-    dtype = q.dtype if weights is None else mx.result_type(q, weights[0])
-    template = [("T", q.dtype), ("O", dtype), ("NORM", weights is not None)]
-    template += [("FREQS", rope.freqs is not None), ("BLOCKS", -(-D // BLOCK))]
-    queries, keys = _source.kernel("norm_rope", INPUTS, OUTPUTS, ("rms",), strided=True)(
-        inputs=[q, k, *(weights or (rope.rates, rope.rates)), offset, rope.rates, *rope.settings(D, eps)],
-        template=template,
+    at = mx.array([offset], mx.int32) if isinstance(offset, int) else offset.reshape(1).astype(mx.int32)
+    dtype = mx.result_type(q, *weights[:1])
+    steps = (2, 1) if rope.traditional else (1, rope.dims // 2)
+    layout, factors = constants(mx.int32, D, rope.dims, *steps), constants(mx.float32, rope.scale, rope.mscale)
+    more = (at, rope.rates, layout, factors, constants(mx.float32, eps))
+    queries, keys = kernel("norm_rope", INPUTS, ("queries", "keys"), ("rms",), strided=True)(
+        inputs=[q, k, *(weights or (rope.rates, rope.rates)), *more],
+        template=[
+            *(("T", q.dtype), ("O", dtype), ("NORM", len(weights) > 0)),
+            *(("FREQS", rope.freqs is not None), ("BLOCKS", -(-D // BLOCK))),
+        ],
         grid=(32, Hq + Hk, L),
         threadgroup=(32, 1, 1),
         output_shapes=[(1, Hq, L, D), (1, Hk, L, D)],
@@ -139,7 +130,7 @@ def norm_rope(
     eps: float = 0.0,
     head_dim: int | None = None,
 ) -> Heads:
-    """Queries [1, Hq, L, D] and keys [1, Hk, L, D], normed where there are weights, then rotated.
+    """Norm queries and keys where there are weights, and rotate them: [1, Hq, L, D] and [1, Hk, L, D].
 
     q: [1, L, Hq, D or more], k: [1, L, Hk, D or more], float16, bfloat16 or float32, of any strides: the first
         D = `head_dim` values of a head count. None: all of k's.
@@ -149,34 +140,25 @@ def norm_rope(
     Raises ValueError where shapes do not match, or only one weight is given.
     """
     D = k.shape[-1] if head_dim is None else head_dim
-    _check(q, k, offset, rope, q_weight, k_weight, D)
-    weights = None if q_weight is None or k_weight is None else (q_weight, k_weight)
-    types = {q.dtype, k.dtype}, {w.dtype for w in weights or ()}
-    known = len(types[0]) == 1 and len(types[1]) <= 1 and types[0] | types[1] <= set(TYPES)
-    if _source.on_metal() and known and q.shape[0] == 1 and D <= BLOCK * MOST_BLOCKS:
-        at = mx.array([offset], mx.int32) if isinstance(offset, int) else offset.reshape(1).astype(mx.int32)
-        return _norm_rope_metal(q, k, at, rope, weights, eps, D)
+    weights = [weight for weight in (q_weight, k_weight) if weight is not None]
+    _check(q, k, offset, rope, weights, D)
+    types, of_weights = {q.dtype, k.dtype}, {w.dtype for w in weights}
+    known = len(types) == 1 and len(of_weights) <= 1 and types | of_weights <= set(DTYPES)
+    if on_metal() and known and q.shape[0] == 1 and D <= BLOCK * MOST_BLOCKS:
+        return _norm_rope_metal(q, k, offset, rope, weights, eps, D)
     return norm_rope_ref(q, k, offset, rope, q_weight=q_weight, k_weight=k_weight, eps=eps, head_dim=D)
 
 
-def _check(
-    q: mx.array,
-    k: mx.array,
-    offset: mx.array | int,
-    rope: Rope,
-    q_weight: mx.array | None,
-    k_weight: mx.array | None,
-    D: int,
-) -> None:
+def _check(q: mx.array, k: mx.array, offset: mx.array | int, rope: Rope, weights: list[mx.array], D: int) -> None:
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2]:
         raise ValueError(f"q has shape {q.shape} and k {k.shape}; they must be [B, L, heads, values], of one B and L")
     if not rope.dims <= D <= min(q.shape[-1], k.shape[-1]):
         widths = f"heads have {q.shape[-1]} and {k.shape[-1]} values and {rope.dims} are rotated"
         raise ValueError(f"head_dim is {D}; {widths}: it must lie between")
-    if (q_weight is None) != (k_weight is None):
+    if len(weights) == 1:
         raise ValueError("only one of q_weight and k_weight is given; it must be both or none")
-    for weight in (q_weight, k_weight):
-        if weight is not None and weight.shape != (D,):
+    for weight in weights:
+        if weight.shape != (D,):
             raise ValueError(f"a weight has shape {weight.shape}; it must be ({D},)")
     if isinstance(offset, mx.array) and offset.size != 1:
         raise ValueError(f"offset has {offset.size} values; it must have one")

@@ -1,12 +1,10 @@
-"""`verify_attention`: a few queries share one pass over a KV cache, each with the bits that it has alone."""
-
-import functools
+"""Attend from a few queries to a KV cache in one pass, each in the bits that it has alone."""
 
 import mlx.core as mx
 
 from ._merge import merge
-from ._quantized import DEVICE, DTYPES
-from ._source import constants, kernel, on_metal
+from ._quantized import DEVICE
+from ._source import DTYPES, constants, kernel, on_metal
 
 Stored = mx.array | tuple[mx.array, ...]  # keys or values: as they are, or what mx.quantize makes of them
 
@@ -52,7 +50,7 @@ def verify_attention_ref(
     group_size: int = 64,
     bits: int | None = None,
 ) -> mx.array:
-    """`verify_attention` by a mask over the whole buffers, in float32, rounded before the gate."""
+    """Compute `verify_attention` by a mask over the whole buffers, in float32, rounded before the gate."""
     k, v = (_plain(x, group_size, bits) for x in (keys, values))
     _, Hq, L, _ = q.shape
     Hkv, S, Dv = v.shape[1:]
@@ -72,54 +70,13 @@ def verify_attention_ref(
 
 
 def geometry(rows: int, Dv: int) -> tuple[int, dict[str, int]]:
-    """(groups that share out R rows, template): what fits in registers and shared memory. No bits depend on it."""
+    """Choose (groups that share out R rows, template) by registers and shared memory. No bits depend on it."""
     parts = 4 if Dv > 192 else 2
     blocks, most = -(-rows // 8), 16 if Dv <= 192 else 8 if Dv <= 256 else 4
     groups = -(-blocks // most)
     blocks = -(-blocks // groups)
     roomy = Dv // (8 * parts) > 4 and 8 * blocks * (64 + 4 + 2) * 4 <= MEMORY
     return groups, {"TILE": 64 if roomy else 32, "BLOCKS": blocks, "PARTS": parts}
-
-
-def _verify_attention_metal(
-    q: mx.array,
-    keys: Stored,
-    values: Stored,
-    offset: mx.array,
-    *,
-    scale: float,
-    limit: int,
-    window: int | None,
-    start: int,
-    sinks: mx.array | None,
-    gate: mx.array | None,
-    group_size: int,
-    bits: int | None,
-) -> mx.array:
-    k, v = _parts(keys), _parts(values)
-    _, Hq, L, D = q.shape
-    Hkv, Dv = k[0].shape[1], _width(v, bits)
-    R, chunk = Hq // Hkv * L, CHUNK if window is None else CHUNK_OF_WINDOW
-    chunks = -(-limit // chunk)
-    if window is not None:
-        chunks = min(chunks, (window + L - 3) // chunk + 2)  # that window + L - 1 neighbours are in, at most
-    groups, chosen = geometry(R, Dv)
-    threads = 32 * Dv // (8 * chosen["PARTS"])
-    partials, ml = kernel("verify_attention", INPUTS, ("partials", "ml"), ("attention",))(
-        inputs=[
-            *(q, *(k if len(k) == 3 else k * 3), *(v if len(v) == 3 else v * 3), offset),
-            *(constants(mx.int32, start, window or 0), constants(mx.float32, scale)),
-        ],
-        template=[
-            *(("T", q.dtype), ("D", D), ("DV", Dv), ("BITS", bits or 0), ("GROUP", group_size)),
-            *(("RING", window is not None), ("CHUNK", chunk), *chosen.items()),
-        ],
-        grid=(threads * chunks, Hkv, groups),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(Hkv, chunks, R, Dv), (Hkv, chunks, R, 2)],
-        output_dtypes=[mx.float32, mx.float32],
-    )
-    return merge(partials, ml, L, q.dtype, sinks=sinks, gate=gate)
 
 
 def _width(parts: tuple[mx.array, ...], bits: int | None) -> int:
@@ -134,6 +91,21 @@ def _supported(q: mx.array, keys: Stored, values: Stored, group_size: int, bits:
     typed = q.dtype in DTYPES and all(x.dtype == q.dtype for x in stored)
     packed = bits is None or (bits in (4, 8) and group_size in (32, 64, 128))
     return widths and typed and packed and min(x.size for x in k + v) >= DEVICE
+
+
+def _check(
+    q: mx.array, k: tuple[mx.array, ...], v: tuple[mx.array, ...], gate: mx.array | None, bits: int | None
+) -> None:
+    heads, kv_heads = q.shape[1], k[0].shape[1]
+    if len(k) != (1 if bits is None else 3) or len(v) != len(k):
+        raise ValueError(f"bits is {bits}, keys are {len(k)} arrays, values {len(v)}; 1 without bits, else 3")
+    if q.shape[0] != 1 or heads % kv_heads:
+        raise ValueError(f"q has shape {q.shape}, keys {k[0].shape}; one sequence, and whole groups of heads")
+    if q.shape[-1] != _width(k, bits):
+        raise ValueError(f"q has {q.shape[-1]} columns; the keys have {_width(k, bits)}")
+    rows, width = q.shape[2], heads * _width(v, bits)
+    if gate is not None and gate.shape not in ((1, rows, heads), (1, rows, width)):
+        raise ValueError(f"gate has shape {gate.shape}; it must be {(1, rows, heads)} or {(1, rows, width)}")
 
 
 def attention_served(
@@ -158,7 +130,7 @@ def verify_attention(
     group_size: int = 64,
     bits: int | None = None,
 ) -> mx.array:
-    """Attention of L neighbouring queries to a whole KV buffer that holds their own rows: [1, L, Hq * Dv] as q.
+    """Attend from L neighbouring queries to a KV buffer that has their own rows: [1, L, Hq * Dv] in q's dtype.
 
     q: [1, Hq, L, D] float16, bfloat16 or float32, Hq = G * Hkv.
     keys, values: [1, Hkv, S, D] and [1, Hkv, S, Dv] of q's dtype, or with `bits` (4 or 8) of what mx.quantize makes.
@@ -171,25 +143,31 @@ def verify_attention(
     heads of a KV head (of up to 128 rows; Dv = 256: 64); elsewhere the reference. Raises ValueError where heads,
     widths, gate or parts do not fit.
     """
-    _check(q, _parts(keys), _parts(values), gate, bits)
-    if on_metal() and _supported(q, keys, values, group_size, bits):
-        run = functools.partial(_verify_attention_metal, limit=limit)
-    else:
-        run = verify_attention_ref
-    seen = {"window": window, "start": start, "sinks": sinks, "gate": gate}
-    return run(q, keys, values, offset, scale=scale, group_size=group_size, bits=bits, **seen)
-
-
-def _check(
-    q: mx.array, k: tuple[mx.array, ...], v: tuple[mx.array, ...], gate: mx.array | None, bits: int | None
-) -> None:
-    heads, kv_heads = q.shape[1], k[0].shape[1]
-    if len(k) != (1 if bits is None else 3) or len(v) != len(k):
-        raise ValueError(f"bits is {bits}, keys are {len(k)} arrays, values {len(v)}; 1 without bits, else 3")
-    if q.shape[0] != 1 or heads % kv_heads:
-        raise ValueError(f"q has shape {q.shape}, keys {k[0].shape}; one sequence, and whole groups of heads")
-    if q.shape[-1] != _width(k, bits):
-        raise ValueError(f"q has {q.shape[-1]} columns; the keys have {_width(k, bits)}")
-    rows, width = q.shape[2], heads * _width(v, bits)
-    if gate is not None and gate.shape not in ((1, rows, heads), (1, rows, width)):
-        raise ValueError(f"gate has shape {gate.shape}; it must be {(1, rows, heads)} or {(1, rows, width)}")
+    k, v = _parts(keys), _parts(values)
+    _check(q, k, v, gate, bits)
+    if not (on_metal() and _supported(q, keys, values, group_size, bits)):
+        seen = {"window": window, "start": start, "sinks": sinks, "gate": gate}
+        stored = {"group_size": group_size, "bits": bits}
+        return verify_attention_ref(q, keys, values, offset, scale=scale, **seen, **stored)
+    (_, Hq, L, D), Hkv, Dv = q.shape, k[0].shape[1], _width(v, bits)
+    R, chunk = Hq // Hkv * L, CHUNK if window is None else CHUNK_OF_WINDOW
+    chunks = -(-limit // chunk)
+    if window is not None:
+        chunks = min(chunks, (window + L - 3) // chunk + 2)  # that window + L - 1 neighbours are in, at most
+    groups, chosen = geometry(R, Dv)
+    threads = 32 * Dv // (8 * chosen["PARTS"])
+    partials, ml = kernel("verify_attention", INPUTS, ("partials", "ml"), ("attention",))(
+        inputs=[
+            *(q, *(k if bits else k * 3), *(v if bits else v * 3), offset),
+            *(constants(mx.int32, start, window or 0), constants(mx.float32, scale)),
+        ],
+        template=[
+            *(("T", q.dtype), ("D", D), ("DV", Dv), ("BITS", bits or 0), ("GROUP", group_size)),
+            *(("RING", window is not None), ("CHUNK", chunk), *chosen.items()),
+        ],
+        grid=(threads * chunks, Hkv, groups),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(Hkv, chunks, R, Dv), (Hkv, chunks, R, 2)],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    return merge(partials, ml, L, q.dtype, sinks=sinks, gate=gate)

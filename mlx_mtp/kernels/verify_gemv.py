@@ -1,16 +1,15 @@
-"""Products with an unquantized matrix, each row in the bits that MLX computes for that row alone: routers, heads."""
+"""Multiply rows with an unquantized matrix, each in the bits that MLX gives it alone: routers, LM heads."""
 
 import mlx.core as mx
 
-from . import _source
 from ._rows import row_groups
+from ._source import DTYPES, kernel, on_metal
 
-DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 DOT_BLOCK = 16384  # past it MLX's dot product has partial sums in several threadgroups
 
 
 def verify_gemv_ref(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.array:
-    """The product in plain MLX, which accumulates in float32; the bias is added to the rounded product."""
+    """Multiply by plain MLX, which accumulates in float32, and add the bias to the rounded product."""
     y = x @ w.T
     return y if bias is None else y + bias
 
@@ -30,8 +29,7 @@ def _verify_gemv_metal(x: mx.array, w: mx.array, bias: mx.array | None) -> mx.ar
     groups, rows = row_groups(m)
     lanes, simds_k, simds_n, tm = _tile(k, n)
     blocks = -(-n // (simds_n * (32 // lanes) * tm))
-    kernel = _source.kernel("verify_gemv", ["x", "w", "bias", "K", "N", "M"], ["y"], ["gemv_rows"])
-    (y,) = kernel(
+    (y,) = kernel("verify_gemv", ("x", "w", "bias", "K", "N", "M"), ("y",), ("gemv_rows",))(
         inputs=[x, w, x if bias is None else bias, k, n, m],
         template=[
             *(("T", x.dtype), ("ROWS", rows), ("TM", tm), ("LANES", lanes), ("SIMDS", simds_k)),
@@ -48,8 +46,7 @@ def _verify_gemv_metal(x: mx.array, w: mx.array, bias: mx.array | None) -> mx.ar
 def _verify_dot_metal(x: mx.array, w: mx.array) -> mx.array:
     m, k = x.shape
     groups, rows = row_groups(m)
-    kernel = _source.kernel("verify_dot", ["x", "w", "K", "M"], ["y"])
-    (y,) = kernel(
+    (y,) = kernel("verify_dot", ("x", "w", "K", "M"), ("y",))(
         inputs=[x, w, k, m],
         template=[("T", x.dtype), ("ROWS", rows)],
         grid=(512 * groups, 1, 1),
@@ -69,28 +66,28 @@ def _check(x: mx.array, w: mx.array, bias: mx.array | None) -> None:
         raise ValueError(f"bias has shape {bias.shape}; it must be ({w.shape[0]},), a value per row of w")
 
 
-def _common_dtype(*arrays: mx.array | None) -> mx.Dtype:
-    return mx.result_type(*(a for a in arrays if a is not None))
+def _dtype(x: mx.array, w: mx.array, bias: mx.array | None) -> mx.Dtype:
+    return mx.result_type(x, w, *([] if bias is None else [bias]))
 
 
 def supported(x: mx.array, w: mx.array, bias: mx.array | None = None) -> bool:
     """Whether the kernels compute the product: a float type, nothing empty, for N = 1 without a bias K <= 16384."""
     n, k = w.shape
     partial_sums = n == 1 and bias is None and k > DOT_BLOCK
-    return _common_dtype(x, w, bias) in DTYPES and x.size > 0 and w.size > 0 and not partial_sums
+    return _dtype(x, w, bias) in DTYPES and x.size > 0 and w.size > 0 and not partial_sums
 
 
 def verify_gemv(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.array:
-    """x [..., K] times the transpose of w [N, K], plus bias [N]: [..., N], each row with the bits of that row alone.
+    """Multiply x [..., K] with the transpose of w [N, K], and add bias [N]: [..., N], rows with bits of their own.
 
     On Metal those are the bits of MLX's `x @ w.T` (with a bias `addmm`) for one row and a `w` stored row by row, so
     they do not depend on the number of rows. float16, bfloat16 or float32, to which all are promoted as matmul does;
     elsewhere, and where `supported` says no, the product is MLX's own. Raises ValueError for shapes that do not fit.
     """
     _check(x, w, bias)
-    if not (_source.on_metal() and supported(x, w, bias)):
+    if not (on_metal() and supported(x, w, bias)):
         return verify_gemv_ref(x, w, bias)
-    dtype, (n, k) = _common_dtype(x, w, bias), w.shape
+    dtype, (n, k) = _dtype(x, w, bias), w.shape
     rows, w = x.reshape(-1, k).astype(dtype), w.astype(dtype)
     if n == 1 and bias is None:
         y = _verify_dot_metal(rows, w)

@@ -1,4 +1,4 @@
-"""`verify_head`: an LM head straight to tokens, a draw, or the first n; no logits are written.
+"""Take an LM head straight to tokens, a draw, or the first n; no logits are written.
 
 Of each tile of the vocabulary a threadgroup keeps the first n, greatest first and of equal ones the lowest index, and
 a second launch merges the tiles. Logits have the bits of `verify_qmm` and `verify_gemv`; a NaN is never chosen (so on
@@ -9,9 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import _source
-from ._quantized import DTYPES, Quantized, check_columns, lanes, small
+from ._quantized import Quantized, arrays, check_columns, format_template, lanes, small
 from ._quantized import supported as supported_format
+from ._source import DTYPES, constants, kernel, on_metal
 from .verify_gemv import supported as supported_product
 
 Weights = Quantized | mx.array  # [N, K], quantized or not
@@ -25,7 +25,7 @@ LEAST_COLUMNS = 8  # of fewer a bias is not in device memory
 
 
 def logits_ref(x: mx.array, weights: Weights, bias: mx.array | None = None) -> mx.array:
-    """x [M, K] -> [M, N], by MLX's own product."""
+    """Compute logits [M, N] of x [M, K] by MLX's own product."""
     if isinstance(weights, mx.array):
         return x @ weights.T if bias is None else mx.addmm(bias, x, weights.T)
     w, scales, biases = weights.w, weights.scales, weights.biases
@@ -38,7 +38,7 @@ def argmax_ref(logits: mx.array) -> mx.array:
 
 
 def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.array:
-    """Row i of logits [M, N]: a draw of mx.random.categorical's, with the second half of the key of position + i."""
+    """Draw from each row i of logits [M, N] as mx.random.categorical does, by half of the key of position + i."""
     first, drawn = mx.array(position).reshape(1).astype(mx.uint32), []
     for i, row in enumerate(logits.astype(mx.float32) * (1.0 / temp)):
         dice = mx.random.split(key + mx.pad(first + i, (1, 0)))[1]
@@ -47,7 +47,7 @@ def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.
 
 
 def top_ref(logits: mx.array, n: int) -> Top:
-    """The first n of logits [M, N] and the logarithm of the sum of all exponentials."""
+    """Find the first n of logits [M, N], values and tokens, and the logarithm of the sum of all exponentials."""
     logits = logits.astype(mx.float32)
     order = mx.argsort(-logits, axis=-1)[:, :n]  # stable: of equal ones the lowest index
     values = mx.take_along_axis(logits, order, axis=-1)
@@ -69,22 +69,19 @@ def verify_head_top_ref(x: mx.array, weights: Weights, n: int, bias: mx.array | 
 
 
 def tile(n: int) -> int:
-    """Weight rows of which the first n are kept."""
+    """Choose how many weight rows make a tile, of which the first n are kept."""
     return 128 if n <= 8 else 256 if n <= 16 else 512
 
 
 def _product(x: mx.array, weights: Weights) -> tuple[str, str, list, list]:
     """The kernel for these weights and its header, and what is its own of its inputs and template arguments."""
     if isinstance(weights, mx.array):
-        inputs = [("w", weights.astype(x.dtype))]
-        return "verify_head_dense", "gemv_rows", inputs, [("LANES", 4 if weights.shape[1] <= 64 else 32)]
+        template = [("T", x.dtype), ("LANES", 4 if weights.shape[1] <= 64 else 32)]
+        return "verify_head_dense", "gemv_rows", [("w", weights.astype(x.dtype))], template
     values, lanes_per_row = lanes(weights)
-    scales, biases = weights.scales, weights.biases
-    if biases is not None:
-        scales, biases = scales.astype(x.dtype), biases.astype(x.dtype)
-    inputs = [("w", weights.w), ("scales", scales), ("biases", scales if biases is None else biases)]
-    format_ = [("S", scales.dtype), ("BITS", weights.bits), ("GROUP", weights.group_size), ("FP", biases is None)]
-    return "verify_head", "quantized", inputs, [*format_, ("VALUES", values), ("LANES", lanes_per_row)]
+    inputs = list(zip(("w", "scales", "biases"), arrays(weights, x.dtype), strict=True))
+    template = [*format_template(weights, x.dtype), ("VALUES", values), ("LANES", lanes_per_row)]
+    return "verify_head", "quantized", inputs, template
 
 
 def _verify_head_metal(
@@ -95,27 +92,25 @@ def _verify_head_metal(
     noise: tuple[mx.array, mx.array, mx.array] | None = None,
     with_sum: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """The first n of each row [M, n], in `values` with the logsumexp behind them where it is asked for."""
+    """Find values and tokens [M, n] of each row's first n; behind the values the logsumexp where it is asked for."""
     x = x.astype(_dtype(x, weights, bias))
-    (m, _), columns = x.shape, _columns(weights)
+    m, groups, tiles = x.shape[0], -(-x.shape[0] // MOST_ROWS), -(-_columns(weights) // tile(n))
     op, header, inputs, template = _product(x, weights)
-    groups = -(-m // MOST_ROWS)
-    key, position, inverse = noise or [_source.constants(*unread) for unread in UNREAD]
+    key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
     inputs += [("x", x), ("bias", x if bias is None else bias.astype(x.dtype))]
-    inputs += [("key", key), ("position", position), ("inverse", inverse), ("n", _source.constants(mx.int32, n))]
-    names, arrays = zip(*inputs, strict=True)
-    template += [("T", x.dtype), ("ROWS", -(-m // groups)), ("TILE", tile(n)), ("BIAS", bias is not None)]
+    inputs += [("key", key), ("position", position), ("inverse", inverse), ("n", constants(mx.int32, n))]
+    template += [("ROWS", -(-m // groups)), ("TILE", tile(n)), ("BIAS", bias is not None)]
     template += [("DRAW", noise is not None), ("SUM", with_sum)]
-    tiles = -(-columns // tile(n))
-    parts = _source.kernel(op, names, ("values", "indices"), (header, "random", "head"))(
-        inputs=list(arrays),
+    of_tiles = kernel(op, [name for name, _ in inputs], ("values", "indices"), (header, "random", "head"))
+    parts = of_tiles(
+        inputs=[array for _, array in inputs],
         template=template,
         grid=(32 * groups, SIMDGROUPS * tiles, 1),
         threadgroup=(32, SIMDGROUPS, 1),
         output_shapes=[(m, tiles, n + with_sum), (m, tiles, n)],
         output_dtypes=[mx.float32, mx.int32],
     )
-    values, tokens = _source.kernel("verify_head_merge", ("values", "indices"), ("best", "tokens"), ("head",))(
+    values, tokens = kernel("verify_head_merge", ("values", "indices"), ("best", "tokens"), ("head",))(
         inputs=parts,
         template=[("SUM", with_sum)],
         grid=(32 * SIMDGROUPS * m, 1, 1),
@@ -131,8 +126,7 @@ def _columns(weights: Weights) -> int:
 
 
 def _dtype(x: mx.array, weights: Weights, bias: mx.array | None) -> mx.Dtype:
-    own = [weights] if isinstance(weights, mx.array) else []
-    dtype = mx.result_type(x, *own) if own else weights.dtype(x)  # type: ignore[union-attr]
+    dtype = weights.dtype(x) if isinstance(weights, Quantized) else mx.result_type(x, weights)
     return dtype if bias is None else mx.result_type(mx.zeros(0, dtype), bias)
 
 
@@ -159,13 +153,13 @@ def _check(x: mx.array, weights: Weights, bias: mx.array | None) -> None:
 
 
 def verify_head(x: mx.array, weights: Weights, bias: mx.array | None = None) -> mx.array:
-    """The greatest logit's token [M] int32 of each row x [M, K]; of equal ones the lowest.
+    """Choose the greatest logit's token [M] int32 for each row x [M, K]; of equal ones the lowest.
 
     weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]. Where `supported` says no, and without
     Metal, MLX's own product and argmax. Raises ValueError for shapes that do not fit.
     """
     _check(x, weights, bias)
-    if not (_source.on_metal() and supported(x, weights, bias)):
+    if not (on_metal() and supported(x, weights, bias)):
         return verify_head_ref(x, weights, bias)
     return _verify_head_metal(x, weights, bias)[1][:, 0]
 
@@ -173,7 +167,7 @@ def verify_head(x: mx.array, weights: Weights, bias: mx.array | None = None) -> 
 def verify_head_draw(
     x: mx.array, weights: Weights, key: mx.array, position: Any, temp: float, bias: mx.array | None = None
 ) -> mx.array:
-    """A token [M] int32 drawn from softmax(logits / temp) of each row x [M, K]; row i's by position + i.
+    """Draw a token [M] int32 from softmax(logits / temp) of each row x [M, K]; row i's by position + i.
 
     key: uint32 [2]; a row is drawn with the second half of the split of key + [0, position + i], from whose bits the
         noise of each token is that of mx.random.gumbel. position: an integer or int32 [] or [1].
@@ -182,15 +176,17 @@ def verify_head_draw(
     _check(x, weights, bias)
     if temp <= 0:
         raise ValueError(f"temp={temp}: allowed is more than 0")
-    if not (_source.on_metal() and supported(x, weights, bias)):
+    if not (on_metal() and supported(x, weights, bias)):
         return verify_head_draw_ref(x, weights, key, position, temp, bias)
-    noise = (key, mx.array(position).reshape(1).astype(mx.uint32), _source.constants(mx.float32, 1.0 / temp))
+    noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, 1.0 / temp))
     return _verify_head_metal(x, weights, bias, noise=noise)[1][:, 0]
 
 
 def verify_head_top(x: mx.array, weights: Weights, n: int, bias: mx.array | None = None) -> Top:
-    """The n greatest logits of each row x [M, K]: values [M, n] float32, sorted, and tokens [M, n] int32; of equal
-    ones the lower token first. And the logsumexp [M] float32 of all logits.
+    """Find the n greatest logits of each row x [M, K], and the logsumexp of all of them.
+
+    Returns values [M, n] float32, sorted, tokens [M, n] int32, of equal values the lower token first, and the
+    logsumexp [M] float32.
 
     weights, bias: as in `verify_head`. Raises ValueError for shapes that do not fit and for an n that is not
     between 1 and 64 or exceeds N.
@@ -198,7 +194,7 @@ def verify_head_top(x: mx.array, weights: Weights, n: int, bias: mx.array | None
     _check(x, weights, bias)
     if not 1 <= n <= min(MOST_TOP, _columns(weights)):
         raise ValueError(f"n={n}: allowed is 1 to {min(MOST_TOP, _columns(weights))}")
-    if not (_source.on_metal() and supported(x, weights, bias)):
+    if not (on_metal() and supported(x, weights, bias)):
         return verify_head_top_ref(x, weights, n, bias)
     values, tokens = _verify_head_metal(x, weights, bias, n, with_sum=True)
     return values[:, :n], tokens, values[:, n]

@@ -1,4 +1,4 @@
-"""`verify_latent_attention`: absorbed multi-head latent attention, the latent read once as keys and once as values.
+"""Compute absorbed multi-head latent attention, the latent read once as keys and once as values.
 
 All rows of all heads share one latent. Three launches: scores of every row and key; weights and their sums with the
 values, a chunk of keys at a time; the merge of the chunks. A row's bits are those that it has alone.
@@ -8,16 +8,14 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 import mlx.core as mx
 
 from ._merge import merge
-from ._source import constants, kernel, on_metal
+from ._source import DTYPES, constants, kernel, on_metal
 
-Parts = tuple[mx.array, mx.array]  # latent and k_pe
-
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+Parts = tuple[mx.array, mx.array]  # of queries or keys: for the latent, and rotated
+SCORED = ("q", "q_pe", "latent", "k_pe", "scale", "offset", "start")
+WEIGHED = ("scores", "peaks", "latent", "offset", "rows")
 CHUNK = 256  # keys whose weights share a largest score
 MEMORY = 32768  # bytes that a group of threads may share
 SIMDGROUPS = 16  # most in a group of threads
-SCORED = ("q", "q_pe", "latent", "k_pe", "scale", "offset", "start")
-WEIGHED = ("scores", "peaks", "latent", "offset", "rows")
 
 
 def verify_latent_attention_ref(
@@ -30,7 +28,7 @@ def verify_latent_attention_ref(
     scale: float,
     start: int = 0,
 ) -> mx.array:
-    """softmax(scale * (q latent^T + q_pe k_pe^T)) latent in float32, each row over the positions that it sees."""
+    """Compute softmax(scale * (q latent^T + q_pe k_pe^T)) latent in float32, each row over the positions it sees."""
     dtype, (L, S) = q.dtype, (q.shape[2], latent.shape[2])
     q, q_pe, latent, k_pe = (x.astype(mx.float32) for x in (q, q_pe, latent, k_pe))
     scores = scale * (q @ latent.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2))
@@ -51,19 +49,19 @@ def _simdgroups(rows: int, of: int) -> int:
 
 
 def _scores_metal(
-    q: mx.array, q_pe: mx.array, parts: Parts, offset: mx.array, scale: float, limit: int, start: int
+    q: Parts, keys: Parts, offset: mx.array, scale: float, limit: int, start: int
 ) -> tuple[mx.array, mx.array]:
-    """Scores by blocks of 8 keys [blocks, heads * L, 8], and the largest of each tile [tiles, heads * L]; float32."""
-    _, heads, L, dv = q.shape
-    keys, rows = _keys(q.dtype), heads * L
+    """Score blocks of 8 keys [blocks, heads * L, 8], and find the largest of each tile [tiles, heads * L]."""
+    (_, heads, L, dv), dr, dtype = q[0].shape, q[1].shape[-1], q[0].dtype
+    size, rows = _keys(dtype), heads * L
     fragments = 4 if rows >= 256 else 2
-    tiles, simdgroups = -(-limit // keys), _simdgroups(rows, 8 * fragments)
+    tiles, simdgroups = -(-limit // size), _simdgroups(rows, 8 * fragments)
     scores, peaks = kernel("latent_scores", SCORED, ("scores", "peaks"), ("latent_attention",))(
-        inputs=[q, q_pe, *parts, constants(mx.float32, scale), offset, constants(mx.int32, start)],
-        template=[("T", q.dtype), ("DV", dv), ("DR", q_pe.shape[-1]), ("KEYS", keys), ("FRAGMENTS", fragments)],
+        inputs=[*q, *keys, constants(mx.float32, scale), offset, constants(mx.int32, start)],
+        template=[("T", dtype), ("DV", dv), ("DR", dr), ("KEYS", size), ("FRAGMENTS", fragments)],
         grid=(32 * tiles, simdgroups, 1),
         threadgroup=(32, simdgroups, 1),
-        output_shapes=[(tiles * keys // 8, rows, 8), (tiles, rows)],
+        output_shapes=[(tiles * size // 8, rows, 8), (tiles, rows)],
         output_dtypes=[mx.float32, mx.float32],
     )
     return scores, peaks
@@ -72,7 +70,7 @@ def _scores_metal(
 def _values_metal(
     scores: mx.array, peaks: mx.array, latent: mx.array, offset: mx.array, L: int, limit: int
 ) -> tuple[mx.array, mx.array]:
-    """The chunks' sums of weighted values [1, chunks, rows, Dv]; their largest scores and weights' sums [..., 2]."""
+    """Sum weighted values by chunk [1, chunks, rows, Dv], and find largest scores and weights' sums [..., 2]."""
     dtype, rows, dv = latent.dtype, scores.shape[1], latent.shape[-1]
     width = 64 if dtype.size == 2 and dv % 64 == 0 else 32
     chunks, simdgroups = -(-limit // CHUNK), _simdgroups(rows, 16)
@@ -121,7 +119,7 @@ def verify_latent_attention(
     limit: int,
     start: int = 0,
 ) -> mx.array:
-    """Attention of L rows whose keys are [latent, k_pe] and whose values are latent: [1, heads, L, Dv] in q's dtype.
+    """Attend from L rows to keys [latent, k_pe] and values latent: [1, heads, L, Dv] in q's dtype.
 
     q: [1, heads, L, Dv], q_pe [1, heads, L, Dr]: absorbed queries, float16, bfloat16 or float32.
     latent: [1, 1, S, Dv], k_pe [1, 1, S, Dr]: whole buffers, in which the rows' own slots are written.
@@ -136,6 +134,6 @@ def verify_latent_attention(
     if not (on_metal() and _supported(q, q_pe, latent, k_pe)):
         return verify_latent_attention_ref(q, q_pe, latent, k_pe, offset, scale=scale, start=start)
     _, heads, L, dv = q.shape
-    scores, peaks = _scores_metal(q, q_pe, (latent, k_pe), offset, scale, limit, start)
+    scores, peaks = _scores_metal((q, q_pe), (latent, k_pe), offset, scale, limit, start)
     out, ml = _values_metal(scores, peaks, latent, offset, L, limit)
     return merge(out, ml, L, q.dtype).reshape(1, L, heads, dv).swapaxes(1, 2)

@@ -1,24 +1,21 @@
-"""`verify_moe`: the experts of a few rows, from router logits to their sum; each distinct expert is read once."""
+"""Compute the experts of a few rows, from router logits to their sum; each distinct expert is read once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import mlx.core as mx
 
-from ._quantized import DEVICE, DTYPES, Quantized, check_columns, packs, served, small
+from ._quantized import DEVICE, Quantized, arrays, check_columns, dequantized, format_template, packs, served, small
 from ._routing import Pairs, Routing, routable, route_metal, route_ref
-from ._source import constants, kernel, on_metal
+from ._source import DTYPES, constants, kernel, on_metal
+from .verify_glu import activated
 
 COLUMNS = 4  # weight rows of a simdgroup
 GLU_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
-GLU_INPUTS = (
-    *("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases"),
-    *("x", "limit", "tokens", "experts", "starts"),
-)
-DOWN_INPUTS = (
-    *("w", "scales", "biases", "h", "weights", "experts", "starts", "places", "sizes"),
-    *("shared", "shared_gate"),
-)
+GATE_AND_UP = ("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases")
+GLU_INPUTS = (*GATE_AND_UP, "x", "limit", "tokens", "experts", "starts")
+SORTED_PAIRS = ("weights", "experts", "starts", "places")
+DOWN_INPUTS = ("w", "scales", "biases", "h", *SORTED_PAIRS, "sizes", "shared", "shared_gate")
 
 
 @dataclass(frozen=True)
@@ -69,26 +66,21 @@ def verify_moe_ref(
     shared: mx.array | None = None,
     shared_gate: mx.array | None = None,
 ) -> mx.array:
-    """Dequantized experts, everything in float32, rounded once before what is shared is added."""
+    """Dequantize the experts, compute in float32, round once before what is shared is added."""
     visited, weights = route_ref(logits, routing, bias)
     rows = x.astype(mx.float32)[:, None, :, None]
-    gate, up = ((_dequantized(w, visited) @ rows) for w in (experts.gate, experts.up))
-    gate = gate * mx.sigmoid(gate)
-    if limit is not None:
-        gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
-    products = (_dequantized(experts.down, visited) @ (gate * up)).squeeze(-1)
+    gate, up = (_of(visited, w) @ rows for w in (experts.gate, experts.up))
+    products = (_of(visited, experts.down) @ activated(gate, up, limit)).squeeze(-1)
     y = (products * weights[..., None]).sum(axis=1).astype(x.dtype)
     if shared is not None:
         y = y + (shared if shared_gate is None else mx.sigmoid(shared_gate) * shared)
     return y.astype(x.dtype)
 
 
-def _dequantized(weights: Quantized, visited: mx.array) -> mx.array:
-    """[M, top_k, N, K] in float32."""
-    w, scales, biases = weights.w[visited], weights.scales[visited], weights.biases
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases[visited].astype(mx.float32)
-    return mx.dequantize(w, scales, biases, dtype=mx.float32, **weights.format)
+def _of(visited: mx.array, weights: Quantized) -> mx.array:
+    """The weights of the experts that are visited, [M, top_k, N, K] in float32."""
+    biases = None if weights.biases is None else weights.biases[visited]
+    return dequantized(replace(weights, w=weights.w[visited], scales=weights.scales[visited], biases=biases))
 
 
 def _values(weights: Quantized) -> int:
@@ -100,28 +92,19 @@ def _values(weights: Quantized) -> int:
     return fast if weights.k % (32 * fast) == 0 else pack
 
 
-def _template(weights: Quantized, dtype: mx.Dtype, scales: mx.array, m: int) -> list[tuple[str, object]]:
+def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> list[tuple[str, object]]:
     """What both products are compiled for; an expert is visited by at most ROWS rows."""
-    return [
-        *(("T", dtype), ("S", scales.dtype), ("BITS", weights.bits), ("GROUP", weights.group_size)),
-        *(("FP", weights.biases is None), ("VALUES", _values(weights)), ("ROWS", 1 << (m - 1).bit_length())),
-    ]
-
-
-def _arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
-    """w, scales and biases as the kernels take them."""
-    if weights.biases is None:
-        return weights.w, weights.scales, weights.scales
-    return weights.w, weights.scales.astype(dtype), weights.biases.astype(dtype)
+    rows = 1 << (m - 1).bit_length()
+    return [*format_template(weights, dtype), ("VALUES", _values(weights)), ("ROWS", rows)]
 
 
 def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
     n, count = experts.gate.w.shape[1], pairs.tokens.size
-    gate, up = _arrays(experts.gate, x.dtype), _arrays(experts.up, x.dtype)
+    gate, up = (arrays(weights, x.dtype) for weights in (experts.gate, experts.up))
     made = kernel("moe_glu", GLU_INPUTS, ("h",), ("quantized", "experts", "activations"))
     (h,) = made(
         inputs=[*gate, *up, x, constants(x.dtype, limit or 0.0), pairs.tokens, pairs.experts, pairs.starts],
-        template=[*_template(experts.gate, x.dtype, gate[1], x.shape[0]), ("CLAMPED", limit is not None)],
+        template=[*_template(experts.gate, x.dtype, x.shape[0]), ("CLAMPED", limit is not None)],
         grid=(32, n // COLUMNS, count),
         threadgroup=(32, GLU_SIMDGROUPS, 1),
         output_shapes=[(count, n)],
@@ -131,44 +114,22 @@ def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None)
 
 
 def _down_metal(
-    h: mx.array,
-    down: Quantized,
-    pairs: Pairs,
-    routing: Routing,
-    shared: mx.array | None,
-    shared_gate: mx.array | None,
+    h: mx.array, down: Quantized, pairs: Pairs, routing: Routing, shared: tuple[mx.array | None, mx.array | None]
 ) -> mx.array:
-    m, n, arrays = h.shape[0] // routing.top_k, down.w.shape[1], _arrays(down, h.dtype)
-    kind = 0 if shared is None else 1 if shared_gate is None else 2
+    m, n, kind = h.shape[0] // routing.top_k, down.w.shape[1], sum(a is not None for a in shared)
     made = kernel("moe_down", DOWN_INPUTS, ("y",), ("quantized", "experts", "activations"))
     (y,) = made(
         inputs=[
-            *(*arrays, h, pairs.weights, pairs.experts, pairs.starts, pairs.places, routing.sizes),
-            *(h if a is None else a.astype(h.dtype) for a in (shared, shared_gate)),
+            *(*arrays(down, h.dtype), h, pairs.weights, pairs.experts, pairs.starts, pairs.places, routing.sizes),
+            *(h if a is None else a.astype(h.dtype) for a in shared),
         ],
-        template=[*_template(down, h.dtype, arrays[1], m), ("SHARED", kind), ("SIMDGROUPS", DOWN_SIMDGROUPS)],
+        template=[*_template(down, h.dtype, m), ("SHARED", kind), ("SIMDGROUPS", DOWN_SIMDGROUPS)],
         grid=(32, DOWN_SIMDGROUPS * n // COLUMNS, 1),
         threadgroup=(32, DOWN_SIMDGROUPS, 1),
         output_shapes=[(m, n)],
         output_dtypes=[h.dtype],
     )
     return y
-
-
-def _verify_moe_metal(
-    x: mx.array,
-    logits: mx.array,
-    experts: Experts,
-    routing: Routing,
-    *,
-    bias: mx.array | None,
-    limit: float | None,
-    shared: mx.array | None,
-    shared_gate: mx.array | None,
-) -> mx.array:
-    pairs = route_metal(logits, routing, bias)
-    h = _glu_metal(x.astype(experts.dtype(x)), experts, pairs, limit)
-    return _down_metal(h, experts.down, pairs, routing, shared, shared_gate).astype(x.dtype)
 
 
 def _supported(x: mx.array, logits: mx.array, experts: Experts, routing: Routing) -> bool:
@@ -186,7 +147,7 @@ def verify_moe(
     shared: mx.array | None = None,
     shared_gate: mx.array | None = None,
 ) -> mx.array:
-    """The weighted sum [M, H] of the experts that x [M, H] visits by its logits [M, E], in x's type.
+    """Sum what the experts that x [M, H] visits by its logits [M, E] make of it, weighted: [M, H] in x's dtype.
 
     `bias` [E] takes part in a sigmoid's selection; with `limit` silu(gate) is at most that, and up within its
     negative and it; `shared` [M, H] is added last, times sigmoid(shared_gate [M, 1]) where that is given.
@@ -206,5 +167,9 @@ def verify_moe(
     if bias is not None and routing.kind == "softmax":
         raise ValueError("a bias is given; softmax routing has none")
     routing.check(count)
-    run = _verify_moe_metal if on_metal() and _supported(x, logits, experts, routing) else verify_moe_ref
-    return run(x, logits, experts, routing, bias=bias, limit=limit, shared=shared, shared_gate=shared_gate)
+    if not (on_metal() and _supported(x, logits, experts, routing)):
+        more = {"bias": bias, "limit": limit, "shared": shared, "shared_gate": shared_gate}
+        return verify_moe_ref(x, logits, experts, routing, **more)
+    pairs = route_metal(logits, routing, bias)
+    h = _glu_metal(x.astype(experts.dtype(x)), experts, pairs, limit)
+    return _down_metal(h, experts.down, pairs, routing, (shared, shared_gate)).astype(x.dtype)

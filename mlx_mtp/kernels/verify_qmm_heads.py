@@ -1,39 +1,21 @@
-"""`verify_qmm_heads`: each head's rows times its own quantized matrix, in the bits of MLX's kernel for one row."""
+"""Multiply each head's rows with its own quantized matrix, in the bits of MLX's kernel for one row."""
 
 import mlx.core as mx
 
-from ._quantized import Quantized, known, launch
+from ._quantized import Quantized, dequantized, known, launch
 from ._source import on_metal
 
 
 def verify_qmm_heads_ref(x: mx.array, weights: Quantized, *, heads_first: bool) -> mx.array:
-    """Dequantized, multiplied in float32, rounded once."""
-    scales, biases = weights.scales, weights.biases
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    w = mx.dequantize(weights.w, scales, biases, dtype=mx.float32, **weights.format)
+    """Dequantize, multiply in float32, round once."""
     rows = x[..., : weights.k].swapaxes(1, 2).astype(mx.float32)
-    y = (rows @ w.swapaxes(1, 2)).astype(weights.dtype(x))
+    y = (rows @ dequantized(weights).swapaxes(1, 2)).astype(weights.dtype(x))
     return y if heads_first else y.swapaxes(1, 2)
 
 
-def _verify_qmm_heads_metal(x: mx.array, weights: Quantized, heads_first: bool) -> mx.array:
-    (_, m, heads, _), (n,) = x.shape, weights.ends
-    return launch(
-        "verify_qmm_heads",
-        x.astype(weights.dtype(x)),
-        weights,
-        m=m,
-        template=[("HEADS_FIRST", heads_first)],
-        columns=n,
-        heads=heads,
-        shape=(1, heads, m, n) if heads_first else (1, m, heads, n),
-    )
-
-
 def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool) -> mx.array:
-    """x [1, M, H, D >= K], of each head the first K values, times its matrix: [1, H, M, N], or without `heads_first`
-    [1, M, H, N].
+    """Multiply of each head of x [1, M, H, D >= K] the first K values with its matrix: [1, H, M, N], or without
+    `heads_first` [1, M, H, N].
 
     weights: w [H, N, K * bits / 32], scales and biases [H, N, K / group_size]. On Metal each row of a head has the
     bits of MLX's kernel for one row, and up to 8 rows share one request of the weights. Elsewhere, or for a format
@@ -44,6 +26,9 @@ def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool) -> m
     heads = weights.w.shape[0]
     if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != heads or x.shape[3] < weights.k:
         raise ValueError(f"x has shape {x.shape}; for these weights it must be (1, M, {heads}, {weights.k} or more)")
-    if on_metal() and known(x, weights):
-        return _verify_qmm_heads_metal(x, weights, heads_first)
-    return verify_qmm_heads_ref(x, weights, heads_first=heads_first)
+    if not (on_metal() and known(x, weights)):
+        return verify_qmm_heads_ref(x, weights, heads_first=heads_first)
+    m, (n,) = x.shape[1], weights.ends
+    shape = (1, heads, m, n) if heads_first else (1, m, heads, n)
+    template, x = [("HEADS_FIRST", heads_first)], x.astype(weights.dtype(x))
+    return launch("verify_qmm_heads", x, weights, m=m, template=template, columns=n, heads=heads, shape=shape)

@@ -1,4 +1,4 @@
-"""`verify_qmm_mma`: rows of x times quantized weights by 8x8 matrix products, for 5 to 8 rows of the fast lane.
+"""Multiply rows with quantized weights by 8x8 matrix products, for 5 to 8 rows of the fast lane.
 
 Fixed is the order of a sum: blocks of 128 values of K in turn to four simdgroups, a block in 16 steps of eight
 products whose sums are paired, then the four simdgroups' sums in turn. So a row's result depends on nothing but that
@@ -19,7 +19,15 @@ TALL = 2048  # weight rows from which on a simdgroup has two tiles of them, and 
 verify_qmm_mma_ref = verify_qmm_ref
 
 
-def _verify_qmm_mma_metal(x: mx.array, weights: Quantized) -> list[mx.array]:
+def verify_qmm_mma(x: mx.array, weights: Quantized) -> list[mx.array]:
+    """Multiply x [..., K] with each of the stacked linears, and add `weights.bias`: a list of [..., N_p].
+
+    Sums are of float32. On Metal up to 8 rows share one request of the weights. Elsewhere, or for a format that
+    `supported` denies: dequantized and multiplied in float32. Raises ValueError where x has other columns.
+    """
+    check_columns(x, weights)
+    if not (on_metal() and supported(x, weights)):
+        return verify_qmm_mma_ref(x, weights)
     flat, n = x.reshape(-1, weights.k).astype(weights.dtype(x)), weights.ends[-1]
     m, tiles = flat.shape[0], 2 if n >= TALL else 1
     made = kernel("verify_qmm_mma", ("w", "scales", "biases", "x", "ends"), ("y",), ("quantized", "fragments"))
@@ -32,15 +40,3 @@ def _verify_qmm_mma_metal(x: mx.array, weights: Quantized) -> list[mx.array]:
         output_dtypes=[flat.dtype],
     )
     return biased(parts(y, x, weights), weights)
-
-
-def verify_qmm_mma(x: mx.array, weights: Quantized) -> list[mx.array]:
-    """x [..., K] times each of the stacked linears, plus `weights.bias`: a list of [..., N_p]. Sums are of float32.
-
-    On Metal up to 8 rows share one request of the weights. Elsewhere, or for a format that `supported` denies:
-    dequantized and multiplied in float32. Raises ValueError where x has another number of columns.
-    """
-    check_columns(x, weights)
-    return (
-        _verify_qmm_mma_metal(x, weights) if on_metal() and supported(x, weights) else verify_qmm_mma_ref(x, weights)
-    )
