@@ -2,6 +2,7 @@
 
 It proves indexing, barriers, the order of sums, and traffic. It proves nothing about speed.
 """
+# ruff: noqa: F401 what is imported here is what callers import from here
 
 from .errors import CompileError, KernelFault
 from .kernel import MetalKernel, metal_kernel
@@ -10,15 +11,3 @@ from .replace import emulated
 from .traffic import BufferTraffic, Traffic
 
 Options = EmulatorOptions  # as callers write it: emulator.Options(order="reverse")
-
-__all__ = [
-    "BufferTraffic",
-    "CompileError",
-    "EmulatorOptions",
-    "KernelFault",
-    "MetalKernel",
-    "Options",
-    "Traffic",
-    "emulated",
-    "metal_kernel",
-]

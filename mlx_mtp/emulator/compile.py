@@ -72,20 +72,12 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_mtp" / "emulator"
 
 
-def _version(command: list[str]) -> str | None:
+def _version(*command: str) -> str:
+    """What a compiler says of itself; nothing where it does not run."""
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout
-
-
-def _zig() -> str | None:
-    spec = importlib.util.find_spec("ziglang")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    path = Path(next(iter(spec.submodule_search_locations))) / "zig"
-    return str(path) if path.exists() else None
+        return ""
 
 
 @functools.cache
@@ -98,13 +90,15 @@ def find_clang() -> tuple[list[str], list[str], str]:
         raise ValueError(f"the emulator runs on Linux on x86-64 or arm64, not {sys.platform} on {platform.machine()}")
     chosen = os.environ.get("MLX_MTP_CLANG")
     for clang in [chosen] if chosen else filter(None, [shutil.which("clang"), shutil.which("clang++")]):
-        version = _version([clang]) or ""
+        version = _version(clang)
         if _clang_major(version) >= OLDEST_CLANG:
             return [clang], [clang, "-shared", "-nostdlib"], version
         if chosen:
             raise ValueError(f"MLX_MTP_CLANG is {chosen!r}; it must be a clang of version {OLDEST_CLANG} or newer")
-    if zig := _zig():
-        return [zig, "clang"], [zig, "ld.lld", "-shared"], _version([zig, "clang"]) or ""
+    package = importlib.util.find_spec("ziglang")
+    zig = Path((package and package.origin) or "").with_name("zig")
+    if package and zig.exists():
+        return [str(zig), "clang"], [str(zig), "ld.lld", "-shared"], _version(str(zig), "clang")
     raise ValueError(f"no clang {OLDEST_CLANG} or newer: pip install ziglang, or set MLX_MTP_CLANG")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .buffers import THREADGROUP, KernelBuffer
-from .launch import MAX_BUFFERS, Fault, Outcome
+from .launch import MAX_BUFFERS, Fault, Outcome, Triple
 from .line_table import find_line
 
 # By kind, numbered as in native/runtime/state.h; other kinds say `text`, and so do these of no buffer.
@@ -34,7 +34,7 @@ class Explainer:
     library: Path
     source: str
     outcome: Outcome
-    group_size: tuple[int, ...]
+    group_size: Triple
     max_steps: int
 
     def where(self, site: int) -> str:

@@ -1,7 +1,7 @@
 """Call a kernel on the CPU as what `mx.fast.metal_kernel` returns is called."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from .buffers import OUTPUT, KernelBuffer, input_buffers, output_array, output_b
 from .compile import build
 from .errors import CompileError, KernelFault
 from .faults import Explainer, unwritten
-from .launch import run
+from .launch import Triple, run
 from .options import EmulatorOptions
 from .signature import ATTRIBUTES, Parameter, Signature, function_name, input_parameters, template_argument, type_name
 from .traffic import Traffic, make_traffic
@@ -20,18 +20,11 @@ from .traffic import Traffic, make_traffic
 MAX_THREADS = 1024
 MOST_BUFFERS = 31  # of a Metal function
 
-observers: list[Callable[[Traffic], None]] = []
-_default = EmulatorOptions()
+# Of `emulated`, the innermost last: the options of launches that name none, and the list for every launch's report.
+emulations: list[tuple[EmulatorOptions, list[Traffic]]] = []
 
 
-def default_options(options: EmulatorOptions) -> EmulatorOptions:
-    """Make `options` those of launches that name none, and return what they were."""
-    global _default
-    before, _default = _default, options
-    return before
-
-
-def _checked_triple(value: Sequence[int], name: str) -> tuple[int, ...]:
+def _checked_triple(value: Sequence[int], name: str) -> Triple:
     triple = tuple(int(v) for v in value)
     if len(triple) != 3 or min(triple) < 1:
         raise ValueError(f"{name} is {tuple(value)}; it must be three positive numbers of threads")
@@ -69,8 +62,8 @@ class MetalKernel:
         inputs: Sequence,
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[mx.Dtype],
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
+        grid: Sequence[int],
+        threadgroup: Sequence[int],
         template: Sequence[tuple[str, object]] | None = None,
         init_value: float | None = None,
         verbose: bool = False,
@@ -81,7 +74,7 @@ class MetalKernel:
 
         Raises KernelFault for what Metal leaves undefined, CompileError, and ValueError for wrong arguments.
         """
-        options = options or _default
+        options = options or (emulations[-1][0] if emulations else EmulatorOptions())
         threads, group = _checked_triple(grid, "grid"), _checked_triple(threadgroup, "threadgroup")
         if group[0] * group[1] * group[2] > MAX_THREADS:
             raise ValueError(f"threadgroup is {group}: {np.prod(group)} threads; it may have {MAX_THREADS}")
@@ -134,12 +127,7 @@ class MetalKernel:
         return f"Generated source code for `{self.name}`:\n```\n{text}\n```"
 
     def _run(
-        self,
-        library: Path,
-        buffers: list[KernelBuffer],
-        grid: tuple[int, ...],
-        group: tuple[int, ...],
-        options: EmulatorOptions,
+        self, library: Path, buffers: list[KernelBuffer], grid: Triple, group: Triple, options: EmulatorOptions
     ) -> None:
         outcome = run(library, buffers, grid, group, options)
         if outcome.fault is not None:
@@ -149,8 +137,8 @@ class MetalKernel:
                 if buffer.kind == OUTPUT and not buffer.initialised and (sentence := unwritten(self.name, buffer)):
                     raise KernelFault(sentence)
         self.traffic = make_traffic(self.name, outcome, grid, group)
-        for observe in observers:
-            observe(self.traffic)
+        for _, launches in emulations:
+            launches.append(self.traffic)
 
 
 def metal_kernel(

@@ -16,6 +16,7 @@ from .options import ORDERS, EmulatorOptions
 MAX_BUFFERS = 128
 COUNTS = ("reads", "writes", "bytes_read", "bytes_written", "group_lines", "simd_accesses", "simd_lines")
 TOTALS = ("barriers", "collectives", "max_barriers", "max_collectives", "threads", "threadgroup_bytes")
+Triple = tuple[int, ...]  # numbers of threads along x, y and z
 _lock = threading.Lock()
 
 
@@ -96,11 +97,7 @@ def _copy_out(buffer: _Buffer, free) -> np.ndarray:
 
 
 def run(
-    path: Path,
-    buffers: list[KernelBuffer],
-    grid: tuple[int, ...],
-    threadgroup: tuple[int, ...],
-    options: EmulatorOptions,
+    path: Path, buffers: list[KernelBuffer], grid: Triple, threadgroup: Triple, options: EmulatorOptions
 ) -> Outcome:
     """Run the kernel at `path` on `buffers`, one per parameter, whose data and counts it fills in."""
     runtime, kernel = _runtime(), _kernel(path)

@@ -4,13 +4,13 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 
 import mlx.core as mx
 
-from .kernel import MetalKernel, default_options, metal_kernel, observers
+from .kernel import MetalKernel, emulations, metal_kernel
 from .options import EmulatorOptions
 from .traffic import Traffic
 
@@ -68,19 +68,16 @@ def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
     are made again for the time being. `options` are those of launches that name none. Not for several threads.
     """
     launches: list[Traffic] = []
-    observe: Callable[[Traffic], None] = launches.append
     gpu = mx.Device(mx.gpu)
-    previous = default_options(options or EmulatorOptions())
     with ExitStack() as undo:
-        undo.callback(default_options, previous)
+        emulations.append((options or EmulatorOptions(), launches))
+        undo.callback(emulations.pop)
         for owner, name, value in (
             (mx.fast, "metal_kernel", metal_kernel),
             (mx.metal, "is_available", lambda: True),
             (mx, "default_device", lambda: gpu),
         ):
             _replace(undo, owner, name, value)
-        observers.append(observe)
-        undo.callback(observers.remove, observe)
         mx.disable_compile()
         undo.callback(mx.enable_compile)
         for module in [m for m in sys.modules.values() if _makes_kernels(m)]:

@@ -11,20 +11,11 @@ import mlx.core as mx
 
 MAX_CONSTANT_SIZE = 8
 
+UNSIGNED, SIGNED = (mx.uint8, mx.uint16, mx.uint32, mx.uint64), (mx.int8, mx.int16, mx.int32, mx.int64)
 TYPE_NAMES = {
     mx.bool_: "bool",
-    mx.uint8: "uint8_t",
-    mx.uint16: "uint16_t",
-    mx.uint32: "uint32_t",
-    mx.uint64: "uint64_t",
-    mx.int8: "int8_t",
-    mx.int16: "int16_t",
-    mx.int32: "int32_t",
-    mx.int64: "int64_t",
-    mx.float16: "float16_t",
-    mx.bfloat16: "bfloat16_t",
-    mx.float32: "float",
-    mx.complex64: "complex64_t",
+    **{t: f"{str(t).removeprefix('mlx.core.')}_t" for t in (*UNSIGNED, *SIGNED, mx.float16, mx.bfloat16)},
+    **{mx.float32: "float", mx.complex64: "complex64_t"},
 }
 
 # Attribute: its type and how the emulator computes it from `t`, what the runtime knows of a thread.

@@ -6,10 +6,12 @@ Geometry and choice of kernel follow MLX 0.32's `quantized.cpp` and `scaled_dot_
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
 from .kernel import MetalKernel, metal_kernel
+from .launch import Triple
 from .options import EmulatorOptions
 from .traffic import Traffic
 
@@ -39,26 +41,15 @@ def stock_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], b
 
 
 def launched(
-    kernel: MetalKernel,
-    inputs: Sequence,
-    template: Sequence[tuple[str, object]],
-    groups: tuple[int, int, int],
-    group: tuple[int, int, int],
-    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
-    options: EmulatorOptions | None,
+    kernel: MetalKernel, groups: Triple, group: Triple, outputs: Sequence[tuple[Triple, mx.Dtype]], **more: Any
 ) -> tuple[list[mx.array], Traffic]:
-    """Launch `groups` threadgroups of `group` threads: outputs of these shapes and dtypes, and the traffic."""
+    """Launch `groups` threadgroups of `group` threads: outputs of these shapes and dtypes, and the traffic.
+
+    `more`: what else a kernel takes: inputs, template, options.
+    """
+    grid = [n * threads for n, threads in zip(groups, group, strict=True)]
     shapes, dtypes = zip(*outputs, strict=True)
-    x, y, z = (n * threads for n, threads in zip(groups, group, strict=True))
-    made = kernel(
-        inputs=inputs,
-        template=template,
-        grid=(x, y, z),
-        threadgroup=group,
-        output_shapes=shapes,
-        output_dtypes=dtypes,
-        options=options,
-    )
+    made = kernel(grid=grid, threadgroup=group, output_shapes=shapes, output_dtypes=dtypes, **more)
     assert kernel.traffic is not None
     return made, kernel.traffic
 
@@ -106,10 +97,8 @@ def quantized_matvec(
         template.append(("D", k))
         last, groups, group = "D, ", (m, -(-n // 64), 1), (32, 1, 1)
     elif kernel == "qmv_wide":
-        vectors, k_lanes = (
-            -(-m // -(-m // 5)),
-            8 if affine else 16,
-        )  # the fewest tiles of at most 5 rows, evenly filled
+        vectors = -(-m // -(-m // 5))  # the fewest tiles of at most 5 rows, evenly filled
+        k_lanes = 8 if affine else 16
         template += [("NV", vectors), ("KL", k_lanes)]
         inputs["M"], batch = m, f"M, {batch}"
         last, groups = "NV, KL, ", (-(-m // vectors), -(-n // (64 // k_lanes)), 1)
@@ -117,7 +106,8 @@ def quantized_matvec(
     function = f"{'affine' if affine else 'fp'}_{kernel}<T, GS, BITS, {last}false{partial}>"
     header = include(*(QUANTIZED if affine else FP_QUANTIZED))
     made = stock_kernel(kernel, tuple(inputs), ("y",), f"{function}({data}, {batch}, {place});", header)
-    (y,), traffic = launched(made, [*inputs.values()], template, groups, group, [((m, n), x.dtype)], options)
+    more = {"inputs": [*inputs.values()], "template": template, "options": options}
+    (y,), traffic = launched(made, groups, group, [((m, n), x.dtype)], **more)
     return y, traffic
 
 
@@ -150,10 +140,9 @@ def gather_qmv(
     kernel = stock_kernel(name, tuple(inputs), ("y",), body, include(*(QUANTIZED if affine else FP_QUANTIZED)))
     template = [("T", x.dtype), ("GS", group_size), ("BITS", bits)]
     pairs = rhs_indices.size
-    output = (pairs, 1, n), x.dtype
-    (y,), traffic = launched(
-        kernel, [*inputs.values()], template, (1, -(-n // 8), pairs), (32, 2, 1), [output], options
-    )
+    outputs = [((pairs, 1, n), x.dtype)]
+    more = {"inputs": [*inputs.values()], "template": template, "options": options}
+    (y,), traffic = launched(kernel, (1, -(-n // 8), pairs), (32, 2, 1), outputs, **more)
     return y, traffic
 
 
@@ -170,11 +159,11 @@ def sdpa_vector(
     (b, h, rows, d), kv, width = q.shape, k.shape[1], v.shape[-1]
     names = ("queries", "keys", "values", "gqa_factor", "S", "scale")
     kernel = stock_kernel("sdpa_vector", names, ("out",), SDPA, include("utils", "sdpa_vector"))
-    options = replace(options or EmulatorOptions(), function_constants={**NO_MASK, "do_causal": causal, "blocks": 1})
+    constants = {**NO_MASK, "do_causal": causal, "blocks": 1}
+    options = replace(options or EmulatorOptions(), function_constants=constants)
     template = [("T", q.dtype), ("D", d), ("V", width), ("KV_AXIS", 0 if kv == 1 else 1)]
-    output = (b, h, rows, width), q.dtype
-    inputs = [q, k, v, h // kv, k.shape[2], scale]
-    (y,), traffic = launched(kernel, inputs, template, (b * h, rows, 1), (1024, 1, 1), [output], options)
+    more = {"inputs": [q, k, v, h // kv, k.shape[2], scale], "template": template, "options": options}
+    (y,), traffic = launched(kernel, (b * h, rows, 1), (1024, 1, 1), [((b, h, rows, width), q.dtype)], **more)
     return y, traffic
 
 

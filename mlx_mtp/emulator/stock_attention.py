@@ -54,11 +54,9 @@ def sdpa_vector_2pass(
     shape, template = (b, h, rows, blocks), [("T", dtype), ("V", width)]
     of_keys = [*template, ("D", d), ("KV_AXIS", 0 if kv == 1 else 1)]
     parts = [((*shape, width), dtype), (shape, mx.float32), (shape, mx.float32)]
-    partials, asked = launched(
-        first, [q, k, v, slots, scale], of_keys, (kv, b, blocks), (32, h // kv, rows), parts, options
-    )
+    more = {"inputs": [q, k, v, slots, scale], "template": of_keys, "options": options}
+    partials, asked = launched(first, (kv, b, blocks), (32, h // kv, rows), parts, **more)
+    more = {"inputs": [*partials, blocks], "template": template, "options": options}
     output = (b, h, rows, width), dtype
-    (y,), asked_last = launched(
-        second, [*partials, blocks], template, (b * h, rows, 1), (1024, 1, 1), [output], options
-    )
+    (y,), asked_last = launched(second, (b * h, rows, 1), (1024, 1, 1), [output], **more)
     return y, asked, asked_last

@@ -66,12 +66,12 @@ def gemv(
     options = options or EmulatorOptions()
     (y,), traffic = launched(
         stock_kernel("gemv", ("x", "w", "bias", "K", "N"), ("y",), GEMV, header),
-        [x, w, x if bias is None else bias, k, n],
-        [("T", x.dtype), ("AXPBY", bias is not None), *chosen.items()],
         (-(-n // (chosen["BM"] * chosen["SM"] * chosen["TM"])), 1, m),
         (32, chosen["BN"], chosen["BM"]),
         [((m, n), x.dtype)],
-        replace(options, allow={*options.allow, "mem_none"}),
+        inputs=[x, w, x if bias is None else bias, k, n],
+        template=[("T", x.dtype), ("AXPBY", bias is not None), *chosen.items()],
+        options=replace(options, allow={*options.allow, "mem_none"}),
     )
     return y, traffic
 
@@ -85,13 +85,8 @@ def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tup
     if k > DOT_BLOCK:
         raise ValueError(f"x has rows of {k}; one threadgroup sums at most {DOT_BLOCK}")
     stride = -(-k // 8) * 8  # its vectors are aligned in every row
-    (partials,), traffic = launched(
-        stock_kernel("dot", ("x", "w", "K", "STRIDE"), ("partials",), DOT, include("utils", "dot")),
-        [mx.pad(x, [(0, 0), (0, stride - k)]), w, k, stride],
-        [("T", x.dtype)],
-        (1, m, 1),
-        (512, 1, 1),
-        [((m, 1), mx.float32)],
-        options,
-    )
+    kernel = stock_kernel("dot", ("x", "w", "K", "STRIDE"), ("partials",), DOT, include("utils", "dot"))
+    padded = mx.pad(x, [(0, 0), (0, stride - k)])
+    more = {"inputs": [padded, w, k, stride], "template": [("T", x.dtype)], "options": options}
+    (partials,), traffic = launched(kernel, (1, m, 1), (512, 1, 1), [((m, 1), mx.float32)], **more)
     return partials.astype(x.dtype), traffic

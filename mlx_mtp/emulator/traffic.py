@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .buffers import INPUT, THREADGROUP, KernelBuffer
-from .launch import Outcome
+from .launch import Outcome, Triple
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Traffic:
     """One launch: buffers by name, and per thread the mean and the most barriers and collectives."""
 
     kernel: str
-    grid: tuple[int, ...]
-    threadgroup: tuple[int, ...]
+    grid: Triple
+    threadgroup: Triple
     threads: int
     threadgroup_bytes: int
     barriers: int
@@ -87,7 +87,7 @@ def buffer_traffic(buffer: KernelBuffer) -> BufferTraffic:
     )
 
 
-def make_traffic(kernel: str, outcome: Outcome, grid: tuple[int, ...], threadgroup: tuple[int, ...]) -> Traffic:
+def make_traffic(kernel: str, outcome: Outcome, grid: Triple, threadgroup: Triple) -> Traffic:
     """The report of a launch that has run."""
     buffers = {buffer.name: buffer_traffic(buffer) for buffer in outcome.buffers}
     return Traffic(kernel=kernel, grid=grid, threadgroup=threadgroup, buffers=buffers, **outcome.counts)
