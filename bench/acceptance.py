@@ -1,4 +1,4 @@
-"""What the exact cache rule is worth: acceptance per depth with it, and with the usual approximation.
+"""Count what the exact cache rule is worth: acceptance per depth with it, and with the usual approximation.
 
     python bench/acceptance.py [--model DIR] [--max-tokens 200]
 

@@ -1,4 +1,4 @@
-"""The controller against plain decoding and the best fixed draft length, in the simulator of the tests.
+"""Set the controller against plain decoding and the best fixed draft length, in the simulator of the tests.
 
     python bench/controller.py [--seeds 20] [--scenarios 40] [--sample 1]
 
@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from simulator import DRIFTS, HEADS, TABLES, WRONG, Machine, compare, known_costs, trace
 

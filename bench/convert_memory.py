@@ -1,4 +1,4 @@
-"""Memory that `mlx-mtp convert` needs, on a checkpoint of random weights that is many times larger than its shards.
+"""Measure the memory that `mlx-mtp convert` needs on random weights, many times larger than their shards.
 
     python bench/convert_memory.py [--megabytes 1500] [--shard 50] [--experts 32] [--fp8] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""Decoding speed: mlx-lm's own loop, our plain loop, MTP at k = 1.., and adaptive, on one checkpoint and prompts.
+"""Time mlx-lm's own loop, our plain loop, MTP at k = 1.., and adaptive drafting, on one checkpoint and prompts.
 
     python bench/decode.py [--model DIR] [--runs 5] [--max-tokens 100] [--ignore-eos] [--per-category N] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""Three ways to draft at a temperature: greedy, coupled to the target's draws, kept or replaced by p/q.
+"""Compare three ways to draft at a temperature: greedy, coupled to the target's draws, kept or replaced by p/q.
 
     python bench/draft_sampling.py [--model DIR] [-k 3] [--seeds 3] [--max-tokens 80] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""What a reduced draft vocabulary saves and loses: acceptance, tokens and time per cycle, and bytes of the heads.
+"""Measure what a reduced draft vocabulary saves and loses: acceptance, tokens and time per cycle, bytes of heads.
 
     python bench/draft_vocab.py [--runs 3] [--max-tokens 100] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""What fewer bits in the draft heads cost: accepted drafts per depth, and what the heads weigh.
+"""Count what fewer bits in the draft heads cost: accepted drafts per depth, and what the heads weigh.
 
     python bench/head_quantization.py [--model DIR] [--max-tokens 100] [--out FILE]
 

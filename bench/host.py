@@ -1,4 +1,4 @@
-"""What a cycle costs the host: our loop at k = 0, 1 and 3, and mlx-lm's plain and speculative loops.
+"""Time what a cycle costs the host: our loop at k = 0, 1 and 3, and mlx-lm's plain and speculative loops.
 
     python bench/host.py [--runs 3] [--cycles 40] [--families GLM-4.5] [--out FILE]
 

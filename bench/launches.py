@@ -1,4 +1,4 @@
-"""How many operations a layer's verify, a cycle and a plain step are, before and after the kernels.
+"""Count the operations of a layer's verify, a cycle and a plain step, before and after the kernels.
 
     python bench/launches.py [--rows 4] [--out mlx_mtp/bench/roofline/launches.csv]
 

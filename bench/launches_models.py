@@ -1,4 +1,4 @@
-"""The models of `launches.py`: layers, heads and kinds of layers as released, in tiny widths."""
+"""Build the models of `launches.py`: layers, heads and kinds of layers as released, in tiny widths."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Multi-head latent attention on M rows: our layer, absorbed for each M, and mlx-lm's, absorbed for one row only.
+"""Time multi-head latent attention on M rows: our layer, absorbed for each M, and mlx-lm's, for one row only.
 
     python bench/mla.py [--heads 16] [--lengths 1024,4096,8192] [--runs 7] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""What the heads add to prefill: the time to the first token, and to the second, with heads and without.
+"""Time what the heads add to prefill: until the first token, and the second, with heads and without.
 
     python bench/prefill.py [--model DIR] [--runs 9]
 

@@ -1,1 +1,1 @@
-"""What `mlx-mtp bench` measures: every function here returns data or tables; the command line prints them."""
+"""Measure what `mlx-mtp bench` reports: every function here returns data or tables; the command line prints them."""

@@ -47,18 +47,13 @@ def links(calls: Sequence[Call]) -> list[Call]:
     return [Call(lambda x, outputs=n: [x] * outputs, call.x) for n, call in zip(counts, calls, strict=True)]
 
 
-@dataclass
 class Timed:
     """A chain to be timed turn by turn, the time of its links taken off. steps: calls in a turn."""
 
-    calls: Sequence[Call]
-    steps: int
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        self.links = links(self.calls)
-        for chain in (self.calls, self.links):
-            chain_seconds(chain, min(self.steps, len(self.calls)))  # compiles
+    def __init__(self, calls: Sequence[Call], steps: int):
+        self.calls, self.links, self.steps, self.start = calls, links(calls), steps, 0
+        for chain in (calls, self.links):
+            chain_seconds(chain, min(steps, len(calls)))  # compiles
 
     def __call__(self) -> float:
         """Seconds of a call."""

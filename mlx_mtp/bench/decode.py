@@ -6,7 +6,7 @@ a user gets who says nothing: it learns costs while it generates, and knows them
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.generate import wired_limit
@@ -25,7 +25,6 @@ WARMUPS = 3  # on the first prompt of each setting
 Progress = Callable[[int, int, str], None]
 
 
-@dataclass
 class Entry:
     """One loop on one prompt: a value per round in each list.
 
@@ -34,23 +33,20 @@ class Entry:
     Lists about cycles are empty for mlx-lm.
     """
 
-    context: int
-    kv_bits: int | None
-    mtp_kv_bits: int | None
-    category: str
-    contender: str
-    prompt_tokens: int
-    read_seconds: float
-    read_peak_bytes: int
-    text: str
-    tokens: list[int]
-    seconds: list[float]
-    peak_bytes: list[int]
-    cycles: list[int]
-    drafted: list[list[int]]
-    accepted: list[list[int]]
-    lookup_drafted: list[int]
-    lookup_accepted: list[int]
+    def __init__(self, prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]):
+        counted = [run.stats for run in runs if run.stats]
+        self.context = prompt.context
+        self.kv_bits, self.mtp_kv_bits = reader.settings.kv_bits, reader.settings.mtp_kv_bits
+        self.category, self.contender = prompt.category, reader.loop.name
+        self.prompt_tokens = len(prompt.tokens)
+        self.read_seconds, self.read_peak_bytes = reader.seconds, reader.peak
+        self.text = hashlib.sha256(str(runs[0].tokens).encode()).hexdigest()[:12]
+        self.tokens = [len(run.tokens) for run in runs]
+        self.seconds, self.peak_bytes = [run.seconds for run in runs], [run.peak for run in runs]
+        self.cycles = [stats.cycles for stats in counted]
+        self.drafted, self.accepted = [stats.drafted for stats in counted], [stats.accepted for stats in counted]
+        self.lookup_drafted = [stats.lookup_drafted for stats in counted]
+        self.lookup_accepted = [stats.lookup_accepted for stats in counted]
 
 
 @dataclass
@@ -104,7 +100,7 @@ def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSett
             turns = {name: reader.run for name, reader in readers.items()}
             warmups = 0 if i else WARMUPS
             found = timing.interleaved(turns, session.rounds, warmups=warmups, cooldown=session.cooldown)
-            session.entries += [_entry(prompt, readers[name], runs) for name, runs in found.items()]
+            session.entries += [Entry(prompt, readers[name], runs) for name, runs in found.items()]
             session.differences += _differences(session, prompt, settings, found)
     progress(len(prompts), len(prompts), "")
 
@@ -121,26 +117,6 @@ def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> d
             what = f" with kv_bits={settings.kv_bits}" if settings.kv_bits else ""
             session.left_out[f"{loop.name}{what}"] = first_line(e)
     return readers
-
-
-def _entry(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> Entry:
-    counted = [run.stats for run in runs if run.stats]
-    counts = ("cycles", "drafted", "accepted", "lookup_drafted", "lookup_accepted")
-    return Entry(
-        context=prompt.context,
-        kv_bits=reader.settings.kv_bits,
-        mtp_kv_bits=reader.settings.mtp_kv_bits,
-        category=prompt.category,
-        contender=reader.loop.name,
-        prompt_tokens=len(prompt.tokens),
-        read_seconds=reader.seconds,
-        read_peak_bytes=reader.peak,
-        text=hashlib.sha256(str(runs[0].tokens).encode()).hexdigest()[:12],
-        tokens=[len(run.tokens) for run in runs],
-        seconds=[run.seconds for run in runs],
-        peak_bytes=[run.peak for run in runs],
-        **{name: [getattr(stats, name) for stats in counted] for name in counts},
-    )
 
 
 def _differences(
@@ -168,7 +144,7 @@ def as_result(session: Session, options: dict[str, Any]) -> dict[str, Any]:
         "decode",
         session.subject.facts,
         {"rounds": session.rounds, "cooldown": session.cooldown, **options},
-        entries=[asdict(entry) for entry in session.entries],
+        entries=[dict(vars(entry)) for entry in session.entries],
         differences=session.differences,
         left_out=session.left_out,
     )

@@ -1,4 +1,4 @@
-"""The cases of `bench kernels`: sites in the shapes of released models, and small ones; random weights, bfloat16."""
+"""Make the cases of `bench kernels`: sites in released models' shapes, and small ones; random weights, bfloat16."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,9 +52,6 @@ MIMO = {
     **{"swa_v_head_dim": 128, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334, "attention_value_scale": 0.707},
     **{"add_swa_attention_sink_bias": True},
 }
-DEEPSEEK = {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-
-Sizes: Any = SimpleNamespace  # of a model, as far as its attention reads them
 
 
 def in_bfloat16(made: Any) -> Any:
@@ -99,23 +96,24 @@ def norm_rope(module: Any) -> NormRope:
 
 
 def glm() -> Any:
-    return in_bfloat16(glm4_moe.Attention(Sizes(**GLM)))
+    return in_bfloat16(glm4_moe.Attention(SimpleNamespace(**GLM)))
 
 
 def mimo() -> Any:
-    return in_bfloat16(mimo_v2_flash.Attention(Sizes(**MIMO), is_sliding_window=True))
+    return in_bfloat16(mimo_v2_flash.Attention(SimpleNamespace(**MIMO), is_sliding_window=True))
 
 
-def latent() -> LatentAttention:
-    return LatentAttention(in_bfloat16(deepseek_port.Attention(replace(deepseek_v3.ModelArgs(), **DEEPSEEK))))
+def latent(heads: int) -> LatentAttention:
+    args = replace(deepseek_v3.ModelArgs(), num_attention_heads=heads, kv_lora_rank=512, qk_rope_head_dim=64)
+    return LatentAttention(in_bfloat16(deepseek_port.Attention(args)))
 
 
-def per_head() -> PerHead:
-    return PerHead(in_bfloat16(QuantizedMultiLinear(128, 512, 128, 64, 4, "affine")), heads_first=True)
+def per_head(n: int, heads: int) -> PerHead:
+    return PerHead(in_bfloat16(QuantizedMultiLinear(128, n, heads, 64, 4, "affine")), heads_first=True)
 
 
 def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
-    """Random bits for weights: to quantize so many would take more memory than the layer."""
+    """Make a mixture with random bits for weights: to quantize so many would take more memory than the layer."""
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     switch = SwitchGLU(1, 1, 1)
     for name, (n, k) in shapes.items():
@@ -151,8 +149,8 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Qwen3.6-27B attention, 8 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=8)),
     "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=4)),
     "MiMo-V2-Flash sliding attention": ("verify_attention", lambda: attention(mimo(), 128)),
-    "DeepSeek-V3 attention": ("verify_latent_attention", latent),
-    "DeepSeek-V3 queries per head": ("verify_qmm_heads", per_head),
+    "DeepSeek-V3 attention": ("verify_latent_attention", lambda: latent(128)),
+    "DeepSeek-V3 queries per head": ("verify_qmm_heads", lambda: per_head(512, 128)),
     "Step-3.5 experts": ("verify_moe", lambda: experts(288, 1280, 4096, 8)),
     "Qwen3.6-35B-A3B experts": ("verify_moe", lambda: experts(256, 512, 2048, 8)),
     "Qwen3.6-27B tokens": ("verify_head", lambda: LMHeadSite(linear(248320, 5120))),
@@ -163,22 +161,14 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 FEW = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
-FEW_DELTA = {
-    **{"hidden_size": 128, "linear_num_value_heads": 2, "linear_num_key_heads": 1},
-    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-}
+FEW_DELTA = {"hidden_size": 128, "linear_num_value_heads": 2, "linear_num_key_heads": 1}
 POSITIONS = 256  # of small caches
 
 
 def near(site: Any) -> Any:
-    """An attention at the end of few positions."""
+    """Put an attention's rows at the end of few positions."""
     site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
     return site
-
-
-def small_latent() -> LatentAttention:
-    sizes = {"num_attention_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    return LatentAttention(in_bfloat16(deepseek_port.Attention(replace(deepseek_v3.ModelArgs(), **sizes))))
 
 
 # Of each op one that the emulator runs in a second or so.
@@ -189,10 +179,8 @@ SMALL: dict[str, Callable[[], Any]] = {
     "verify_gemv": lambda: dense(64, 1024),
     "gated_delta_verify": lambda: Recurrence(qwen(GatedDeltaNet, **FEW_DELTA), RecurrentCache),
     "verify_attention": lambda: near(attention(qwen(Qwen3NextAttention, **FEW))),
-    "verify_latent_attention": lambda: near(small_latent()),
-    "verify_qmm_heads": lambda: PerHead(
-        in_bfloat16(QuantizedMultiLinear(128, 64, 4, 64, 4, "affine")), heads_first=True
-    ),
+    "verify_latent_attention": lambda: near(latent(4)),
+    "verify_qmm_heads": lambda: per_head(64, 4),
     "verify_moe": lambda: experts(16, 64, 64, 4),
     "verify_head": lambda: LMHeadSite(linear(1024, 512)),
     "add_norm": lambda: Sum(in_bfloat16(nn.RMSNorm(512))),

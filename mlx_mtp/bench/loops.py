@@ -82,10 +82,10 @@ class Ours:
     stats: Stats | None = None
 
     def new_cache(self, settings: LoopSettings) -> Any:
-        bits = {name: getattr(settings, name) for name in ("kv_bits", "mtp_kv_bits", "kv_group_size")}
-        if not self.drafts and self.drafts is not None:
-            bits["mtp_kv_bits"] = None
-        return make_prompt_cache(self.model, num_draft_tokens=self.drafts, **bits)
+        bits = {"kv_bits": settings.kv_bits, "mtp_kv_bits": None if self.drafts == 0 else settings.mtp_kv_bits}
+        return make_prompt_cache(
+            self.model, num_draft_tokens=self.drafts, kv_group_size=settings.kv_group_size, **bits
+        )
 
     def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: LoopSettings) -> Iterator[int]:
         self.stats = Stats()
@@ -95,11 +95,8 @@ class Ours:
             max_tokens=max_tokens,
             num_draft_tokens=self.drafts,
             prompt_cache=cache,
-            prefill_step_size=settings.prefill_step_size,
-            temp=settings.temp,
-            seed=settings.seed,
-            stop_tokens=settings.stop_tokens,
             stats=self.stats,
+            **{name: getattr(settings, name) for name in ("prefill_step_size", "temp", "seed", "stop_tokens")},
             **self.options,
         )
         return (token for token, *_ in steps)
@@ -159,7 +156,6 @@ class Reader:
     peak: int = 0
 
     def read(self) -> "Reader":
-        mx.synchronize()
         held = _begin()
         self.cache = self.loop.new_cache(self.settings)
         tic = time.perf_counter()

@@ -26,11 +26,6 @@ class BenchPrompt:
     context: int = 0
 
 
-def categories() -> dict[str, list[str]]:
-    """Read the prompts that ship, by category."""
-    return json.loads(FILE.read_text())
-
-
 def make_prompts(
     tokenizer: Any, vocab_size: int, *, each: int, context: int = 0, only: Iterable[str] = ()
 ) -> list[BenchPrompt]:
@@ -43,7 +38,7 @@ def make_prompts(
         length = context or RANDOM_LENGTH
         drawn: Any = mx.random.randint(0, vocab_size, (each, length), key=mx.random.key(0)).tolist()
         return [BenchPrompt(RANDOM, tokens, context) for tokens in drawn]
-    known = categories()
+    known: dict[str, list[str]] = json.loads(FILE.read_text())
     if unknown := sorted(set(only) - known.keys()):
         raise ValueError(f"categories={unknown[0]}: allowed are {', '.join(known)}")
     chosen = [(name, text) for name in known if not only or name in only for text in known[name][:each]]

@@ -37,12 +37,7 @@ def random_model(file: Path, *, seed: int = 0, **shape: Any) -> Any:
 
 
 def shaped_model(
-    file: Path,
-    *,
-    layers: int | None = None,
-    bits: int | None = None,
-    group_size: int | None = None,
-    mtp: bool = True,
+    file: Path, *, layers: int | None = None, bits: int | None = None, group_size: int | None = None, mtp: bool = True
 ) -> tuple[Any, dict]:
     """Build a port's model of a config.json, of which no array is computed; also returns the config.
 

@@ -1,16 +1,14 @@
 """Summarise a result of `bench decode`: a row per loop and kind of prompt, from its raw values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .decode import MLX_LM, PLAIN
-from .timing import Measured, measured, ratio
+from .timing import measured, ratio
 
 Setting = tuple[int, int | None, int | None]  # context, kv_bits, mtp_kv_bits
 
 
-@dataclass(frozen=True)
 class Row:
     """One loop over some prompts in one setting.
 
@@ -20,19 +18,26 @@ class Row:
     prompt_speed: tokens/s; peak_bytes: the largest.
     """
 
-    setting: Setting
-    contender: str
-    prompt_tokens: int
-    tokens: float
-    drafted: float
-    accepted: float
-    rates: list[float | None]
-    tokens_per_cycle: float | None
-    speed: Measured | None
-    vs_plain: Measured | None
-    vs_mlx_lm: Measured | None
-    prompt_speed: float | None
-    peak_bytes: int
+    def __init__(self, name: str, entries: list[dict[str, Any]], speeds: dict[str, list[float]]):
+        self.setting, self.contender = setting_of(entries[0]), name
+        rounds, own = len(entries[0]["seconds"]), speeds[name]
+        drafted, accepted = (
+            [sum(depth) for depth in zip(*(depths for e in entries for depths in e[kind]), strict=True)]
+            for kind in ("drafted", "accepted")
+        )
+        looked_up, lookup_kept, cycles, tokens = (
+            sum(sum(e[kind]) for e in entries) for kind in ("lookup_drafted", "lookup_accepted", "cycles", "tokens")
+        )
+        read, kept = sum(e["read_seconds"] for e in entries), sum(accepted) + lookup_kept
+        self.prompt_tokens = sum(e["prompt_tokens"] for e in entries)
+        self.tokens, self.drafted, self.accepted = (n / rounds for n in (tokens, sum(drafted) + looked_up, kept))
+        self.rates = [a / d if d else None for a, d in zip(accepted, drafted, strict=True)]
+        self.tokens_per_cycle = 1 + kept / cycles if cycles else None
+        self.speed = measured(own) if own else None
+        bases = (speeds.get(base) for base in (PLAIN, MLX_LM))
+        self.vs_plain, self.vs_mlx_lm = (ratio(own, base) if base and own else None for base in bases)
+        self.prompt_speed = (self.prompt_tokens - len(entries)) / read if read else None
+        self.peak_bytes = max(max(*e["peak_bytes"], e["read_peak_bytes"]) for e in entries)
 
     @property
     def conclusive(self) -> bool:
@@ -63,7 +68,7 @@ def rows(found: dict[str, Any], setting: Setting, category: str | None = None) -
         if setting_of(entry) == setting and category in (None, entry["category"]):
             loops.setdefault(entry["contender"], []).append(entry)
     speeds = {name: _speeds(entries) for name, entries in loops.items()}
-    return [_row(name, setting, entries, speeds) for name, entries in loops.items()]
+    return [Row(name, entries, speeds) for name, entries in loops.items()]
 
 
 def _speeds(entries: Sequence[dict[str, Any]]) -> list[float]:
@@ -71,33 +76,3 @@ def _speeds(entries: Sequence[dict[str, Any]]) -> list[float]:
     rounds = zip(*(zip(e["tokens"], e["seconds"], strict=True) for e in entries), strict=True)
     totals = [(sum(n - 1 for n, _ in prompts), sum(s for _, s in prompts)) for prompts in rounds]
     return [tokens / seconds for tokens, seconds in totals if tokens > 0]
-
-
-def _row(name: str, setting: Setting, entries: list[dict[str, Any]], speeds: dict[str, list[float]]) -> Row:
-    rounds, own = len(entries[0]["seconds"]), speeds[name]
-    drafted, accepted = (
-        [sum(depth) for depth in zip(*(depths for e in entries for depths in e[kind]), strict=True)]
-        for kind in ("drafted", "accepted")
-    )
-    looked_up, lookup_kept, cycles, tokens = (
-        sum(sum(e[kind]) for e in entries) for kind in ("lookup_drafted", "lookup_accepted", "cycles", "tokens")
-    )
-    prompt_tokens, read = (sum(e[kind] for e in entries) for kind in ("prompt_tokens", "read_seconds"))
-    kept = sum(accepted) + lookup_kept
-    bases = [speeds.get(base) for base in (PLAIN, MLX_LM)]
-    vs_plain, vs_mlx_lm = (ratio(own, base) if base and own else None for base in bases)
-    return Row(
-        setting=setting,
-        contender=name,
-        prompt_tokens=prompt_tokens,
-        tokens=tokens / rounds,
-        drafted=(sum(drafted) + looked_up) / rounds,
-        accepted=kept / rounds,
-        rates=[a / d if d else None for a, d in zip(accepted, drafted, strict=True)],
-        tokens_per_cycle=1 + kept / cycles if cycles else None,
-        speed=measured(own) if own else None,
-        vs_plain=vs_plain,
-        vs_mlx_lm=vs_mlx_lm,
-        prompt_speed=(prompt_tokens - len(entries)) / read if read else None,
-        peak_bytes=max(max(*e["peak_bytes"], e["read_peak_bytes"]) for e in entries),
-    )

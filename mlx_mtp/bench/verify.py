@@ -29,7 +29,7 @@ from ..tuning.kernel_sites import place
 from ..tuning.kernel_switch import switch, trials
 from ..tuning.kernel_trials import decide, in_words, requested
 from .chain import REPEATS, Timed, steps_for
-from .prompts import filler
+from .prompts import filler, make_prompts
 from .subject import Subject
 from .timing import interleaved, measured, ratio
 from .verify_parts import expert_inputs, parts_of
@@ -156,8 +156,7 @@ def text_of(subject: Subject, context: int) -> list[int]:
     """Make tokens for a context and what comes behind it: source code, or random ones without a tokenizer."""
     length = context + 2 * MAX_ROWS
     if subject.tokenizer is None:
-        drawn: Any = mx.random.randint(0, subject.model.vocab_size, (length,), key=mx.random.key(0)).tolist()
-        return drawn
+        return make_prompts(None, subject.model.vocab_size, each=1, context=length)[0].tokens
     characters, tokens = 4 * length, list[int]()
     while len(tokens) < length:
         tokens, characters = subject.tokenizer.encode(filler(characters)), 2 * characters
@@ -178,29 +177,27 @@ def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: CurvePlan, 
         for part in parts_of(model, plan.contexts, inputs):
             turns = {}
             for side in kernels.sides:
-                for m in (m for m in plan.rows if m <= part.most):
-                    with kernels.only(side):
+                with kernels.only(side):
+                    for m in (m for m in plan.rows if m <= part.most):
                         calls = part.calls(m)
                         turns[side, m] = Timed(calls, steps_for(calls, plan.seconds))
             yield _curve(part.name, part.context, turns, kernels, plan)
 
 
-Turns = dict[tuple[str, int], Callable[[], float]]  # by side and rows
-
-
-def _curve(name: str, context: int | None, turns: Turns, kernels: Kernels, plan: CurvePlan) -> Curve:
-    contenders = {f"{side} {m}": partial(_turn, kernels, side, run) for (side, m), run in turns.items()}
+def _curve(
+    name: str,
+    context: int | None,
+    turns: dict[tuple[str, int], Callable[[], float]],
+    kernels: Kernels,
+    plan: CurvePlan,
+) -> Curve:
+    contenders = {f"{side} {m}": kernels.only(side)(run) for (side, m), run in turns.items()}
     found = interleaved(contenders, plan.rounds, cooldown=plan.cooldown)
     curve = Curve(name, context)
     for (side, m), run in turns.items():
         calls = len(run.calls) if isinstance(run, Timed) else 1
         curve.seconds.setdefault(side, {})[m] = [calls * s for s in found[f"{side} {m}"]]
     return curve
-
-
-def _turn(kernels: Kernels, side: str, run: Callable[[], float]) -> float:
-    with kernels.only(side):
-        return run()
 
 
 def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:

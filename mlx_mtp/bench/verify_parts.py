@@ -53,14 +53,21 @@ def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -
     mixers: list[Any] = [m for m in modules if isinstance(m, Mamba2)]
     others = {id(model.unembedding()), *(id(m) for outer in (*blocks, *mixers) for _, m in outer.named_modules())}
     ops = [op for m in modules if id(m) not in others for op in products(m, others)]
-    yield VerifyPart("projections", None, lambda rows: [Call(op, _random(rows, width, dtype)) for op, width in ops])
+    yield VerifyPart("projections", None, partial(_calls, ops, dtype))
     for context in contexts:
         yield from _attention(model, context, dtype)
     if blocks:
         yield VerifyPart("experts", None, lambda rows: [Call(_each([m]), inputs[id(m)][:, :rows]) for m in blocks])
-    yield from _recurrent(modules, mixers, dtype)
-    width = model.model.norm.weight.size
-    yield VerifyPart("LM head", None, lambda rows: [Call(partial(chosen, model), _random(rows, width, dtype))])
+    # Behind a tape of which some rows are accepted; Mamba2 with its projections, the gated delta rule without.
+    rules = [Recurrence(m, RecurrentCache) for m in modules if isinstance(m, GatedDelta)]
+    if rules:
+        ops = [(partial(_either, rule, rule), rule.width) for rule in rules]
+        yield VerifyPart("recurrent", None, partial(_calls, ops, dtype, flat=True))
+    if mixers:
+        ops = [(partial(_mixed, m, _taped(m, dtype)), width_of(m.in_proj)) for m in mixers]
+        yield VerifyPart("recurrent, projected", None, partial(_calls, ops, dtype))
+    ops = [(partial(chosen, model), model.model.norm.weight.size)]
+    yield VerifyPart("LM head", None, partial(_calls, ops, dtype))
 
 
 def target_modules(model: Any) -> list[Any]:
@@ -92,6 +99,12 @@ def _each(modules: list[Any]) -> Op:
     return lambda x: [module(x) for module in modules]
 
 
+def _calls(ops: list[tuple[Op, int]], dtype: mx.Dtype, rows: int, *, flat: bool = False) -> list[Call]:
+    """Calls of ops on random rows of their widths: [1, M, width], or [M, width] where they are flat."""
+    drawn = [(op, _random(rows, width, dtype)) for op, width in ops]
+    return [Call(op, x[0] if flat else x) for op, x in drawn]
+
+
 def _random(rows: int, width: int, dtype: mx.Dtype) -> mx.array:
     return mx.random.normal((1, rows, width), dtype, key=mx.random.key(width))
 
@@ -120,17 +133,16 @@ def _attention(model: Any, context: int, dtype: mx.Dtype) -> Iterator[VerifyPart
     if latent:
         for site in latent:
             site.OFFSET, site.SLOTS = context, round_up(context + MAX_ROWS)
-        yield VerifyPart("attention", context, partial(_latent_calls, latent, dtype), most=ABSORBED_ROWS)
+        ops = [(partial(_either, site, site.module.latent), site.width) for site in latent]
+        yield VerifyPart("attention", context, partial(_calls, ops, dtype, flat=True), most=ABSORBED_ROWS)
 
 
 def _filled(site: Attention, context: int, dtype: mx.Dtype) -> Any:
     """A cache with random keys and values of `context` positions, as far as its window holds them."""
     cache = site.make_cache()
     slots = cache.ring.slots if cache.window else round_up(context + MAX_ROWS)
-    dims = (site.form.head_dim, site.form.value_dim)
-    cache.parts = tuple(
-        mx.random.normal((1, site.form.kv_heads, slots, d), dtype, key=mx.random.key(d)) for d in dims
-    )
+    shapes = [(1, site.form.kv_heads, slots, d) for d in (site.form.head_dim, site.form.value_dim)]
+    cache.parts = tuple(mx.random.normal(shape, dtype, key=mx.random.key(shape[-1])) for shape in shapes)
     mx.eval(cache.parts)
     return cache
 
@@ -164,37 +176,13 @@ def _attended(
     views = cache.update_and_fetch(k, v)
     if placed is not None and rows in placed.rows:
         return [site.fused(q, cache, at, None)]
-    return [
-        scaled_dot_product_attention(q, *views, cache=cache, scale=site.module.scale, mask=mask, sinks=site.sinks)
-    ]
+    how = {"cache": cache, "scale": site.module.scale, "mask": mask, "sinks": site.sinks}
+    return [scaled_dot_product_attention(q, *views, **how)]
 
 
-def _latent_calls(sites: list[LatentAttention], dtype: mx.Dtype, rows: int) -> list[Call]:
-    return [Call(partial(_latent_attended, site), _random(rows, site.width, dtype)[0]) for site in sites]
-
-
-def _latent_attended(site: LatentAttention, x: mx.array) -> list[mx.array]:
-    placed = site.module.latent
+def _either(site: Any, placed: Any, x: mx.array) -> list[mx.array]:
+    """What a site's kernel computes of rows x where the placed one is on for so many, else what mlx-lm does."""
     return site.ours(x) if placed is not None and len(x) in placed.rows else site.stock(x)
-
-
-def _recurrent(modules: list[Any], mixers: list[Any], dtype: mx.Dtype) -> Iterator[VerifyPart]:
-    """Behind a tape of which some rows are accepted; Mamba2 with its projections, the gated delta rule without."""
-    rules = [Recurrence(m, RecurrentCache) for m in modules if isinstance(m, GatedDelta)]
-    if rules:
-        ops = [(partial(_ruled, rule), rule.width) for rule in rules]
-        yield VerifyPart(
-            "recurrent", None, lambda rows: [Call(op, _random(rows, width, dtype)[0]) for op, width in ops]
-        )
-    if mixers:
-        mixed = [(partial(_mixed, m, _taped(m, dtype)), width_of(m.in_proj)) for m in mixers]
-        yield VerifyPart(
-            "recurrent, projected", None, lambda rows: [Call(op, _random(rows, w, dtype)) for op, w in mixed]
-        )
-
-
-def _ruled(rule: Recurrence, x: mx.array) -> list[mx.array]:
-    return rule.ours(x) if len(x) in rule.layer.verify_rows else rule.stock(x)
 
 
 def _taped(mixer: Any, dtype: mx.Dtype) -> RecurrentCache:
