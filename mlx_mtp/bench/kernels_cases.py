@@ -53,6 +53,8 @@ MIMO = {
     **{"add_swa_attention_sink_bias": True},
 }
 
+Sizes: Any = SimpleNamespace  # of a model, as far as its attention reads them
+
 
 def in_bfloat16(made: Any) -> Any:
     made.set_dtype(mx.bfloat16)
@@ -96,11 +98,11 @@ def norm_rope(module: Any) -> NormRope:
 
 
 def glm() -> Any:
-    return in_bfloat16(glm4_moe.Attention(SimpleNamespace(**GLM)))
+    return in_bfloat16(glm4_moe.Attention(Sizes(**GLM)))
 
 
 def mimo() -> Any:
-    return in_bfloat16(mimo_v2_flash.Attention(SimpleNamespace(**MIMO), is_sliding_window=True))
+    return in_bfloat16(mimo_v2_flash.Attention(Sizes(**MIMO), is_sliding_window=True))
 
 
 def latent(heads: int) -> LatentAttention:

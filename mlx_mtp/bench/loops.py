@@ -82,9 +82,12 @@ class Ours:
     stats: Stats | None = None
 
     def new_cache(self, settings: LoopSettings) -> Any:
-        bits = {"kv_bits": settings.kv_bits, "mtp_kv_bits": None if self.drafts == 0 else settings.mtp_kv_bits}
         return make_prompt_cache(
-            self.model, num_draft_tokens=self.drafts, kv_group_size=settings.kv_group_size, **bits
+            self.model,
+            num_draft_tokens=self.drafts,
+            kv_bits=settings.kv_bits,
+            mtp_kv_bits=None if self.drafts == 0 else settings.mtp_kv_bits,
+            kv_group_size=settings.kv_group_size,
         )
 
     def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: LoopSettings) -> Iterator[int]:

@@ -99,7 +99,7 @@ def _each(modules: list[Any]) -> Op:
     return lambda x: [module(x) for module in modules]
 
 
-def _calls(ops: list[tuple[Op, int]], dtype: mx.Dtype, rows: int, *, flat: bool = False) -> list[Call]:
+def _calls(ops: Sequence[tuple[Op, int]], dtype: mx.Dtype, rows: int, *, flat: bool = False) -> list[Call]:
     """Calls of ops on random rows of their widths: [1, M, width], or [M, width] where they are flat."""
     drawn = [(op, _random(rows, width, dtype)) for op, width in ops]
     return [Call(op, x[0] if flat else x) for op, x in drawn]
