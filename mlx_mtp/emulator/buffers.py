@@ -33,7 +33,7 @@ def _numpy(x: mx.array) -> np.ndarray:
 
 
 def input_buffers(name: str, x: mx.array, contiguous: bool) -> dict[str, KernelBuffer]:
-    """The bytes that a kernel sees of x, and those of its shape, strides (in elements) and ndim, by parameter's name.
+    """Copy what a kernel sees of x: its bytes, shape, strides (in elements) and ndim, by the parameter's name.
 
     With `contiguous`, x is laid out row by row if it is not; else a view comes with all that lies between its ends.
     """
@@ -57,7 +57,7 @@ def input_buffers(name: str, x: mx.array, contiguous: bool) -> dict[str, KernelB
 
 
 def output_buffer(name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: float | None) -> KernelBuffer:
-    """An output's bytes: of `init_value` everywhere, or 0xff, which count as unwritten."""
+    """Make an output's bytes: of `init_value` everywhere, or 0xff, which count as unwritten."""
     if init_value is None:
         size = int(np.prod(shape)) * dtype.size
         return KernelBuffer(name, np.full(size, 0xFF, np.uint8), dtype.size, OUTPUT, initialised=False)
@@ -66,7 +66,7 @@ def output_buffer(name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: 
 
 
 def output_array(buffer: KernelBuffer, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """The output, of `shape` and `dtype`, that a kernel has left in its buffer."""
+    """Read the output, of `shape` and `dtype`, that a kernel has left in its buffer."""
     plain = mx.uint16 if dtype == mx.bfloat16 else dtype
     typed = buffer.data.view(np.asarray(mx.zeros(1, plain)).dtype).reshape(tuple(shape))
     return mx.array(typed, plain).view(dtype)

@@ -150,7 +150,7 @@ def runtime_library() -> Path:
 
 
 def entry_call(signature: Signature) -> str:
-    """C++ that calls the kernel with what the runtime hands to a thread."""
+    """Write C++ that calls the kernel with what the runtime hands to a thread."""
     arguments = []
     for i, p in enumerate(signature.parameters):
         type_ = re.sub(r"\b(constant|device)\b", "", p.declaration.rsplit(" ", 1)[0])

@@ -38,7 +38,7 @@ class Explainer:
     max_steps: int
 
     def where(self, site: int) -> str:
-        """`file:line`, with the line's text where it is in the kernel's own source."""
+        """Write `file:line`, with the line's text where it is in the kernel's own source."""
         found = find_line(self.library, site - self.outcome.image_low - 1) if site else None
         if found is None:
             return "an unknown line"
@@ -86,14 +86,14 @@ class Explainer:
         return f"{self.thread(f.thread, f.group)}, {self.where(f.site)}: {self.what(f)}"
 
     def message(self) -> str:
-        """One sentence about the launch's fault, and one about what came before it and may follow from it."""
+        """Write one sentence about the launch's fault, and one about what came before it and may follow from it."""
         assert self.outcome.fault is not None
         text, before = f"kernel {self.kernel}, {self.event(self.outcome.fault)}", self.outcome.earlier
         return text if before is None else f"{text}. Before it, {self.event(before)}"
 
 
 def unwritten(kernel: str, buffer: KernelBuffer) -> str | None:
-    """A sentence about the output's elements that nobody wrote, or None."""
+    """Write a sentence about the output's elements that nobody wrote; None if there are none."""
     missing = (buffer.touched & 2) == 0
     if not missing.any():
         return None

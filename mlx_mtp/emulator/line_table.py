@@ -48,7 +48,7 @@ def _section(elf: bytes, wanted: str) -> bytes:
 
 
 def _unit(r: _Reader) -> Iterator[tuple[int, str, int]]:
-    """A unit's rows (address, file, line); a line of -1 ends a sequence."""
+    """Read a unit's rows (address, file, line); a line of -1 ends a sequence."""
     size, _, header_size = r.take("IHI")
     end, program = r.at - 6 + size, r.at + header_size
     step, _, _, line_base, line_range, first_special = r.take("BBBbBB")
@@ -101,7 +101,7 @@ def _rows(path: Path) -> list[tuple[int, str, int]]:
 
 
 def find_line(path: Path, address: int) -> tuple[str, int] | None:
-    """File name and line of an address in the library's image, or None."""
+    """Find file name and line of an address in the library's image; None where there is none."""
     rows = _rows(path)
     i = bisect.bisect_right(rows, address, key=lambda row: row[0]) - 1
     # Code that the optimiser made of several lines has line 0: the line before is the nearest there is.

@@ -87,14 +87,14 @@ class Signature:
 
 
 def type_name(dtype: mx.Dtype) -> str:
-    """Metal's name of a dtype; ValueError where Metal has none."""
+    """Find Metal's name of a dtype; ValueError where Metal has none."""
     if dtype not in TYPE_NAMES:
         raise ValueError(f"Metal has no type for {dtype}; it has {', '.join(str(t) for t in TYPE_NAMES)}")
     return TYPE_NAMES[dtype]
 
 
 def template_argument(name: str, value: object) -> tuple[str, str, str]:
-    """A template parameter's kind, name and value; ValueError for no dtype, bool or natural number."""
+    """Write a template parameter's kind, name and value; ValueError for no dtype, bool or natural number."""
     if isinstance(value, bool):
         return "bool", name, str(int(value))
     if isinstance(value, int):
@@ -107,7 +107,7 @@ def template_argument(name: str, value: object) -> tuple[str, str, str]:
 
 
 def input_parameters(name: str, x: mx.array, source: str) -> Iterator[Parameter]:
-    """The buffers of one input: x, and those of its shape, strides and ndim that the body names."""
+    """List the buffers of one input: x, and those of its shape, strides and ndim that the body names."""
     space = "constant" if x.size < MAX_CONSTANT_SIZE else "device"
     yield Parameter(name, f"const {space} {type_name(x.dtype)}{'&' if x.ndim == 0 else '*'} {name}", x.ndim == 0)
     for what, type_ in (("shape", "int*"), ("strides", "int64_t*"), ("ndim", "int&")):
@@ -119,7 +119,7 @@ def input_parameters(name: str, x: mx.array, source: str) -> Iterator[Parameter]
 def function_name(
     name: str, template: Sequence[tuple[str, str, str]], inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
 ) -> str:
-    """MLX's name of the function: a different one for every set of template arguments, types and spaces."""
+    """Form MLX's name of the function: a different one for every set of template arguments, types and spaces."""
     parts = ["custom_kernel_" + name]
     if template:
         # MLX writes <a, b> with each separator as one underscore and drops the closing one.

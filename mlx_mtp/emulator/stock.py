@@ -30,13 +30,13 @@ NO_MASK = dict.fromkeys(["has_mask", "query_transposed", "bool_mask", "float_mas
 
 
 def include(*headers: str) -> str:
-    """Lines that include MLX's kernel headers, for the `header` of a kernel."""
+    """Write lines that include MLX's kernel headers, for the `header` of a kernel."""
     return "".join(f'#include "mlx/backend/metal/kernels/{h}.h"\n' for h in headers)
 
 
 @functools.cache
 def stock_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, header: str) -> MetalKernel:
-    """A kernel whose body calls one of MLX's functions; made once."""
+    """Make a kernel whose body calls one of MLX's functions; once."""
     return metal_kernel(name, inputs, outputs, body, header)
 
 
@@ -55,13 +55,13 @@ def launched(
 
 
 def fast_alignment(bits: int) -> int:
-    """The K whose multiples `qmv_fast` takes."""
+    """Find the K whose multiples `qmv_fast` takes."""
     pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
     return pack * (1 if bits == 2 else 2) * 32
 
 
 def chosen(k: int, n: int, bits: int) -> str:
-    """The kernel that MLX picks for one row."""
+    """Name the kernel that MLX picks for one row."""
     if k in (64, 128) and bits in (2, 4, 8):
         return "qmv_quad"
     return "qmv_fast" if k % fast_alignment(bits) == 0 else "qmv"
@@ -184,7 +184,7 @@ def _attention_case(m: int) -> Traffic:
 
 
 def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traffic]]:
-    """Stock MLX at M rows, by name: what each asks of memory, counted, never timed.
+    """List stock MLX at M rows, by name: what each asks of memory, counted, never timed.
 
     They are 4-bit products with an (n, k) matrix, 2 of 8 experts, and attention over 128 rows with 8 heads on 2 KV
     heads.

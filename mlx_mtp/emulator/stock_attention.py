@@ -26,7 +26,7 @@ SECOND = """
 
 
 def fused(rows: int, group: int) -> bool:
-    """Whether MLX has one of these kernels for that many queries and heads of a KV head."""
+    """Tell whether MLX has one of these kernels for that many queries and heads of a KV head."""
     return rows <= 8 and rows * group <= MOST_ROWS
 
 

@@ -42,7 +42,7 @@ DOT_BLOCK = 512 * 32  # elements that one threadgroup sums
 
 
 def tile(k: int, n: int) -> dict[str, int]:
-    """The tile that MLX picks for one row and an (n, k) matrix: the template arguments of GEMVKernel."""
+    """Choose the tile that MLX picks for one row and an (n, k) matrix: the template arguments of GEMVKernel."""
     tm = 1 if n < 4 else 4
     if k <= 64:
         return {"BM": 1, "BN": 1, "SM": 8, "SN": 4, "TM": tm}

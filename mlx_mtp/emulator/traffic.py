@@ -77,7 +77,7 @@ class Traffic:
 
 
 def buffer_traffic(buffer: KernelBuffer) -> BufferTraffic:
-    """What a launch did with one of its buffers."""
+    """Count what a launch did with one of its buffers."""
     return BufferTraffic(
         name=buffer.name,
         space={INPUT: "input", THREADGROUP: "threadgroup"}.get(buffer.kind, "output"),
@@ -88,6 +88,6 @@ def buffer_traffic(buffer: KernelBuffer) -> BufferTraffic:
 
 
 def make_traffic(kernel: str, outcome: Outcome, grid: Triple, threadgroup: Triple) -> Traffic:
-    """The report of a launch that has run."""
+    """Report a launch that has run."""
     buffers = {buffer.name: buffer_traffic(buffer) for buffer in outcome.buffers}
     return Traffic(kernel=kernel, grid=grid, threadgroup=threadgroup, buffers=buffers, **outcome.counts)

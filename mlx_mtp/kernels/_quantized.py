@@ -60,22 +60,22 @@ def check_columns(x: mx.array, weights: Quantized) -> None:
 
 
 def served(mode: str, bits: int, group_size: int) -> bool:
-    """Whether the kernels know this format."""
+    """Tell whether the kernels know this format."""
     return bits in BITS.get(mode, ()) and group_size in GROUP_SIZES[mode]
 
 
 def known(x: mx.array, weights: Quantized) -> bool:
-    """Whether the kernels know the format, and x is of 16 or 32 bits."""
+    """Tell whether the kernels know the format, and x is of 16 or 32 bits."""
     return served(weights.mode, weights.bits, weights.group_size) and weights.dtype(x) in DTYPES and x.size > 0
 
 
 def supported(x: mx.array, weights: Quantized) -> bool:
-    """Whether the kernels of one matrix take these."""
+    """Tell whether the kernels of one matrix take these."""
     return known(x, weights) and weights.w.ndim == 2
 
 
 def small(weights: Quantized) -> bool:
-    """Whether the arrays have so few elements that they would not be in device memory."""
+    """Tell whether the arrays have so few elements that they would not be in device memory."""
     return min(weights.w.size, weights.scales.size) < DEVICE
 
 
@@ -95,7 +95,7 @@ def lanes(weights: Quantized) -> tuple[int, int]:
 
 
 def dequantized(weights: Quantized) -> mx.array:
-    """The weights in float32, [..., N, K]."""
+    """Dequantize the weights to float32, [..., N, K]."""
     scales, biases = weights.scales, weights.biases
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
@@ -108,7 +108,7 @@ def multiplied(x: mx.array, weights: Quantized) -> mx.array:
 
 
 def arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
-    """w, scales, biases as kernels take them: affine ones in `dtype`, x's, scales twice where there are no biases."""
+    """Give w, scales, biases as kernels take them: affine ones in x's `dtype`, scales twice if without biases."""
     w, scales, biases = weights.w, weights.scales, weights.biases
     if biases is not None:
         scales, biases = scales.astype(dtype), biases.astype(dtype)
@@ -120,7 +120,7 @@ def arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.
 
 
 def format_template(weights: Quantized, dtype: mx.Dtype) -> list[tuple[str, object]]:
-    """What every kernel's template says of x, of `dtype`, and the weights."""
+    """Say what every kernel's template does of x, of `dtype`, and the weights."""
     stored, fp = (weights.scales.dtype, True) if weights.biases is None else (dtype, False)
     return [("T", dtype), ("S", stored), ("BITS", weights.bits), ("GROUP", weights.group_size), ("FP", fp)]
 

@@ -100,7 +100,7 @@ def _kept(scores: mx.array, routing: Routing) -> mx.array:
 
 
 def routable(logits: mx.array, routing: Routing) -> bool:
-    """Whether the kernel takes these logits [M, E]."""
+    """Tell whether the kernel takes these logits [M, E]."""
     m, experts = logits.shape
     fits = 1 <= m <= MOST_ROWS and experts <= MOST_EXPERTS and routing.top_k <= MOST_TOP_K
     return logits.dtype in DTYPES and fits and routing.n_group <= LANES

@@ -41,10 +41,10 @@ def _made(
 
 @functools.cache
 def constants(dtype: mx.Dtype, *values: float) -> mx.array:
-    """The values as an array [len(values)], made once: a launch of every layer of every step reads it."""
+    """Make an array [len(values)] of the values, once: a launch of every layer of every step reads it."""
     return mx.array(values, dtype)
 
 
 def on_metal() -> bool:
-    """Whether kernels can run: there is Metal, and the default device is the GPU."""
+    """Tell whether kernels can run: there is Metal, and the default device is the GPU."""
     return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)

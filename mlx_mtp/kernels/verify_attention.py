@@ -111,7 +111,7 @@ def _check(
 def attention_served(
     q: mx.array, keys: Stored, values: Stored, *, group_size: int = 64, bits: int | None = None
 ) -> bool:
-    """Whether `verify_attention` gives rows bits of their own: on Metal its reference does not, and reads slowly."""
+    """Tell whether `verify_attention` gives rows their own bits: its reference on Metal does not, and is slow."""
     return not on_metal() or _supported(q, keys, values, group_size, bits)
 
 

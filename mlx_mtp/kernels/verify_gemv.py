@@ -71,7 +71,7 @@ def _dtype(x: mx.array, w: mx.array, bias: mx.array | None) -> mx.Dtype:
 
 
 def supported(x: mx.array, w: mx.array, bias: mx.array | None = None) -> bool:
-    """Whether the kernels compute the product: a float type, nothing empty, for N = 1 without a bias K <= 16384."""
+    """Tell whether the kernels take the product: a float type, nothing empty, for N = 1 without a bias K <= 16384."""
     n, k = w.shape
     partial_sums = n == 1 and bias is None and k > DOT_BLOCK
     return _dtype(x, w, bias) in DTYPES and x.size > 0 and w.size > 0 and not partial_sums

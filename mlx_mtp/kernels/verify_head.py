@@ -131,7 +131,7 @@ def _dtype(x: mx.array, weights: Weights, bias: mx.array | None) -> mx.Dtype:
 
 
 def supported(x: mx.array, weights: Weights, bias: mx.array | None = None) -> bool:
-    """Whether the kernels choose: a float type that a bias does not change, and eight tokens or more."""
+    """Tell whether the kernels choose: a float type that a bias does not change, and eight tokens or more."""
     if _columns(weights) < LEAST_COLUMNS or x.size == 0:
         return False
     if isinstance(weights, mx.array):
