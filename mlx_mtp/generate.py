@@ -115,9 +115,8 @@ def generate_step(
         one yielded, wherever the generator is stopped.
     max_context: most tokens, those held and max_tokens included. check_memory: that there is room for over 4,096.
     seed: makes draws reproducible, for every num_draft_tokens alike (not with an own `sampler` that draws).
-    draft_sampling: at a temperature drafts are the heads' likeliest tokens ("greedy"), draws with the noise of the
-        target's own ("coupled"), or draws that are kept or replaced by their probabilities ("rejection": the same
-        distribution, but a seed's text then depends on num_draft_tokens).
+    draft_sampling: at a temperature drafts are the heads' likeliest tokens ("greedy"), or draws with the noise of the
+        target's own ("coupled").
     stop_tokens: yielded, then the generation ends. stats: filled while generating.
     Raises ValueError (at the call) for an argument out of range.
     """
@@ -173,8 +172,6 @@ def _check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> N
         raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
     if mode not in DRAFT_SAMPLING:
         raise ValueError(f"draft_sampling={mode!r}: allowed are {', '.join(DRAFT_SAMPLING)}")
-    if mode == "rejection" and sampler is not None:
-        raise ValueError("draft_sampling='rejection': not with a sampler, whose probabilities are not known")
 
 
 def default_draft_tokens(model: Target) -> int:

@@ -155,9 +155,9 @@ def text_options(max_tokens: int) -> Any:
         option("--seed", type=IntRange(0, 2**63 - 1), help="Seed of the draws."),
         option(
             "--draft-sampling",
-            type=Choice(["greedy", "coupled", "rejection"]),
+            type=Choice(["greedy", "coupled"]),
             default="coupled",
-            help="Drafts at a temperature; with rejection a seed's text depends on the drafts.",
+            help="Drafts at a temperature: the likeliest tokens, or draws with the target's noise.",
         ),
     )
 

@@ -35,8 +35,8 @@ def verify_lossless(**flags: Any) -> None:
 
     Greedy: built-in prompts, with 1 to --num-draft-tokens drafts, with lookups, with --draft-p-min, adaptively; every
     difference is listed with both tokens' logits, by a forward pass of the target, and is a near-tie where rounding
-    reaches as far. Sampled: one seed gives one text however it is drafted, and rejection sampling has the target's
-    probabilities. The heads: how often each is right, and whether it would be more often if it were wired otherwise.
+    reaches as far. Sampled: one seed gives one text however it is drafted, with the target's probabilities. The
+    heads: how often each is right, and whether it would be more often if it were wired otherwise.
 
     --tasks FILE: each line is {"question": "...", "answer": "..."}. An answer is right if the last \\boxed{...} of
     the text, or without one its last number, equals it; one that is no number has to occur in the box or in the text.

@@ -134,7 +134,7 @@ def verify(d: Decoder, run: Run, drafts: Drafts) -> Run:
     if guesses.size:
         rows = mx.concatenate([rows, guesses])
     hidden = d.model.hidden(rows[None], cache.layers)
-    tokens, logprobs = d.picker.pick(d.model, hidden, position, d.text.tokens, guesses, drafts.q)
+    tokens, logprobs = d.picker.pick(d.model, hidden, position, d.text.tokens, guesses)
     accepted = NONE_ACCEPTED
     if guesses.size:
         accepted = accept(guesses, tokens)

@@ -59,24 +59,21 @@ class Drafts:
     """k drafted tokens.
 
     tokens:     [k] int32.
-    q:          [k, V] float32, the distribution that each was drawn from; None where the chooser gives none.
     confidence: [k] float32, the heads' probability of each token at temperature 1; None where it was not asked for.
     """
 
     tokens: mx.array
-    q: mx.array | None = None
     confidence: mx.array | None = None
 
     @classmethod
     def of(cls, choices: list[Choice]) -> "Drafts":
         tokens = mx.stack([choice.token for choice in choices]) if choices else mx.zeros(0, mx.int32)
-        q = [choice.q for choice in choices if choice.q is not None]
         confidence = [choice.confidence for choice in choices if choice.confidence is not None]
-        return cls(tokens, mx.stack(q) if q else None, mx.stack(confidence) if confidence else None)
+        return cls(tokens, mx.stack(confidence) if confidence else None)
 
     def first(self, n: int) -> "Drafts":
         """Keep the first n drafts."""
-        return Drafts(self.tokens[:n], None if self.q is None else self.q[:n])
+        return Drafts(self.tokens[:n])
 
 
 def draft(model: Target, cache: PromptCache, run: Run, k: int, chooser: Chooser) -> Drafts:

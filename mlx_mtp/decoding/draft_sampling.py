@@ -4,7 +4,6 @@ greedy:    its likeliest token d, kept with the target's probability of it, p(d)
 coupled:   a draw from its distribution q, filtered as the target's is, with the noise of the target's own draw at
            that position (`gumbel_max`); kept where both give the same token. The text is the target's own draws, so
            a seed gives the same one whatever was drafted.
-rejection: a draw from q with a key of its own, kept with probability min(1, p(d) / q(d)) (`rejection.py`).
 
 Drafts of a user's own sampler, and at temperature 0, are greedy. Processors change the target's rows only.
 """
@@ -15,16 +14,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..layers.target import Target
-from .rejection import draft_key, gumbel_max
 from .sampling import Picker, Sampling, key_at, whole_row
 
 
 class Choice(NamedTuple):
-    """A drafted token int32 []; for rejection sampling q, the distribution float32 [V] that it was drawn from; where
-    it was asked for, the head's probability of it at temperature 1, float32 []."""
+    """A drafted token int32 []; where asked for, the head's probability of it at temperature 1, float32 []."""
 
     token: mx.array
-    q: mx.array | None = None
     confidence: mx.array | None = None
 
 
@@ -33,8 +29,7 @@ class DraftChooser:
     """How a draft is chosen from an MTP head's output row.
 
     mode: of `sampling.DRAFT_SAMPLING`. options, key: those of the target's draws. confidence: give it with each
-    token (for "rejection", that of the likeliest one); a coupled draw of temperature alone then needs the head's
-    logits, and no kernel for its LM head is used.
+    token; a coupled draw of temperature alone then needs the head's logits, and no kernel for its LM head is used.
     """
 
     mode: str
@@ -52,7 +47,7 @@ class DraftChooser:
         """Draft the token at `position`, int32 [] or [1], that the output row [1, 1, H] of head `depth` guesses."""
         if self.mode == "greedy" and not self.confidence:
             return Choice(model.mtp[depth].token(model.draft_choice(depth, row)).astype(mx.int32))
-        rows = None if self.mode == "rejection" else model.draft_rows(depth, row)
+        rows = model.draft_rows(depth, row)
         choice = None if rows is None else self._without_logits(rows, model, depth, position)
         return choice or self._from_logits(_logits(model, depth, row), position)
 
@@ -72,29 +67,15 @@ class DraftChooser:
         if self.mode == "coupled":
             token = self.options.draw_top(logprobs, tokens, key_at(self.key, position), model.vocab_size)[0]
         probability = (mx.exp(logprobs) * (tokens == token)).sum() if self.confidence else None
-        return Choice(token.astype(mx.int32), None, probability)
+        return Choice(token.astype(mx.int32), probability)
 
     def _from_logits(self, logits: mx.array, position: mx.array) -> Choice:
         """Choose from logits [1, V] in the target's vocabulary."""
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        q, key = None, key_at(self.key, position)
-        if self.mode == "greedy":
-            token = mx.argmax(logprobs, axis=-1)
-        elif self.mode == "coupled":
-            token = self.options.draw(logprobs, key)
-        else:
-            coin, dice = mx.random.split(key)
-            scores = self.options.scores(logprobs, coin)
-            token, q = gumbel_max(scores, draft_key(dice)), mx.softmax(scores, axis=-1)[0]
-        probability = mx.exp(self._judged(logprobs[0], token[0]).astype(mx.float32)) if self.confidence else None
-        return Choice(token[0].astype(mx.int32), q, probability)
-
-    def _judged(self, logprobs: mx.array, token: mx.array) -> mx.array:
-        """Return the logprob that a draft is verified or left out by.
-
-        For rejection sampling the likeliest token's, known before the draw: another would bias the replacement.
-        """
-        return logprobs.max() if self.mode == "rejection" else logprobs[token]
+        greedy = self.mode == "greedy"
+        token = mx.argmax(logprobs, axis=-1) if greedy else self.options.draw(logprobs, key_at(self.key, position))
+        probability = mx.exp(logprobs[0, token[0]].astype(mx.float32)) if self.confidence else None
+        return Choice(token[0].astype(mx.int32), probability)
 
 
 def _tokens(head: Any, n: int) -> mx.array | None:

@@ -1,7 +1,7 @@
 """Choose the target's tokens from its logits: processors on each row's own history, then the sampler.
 
 Draws are keyed by position: with a seed the token at position t depends on the text before it and on nothing
-else, so the same seed gives the same text whatever was drafted (`rejection.py` is the one exception).
+else, so the same seed gives the same text whatever was drafted.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,10 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from ..layers.target import Target
-from .rejection import gumbel_max, keep_or_replace
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-DRAFT_SAMPLING = ("greedy", "coupled", "rejection")
+DRAFT_SAMPLING = ("greedy", "coupled")
 MOST_TOP = 64  # of a row's logits that a model's `choice` gives without computing the others
 
 
@@ -121,13 +120,11 @@ class Picker:
     key: mx.array = field(default_factory=lambda: mx.zeros(2, mx.uint32))
     draft_sampling: str = "coupled"
 
-    def pick(
-        self, model: Target, hidden: mx.array, position, history: Any, drafts: mx.array, q: mx.array | None = None
-    ):
+    def pick(self, model: Target, hidden: mx.array, position, history: Any, drafts: mx.array):
         """Choose tokens of hidden rows [1, M, H], without their logits where the model can; see `__call__`."""
-        choice = model.choice(hidden) if q is None and self._needs_no_logits else None
+        choice = model.choice(hidden) if self._needs_no_logits else None
         if choice is None:
-            return self(model.logits(hidden)[0], position, history, drafts, q)
+            return self(model.logits(hidden)[0], position, history, drafts)
         return self._chosen(choice, position, model.vocab_size), None
 
     @property
@@ -149,12 +146,10 @@ class Picker:
         ]
         return mx.concatenate(drawn).astype(mx.int32)
 
-    def __call__(self, logits: mx.array, position, history: Any, drafts: mx.array, q: mx.array | None = None):
+    def __call__(self, logits: mx.array, position, history: Any, drafts: mx.array):
         """Choose tokens [M] int32 from logits [M, V] for positions position..; and logprobs [M, V] or None.
 
-        Row i is conditioned on `history`, token ids [T] (read only by processors) and the first i drafts. q [M-1, V]:
-        what the drafts were drawn from, where rejection sampling keeps or replaces them; None where they are only
-        compared.
+        Row i is conditioned on `history`, token ids [T] (read only by processors) and the first i drafts.
         """
         if self.sampler is None and self.options.greedy and not self.processors and not self.logprobs:
             return mx.argmax(logits, axis=-1).astype(mx.int32), None
@@ -165,17 +160,23 @@ class Picker:
             for process in self.processors:
                 row = process(mx.concatenate([past, drafts[:i]]), row)
             row = row - mx.logsumexp(row, axis=-1, keepdims=True)
-            key = key_at(self.key, position + i)
-            if q is not None and i < drafts.size:
-                coin, dice = mx.random.split(key)
-                tokens.append(keep_or_replace(self.options.scores(row, coin), q[i : i + 1], drafts[i : i + 1], dice))
-            else:
-                tokens.append(self._draw(row, key).reshape(1))
+            tokens.append(self._draw(row, key_at(self.key, position + i)).reshape(1))
             logprobs.append(row)
         return mx.concatenate(tokens).astype(mx.int32), mx.concatenate(logprobs) if self.logprobs else None
 
     def _draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
         return self.options.draw(logprobs, key) if self.sampler is None else self.sampler(logprobs)
+
+
+def gumbel_max(scores: mx.array, key: mx.array) -> mx.array:
+    """Draw a token, int32 [1], from softmax(scores [1, V]).
+
+    A token's noise depends on the key alone, so that rows with like probabilities mostly give the same token, at
+    least as often as (1 - TV) / (1 + TV) (Daliri, Musco and Suresh, arXiv 2408.07978). Kernels draw with the same
+    noise; mx.random.categorical, by one number and a sum over the tokens in order, has no such bound.
+    """
+    noise = mx.random.gumbel(scores.shape, key=key)
+    return mx.argmax(scores.astype(mx.float32) + noise, axis=-1).astype(mx.int32)
 
 
 def whole_row(values: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:

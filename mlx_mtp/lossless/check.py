@@ -19,7 +19,6 @@ P_MIN = 0.5
 TEMP, SAMPLED_PROMPTS, SAMPLED_TOKENS = 0.8, 3, 32
 FIT_TEMP, FIT_TOKENS, FIT_PROMPT = 1.0, 8, 256  # the last one: most tokens of a prompt
 MISSED = 0.95, 3  # a loop keeps at least this share of the right guesses, less so many
-FIT_MODES = "coupled", "rejection"
 
 
 def told(items: Sequence[Any], stage: str, progress: Progress) -> Iterator[Any]:
@@ -34,7 +33,7 @@ class Settings:
     """What is to be checked.
 
     drafts: most of a cycle. max_tokens: of a new text.
-    draws: short texts whose distribution is tested, in each of FIT_MODES. seed: of all draws.
+    draws: short texts whose distribution is tested. seed: of all draws.
     """
 
     drafts: int
@@ -144,12 +143,9 @@ def _fits(model: Any, references: list[Reference], settings: Settings, progress:
     def drawn(done: int) -> None:
         progress("distribution", done, settings.draws)
 
-    found = []
-    for mode in FIT_MODES:
-        options = settings.most.options | {"temp": FIT_TEMP, "draft_sampling": mode}
-        texts = draw(model, prompt, options, seeds=seeds, length=FIT_TOKENS, progress=drawn)
-        found.append(fit(model, prompt, texts, temp=FIT_TEMP, mode=mode))
-    return found
+    options = settings.most.options | {"temp": FIT_TEMP, "draft_sampling": "coupled"}
+    texts = draw(model, prompt, options, seeds=seeds, length=FIT_TOKENS, progress=drawn)
+    return [fit(model, prompt, texts, temp=FIT_TEMP, mode="coupled")]
 
 
 def _spread(reference: Reference) -> float:

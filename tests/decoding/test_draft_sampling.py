@@ -14,9 +14,7 @@ from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.decoding import cycle
-from mlx_mtp.decoding import draft_sampling as draft_choice
 from mlx_mtp.decoding.draft_sampling import DraftChooser
-from mlx_mtp.decoding.rejection import draft_key, gumbel_max, keep_or_replace
 from mlx_mtp.decoding.sampling import Picker, Sampling, key_at
 from mlx_mtp.demo import demo_path
 from mlx_mtp.kernels import draw_ref
@@ -64,7 +62,7 @@ def eagle(tmp_path_factory):
 
 
 def test_what_is_drawn_for_one_position_is_independent(monkeypatch):
-    """The draft, whether it is kept, what replaces it and a draw of the target's own have keys of their own."""
+    """XTC's coin and the draw, of one position and of the next, have keys of their own."""
     keys, logits = [], mx.array([[0.0, 1.0, 2.0]])
 
     def note(real, *args, key=None):
@@ -76,14 +74,11 @@ def test_what_is_drawn_for_one_position_is_independent(monkeypatch):
         real = getattr(mx.random, name)
         monkeypatch.setattr(mx.random, name, functools.partial(note, real))
     options = Sampling(temp=1.0, xtc_probability=0.5)
-    coin, dice = mx.random.split(key_at(KEY, 5))
-    draft, q = gumbel_max(logits, draft_key(dice)), mx.softmax(logits, axis=-1)
-    keep_or_replace(options.scores(logits, coin), q, draft, dice)
-    options.draw(logits, key_at(KEY, 6))
-    options.draw(logits, key_at(KEY, 5))
-    assert len(keys) == 8
-    assert keys[1] == keys[6]  # the coin of a position, which the draft's q and the target's p share
-    assert len(set(keys)) == 7
+    for position in (6, 5, 5):
+        options.draw(logits, key_at(KEY, position))
+    assert keys[2:4] == keys[4:6]  # a draft and the draw that verifies it share coin and noise
+    assert len(keys) == 6
+    assert len(set(keys)) == 4
 
 
 @pytest.mark.parametrize(
@@ -111,10 +106,6 @@ def test_a_head_that_is_the_target_is_always_right(perfect, monkeypatch, name, f
 
 def test_such_a_head_is_wrong_at_times_where_drafts_are_greedy(perfect):
     assert decoded(perfect, 3, n=12, seed=3, temp=1.0, draft_sampling="greedy")[1].acceptance[0] < 1.0
-
-
-def test_rejection_keeps_all_of_such_a_head(perfect):
-    assert decoded(perfect, 3, n=21, seed=3, temp=1.0, draft_sampling="rejection")[1].acceptance == [1.0] * 3
 
 
 @pytest.mark.parametrize("name", ["all", "xtc"])
@@ -161,25 +152,10 @@ def test_a_draft_of_a_reduced_vocabulary(eagle, mode, options, fused):
         for confidence in (False, True):
             choice = DraftChooser(mode, sampling, KEY, confidence)(eagle, 0, row, mx.array([position]))
             assert choice.token.item() == expected
-            assert choice.q is None
             if confidence:
                 assert choice.confidence.item() == pytest.approx(probabilities[expected], rel=1e-4)
         tokens.add(expected)
     assert len(tokens) > 3
-
-
-def test_a_draft_for_rejection(eagle):
-    """q is what the draft was drawn from, in the target's vocabulary; every token of it comes up."""
-    known, row = eagle.mtp[0].token(mx.arange(7)).tolist(), mx.random.normal((1, 1, 32))
-    chooser = DraftChooser("rejection", Sampling(temp=3.0, top_k=4), KEY, confidence=True)
-    choices = [chooser(eagle, 0, row, mx.array([position])) for position in range(60)]
-    q = np.array(choices[0].q)
-    assert q.sum() == pytest.approx(1, abs=1e-6)
-    assert np.count_nonzero(q) == 4
-    assert {choice.token.item() for choice in choices} == set(np.flatnonzero(q).tolist()) <= set(known)
-    own = np.array(mx.softmax(eagle.draft_logits(0, row)[0, 0]))
-    for choice in choices[:5]:
-        assert choice.confidence.item() == pytest.approx(own.max(), rel=1e-4)
 
 
 @pytest.mark.parametrize("recycled", [False, True])
@@ -192,9 +168,9 @@ def test_a_draft_has_the_position_of_the_row_that_verifies_it(tiny_models, eagle
             positions.append(position)
             return super().__call__(model, depth, row, position)
 
-    def pick(picker, model, hidden, position, history, drafts, q=None):
+    def pick(picker, model, hidden, position, history, drafts):
         rows.extend([position + i] for i in range(drafts.size))
-        return real(picker, model, hidden, position, history, drafts, q)
+        return real(picker, model, hidden, position, history, drafts)
 
     real = Picker.pick
     monkeypatch.setattr(cycle, "DraftChooser", Noting)
@@ -205,7 +181,7 @@ def test_a_draft_has_the_position_of_the_row_that_verifies_it(tiny_models, eagle
 
 
 def test_confidence_of_every_draft(tiny_models, eagle, monkeypatch):
-    """`draft` returns one probability a draft, of recycled ones too, and rows of q where they are wanted."""
+    """`draft` returns one probability a draft, of recycled ones too."""
     found, real = [], cycle.draft
 
     def spy(model, cache, run, k, chooser):
@@ -214,19 +190,11 @@ def test_confidence_of_every_draft(tiny_models, eagle, monkeypatch):
 
     monkeypatch.setattr(cycle, "draft", spy)
     for model, k in ((eagle, 4), (tiny_models(0)[0], 2)):
-        for mode in ("greedy", "rejection"):
+        for mode in ("greedy", "coupled"):
             decoded(model, k, n=5, temp=1.0, draft_sampling=mode, draft_p_min=0.01)
             drafts = found[-1]
             assert drafts.tokens.shape == drafts.confidence.shape == (k,)
             assert 0 < drafts.confidence.min().item() <= drafts.confidence.max().item() <= 1
-            assert (drafts.q is None) if mode == "greedy" else drafts.q.shape == (k, model.vocab_size)
-
-
-def test_rejection_is_reproducible_and_greedy_at_temperature_0(tiny_models):
-    model, _ = tiny_models(0)
-    again = [decoded(model, 2, n=10, seed=1, temp=1.0, draft_sampling="rejection")[0] for _ in range(2)]
-    assert again[0] == again[1]
-    assert decoded(model, 2, n=10, draft_sampling="rejection")[0] == decoded(model, 0, n=10)[0]
 
 
 @pytest.mark.parametrize(("options", "mode"), [({"options": Sampling()}, "greedy"), ({"sampler": len}, "greedy")])
@@ -238,10 +206,8 @@ def test_without_draws_to_share_drafts_are_greedy(options, mode):
 
 def test_modes_that_are_not_allowed(tiny_models):
     model, _ = tiny_models(0)
-    with pytest.raises(ValueError, match=r"^draft_sampling='best': allowed are greedy, coupled, rejection$"):
+    with pytest.raises(ValueError, match=r"^draft_sampling='best': allowed are greedy, coupled$"):
         mlx_mtp.generate_step(PROMPT, model, draft_sampling="best")
-    with pytest.raises(ValueError, match=r"^draft_sampling='rejection': not with a sampler"):
-        mlx_mtp.generate_step(PROMPT, model, draft_sampling="rejection", sampler=draft_choice.gumbel_max)
 
 
 def test_coupled_drafts_are_kept_more_often_than_greedy_ones():

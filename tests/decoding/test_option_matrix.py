@@ -25,15 +25,14 @@ SPEED = {
     "num_draft_tokens": [0, 1, 2, 3],
     "draft_p_min": [0.0, 0.5],
     "prompt_lookup": [True, False, None],
-    "draft_sampling": ["greedy", "coupled", "rejection"],
+    "draft_sampling": ["greedy", "coupled"],
 }
 TEXT = {"kv_bits": [None, 4, 8], "sampling": range(len(TEMPERATURES)), "draft_vocab": [False, True]}
 
 
 def allowed(case: dict) -> bool:
-    """Rejection sampling draws a text of its own; there is nothing to look up for where nothing may be drafted."""
-    own_text = case["draft_sampling"] == "rejection" and case["sampling"] > 0
-    return not own_text and not (case["prompt_lookup"] and case["num_draft_tokens"] == 0)
+    """There is nothing to look up for where nothing may be drafted."""
+    return not (case["prompt_lookup"] and case["num_draft_tokens"] == 0)
 
 
 def pairs_of(options: dict) -> list[dict]:
@@ -139,7 +138,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("case", ["lookup", "sure", pytest.param("lookup behind heads", marks=sweep)])
-def test_rejection_between_lookups_and_cuts(tiny_models, monkeypatch, case):
+def test_draws_between_lookups_and_cuts(tiny_models, monkeypatch, case):
     """All paths of the draws: a draft of the text's is a point mass, one that is not verified must leave no trace."""
     model, plain = tiny_models(4, vocab_size=3 if case == "sure" else 2)
     options, prompt, n = {"temp": 0.9}, [1, 0, 1, 1, 0, 1, 1, 0], 3 if case != "sure" else 2
@@ -149,7 +148,7 @@ def test_rejection_between_lookups_and_cuts(tiny_models, monkeypatch, case):
     def run():
         control = Listed(LOOPS[case])
         follow(monkeypatch, control)
-        own = {"draft_sampling": "rejection", "draft_p_min": 0.45, "prompt_lookup": True, "num_draft_tokens": 1}
+        own = {"draft_p_min": 0.45, "prompt_lookup": True, "num_draft_tokens": 1}
         # A processor keeps cycles from being built that are never used.
         own |= {"logits_processors": [lambda tokens, logits: logits], "max_tokens": n}
         text = tuple(token for token, _, _ in mlx_mtp.generate_step(prompt, model, **own, **options))

@@ -74,7 +74,7 @@ def test_a_right_product_passes(model):
     assert not any(c.differences for c in (*verdict.greedy, *verdict.sampled))
     assert not verdict.diverged
     assert verdict.drift.share < 1
-    assert [(f.mode, f.tokens) for f in verdict.fits] == [("coupled", 80), ("rejection", 80)]
+    assert [(f.mode, f.tokens) for f in verdict.fits] == [("coupled", 80)]
     assert len(verdict.agreement) == 3
     assert verdict.kept[0] >= verdict.kept[1]
     assert (verdict.dtype, verdict.broken) == ("float32", [])

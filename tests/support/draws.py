@@ -4,8 +4,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from mlx_mtp.decoding import draft_sampling as draft_choice
-from mlx_mtp.decoding import rejection, sampling
+from mlx_mtp.decoding import sampling
 from mlx_mtp.decoding.sampling import Sampling
 
 SAMPLERS = {
@@ -27,9 +26,7 @@ class Draws:
         self.path, self.sizes, self.xtc = [], [], xtc
 
     def stand_in(self, monkeypatch):
-        for module in (sampling, rejection, draft_choice):
-            monkeypatch.setattr(module, "gumbel_max", self.gumbel_max)
-        monkeypatch.setattr(mx.random, "bernoulli", self.bernoulli)
+        monkeypatch.setattr(sampling, "gumbel_max", self.gumbel_max)
         monkeypatch.setattr(mx.random, "uniform", self.uniform)
 
     def restart(self):
@@ -47,9 +44,6 @@ class Draws:
 
     def gumbel_max(self, scores, key=None):
         return mx.array([self.choose(np.array(mx.softmax(scores.astype(mx.float32), axis=-1))[0])])
-
-    def bernoulli(self, p, key=None):
-        return mx.array([bool(self.choose([1 - p.item(), p.item()]))])
 
     def uniform(self, *bounds, key=None):
         """0 with the XTC probability, else 1; mlx-lm's own call (with bounds) is cut off by its probability 1."""
