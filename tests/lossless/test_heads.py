@@ -32,7 +32,7 @@ def load(path, config, weights, **options):
 def verdict_on(model):
     """What the heads' examination comes to, on texts that it did not learn."""
     texts = []
-    for seed in sampled((1000, 1001), (1000, 1001, 1002)):
+    for seed in (1000, 1001, 1002):  # of fewer, a feedback from the wrong place is not clear enough
         one_pass = OnePass(model, trained.text(seed))
         texts.append(Known.of(one_pass.tokens, one_pass.hidden, one_pass.said))
     verdict = Verdict("float32")
