@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import mlx.core as mx
@@ -142,15 +143,17 @@ def generate_step(
     control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
     decoder = Decoder(model, cache, picker, control, stats, prefill_step_size, k, lookup, draft_p_min, compiled)
     steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return _remembered(decoder, steps)
+    return _closed_by(steps, partial(remember, model, control, compiled))
 
 
-def _remembered(decoder: Decoder, steps: Generator[Yielded, None, None]) -> Generator[Yielded, None, None]:
+def _closed_by(
+    steps: Generator[Yielded, None, None], remember_costs: Callable[[], None]
+) -> Generator[Yielded, None, None]:
     """Yield the steps, then keep what they cost for the next generation."""
     try:
         yield from steps
     finally:
-        remember(decoder.model, decoder.control, decoder.compiled)
+        remember_costs()
 
 
 DEFAULT_DRAFTS = 2  # of a recycled head, which is right less and less often

@@ -51,8 +51,8 @@ def drawn_acceptance(rates: Sequence[float], seed: int = 0) -> Iterator[None]:
     right, pick = draws(check_rates(rates), seed), Picker.pick
     mx.eval(right)
 
-    def forced(self: Picker, model: Any, hidden: mx.array, position: Any, history: Any, drafts: mx.array, q=None):
-        tokens, logprobs = pick(self, model, hidden, position, history, drafts, q)
+    def forced(self: Picker, model: Any, hidden: mx.array, position: Any, history: Any, drafts: mx.array):
+        tokens, logprobs = pick(self, model, hidden, position, history, drafts)
         if not (k := drafts.size):
             return tokens, logprobs
         row = right[mx.array(position).reshape(1) % POSITIONS][0, :k]
