@@ -13,7 +13,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from command_line import call, run
+from command_line import call
 from prompt_toolkit.data_structures import Point, Size
 from prompt_toolkit.layout.screen import Char
 from sweep import sampled
@@ -45,7 +45,7 @@ def test_piped_conversation():
         "/exit now",
         "no",
     ]
-    result = run("chat", "-m", 20, "--pipeline", stdin="\n".join(lines))
+    result = call("chat", "-m", 20, "--pipeline", stdin="\n".join(lines))
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout + result.stderr
     footers = [line for line in result.stdout.splitlines() if " reused · " in line]
@@ -188,7 +188,8 @@ def test_keys_of_the_editor(terminal):
     assert "another Ctrl-C" not in terminal.text
 
 
-def test_a_paste_during_an_answer_is_one_message(terminal):
+def test_a_paste_during_an_answer_is_one_message():
+    terminal = Terminal("-m", "400", "--temp", "3")
     terminal.wait_for(READY)
     began = terminal.wait_for(BUSY, terminal.type("def \r"))
     marked = terminal.wait_for(READY, began)
@@ -198,6 +199,7 @@ def test_a_paste_during_an_answer_is_one_message(terminal):
     assert marked < ended
     terminal.wait_for("/end", ended)
     assert "unknown command" not in terminal.text
+    terminal.close()
 
 
 def test_terminated_processes_leave_the_terminal_as_it_was(terminal):

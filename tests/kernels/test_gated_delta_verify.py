@@ -31,11 +31,9 @@ LAYOUTS = {
 # layout, rows' dtype, P, n, T, last
 SAMPLE = [
     ("packed", BF16, 5, 3, 4, False),
-    ("packed", F32, 0, 0, 3, True),
-    ("packed", F32, 4, 4, 8, False),
+    ("packed", F32, 4, 4, 8, True),
     ("packed in an odd number of groups", F16, 3, 0, 2, False),
     ("scalar", BF16, 8, 7, 1, False),
-    ("scalar", F32, 2, 1, 3, True),
     ("scalar of 128", F16, 3, 3, 5, False),
     ("scalar of 16 bits", BF16, 2, 1, 2, False),
     ("vector", F32, 4, 2, 6, False),
@@ -91,7 +89,7 @@ def test_a_verify_is_mlx_lms_single_rows(case, contraction):
 
 @linux_only
 @pytest.mark.parametrize("order", sampled([5], ["reverse", 5]))
-@pytest.mark.parametrize("case", [SAMPLE[0], SAMPLE[4], SAMPLE[8]], ids=lambda c: c[0])
+@pytest.mark.parametrize("case", [SAMPLE[0], SAMPLE[3], SAMPLE[6]], ids=lambda c: c[0])
 def test_in_any_order_of_threads(case, order):
     with emulator.emulated(emulator.Options(order=order)) as launches:
         check(case, launches)

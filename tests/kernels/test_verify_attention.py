@@ -59,8 +59,8 @@ def check(case: Case, contraction: str) -> None:
     assert error(y, want) <= 2 * max(error(by_stock(drawn), want), 2**-24)
 
 
-# Gates of both kinds, a window, sinks, a start, and both widths of codes.
-@pytest.mark.parametrize("number", sampled((1, 3, 4, 6, 7), range(len(CASES))))
+# Gates of both kinds, windows, sinks and a start, and both widths of codes.
+@pytest.mark.parametrize("number", sampled((1, 3, 6, 7), range(len(CASES))))
 def test_rows_are_what_they_are_alone(number):
     check(CASES[number], CONTRACTIONS[number % 3])
 

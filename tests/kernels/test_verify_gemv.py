@@ -58,18 +58,14 @@ def check(n, k, m, dtype, bias, contract):
     ("n", "k", "m", "dtype", "bias", "contract"),
     [
         (13, 203, 7, BF16, False, "off"),  # a simdgroup per four rows of w
-        (16, 200, 5, F32, True, "on"),
         (5, 1031, 8, BF16, False, "off"),  # eight simdgroups along K
         (24, 2048, 6, F32, False, "fast"),
         (1, 515, 3, F16, True, "on"),  # with fewer than four rows of w
-        (2, 1500, 7, F32, False, "fast"),
         (13, 64, 4, F32, False, "on"),  # four lanes along K
         (4097, 3, 8, F32, False, "on"),
         (5, 20, 1, F32, False, "off"),
-        (3, 33, 7, BF16, False, "off"),  # with fewer than four rows of w
-        (1, 9, 2, F32, True, "on"),
+        (3, 33, 7, BF16, True, "off"),  # with fewer than four rows of w
         (1, 16384, 5, F32, False, "on"),  # the dot product
-        (1, 5003, 7, BF16, False, "off"),
     ],
 )
 def test_a_row_has_the_bits_it_has_alone(n, k, m, dtype, bias, contract):
