@@ -33,7 +33,7 @@ def a_prompt(seed, length, vocab):
 @pytest.mark.parametrize(
     ("seed", "vocab", "length"),
     sampled(
-        [*((0, 5, n) for n in (1, 2, 8, 30)), (1, 4, 9)],
+        [*((0, 5, n) for n in (1, 8)), (1, 4, 30)],
         [*((0, 5, n) for n in (1, 2, 3, 7, 8, 9, 30)), (1, 4, 8), (1, 4, 30)],
     ),
 )
@@ -45,7 +45,7 @@ def test_greedy_equals_cacheless_forward(tiny_models, seed, vocab, length):
         assert ours(model, prompt, 40, k)[0] == expected, f"k={k}"
 
 
-@pytest.mark.parametrize("step", sampled([1, 3, 8, 64], [1, 2, 3, 8, 20, 64]))
+@pytest.mark.parametrize("step", sampled([1, 8, 64], [1, 2, 3, 8, 20, 64]))
 def test_prefill_chunks_of_any_size(tiny_models, step):
     model, plain = tiny_models(3)
     prompt = a_prompt(7, 41, 5)
@@ -127,7 +127,7 @@ def test_heads_with_full_attention(tiny_models):
     model, plain = tiny_models(0, **other)
     prompt = a_prompt(5, 25, 5)
     expected = tiny.greedy(plain, prompt, 40)
-    for k in range(4):
+    for k in sampled((0, 3), range(4)):
         assert ours(model, prompt, 40, k, prefill_step_size=7)[0] == expected
 
 
@@ -147,7 +147,7 @@ def test_quantized_kv_is_used(tiny_models):
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
     for bits, start in sampled([(None, 0), (8, 0), (8, 5)], [(None, 0), (8, 0), (8, 2), (8, 5)]):
         options = {"kv_bits": bits, "mtp_kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
-        for k in range(4):
+        for k in sampled((0, 2), range(4)):
             cache = mlx_mtp.make_prompt_cache(model, **options)
             list(
                 mlx_mtp.generate_step(
@@ -171,12 +171,12 @@ def test_max_kv_size_is_mlx_lms(name, tmp_path):
 def test_max_kv_size_is_a_window_on_full_attention(tiny_models):
     model, _ = tiny_models(0)
     prompt = a_prompt(4, 30, 5)
-    texts = [ours(model, prompt, 40, k, max_kv_size=12)[0] for k in range(4)]
-    assert texts[1:] == texts[:1] * 3
+    texts = [ours(model, prompt, 40, k, max_kv_size=12)[0] for k in sampled((0, 1, 3), range(4))]
+    assert texts[1:] == texts[:1] * (len(texts) - 1)
     assert ours(model, prompt, 40, 3, max_kv_size=10**6)[0] == ours(model, prompt, 40, 0)[0]
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("dtype", sampled([mx.bfloat16], [mx.bfloat16, mx.float16]))
 def test_low_precision_differs_at_near_ties_only(tmp_path, dtype):
     """Each drafted token is the argmax of the plain logits up to the rounding of the dtype."""
     # No experts: MLX's CPU backend multiplies them in float32 only.

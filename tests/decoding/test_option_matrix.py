@@ -173,7 +173,7 @@ def demo():
 TRACES = st.lists(st.one_of(st.none(), st.floats(1e-5, 1.0), st.sampled_from([1e-9, 1e3])), min_size=1, max_size=12)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(trace=TRACES, p_min=st.sampled_from([0.0, 0.6]), k=st.integers(1, 3))
 def test_adaptive_whatever_the_clock_says(demo, trace, p_min, k):
     assert_any_clock(demo, trace, p_min, k)

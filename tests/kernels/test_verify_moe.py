@@ -98,7 +98,10 @@ def assert_products_exact(gate, down, h, i, dtype, limit, contraction, rows):
 @pytest.mark.parametrize(
     ("gate", "down", "h", "i", "dtype", "limit", "contraction", "rows"),
     [  # the K of gate and up, and that of down: of qmv_fast, where a multiple of 256 or 512, or of qmv
-        (("affine", 4, 64), ("affine", 6, 64), 512, 64, mx.bfloat16, None, "fast", [5, 0, 5, 2, 5, 5, 0, 5]),
+        pytest.param(
+            *(("affine", 4, 64), ("affine", 6, 64), 512, 64, mx.bfloat16, None, "fast", [5, 0, 5, 2, 5, 5, 0, 5]),
+            marks=sweep,
+        ),
         (("affine", 3, 32), ("affine", 8, 32), 64, 256, mx.float32, 0.7, "on", [1, 1, 1, 4, 2, 4, 4, 4]),
         pytest.param(("nvfp4", 4, 16), ("mxfp8", 8, 32), 160, 32, mx.float16, None, "fast", [3] * 8, marks=sweep),
     ],
