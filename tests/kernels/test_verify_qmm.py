@@ -47,8 +47,8 @@ def cases(seed: int) -> list[tuple]:
     return found
 
 
-# Of these each number of bits at two kinds of K, and each format of floating point.
-FEW = (1, 3, 7, 8, 12, 15, 17, 18, 21, 23, 26, 29, 31, 32, 34, 36)
+# Each number of bits, each format of floating point, and each kind of K with several.
+FEW = (1, 7, 8, 12, 15, 18, 21, 26, 31, 34, 36)
 
 
 def assert_rows_exact(mode, bits, group, k, n, m, dtype, contraction):
