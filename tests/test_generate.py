@@ -27,7 +27,7 @@ def test_text_is_the_same_for_every_k_and_form_of_prompt(demo):
     ids = tokenizer.encode(PROMPT)
     forms = [(prompt, None, True) for prompt in (PROMPT, ids, np.array(ids), mx.array(ids))]
     texts = {
-        mlx_mtp.generate(model, tokenizer, prompt, max_tokens=60, num_draft_tokens=k, adaptive=adaptive)
+        mlx_mtp.generate(model, tokenizer, prompt, max_tokens=40, num_draft_tokens=k, adaptive=adaptive)
         for prompt, k, adaptive in [
             *forms,
             *sampled(

@@ -69,7 +69,7 @@ def test_a_rewritten_answer_costs_one_turn(model):
 @pytest.mark.parametrize("template", [PLAIN, REWRITING], ids=["plain", "rewriting"])
 @pytest.mark.parametrize("how", ["close", "stopping"])
 def test_stopped_at_every_token(model, template, how):
-    for n in range(1, 13, 2 if (template, how) == (PLAIN, "close") else 5):
+    for n in range(1, 13, 3 if (template, how) == (PLAIN, "close") else 6):
         session = make_session(model, template)
         answer(session, "abcdefgh")
         responses = session.ask("cab")
@@ -136,7 +136,7 @@ class InterruptAt:
 def test_interrupted_at_any_line(model):
     rng = random.Random(0)
     interrupted = 0
-    for _ in range(count := 24 if SWEEP else 10):
+    for _ in range(count := 24 if SWEEP else 8):
         session = make_session(model, prefill_step_size=16, max_tokens=12)
         answer(session, "abcdefghij")
         messages = session.messages

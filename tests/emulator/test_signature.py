@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cases import launch, linux_only
+from sweep import sampled
 
 from mlx_mtp import emulator
 
@@ -56,8 +57,11 @@ def test_constant_and_reference_inputs():
     assert y.tolist() == [18.0] * 4
 
 
-@pytest.mark.parametrize("dtype", [mx.bool_, mx.uint8, mx.int8, mx.uint16, mx.int16, mx.uint32, mx.int32, mx.uint64,
-                                   mx.int64, mx.float16, mx.bfloat16, mx.float32, mx.complex64])  # fmt: skip
+WHOLE = [mx.bool_, mx.uint8, mx.int8, mx.uint16, mx.int16, mx.uint32, mx.int32, mx.uint64, mx.int64]
+DTYPES = [*WHOLE, mx.float16, mx.bfloat16, mx.float32, mx.complex64]
+
+
+@pytest.mark.parametrize("dtype", sampled([mx.bool_, mx.int8, mx.uint64, mx.bfloat16, mx.complex64], DTYPES))
 def test_every_dtype_comes_back(dtype):
     x = mx.array([0, 1, 3, 100, 7, 1, 0, 5, 9]).astype(dtype)
     y = launch("out[thread_position_in_grid.x] = a[thread_position_in_grid.x];", x, dtype=dtype)

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cases import exact, launch, linux_only, relative_error
+from sweep import sweep
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
@@ -22,16 +23,16 @@ def quantized(m, n, k, bits, group_size=64, dtype=mx.float32):
 @pytest.mark.parametrize(
     ("kernel", "m", "n", "k", "bits"),
     [
-        ("qmv_fast", 3, 24, 512, 4),
         ("qmv_fast", 1, 13, 512, 4),
         ("qmv_fast", 1, 16, 512, 3),
         ("qmv_fast", 2, 8, 256, 8),
-        ("qmv", 3, 24, 448, 4),
         ("qmv", 2, 5, 192, 3),
-        ("qmv", 2, 13, 320, 6),
         ("qmv_quad", 2, 64, 128, 4),
         ("qmv_wide", 7, 24, 1024, 4),
-        ("qmv_wide", 4, 21, 512, 8),
+        pytest.param("qmv_fast", 3, 24, 512, 4, marks=sweep),
+        pytest.param("qmv", 3, 24, 448, 4, marks=sweep),
+        pytest.param("qmv", 2, 13, 320, 6, marks=sweep),
+        pytest.param("qmv_wide", 4, 21, 512, 8, marks=sweep),
     ],
 )
 def test_quantized_matvec(kernel, m, n, k, bits):

@@ -110,7 +110,7 @@ NORMS = {
     "hnorm": ("hnorm",),
     "last norm": ("norm",),
 }
-FEW_NORMS = {("mimo_v2_flash", "norms"), *(("step3p5", n) for n in ("norms of the block", "last norm"))}
+FEW_NORMS = {("mimo_v2_flash", "norms"), ("step3p5", "last norm")}
 # What the verdict names; a norm's shift it may name by another norm's, which has the same effect.
 NAMED = {
     "hidden and embedding": "with fuse=",
@@ -138,7 +138,7 @@ CASES = {
         f"{name}: depths {order}": (name, lambda tensors, order=order: tensors.swap("", order))
         for name in ("step3p5", "mimo_v2_flash")
         for order in ((1, 0, 2), (0, 2, 1), (1, 2, 0))
-        if SWEEP or (name == "step3p5") == (order == (1, 2, 0))
+        if SWEEP or (name, order) == ("mimo_v2_flash", (0, 2, 1))
     },
     **{
         f"step3p5: LM heads {order}": ("step3p5", lambda tensors, order=order: tensors.swap("head", order))
