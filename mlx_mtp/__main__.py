@@ -1,4 +1,4 @@
-"""`python -m mlx_mtp`, and the script `mlx-mtp`."""
+"""Run the command line: `python -m mlx_mtp`, and the script `mlx-mtp`."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Generate: tokens (`generate_step`), text pieces (`stream_generate`), or a whole text (`generate`)."""
+"""Generate tokens (`generate_step`), text pieces (`stream_generate`) or a whole text (`generate`): the public API."""
 
 import contextlib
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""A tiny Step-3.5 with three MTP depths: the model that runs when none is named."""
+"""Find the demo, a tiny Step-3.5 with three MTP depths, which runs when no model is named."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ __all__ = ["demo_path"]
 
 
 def demo_path() -> Path:
-    """Directory of the shipped checkpoint (config.json, model.safetensors, tokenizer, model card)."""
+    """Return the directory of the shipped checkpoint (config.json, model.safetensors, tokenizer, model card)."""
     return Path(__file__).parent / "checkpoint"

@@ -1,4 +1,6 @@
-"""Find the port of a model_type. A port `mlx_mtp/models/<model_type>.py` defines
+"""Find the port of a model_type, and the kinds of external drafters.
+
+A port `mlx_mtp/models/<model_type>.py` defines
 
 - `ModelArgs`: mlx-lm's dataclass of config.json, with `num_hidden_layers`, `vocab_size` and, unless
   NO_KV_BITS, `head_dim`;
