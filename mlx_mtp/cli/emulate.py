@@ -1,12 +1,7 @@
 """Define `mlx-mtp emulate`: count on the CPU what Metal kernels ask of memory."""
 
-from typing import TYPE_CHECKING, Any
-
 import click
 from click import Choice, IntRange, option
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 TABLES = ("products", "attention", "experts", "head")
 
@@ -25,18 +20,13 @@ def emulate(tables: tuple[str, ...], stock: bool, shape: tuple[int, int], rows: 
     """
     from rich.console import Console
 
+    from . import emulate_tables
+
     if shape[1] % 64:
         raise click.BadParameter(
             f"{shape[1]} columns; must be a multiple of 64, the group of the scales", param_hint="--shape"
         )
     console = Console()
     for name in ("products",) if stock else tables or TABLES:
-        console.print(table_of(name, *((stock, shape, rows) if name == "products" else ())))
-
-
-def table_of(name: str, *args: Any) -> "Table":
-    """Make one of TABLES, in its usual shape unless there are arguments."""
-    from .emulate_tables import attention_table, experts_table, head_table, products_table
-
-    makers = (products_table, attention_table, experts_table, head_table)
-    return makers[TABLES.index(name)](*args)
+        make = getattr(emulate_tables, f"{name}_table")
+        console.print(make(stock, shape, rows) if name == "products" else make())

@@ -97,41 +97,31 @@ def _product_cells(traffic: Traffic) -> list[str]:
 def attention_table() -> Table:
     """Count bytes requested over distinct bytes of keys, values and queries; a few seconds."""
     title = f"bytes requested / distinct bytes, attention to {POSITIONS} positions of {DIMS}, emulated"
-    return _counts_table(title, ("kernel", "q_len", "group", "keys", "values", "queries"), _attention())
-
-
-def _attention() -> Iterator[list[list[str]]]:
-    """Measure each shape with MLX's kernel, where it has one, and with ours."""
-    kv, scale = mx.ones((1, 1, POSITIONS, DIMS), mx.float16), DIMS**-0.5
+    kv, scale, groups = mx.ones((1, 1, POSITIONS, DIMS), mx.float16), DIMS**-0.5, []
     for rows, group in SHAPES:
         q, stock = mx.ones((1, group, rows, DIMS), mx.float16), ["not fused"] * 3
         if fused(rows, group):
-            stock = _reread(sdpa_vector(q, kv, kv, scale=scale, causal=rows > 1)[1], "queries")
+            stock = _reread(sdpa_vector(q, kv, kv, scale=scale, causal=rows > 1)[1], "keys", "values", "queries")
         offset = mx.array([POSITIONS - rows])
         launches = _launches(kernels.verify_attention, q, kv, kv, offset, scale=scale, limit=POSITIONS)
-        shape = [str(rows), str(group)]
-        yield [["MLX sdpa_vector", *shape, *stock], ["verify_attention", *shape, *_reread(launches[0], "q")]]
+        cells = {"MLX sdpa_vector": stock, "verify_attention": _reread(launches[0], "keys", "values", "q")}
+        groups.append([[kernel, str(rows), str(group), *found] for kernel, found in cells.items()])
+    return _counts_table(title, ("kernel", "q_len", "group", "keys", "values", "queries"), groups)
 
 
-def _reread(traffic: Traffic, queries: str) -> list[str]:
-    return [f"{traffic[name].reread:.2f}x" for name in ("keys", "values", queries)]
+def _reread(traffic: Traffic, *names: str) -> list[str]:
+    return [f"{traffic[name].reread:.2f}x" for name in names]
 
 
 def experts_table() -> Table:
     """Count requests of the experts' weights at ROWS, each visiting TOP_K of EXPERTS."""
     columns = ("kernel", "M", "distinct experts / pairs", "launches", "weights", "KiB of weights")
-    experts = Experts(_expert_weights(INNER, HIDDEN), _expert_weights(INNER, HIDDEN), _expert_weights(HIDDEN, INNER))
-    kernels = (
-        ("MLX gather_qmv", partial(_visits, _gathered, experts)),
-        ("verify_moe", partial(_visits, _moe, experts)),
-    )
-    return _counts_table(
-        f"4-bit experts, {TOP_K} of {EXPERTS} for a row, emulated", columns, _by_kernel(kernels, ROWS)
-    )
-
-
-def _expert_weights(n: int, k: int) -> Quantized:
-    return Quantized(*mx.quantize(mx.ones((EXPERTS, n, k)), GROUP, BITS), GROUP, BITS, "affine", (n,))
+    title = f"4-bit experts, {TOP_K} of {EXPERTS} for a row, emulated"
+    drawn = [mx.quantize(mx.ones((EXPERTS, n, k)), GROUP, BITS) for n, k in ((INNER, HIDDEN), (HIDDEN, INNER))]
+    up, down = (Quantized(*arrays, GROUP, BITS, "affine", arrays[0].shape[1:2]) for arrays in drawn)
+    runs = {"MLX gather_qmv": _gathered, "verify_moe": _moe}
+    measures = ((kernel, partial(_visits, run, Experts(up, up, down))) for kernel, run in runs.items())
+    return _counts_table(title, columns, _by_kernel(measures, ROWS))
 
 
 def _visits(run: Callable[..., list[Traffic]], experts: Experts, m: int) -> list[str]:
@@ -155,8 +145,9 @@ def _gathered(experts: Experts, _logits: mx.array, visited: mx.array) -> list[Tr
 
 
 def _moe(experts: Experts, logits: mx.array, _visited: mx.array) -> list[Traffic]:
-    x = mx.ones((logits.shape[0], HIDDEN))
-    return _launches(kernels.verify_moe, x, logits, experts, Routing("sigmoid", TOP_K))
+    return _launches(
+        kernels.verify_moe, mx.ones((logits.shape[0], HIDDEN)), logits, experts, Routing("sigmoid", TOP_K)
+    )
 
 
 def head_table(vocabulary: int = 1024, width: int = 512, rows: Sequence[int] = ROWS) -> Table:
@@ -172,8 +163,7 @@ def head_table(vocabulary: int = 1024, width: int = 512, rows: Sequence[int] = R
 
 def _lm_heads(n: int, k: int) -> Iterator[tuple[str, Measure]]:
     key = mx.random.key(0)
-    w, scales, biases = mx.quantize(mx.random.normal((n, k), mx.bfloat16, key=key), 64, 4)
-    weights = Quantized(w, scales, biases, 64, 4, "affine", (n,))
+    weights = Quantized(*mx.quantize(mx.random.normal((n, k), mx.bfloat16, key=key), 64, 4), 64, 4, "affine", (n,))
     for kernel in ("qmv_fast", "qmv_wide"):
         yield f"MLX {kernel} + argmax", partial(_argmax, weights, kernel)
     yield "verify_head", partial(_chosen, kernels.verify_head, (weights,))
@@ -189,13 +179,13 @@ def _argmax(weights: Quantized, kernel: str, m: int) -> list[str]:
     arrays = _hidden(m, weights.k), weights.w, weights.scales, weights.biases
     logits, traffic = quantized_matvec(*arrays, group_size=64, bits=4, kernel=kernel)
     tokens = 4 * m
-    return [f"{traffic['w'].reread:.2f}x", str(_written(traffic) + tokens), str(logits.nbytes)]
+    return [*_reread(traffic, "w"), str(_written(traffic) + tokens), str(logits.nbytes)]
 
 
 def _chosen(kernel: Callable[..., object], args: tuple[Any, ...], m: int) -> list[str]:
     tiles, merge = _launches(kernel, _hidden(m, args[0].k), *args)
     read_back = sum(merge[name].bytes_read for name in ("values", "indices"))
-    return [f"{tiles['w'].reread:.2f}x", str(_written(tiles) + _written(merge)), str(read_back)]
+    return [*_reread(tiles, "w"), str(_written(tiles) + _written(merge)), str(read_back)]
 
 
 def _written(traffic: Traffic) -> int:

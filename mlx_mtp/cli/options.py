@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ RESERVED_KEYS = {
 }
 MOST_GB = 2**20
 BITS = Choice(["2", "3", "4", "5", "6", "8"])
+SHARE, POSITIONS = FloatRange(0, 1), IntRange(1, 2**30)
 
 
 def _parse_template_config(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict:
@@ -83,13 +85,12 @@ GIVEN = GivenFile()
 
 def options(*decorators: Any) -> Any:
     """Make one decorator of several click options, in the order they are listed in the help."""
+    return lambda command: reduce(lambda made, decorator: decorator(made), reversed(decorators), command)
 
-    def apply(command: Any) -> Any:
-        for decorator in reversed(decorators):
-            command = decorator(command)
-        return command
 
-    return apply
+def typed(name: str, kind: Any, default: Any, words: str) -> Any:
+    """Declare an option with a value of this click type; `words` are its help."""
+    return option(name, type=kind, default=default, help=words)
 
 
 checkpoint_options = options(
@@ -103,19 +104,15 @@ model_options = options(
     option("--draft-model", help="Directory or Hugging Face repository of an EAGLE-3 head for the model."),
     option("--draft-vocab", help="File of tokens to draft from; `mlx-mtp draft-vocab` writes one."),
     option("--mtp-path", help="File or directory to take the heads from."),
-    option(
+    typed(
         "--kernels",
-        type=Choice(["off", "exact", "fast"]),
-        help="Metal kernels.  [default: MLX_MTP_KERNELS, else those that a trial finds right and faster]",
+        Choice(["off", "exact", "fast"]),
+        None,
+        "Metal kernels.  [default: MLX_MTP_KERNELS, else those that a trial finds right and faster]",
     ),
-    option("--num-draft-tokens", type=IntRange(0), help="Most drafts per cycle; 0 is plain.  [default: all heads]"),
+    typed("--num-draft-tokens", IntRange(0), None, "Most drafts per cycle; 0 is plain.  [default: all heads]"),
     option("--adaptive/--no-adaptive", default=True, help="Draft as many as pays, by measurement, or always all."),
-    option(
-        "--draft-p-min",
-        type=FloatRange(0, 1),
-        default=0.0,
-        help="Where it pays, verify only drafts of at least this probability.",
-    ),
+    typed("--draft-p-min", SHARE, 0.0, "Where it pays, verify only drafts of at least this probability."),
     option(
         "--prompt-lookup/--no-prompt-lookup",
         default=None,
@@ -137,47 +134,37 @@ template_config_option = option(
 
 def text_options(max_tokens: int) -> Any:
     """Make the options of a text's length, of which this is the default, and of sampling."""
+    modes, drafted = Choice(["greedy", "coupled"]), "the likeliest tokens, or draws with the target's noise"
+    length = {"type": IntRange(-1), "callback": _check_max_tokens, "default": max_tokens}
     return options(
-        option(
-            *("--max-tokens", "-m"),
-            type=IntRange(-1),
-            callback=_check_max_tokens,
-            default=max_tokens,
-            help="Most tokens; -1 is no limit.",
-        ),
-        option("--temp", type=FloatRange(0), default=0.0, help="Temperature; 0 is greedy."),
-        option("--top-p", type=FloatRange(0, 1), default=1.0, help="Nucleus sampling."),
-        option("--min-p", type=FloatRange(0, 1), default=0.0, help="Least share of the best probability."),
-        option("--top-k", type=IntRange(0), default=0, help="Sample from the k best; 0 is all."),
-        option("--xtc-probability", type=FloatRange(0, 1), default=0.0, help="How often XTC applies."),
-        option("--xtc-threshold", type=FloatRange(0, 0.5), default=0.1, help="Threshold of XTC."),
-        option("--min-tokens-to-keep", type=IntRange(1), default=1, help="Least candidates of min-p."),
-        option("--seed", type=IntRange(0, 2**63 - 1), help="Seed of the draws."),
-        option(
-            "--draft-sampling",
-            type=Choice(["greedy", "coupled"]),
-            default="coupled",
-            help="Drafts at a temperature: the likeliest tokens, or draws with the target's noise.",
-        ),
+        option("--max-tokens", "-m", **length, help="Most tokens; -1 is no limit."),
+        typed("--temp", FloatRange(0), 0.0, "Temperature; 0 is greedy."),
+        typed("--top-p", SHARE, 1.0, "Nucleus sampling."),
+        typed("--min-p", SHARE, 0.0, "Least share of the best probability."),
+        typed("--top-k", IntRange(0), 0, "Sample from the k best; 0 is all."),
+        typed("--xtc-probability", SHARE, 0.0, "How often XTC applies."),
+        typed("--xtc-threshold", FloatRange(0, 0.5), 0.1, "Threshold of XTC."),
+        typed("--min-tokens-to-keep", IntRange(1), 1, "Least candidates of min-p."),
+        typed("--seed", IntRange(0, 2**63 - 1), None, "Seed of the draws."),
+        typed("--draft-sampling", modes, "coupled", f"Drafts at a temperature: {drafted}."),
     )
 
 
 cache_options = options(
-    option(
-        "--max-kv-size",
-        type=IntRange(1, 2**30),
-        help="Full attention keeps this many positions: the first four, and the last.",
+    typed(
+        "--max-kv-size", POSITIONS, None, "Full attention keeps this many positions: the first four, and the last."
     ),
-    option("--prefill-step-size", type=IntRange(1), help="Prompt tokens per chunk.  [default: 2048, on a CPU 256]"),
-    option("--kv-bits", type=BITS, help="Quantize the target's KV cache; near-ties may then depend on the drafts."),
-    option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches."),
-    option(
+    typed("--prefill-step-size", IntRange(1), None, "Prompt tokens per chunk.  [default: 2048, on a CPU 256]"),
+    typed("--kv-bits", BITS, None, "Quantize the target's KV cache; near-ties may then depend on the drafts."),
+    typed("--mtp-kv-bits", BITS, None, "Quantize the heads' KV caches."),
+    typed(
         "--kv-group-size",
-        type=Choice(["32", "64", "128"]),
-        help="Group size of quantized caches.  [default: 64, or 32 where the head size needs it]",
+        Choice(["32", "64", "128"]),
+        None,
+        "Group size of quantized caches.  [default: 64, or 32 where the head size needs it]",
     ),
-    option("--quantized-kv-start", type=IntRange(0), default=5000, help="With --kv-bits: from this position on."),
-    option("--max-context", type=IntRange(1, 2**30), help="Most tokens of prompt and answer together."),
+    typed("--quantized-kv-start", IntRange(0), 5000, "With --kv-bits: from this position on."),
+    typed("--max-context", POSITIONS, None, "Most tokens of prompt and answer together."),
     option("--ignore-memory", is_flag=True, help="Load and generate even where there is not the memory."),
     option("--cache-limit", type=float, callback=_in_bytes, help="Most GB of freed memory that MLX keeps."),
 )

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..lossless.check import Verdict
 from ..lossless.compare import Comparison, Difference
@@ -22,13 +24,12 @@ def show(model: Any, tokenizer: Any, verdict: Verdict, answered: list[Answered])
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = WIDTH
-    console.print(str(model.report), markup=False, soft_wrap=True)
-    console.print()
+    say = partial(console.print, markup=False, soft_wrap=True)
+    say(f"{model.report}\n")
     if answered:
         console.print(_tasks(answered))
     console.print(_ways("greedy, beside the text without drafts", verdict.greedy))
-    if verdict.drift:
-        d = verdict.drift
+    if d := verdict.drift:
         console.print(
             f"logprobs of drafted text differ by at most {d.change:.2g} ({d.share:.0%} of what rounding reaches)\n"
         )
@@ -45,11 +46,10 @@ def show(model: Any, tokenizer: Any, verdict: Verdict, answered: list[Answered])
     if verdict.agreement:
         console.print(_heads(verdict))
         console.print("{} drafts kept, one per head and cycle; {} are right by these guesses\n".format(*verdict.kept))
-    for warning in verdict.warnings:
-        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
-    for broken in verdict.broken:
-        console.print(f"broken: {broken}", markup=False, soft_wrap=True)
-    console.print(_sum(verdict, differences), markup=False, soft_wrap=True)
+    for kind in ("warnings", "broken"):
+        for text in getattr(verdict, kind):
+            say(f"{kind.removesuffix('s')}: {text}")
+    say(_sum(verdict, differences))
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str], caption: str | None = None) -> Table:
@@ -83,26 +83,18 @@ def _differences(tokenizer: Any, differences: list[Difference], dtype: str) -> T
     for d in sorted(differences, key=lambda d: d.near_tie)[:LISTED]:
         texts = ["(end)" if t is None else repr(tokenizer.decode([t])) for t in (d.plain, d.drafted)]
         figures = ["", "", ""]
-        if d.judgement:
-            a, b = d.judgement.logits
-            figures = [f"{a:.5g} {b:.5g}", f"{d.judgement.gap:.2g}", f"{d.judgement.tolerance:.2g}"]
+        if j := d.judgement:
+            figures = ["{:.5g} {:.5g}".format(*j.logits), f"{j.gap:.2g}", f"{j.tolerance:.2g}"]
         verdict = "near-tie" if d.near_tie else "DIVERGES"
-        table.add_row(verdict, d.prompt, d.way, str(d.position), *map(_unmarked, texts), *figures)
+        table.add_row(verdict, d.prompt, d.way, str(d.position), *map(Text, texts), *figures)
     return table
-
-
-def _unmarked(text: str) -> str:
-    """Keep rich from taking brackets for markup."""
-    return text.replace("[", "\\[")
 
 
 def _heads(verdict: Verdict) -> Table:
     depths = [f"depth {depth}" for depth in range(1, len(verdict.agreement) + 1)]
     table = _table("guesses that are the target's own token, on the plain texts", ["heads"], depths)
-    for wiring, shares in [
-        ("as they are wired", verdict.agreement),
-        *((better.wiring, better.after) for better in verdict.better),
-    ]:
+    guesses = [("as they are wired", verdict.agreement), *((b.wiring, b.after) for b in verdict.better)]
+    for wiring, shares in guesses:
         table.add_row(wiring, *(f"{share:.1%}" for share in shares))
     return table
 
@@ -111,7 +103,7 @@ def _tasks(answered: list[Answered]) -> Table:
     table = _table("tasks", ["task", "question"], ["tokens", "without", "with", "same text"])
     marks = {True: "right", False: "wrong"}
     for i, a in enumerate(answered, 1):
-        question = _unmarked(" ".join(a.task.question.split())[:40])
+        question = Text(" ".join(a.task.question.split())[:40])
         table.add_row(str(i), question, str(a.tokens), marks[a.plain], marks[a.drafted], "yes" if a.same else "no")
     table.add_section()
     plain, drafted, same = (sum(getattr(a, name) for a in answered) for name in ("plain", "drafted", "same"))
@@ -128,32 +120,23 @@ def _sum(verdict: Verdict, differences: list[Difference]) -> str:
         return "NOT LOSSLESS: sampled texts have other probabilities"
     tokens = sum(c.tokens for c in (*verdict.greedy, *verdict.sampled))
     near = f"{len(differences)} near-ties" if differences else "no near-tie"
-    return f"lossless in {verdict.dtype}: {tokens:,} tokens compared, {near}" + "; but see above" * bool(
-        verdict.broken
-    )
+    but = "; but see above" if verdict.broken else ""
+    return f"lossless in {verdict.dtype}: {tokens:,} tokens compared, {near}{but}"
 
 
 def as_dict(model: Any, verdict: Verdict, answered: list[Answered]) -> dict[str, Any]:
     """Collect all of it, for JSON."""
-    facts = model.report
     found = {
         "lossless": not verdict.diverged,
-        "broken": verdict.broken,
-        "warnings": verdict.warnings,
-        "dtype": verdict.dtype,
+        **{name: getattr(verdict, name) for name in ("broken", "warnings", "dtype")},
         "device": str(mx.default_device()),
-        "family": facts.family,
-        "kernels": facts.kernels,
-        "not_exact": facts.not_exact,
-        "greedy": [_comparison(c) for c in verdict.greedy],
-        "sampled": [_comparison(c) for c in verdict.sampled],
+        **{name: getattr(model.report, name) for name in ("family", "kernels", "not_exact")},
+        **{name: [_comparison(c) for c in getattr(verdict, name)] for name in ("greedy", "sampled")},
         "logprobs": verdict.drift and asdict(verdict.drift),
         "distributions": [asdict(f) for f in verdict.fits],
         "heads": {"right": verdict.agreement, "better_wirings": [asdict(b) for b in verdict.better]},
     }
-    if answered:
-        found["tasks"] = [asdict(a) for a in answered]
-    return found
+    return {**found, "tasks": [asdict(a) for a in answered]} if answered else found
 
 
 def _comparison(c: Comparison) -> dict[str, Any]:
