@@ -47,7 +47,10 @@ def cache_prompt(**flags: Any) -> None:
     from ..cache.prompt_prefix import PromptPrefix
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
-    own = {"model": _lasting(flags["model"]), "eos_token": flags["eos_token"]}
+    model_name = flags["model"]
+    if model_name and Path(model_name).expanduser().is_dir():  # a name that means the same in another directory
+        model_name = str(Path(model_name).expanduser().absolute())
+    own = {"model": model_name, "eos_token": flags["eos_token"]}
     prefix = PromptPrefix(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
     tokens = prefix.settled(tokenizer)
     if not tokens:
@@ -57,12 +60,6 @@ def cache_prompt(**flags: Any) -> None:
         size = flags["prompt_cache_file"].stat().st_size
         click.echo(f"Prompt: {len(tokens)} tokens, {size / 1e6:.1f} MB in {flags['prompt_cache_file']}")
         click.echo(f"Peak memory: {stats.peak_memory / 1e9:.3f} GB")
-
-
-def _lasting(model: str | None) -> str | None:
-    """Give a model a name that means the same in another directory."""
-    path = Path(model or "").expanduser()
-    return str(path.absolute()) if model and path.is_dir() else model
 
 
 def _save(model: Any, tokens: list[int], prefix: "PromptPrefix", flags: dict[str, Any]) -> "Stats":
@@ -76,11 +73,10 @@ def _save(model: Any, tokens: list[int], prefix: "PromptPrefix", flags: dict[str
 
     drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or default_step(), Stats()
     cache = make_prompt_cache(model, num_draft_tokens=drafts, **cache_layout(model, flags))
-    progress = PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=step)
-    options = {"max_context": flags["max_context"], "check_memory": not flags["ignore_memory"], "prompt_cache": cache}
-    options |= {"prefill_step_size": step, "num_draft_tokens": drafts, "stats": stats}
-    with progress, wired():
-        next(generate_step(tokens, model, max_tokens=0, prompt_progress_callback=progress, **options), None)
+    kept = {"max_context": flags["max_context"], "check_memory": not flags["ignore_memory"], "prompt_cache": cache}
+    kept |= {"prefill_step_size": step, "num_draft_tokens": drafts, "stats": stats}
+    with PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=step) as progress, wired():
+        next(generate_step(tokens, model, max_tokens=0, prompt_progress_callback=progress, **kept), None)
     stats.notes_memory()
     cache.prefix = prefix
     save_prompt_cache(flags["prompt_cache_file"], cache)

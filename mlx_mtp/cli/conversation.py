@@ -12,7 +12,7 @@ from ..machine.errors import first_line
 from ..session import ChatSession
 from .footer import Totals, footer, mtp_state
 from .progress import PromptProgress, shows_progress
-from .terminal import MessageReader, StopOnInterrupt, complain, dumb, faint, hidden_typing, printable
+from .terminal import MessageReader, StopOnInterrupt, dumb, faint, hidden_typing, printable
 
 HELP = """\
 /help        this list (also: h)
@@ -58,7 +58,7 @@ class Chat:
 
     def _command(self, name: str, argument: str) -> None:
         if argument and name in ("/help", "/reset", "/stats"):
-            complain(f"{name} {printable(argument)[:30]}: {name} takes no argument")
+            click.echo(f"{name} {printable(argument)[:30]}: {name} takes no argument", err=True)
         elif name == "/help":
             click.echo(HELP + "\n" + KEYS if self.interactive else HELP)
         elif name == "/reset":
@@ -70,14 +70,15 @@ class Chat:
         elif name == "/mtp":
             self._set_drafting(argument)
         else:
-            complain(f"unknown command {printable(name)[:30]}: /help lists them; a space before the / sends it")
+            unknown = f"unknown command {printable(name)[:30]}"
+            click.echo(f"{unknown}: /help lists them; a space before the / sends it", err=True)
 
     def _set_drafting(self, argument: str) -> None:
         """Obey /mtp on and /mtp off, and answer /mtp."""
         if argument not in ("on", "off", ""):
-            return complain(f"/mtp {printable(argument)[:30]}: allowed are on and off")
+            return click.echo(f"/mtp {printable(argument)[:30]}: allowed are on and off", err=True)
         if argument == "on" and not self.drafts:
-            return complain("MTP stays off: no heads are loaded")
+            return click.echo("MTP stays off: no heads are loaded", err=True)
         if argument:
             self.session.num_draft_tokens = self.drafts if argument == "on" else 0
         click.echo(mtp_state(self.session))
@@ -95,7 +96,7 @@ class Chat:
         if last:
             click.echo("" if self._line_ended else "\n", nl=False)
         if trouble:
-            complain(trouble)
+            click.echo(trouble, err=True)
         elif last is None or last.finish_reason is None:
             self._note("(stopped)" if last else "(stopped; the message is left out of the conversation)")
         if last:
@@ -116,8 +117,7 @@ class Chat:
         turn, held = self.session.turn, self.session.cache.offset
         self.totals.add(turn)
         if not self.quiet:
-            line = footer(turn, last)
-            width = shutil.get_terminal_size().columns
+            line, width = footer(turn, last), shutil.get_terminal_size().columns
             faint(textwrap.fill(line, width) + "\n" if self.interactive else line)
         limit = getattr(self.session.model.args, "max_position_embeddings", None)
         if limit and held > limit >= turn.reused:

@@ -29,9 +29,12 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     with loading(shown=shown):
         from ..checkpoint.files import resolve
         from ..checkpoint.load import load
+        from ..decoding.memory_needs import UNCHECKED, Budget
         from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     path = resolve(demo_path() if flags["model"] is None else flags["model"])  # a download shows progress of its own
+    context, ignore = flags.get("max_context") or UNCHECKED, flags.get("ignore_memory", False)
+    step = flags.get("prefill_step_size") or default_step()
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
         extra = ("trust_remote_code", "eos_token", "use_default_chat_template")
@@ -39,28 +42,16 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
         model, tokenizer = load(
             path,
             tokenizer_config={name: flags[name] for name in extra if flags.get(name)},
-            budget=_budget(flags),
+            budget=Budget(context, step, _layout(flags), ignore),
             **{name: flags[name] for name in given},
         )
-        for token in flags.get("extra_eos_token", ()):
-            _add_eos_token(tokenizer, token)
+    for token in flags.get("extra_eos_token", ()):
+        try:
+            tokenizer.add_eos_token(token)
+        except ValueError:  # of mlx-lm, or of text that is no UTF-8
+            hint = "--extra-eos-token"
+            raise click.BadParameter(f"{token!r} is no token of this tokenizer", param_hint=hint) from None
     return model, tokenizer
-
-
-def _add_eos_token(tokenizer: Any, token: str) -> None:
-    """Let a token that is given by name, or by number, end the text."""
-    try:
-        tokenizer.add_eos_token(token)
-    except ValueError:  # of mlx-lm, or of text that is no UTF-8
-        raise click.BadParameter(f"{token!r} is no token of this tokenizer", param_hint="--extra-eos-token") from None
-
-
-def _budget(flags: dict[str, Any]) -> Any:
-    """Say what there must be memory for: the context asked for, or one to begin with."""
-    from ..decoding.memory_needs import UNCHECKED, Budget
-
-    context, ignore = flags.get("max_context") or UNCHECKED, flags.get("ignore_memory", False)
-    return Budget(context, flags.get("prefill_step_size") or default_step(), _layout(flags), ignore)
 
 
 def _layout(flags: dict[str, Any]) -> dict[str, Any]:
@@ -77,9 +68,9 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
     from ..cache.file import load_prompt_cache
 
     cache = load_prompt_cache(file, model, check_memory=not flags["ignore_memory"])
-    asked = _layout(flags)
+    asked = {name: value for name, value in _layout(flags).items() if value is not None}
     for name, found in cache.layout.items():
-        if asked[name] is not None and asked[name] != found:
+        if asked.get(name, found) != found:
             flag = f"--{name.replace('_', '-')} {asked[name]}"
             raise click.UsageError(f"{flag}: the prompt cache in {file} was made with {found}")
     if model.mtp and not cache.heads and not flags["quiet"]:
@@ -89,9 +80,18 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
 
 def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
     """Collect the keyword arguments of `stream_generate`; `cache` has been loaded, or is None."""
-    names = ("max_tokens", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
-    names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling")
-    names += ("adaptive", "draft_p_min", "prompt_lookup", "compile_cycles", "max_context")
+    names = (
+        "max_tokens",
+        "temp",
+        "top_p",
+        "min_p",
+        "top_k",
+        "xtc_probability",
+        "xtc_threshold",
+        "min_tokens_to_keep",
+    )
+    names += ("seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup")
+    names += ("compile_cycles", "max_context")
     return {
         **{name: flags[name] for name in names},
         "check_memory": not flags["ignore_memory"],

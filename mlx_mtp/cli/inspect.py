@@ -50,7 +50,6 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
 
 def _named(facts: "Inspection", directory: "Path", name: str) -> "Inspection":
     """Put the repository's name in place of a directory that is gone."""
-    warnings, problems = (
-        tuple(text.replace(str(directory), name) for text in texts) for texts in (facts.warnings, facts.problems)
-    )
-    return replace(facts, path=name, warnings=warnings, problems=problems)
+    said = {"warnings": facts.warnings, "problems": facts.problems}
+    named = {kind: tuple(text.replace(str(directory), name) for text in texts) for kind, texts in said.items()}
+    return replace(facts, path=name, **named)

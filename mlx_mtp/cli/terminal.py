@@ -8,6 +8,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,11 +40,6 @@ def faint(text: str, *, err: bool = False) -> None:
     click.echo(text if unstyled() else click.style(text, dim=True), err=err)
 
 
-def complain(text: str) -> None:
-    """Print a line on stderr."""
-    click.echo(text, err=True)
-
-
 class MessageReader:
     """What the user sends: from an editor with history, pasted pages and Alt-Enter for a new line, or from a pipe.
 
@@ -58,7 +54,7 @@ class MessageReader:
         if interactive and not dumb():
             from .editor import make_editor
 
-            self._editor = make_editor(bold=not unstyled(), typed_on=self._forgive)
+            self._editor = make_editor(bold=not unstyled(), typed_on=partial(setattr, self, "_warned", False))
         else:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
 
@@ -73,7 +69,7 @@ class MessageReader:
                 if self._warned:
                     return None
                 self._warned = True
-                complain("/exit, Ctrl-D or another Ctrl-C leaves the chat.")
+                click.echo("/exit, Ctrl-D or another Ctrl-C leaves the chat.", err=True)
 
     def _next(self) -> str | None:
         if self._editor is None:
@@ -85,9 +81,6 @@ class MessageReader:
                 raise
         text = self._editor.prompt()
         return text.encode("utf-8", "replace").decode()  # bytes that were no UTF-8 arrive as lone surrogates
-
-    def _forgive(self) -> None:
-        self._warned = False
 
 
 @contextlib.contextmanager

@@ -78,14 +78,14 @@ def verify_lossless(**flags: Any) -> None:
 
 def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
     """Load the model and its tokenizer, in float32 where that is asked for."""
-    if flags["float32"] and flags["kernels"] not in (None, "off"):
+    if not flags["float32"]:
+        return load_model({**flags, "quiet": flags["as_json"]})
+    if flags["kernels"] not in (None, "off"):
         raise click.UsageError(f"--float32 is without kernels; leave --kernels {flags['kernels']} out")
-    kernels = "off" if flags["float32"] else flags["kernels"]
-    model, tokenizer = load_model({**flags, "quiet": flags["as_json"], "kernels": kernels})
-    if flags["float32"]:
-        import mlx.core as mx
+    model, tokenizer = load_model({**flags, "quiet": flags["as_json"], "kernels": "off"})
+    import mlx.core as mx
 
-        model.set_dtype(mx.float32)
+    model.set_dtype(mx.float32)
     return model, tokenizer
 
 

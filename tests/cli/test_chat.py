@@ -23,28 +23,12 @@ from mlx_mtp.cli.progress import PromptProgress
 from mlx_mtp.cli.terminal import StopOnInterrupt
 
 COMMAND = [sys.executable, "-m", "mlx_mtp", "chat"]
-
-
 QUESTIONS = ["What does os.path.join do?", "What does len do?"]
 
 
 def test_piped_conversation():
-    lines = [
-        QUESTIONS[0],
-        "",
-        "/stats",
-        "/mtp off",
-        QUESTIONS[1],
-        "/mtp",
-        "/wat",
-        "h",
-        "x" * 900,
-        "/reset now",
-        "r",
-        "/stats",
-        "/exit now",
-        "no",
-    ]
+    lines = [QUESTIONS[0], "", "/stats", "/mtp off", QUESTIONS[1], "/mtp", "/wat", "h", "x" * 900, "/reset now", "r"]
+    lines += ["/stats", "/exit now", "no"]
     result = call("chat", "-m", 20, "--pipeline", stdin="\n".join(lines))
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout + result.stderr
@@ -91,9 +75,8 @@ def test_bad_flags(flags):
 
 def test_interrupted_process():
     endless = [*COMMAND, "-m", "-1", "--temp", "3", "--seed", "4"]  # some 1,400 tokens, so that the signal is in time
-    process = subprocess.Popen(
-        endless, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(endless, text=True, **pipes)
     process.stdin.write("def \n")
     process.stdin.flush()
     process.stdout.read(5)
@@ -122,15 +105,18 @@ class Terminal:
     def wait_for(self, text, after=0):
         """Read until `text` appears, past the first `after` characters; the position behind it."""
         while text not in self.text[after:]:
-            assert select.select([self.screen], [], [], 30)[0], f"no {text!r} in {self.text[after:]!r}"
-            self.text += os.read(self.screen, 4096).decode(errors="replace")
+            self.read(f"no {text!r} in {self.text[after:]!r}")
         return self.text.index(text, after) + len(text)
 
     def wait_for_more(self, characters, after):
         """Read until that many characters follow the first `after`."""
         while len(self.text) < after + characters:
-            assert select.select([self.screen], [], [], 30)[0]
-            self.text += os.read(self.screen, 4096).decode(errors="replace")
+            self.read(f"no {characters} characters")
+
+    def read(self, otherwise):
+        """Add what the program writes next to the text; it is wrong, as `otherwise` says, if nothing comes."""
+        assert select.select([self.screen], [], [], 30)[0], otherwise
+        self.text += os.read(self.screen, 4096).decode(errors="replace")
 
     def type(self, keys):
         """Send keys, and return where the text stood."""

@@ -44,19 +44,7 @@ def test_the_text_does_not_depend_on_drafting():
 
 
 def test_sampled_text_is_fixed_by_the_seed():
-    flags = [
-        "--temp",
-        1,
-        "--top-p",
-        0.9,
-        "--seed",
-        3,
-        "--verbose",
-        "False",
-        "-m",
-        30,
-        "--ignore-chat-template",
-    ]
+    flags = ["--temp", 1, "--top-p", 0.9, "--seed", 3, "--verbose", "False", "-m", 30, "--ignore-chat-template"]
     texts = {call("generate", *flags, "--num-draft-tokens", k, "-p", "def ").stdout for k in (0, 3)}
     assert len(texts) == 1
 
@@ -68,27 +56,13 @@ def test_report():
 
 
 def test_quantized_and_limited_caches():
-    flags = [
-        "--kv-bits",
-        8,
-        "--mtp-kv-bits",
-        8,
-        "--kv-group-size",
-        32,
-        "--max-kv-size",
-        64,
-        "--verbose",
-        "False",
-    ]
+    flags = ["--kv-bits", 8, "--mtp-kv-bits", 8, "--kv-group-size", 32, "--max-kv-size", 64, "--verbose", "False"]
     texts = {call("generate", *flags, "-m", 60, "--num-draft-tokens", k).stdout for k in (0, 3)}
     assert len(texts) == 1
 
 
 # Where the hub or the bytes of the command line come in.
-OWN_PROCESS = (
-    ["--model", "some-org/some-model"],
-    ["--system-prompt", "\udcff"],
-)
+OWN_PROCESS = (["--model", "some-org/some-model"], ["--system-prompt", "\udcff"])
 
 
 @pytest.mark.parametrize(
@@ -257,9 +231,8 @@ def test_help_imports_no_mlx():
 @pytest.mark.parametrize("command", [["inspect"], ["generate", "-p", "a", "--model"]])
 def test_names_in_files_do_not_write_on_the_terminal(tmp_path, command):
     weights = tiny.random_weights(tiny.CONFIG)
-    path = tiny.save(
-        tmp_path / "m", tiny.CONFIG, {**weights, "model.\x1b[2J\x9bnorm.weight": weights["model.norm.weight"]}
-    )
+    weights["model.\x1b[2J\x9bnorm.weight"] = weights["model.norm.weight"]
+    path = tiny.save(tmp_path / "m", tiny.CONFIG, weights)
     shutil.copy(demo_path() / "tokenizer.json", path)
     result = CliRunner().invoke(main, [*command, str(path)], color=True)
     assert result.exit_code == 1
