@@ -25,7 +25,7 @@ import mlx.nn as nn
 with mock.patch.object(mx.metal, "is_available", return_value=True):
     from mlx_lm.models import gated_delta  # noqa: F401 makes its kernels when it is imported
 
-from launches_models import MODELS, WIDTH
+from launches_models import KINDS, MODELS, WIDTH
 from rich.console import Console
 from rich.table import Table
 
@@ -199,9 +199,10 @@ def write(file: Path, found: dict[str, dict[str, dict[str, Pair]]], rows: int) -
     with file.open("w", newline="") as out:
         out.write(f"# python bench/launches.py --rows {rows} --out {file}\n")
         lines = csv.writer(out, lineterminator="\n")
-        lines.writerow(("model", "of", "kernels", "one_row", "more_rows"))
+        lines.writerow(("model", "of", "kind", "kernels", "one_row", "more_rows"))
         for name, states in found.items():
-            lines.writerows((name, of, on, *pair) for on, counts in states.items() for of, pair in counts.items())
+            counted = [(of, on, pair) for on, counts in states.items() for of, pair in counts.items()]
+            lines.writerows((name, of, KINDS.get((name, of), ""), on, *pair) for of, on, pair in counted)
 
 
 @click.command(help=__doc__)

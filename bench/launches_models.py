@@ -81,3 +81,17 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
     "Qwen3.6-35B-A3B": (qwen_moe, {"gated delta, experts": 1, "attention, experts": 3}),
     "DeepSeek-V3": (deepseek, {"dense": 1, "experts": 4}),
 }
+
+# What the cost model calls a kind of layer; it knows no others.
+KINDS = {
+    ("Step-3.5-Flash", "dense, sliding"): "step dense",
+    ("Step-3.5-Flash", "experts, sliding"): "step experts",
+    ("GLM-4.5", "dense"): "glm dense",
+    ("GLM-4.5", "experts"): "glm experts",
+    ("Qwen3.6-27B", "gated delta"): "qwen delta",
+    ("Qwen3.6-27B", "attention"): "qwen attention",
+    ("Qwen3.6-35B-A3B", "gated delta, experts"): "qwen delta experts",
+    ("Qwen3.6-35B-A3B", "attention, experts"): "qwen attention experts",
+    ("DeepSeek-V3", "dense"): "deepseek dense",
+    ("DeepSeek-V3", "experts"): "deepseek experts",
+}

@@ -4,20 +4,24 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from .decode_tables import by_category, overall
+from .kernels import Asked, Compared, speed_table, traffic_table
 from .panels import Found
+from .profile import Profile, Timer
+from .profile_report import Bandwidth, lines, phase_table
 from .result import named
+from .roofline import tables
+from .rows import categories, settings
+from .verify import Curve, curve_table
 
 
 def tables_of(found: Found) -> Iterator[Table]:
     """Make them in the order that the command has them."""
-    makers = {"decode": _decode, "verify": _verify, "kernels": _kernels, "profile": _profile, "model": _model}
+    makers = {"decode": _decode, "verify": _verify, "kernels": _kernels, "profile": _profile, "model": tables.tables}
     return makers[found["bench"]](found)
 
 
 def _decode(found: Found) -> Iterator[Table]:
-    from .decode_tables import by_category, overall
-    from .rows import categories, settings
-
     for setting in settings(found):
         yield overall(found, setting)
         if len(categories(found)) > 1:
@@ -25,8 +29,6 @@ def _decode(found: Found) -> Iterator[Table]:
 
 
 def _verify(found: Found) -> Iterator[Table]:
-    from .verify import Curve, curve_table
-
     for side in dict.fromkeys(side for curve in found["curves"] for side in curve["seconds"]):
         curves = [
             Curve(curve["name"], curve["context"], {side: {int(m): s for m, s in curve["seconds"][side].items()}})
@@ -36,8 +38,6 @@ def _verify(found: Found) -> Iterator[Table]:
 
 
 def _kernels(found: Found) -> Iterator[Table]:
-    from .kernels import Asked, Compared, speed_table, traffic_table
-
     if found["options"]["emulate"]:
         yield traffic_table([Asked(**line) for line in found["found"]])
     else:
@@ -45,9 +45,6 @@ def _kernels(found: Found) -> Iterator[Table]:
 
 
 def _profile(found: Found) -> Iterator[Table]:
-    from .profile import Profile, Timer
-    from .profile_report import Bandwidth, lines, phase_table
-
     timers = [
         Timer({name: s[i] for name, s in found["seconds"].items()}, [0] * found["tokens"], found["cycles"], wall)
         for i, wall in enumerate(found["wall"])
@@ -55,9 +52,3 @@ def _profile(found: Found) -> Iterator[Table]:
     made = lines(Profile(timers, found["undisturbed"]), found["operations"], found["bytes"])
     title = f"{named(found['model'])}, {found['options']['k']} drafts per cycle"
     yield phase_table(made, Bandwidth(**found["bandwidth"]), title)
-
-
-def _model(found: Found) -> Iterator[Table]:
-    from .roofline.tables import tables
-
-    return tables(found)

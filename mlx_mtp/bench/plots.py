@@ -8,8 +8,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from ..machine.atomic import write_whole
-from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, Series
+from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel
 from .plot_data import panels_of
 
 if TYPE_CHECKING:
@@ -151,27 +153,22 @@ def _lines(panel: LinePanel, ax: "Axes", theme: Theme) -> None:
         if series.low and series.level:
             ax.fill_between(x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
         elif series.low:
-            _intervals(x, series, ax, colour)
+            interval = [np.subtract(series.y, series.low), np.subtract(series.high, series.y)]
+            ax.errorbar(x, series.y, interval, fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
     ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
     ax.set_ylabel(panel.y_label)
     ax.set_ylim(bottom=0)
     _finish(ax, "y", y=0.1)
 
 
-def _intervals(x: list[float], series: Series, ax: "Axes", colour: str) -> None:
-    below = [y - low for y, low in zip(series.y, series.low, strict=True)]
-    above = [high - y for y, high in zip(series.y, series.high, strict=True)]
-    ax.errorbar(x, series.y, [below, above], fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
-
-
 def _bars(panel: BarPanel, ax: "Axes", theme: Theme) -> None:
     places = [i + (i // panel.group * 0.6 if panel.group else 0) for i in range(len(panel.bars))]
-    left = [0.0] * len(places)
-    for i, (name, lengths) in enumerate(panel.parts.items()):
-        ax.barh(places, lengths, left=left, color=theme.series[i % len(theme.series)], label=name)
-        left = [a + b for a, b in zip(left, lengths, strict=True)]
-    for place, total in zip(places, left, strict=True):
-        ax.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center")
+    lengths = np.array(list(panel.parts.values()))
+    bars = [
+        ax.barh(places, length, left=end - length, color=theme.series[i % len(theme.series)], label=name)
+        for i, (name, length, end) in enumerate(zip(panel.parts, lengths, lengths.cumsum(0), strict=True))
+    ]
+    ax.bar_label(bars[-1], [f"{total:.3g}" for total in lengths.sum(0)], padding=4)
     ax.set_yticks(places, panel.bars)
     ax.set_ylim(max(places[-1] + 0.7, 0.3 * len(panel.parts)), -0.7)  # a legend may need more room than the bars
     ax.set_axisbelow(True)
@@ -183,14 +180,14 @@ def _grid(panel: GridPanel, ax: "Axes", theme: Theme) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("grid", [theme.paper, theme.series[0]])
-    values = [[float("nan") if v is None else v for v in row] for row in panel.values]
-    edges = [[i - 0.5 for i in range(n + 1)] for n in (len(panel.columns), len(panel.rows))]
+    values = np.array(panel.values, float)
+    edges = (np.arange(n + 1) - 0.5 for n in reversed(values.shape))
     ax.pcolormesh(*edges, values, cmap=colours, vmin=0, vmax=panel.high, edgecolors=theme.paper)
     ax.invert_yaxis()
-    cells = [(i, j, v) for i, row in enumerate(panel.values) for j, v in enumerate(row) if v is not None]
-    for i, j, value in cells:
-        ink = max("#000000", "#ffffff", key=partial(contrast, colours(value / panel.high)))
-        ax.text(j, i, panel.form.format(value), ha="center", va="center", color=ink)
+    for (i, j), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            ink = max("#000000", "#ffffff", key=partial(contrast, colours(value / panel.high)))
+            ax.text(j, i, panel.form.format(value), ha="center", va="center", color=ink)
     ax.set_xticks(range(len(panel.columns)), panel.columns)
     ax.set_yticks(range(len(panel.rows)), panel.rows)
     ax.set_ylabel(panel.y_label)
@@ -216,9 +213,7 @@ def _ranges(panel: RangePanel, ax: "Axes", theme: Theme) -> None:
     low, high = zip(*panel.spans, strict=True)
     ax.hlines(places, low, high, color=theme.ink, alpha=0.35, linewidth=7, label=panel.span_label)
     for marker, colour, (name, values) in zip(MARKERS, panel.colours, panel.marks.items(), strict=False):
-        kept = [(v, p) for v, p in zip(values, places, strict=True) if v is not None]
-        x, y = ([k[n] for k in kept] for n in (0, 1))
-        ax.plot(x, y, marker, color=theme.series[colour], label=name, markersize=7)
+        ax.plot(np.array(values, float), places, marker, color=theme.series[colour], label=name, markersize=7)
     ax.set_yticks(places, panel.rows)
     ax.invert_yaxis()
     ax.set_xlim(left=0)

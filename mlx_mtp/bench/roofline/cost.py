@@ -98,7 +98,7 @@ def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
     return Cost(op.name, op.nbytes, op.weights * (passes * once + at.m * each), passes)
 
 
-def experts(op: ExpertsOp, at: PassShape) -> Cost:
+def experts(op: ExpertsOp, at: PassShape, _: Chip) -> Cost:
     """Read an expert in stock MLX for every (token, expert) pair, in ours every distinct expert once."""
     pairs = at.m * op.top
     if "experts" not in at.on or at.m == 1:
@@ -137,19 +137,17 @@ def latent(op: LatentOp, at: PassShape, chip: Chip) -> Cost:
     return Cost(op.name, nbytes + 4 * expanded + scores, counted, 1, UNFUSED_LAUNCHES + 2)
 
 
+def state(op: StateOp, at: PassShape, _: Chip) -> Cost:
+    """Read and write a state once; each row takes a decay, two sums and two updates of a value in 4 bytes."""
+    return Cost(op.name, 2 * op.nbytes, op.nbytes / 4 * 6 * at.m)
+
+
+COSTS: dict = {LinearOp: linear, ExpertsOp: experts, AttentionOp: attention, LatentOp: latent, StateOp: state}
+
+
 def cost(op: Op, at: PassShape, chip: Chip) -> Cost:
     """Cost one operation in a pass."""
-    match op:
-        case LinearOp():
-            return linear(op, at, chip)
-        case ExpertsOp():
-            return experts(op, at)
-        case AttentionOp():
-            return attention(op, at, chip)
-        case LatentOp():
-            return latent(op, at, chip)
-        case StateOp():
-            return Cost(op.name, 2 * op.nbytes, op.nbytes / 4 * 6 * at.m)  # decay, two sums and two updates a value
+    return COSTS[type(op)](op, at, chip)
 
 
 class PassCosts(NamedTuple):
@@ -163,10 +161,10 @@ class PassCosts(NamedTuple):
     launches: float
 
 
-def collect(rows: Iterable[tuple[int, Cost]], at: PassShape, launched: float) -> PassCosts:
-    """Gather (count, cost) of a pass; to `launched` come the operations' own launches."""
-    counts, costs = zip(*rows, strict=True)
-    names, *columns = zip(*costs, strict=True)
+def collect(work: Iterable[tuple[int, Op, int]], at: PassShape, chip: Chip, launched: float) -> PassCosts:
+    """Cost (count, operation, rows) of a pass; to `launched` come the operations' own launches."""
+    lines = [(count, *cost(op, replace(at, m=rows), chip)) for count, op, rows in work]
+    counts, names, *columns = zip(*lines, strict=True)
     count, nbytes, instructions, requests, own = (np.array(column, float) for column in (counts, *columns))
     requested = nbytes * requests
     memory = nbytes if at.caches else requested
@@ -176,22 +174,22 @@ def collect(rows: Iterable[tuple[int, Cost]], at: PassShape, launched: float) ->
 def of_model(model: ModelOps, at: PassShape, chip: Chip) -> PassCosts:
     """Cost a pass of the target over its rows."""
     layers = sum(layer.count * launches(layer.kind, at.on, at.m) for layer in model.layers)
-    return collect([(count, cost(op, at, chip)) for count, op in model.ops()], at, STEP_LAUNCHES + layers)
+    return collect([(count, op, at.m) for count, op in model.ops()], at, chip, STEP_LAUNCHES + layers)
 
 
 def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
     """Cost k drafts behind a verify of k + 1 rows; `at.m` is not looked at."""
-    rows, launched = [], 0.0
-    for head, m in model.draft_passes(k):
-        rows += [(1, cost(op, replace(at, m=m), chip)) for op in head.block.ops]
-        rows.append((1, cost(head.lm_head, replace(at, m=1), chip)))
-        launched += DRAFT_LAUNCHES + launches(head.block.kind, at.on, m)
-    return collect(rows, at, launched)
+    passes = model.draft_passes(k)
+    work = [
+        (1, op, 1 if op is head.lm_head else rows) for head, rows in passes for op in (*head.block.ops, head.lm_head)
+    ]
+    launched = sum(DRAFT_LAUNCHES + launches(head.block.kind, at.on, rows) for head, rows in passes)
+    return collect(work, at, chip, launched)
 
 
 def of_op(op: Op, at: PassShape, chip: Chip) -> PassCosts:
     """Cost one operation as a pass of its own."""
-    return collect([(1, cost(op, at, chip))], at, 1)
+    return collect([(1, op, at.m)], at, chip, 1)
 
 
 def op_seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> np.ndarray:

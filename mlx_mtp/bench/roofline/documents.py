@@ -41,18 +41,14 @@ def documents(chips: dict[str, Chip]) -> list[dict[str, Any]]:
 def _row(row: Published, chips: dict[str, Chip]) -> dict[str, Any]:
     usable = chips[CHIP].bandwidth if row.machine == MAC else GBPS[row.machine] * 1e9 * Chip.usable
     model, k, context = stored(row), row.num_draft_tokens, tokens(row.context, quick=False)
-    floor = {overlap: cycle_floor(model, k, context, overlap).total / usable for overlap in OVERLAPS}
+    sides = (STOCK, OURS) if row.machine == MAC else ()
+    times = shown_times(predicted(MODELS[MODEL], chips[CHIP], context, (k + 1,)) if sides else [])
     return {
         **{name: getattr(row, name) for name in ("machine", "weights", "kv_cache", "mtp_kv_cache")},
         **{"context": context, "drafts": k, "speedup": row.speedup, "tokens_per_cycle": row.tokens_per_cycle},
         **{"plain": 1 / row.plain_tok_s, "cycle": row.tokens_per_cycle / row.mtp_tok_s},
         "bytes_per_second": usable,
         "plain_floor": pass_floor(model, 1, context, OVERLAPS[0]).total / usable,
-        "cycle_floor": floor,
-        "predicted": _predicted(k, context, chips[CHIP]) if row.machine == MAC else {},
+        "cycle_floor": {overlap: cycle_floor(model, k, context, overlap).total / usable for overlap in OVERLAPS},
+        "predicted": {s: {"plain": times[s, PLAIN, 1], "cycle": times[s, CYCLE, k + 1]} for s in sides},
     }
-
-
-def _predicted(k: int, context: int, chip: Chip) -> dict[str, dict[str, float]]:
-    times = shown_times(predicted(MODELS[MODEL], chip, context, (k + 1,)))
-    return {side: {"plain": times[side, PLAIN, 1], "cycle": times[side, CYCLE, k + 1]} for side in (STOCK, OURS)}

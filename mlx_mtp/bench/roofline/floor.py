@@ -1,8 +1,8 @@
 """Count the bytes that each phase of a cycle has to read, whatever the kernels: at batch 1 they bound its time."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 from .ops import OVERLAPS, AttentionOp, ExpertsOp, LatentOp, LinearOp, ModelOps, Op, StateOp
 
@@ -10,8 +10,7 @@ ROWS = range(2, 9)
 PLAIN, DRAFT, VERIFY, CYCLE = PHASES = "plain step", "draft", "verify", "cycle"
 
 
-@dataclass(frozen=True)
-class Bytes:
+class Bytes(NamedTuple):
     """Bytes of weights that every pass reads, of distinct experts, LM heads, KV caches, and recurrent states."""
 
     shared: float = 0
@@ -20,12 +19,9 @@ class Bytes:
     cache: float = 0
     state: float = 0
 
-    def __add__(self, other: "Bytes") -> "Bytes":
-        return Bytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
     @property
     def total(self) -> float:
-        return sum(astuple(self))
+        return sum(self)
 
 
 def floor_of(op: Op, rows: int, context: int, overlap: str, count: int = 1) -> Bytes:
@@ -45,28 +41,28 @@ def floor_of(op: Op, rows: int, context: int, overlap: str, count: int = 1) -> B
 
 def pass_floor(model: ModelOps, rows: int, context: int, overlap: str) -> Bytes:
     """Count those of a pass of the target: a plain step for one row, else a verify."""
-    return sum((floor_of(op, rows, context, overlap, count) for count, op in model.ops()), Bytes())
+    return _sum(floor_of(op, rows, context, overlap, count) for count, op in model.ops())
 
 
 def draft_floor(model: ModelOps, k: int, context: int, overlap: str) -> Bytes:
     """Count those of k drafts behind a verify of k + 1 rows, each read anew: kernels run one after another."""
-    total = Bytes()
-    for head, rows in model.draft_passes(k):
-        total += sum((floor_of(op, rows, context, overlap) for op in (head.lm_head, *head.block.ops)), Bytes())
-    return total
+    passes = [(op, rows) for head, rows in model.draft_passes(k) for op in (head.lm_head, *head.block.ops)]
+    return _sum(floor_of(op, rows, context, overlap) for op, rows in passes)
 
 
 def cycle_floor(model: ModelOps, k: int, context: int, overlap: str) -> Bytes:
     """Count those of k drafts and the verify of k + 1 rows."""
-    return draft_floor(model, k, context, overlap) + pass_floor(model, k + 1, context, overlap)
+    return _sum((draft_floor(model, k, context, overlap), pass_floor(model, k + 1, context, overlap)))
+
+
+def _sum(parts: Iterable[Bytes]) -> Bytes:
+    return Bytes(*map(sum, zip(*parts, strict=True)))
 
 
 def phases_with(model: ModelOps, rows: Iterable[int]) -> list[tuple[str, int]]:
     """List (phase, rows M of the verify): a plain step, each verify, and what drafts for it as far as heads can."""
-    found = [(PLAIN, 1)]
-    for m in rows:
-        found += [(phase, m) for phase in (VERIFY, DRAFT, CYCLE) if phase == VERIFY or m - 1 <= model.max_drafts]
-    return found
+    verifies = [(phase, m) for m in rows for phase in (VERIFY, DRAFT, CYCLE)]
+    return [(PLAIN, 1), *((phase, m) for phase, m in verifies if phase == VERIFY or m - 1 <= model.max_drafts)]
 
 
 def floors(model: ModelOps, context: int, rows: Iterable[int] = ROWS) -> list[dict[str, Any]]:
@@ -74,13 +70,10 @@ def floors(model: ModelOps, context: int, rows: Iterable[int] = ROWS) -> list[di
 
     A phase that has no routed experts has the same bytes at every overlap.
     """
-    found, asked = [], phases_with(model, rows)
-    for overlap in OVERLAPS:
-        for phase, m in asked:
-            if phase in (PLAIN, VERIFY):
-                nbytes = pass_floor(model, m, context, overlap)
-            else:
-                nbytes = (draft_floor if phase == DRAFT else cycle_floor)(model, m - 1, context, overlap)
-            parts = asdict(nbytes) | {"total": nbytes.total}
-            found.append({"phase": phase, "rows": m, "drafts": m - 1, "overlap": overlap, "bytes": parts})
+    found = []
+    for overlap, (phase, m) in product(OVERLAPS, phases_with(model, rows)):
+        drafting = {DRAFT: draft_floor, CYCLE: cycle_floor}.get(phase)
+        nbytes = drafting(model, m - 1, context, overlap) if drafting else pass_floor(model, m, context, overlap)
+        parts = nbytes._asdict() | {"total": nbytes.total}
+        found.append({"phase": phase, "rows": m, "drafts": m - 1, "overlap": overlap, "bytes": parts})
     return found

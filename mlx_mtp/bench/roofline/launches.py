@@ -18,27 +18,12 @@ KERNELS = {
 }
 ALL = frozenset(KERNELS)
 
-# Kinds of layers: the model and the layer of it whose launches were counted.
-KINDS = {
-    "step dense": ("Step-3.5-Flash", "dense, sliding"),
-    "step experts": ("Step-3.5-Flash", "experts, sliding"),
-    "glm dense": ("GLM-4.5", "dense"),
-    "glm experts": ("GLM-4.5", "experts"),
-    "qwen delta": ("Qwen3.6-27B", "gated delta"),
-    "qwen attention": ("Qwen3.6-27B", "attention"),
-    "qwen delta experts": ("Qwen3.6-35B-A3B", "gated delta, experts"),
-    "qwen attention experts": ("Qwen3.6-35B-A3B", "attention, experts"),
-    "deepseek dense": ("DeepSeek-V3", "dense"),
-    "deepseek experts": ("DeepSeek-V3", "experts"),
-}
-
 FILE = Path(__file__).with_name("launches.csv")
-_LINES = list(csv.DictReader(line for line in FILE.read_text().splitlines() if not line.startswith("#")))
 # By kind of layer, then by what is on ("none", a kind of KERNELS, "all"): launches at one row, and at more.
-LAUNCHES = {
-    kind: {x["kernels"]: (int(x["one_row"]), int(x["more_rows"])) for x in _LINES if (x["model"], x["of"]) == where}
-    for kind, where in KINDS.items()
-}
+LAUNCHES: dict[str, dict[str, tuple[int, int]]] = {}
+for _line in csv.DictReader(FILE.read_text().splitlines()[1:]):
+    if _line["kind"]:
+        LAUNCHES.setdefault(_line["kind"], {})[_line["kernels"]] = int(_line["one_row"]), int(_line["more_rows"])
 
 
 def launches(kind: str, on: Collection[str], rows: int) -> int:

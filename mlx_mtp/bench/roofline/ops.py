@@ -1,6 +1,6 @@
 """Describe what a forward pass of a model reads and multiplies: layers as lists of a few kinds of operations."""
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 # How alike tokens in a row choose their experts. A published count of real routing, 39 distinct of 64 visits at 8
@@ -190,7 +190,8 @@ def _formatted(part: Any, formats: dict[str, Any]) -> Any:
     """Replace every field of these names in a dataclass, and in those inside it."""
     if isinstance(part, tuple):
         return tuple(_formatted(inner, formats) for inner in part)
-    if not is_dataclass(part) or isinstance(part, type):
+    if not isinstance(part, Op | LayerOps | DraftHeadOps | ModelOps):
         return part
-    values = {f.name: getattr(part, f.name) for f in fields(part)}
-    return replace(part, **{name: formats.get(name, _formatted(value, formats)) for name, value in values.items()})
+    return replace(
+        part, **{name: formats.get(name, _formatted(value, formats)) for name, value in vars(part).items()}
+    )

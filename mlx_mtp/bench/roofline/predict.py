@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from .chips import Chip
@@ -20,16 +21,13 @@ def predicted(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = R
 
     Stock MLX reads an expert for each token that visits it, so that its times are the same at every overlap.
     """
-    asked = phases_with(model, rows)
-    sides = [(o, *side) for o in OVERLAPS for side in ((STOCK, frozenset[str]()), (OURS, ALL))]
-    found = []
-    for overlap, side, on in sides:
-        for phase, m in asked:
-            at = PassShape(m, on, context, overlap)
-            costs = [of_model(model, at, chip)] if phase != DRAFT else []
-            costs += [of_drafts(model, m - 1, at, chip)] if phase in (DRAFT, CYCLE) else []
-            times = {"seconds": sum(seconds(c, chip) for c in costs), "launches": sum(c.launches for c in costs)}
-            found.append({"phase": phase, "rows": m, "drafts": m - 1, "side": side, "overlap": overlap, **times})
+    sides, found = {STOCK: frozenset[str](), OURS: ALL}, []
+    for overlap, side, (phase, m) in product(OVERLAPS, sides, phases_with(model, rows)):
+        at = PassShape(m, sides[side], context, overlap)
+        costs = [of_model(model, at, chip)] if phase != DRAFT else []
+        costs += [of_drafts(model, m - 1, at, chip)] if phase in (DRAFT, CYCLE) else []
+        times = {"seconds": sum(seconds(c, chip) for c in costs), "launches": sum(c.launches for c in costs)}
+        found.append({"phase": phase, "rows": m, "drafts": m - 1, "side": side, "overlap": overlap, **times})
     return found
 
 
@@ -48,9 +46,8 @@ def kernels(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = KER
     for m in rows:
         at = PassShape(m, context=context, overlap=SHOWN_OVERLAP)
         stock = seconds(of_model(model, at, chip), chip)
-        for kind in (*KERNELS, "all"):
-            on = ALL if kind == "all" else frozenset((kind,))
+        for kind, ops in (KERNELS | {"all": ()}).items():
+            on = frozenset((kind,)) if ops else ALL
             ours = seconds(of_model(model, replace(at, on=on), chip), chip)
-            ops = list(KERNELS.get(kind, ()))
-            found.append({"kernels": kind, "ops": ops, "rows": m, "stock": stock, "seconds": stock - ours})
+            found.append({"kernels": kind, "ops": list(ops), "rows": m, "stock": stock, "seconds": stock - ours})
     return found

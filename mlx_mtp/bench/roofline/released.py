@@ -37,55 +37,47 @@ def mla(h: int, heads: int, q_rank: int, rank: int, rope: int, nope: int, value:
     return *queries, *latent, LatentOp(heads, rank, rope, nope, value), *outputs
 
 
-def draft_head(layer: LayerOps, h: int, lm_head: LinearOp) -> DraftHeadOps:
-    """Describe a block like a layer's behind the product that joins embedding and hidden state."""
-    return DraftHeadOps(LayerOps(layer.kind, 1, (LinearOp("eh_proj", h, 2 * h), *layer.ops)), lm_head)
+def released(lm_head: LinearOp, *kinds: tuple[str, int, Ops, Ops], like: int = -1, heads: int = 1) -> ModelOps:
+    """Describe a model by kinds of layers: a row of launches.csv, how many, mixer, and MLP.
+
+    heads: so many, each behind the product that joins its inputs a layer `like` that, are chained; one alone is fed
+    its own output again.
+    """
+    layers = tuple(LayerOps(kind, count, (*mixer, *ffn)) for kind, count, mixer, ffn in kinds)
+    joining = LinearOp("eh_proj", lm_head.k, 2 * lm_head.k)
+    head = DraftHeadOps(LayerOps(layers[like].kind, 1, (joining, *layers[like].ops)), lm_head)
+    return ModelOps(layers, lm_head, (head,) * heads, recycled=heads == 1)
 
 
-def recycled(h: int, vocabulary: int, *layers: LayerOps) -> ModelOps:
-    """Describe a model with one draft head of the last layer's kind, fed its own output again."""
-    head = LinearOp("lm_head", vocabulary, h)
-    return ModelOps(layers, head, (draft_head(layers[-1], h, head),), recycled=True)
-
-
-def step() -> ModelOps:
-    h, head = 4096, LinearOp("lm_head", 128896, 4096)
-    full, sliding = gqa(h, 64, 8, 128, gate=64), gqa(h, 96, 8, 128, window=512, gate=96)
-    experts, dense = moe(h, 1280, 288, 8), mlp(h, 11264)
-    first = LayerOps("step dense", 1, (*full, *dense)), LayerOps("step dense", 2, (*sliding, *dense))
-    rest = LayerOps("step experts", 11, (*full, *experts)), LayerOps("step experts", 31, (*sliding, *experts))
-    return ModelOps((*first, *rest), head, (draft_head(first[1], h, head),) * 3)
-
-
-def glm() -> ModelOps:
-    h, attention = 5120, gqa(5120, 96, 8, 128)
-    dense = LayerOps("glm dense", 3, (*attention, *mlp(h, 12288)))
-    return recycled(h, 151552, dense, LayerOps("glm experts", 89, (*attention, *moe(h, 1536, 160, 8))))
-
-
-def qwen_dense() -> ModelOps:
-    h, ffn = 5120, mlp(5120, 17408)
-    mixer = LayerOps("qwen delta", 48, (*delta(h, 16, 48), *ffn))
-    return recycled(h, 248320, mixer, LayerOps("qwen attention", 16, (*gqa(h, 24, 4, 256, gate=24 * 256), *ffn)))
-
-
-def qwen_experts() -> ModelOps:
-    h, ffn = 2048, moe(2048, 512, 256, 8)
-    mixer = LayerOps("qwen delta experts", 30, (*delta(h, 16, 32), *ffn))
-    attention = (*gqa(h, 16, 2, 256, gate=16 * 256), *ffn)
-    return recycled(h, 248320, mixer, LayerOps("qwen attention experts", 10, attention))
-
-
-def deepseek() -> ModelOps:
-    h, attention = 7168, mla(7168, 128, 1536, 512, 64, 128, 128)
-    dense = LayerOps("deepseek dense", 3, (*attention, *mlp(h, 18432)))
-    return recycled(h, 129280, dense, LayerOps("deepseek experts", 58, (*attention, *moe(h, 2048, 256, 8))))
-
-
+FULL, SLIDING = gqa(4096, 64, 8, 128, gate=64), gqa(4096, 96, 8, 128, window=512, gate=96)
 MODELS = {
-    "Step-3.5-Flash": step(),
-    "GLM-4.5": glm(),
-    "Qwen3.6-27B": qwen_dense(),
-    "Qwen3.6-35B-A3B": qwen_experts(),
-    "DeepSeek-V3": deepseek(),
+    "Step-3.5-Flash": released(
+        LinearOp("lm_head", 128896, 4096),
+        ("step dense", 1, FULL, mlp(4096, 11264)),
+        ("step dense", 2, SLIDING, mlp(4096, 11264)),
+        ("step experts", 11, FULL, moe(4096, 1280, 288, 8)),
+        ("step experts", 31, SLIDING, moe(4096, 1280, 288, 8)),
+        like=1,
+        heads=3,
+    ),
+    "GLM-4.5": released(
+        LinearOp("lm_head", 151552, 5120),
+        ("glm dense", 3, gqa(5120, 96, 8, 128), mlp(5120, 12288)),
+        ("glm experts", 89, gqa(5120, 96, 8, 128), moe(5120, 1536, 160, 8)),
+    ),
+    "Qwen3.6-27B": released(
+        LinearOp("lm_head", 248320, 5120),
+        ("qwen delta", 48, delta(5120, 16, 48), mlp(5120, 17408)),
+        ("qwen attention", 16, gqa(5120, 24, 4, 256, gate=24 * 256), mlp(5120, 17408)),
+    ),
+    "Qwen3.6-35B-A3B": released(
+        LinearOp("lm_head", 248320, 2048),
+        ("qwen delta experts", 30, delta(2048, 16, 32), moe(2048, 512, 256, 8)),
+        ("qwen attention experts", 10, gqa(2048, 16, 2, 256, gate=16 * 256), moe(2048, 512, 256, 8)),
+    ),
+    "DeepSeek-V3": released(
+        LinearOp("lm_head", 129280, 7168),
+        ("deepseek dense", 3, mla(7168, 128, 1536, 512, 64, 128, 128), mlp(7168, 18432)),
+        ("deepseek experts", 58, mla(7168, 128, 1536, 512, 64, 128, 128), moe(7168, 2048, 256, 8)),
+    ),
 }
