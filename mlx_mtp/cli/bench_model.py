@@ -34,7 +34,7 @@ def model(**flags: Any) -> None:
     from ..bench.roofline import assemble, chips
     from ..bench.roofline.measured import contexts
     from ..bench.roofline.tables import tables
-    from ..bench.roofline.validation_tables import failed, summary
+    from ..bench.roofline.validation_tables import failed, summary, validation_tables
 
     results = [result.read(file) for file in flags["measured"]]
     with complete(flags["measured"]) if results else nullcontext():
@@ -49,11 +49,9 @@ def model(**flags: Any) -> None:
     out = console()
     out.print(*tables(found))
     if flags["validate"]:
-        out.print(*_validated(found, subject, chip))
-    if chip is None:
-        out.print("no chip that is known: bytes only; name one with --chip", highlight=False)
-    for line in summary(found):
-        out.print(line, highlight=False)
+        out.print(*validation_tables(found, subject.model, chip))
+    notes = ["no chip that is known: bytes only; name one with --chip"] if chip is None else []
+    out.print(*notes, *summary(found), sep="\n", highlight=False)
     finish(found, flags)
     if flags["validate"] and failed(found):
         raise SystemExit(1)
@@ -69,11 +67,3 @@ def _model_of(flags: dict[str, Any], results: list[dict[str, Any]]) -> str | Non
         name = results[0]["model"]["name"]
         raise click.UsageError(f"--measured: which model is {name!r}? name it with --model, or its --config")
     return known
-
-
-def _validated(found: dict[str, Any], subject: Any, chip: Any) -> list[Any]:
-    from ..bench.roofline.tables import documents_table
-    from ..bench.roofline.validation_tables import validation_tables
-
-    documents = [documents_table(found, None)] if found["documents"] else []
-    return [*documents, *validation_tables(subject.name, subject.model, chip, found["options"]["context"])]

@@ -1,6 +1,8 @@
 """Lay the result of `mlx-mtp bench model` out as tables."""
 
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -76,8 +78,8 @@ def floor_table(found: Found) -> Table:
 def gap_table(found: Found) -> Table:
     """Show times of each phase beside its floor: predicted of stock MLX and of ours, and measured ones."""
     chip = found.get("chip")
-    sides = [(side, "predicted") for side in (STOCK, OURS)] if chip else []
-    sides += [(side, "measured") for side in dict.fromkeys(line["side"] for line in found.get("measured", []))]
+    lines = [(line["side"], kind) for kind in ("predicted", "measured") for line in found.get(kind, [])]
+    sides = dict.fromkeys(lines)
     where, caption = "", "bytes of the floor over the measured time: GB/s"
     if chip:
         where, used = f" on {chip['name']}", f"{chip['bandwidth'] / 1e9:.0f} of {chip['gbps']:g} GB/s"
@@ -89,7 +91,7 @@ def gap_table(found: Found) -> Table:
         left=2,
         caption=caption,
     )
-    times = {kind: shown_times(found.get(kind, [])) for _, kind in sides}
+    times = {kind: shown_times(found[kind]) for _, kind in sides}
     index = floors_of(found)
     last = dict(index.keys())
     for (phase, rows), floors in index.items():
@@ -142,19 +144,19 @@ def documents_table(found: Found, machine: str | None = MAC) -> Table:
         caption=f"(times the floor; a cycle's: {', '.join(OVERLAPS)} routing); floor ms: {SHOWN_OVERLAP} routing. "
         f"At the floor: speed-up if plain steps and cycles both were. {MAC}: taken as an {CHIP}",
     )
-    for i, line in enumerate(lines):
-        floor = line["cycle_floor"][SHOWN_OVERLAP]
-        kv = line["kv_cache"] + (f", {line['mtp_kv_cache']}" if line["mtp_kv_cache"] else "")
-        weights = line["weights"] if machine else f"{line['machine']} {line['weights']}"
-        distances = "/".join(f"{line['cycle'] / line['cycle_floor'][o]:.1f}" for o in OVERLAPS)
-        last = i + 1 == len(lines) or any(line[x] != lines[i + 1][x] for x in ("machine", "weights", "context"))
-        table.add_row(
-            *(weights, kv, f"{line['context'] // 1024}k", str(line["drafts"])),
-            *(f"{line['plain'] * 1e3:.1f} ({line['plain'] / line['plain_floor']:.1f}x)",),
-            *(f"{line['plain_floor'] * 1e3:.1f}", f"{line['cycle'] * 1e3:.1f} ({distances}x)", f"{floor * 1e3:.1f}"),
-            *(f"{line['speedup']:.2f}", f"{speed_up(line, line['plain_floor'], floor):.2f}"),
-            end_section=last,
-        )
+    for _, alike in groupby(lines, itemgetter("machine", "weights", "context")):
+        for line in alike:
+            plain, cycle, floor, floors = (line[x] for x in ("plain", "cycle", "plain_floor", "cycle_floor"))
+            kv = ", ".join(filter(None, (line["kv_cache"], line["mtp_kv_cache"])))
+            weights = line["weights"] if machine else f"{line['machine']} {line['weights']}"
+            distances = "/".join(f"{cycle / floors[o]:.1f}" for o in OVERLAPS)
+            table.add_row(
+                *(weights, kv, f"{line['context'] // 1024}k", str(line["drafts"])),
+                *(f"{plain * 1e3:.1f} ({plain / floor:.1f}x)", f"{floor * 1e3:.1f}"),
+                *(f"{cycle * 1e3:.1f} ({distances}x)", f"{floors[SHOWN_OVERLAP] * 1e3:.1f}"),
+                *(f"{line['speedup']:.2f}", f"{speed_up(line, floor, floors[SHOWN_OVERLAP]):.2f}"),
+            )
+        table.add_section()
     return table
 
 

@@ -10,7 +10,7 @@ from .cost import LAUNCH, PassShape, of_model, op_seconds, seconds
 from .fitted import fitted_chips, read_fitted
 from .launches import ALL
 from .ops import ModelOps
-from .tables import new_table
+from .tables import documents_table, new_table
 
 SIDES = {
     "stock MLX": (frozenset(), "independent"),
@@ -36,8 +36,14 @@ def failed(found: dict[str, Any]) -> bool:
     return any(row["verdict"] == "FAIL" for row in found["validation"]["rows"])
 
 
-def validation_tables(name: str, model: ModelOps, chip: Chip | None, context: int) -> Iterator[Table]:
-    """Show constants and published rows as the fit left them, and the model on every chip, or in parts on the one."""
+def validation_tables(found: dict[str, Any], model: ModelOps, chip: Chip | None) -> Iterator[Table]:
+    """Show all documents, constants and published rows as the fit left them, and the model on every chip or in parts.
+
+    In parts on `chip`, if there is one.
+    """
+    name, context = found["model"]["name"], found["options"]["context"]
+    if found["documents"]:
+        yield documents_table(found, None)
     for stored in read_fitted()["tables"]:
         table = new_table(stored["title"], *stored["columns"], left=stored["left"], caption=stored["caption"])
         for section in stored["sections"]:
