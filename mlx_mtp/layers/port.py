@@ -1,7 +1,7 @@
 """Share between ports the mixin in front of mlx-lm's Model, which adds MTP heads and the decode loop's contract."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ MLA_KV_B = Renaming(r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."), ".kv_b_pro
 SCALED_FP8 = Renaming(r"\.weight_scale_inv$", (".weight",))
 
 
-class Port:
+class Port(nn.Module):
     """Mixin that makes mlx-lm's Model with `model.embed_tokens`, `model.layers` and `model.norm` a `target.Target`,
     where the methods that the decode loop calls are documented.
 
@@ -70,7 +70,10 @@ class Port:
     args: Any
     model: Any
     layers: Any
-    mtp: list[Any]
+    mtp: Sequence[Any]
+    report: Any
+    _learned: Any
+    _recorder: Any
 
     def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
         """Make mlx-lm's model and `heads` MTP heads, described by `spec` (None: the family's)."""
@@ -103,7 +106,7 @@ class Port:
     def max_draft_tokens(self) -> int:
         return MAX_RECYCLED if self.spec.topology == "recycle" and len(self.mtp) == 1 else len(self.mtp)
 
-    def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return the residual stream before the final norm and, along the last axis, what `spec.capture` lists."""
         x, masks = self.model.embed_tokens(tokens), {}
         stream = [x]

@@ -31,11 +31,13 @@ class Target(CachedModel, Protocol):
     max_draft_tokens: most drafts of its heads in a cycle. report: the facts of its load (`checkpoint.report.Report`).
     """
 
-    max_draft_tokens: int
     layers: Sequence[Any]
     report: Any
     _learned: Any  # what its cycles cost here
     _recorder: Any  # its recorded cycles
+
+    @property
+    def max_draft_tokens(self) -> int: ...
 
     def hidden(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
         """Read tokens [1, L] into the caches; return the hidden rows [1, L, H] that `logits` and `capture` take."""
@@ -53,9 +55,9 @@ class Target(CachedModel, Protocol):
 
     def modules(self) -> Sequence[Any]: ...
 
-    def load_weights(self, weights: Any, strict: bool = True) -> Any: ...
+    def load_weights(self, weights: Any, /, strict: bool = True) -> Any: ...
 
-    def get(self, name: str, default: Any = None) -> Any: ...
+    def get(self, name: str, default: Any = None, /) -> Any: ...
 
     def capture(self, hidden: mx.array) -> mx.array:
         """Return what the first head reads, [1, L, H], of the target's hidden rows."""

@@ -5,6 +5,7 @@ and what it is fed back come after a final norm. Layers without a state, MLPs an
 Sources: vLLM `nemotron_h_mtp.py`, llama.cpp `nemotron-h.cpp`; tensor names of Nemotron-3 Super and 3.5 Lightning.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +100,7 @@ class Model(Port, nemotron_h.Model):
         """The backbone by the names that `Port` knows."""
         return SimpleNamespace(embed_tokens=self.backbone.embeddings, norm=self.backbone.norm_f)
 
-    def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         x, caches = self.model.embed_tokens(tokens), iter(cache)
         mask = next((c.make_mask(x.shape[1]) for c in cache if not c.is_state), None)
         stream = [x]
