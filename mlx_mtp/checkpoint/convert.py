@@ -81,11 +81,12 @@ def convert(
     facts = source.facts(SIDECAR if mtp_layout == "sidecar" else "in the model's shards")
     files = _files(source, mtp_layout, shard_bytes)
     index, config = _index(files, get_total_parameters(source.model)), source.new_config()
-    others = {file for pattern in COPIED for file in path.glob(pattern) if file.is_file()}
-    copied = [file for file in others if not NOT_COPIED.fullmatch(file.name)]
-    small = len(index) + len(json.dumps(config)) + sum(file.stat().st_size for file in copied)
-    source.release()
-    atomic.check_free(new, _file_sizes(files) + small)
+    others = {file for pattern in COPIED for file in path.glob(pattern) if not NOT_COPIED.fullmatch(file.name)}
+    copied = [file for file in others if file.is_file()]
+    size = len(index) + len(json.dumps(config)) + sum(file.stat().st_size for file in copied)
+    size += sum(writer.file_size(tensors, CONVERTED) for tensors in files.values())
+    source.model = None  # so that its tensors can be let go of one by one
+    atomic.check_free(new, size)
     with atomic.directory(new) as folder:
         for file in copied:
             shutil.copyfile(file, folder / file.name)
@@ -125,8 +126,8 @@ def extract_heads(
         raise ValueError(f"{source.path}: no MTP heads found ({source.contents.source})")
     source.prepare(precision)
     facts, heads = source.facts(new.name), source.tensors()[1]
-    source.release()
-    atomic.check_free(new, _file_sizes({SIDECAR: heads}))
+    source.model = None  # so that its tensors can be let go of one by one
+    atomic.check_free(new, writer.file_size(heads, CONVERTED))
     with atomic.file(new) as work:
         total = _write(source, {work: heads}, progress)
     return Converted(new, total, facts)
@@ -143,10 +144,6 @@ def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
             harm = "change" if name in trunk else "not load"
             raise ValueError(f"mtp_layout={layout!r}: mlx-lm would {harm} {name} in shards with heads; use 'sidecar'")
     return writer.shards(heads | trunk, shard_bytes)
-
-
-def _file_sizes(files: dict[str, Tensors]) -> int:
-    return sum(writer.file_size(tensors, CONVERTED) for tensors in files.values())
 
 
 def _index(files: dict[str, Tensors], parameters: int) -> str:

@@ -86,8 +86,10 @@ class Precision:
         before = formats(model)
         if self.target and not _quantize_target(model, self.target, self.recipe):
             raise ValueError(f"quantize=True: {_nothing_left(before, heads=False)}")
-        if self.heads and not _quantize_heads(model, self.heads) and self.heads_named:
-            raise ValueError(f"mtp_q_bits={self.heads.bits}: {_nothing_left(before, heads=True)}")
+        if self.heads:
+            count = sum(_quantize(head, self.heads, lambda at, _: KEPT.search(at) is None) for head in model.mtp)
+            if not count and self.heads_named:
+                raise ValueError(f"mtp_q_bits={self.heads.bits}: {_nothing_left(before, heads=True)}")
 
 
 def format_of(group_size: int | None, bits: int | None, mode: str = "affine", prefix: str = "") -> Format:
@@ -144,10 +146,6 @@ def _quantize_target(model: Any, form: Format, recipe: str | None) -> int:
     count = _quantize(model, form, predicate)
     model.mtp = heads
     return count
-
-
-def _quantize_heads(model: Any, form: Format) -> int:
-    return sum(_quantize(head, form, lambda path, _: KEPT.search(path) is None) for head in model.mtp)
 
 
 def _quantize(module: nn.Module, form: Format, predicate: Predicate | None) -> int:

@@ -52,17 +52,9 @@ class Source:
 
     def tensors(self) -> tuple[Tensors, Tensors]:
         """Return the target's by mlx-lm's names, and the heads' by the hub's."""
-        trunk, heads = {}, {}
-        for path, w in named(self.model).items():
-            if path.startswith("mtp."):
-                heads[self._stored(path)] = w
-            else:
-                trunk[path] = w
-        return trunk, heads
-
-    def release(self) -> None:
-        """Let go of the model: what `tensors` gave out is all that there is, and can be let go of one by one."""
-        self.model = None
+        found = named(self.model)
+        heads = {self._stored(path): w for path, w in found.items() if path.startswith("mtp.")}
+        return {path: w for path, w in found.items() if not path.startswith("mtp.")}, heads
 
     def _stored(self, path: str) -> str:
         """Name the parameter mtp.<depth>.<path>."""

@@ -11,7 +11,7 @@ from mlx_lm.utils import infer_quant_config
 
 from ..models import drafter_kinds
 from .files import Header, read_header, read_tensors, resolve
-from .parameters import named, untrained
+from .parameters import check_numbers, named
 
 
 def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
@@ -109,10 +109,8 @@ def _load(head: nn.Module, spec: Any, header: Header, path: Path, target: str) -
         raise ValueError(f"{path}: tensor {names[inside]} is not part of the drafter that config.json describes")
     head.load_weights(list(weights.items()))
     mx.eval(head.parameters())
-    for inside, array in weights.items():
-        if (state := untrained(array)) and not inside.endswith(".biases"):
-            name = names[inside]
-            raise ValueError(f"{header[name].file}: tensor {name} holds {state}, expected trained weights")
+    trained = {f"mtp.{at}": array for at, array in weights.items() if not at.endswith(".biases")}
+    check_numbers(trained, lambda at: (header[names[at[4:]]].file, names[at[4:]]))
 
 
 def _check_fit(model: Any, head: Any, path: Path) -> None:

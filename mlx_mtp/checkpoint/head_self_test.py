@@ -39,7 +39,7 @@ def self_test(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
     model.report = replace(model.report, agreement=tuple(shares.items()))
     if max(shares.values()) < LEAST:
         kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
-        warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=3)
+        warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=4)
 
 
 def blaming_config(path: Path) -> AbstractContextManager[None]:

@@ -64,18 +64,16 @@ def load(
     budget: what there must be memory for, before any weight is read.
     Raises ValueError, in one line, for a checkpoint that is damaged, of an unknown kind, or too large.
     """
-    lane = requested(kernels)
-    vocab = _read_vocab(draft_vocab, mtp=mtp)
+    lane, vocab = requested(kernels), _read_vocab(draft_vocab, mtp=mtp)
     path = resolve(path_or_hf_repo, revision)
     model = _load(path, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
     if adapter_path is not None:
         model = _adapted(model, adapter_path)
     tokenizer = load_tokenizer(path, tokenizer_config)
-    _check_tokens(tokenizer, model.vocab_size, path)
-    if not lazy:
-        self_test(model, path, {"words": tokenizer.encode(WORDS)})
-    _reduce(model, vocab, tokenizer, lazy=lazy)
-    _switch_on(model, lane, lazy=lazy)
+    unknown = sum(token >= model.vocab_size for token in tokenizer.get_vocab().values())
+    if unknown > model.vocab_size // 100:  # a few more are usual
+        warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=2)
+    _finish(model, path, vocab, tokenizer, lane, lazy=lazy)
     return model, tokenizer
 
 
@@ -92,13 +90,9 @@ def load_model(
     budget: Budget = WEIGHTS_ALONE,
 ) -> Any:
     """Do as `load` for the model alone, from a local directory; a draft vocabulary's tokenizer is not checked."""
-    lane = requested(kernels)
-    vocab = _read_vocab(draft_vocab, mtp=mtp)
+    lane, vocab = requested(kernels), _read_vocab(draft_vocab, mtp=mtp)
     model = _load(resolve(path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
-    if not lazy:
-        self_test(model, Path(path), {})
-    _reduce(model, vocab, None, lazy=lazy)
-    _switch_on(model, lane, lazy=lazy)
+    _finish(model, Path(path), vocab, None, lane, lazy=lazy)
     return model
 
 
@@ -140,17 +134,20 @@ def _adapted(model: Any, adapter_path: str) -> Any:
     return model
 
 
-def _check_tokens(tokenizer: TokenizerWrapper, vocab_size: Any, path: Path) -> None:
-    """Warn of a tokenizer made for more tokens than the model has; a few more are usual."""
-    unknown = sum(token >= vocab_size for token in tokenizer.get_vocab().values())
-    if unknown > vocab_size // 100:
-        warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=3)
+def _finish(
+    model: Any, path: Path, vocab: DraftVocab | None, tokenizer: Any, lane: str | None, *, lazy: bool
+) -> None:
+    """Test the first head, reduce the draft vocabulary, switch kernels on; the report notes what came of it."""
+    if not lazy:
+        self_test(model, path, {"words": tokenizer.encode(WORDS)} if tokenizer is not None else {})
+    if vocab is not None:
+        _reduce(model, vocab, tokenizer, lazy=lazy)
+    kernels, not_exact = switch_on(model, lane, lazy=lazy)
+    model.report = replace(model.report, kernels=kernels, not_exact=not_exact)
 
 
-def _reduce(model: Any, vocab: DraftVocab | None, tokenizer: Any, *, lazy: bool) -> None:
+def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> None:
     """Let the heads draft from the listed tokens alone, and note in the report what that saves."""
-    if vocab is None:
-        return
     if not model.mtp:
         raise ValueError(f"draft_vocab={vocab.source}: the model has no heads that draft; allowed is None")
     vocab.check(model.vocab_size, tokenizer)
@@ -159,9 +156,3 @@ def _reduce(model: Any, vocab: DraftVocab | None, tokenizer: Any, *, lazy: bool)
     model.report = replace(model.report, head_bytes=after, drafted_from=rows, saved_bytes=before - after)
     if not lazy:
         mx.eval([head.parameters() for head in model.mtp])  # lets go of the rows that are not listed
-
-
-def _switch_on(model: Any, lane: str | None, *, lazy: bool) -> None:
-    """Switch on the model's kernels, and note in the report which."""
-    kernels, not_exact = switch_on(model, lane, lazy=lazy)
-    model.report = replace(model.report, kernels=kernels, not_exact=not_exact)

@@ -75,6 +75,7 @@ def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: 
     parts: dict[int | None, Any] = {None: {p: w for p, w in norms.items() if not p.startswith("mtp.")}}
     for depth in sorted({int(path.split(".")[1]) for path in parameters if path.startswith("mtp.")}):
         parts[depth] = {p: w for p, w in norms.items() if p.startswith(f"mtp.{depth}.block.")}
+    done = "all were shifted by +1" if raw[1] else "none was shifted"
     for depth, weights in parts.items():
         mean = _mean_of(weights)
         if not USUAL[0] <= mean <= USUAL[1]:
@@ -88,21 +89,13 @@ def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: 
                 stacklevel=7,
             )
         elif depth is not None:
-            _warn_of_two_conventions(parameters, depth, mean, raw, origin)
-
-
-def _warn_of_two_conventions(
-    parameters: dict[str, Any], depth: int, mean: float, raw: tuple[bool, bool], origin: Origin
-) -> None:
-    """Warn of a head's last norm, alone in the other convention than the norms of its layer."""
-    path = f"mtp.{depth}.norm.weight"
-    last = _mean_of({path: parameters[path]})
-    twice = raw == (False, True) and last - 1 > SHIFTED  # in a raw trunk's shards it may be so by training
-    if twice or (not raw[1] and last < 1 - SHIFTED):
-        file, name = origin(path)
-        stored, layers = (last - 1, mean - 1) if raw[1] else (last, mean)
-        warnings.warn(
-            f"{file}: tensor {name} of MTP depth {depth} has mean {stored:.2f}, the norms of its layer {layers:.2f}: "
-            f"two conventions in one head; {'all were shifted by +1' if raw[1] else 'none was shifted'}",
-            stacklevel=8,
-        )
+            path = f"mtp.{depth}.norm.weight"
+            last = _mean_of({path: parameters[path]})
+            twice = raw == (False, True) and last - 1 > SHIFTED  # in a raw trunk's shards it may be so by training
+            if twice or (not raw[1] and last < 1 - SHIFTED):
+                file, name = origin(path)
+                warnings.warn(
+                    f"{file}: tensor {name} of MTP depth {depth} has mean {last - raw[1]:.2f}, the norms of its "
+                    f"layer {mean - raw[1]:.2f}: two conventions in one head; {done}",
+                    stacklevel=7,
+                )

@@ -149,7 +149,8 @@ def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
     text, into.kept[reference.prompt.name] = first, sum(stats.accepted)
     while True:
         into.stats.add(stats)
-        at = _first_difference(reference.text[done:], text)
+        pairs = itertools.zip_longest(reference.text[done:], text)  # a text that ends differs there
+        at = next((i for i, (plain, drafted) in enumerate(pairs) if plain != drafted), None)
         if at is None:
             break
         into.differences.append(reference.difference(way, done + at, text[at] if at < len(text) else None))
@@ -197,8 +198,3 @@ def worst(found: list[Drift]) -> Drift:
 
 def _share(drift: Drift) -> float:
     return math.inf if math.isnan(drift.share) else drift.share
-
-
-def _first_difference(plain: list[int], text: list[int]) -> int | None:
-    """Find the first position at which two texts differ; one that ends differs there."""
-    return next((i for i, (a, b) in enumerate(itertools.zip_longest(plain, text)) if a != b), None)

@@ -1,6 +1,5 @@
 """Make the prompts: questions, code and prose, one token alone, and documents that end where windows do."""
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +63,9 @@ def lengths(model: Any, max_tokens: int) -> dict[str, int]:
 
 def document(tokenizer: Any, length: int) -> list[int]:
     """Make a text of so many tokens, whose paragraphs are alike, but not the same."""
-    tokens: list[int] = []
-    for section in itertools.count(1):
-        if len(tokens) >= length:
-            break
+    tokens, section = [], 0
+    while len(tokens) < length:
+        section += 1
         found = tokenizer.encode(DOCUMENT.format(section, section + 7, section + 7), add_special_tokens=not tokens)
         if not found:
             raise ValueError("the tokenizer makes no tokens of a text")

@@ -62,17 +62,12 @@ def is_right(text: str, answer: str) -> bool:
 
     One that is no number has to occur in the box or in the text, whatever its case and spaces.
     """
-    given = _boxed(text)
-    given = text if given is None else given
+    given = text if (box := _boxed(text)) is None else box
     if not NUMBER.fullmatch(answer):
         words = r"\s+".join(map(re.escape, answer.split()))
         return re.search(rf"(?<!\w){words}(?!\w)", given, re.IGNORECASE) is not None
-    numbers = NUMBER.findall(given)
-    return bool(numbers) and _value(numbers[-1]) == _value(answer)
-
-
-def _value(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
+    values = [Decimal(number.replace(",", "")) for number in (*NUMBER.findall(given)[-1:], answer)]
+    return len(values) == 2 and values[0] == values[1]
 
 
 def _boxed(text: str) -> str | None:
@@ -91,13 +86,10 @@ def answer_all(
 ) -> tuple[Verdict, list[Answered]]:
     """Answer every task greedily without drafts and in `way`, and compare the texts."""
     stops, comparison, answered = tuple(tokenizer.eos_token_ids), Comparison(way.name), []
-    dtype = model.no_hidden().dtype
     for i, task in enumerate(told(tasks, "tasks", progress), 1):
         reference = Reference(model, Prompt(f"task {i}", chat(tokenizer, task.question)), max_tokens, stops)
         drafted = compare(reference, way, comparison)
-        marks = [
-            is_right(tokenizer.decode([t for t in text if t not in stops]), task.answer)
-            for text in (reference.text, drafted)
-        ]
-        answered.append(Answered(task, marks[0], marks[1], len(reference.text), drafted == reference.text))
-    return Verdict(str(dtype).rpartition(".")[2], greedy=[comparison]), answered
+        texts = ([t for t in text if t not in stops] for text in (reference.text, drafted))
+        marks = (is_right(tokenizer.decode(text), task.answer) for text in texts)
+        answered.append(Answered(task, *marks, len(reference.text), drafted == reference.text))
+    return Verdict(str(model.no_hidden().dtype).rpartition(".")[2], greedy=[comparison]), answered

@@ -27,6 +27,7 @@ NORMS = {
     "hnorm": r"hnorm\.",
     "the last norm": r"norm\.",
 }
+NO_NORM = r"$"
 EVERY_ORDER = 3  # depths; of more only two at a time change places
 LOST, WON = -3.0, 4.0  # sds of the gain by which a wiring is given up, and is better
 BLOCK = 8  # positions
@@ -54,21 +55,16 @@ class Wiring:
     def on(self, model: Any) -> Generator[None, None, None]:
         """Let the heads of `model` be wired so."""
         spec, heads = model.spec, list(model.mtp)
-        lm_heads = [head.get("head") for head in heads]
-        norms = [_norms(head, self.norms[0]) if self.norms else [] for head in heads]
+        path, shift = self.norms or (NO_NORM, 0)
+        lm_heads, norms = [head.get("head") for head in heads], [_norms(head, path) for head in heads]
+        others = [None if whose is None else lm_heads[whose] for whose in self.lm_heads]
+        shifted = [[(name, w + shift) for name, w in weights] for weights in norms]
         try:
-            _rewire(model, replace(spec, **self.spec), heads)  # type: ignore[arg-type]
-            for head, whose in zip(heads, self.lm_heads, strict=False):
-                _give(head, None if whose is None else lm_heads[whose])
-            for head, weights in zip(heads, norms, strict=True):
-                head.load_weights([(path, w + self.norms[1]) for path, w in weights], strict=False)  # type: ignore[index]
+            _wire(model, replace(spec, **self.spec), heads, others or lm_heads, shifted)  # type: ignore[arg-type]
             model.mtp = [heads[whose] for whose in self.depths] or heads
             yield
         finally:
-            _rewire(model, spec, heads)
-            for head, own, weights in zip(heads, lm_heads, norms, strict=True):
-                _give(head, own)
-                head.load_weights(weights, strict=False)
+            _wire(model, spec, heads, lm_heads, norms)
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,12 @@ def alternatives(model: Any) -> list[Wiring]:
     for name, values in fields.items():
         own = getattr(spec, name)
         found += [Wiring(f"{name}={v!r} for {own!r}", {name: v}) for v in values if own in values and v != own]
-    for order in _orders(depths):
+    every = tuple(range(depths))
+    if depths <= EVERY_ORDER:
+        orders = list(itertools.permutations(every))[1:]
+    else:
+        orders = [tuple({a: b, b: a}.get(i, i) for i in every) for a, b in itertools.combinations(every, 2)]
+    for order in orders:
         numbers = ", ".join(str(depth + 1) for depth in order)
         found.append(Wiring(f"depths in the order {numbers}", depths=order))
         if spec.head == "own":
@@ -146,26 +147,18 @@ def _sds(gains: np.ndarray) -> float:
     return float(gains.sum() / (math.sqrt((gains**2).sum()) or 1.0))
 
 
-def _orders(depths: int) -> list[tuple[int, ...]]:
-    own = tuple(range(depths))
-    if depths <= EVERY_ORDER:
-        return [order for order in itertools.permutations(own) if order != own]
-    swaps = itertools.combinations(own, 2)
-    return [tuple(b if i == a else a if i == b else i for i in own) for a, b in swaps]
-
-
 def _norms(head: Any, path: str) -> list[tuple[str, mx.array]]:
     return [(name, w) for name, w in named(head).items() if name.endswith("norm.weight") and re.match(path, name)]
 
 
-def _rewire(model: Any, spec: Any, heads: list[Any]) -> None:
+def _wire(
+    model: Any, spec: Any, heads: list[Any], lm_heads: list[Any], norms: list[list[tuple[str, mx.array]]]
+) -> None:
+    """Give the heads their spec, their LM heads (None is the target's) and norms, by their paths."""
     model.spec, model.mtp = spec, heads
-    for head in heads:
+    for head, lm_head, weights in zip(heads, lm_heads, norms, strict=True):
         head._spec = spec
-
-
-def _give(head: Any, lm_head: Any) -> None:
-    if lm_head is not None:
-        head.head = lm_head
-    elif "head" in head:
-        head.pop("head")
+        head.pop("head", None)
+        if lm_head is not None:
+            head.head = lm_head
+        head.load_weights(weights, strict=False)

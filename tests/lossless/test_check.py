@@ -219,9 +219,9 @@ def twins(tmp_path_factory):
     return mlx_mtp.load_model(tiny.save(tmp_path_factory.mktemp("twins"), config, weights))
 
 
-def other_twin(picker, model, hidden, position, history, drafts, q=None):
+def other_twin(picker, model, hidden, position, history, drafts):
     """Of 4 and 5 always 5 in a cycle with drafts."""
-    tokens, logprobs = REAL_PICK(picker, model, hidden, position, history, drafts, q)
+    tokens, logprobs = REAL_PICK(picker, model, hidden, position, history, drafts)
     return (mx.where(tokens == 4, 5, tokens) if drafts.size else tokens), logprobs
 
 
@@ -241,8 +241,8 @@ def test_behind_a_near_tie_the_comparison_goes_on(twins, monkeypatch):
 
     later = comparison.differences[1].position + 1
 
-    def and_a_wrong_one(picker, model, hidden, position, history, drafts, q=None):
-        tokens, logprobs = other_twin(picker, model, hidden, position, history, drafts, q)
+    def and_a_wrong_one(picker, model, hidden, position, history, drafts):
+        tokens, logprobs = other_twin(picker, model, hidden, position, history, drafts)
         places = position + mx.arange(tokens.size)
         return mx.where(places == len(reference.prompt.tokens) + later, (tokens + 1) % 4, tokens), logprobs
 
