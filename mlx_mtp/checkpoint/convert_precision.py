@@ -165,22 +165,20 @@ def _quantize(module: nn.Module, form: Format, predicate: Predicate | None) -> i
 
 def _dequantize(model: nn.Module) -> None:
     """Put an ordinary module in the place of every quantized one, of the type of its scales."""
-    plain = [(path, _plain(path, m)) for path, m in model.named_modules() if "scales" in m]
-    model.update_modules(tree_unflatten(plain))
-
-
-def _plain(path: str, m: Any) -> nn.Module:
-    kind: Any = PLAIN.get(type(m))
-    if kind is None or m.get("global_scale") is not None:
-        raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}, which cannot be")
-    weight = mx.dequantize(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode)
-    plain = kind(*[1] * weight.ndim)
-    plain.weight = weight
-    if "bias" in m:
-        plain.bias = m.bias
-    else:
+    quantized: Any = [(path, m) for path, m in model.named_modules() if "scales" in m]
+    ordinary = []
+    for path, m in quantized:
+        kind: Any = PLAIN.get(type(m))
+        if kind is None or m.get("global_scale") is not None:
+            raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}, which cannot be")
+        weight = mx.dequantize(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode)
+        plain = kind(*[1] * weight.ndim)
+        plain.weight = weight
         plain.pop("bias", None)
-    return plain
+        if "bias" in m:
+            plain.bias = m.bias
+        ordinary.append((path, plain))
+    model.update_modules(tree_unflatten(ordinary))
 
 
 def _cast(model: Any, dtype: mx.Dtype) -> None:

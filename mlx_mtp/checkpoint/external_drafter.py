@@ -20,8 +20,7 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
     Raises ValueError for a directory that holds no drafter, or one for another target.
     """
     path = resolve(path_or_hf_repo)
-    config, header = _config(path), _header(path)
-    kind = _kind(path, config, header)
+    config, header, kind = _read(path)
     ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
     header = {name: tensor for name, tensor in header.items() if name not in ignored}
     layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
@@ -43,43 +42,35 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
 def is_drafter(path: Path) -> bool:
     """Tell whether a directory holds a drafter."""
     try:
-        return _kind(path, _config(path), _header(path)) is not None
+        _read(path)
     except (ValueError, OSError):
         return False
+    return True
 
 
-def _config(path: Path) -> dict:
+def _read(path: Path) -> tuple[dict, Header, ModuleType]:
+    """Return a drafter's config.json, its tensors and the module of its kind; ValueError where it is none."""
+    kinds, reason = drafter_kinds(), None
+    accepted = f"a drafter is {', or '.join(kind.ACCEPTED for kind in kinds)}"
     try:
         config = json.loads((path / "config.json").read_text())
     except FileNotFoundError:
-        raise ValueError(f"{path}/config.json: not found; a drafter is {_accepted()}") from None
+        raise ValueError(f"{path}/config.json: not found; {accepted}") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}/config.json: expected an object")
-    return config
-
-
-def _header(path: Path) -> Header:
     files = sorted(path.glob("*.safetensors"))
     if not files and list(path.glob("*.bin")):
         raise ValueError(f"{path}: its weights are in PyTorch's .bin format; save them as model.safetensors first")
     if not files:
-        raise ValueError(f"{path}: no *.safetensors in it; a drafter is {_accepted()}")
-    return read_header(files)
-
-
-def _kind(path: Path, config: dict, header: Header) -> ModuleType:
-    """Find the module of the first kind of drafter that this is."""
-    for kind in drafter_kinds():
+        raise ValueError(f"{path}: no *.safetensors in it; {accepted}")
+    header = read_header(files)
+    for kind in kinds:
         reason = kind.refuses(config, header.keys())
         if reason is None:
-            return kind
-    raise ValueError(f"{path}: {reason}; a drafter is {_accepted()}")
-
-
-def _accepted() -> str:
-    return ", or ".join(kind.ACCEPTED for kind in drafter_kinds())
+            return config, header, kind
+    raise ValueError(f"{path}: {reason}; {accepted}")
 
 
 def _load(head: nn.Module, spec: Any, header: Header, path: Path, target: str) -> None:

@@ -26,12 +26,11 @@ def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
     in one line, where the repository cannot be reached or is none.
     """
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
-        path = Path(name)
         try:
-            _fetch(HfApi(), repo, revision, path)
+            _fetch(HfApi(), repo, revision, Path(name))
         except Exception as e:
             raise ValueError(f"{repo}: no such directory, and no headers from the hub: {first_line(e)}") from e
-        yield path
+        yield Path(name)
 
 
 def downloaded(repo: str, revision: str | None = None) -> Path | None:

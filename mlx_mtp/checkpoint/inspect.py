@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from types import ModuleType
@@ -104,7 +105,8 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
 
     values: False where the files are headers only, so that there are no norms to look at.
     """
-    tried = _Tried()
+    problems: list[str] = []
+    tried = partial(_try, problems)
     config: dict[str, Any] = tried(read_config, path) or {}
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -121,7 +123,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
         tried(check_weights, model, contents, vectors=True)
         said += tried(_repeated, model, path) or []
     if model is None and is_drafter(path):
-        tried.problems.insert(0, f"{path}: a drafter, for --draft-model beside its target; not a model")
+        problems.insert(0, f"{path}: a drafter, for --draft-model beside its target; not a model")
     return Inspection(
         path=str(path),
         family=config.get("model_type"),
@@ -138,21 +140,16 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
         report=model.report if model else None,
         memory=tried(_memory, model, _number(config, "max_position_embeddings")) if model else None,
         warnings=tuple(said),
-        problems=tuple(dict.fromkeys(tried.problems)),
+        problems=tuple(dict.fromkeys(problems)),
     )
 
 
-class _Tried:
-    """Calls functions, and keeps the first lines of what they raise."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def __call__(self, function: Callable, *args: Any, **options: Any) -> Any:
-        try:
-            return function(*args, **options)
-        except Exception as e:
-            self.problems.append(first_line(e) if isinstance(e, ValueError) else with_type(e))
+def _try(problems: list[str], function: Callable, *args: Any, **options: Any) -> Any:
+    """Call a function; the first line of what it raises goes to the problems."""
+    try:
+        return function(*args, **options)
+    except Exception as e:
+        problems.append(first_line(e) if isinstance(e, ValueError) else with_type(e))
 
 
 def _repeated(model: Any, path: Path) -> list[str]:

@@ -123,15 +123,17 @@ def diagnose(
 def _try(model: Any, wiring: Wiring, texts: list[Known], own: list[list[mx.array]]) -> Better | None:
     """Find what a wiring, which is on, gains over the `own` one; None where it does not, as soon as that is clear."""
     found: list[list[mx.array]] = []
-    gains = np.zeros(0)
+    gains, sds = np.zeros(0), 0.0
     for text, before in zip(texts, own, strict=True):
         found.append(right(model, text.shifted(wiring.hidden) if wiring.hidden else text, len(before)))
         gains = np.append(gains, _gains(before, found[-1]))
-        if _sds(gains) < LOST:
+        # Standard deviations of the sum above zero; of blocks, for guesses side by side are alike.
+        sds = float(gains.sum() / (math.sqrt((gains**2).sum()) or 1.0))
+        if sds < LOST:
             return None
     was, now = shares(own), shares(found)
     gain = max(b - a for a, b in zip(was, now, strict=True))
-    return Better(wiring.name, was, now, _sds(gains)) if _sds(gains) > WON and gain > LEAST_GAIN else None
+    return Better(wiring.name, was, now, sds) if sds > WON and gain > LEAST_GAIN else None
 
 
 def _gains(before: list[mx.array], after: list[mx.array]) -> np.ndarray:
@@ -140,11 +142,6 @@ def _gains(before: list[mx.array], after: list[mx.array]) -> np.ndarray:
     for a, b in zip(before, after, strict=True):
         total[: a.size] += np.array(b, dtype=int) - np.array(a, dtype=int)
     return total.reshape(-1, BLOCK).sum(axis=1)
-
-
-def _sds(gains: np.ndarray) -> float:
-    """Count the standard deviations of their sum above zero; of blocks, for guesses side by side are alike."""
-    return float(gains.sum() / (math.sqrt((gains**2).sum()) or 1.0))
 
 
 def _norms(head: Any, path: str) -> list[tuple[str, mx.array]]:
