@@ -23,7 +23,7 @@ from .synthetic import check_rates, drawn_acceptance
 DEMO = "demo"
 
 
-class NoMemory:
+class NothingRemembered:
     """Stands in for a model's remembered costs: what a benchmark learns, or knows, is the benchmark's alone."""
 
     def recall(self) -> None:
@@ -38,7 +38,7 @@ class NoMemory:
 
 def forget(model: Any) -> None:
     """Let a model know nothing of what its cycles cost, and keep what it learns to itself."""
-    model._learned = Learned(NoMemory(), NoMemory())  # type: ignore[arg-type] - as far as it is asked
+    model._learned = Learned(NothingRemembered(), NothingRemembered())  # type: ignore[arg-type] - as far as it is asked
     if hasattr(model, "_recorder"):
         del model._recorder
 

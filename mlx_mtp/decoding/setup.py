@@ -33,18 +33,18 @@ class Learned:
     """The costs known of a model's cycles on this machine, of built and of replayed ones."""
 
     def __init__(self, built: RememberedCosts, replayed: RememberedCosts):
-        self.memories = {False: built, True: replayed}
+        self.remembered = {False: built, True: replayed}
         self.costs: dict[bool, Costs | None] = {}
 
     def recall(self, *, replayed: bool) -> Costs | None:
         """Recall what earlier generations measured, here or in another process."""
         if replayed not in self.costs:
-            self.costs[replayed] = self.memories[replayed].recall()
+            self.costs[replayed] = self.remembered[replayed].recall()
         return self.costs[replayed]
 
     def keep(self, *, replayed: bool, faster: bool | None) -> None:
         """Keep the costs for other processes. faster: whether replaying is, None where that is not known."""
-        self.memories[replayed].keep(self.recall(replayed=replayed), faster)
+        self.remembered[replayed].keep(self.recall(replayed=replayed), faster)
 
 
 def learned(model: Target) -> Learned:
@@ -81,14 +81,14 @@ def _replayed(compiled: Compiled | None) -> bool:
 def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
     """Make what replays a generation's cycles; None where they run a caller's code or mlx-lm's caches, or it may not.
 
-    asked: None leaves it to a trial on a GPU, and to what one has found on this machine with this model.
+    asked: None leaves it to a replay trial on a GPU, and to what one has found on this machine with this model.
     """
     foreign = picker.sampler or picker.processors or cache.is_mlx_lm
     if foreign or asked is False or (asked is None and mx.default_device() == mx.cpu):
         return None
     if not hasattr(model, "_recorder"):
         model._recorder = Recorder()
-        model._recorder.verdict = learned(model).memories[False].recall_compiled()
+        model._recorder.verdict = learned(model).remembered[False].recall_compiled()
     recorder = model._recorder
     if asked is None and recorder.verdict is False:
         return None
@@ -105,7 +105,7 @@ def remember(model: Target, control: Controller | Fixed, compiled: Compiled | No
         control.costs.confirm()
         known.costs[replayed] = control.costs
     recorder = getattr(model, "_recorder", None)
-    faster = recorder.verdict if recorder else known.memories[False].recall_compiled()
+    faster = recorder.verdict if recorder else known.remembered[False].recall_compiled()
     if measured:
         known.keep(replayed=replayed, faster=faster)
     if found and (replayed or not measured):

@@ -55,7 +55,7 @@ def _switched(model: Port, sites: Sequence[Site], lane: str | None) -> dict[Key,
     tried = trials(sites, dtype)
     shapes = sorted(f"{len(trial.pairs)} {trial.key}" for trial in tried)
     fingerprint = hashlib.sha256("\n".join(shapes).encode()).hexdigest()
-    verdicts = decide(tried, lane=lane, memory=RememberedVerdicts(fingerprint))
+    verdicts = decide(tried, lane=lane, remembered=RememberedVerdicts(fingerprint))
     switch(sites, verdicts, dtype)
     return verdicts
 

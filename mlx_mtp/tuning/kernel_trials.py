@@ -54,12 +54,12 @@ def decide(
     *,
     lane: str | None,
     timer: Callable[[KernelTrial], float] = time_pair,
-    memory: RememberedVerdicts | None = None,
+    remembered: RememberedVerdicts | None = None,
     budget: float = BUDGET,
 ) -> dict[Key, KernelVerdict]:
     """Give a verdict on each (op, shape, rows).
 
-    lane: None switches on what is right and faster by MARGIN, as `memory` has it, or tried within `budget` seconds;
+    lane: None switches on what is right and faster by MARGIN, as `remembered` has it, or tried within `budget` seconds;
         "exact" and "fast" all that is right, without timing; "off" nothing.
     A kernel that is wrong is never on, and a warning says so.
     """
@@ -69,17 +69,20 @@ def decide(
     if lane == "off":
         return {trial.key: _off(ASKED) for trial in trials}
     if lane is None:
-        return _by_trial(trials, timer, memory, budget)
+        return _by_trial(trials, timer, remembered, budget)
     wrong = {trial.key: check(trial) for trial in trials}
     _warn_of_wrong(wrong)
     return {key: _off(reason) if reason else KernelVerdict(True, True, reason=ASKED) for key, reason in wrong.items()}
 
 
 def _by_trial(
-    trials: list[KernelTrial], timer: Callable[[KernelTrial], float], memory: RememberedVerdicts | None, budget: float
+    trials: list[KernelTrial],
+    timer: Callable[[KernelTrial], float],
+    remembered: RememberedVerdicts | None,
+    budget: float,
 ) -> dict[Key, KernelVerdict]:
     """Judge by what is remembered, else by a trial while the budget of seconds lasts; remember what is found."""
-    known = memory.recall() if memory else {}
+    known = remembered.recall() if remembered else {}
     found: dict[Key, Found] = {}
     verdicts: dict[Key, KernelVerdict] = {}
     end = time.perf_counter() + budget
@@ -99,8 +102,8 @@ def _by_trial(
     _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
     # What failed is tried again by the next load: memory may have been short.
     found = {key: finding for key, finding in found.items() if not (finding.wrong or "").startswith(FAILS)}
-    if memory and found:
-        memory.keep({**known, **found})
+    if remembered and found:
+        remembered.keep({**known, **found})
     return verdicts
 
 

@@ -14,9 +14,9 @@ FASTER = 0.97  # of the time of a cycle that is built, the most that a replayed 
 class CompileChoice:
     """The choice between building each cycle's graph and replaying a compiled one, by a replay trial.
 
-    on: whether the next cycle is replayed. verdict: whether all are, None until a trial has found out.
+    on: whether the next cycle is replayed. verdict: whether all are, None until a replay trial has found out.
 
-    A trial needs a host that hardly waits, as only such a one gains; it compares cycles of like drafts and rows.
+    A replay trial needs a host that hardly waits, as only such a one gains; it compares cycles of like drafts and rows.
     """
 
     def __init__(self, verdict: bool | None):

@@ -15,7 +15,7 @@ from sweep import SWEEP, sampled
 import mlx_mtp
 from mlx_mtp.bench.loops import LoopSettings, MlxLm, Reader, twin
 from mlx_mtp.bench.random_model import first_layers, head_count, random_model
-from mlx_mtp.bench.subject import NoMemory, open_subject
+from mlx_mtp.bench.subject import NothingRemembered, open_subject
 from mlx_mtp.bench.synthetic import DEPTHS, POSITIONS, drawn_acceptance, draws, rate_at
 from mlx_mtp.checkpoint.build import read_args
 from mlx_mtp.decoding import setup as planning
@@ -267,7 +267,7 @@ def test_a_benchmark_leaves_no_costs_behind(monkeypatch):
     subject.forget()
     assert planning.learned(subject.model).recall(replayed=False) is None
     assert kept == []
-    assert NoMemory().recall_compiled() is None
+    assert NothingRemembered().recall_compiled() is None
 
 
 def test_the_twin_is_what_mlx_lm_loads():

@@ -374,7 +374,7 @@ def test_the_verdict_is_remembered(cheap, monkeypatch):
         again, stats = run(model, 30, 1, **options)
         assert bool(stats.compiled_cycles) is verdict
         assert tokens[:30] == again == run(model, 30, 0, replay=False)[0]
-        assert planning.learned(model).memories[False].recall() is not None
+        assert planning.learned(model).remembered[False].recall() is not None
 
 
 @sweep  # on a CPU: a C++ compiler makes twenty kernels

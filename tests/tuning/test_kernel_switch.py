@@ -264,7 +264,7 @@ def test_the_load_time_check_sees_another_order(monkeypatch):
 def test_matrices_are_timed_in_the_fast_lane_only(checkpoint, monkeypatch, lane):
     decided = []
 
-    def decide(trials, *, lane, memory):
+    def decide(trials, *, lane, remembered):
         decided.append((lane, {trial.op for trial in trials}))
         return {trial.key: KernelVerdict(True, True, reason="asked for") for trial in trials}
 

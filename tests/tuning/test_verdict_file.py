@@ -52,19 +52,19 @@ def test_findings_come_back(directory):
 
 
 def test_a_second_decision_runs_nothing(directory):
-    first = decide(trials(), lane=None, timer=lambda t: 1.5 / t.rows, memory=RememberedVerdicts("m"))
+    first = decide(trials(), lane=None, timer=lambda t: 1.5 / t.rows, remembered=RememberedVerdicts("m"))
     file = written(directory).stat().st_ino
-    assert decide(trials(never), lane=None, timer=never, memory=RememberedVerdicts("m"), budget=0) == first
+    assert decide(trials(never), lane=None, timer=never, remembered=RememberedVerdicts("m"), budget=0) == first
     assert written(directory).stat().st_ino == file  # nor does it write
     assert [str(v) for v in first.values()] == ["off: slower, 0.75x", "off: slower, 0.50x"]
 
 
 def test_a_wrong_kernel_is_remembered_too():
     with pytest.warns(UserWarning, match="is wrong"):
-        first = decide(trials(lambda x: [x + 1]), lane=None, timer=never, memory=RememberedVerdicts("m"))
+        first = decide(trials(lambda x: [x + 1]), lane=None, timer=never, remembered=RememberedVerdicts("m"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert decide(trials(never), lane=None, timer=never, memory=RememberedVerdicts("m")) == first
+        assert decide(trials(never), lane=None, timer=never, remembered=RememberedVerdicts("m")) == first
     assert not any(v.on for v in first.values())
 
 
@@ -75,9 +75,9 @@ def test_a_kernel_that_gave_nothing_is_tried_anew():
         raise RuntimeError("[malloc] Unable to allocate")
 
     with pytest.warns(UserWarning, match="Unable to allocate"):
-        first = decide(trials(short), lane=None, timer=never, memory=RememberedVerdicts("m"))
+        first = decide(trials(short), lane=None, timer=never, remembered=RememberedVerdicts("m"))
     assert not any(verdict.on for verdict in first.values())
-    second = decide(trials(), lane=None, timer=lambda t: 2.0, memory=RememberedVerdicts("m"))
+    second = decide(trials(), lane=None, timer=lambda t: 2.0, remembered=RememberedVerdicts("m"))
     assert all(verdict.on for verdict in second.values())
 
 
@@ -85,23 +85,23 @@ def test_what_was_not_tried_is_tried_by_the_next_load():
     def times(ratio):
         return lambda t: ratio if t.rows == 2 else never(t)
 
-    first = decide(trials(), lane=None, timer=times(2.0), memory=RememberedVerdicts("m"))
+    first = decide(trials(), lane=None, timer=times(2.0), remembered=RememberedVerdicts("m"))
     assert [str(v)[:20] for v in first.values()] == ["on, 2.00x", "off: timing it fails"]
-    none = decide(trials(never), lane=None, timer=never, memory=RememberedVerdicts("m"), budget=0)
+    none = decide(trials(never), lane=None, timer=never, remembered=RememberedVerdicts("m"), budget=0)
     assert [str(v)[:14] for v in none.values()] == ["on, 2.00x", "off: not tried"]
-    last = decide(trials(), lane=None, timer=lambda t: float(t.rows), memory=RememberedVerdicts("m"))
+    last = decide(trials(), lane=None, timer=lambda t: float(t.rows), remembered=RememberedVerdicts("m"))
     assert [str(v) for v in last.values()] == ["on, 2.00x", "on, 3.00x"]  # the first was not timed again
     assert len(RememberedVerdicts("m").recall()) == 2
 
 
 @pytest.mark.parametrize("lane", ["off", "exact", "fast"])
 def test_what_was_asked_for_is_not_remembered(directory, lane):
-    decide(trials(), lane=lane, timer=never, memory=RememberedVerdicts("m"))
+    decide(trials(), lane=lane, timer=never, remembered=RememberedVerdicts("m"))
     assert not directory.exists()
     RememberedVerdicts("m").keep({("qmm", "a", 2): Found("wrong", None)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert decide(trials(), lane=lane, memory=RememberedVerdicts("m"))[("qmm", "a", 2)].on == (lane != "off")
+        assert decide(trials(), lane=lane, remembered=RememberedVerdicts("m"))[("qmm", "a", 2)].on == (lane != "off")
 
 
 def test_another_model_mlx_or_version_is_tried_anew(monkeypatch):
@@ -182,7 +182,7 @@ def test_a_damaged_file_is_no_memory_and_is_replaced(directory, damage):
     file.write_text(damage(json.loads(file.read_text())), errors="surrogateescape")
     assert RememberedVerdicts("m").recall() == {}
     assert all(
-        v.on for v in decide(trials(), lane=None, timer=lambda _: 2.0, memory=RememberedVerdicts("m")).values()
+        v.on for v in decide(trials(), lane=None, timer=lambda _: 2.0, remembered=RememberedVerdicts("m")).values()
     )
     assert RememberedVerdicts("m").recall() == dict.fromkeys([("qmm", "a", 2), ("qmm", "a", 3)], Found(None, 2.0))
 
@@ -200,7 +200,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(directory):
     directory.parent.mkdir()
     directory.write_text("a file")
     with pytest.warns(UserWarning, match=r"cannot be kept for the next load \(.*cache"):
-        verdicts = decide(trials(), lane=None, timer=lambda _: 2.0, memory=RememberedVerdicts("m"))
+        verdicts = decide(trials(), lane=None, timer=lambda _: 2.0, remembered=RememberedVerdicts("m"))
     assert all(v.on for v in verdicts.values())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
