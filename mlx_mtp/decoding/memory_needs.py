@@ -65,12 +65,12 @@ class Budget:
 
         Also where it cannot have caches of that layout.
         """
-        have, cache = memory.available(), make_prompt_cache(model, **_grouped(model, self.layout))
+        have, cache = memory.available(), _cache(model, self.layout)
         weights = nbytes(model.parameters())
         rough = weights + _rough(model, cache, self.context, min(self.step, self.context))
         if rough <= have.bytes or self.ignore or ignored():
             return
-        found = _needs(model, cache, self.context, self.step)
+        found = needs(model, self.context, step=self.step, **self.layout)
         if found.total <= have.bytes:
             return
         asked = f" with max_context={self.context}" if self.context else ""
@@ -85,25 +85,30 @@ def needs(model: Target, context: int, *, step: int = STEP, **layout: Any) -> Ne
     model:  loaded, or with `lazy=True`, or built from a configuration: only shapes and types are looked at.
     layout: `make_prompt_cache`'s arguments. Raises its ValueError.
     """
-    return _needs(model, make_prompt_cache(model, **_grouped(model, layout)), context, step)
+    cache, heads = _cache(model, layout), nbytes(model.get("mtp", []))
+    beside = _beside(model, cache, context, min(step, context)) if context else ()
+    return Needs(nbytes(model.parameters()) - heads, heads, *beside)
 
 
-def _grouped(model: Target, layout: Mapping[str, Any]) -> dict[str, Any]:
-    return {**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
-
-
-def _needs(model: Target, cache: PromptCache, context: int, step: int) -> Needs:
-    heads = nbytes(model.get("mtp", []))
-    weights = nbytes(model.parameters()) - heads
-    if not context:
-        return Needs(weights, heads)
-    return Needs(weights, heads, *_beside(model, cache, context, min(step, context)))
+def _cache(model: Target, layout: Mapping[str, Any]) -> PromptCache:
+    """Make an empty cache, by default of the largest group size that fits."""
+    return make_prompt_cache(
+        model, **{**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
+    )
 
 
 def _beside(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
-    """Estimate the bytes of the target's caches, of the heads', and of what reading the last `rows` holds beside."""
-    full, hidden = _filled(model, cache, context)
-    return *_held(model, cache, full, context, hidden), _scratch(model, full, context, rows)
+    """Estimate the bytes of the target's caches, of the heads', and of what reading the last `rows` holds beside.
+
+    Where a CPU runs a recurrence row by row, two small numbers of rows tell what more of them take.
+    """
+    full, kv, head_kv = _filled(model, cache, context)
+    if any(c.is_state for c in full.layers) and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
+        few, more = (scratch(model, full, context, n) for n in LOOPED)
+        held = few + (more - few) * (rows - LOOPED[0]) // (LOOPED[1] - LOOPED[0])
+    else:
+        held = scratch(model, full, context, rows)
+    return kv, head_kv, int(SLACK * held) + _logits(model)
 
 
 def _rough(model: Target, cache: PromptCache, context: int, rows: int) -> int:
@@ -118,43 +123,26 @@ def _rough(model: Target, cache: PromptCache, context: int, rows: int) -> int:
 
 def kv_bytes(model: Target, cache: PromptCache, context: int) -> tuple[int, int]:
     """Count the bytes of the target's and the heads' caches at `context` positions, laid out as `cache`."""
-    full, hidden = _filled(model, cache, context)
-    return _held(model, cache, full, context, hidden)
+    return _filled(model, cache, context)[1:]
 
 
-def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCache, int]:
-    """Make a cache of the same layout, filled to `context` positions; and the bytes of one hidden row."""
-    full = _empty(cache, quantized=_later(cache, context))
-    return full, fill(model, full, context, VERIFIED)
-
-
-def _held(model: Target, cache: PromptCache, full: PromptCache, context: int, hidden: int) -> tuple[int, int]:
-    """Count the bytes of the target's and the heads' caches; `full` is `cache` at `context`.
+def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCache, int, int]:
+    """Fill a cache of the same layout to `context` positions; count the bytes of the target's, and of the heads'.
 
     While nothing is drafted the target's hidden rows wait for the heads, in place of their keys and values.
     """
+    full = cache.like_new()
+    full.quantize_at(context - 1)
+    hidden = fill(model, full, context, VERIFIED)
     if full.is_mlx_lm:
-        return plain_nbytes(full.layers[0].caches, context), 0
+        return full, plain_nbytes(full.layers[0].caches, context), 0
     kv, head_kv = (sum(c.nbytes for c in caches) for caches in (full.layers, full.heads))
-    if _later(cache, context) and cache.quantizing:
-        before = _empty(cache)
+    if cache.quantizing and not full.quantizing:
+        before = cache.like_new()
         fill(model, before, max(1, cache.quantizing.start), 1)
         kv = max(kv, sum(c.nbytes for c in before.layers))
     waiting = hidden * min(context, cache.reach or context) if cache.heads else 0
-    return kv, max(head_kv, waiting)
-
-
-def _scratch(model: Target, full: PromptCache, context: int, rows: int) -> int:
-    """Estimate the bytes that reading the last `rows` of `context` positions holds beside weights and caches.
-
-    Where a CPU runs a recurrence row by row, two small numbers of rows tell what more of them take.
-    """
-    if any(c.is_state for c in full.layers) and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
-        few, more = (scratch(model, full, context, n) for n in LOOPED)
-        held = few + (more - few) * (rows - LOOPED[0]) // (LOOPED[1] - LOOPED[0])
-    else:
-        held = scratch(model, full, context, rows)
-    return int(SLACK * held) + _logits(model)
+    return full, kv, max(head_kv, waiting)
 
 
 def _logits(model: Target) -> int:
@@ -162,27 +150,13 @@ def _logits(model: Target) -> int:
     return (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4
 
 
-def _later(cache: PromptCache, context: int) -> bool:
-    """Tell whether a cache is to be quantized before it holds `context` positions."""
-    return cache.quantizing is not None and context > cache.quantizing.start
-
-
-def _empty(cache: PromptCache, *, quantized: bool = False) -> PromptCache:
-    """Make an empty cache of the same layout; `quantized`: of the one that it is to become."""
-    new = cache.like_new()
-    if quantized and new.quantizing:
-        new.quantize_at(new.quantizing.start)
-    return new
-
-
 def largest_context(model: Target, budget: int, *, step: int = STEP, **layout: Any) -> int:
     """Find the most positions, in steps of GRAIN, whose `needs` are within `budget` bytes; 0 where none is."""
-    cache = make_prompt_cache(model, **_grouped(model, layout))
-    return _largest(model, cache, budget - nbytes(model.parameters()), step)
+    return _largest(model, _cache(model, layout), budget - nbytes(model.parameters()), step)
 
 
 def _largest(model: Target, cache: PromptCache, room: int, step: int) -> int:
-    """Do so for a cache's layout, within `room` bytes beside the weights."""
+    """Find the most positions of a cache's layout whose needs beside the weights are within `room` bytes."""
     near, far = (_beside(model, cache, n * step, step)[2] for n in (2, 66))
 
     def total(context: int) -> int:
@@ -201,9 +175,11 @@ def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
     plain = largest_context(model, budget, step=asked.step, **asked.layout)
     if plain:
         yield f"max_context={plain} fits"
-    for bits in SMALLER if asked.layout.get("kv_bits") is None and model.NO_KV_BITS is None else ():
-        layout = {**asked.layout, "kv_bits": bits}
-        context = min(asked.context, largest_context(model, budget, step=asked.step, **layout))
+    if asked.layout.get("kv_bits") is not None or model.NO_KV_BITS is not None:
+        return
+    for bits in SMALLER:
+        found = largest_context(model, budget, step=asked.step, **{**asked.layout, "kv_bits": bits})
+        context = min(asked.context, found)
         if context > 1.1 * plain:
             yield f"{context} with kv_bits={bits}"
 

@@ -3,11 +3,13 @@
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
 
 TIMED_EVERY = 16
+LARGEST, ASKED = ("num_draft_tokens", "peak_memory"), ("phases", "max_tokens")  # fields that are not summed up
 WAITED = 0.05  # share of a cycle's time that the host must have waited, for it to be the device's
 
 
@@ -40,9 +42,9 @@ class Stats:
     lookups: int = 0
     lookup_drafted: int = 0
     lookup_accepted: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)
+    lengths: Counter[int] = field(default_factory=Counter)
     waits: int = 0
-    built_late: dict[str, int] = field(default_factory=dict)
+    built_late: Counter[str] = field(default_factory=Counter)
     compiled_cycles: int = 0
     compiled_shapes: int = 0
     prefill_time: float = 0.0
@@ -100,19 +102,14 @@ class Stats:
 
     def add(self, other: "Stats") -> None:
         """Count another generation in; both drafted alike, or one not at all."""
-        sums = ("prompt_tokens", "generation_tokens", "cycles", "prefill_time", "decode_time", "wait_time", "waits")
-        sums += ("lookups", "lookup_drafted", "lookup_accepted", "compiled_cycles", "compiled_shapes")
-        for name in sums:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("num_draft_tokens", "peak_memory"):
-            setattr(self, name, max(getattr(self, name), getattr(other, name)))
-        for mine, theirs in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
-            mine.extend([0] * (len(theirs) - len(mine)))
-            for depth, count in enumerate(theirs):
-                mine[depth] += count
-        self.lengths = dict(Counter(self.lengths) + Counter(other.lengths))
-        self.built_late = dict(Counter(self.built_late) + Counter(other.built_late))
-        self._halves = [a + b for a, b in zip(self._halves, other._halves, strict=True)]
+        for name, theirs in vars(other).items():
+            mine = getattr(self, name)
+            if name in LARGEST:
+                setattr(self, name, max(mine, theirs))
+            elif isinstance(mine, list):
+                setattr(self, name, [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)])
+            elif name not in ASKED and not name.startswith("_"):
+                setattr(self, name, mine + theirs)
 
     def start(self) -> None:
         self.drafted, self.accepted = [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
@@ -155,7 +152,7 @@ class Stats:
         return tokens, accepted, seconds
 
     def _count(self, drafted: int, accepted: int, source: str) -> None:
-        self.lengths[drafted] = self.lengths.get(drafted, 0) + 1
+        self.lengths[drafted] += 1
         if source == "lookup":
             self.lookups += 1
             self.lookup_drafted += drafted
@@ -198,4 +195,4 @@ class Stats:
         """Note that the next cycle is built only now; there is no reason to note behind the prompt."""
         self._late = True
         if reason:
-            self.built_late[reason] = self.built_late.get(reason, 0) + 1
+            self.built_late[reason] += 1
