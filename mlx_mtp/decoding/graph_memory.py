@@ -134,9 +134,9 @@ def _operations(events: list[dict]) -> tuple[list[tuple[str, list[str], dict[str
             kept = [name for name, *_ in event["outputs"]]
         elif event["type"] == "primitive":
             reads = [behind.get(name, name) for name, *_ in event["inputs"]]
-            view = event["name"] in VIEWS and reads
-            if view:
-                behind |= {name: reads[0] for name, *_ in event["outputs"]}
-            makes = {} if view else {name: math.prod(shape) * dtype.size for name, shape, dtype in event["outputs"]}
+            makes = {name: math.prod(shape) * dtype.size for name, shape, dtype in event["outputs"]}
+            if reads and event["name"] in VIEWS:
+                behind |= dict.fromkeys(makes, reads[0])
+                makes = {}
             operations.append((event["name"], reads, makes))
     return operations, [behind.get(name, name) for name in kept]

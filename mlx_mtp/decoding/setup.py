@@ -1,6 +1,5 @@
 """Choose who decides what the cycles of a generation draft, and whether they are replayed."""
 
-import hashlib
 from typing import Any
 
 import mlx.core as mx
@@ -8,6 +7,7 @@ from mlx.utils import tree_flatten
 
 from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
+from ..machine.remembered import digest
 from ..tuning.controller import Controller, Fixed
 from ..tuning.cost_file import RememberedCosts
 from ..tuning.costs import Costs
@@ -51,16 +51,12 @@ def learned(model: Target) -> Learned:
     """Find what is known of a model's costs, once: to name its parameters takes as long as some cycles."""
     if not hasattr(model, "_learned"):
         report = getattr(model, "report", None)
-        name, kernels = _names(model), "; ".join(report.kernels if report else ())
-        model._learned = Learned(RememberedCosts(name, kernels), RememberedCosts(name, f"{kernels}; replayed cycles"))
+        arrays: Any = tree_flatten(model.parameters())
+        shapes = digest(f"{name} {array.shape}" for name, array in arrays)
+        kernels = "; ".join(report.kernels if report else ())
+        built, replayed = (RememberedCosts(shapes, k) for k in (kernels, f"{kernels}; replayed cycles"))
+        model._learned = Learned(built, replayed)
     return model._learned
-
-
-def _names(model: Target) -> str:
-    """Digest the names and shapes of a model's parameters, on which the cost of its cycles depends."""
-    arrays: Any = tree_flatten(model.parameters())
-    own = sorted(f"{name} {array.shape}" for name, array in arrays)
-    return hashlib.sha256("\n".join(own).encode()).hexdigest()
 
 
 def control_for(
@@ -98,15 +94,14 @@ def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool 
 
 def remember(model: Target, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
     """Keep what a generation measured for the next ones."""
-    known, replayed = learned(model), _replayed(compiled)
-    measured = isinstance(control, Controller) and any(control.costs.seen)
-    found = compiled is not None and compiled.found()
-    if isinstance(control, Controller) and measured:
+    known, kept = learned(model), set()
+    if isinstance(control, Controller) and any(control.costs.seen):
         control.costs.confirm()
+        kept.add(replayed := _replayed(compiled))
         known.costs[replayed] = control.costs
+    if compiled is not None and compiled.found():
+        kept.add(False)  # it is the file of built cycles that says whether replaying is faster
     recorder = getattr(model, "_recorder", None)
     faster = recorder.verdict if recorder else known.remembered[False].recall_compiled()
-    if measured:
+    for replayed in kept:
         known.keep(replayed=replayed, faster=faster)
-    if found and (replayed or not measured):
-        known.keep(replayed=False, faster=faster)

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ def machine() -> dict[str, Any]:
     return {**facts, "system": f"{platform.system()} {platform.release()}"}
 
 
+def digest(lines: Iterable[str]) -> str:
+    """Make a fingerprint of lines, in whatever order they come."""
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
 def cache_directory(kind: str = "trials") -> Path:
     """Find where files of a kind are kept: MLX_MTP_CACHE, else the user's cache; RuntimeError without a home."""
     if chosen := os.environ.get("MLX_MTP_CACHE"):
@@ -36,8 +41,7 @@ def cache_directory(kind: str = "trials") -> Path:
 
 def file_of(directory: Path, facts: Mapping[str, Any]) -> Path:
     """Name the file whose content these facts decide."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return directory / f"{digest[:32]}.json"
+    return directory / f"{digest([json.dumps(facts, sort_keys=True)])[:32]}.json"
 
 
 class RememberedFile:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -19,6 +20,10 @@ CHAIN_SECONDS = 0.001  # so a trial takes about 44 ms
 CHAIN_STEPS = (2, 256)
 ROUNDINGS = {2: 1, 4: 16}  # of a row that a kernel may err by, by a value's bytes: a truth in 32 bits is rounded, too
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+class KernelFailure(Exception):
+    """An exception of a kernel, in words."""
 
 
 @dataclass(frozen=True)
@@ -64,26 +69,24 @@ def check(trial: KernelTrial, seed: int = 0) -> str | None:
     Several draws of x, on several layers, also with NaN and infinity in rows that the others must not depend on.
     An exception of the kernel is a reason too; one of stock MLX is raised.
     """
-    layers = _spread(list(range(len(trial.pairs))), DRAWS * LAYERS)
-    for draw in range(DRAWS):
-        x = trial.x(seed * DRAWS + draw)
-        for layer in layers[draw * LAYERS : (draw + 1) * LAYERS]:
+    try:
+        for i, layer in enumerate(_spread(len(trial.pairs), DRAWS * LAYERS)):
+            draw = i // LAYERS
+            x = trial.x(seed * DRAWS + draw)
             wrong = (_bits_wrong(trial, layer, x, draw) if trial.bits else None) or _error_wrong(trial, layer, x)
             if wrong:
                 return wrong
+    except KernelFailure as e:
+        return str(e)
     return None
 
 
 def _bits_wrong(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> str | None:
     """Say what is wrong with the bits of one layer, given x and given x with some rows spoilt."""
     ours, stock = trial.pairs[layer]
-    try:
-        expected = trial.alone[layer](x) if trial.alone else _row_by_row(ours if trial.truth else stock, x)
-        mx.eval(expected)
-    except Exception as e:
-        if trial.truth:
-            return f"{FAILS} {with_type(e)}"
-        raise
+    alone = trial.alone[layer] if trial.alone else partial(_row_by_row, ours if trial.truth else stock)
+    expected = _of_kernel(alone, x) if trial.truth else alone(x)
+    mx.eval(expected)
     every, spoilt = range(trial.rows), _spoilt(trial.rows, draw)
     name, value = (("NaN", math.nan), ("infinity", math.inf))[draw % 2]
     spoilt_x = mx.where(mx.array(spoilt)[:, None], value, x)
@@ -99,12 +102,7 @@ def _error_wrong(trial: KernelTrial, layer: int, x: mx.array) -> str | None:
         return None
     ours, stock = trial.pairs[layer]
     truth = [y.astype(mx.float32) for y in trial.truth[layer](x)]
-    try:
-        found = list(ours(x))
-        mx.eval(found)
-    except Exception as e:
-        return f"{FAILS} {with_type(e)}"
-    for y, theirs, t in zip(found, stock(x), truth, strict=True):
+    for y, theirs, t in zip(_of_kernel(ours, x), stock(x), truth, strict=True):
         roundings = ROUNDINGS[y.dtype.size] * mx.finfo(y.dtype).eps * _rms(t)
         errors, allowed = _rms(y - t), mx.maximum(2 * _rms(theirs - t), roundings)
         for i, (error, most) in enumerate(zip(errors.tolist(), allowed.tolist(), strict=True)):  # type: ignore
@@ -123,9 +121,19 @@ def _row_by_row(op: Op, x: mx.array) -> list[mx.array]:
     return [mx.concatenate(list(parts)) for parts in zip(*rows, strict=True)]
 
 
-def _spread(layers: Sequence[int], count: int) -> list[int]:
+def _of_kernel(ours: Op, x: mx.array) -> list[mx.array]:
+    """Compute a kernel's outputs; raises KernelFailure where it does not."""
+    try:
+        found = list(ours(x))
+        mx.eval(found)
+    except Exception as e:
+        raise KernelFailure(f"{FAILS} {with_type(e)}") from e
+    return found
+
+
+def _spread(layers: int, count: int) -> list[int]:
     """Pick `count` of the layers, far apart; in turn where there are fewer."""
-    return [layers[i % len(layers) if len(layers) < count else i * len(layers) // count] for i in range(count)]
+    return [i % layers if layers < count else i * layers // count for i in range(count)]
 
 
 def _spoilt(rows: int, draw: int) -> list[bool]:
@@ -135,11 +143,7 @@ def _spoilt(rows: int, draw: int) -> list[bool]:
 
 def _wrong(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[int], how: str) -> str | None:
     """Say what is wrong with these rows of ours(x), if anything is; `how` says it of a row."""
-    try:
-        found = list(ours(x))
-        mx.eval(found)
-    except Exception as e:
-        return f"{FAILS} {with_type(e)}"
+    found = _of_kernel(ours, x)
     kinds = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in (found, expected)]
     if kinds[0] != kinds[1]:
         return f"gives {kinds[0]} where stock MLX gives {kinds[1]}"

@@ -201,13 +201,14 @@ class Costs:
     def from_json(cls, kept: Any) -> "Costs":
         """Read costs of an earlier run; ValueError where `to_json` cannot have written this."""
         try:
-            arms = {(source, k): _positive(seconds) for source, k, seconds in kept["seconds"]}
+            arms = {(source, k): seconds for source, k, seconds in kept["seconds"]}
             row = float(kept["catch_up"])
             drafts = [[float(right), float(seen)] for right, seen in kept.get("drafts", [])]
             confirmed = int(kept.get("confirmed", 0))
         except (LookupError, TypeError, ValueError, AttributeError) as e:
             raise ValueError(f"no costs: {kept!r}") from e
         good = all(s in ("heads", "lookup") and type(k) is int and 0 <= k <= 64 for s, k in arms)
+        good = good and all(isinstance(seconds, float) and 0 < seconds < math.inf for seconds in arms.values())
         good = good and all(0 <= right <= seen <= REMEMBERED for right, seen in drafts)
         if not good or not 0 <= row < math.inf or confirmed < 0:
             raise ValueError(f"no costs: {kept!r}")
@@ -215,21 +216,11 @@ class Costs:
         costs = cls(most["heads"], most["lookup"])
         costs.row, costs.drafts, costs.confirmed = row, drafts, confirmed
         for arm, seconds in arms.items():
-            if arm in costs.index:
-                costs._set(arm, seconds)
+            if arm in costs.index:  # as if measured often; its neighbours follow
+                i = costs.index[arm]
+                costs._update(i, math.log(seconds) - costs.mean[i], noise=1e-6)
+                costs.measured.add(arm)
         return costs
-
-    def _set(self, arm: Arm, seconds: float) -> None:
-        """Take an arm to be exactly this, as if measured often; its neighbours follow."""
-        i = self.index[arm]
-        self._update(i, math.log(seconds) - self.mean[i], noise=1e-6)
-        self.measured.add(arm)
-
-
-def _positive(value: Any) -> float:
-    if not isinstance(value, float) or not 0 < value < math.inf:
-        raise ValueError(f"no time: {value!r}")
-    return value
 
 
 def _prior(arms: Iterable[Arm]) -> tuple[np.ndarray, np.ndarray]:

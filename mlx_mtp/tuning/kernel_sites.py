@@ -89,11 +89,10 @@ def _single(model: Port, module: Any) -> list[Site]:
         return [_swap(module, "glu", GLU(module), VerifyMLP)]
     if kind is nn.QuantizedEmbedding and tie and _served(module):
         return [_swap(module, "site", Stack([module]), VerifyEmbedding)]
-    if kind is nn.Linear or (kind is nn.Embedding and tie):
-        return [_swap(module, "site", Dense(module), VerifyDense if kind is nn.Linear else VerifyDenseEmbedding)]
-    if kind in model.ROUTER:
-        return [_swap(module, "site", Dense(module), VerifyRouter)]
-    return []
+    dense = {nn.Linear: VerifyDense, **dict.fromkeys(model.ROUTER, VerifyRouter)}
+    if tie:
+        dense[nn.Embedding] = VerifyDenseEmbedding
+    return [_swap(module, "site", Dense(module), dense[kind])] if kind in dense else []
 
 
 def tied(model: Any, module: Any) -> bool:
@@ -105,9 +104,8 @@ def tied(model: Any, module: Any) -> bool:
 def _is_stacked(mlp: Any) -> bool:
     """Tell whether gate and up are one stack of their own, without biases."""
     gate, up = mlp.gate_proj, mlp.up_proj
-    if not (type(gate) is type(up) is VerifyLinear):
-        return False
-    return gate.site is up.site and gate.site.modules == [gate, up] and "bias" not in gate and "bias" not in up
+    stacked = type(gate) is type(up) is VerifyLinear and gate.site is up.site and gate.site.modules == [gate, up]
+    return stacked and "bias" not in gate and "bias" not in up
 
 
 def _swap(module: Any, name: str, site: T, kind: type) -> T:
@@ -130,15 +128,11 @@ def _attentions(model: Any) -> Iterator[Site]:
     windowed = [(layer, window, model.NO_KV_BITS) for layer, window in pairs]
     windowed += [(head.block, head.window, getattr(head, "NO_KV_BITS", model.NO_KV_BITS)) for head in model.mtp]
     kinds = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}
-    rings: dict[Any, Any] = {None: None}
+    rings: dict[Any, Ring] = {window: Ring(window) for _, window, _ in windowed if isinstance(window, int)}
     for layer, window, unquantized in windowed:
-        if isinstance(window, type):
-            continue
-        if window not in rings:
-            rings[window] = Ring(window)
-        for _, module in layer.named_modules():
+        for _, module in () if isinstance(window, type) else layer.named_modules():
             if type(module) in kinds:
-                yield from _attention(module, rings[window], () if unquantized else KV_BITS)
+                yield from _attention(module, rings.get(window), () if unquantized else KV_BITS)
             elif isinstance(module, AbsorbedMLA) and not isinstance(module, SparseMLA):
                 yield from _latent(module)
 

@@ -1,7 +1,6 @@
 """Switch on the kernels that a loaded model runs with, and report which they are."""
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +15,7 @@ from ..layers.mamba2 import Mamba2
 from ..layers.port import Port
 from ..layers.quantized_products import Matrices, Stack
 from ..layers.site import Site, inexact_rows
+from ..machine.remembered import digest
 from .kernel_sites import place, tied
 from .kernel_trials import KernelTrial, KernelVerdict, Key, RememberedVerdicts, decide, in_words
 
@@ -53,9 +53,8 @@ def _switched(model: Port, sites: Sequence[Site], lane: str | None) -> dict[Key,
     """Decide on the sites' kernels, by what an earlier load found where it is remembered, and switch them."""
     dtype = model.no_hidden().dtype
     tried = trials(sites, dtype)
-    shapes = sorted(f"{len(trial.pairs)} {trial.key}" for trial in tried)
-    fingerprint = hashlib.sha256("\n".join(shapes).encode()).hexdigest()
-    verdicts = decide(tried, lane=lane, remembered=RememberedVerdicts(fingerprint))
+    shapes = digest(f"{len(trial.pairs)} {trial.key}" for trial in tried)
+    verdicts = decide(tried, lane=lane, remembered=RememberedVerdicts(shapes))
     switch(sites, verdicts, dtype)
     return verdicts
 
@@ -68,19 +67,14 @@ def trials(sites: Sequence[Site], dtype: mx.Dtype) -> list[KernelTrial]:
     alike: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
         alike.setdefault((site.op, site.shape), []).append(site)
+    found = []
+    for (op, shape), same in alike.items():
+        first, pairs = same[0], [(site.ours, site.stock) for site in same]
+        own = {name: [getattr(site, name) for site in same] for name in ("alone", "truth") if hasattr(first, name)}
+        typed, bits = f"{shape} {str(dtype).rpartition('.')[2]}", getattr(first, "bits", True)
+        found += [KernelTrial(op, typed, n, pairs, first.width, dtype, bits=bits, **own) for n in first.candidates]
     seldom = {site.op for site in sites if getattr(site, "seldom", False)}
-    found = [trial for of_shape in alike.values() for trial in _of_shape(of_shape, dtype)]
     return sorted(found, key=lambda trial: (trial.op in seldom, trial.rows))
-
-
-def _of_shape(sites: Sequence[Site], dtype: mx.Dtype) -> Iterator[KernelTrial]:
-    """Make the trials of sites that have one op and shape."""
-    first = sites[0]
-    pairs = [(site.ours, site.stock) for site in sites]
-    own = {name: [getattr(site, name) for site in sites] for name in ("alone", "truth") if hasattr(first, name)}
-    shape, bits = f"{first.shape} {str(dtype).rpartition('.')[2]}", getattr(first, "bits", True)
-    for rows in first.candidates:
-        yield KernelTrial(first.op, shape, rows, pairs, first.width, dtype, bits=bits, **own)
 
 
 def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: mx.Dtype) -> None:

@@ -59,7 +59,7 @@ def decide(
 ) -> dict[Key, KernelVerdict]:
     """Give a verdict on each (op, shape, rows).
 
-    lane: None switches on what is right and faster by MARGIN, as `remembered` has it, or tried within `budget` seconds;
+    lane: None switches on what is right and faster by MARGIN, as is remembered, or tried within `budget` seconds;
         "exact" and "fast" all that is right, without timing; "off" nothing.
     A kernel that is wrong is never on, and a warning says so.
     """

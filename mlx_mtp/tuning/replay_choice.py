@@ -16,7 +16,8 @@ class CompileChoice:
 
     on: whether the next cycle is replayed. verdict: whether all are, None until a replay trial has found out.
 
-    A replay trial needs a host that hardly waits, as only such a one gains; it compares cycles of like drafts and rows.
+    A replay trial needs a host that hardly waits, as only such a one gains. It compares cycles of like drafts and
+    rows.
     """
 
     def __init__(self, verdict: bool | None):

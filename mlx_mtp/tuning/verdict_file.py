@@ -58,10 +58,8 @@ def _parsed(entry: list) -> tuple[Key, Found]:
 
 def _kernels() -> str:
     """Hash the kernels' sources, and the code that launches them."""
-    digest = hashlib.sha256()
-    launches = Path(_source.__file__).parent
-    files = [(p.relative_to(_source.DIRECTORY), p) for p in _source.DIRECTORY.rglob("*") if p.is_file()]
-    files += [(p.relative_to(launches), p) for p in launches.glob("*.py")]
+    digest, parts = hashlib.sha256(), ((_source.DIRECTORY, "**/*"), (Path(_source.__file__).parent, "*.py"))
+    files = [(p.relative_to(root), p) for root, pattern in parts for p in root.glob(pattern) if p.is_file()]
     for name, path in sorted(files):
         content = path.read_bytes()
         digest.update(f"{name.as_posix()} {len(content)}\n".encode() + content)
