@@ -51,18 +51,14 @@ def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     return hidden.nbytes // hidden.shape[1]
 
 
-def plain_nbytes(caches: list[Any], context: int) -> int:
-    """Count the bytes of mlx-lm's own caches, which hold something, at `context` positions."""
-    total = 0
-    for c in caches:
-        if hasattr(c, "caches"):
-            total += plain_nbytes(c.caches, context)
-        elif getattr(c, "keys", None) is not None:
-            slots = min(context, getattr(c, "max_size", None) or context)
-            total += c.nbytes // c.keys.shape[2] * slots
-        else:
-            total += c.nbytes
-    return total
+def plain_nbytes(cache: Any, context: int) -> int:
+    """Count the bytes of one of mlx-lm's own caches, or of all within it, which hold something, at `context`."""
+    if hasattr(cache, "caches"):
+        return sum(plain_nbytes(c, context) for c in cache.caches)
+    if getattr(cache, "keys", None) is None:
+        return cache.nbytes
+    slots = min(context, getattr(cache, "max_size", None) or context)
+    return cache.nbytes // cache.keys.shape[2] * slots
 
 
 def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:

@@ -135,7 +135,7 @@ def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCach
     full.quantize_at(context - 1)
     hidden = fill(model, full, context, VERIFIED)
     if full.is_mlx_lm:
-        return full, plain_nbytes(full.layers[0].caches, context), 0
+        return full, plain_nbytes(full.layers[0], context), 0
     kv, head_kv = (sum(c.nbytes for c in caches) for caches in (full.layers, full.heads))
     if cache.quantizing and not full.quantizing:
         before = cache.like_new()

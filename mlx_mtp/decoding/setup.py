@@ -42,10 +42,6 @@ class Learned:
             self.costs[replayed] = self.remembered[replayed].recall()
         return self.costs[replayed]
 
-    def keep(self, *, replayed: bool, faster: bool | None) -> None:
-        """Keep the costs for other processes. faster: whether replaying is, None where that is not known."""
-        self.remembered[replayed].keep(self.recall(replayed=replayed), faster)
-
 
 def learned(model: Target) -> Learned:
     """Find what is known of a model's costs, once: to name its parameters takes as long as some cycles."""
@@ -104,4 +100,4 @@ def remember(model: Target, control: Controller | Fixed, compiled: Compiled | No
     recorder = getattr(model, "_recorder", None)
     faster = recorder.verdict if recorder else known.remembered[False].recall_compiled()
     for replayed in kept:
-        known.keep(replayed=replayed, faster=faster)
+        known.remembered[replayed].keep(known.recall(replayed=replayed), faster)

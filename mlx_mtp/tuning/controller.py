@@ -172,7 +172,9 @@ class Controller:
         if self.costs.unknown and self.pending != 0:  # without the plain step nothing can be judged
             return self._take(plain, explores=False, behind=behind)
         spare = LOST + LOST_SHARE * self.elapsed - self.lost - max(self.pending, 0.0)
-        first = next((c for c in choices if self._never_measured(c)), None)
+        # One draft of the heads, unseen in this run: what a file says of it may be wrong.
+        unseen = not self.costs.seen[self.costs.index.get(("heads", 1), 0)]
+        first = next((c for c in choices if unseen and c.plan == Plan("heads", 1)), None)
         if first and self.elapsed >= self.first_try and spare >= LOST / 2 + self.costs.row * behind:
             self.first_try *= 2
             return self._take(first, explores=True, behind=behind)
@@ -196,7 +198,7 @@ class Controller:
             self.elapsed += 1
             self.explores.pop(0)
             return
-        arm = _arm(cycle)
+        arm: Arm = (cycle.plan.source, cycle.verified) if cycle.verified else PLAIN
         before = self.costs.mean[0]
         believed = False
         if cycle.seconds is not None and arm in self.costs.index and not cycle.plan.p_min:
@@ -222,10 +224,6 @@ class Controller:
         if self.confident:
             self.confident.forget(self.passed)
         self.passed = 0
-
-    def _never_measured(self, choice: ScoredPlan) -> bool:
-        """Tell whether it is one draft of the heads, unseen in this run: what a file says of it may be wrong."""
-        return choice.plan == Plan("heads", 1) and not self.costs.seen[self.costs.index["heads", 1]]
 
     def _plain_may_be_best(self, best: ScoredPlan) -> bool:
         """Tell whether the plain step may be best: only another one tells that it was unlucky when measured."""
@@ -324,9 +322,3 @@ class Confident:
         plan = Plan("heads", like.plan.k, p_min=True)
         rate = tokens / steps
         return ScoredPlan(plan, tokens, steps, rate, rate * math.exp(COST_OPTIMISM * doubt), like.risk)
-
-
-def _arm(cycle: Cycle) -> Arm:
-    """Tell the arm that a cycle's time belongs to."""
-    source: Source = cycle.plan.source
-    return (source, cycle.verified) if cycle.verified else PLAIN

@@ -140,14 +140,13 @@ def _attentions(model: Any) -> Iterator[Site]:
 def _attention(module: Any, ring: Ring | None, kv_bits: Sequence[int]) -> Iterator[Site]:
     form = Form.of(module)
     rope = Rope.of(module.rope) if "rope" in module else None
-    _swap(module, "attention", Attention(module, form, partial(make_cache, ring)), VerifyAttention)
+    group_sizes = [g for g in KV_GROUPS if form.head_dim % g == form.value_dim % g == 0][:1]
+    formats = [{}, *({"bits": bits, "group_size": g} for g in group_sizes for bits in kv_bits)]
+    plain, *quantized = (Attention(module, form, partial(make_cache, ring, **f)) for f in formats)
+    plain.quantized = quantized
+    _swap(module, "attention", plain, VerifyAttention)
     module.placing = None if rope is None else NormRope(module, form, rope)
-    group_size = next((g for g in KV_GROUPS if form.head_dim % g == form.value_dim % g == 0), None)
-    if group_size:
-        formats = [{"bits": bits, "group_size": group_size} for bits in kv_bits]
-        module.attention.quantized = [Attention(module, form, partial(make_cache, ring, **f)) for f in formats]
-    yield module.attention
-    yield from module.attention.quantized
+    yield from (plain, *quantized)
     if module.placing:
         yield module.placing
 

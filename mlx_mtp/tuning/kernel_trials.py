@@ -110,9 +110,8 @@ def _by_trial(
 def _judged(found: Found) -> KernelVerdict:
     if found.ratio is None:
         return _off(found.wrong or "")
-    if found.ratio > MARGIN:
-        return KernelVerdict(True, True, found.ratio)
-    return KernelVerdict(False, True, found.ratio, "slower" if found.ratio < 1 else "no faster")
+    on = found.ratio > MARGIN
+    return KernelVerdict(on, True, found.ratio, "" if on else "slower" if found.ratio < 1 else "no faster")
 
 
 def _off(reason: str) -> KernelVerdict:

@@ -48,10 +48,9 @@ class RememberedVerdicts:
 def _parsed(entry: list) -> tuple[Key, Found]:
     """Read one line of the file; ValueError where this module cannot have written it."""
     op, shape, rows, wrong, ratio = entry
-    if not (isinstance(op, str) and isinstance(shape, str) and type(rows) is int):
-        raise ValueError(entry)
-    timed = isinstance(ratio, float) and math.isfinite(ratio) and ratio > 0
-    if (wrong is None) != timed or not isinstance(wrong, str | None) or not isinstance(ratio, float | None):
+    timed = wrong is None and isinstance(ratio, float) and 0 < ratio < math.inf
+    found = timed or (isinstance(wrong, str) and ratio is None)
+    if not (isinstance(op, str) and isinstance(shape, str) and type(rows) is int and found):
         raise ValueError(entry)
     return (op, shape, rows), Found(wrong, ratio)
 
