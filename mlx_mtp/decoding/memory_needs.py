@@ -92,9 +92,8 @@ def needs(model: Target, context: int, *, step: int = STEP, **layout: Any) -> Ne
 
 def _cache(model: Target, layout: Mapping[str, Any]) -> PromptCache:
     """Make an empty cache, by default of the largest group size that fits."""
-    return make_prompt_cache(
-        model, **{**layout, "kv_group_size": layout.get("kv_group_size") or group_size_for(model)}
-    )
+    group_size = layout.get("kv_group_size") or group_size_for(model)
+    return make_prompt_cache(model, **{**layout, "kv_group_size": group_size})
 
 
 def _beside(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:

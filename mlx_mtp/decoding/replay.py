@@ -44,8 +44,7 @@ class Recorder:
     def fit(self, model: Target) -> None:
         """Forget what was recorded of another state of the model, or in another thread, which has its own streams."""
         state = [threading.get_ident(), str(mx.default_device()), *_state(model)]
-        pairs = zip(state, self._state, strict=False)
-        if len(state) != len(self._state) or not all(a is b or _equal(a, b) for a, b in pairs):
+        if len(state) != len(self._state) or not all(map(_same, state, self._state)):
             self.cycles.clear()
             self._state = state
 
@@ -146,5 +145,5 @@ def _state(model: Target) -> list:
     return found
 
 
-def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and not isinstance(a, mx.array) and a == b
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and not isinstance(a, mx.array) and a == b)

@@ -22,8 +22,8 @@ ROUNDINGS = {2: 1, 4: 16}  # of a row that a kernel may err by, by a value's byt
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
-class KernelFailure(Exception):
-    """An exception of a kernel, in words."""
+class WrongKernel(Exception):
+    """A kernel is wrong: how, in words."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,17 @@ def check(trial: KernelTrial, seed: int = 0) -> str | None:
         for i, layer in enumerate(_spread(len(trial.pairs), DRAWS * LAYERS)):
             draw = i // LAYERS
             x = trial.x(seed * DRAWS + draw)
-            wrong = (_bits_wrong(trial, layer, x, draw) if trial.bits else None) or _error_wrong(trial, layer, x)
-            if wrong:
-                return wrong
-    except KernelFailure as e:
+            if trial.bits:
+                _check_bits(trial, layer, x, draw)
+            if trial.truth is not None:
+                _check_error(*trial.pairs[layer], trial.truth[layer], x)
+    except WrongKernel as e:
         return str(e)
     return None
 
 
-def _bits_wrong(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> str | None:
-    """Say what is wrong with the bits of one layer, given x and given x with some rows spoilt."""
+def _check_bits(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> None:
+    """Raise WrongKernel where bits of one layer are wrong, given x or given x with some rows spoilt."""
     ours, stock = trial.pairs[layer]
     alone = trial.alone[layer] if trial.alone else partial(_row_by_row, ours if trial.truth else stock)
     expected = _of_kernel(alone, x) if trial.truth else alone(x)
@@ -91,24 +92,19 @@ def _bits_wrong(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> str |
     name, value = (("NaN", math.nan), ("infinity", math.inf))[draw % 2]
     spoilt_x = mx.where(mx.array(spoilt)[:, None], value, x)
     clean = [] if trial.alone and not trial.truth else [i for i in every if not spoilt[i]]
-    return _wrong(ours, x, expected, every, "differs from one row alone") or _wrong(
-        ours, spoilt_x, expected, clean, f"changes with {name} in another row"
-    )
+    _compare(ours, x, expected, every, "differs from one row alone")
+    _compare(ours, spoilt_x, expected, clean, f"changes with {name} in another row")
 
 
-def _error_wrong(trial: KernelTrial, layer: int, x: mx.array) -> str | None:
-    """Say which row of one layer errs more than twice as much as stock MLX's, and by more than ROUNDINGS."""
-    if trial.truth is None:
-        return None
-    ours, stock = trial.pairs[layer]
-    truth = [y.astype(mx.float32) for y in trial.truth[layer](x)]
-    for y, theirs, t in zip(_of_kernel(ours, x), stock(x), truth, strict=True):
+def _check_error(ours: Op, stock: Op, truth: Op, x: mx.array) -> None:
+    """Raise WrongKernel where a row errs more than twice as much as stock MLX's, and by more than ROUNDINGS."""
+    exact = [y.astype(mx.float32) for y in truth(x)]
+    for y, theirs, t in zip(_of_kernel(ours, x), stock(x), exact, strict=True):
         roundings = ROUNDINGS[y.dtype.size] * mx.finfo(y.dtype).eps * _rms(t)
         errors, allowed = _rms(y - t), mx.maximum(2 * _rms(theirs - t), roundings)
         for i, (error, most) in enumerate(zip(errors.tolist(), allowed.tolist(), strict=True)):  # type: ignore
             if not error <= most:
-                return f"row {i + 1} of {len(x)} errs by {error:.2g} where {most:.2g} is allowed"
-    return None
+                raise WrongKernel(f"row {i + 1} of {len(x)} errs by {error:.2g} where {most:.2g} is allowed")
 
 
 def _rms(x: mx.array) -> mx.array:
@@ -122,12 +118,12 @@ def _row_by_row(op: Op, x: mx.array) -> list[mx.array]:
 
 
 def _of_kernel(ours: Op, x: mx.array) -> list[mx.array]:
-    """Compute a kernel's outputs; raises KernelFailure where it does not."""
+    """Compute a kernel's outputs; raises WrongKernel where it fails."""
     try:
         found = list(ours(x))
         mx.eval(found)
     except Exception as e:
-        raise KernelFailure(f"{FAILS} {with_type(e)}") from e
+        raise WrongKernel(f"{FAILS} {with_type(e)}") from e
     return found
 
 
@@ -141,17 +137,18 @@ def _spoilt(rows: int, draw: int) -> list[bool]:
     return [(i >> draw // 2) % 2 == draw % 2 for i in range(rows)]
 
 
-def _wrong(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[int], how: str) -> str | None:
-    """Say what is wrong with these rows of ours(x), if anything is; `how` says it of a row."""
+def _compare(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[int], how: str) -> None:
+    """Raise WrongKernel where one of these rows of ours(x) has other bits than expected; `how` says it of a row."""
     found = _of_kernel(ours, x)
     kinds = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in (found, expected)]
     if kinds[0] != kinds[1]:
-        return f"gives {kinds[0]} where stock MLX gives {kinds[1]}"
+        raise WrongKernel(f"gives {kinds[0]} where stock MLX gives {kinds[1]}")
     pairs = zip(found, expected, strict=True)
     differs = [mx.any(_differs(a, b).reshape(len(x), -1), axis=1) for a, b in pairs]
     wrong: list[bool] = mx.any(mx.stack(differs), axis=0).tolist()  # type: ignore[assignment]
-    first = next((i for i in rows if wrong[i]), None)
-    return None if first is None else f"row {first + 1} of {len(x)} {how}"
+    for i in rows:
+        if wrong[i]:
+            raise WrongKernel(f"row {i + 1} of {len(x)} {how}")
 
 
 def _differs(a: mx.array, b: mx.array) -> mx.array:

@@ -35,8 +35,7 @@ class RememberedCosts:
     def recall(self) -> Costs | None:
         """Read the costs; None where there are none, or no file that this machine, model and MLX wrote."""
         try:
-            kept = self._file.recall().get("costs")
-            return None if kept is None else Costs.from_json(kept)
+            return Costs.from_json(self._file.recall().get("costs"))
         except ValueError:
             return None
 

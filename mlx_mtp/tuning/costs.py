@@ -183,8 +183,7 @@ class Costs:
         source, k = arm
         own = [(n, self.index[s, n]) for s, n in self.arms if s == source or n == 0]
         if len(own) < 2:  # no arms of this source
-            own = [(n, i) for (_, n), i in self.index.items()]
-            own.sort()
+            own = sorted((n, i) for (_, n), i in self.index.items())
         if len(own) < 2:
             return self.mean[0] + math.log(1 + (VERIFY[3] + DRAFT[1]) * k)
         at = min(max(bisect_left(own, (k, -1)), 1), len(own) - 1)

@@ -130,7 +130,9 @@ def _attentions(model: Any) -> Iterator[Site]:
     kinds = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}
     rings: dict[Any, Ring] = {window: Ring(window) for _, window, _ in windowed if isinstance(window, int)}
     for layer, window, unquantized in windowed:
-        for _, module in () if isinstance(window, type) else layer.named_modules():
+        if isinstance(window, type):  # no attention
+            continue
+        for _, module in layer.named_modules():
             if type(module) in kinds:
                 yield from _attention(module, rings.get(window), () if unquantized else KV_BITS)
             elif isinstance(module, AbsorbedMLA) and not isinstance(module, SparseMLA):
