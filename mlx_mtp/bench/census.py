@@ -19,15 +19,7 @@ from ..cache.prompt_cache import make_prompt_cache
 from .profile import Timer, Workload, decode_in_phases
 
 VIEWS = {
-    "Broadcast",
-    "ExpandDims",
-    "Flatten",
-    "Full",
-    "Reshape",
-    "Slice",
-    "Split",
-    "Squeeze",
-    "Transpose",
+    *("Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"),
     "Unflatten",
 }
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)

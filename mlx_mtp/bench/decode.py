@@ -7,6 +7,7 @@ a user gets who says nothing: it learns costs while it generates, and knows them
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from mlx_lm.generate import wired_limit
@@ -123,18 +124,15 @@ def _differences(
     session: Session, prompt: BenchPrompt, settings: LoopSettings, found: dict[str, list[TimedRun]]
 ) -> list[dict[str, Any]]:
     """Texts that are not our plain loop's, of the loops that promise it; where they part, and with which tokens."""
-    text = found[PLAIN][0].tokens
-    different = []
+    where = {"context": prompt.context, "kv_bits": settings.kv_bits, "mtp_kv_bits": settings.mtp_kv_bits}
+    text, different = found[PLAIN][0].tokens, []
     for name, runs in found.items():
-        drafting = name not in (PLAIN, MLX_LM)
-        promised = not (drafting and session.subject.rates) and not (name == MLX_LM and settings.temp)
-        other = next((run.tokens for run in runs if promised and run.tokens != text), None)
+        others = settings.temp if name == MLX_LM else session.subject.rates and name != PLAIN
+        other = next((run.tokens for run in runs if run.tokens != text and not others), None)
         if other is not None:
-            parted = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
-            at = next(parted, min(len(text), len(other)))
-            where = {"context": prompt.context, "kv_bits": settings.kv_bits, "mtp_kv_bits": settings.mtp_kv_bits}
-            where |= {"category": prompt.category, "contender": name, "position": at}
-            different.append({**where, "expected": text[at : at + 1], "found": other[at : at + 1]})
+            at = next(i for i, (a, b) in enumerate(zip_longest(text, other)) if a != b)
+            parted = {"category": prompt.category, "contender": name, "position": at}
+            different.append({**where, **parted, "expected": text[at : at + 1], "found": other[at : at + 1]})
     return different
 
 

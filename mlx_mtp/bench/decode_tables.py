@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from .decode import MLX_LM, PLAIN
 from .rows import Row, Setting, categories, rows, setting_of, settings
@@ -19,12 +19,15 @@ COMPARED = {"tok/s": "speed", f"over {PLAIN}": "vs_plain", f"over {MLX_LM}": "vs
 UNLIKE = ("chip", "memory_bytes", "cores", "os", "python", "device", "blas", "threads", "mlx", "mlx_lm", "mlx_mtp")
 
 
+def right(header: str) -> Column:
+    """Head a column of numbers."""
+    return Column(header, justify="right")
+
+
 def overall(found: dict[str, Any], setting: Setting) -> Table:
     """Make a row per loop, over all prompts."""
-    table = Table("loop", title=_title(found, setting), **STYLE)
-    for name in NUMBERS:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    numbers = [Column(name, justify="right", no_wrap=True) for name in NUMBERS]
+    table = Table("loop", *numbers, "", title=_title(found, setting), **STYLE)
     different = {d["contender"] for d in found["differences"] if setting_of(d) == setting}
     for row in rows(found, setting):
         remarks = ["text differs"] * (row.contender in different) + ["inconclusive"] * (not row.conclusive)
@@ -35,10 +38,8 @@ def overall(found: dict[str, Any], setting: Setting) -> Table:
 def by_category(found: dict[str, Any], setting: Setting) -> Table:
     """Make a row per kind of prompt: each loop's speed over that of our plain one."""
     names = [row.contender for row in rows(found, setting) if row.contender != PLAIN]
-    table = Table("prompts", title="tok/s over plain, by kind of prompt", **STYLE)
-    for name in ("tokens", *names):
-        table.add_column(name, justify="right")
-    table.add_column("inconclusive")
+    headers = "prompts", *map(right, ("tokens", *names)), "inconclusive"
+    table = Table(*headers, title="tok/s over plain, by kind of prompt", **STYLE)
     for category in categories(found):
         of_loop = {row.contender: row for row in rows(found, setting, category)}
         ratios = {name: of_loop[name].vs_plain if name in of_loop else None for name in names}
@@ -132,10 +133,8 @@ def unlike(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> Table:
     """Make a row per speed and ratio that both results have; say which changed by more than their spreads."""
-    table = Table("context", "KV", "loop", "what", title="compared with the earlier result", **STYLE)
-    for name in ("before", "after", "change"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    headers = "context", "KV", "loop", "what", *map(right, ("before", "after", "change")), ""
+    table = Table(*headers, title="compared with the earlier result", **STYLE)
     for change in changes(before, after):
         context, *bits = change.setting
         kv = "/".join(str(b) for b in bits if b)

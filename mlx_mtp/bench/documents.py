@@ -1,46 +1,22 @@
 """Read what another engine measured of Step-3.5-Flash with its MTP heads: `documents.csv`, which names the source."""
 
 import csv
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from .decode import PLAIN
-from .decode_tables import STYLE
+from .decode_tables import STYLE, right
 from .rows import Row, rows
 
 BITS = {"fp16": None, "q8_0": 8, "q4_0": 4}
+SHOWN = {"plain_tok_s": ".1f", "mtp_tok_s": ".1f", "speedup": ".2f", "acceptance": ".0%", "tokens_per_cycle": ".2f"}
 QUICK = 256  # as much shorter are contexts with --quick
 DEPTHS = 3
 FILE = Path(__file__).parent / "documents.csv"
 
-
-@dataclass(frozen=True)
-class Published:
-    """One line: speeds in tokens/s, acceptance as accepted of all drafted, context in thousands ("32k").
-
-    kv_cache, mtp_kv_cache: types of the target's and of the heads' caches; the latter empty where it is the same.
-    """
-
-    machine: str
-    weights: str
-    kv_cache: str
-    mtp_kv_cache: str
-    context: str
-    num_draft_tokens: int
-    plain_tok_s: float
-    mtp_tok_s: float
-    speedup: float
-    acceptance: float
-    tokens_per_cycle: float
-    cycle_cost_in_plain_steps: float
-
-    @property
-    def bits(self) -> tuple[int | None, int | None]:
-        """Of the target's cache and of the heads', as our options have them: None is 16."""
-        return BITS[self.kv_cache], BITS[self.mtp_kv_cache or self.kv_cache]
+Condition = tuple[str, int | None, int | None]  # context, bits of the target's cache and of the heads'; None is 16
 
 
 def source() -> str:
@@ -48,11 +24,18 @@ def source() -> str:
     return FILE.read_text().splitlines()[0].removeprefix("# source: ")
 
 
-def published() -> list[Published]:
-    """Read every line of the table."""
-    lines = [line for line in FILE.read_text().splitlines() if not line.startswith("#")]
-    types = Published.__annotations__
-    return [Published(**{name: types[name](value) for name, value in row.items()}) for row in csv.DictReader(lines)]
+def published() -> list[dict[str, str]]:
+    """Read every line of the table, its values by the names of their columns.
+
+    Speeds are in tokens/s, acceptance is of all that were drafted, a context is in thousands ("32k"); mtp_kv_cache is
+    empty where the heads' caches are of the target's type.
+    """
+    return list(csv.DictReader(line for line in FILE.read_text().splitlines() if not line.startswith("#")))
+
+
+def _condition(line: dict[str, str]) -> Condition:
+    types = line["kv_cache"], line["mtp_kv_cache"] or line["kv_cache"]
+    return line["context"], BITS[types[0]], BITS[types[1]]
 
 
 def check(model: Any) -> None:
@@ -64,9 +47,9 @@ def check(model: Any) -> None:
         )
 
 
-def conditions() -> list[tuple[str, int | None, int | None]]:
-    """List (context, bits of the target's cache, bits of the heads') of every line, each once."""
-    found = {(row.context, *row.bits) for row in published()}
+def conditions() -> list[Condition]:
+    """List the conditions of all lines, each once: the least quantized first."""
+    found = {_condition(line) for line in published()}
     return sorted(found, key=lambda c: (-(c[1] or 16), -(c[2] or 16), tokens(c[0])))
 
 
@@ -77,24 +60,21 @@ def tokens(context: str, *, quick: bool = False) -> int:
 
 def beside(found: dict[str, Any], *, quick: bool) -> Table:
     """Show what was measured here, and every published line of the same context, caches and number of drafts."""
-    table = Table("context", "KV", "heads' KV", "drafts", "where", title=f"published: {source()}", **STYLE)
-    for name in ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle"):
-        table.add_column(name, justify="right")
+    names = ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle")
+    left = ("context", "KV", "heads' KV", "drafts", "where")
+    table = Table(*left, *map(right, names), title=f"published: {source()}", **STYLE)
     lines, here = published(), "here, synthetic" if found["model"]["synthetic"] else "here"
-    for context, kv_bits, mtp_kv_bits in conditions():
-        measured = {row.contender: row for row in rows(found, (tokens(context, quick=quick), kv_bits, mtp_kv_bits))}
+    for context, *bits in conditions():
+        measured = {row.contender: row for row in rows(found, (tokens(context, quick=quick), *bits))}
         label = f"{context}, shortened to {tokens(context, quick=True)}" if quick else context
         for k in range(1, DEPTHS + 1):
-            alike = [
-                p for p in lines if (p.context, *p.bits, p.num_draft_tokens) == (context, kv_bits, mtp_kv_bits, k)
-            ]
+            alike = [p for p in lines if (*_condition(p), p["num_draft_tokens"]) == (context, *bits, str(k))]
             if alike:
-                caches = (str(bits or 16) for bits in (kv_bits, mtp_kv_bits))
+                caches = (str(of_cache or 16) for of_cache in bits)
                 table.add_row(label, *caches, str(k), here, *_measured_cells(measured, k))
             for p in alike:
-                speeds = f"{p.plain_tok_s:.1f}", f"{p.mtp_tok_s:.1f}", f"{p.speedup:.2f}"
-                where = f"{p.machine}, {p.weights}"
-                table.add_row(*[""] * 4, where, *speeds, f"{p.acceptance:.0%}", f"{p.tokens_per_cycle:.2f}")
+                values = (format(float(p[name]), form) for name, form in SHOWN.items())
+                table.add_row(*[""] * 4, f"{p['machine']}, {p['weights']}", *values)
     return table
 
 

@@ -6,9 +6,10 @@ Times are of dependent chains over several layers of a released model's shapes, 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import mlx.core as mx
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..emulator import emulated
 from ..tuning.ab_test import FAILS, KernelTrial, check
@@ -105,11 +106,10 @@ def traffic(op: str | None, rows: int) -> Iterator[Asked]:
 def speed_table(found: list[Compared]) -> Table:
     """Show stock MLX's time over ours, a line per case, a column per number of rows."""
     columns = sorted({c.rows for c in found})
-    table = Table(title="stock MLX's time over our kernel's", caption="WRONG: its values are not what they should be")
-    for name in ("op", "case"):
-        table.add_column(name, no_wrap=True)
-    for m in columns:
-        table.add_column(f"M={m}", justify="right")
+    headers = [Column(name, no_wrap=True) for name in ("op", "case")]
+    headers += [Column(f"M={m}", justify="right") for m in columns]
+    title, caption = "stock MLX's time over our kernel's", "WRONG: its values are not what they should be"
+    table = Table(*headers, title=title, caption=caption)
     for case, op in {c.name: c.op for c in found}.items():
         cells = {c.rows: "WRONG" if c.wrong else str(c.speedup) for c in found if c.name == case}
         table.add_row(op, case, *(cells.get(m, "") for m in columns))
@@ -118,13 +118,13 @@ def speed_table(found: list[Compared]) -> Table:
 
 def traffic_table(found: list[Asked]) -> Table:
     """Show a line per op and number of rows."""
-    table = Table(title="what our kernels ask of memory, emulated", caption="of small shapes; counts, not times")
-    table.add_column("op", no_wrap=True)
-    for name in ("M", "launches", "KiB requested", "KiB written", "largest buffer", "read"):
-        table.add_column(name, justify="right")
-    for i, a in enumerate(found):
-        first, last = (not 0 <= j < len(found) or found[j].op != a.op for j in (i - 1, i + 1))
-        kib = [f"{n / 1024:.1f}" for n in (a.requested, a.written)]
-        cells = (str(a.rows), str(a.launches), *kib, a.largest, f"{a.reread:.2f}x")
-        table.add_row(a.op if first else "", *cells, end_section=last)
+    names = ("M", "launches", "KiB requested", "KiB written", "largest buffer", "read")
+    headers = [Column("op", no_wrap=True), *(Column(name, justify="right") for name in names)]
+    title, caption = "what our kernels ask of memory, emulated", "of small shapes; counts, not times"
+    table = Table(*headers, title=title, caption=caption)
+    for op, of_op in groupby(found, lambda a: a.op):
+        for i, a in enumerate(of_op):
+            kib = [f"{n / 1024:.1f}" for n in (a.requested, a.written)]
+            table.add_row("" if i else op, str(a.rows), str(a.launches), *kib, a.largest, f"{a.reread:.2f}x")
+        table.add_section()
     return table

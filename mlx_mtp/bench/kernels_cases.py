@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, mimo_v2_flash, qwen3_5, step3p5
 from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
+from mlx_lm.models.step3p5 import Step3p5Attention
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from ..cache.kinds import make_cache
@@ -36,33 +37,34 @@ QWEN = {
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
     **{"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256},
 }
-STEP = {
-    **{"model_type": "step3p5", "hidden_size": 4096, "num_hidden_layers": 2, "vocab_size": 128896},
-    **{"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128, "intermediate_size": 11264},
-    **{"layer_types": ["full_attention", "sliding_attention"]},
-    **{"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8}},
-}
-GLM = {
+STEP = step3p5.ModelArgs.from_dict(
+    {
+        **{"model_type": "step3p5", "hidden_size": 4096, "num_hidden_layers": 2, "vocab_size": 128896},
+        **{"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128, "intermediate_size": 11264},
+        **{"layer_types": ["full_attention", "sliding_attention"]},
+        **{"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8}},
+    }
+)
+# Sizes of models, as far as their attention reads them.
+GLM: Any = SimpleNamespace(
     **{"hidden_size": 5120, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128},
     **{"attention_bias": True, "use_qk_norm": True, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-    **{"rope_theta": 1e6},
-}
-MIMO = {
+    rope_theta=1e6,
+)
+MIMO: Any = SimpleNamespace(
     **{"hidden_size": 4096, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192},
     **{"swa_v_head_dim": 128, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334, "attention_value_scale": 0.707},
-    **{"add_swa_attention_sink_bias": True},
-}
-
-Sizes: Any = SimpleNamespace  # of a model, as far as its attention reads them
+    add_swa_attention_sink_bias=True,
+)
 
 
-def in_bfloat16(made: Any) -> Any:
+def bf16(made: Any) -> Any:
     made.set_dtype(mx.bfloat16)
     return made
 
 
 def linear(n: int, k: int, bits: int = 4, group_size: int = 64) -> nn.QuantizedLinear:
-    return in_bfloat16(nn.QuantizedLinear(k, n, bias=False, group_size=group_size, bits=bits))
+    return bf16(nn.QuantizedLinear(k, n, bias=False, group_size=group_size, bits=bits))
 
 
 def stack(*heights: int, k: int, **more) -> Stack:
@@ -75,43 +77,27 @@ def glu(h: int, k: int) -> GLU:
     return GLU(SimpleNamespace(gate_proj=gate, up_proj=up))
 
 
-def dense(n: int, k: int) -> Dense:
-    return Dense(in_bfloat16(nn.Linear(k, n, bias=False)))
-
-
 def qwen(kind: type, **sizes: int) -> Any:
-    return in_bfloat16(kind(qwen3_5.TextModelArgs.from_dict({**QWEN, **sizes})))
-
-
-def step(layer: int) -> Any:
-    return in_bfloat16(step3p5.Step3p5Attention(step3p5.ModelArgs.from_dict(STEP), layer))
+    return kind(qwen3_5.TextModelArgs.from_dict({**QWEN, **sizes}))
 
 
 def attention(module: Any, window: int | None = None, **format_: int) -> Attention:
-    return Attention(module, Form.of(module), partial(make_cache, Ring(window) if window else None, **format_))
+    return Attention(bf16(module), Form.of(module), partial(make_cache, Ring(window) if window else None, **format_))
 
 
 def norm_rope(module: Any) -> NormRope:
     rope = Rope.of(module.rope)
     assert rope is not None
-    return NormRope(module, Form.of(module), rope)
-
-
-def glm() -> Any:
-    return in_bfloat16(glm4_moe.Attention(Sizes(**GLM)))
-
-
-def mimo() -> Any:
-    return in_bfloat16(mimo_v2_flash.Attention(Sizes(**MIMO), is_sliding_window=True))
+    return NormRope(bf16(module), Form.of(module), rope)
 
 
 def latent(heads: int) -> LatentAttention:
     args = replace(deepseek_v3.ModelArgs(), num_attention_heads=heads, kv_lora_rank=512, qk_rope_head_dim=64)
-    return LatentAttention(in_bfloat16(deepseek_port.Attention(args)))
+    return LatentAttention(bf16(deepseek_port.Attention(args)))
 
 
 def per_head(n: int, heads: int) -> PerHead:
-    return PerHead(in_bfloat16(QuantizedMultiLinear(128, n, heads, 64, 4, "affine")), heads_first=True)
+    return PerHead(bf16(QuantizedMultiLinear(128, n, heads, 64, 4, "affine")), heads_first=True)
 
 
 def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
@@ -140,26 +126,29 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Step-3.5 shared expert": ("verify_glu", lambda: glu(1280, 4096)),
     "Qwen3.6-27B q, k, v by matrices": ("verify_qmm_mma", lambda: Matrices(stack(12288, 1024, 1024, k=5120))),
     "Qwen3.6-27B down by matrices": ("verify_qmm_mma", lambda: Matrices(stack(5120, k=17408))),
-    "GLM-4.5 router": ("verify_gemv", lambda: dense(160, 5120)),
-    "Qwen3.5 shared expert's gate": ("verify_gemv", lambda: dense(1, 2048)),
-    "eh_proj": ("verify_gemv", lambda: dense(4096, 8192)),
-    "Qwen3.6-27B recurrence": ("gated_delta_verify", lambda: Recurrence(qwen(GatedDeltaNet), RecurrentCache)),
-    "Step-3.5 attention": ("verify_attention", lambda: attention(step(0))),
-    "Step-3.5 sliding attention": ("verify_attention", lambda: attention(step(1), 512)),
-    "GLM-4.5 attention": ("verify_attention", lambda: attention(glm())),
+    "GLM-4.5 router": ("verify_gemv", lambda: Dense(bf16(nn.Linear(5120, 160, bias=False)))),
+    "Qwen3.5 shared expert's gate": ("verify_gemv", lambda: Dense(bf16(nn.Linear(2048, 1, bias=False)))),
+    "eh_proj": ("verify_gemv", lambda: Dense(bf16(nn.Linear(8192, 4096, bias=False)))),
+    "Qwen3.6-27B recurrence": ("gated_delta_verify", lambda: Recurrence(bf16(qwen(GatedDeltaNet)), RecurrentCache)),
+    "Step-3.5 attention": ("verify_attention", lambda: attention(Step3p5Attention(STEP, 0))),
+    "Step-3.5 sliding attention": ("verify_attention", lambda: attention(Step3p5Attention(STEP, 1), 512)),
+    "GLM-4.5 attention": ("verify_attention", lambda: attention(glm4_moe.Attention(GLM))),
     "Qwen3.6-27B attention": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention))),
     "Qwen3.6-27B attention, 8 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=8)),
     "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=4)),
-    "MiMo-V2-Flash sliding attention": ("verify_attention", lambda: attention(mimo(), 128)),
+    "MiMo-V2-Flash sliding attention": (
+        "verify_attention",
+        lambda: attention(mimo_v2_flash.Attention(MIMO, True), 128),
+    ),
     "DeepSeek-V3 attention": ("verify_latent_attention", lambda: latent(128)),
     "DeepSeek-V3 queries per head": ("verify_qmm_heads", lambda: per_head(512, 128)),
     "Step-3.5 experts": ("verify_moe", lambda: experts(288, 1280, 4096, 8)),
     "Qwen3.6-35B-A3B experts": ("verify_moe", lambda: experts(256, 512, 2048, 8)),
     "Qwen3.6-27B tokens": ("verify_head", lambda: LMHeadSite(linear(248320, 5120))),
     "Step-3.5 tokens, 8 bits": ("verify_head", lambda: LMHeadSite(linear(128896, 4096, bits=8))),
-    "Step-3.5 sum and norm": ("add_norm", lambda: Sum(in_bfloat16(nn.RMSNorm(4096)))),
-    "Step-3.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(step(0))),
-    "GLM-4.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(glm())),
+    "Step-3.5 sum and norm": ("add_norm", lambda: Sum(bf16(nn.RMSNorm(4096)))),
+    "Step-3.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(Step3p5Attention(STEP, 0))),
+    "GLM-4.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(glm4_moe.Attention(GLM))),
 }
 
 FEW = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
@@ -178,13 +167,13 @@ SMALL: dict[str, Callable[[], Any]] = {
     "verify_qmm": lambda: stack(64, k=1024),
     "verify_glu": lambda: glu(32, 1024),
     "verify_qmm_mma": lambda: Matrices(stack(64, k=1024)),
-    "verify_gemv": lambda: dense(64, 1024),
-    "gated_delta_verify": lambda: Recurrence(qwen(GatedDeltaNet, **FEW_DELTA), RecurrentCache),
+    "verify_gemv": lambda: Dense(bf16(nn.Linear(1024, 64, bias=False))),
+    "gated_delta_verify": lambda: Recurrence(bf16(qwen(GatedDeltaNet, **FEW_DELTA)), RecurrentCache),
     "verify_attention": lambda: near(attention(qwen(Qwen3NextAttention, **FEW))),
     "verify_latent_attention": lambda: near(latent(4)),
     "verify_qmm_heads": lambda: per_head(64, 4),
     "verify_moe": lambda: experts(16, 64, 64, 4),
     "verify_head": lambda: LMHeadSite(linear(1024, 512)),
-    "add_norm": lambda: Sum(in_bfloat16(nn.RMSNorm(512))),
+    "add_norm": lambda: Sum(bf16(nn.RMSNorm(512))),
     "norm_rope": lambda: norm_rope(qwen(Qwen3NextAttention, **FEW)),
 }

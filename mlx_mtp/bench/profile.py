@@ -93,7 +93,12 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
         d, last = _read_prompt(work)
         newest, accepted = last.run.read()
     plan = Plan("heads", work.k) if work.k else Plan()
-    while not _commit(d, work, watch, newest):
+    while True:
+        with watch.during("commit"):
+            watch.tokens += newest[: work.max_tokens - len(watch.tokens)]
+            d.text.extend(newest)
+        if len(watch.tokens) == work.max_tokens:
+            break
         last = _cycle(d, last, plan, accepted, watch)
         with watch.during("commit"):
             newest, accepted = last.run.read()
@@ -135,14 +140,6 @@ def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) ->
         new.run, new.base = run, last.base + accepted + 1
         cache.advance(new.base)
     return new
-
-
-def _commit(d: Decoder, work: Workload, watch: Timer, newest: list[int]) -> bool:
-    """Add a cycle's tokens to the text; whether it ends with them."""
-    with watch.during("commit"):
-        watch.tokens += newest[: work.max_tokens - len(watch.tokens)]
-        d.text.extend(newest)
-    return len(watch.tokens) == work.max_tokens
 
 
 def undisturbed(work: Workload) -> tuple[list[int], float]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from .census import stream_rate
 from .profile import HOST, PHASES, Profile
@@ -55,10 +55,9 @@ def lines(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) 
 
 def phase_table(found: list[Line], bandwidth: Bandwidth, title: str) -> Table:
     """Show the lines, with what share of the bandwidth each phase that reads weights achieved."""
-    table = Table(title=title, caption=f"of a cycle, but prefill: of the prompt; bandwidth {bandwidth}")
-    table.add_column("phase", no_wrap=True)
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
+    headers = [Column("phase", no_wrap=True), *(Column(name, justify="right") for name in COLUMNS)]
+    caption = f"of a cycle, but prefill: of the prompt; bandwidth {bandwidth}"
+    table = Table(*headers, title=title, caption=caption)
     for line in found:
         part = line.name in HOST
         if line.name == REST:

@@ -4,6 +4,7 @@ The spread of a row is the width of the confidence interval of its median (order
 distribution), over the median. Seven rounds or fewer give the whole range.
 """
 
+import itertools
 import math
 import statistics
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-T = TypeVar("T")
+K, T = TypeVar("K"), TypeVar("T")
 INCONCLUSIVE = 0.05  # spread
 CONFIDENCE = 0.9
 
@@ -53,14 +54,14 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> Measured:
 
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], T]], rounds: int, *, warmups: int = 1, cooldown: float = 0.0
-) -> dict[str, list[T]]:
+    contenders: Mapping[K, Callable[[], T]], rounds: int, *, warmups: int = 1, cooldown: float = 0.0
+) -> dict[K, list[T]]:
     """Collect what each contender returns (seconds, say) in `rounds` rounds of turns; warm-ups do not count.
 
     Every other round goes backwards, so that nobody always runs behind the same one. cooldown: seconds of rest
     before each turn.
     """
-    found: dict[str, list[T]] = {name: [] for name in contenders}
+    found: dict[K, list[T]] = {name: [] for name in contenders}
     for i in range(-warmups, rounds):
         for name in list(contenders)[:: -1 if i % 2 else 1]:
             time.sleep(cooldown)
@@ -72,9 +73,5 @@ def interleaved(
 
 def _skipped(n: int) -> int:
     """The most values to leave out at either end, so that the median is among the others with CONFIDENCE."""
-    outside, skipped = 0.0, 0
-    for skip in range((n - 1) // 2 + 1):
-        outside += 2 * math.comb(n, skip) / 2**n
-        if outside <= 1 - CONFIDENCE:
-            skipped = skip
-    return skipped
+    outside = itertools.accumulate(2 * math.comb(n, skip) / 2**n for skip in range((n - 1) // 2 + 1))
+    return max(0, sum(chance <= 1 - CONFIDENCE for chance in outside) - 1)

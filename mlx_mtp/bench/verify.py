@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..cache.ring import MAX_ROWS
@@ -191,12 +191,10 @@ def _curve(
     kernels: Kernels,
     plan: CurvePlan,
 ) -> Curve:
-    contenders = {f"{side} {m}": kernels.only(side)(run) for (side, m), run in turns.items()}
-    found = interleaved(contenders, plan.rounds, cooldown=plan.cooldown)
-    curve = Curve(name, context)
-    for (side, m), run in turns.items():
-        calls = len(run.calls) if isinstance(run, Timed) else 1
-        curve.seconds.setdefault(side, {})[m] = [calls * s for s in found[f"{side} {m}"]]
+    curve, contenders = Curve(name, context), {turn: kernels.only(turn[0])(run) for turn, run in turns.items()}
+    for (side, m), seconds in interleaved(contenders, plan.rounds, cooldown=plan.cooldown).items():
+        calls = len(run.calls) if isinstance(run := turns[side, m], Timed) else 1
+        curve.seconds.setdefault(side, {})[m] = [calls * s for s in seconds]
     return curve
 
 
@@ -205,9 +203,8 @@ def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
     rows = sorted({m for curve in curves for m in curve.seconds[side]} - {1})
     cells = {m: [_cell(curve.seconds[side], m) for curve in curves] for m in rows}
     unsure = any("?" in cell for line in cells.values() for cell in line)
-    table = Table(title=title, caption="?: inconclusive, its spread is above 5%" if unsure else None)
-    for name in ("M", *(curve.title for curve in curves)):
-        table.add_column(name, justify="right")
+    headers = [Column(name, justify="right") for name in ("M", *(curve.title for curve in curves))]
+    table = Table(*headers, title=title, caption="?: inconclusive, its spread is above 5%" if unsure else None)
     times = [measured(curve.seconds[side][1]).median for curve in curves]
     table.add_row("1, ms", *(f"{1e3 * seconds:.3f}" for seconds in times), end_section=True)
     for m, line in cells.items():

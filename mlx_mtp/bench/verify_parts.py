@@ -85,9 +85,9 @@ def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
     names = {name for name, child in module.items() if isinstance(child, LINEAR) and id(child) not in others}
     if names.issuperset(MLP):
         return [(_each([module]), width_of(module.gate_proj))]
-    groups = [[n for n in together if n in names] for together in TOGETHER]
-    groups += [[n] for n in sorted(names.difference(*TOGETHER))]
-    return [(_each([module[n] for n in group]), width_of(module[group[0]])) for group in groups if group]
+    together = (*TOGETHER, *((name,) for name in sorted(names.difference(*TOGETHER))))
+    groups = [[module[name] for name in group if name in names] for group in together]
+    return [(_each(group), width_of(group[0])) for group in groups if group]
 
 
 def width_of(linear: Any) -> int:
@@ -154,14 +154,12 @@ def _attention_calls(
     masks: dict[Any, Any] = {}
     for cache in caches:
         cache.seek(at, context)
-        if cache.window not in masks:
-            masks[cache.window] = cache.make_mask(rows)
-    mx.eval([mask for mask in masks.values() if isinstance(mask, mx.array)])
-    found = []
-    for site, cache in zip(sites, caches, strict=True):
-        op = partial(_attended, site, cache, at, context, masks[cache.window])
-        found.append(Call(op, _random(rows, site.width, dtype)))
-    return found
+        masks.setdefault(cache.window, cache.make_mask(rows))
+    mx.eval(masks)
+    return [
+        Call(partial(_attended, site, cache, at, context, masks[cache.window]), _random(rows, site.width, dtype))
+        for site, cache in zip(sites, caches, strict=True)
+    ]
 
 
 def _attended(
