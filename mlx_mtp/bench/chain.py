@@ -6,12 +6,12 @@ a row more look cheaper than it is in a model.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-Op = Callable[[mx.array], Sequence[mx.array]]
+from ..tuning.ab_test import Op
 
 REPEATS = 3  # of a chain in each turn; other work on the machine only ever adds time, so the fastest counts
 

@@ -23,7 +23,7 @@ PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
 USUAL_DRAFTS = 3  # most fixed numbers of drafts that are tried where nothing is said
 WARMUPS = 3  # on the first prompt of each setting
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[str, int, int], None]  # what comes next, how much is done, and of how much
 
 
 class Entry:
@@ -96,14 +96,14 @@ def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSett
     session.subject.forget()
     with session.subject.acceptance(), wired_limit(session.subject.model):
         for i, prompt in enumerate(prompts):
-            progress(i, len(prompts), prompt.category)
+            progress(prompt.category, i, len(prompts))
             readers = _readers(session, prompt, settings)
             turns = {name: reader.run for name, reader in readers.items()}
             warmups = 0 if i else WARMUPS
             found = timing.interleaved(turns, session.rounds, warmups=warmups, cooldown=session.cooldown)
             session.entries += [Entry(prompt, readers[name], runs) for name, runs in found.items()]
             session.differences += _differences(session, prompt, settings, found)
-    progress(len(prompts), len(prompts), "")
+    progress("", len(prompts), len(prompts))
 
 
 def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> dict[str, Reader]:

@@ -1,6 +1,7 @@
 """Read what another engine measured of Step-3.5-Flash with its MTP heads: `documents.csv`, which names the source."""
 
 import csv
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,41 @@ FILE = Path(__file__).parent / "documents.csv"
 Condition = tuple[str, int | None, int | None]  # context, bits of the target's cache and of the heads'; None is 16
 
 
+@dataclass(frozen=True)
+class Published:
+    """One line: speeds in tokens/s, acceptance as accepted of all drafted, context in thousands ("32k").
+
+    kv_cache, mtp_kv_cache: types of the target's and of the heads' caches; the latter empty where it is the same.
+    """
+
+    machine: str
+    weights: str
+    kv_cache: str
+    mtp_kv_cache: str
+    context: str
+    num_draft_tokens: int
+    plain_tok_s: float
+    mtp_tok_s: float
+    speedup: float
+    acceptance: float
+    tokens_per_cycle: float
+    cycle_cost_in_plain_steps: float
+
+    @property
+    def condition(self) -> Condition:
+        return self.context, BITS[self.kv_cache], BITS[self.mtp_kv_cache or self.kv_cache]
+
+
 def source() -> str:
     """Say where the figures are from."""
     return FILE.read_text().splitlines()[0].removeprefix("# source: ")
 
 
-def published() -> list[dict[str, str]]:
-    """Read every line of the table, its values by the names of their columns.
-
-    Speeds are in tokens/s, acceptance is of all that were drafted, a context is in thousands ("32k"); mtp_kv_cache is
-    empty where the heads' caches are of the target's type.
-    """
-    return list(csv.DictReader(line for line in FILE.read_text().splitlines() if not line.startswith("#")))
-
-
-def _condition(line: dict[str, str]) -> Condition:
-    types = line["kv_cache"], line["mtp_kv_cache"] or line["kv_cache"]
-    return line["context"], BITS[types[0]], BITS[types[1]]
+def published() -> list[Published]:
+    """Read every line of the table."""
+    lines = [line for line in FILE.read_text().splitlines() if not line.startswith("#")]
+    types = Published.__annotations__
+    return [Published(**{name: types[name](value) for name, value in row.items()}) for row in csv.DictReader(lines)]
 
 
 def check(model: Any) -> None:
@@ -48,8 +67,8 @@ def check(model: Any) -> None:
 
 
 def conditions() -> list[Condition]:
-    """List the conditions of all lines, each once: the least quantized first."""
-    found = {_condition(line) for line in published()}
+    """List the conditions of the table, the least quantized first."""
+    found = {row.condition for row in published()}
     return sorted(found, key=lambda c: (-(c[1] or 16), -(c[2] or 16), tokens(c[0])))
 
 
@@ -64,17 +83,18 @@ def beside(found: dict[str, Any], *, quick: bool) -> Table:
     left = ("context", "KV", "heads' KV", "drafts", "where")
     table = Table(*left, *map(right, names), title=f"published: {source()}", **STYLE)
     lines, here = published(), "here, synthetic" if found["model"]["synthetic"] else "here"
-    for context, *bits in conditions():
-        measured = {row.contender: row for row in rows(found, (tokens(context, quick=quick), *bits))}
+    for context, kv_bits, mtp_kv_bits in conditions():
+        measured = {row.contender: row for row in rows(found, (tokens(context, quick=quick), kv_bits, mtp_kv_bits))}
         label = f"{context}, shortened to {tokens(context, quick=True)}" if quick else context
         for k in range(1, DEPTHS + 1):
-            alike = [p for p in lines if (*_condition(p), p["num_draft_tokens"]) == (context, *bits, str(k))]
+            asked = (context, kv_bits, mtp_kv_bits, k)
+            alike = [p for p in lines if (*p.condition, p.num_draft_tokens) == asked]
             if alike:
-                caches = (str(of_cache or 16) for of_cache in bits)
+                caches = (str(bits or 16) for bits in (kv_bits, mtp_kv_bits))
                 table.add_row(label, *caches, str(k), here, *_measured_cells(measured, k))
             for p in alike:
-                values = (format(float(p[name]), form) for name, form in SHOWN.items())
-                table.add_row(*[""] * 4, f"{p['machine']}, {p['weights']}", *values)
+                values = (format(getattr(p, name), form) for name, form in SHOWN.items())
+                table.add_row(*[""] * 4, f"{p.machine}, {p.weights}", *values)
     return table
 
 

@@ -16,7 +16,7 @@ from mlx_lm.generate import wired_limit
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.cycle import PROMPT, Decoder, Flight, propose, verify
-from ..decoding.draft import prime
+from ..decoding.draft import Run, prime
 from ..decoding.prefill import NO_DRAFTS, prefill
 from ..decoding.prompt_lookup import Text
 from ..decoding.sampling import Picker
@@ -90,7 +90,7 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
     """Generate once, phase by phase; returns the watch, which got tokens, cycles and seconds."""
     tic = time.perf_counter()
     with watch.during("prefill"):
-        d, last = _read_prompt(work)
+        d, last = _first(work)
         newest, accepted = last.run.read()
     plan = Plan("heads", work.k) if work.k else Plan()
     while True:
@@ -107,12 +107,18 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
     return watch
 
 
-def _read_prompt(work: Workload) -> tuple[Decoder, Flight]:
+def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int) -> tuple[Decoder, Run]:
+    """Let the target, and heads that draft k, read a prompt in chunks of `step`; room for `more` tokens is kept."""
+    cache = make_prompt_cache(model, num_draft_tokens=k)
+    cache.reserve(len(prompt) + more)
+    d = Decoder(model, cache, Picker(), Fixed(k), Stats(), step, k)
+    return d, prefill(model, cache, list(prompt), d.picker, heads=k > 0, step=step)
+
+
+def _first(work: Workload) -> tuple[Decoder, Flight]:
     """The prompt, read by the target and its heads, and the first token, all computed."""
-    cache = make_prompt_cache(work.model, num_draft_tokens=work.k)
-    cache.reserve(len(work.prompt) + work.max_tokens)
-    d = Decoder(work.model, cache, Picker(), Fixed(work.k), Stats(), work.step, work.k)
-    run = prefill(work.model, cache, list(work.prompt), d.picker, heads=work.k > 0, step=work.step)
+    d, run = read_prompt(work.model, work.prompt, work.k, work.step, work.max_tokens)
+    cache = d.cache
     cache.pop_row()
     d.text, base = Text(cache.tokens), cache.offset - 1
     if work.k:

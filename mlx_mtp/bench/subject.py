@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def forget(model: Any) -> None:
 class Subject:
     """A model to measure.
 
-    tokenizer: None where weights are random. path: of the checkpoint, or of config.json.
+    tokenizer: None where weights are random.
     facts:     for a result's "model"; `synthetic` of it says in words what is not the real thing, or None.
     rates:     drawn acceptance per depth; empty: what the heads guess counts.
     """
@@ -55,8 +55,7 @@ class Subject:
     model: Any
     tokenizer: Any
     name: str
-    path: Path
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
     rates: tuple[float, ...] = ()
 
     @property
@@ -117,7 +116,7 @@ def open_subject(
     drawn = f"acceptance drawn at {', '.join(map(str, rates))}" if rates else None
     synthetic = "; ".join(filter(None, (label, drawn))) or None
     facts = {**_facts(name, found), "kernels": list(on), "not_exact": list(not_exact), "synthetic": synthetic}
-    subject = Subject(found, tokenizer, name, path, facts, rates)
+    subject = Subject(found, tokenizer, name, facts, rates)
     subject.forget()
     return subject
 

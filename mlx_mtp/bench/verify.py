@@ -15,20 +15,17 @@ import mlx.core as mx
 from mlx_lm.generate import wired_limit
 from rich.table import Column, Table
 
-from ..cache.prompt_cache import make_prompt_cache
 from ..cache.ring import MAX_ROWS
-from ..decoding.cycle import Decoder, verify
+from ..decoding.cycle import verify
 from ..decoding.draft import Drafts, Run
-from ..decoding.prefill import NO_DRAFTS, NONE_ACCEPTED, prefill
-from ..decoding.sampling import Picker
-from ..decoding.stats import Stats
+from ..decoding.prefill import NO_DRAFTS, NONE_ACCEPTED
 from ..kernels import on_metal
 from ..layers.port import Port
-from ..tuning.controller import Fixed
 from ..tuning.kernel_sites import place
 from ..tuning.kernel_switch import switch, trials
 from ..tuning.kernel_trials import decide, in_words, requested
 from .chain import REPEATS, Timed, steps_for
+from .profile import read_prompt
 from .prompts import filler, make_prompts
 from .subject import Subject
 from .timing import interleaved, measured, ratio
@@ -82,11 +79,8 @@ class VerifyPass:
     def __init__(self, model: Any, text: Sequence[int], context: int, step: int):
         assert len(text) >= context + 2 * MAX_ROWS, "a text too short"
         self.text, self.context = mx.array(list(text)), context
-        cache = make_prompt_cache(model, num_draft_tokens=0)
-        cache.reserve(context + 2 * MAX_ROWS)
-        self.d = Decoder(model, cache, Picker(), Fixed(0), Stats(), step, 0)
-        prefill(model, cache, list(text[:context]), self.d.picker, heads=False, step=step)
-        self.recurrent = [c for c in cache.layers if c.is_state]
+        self.d, _ = read_prompt(model, text[:context], 0, step, 2 * MAX_ROWS)
+        self.recurrent = [c for c in self.d.cache.layers if c.is_state]
         self.states: dict[int, list[Any]] = {0: [c.parts for c in self.recurrent]}
 
     def graph(self, rows: int, start: int, states: int) -> Run:

@@ -1,5 +1,6 @@
 """Run `mlx-mtp bench decode` and `bench compare`: mlx-lm's loop, ours, and drafting, on the same prompts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from .options import BITS, GIVEN, options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.loops import LoopSettings
-    from ..bench.prompts import BenchPrompt
     from ..bench.subject import Subject
 
 SHOWN = 20  # differences of texts that are listed
@@ -76,51 +75,44 @@ def _check_preset(flags: dict[str, Any]) -> None:
 
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     """Measure everything that was asked for, as a result."""
-    from ..bench import documents, result
+    from ..bench import result
     from ..bench.decode import as_result, measure, open_session
+    from ..bench.loops import LoopSettings
+    from ..bench.prompts import make_prompts
+    from ..cache.prompt_cache import group_size_for
 
-    subject = subject_of(flags)
-    quick = flags["quick"]
+    subject, quick = subject_of(flags), flags["quick"]
     session = open_session(subject, flags["drafts"], flags["rounds"] or (3 if quick else 5), cooldown_of(flags))
-    if flags["preset"]:
-        documents.check(subject.model)
-        conditions = [(documents.tokens(c, quick=quick), *bits) for c, *bits in documents.conditions()]
-    else:
-        bits = [flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits")]
-        conditions = [(context, *bits) for context in flags["contexts"] or (0,)]
-    prompts = [_prompts(subject, flags, context) for context, *_ in conditions]
+    conditions = _conditions(subject, flags)
+    only = flags["categories"].split(",") if flags["categories"] else DOCUMENTS if flags["preset"] else ()
+    of_all = {"each": flags["each"] or (1 if quick or flags["preset"] else 2), "only": only}
+    made = [make_prompts(subject.tokenizer, subject.model.vocab_size, context=c, **of_all) for c, *_ in conditions]
     options = {"contenders": [loop.name for loop in session.loops], "max_tokens": flags["max_tokens"]}
     options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "preset", "quick")}
-    for of_context, (_, *bits) in zip(prompts, conditions, strict=True):
+    settings = LoopSettings(
+        **{name: flags[name] for name in ("max_tokens", "temp", "seed")},
+        stop_tokens=subject.stop_tokens,
+        prefill_step_size=default_step(),
+        kv_group_size=group_size_for(subject.model),
+    )
+    for prompts, (_, kv_bits, mtp_kv_bits) in zip(made, conditions, strict=True):
         with bar() as progress:
-            measure(session, of_context, _settings(subject, flags, *bits), progress)
+            measure(session, prompts, replace(settings, kv_bits=kv_bits, mtp_kv_bits=mtp_kv_bits), progress)
         if flags["out"]:
             result.write(as_result(session, options), flags["out"])  # what there is, if the next one is interrupted
     return as_result(session, options)
 
 
-def _prompts(subject: "Subject", flags: dict[str, Any], context: int) -> "list[BenchPrompt]":
-    from ..bench.prompts import make_prompts
+def _conditions(subject: "Subject", flags: dict[str, Any]) -> list[tuple[int, int | None, int | None]]:
+    """List (tokens of context, bits of the target's cache, bits of the heads')."""
+    if flags["preset"]:
+        from ..bench import documents
 
-    only = flags["categories"].split(",") if flags["categories"] else DOCUMENTS if flags["preset"] else ()
-    each = flags["each"] or (1 if flags["quick"] or flags["preset"] else 2)
-    return make_prompts(subject.tokenizer, subject.model.vocab_size, each=each, context=context, only=only)
-
-
-def _settings(subject: "Subject", flags: dict[str, Any], *bits: int | None) -> "LoopSettings":
-    from ..bench.loops import LoopSettings
-    from ..cache.prompt_cache import group_size_for
-
-    return LoopSettings(
-        max_tokens=flags["max_tokens"],
-        temp=flags["temp"],
-        seed=flags["seed"],
-        stop_tokens=subject.stop_tokens,
-        prefill_step_size=default_step(),
-        kv_bits=bits[0],
-        mtp_kv_bits=bits[1],
-        kv_group_size=group_size_for(subject.model),
-    )
+        documents.check(subject.model)
+        published, quick = documents.conditions(), flags["quick"]
+        return [(documents.tokens(c, quick=quick), kv_bits, mtp_kv_bits) for c, kv_bits, mtp_kv_bits in published]
+    kv_bits, mtp_kv_bits = (flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits"))
+    return [(context, kv_bits, mtp_kv_bits) for context in flags["contexts"] or (0,)]
 
 
 def _print(out: "Console", found: dict[str, Any], flags: dict[str, Any]) -> None:

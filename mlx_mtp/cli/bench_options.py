@@ -5,7 +5,7 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -80,19 +80,14 @@ def cooldown_of(flags: dict[str, Any]) -> float:
     return flags["cooldown"] if flags["cooldown"] is not None else float(on_gpu)
 
 
-@contextlib.contextmanager
-def bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Show a bar on stderr; what it gives is told how much is done, of how much, and what comes next."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+def bar() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
+    """Show a bar on stderr; what it gives is told what comes next, how much is done, and of how much."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-    from .progress import shows_progress
+    from . import progress
 
     columns = BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}")
-    hidden = not shows_progress(quiet=False)
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)
+    return progress.bar(*columns, shown=progress.shows_progress(quiet=False))
 
 
 def console() -> "Console":

@@ -38,10 +38,10 @@ def verify(**flags: Any) -> None:
     kernels = Kernels(subject.model, flags["kernels"])
     text, curves = text_of(subject, max(plan.contexts)), []
     with bar() as progress:
-        progress(0, 0, "caches")
+        progress("caches", 0, 0)
         for curve in measure(subject.model, text, kernels, plan, default_step()):
             curves.append(curve)
-            progress(len(curves), 0, f"{curve.title} done")
+            progress(f"{curve.title} done", len(curves), 0)
     out = console()
     for side in kernels.sides:
         what = "stock modules" if side == STOCK else "our kernels"
