@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +83,16 @@ def beside(found: dict[str, Any], *, quick: bool) -> Table:
     names = ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle")
     left = ("context", "KV", "heads' KV", "drafts", "where")
     table = Table(*left, *map(right, names), title=f"published: {source()}", **STYLE)
-    lines, here = published(), "here, synthetic" if found["model"]["synthetic"] else "here"
-    for context, kv_bits, mtp_kv_bits in conditions():
-        measured = {row.contender: row for row in rows(found, (tokens(context, quick=quick), kv_bits, mtp_kv_bits))}
-        label = f"{context}, shortened to {tokens(context, quick=True)}" if quick else context
-        for k in range(1, DEPTHS + 1):
-            asked = (context, kv_bits, mtp_kv_bits, k)
-            alike = [p for p in lines if (*p.condition, p.num_draft_tokens) == asked]
-            if alike:
-                caches = (str(bits or 16) for bits in (kv_bits, mtp_kv_bits))
-                table.add_row(label, *caches, str(k), here, *_measured_cells(measured, k))
-            for p in alike:
-                values = (format(getattr(p, name), form) for name, form in SHOWN.items())
-                table.add_row(*[""] * 4, f"{p.machine}, {p.weights}", *values)
+    order, here = conditions(), "here, synthetic" if found["model"]["synthetic"] else "here"
+    lines = sorted(published(), key=lambda p: (order.index(p.condition), p.num_draft_tokens))
+    for ((context, *bits), k), alike in groupby(lines, lambda p: (p.condition, p.num_draft_tokens)):
+        setting = tokens(context, quick=quick), bits[0], bits[1]
+        measured = {row.contender: row for row in rows(found, setting)}
+        label = f"{context}, shortened to {setting[0]}" if quick else context
+        table.add_row(label, *(str(b or 16) for b in bits), str(k), here, *_measured_cells(measured, k))
+        for p in alike:
+            values = (format(getattr(p, name), form) for name, form in SHOWN.items())
+            table.add_row(*[""] * 4, f"{p.machine}, {p.weights}", *values)
     return table
 
 

@@ -12,7 +12,7 @@ from mlx_lm.models import deepseek_v3, glm4_moe, mimo_v2_flash, qwen3_5, step3p5
 from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mlx_lm.models.step3p5 import Step3p5Attention
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from ..cache.kinds import make_cache
 from ..cache.recurrent import RecurrentCache
@@ -30,6 +30,7 @@ from ..layers.quantized_products import GLU, Matrices, Stack
 from ..layers.residual_norm import Sum
 from ..models import deepseek_v3 as deepseek_port
 from ..models.qwen3_5 import GatedDeltaNet
+from .random_model import draw_weights
 
 # Qwen3.6-27B's layers, as far as attention and gated delta read them.
 QWEN = {
@@ -102,13 +103,9 @@ def per_head(n: int, heads: int) -> PerHead:
 
 def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
     """Make a mixture with random bits for weights: to quantize so many would take more memory than the layer."""
-    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    switch = SwitchGLU(1, 1, 1)
-    for name, (n, k) in shapes.items():
-        switch[name] = QuantizedSwitchLinear(k, n, 1, bias=False)
-        switch[name].weight = mx.random.randint(0, 2**32 - 1, (count, n, k // 8), mx.uint32)
-        scales = mx.random.uniform(0.5, 1, (count, n, k // 64)).astype(mx.bfloat16) / k
-        switch[name].scales, switch[name].biases = scales, -8 * scales
+    switch = SwitchGLU(hidden, inner, count)
+    nn.quantize(switch, 64, 4)
+    draw_weights(bf16(switch), 0)
     gate = nn.Module()
     gate.top_k, gate.norm_topk_prob, gate.routed_scaling_factor = top_k, True, 1.0
     gate.router_bias = mx.zeros(count)

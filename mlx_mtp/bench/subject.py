@@ -125,13 +125,9 @@ def _facts(name: str, model: Any) -> dict[str, Any]:
     report = model.report
     return {
         "name": name,
-        "family": report.family,
-        "layers": report.layers,
-        "heads": report.heads,
+        **{what: getattr(report, what) for what in ("family", "layers", "heads")},
         "max_draft_tokens": model.max_draft_tokens,
-        "target_bytes": report.target_bytes,
-        "head_bytes": report.head_bytes,
-        "target_quantization": report.target_quantization,
+        **{what: getattr(report, what) for what in ("target_bytes", "head_bytes", "target_quantization")},
         "head_quantization": report.head_quantization if report.heads else None,
         "dtype": dtype_of(model),
     }

@@ -20,6 +20,7 @@ from ..cache.linear import round_up
 from ..cache.recurrent import RecurrentCache
 from ..cache.ring import MAX_ROWS, Ring
 from ..layers.attention import Attention
+from ..layers.experts import PROJECTIONS
 from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.mamba2 import Mamba2
 from ..layers.mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention
@@ -30,7 +31,6 @@ from .census import calls_noted
 from .chain import Call, Op
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)
-MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
     others: ids of modules that are no part of it.
     """
     names = {name for name, child in module.items() if isinstance(child, LINEAR) and id(child) not in others}
-    if names.issuperset(MLP):
+    if names.issuperset(PROJECTIONS):
         return [(_each([module]), width_of(module.gate_proj))]
     together = (*TOGETHER, *((name,) for name in sorted(names.difference(*TOGETHER))))
     groups = [[module[name] for name in group if name in names] for group in together]
