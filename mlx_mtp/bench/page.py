@@ -15,37 +15,34 @@ from . import plots
 from .page_tables import tables_of
 from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, subject
 from .plot_data import panels_of
+from .roofline.tables import new_table
 
 STYLE = Path(__file__).with_name("page.css")
 
 
 def page(results: Sequence[Found]) -> str:
     """Write a complete document; raises ValueError where matplotlib is missing."""
-    title = "mlx-mtp bench: " + ", ".join(dict.fromkeys(f"{found['bench']} {subject(found)}" for found in results))
-    title = escape(title)
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
-            f"<style>\n{STYLE.read_text()}</style></head><body>\n<h1>{title}</h1>",
-            *(_figure(panel, f"panel-{i}") for i, panel in enumerate(panels_of(results))),
-            *(line for found in results for line in _details(found)),
-            "</body></html>\n",
-        ]
+    names = dict.fromkeys(f"{found['bench']} {subject(found)}" for found in results)
+    title = escape("mlx-mtp bench: " + ", ".join(names))
+    start = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+        f"<style>\n{STYLE.read_text()}</style></head><body>\n<h1>{title}</h1>"
     )
+    figures = [_figure(panel, f"panel-{i}") for i, panel in enumerate(panels_of(results))]
+    details = [line for found in results for line in _details(found)]
+    return "\n".join([start, *figures, *details, "</body></html>\n"])
 
 
 def _figure(panel: Panel, name: str) -> str:
     """Draw a picture twice, of which one is shown; behind it, to be opened, its numbers."""
     label = escape(panel.title, quote=True)
-    drawn = [
-        plots.svg(panel, dark=scheme == "dark", name=f"{name}-{scheme}").replace(
-            "<svg ", f'<svg class="{scheme}" role="img" aria-label="{label}" ', 1
-        )
-        for scheme in ("light", "dark")
-    ]
+    drawn = ""
+    for scheme in ("light", "dark"):
+        svg = plots.svg(panel, dark=scheme == "dark", name=f"{name}-{scheme}")
+        drawn += svg.replace("<svg ", f'<svg class="{scheme}" role="img" aria-label="{label}" ', 1)
     numbers = "".join(html_table(numbers_of(panel)))
-    return f"<figure>{''.join(drawn)}<details><summary>numbers</summary>{numbers}</details></figure>"
+    return f"<figure>{drawn}<details><summary>numbers</summary>{numbers}</details></figure>"
 
 
 def _details(found: Found) -> Iterator[str]:
@@ -106,9 +103,7 @@ def numbers_of(panel: Panel) -> Table:
             columns = [panel.span_label, *panel.marks]
             spans = [f"{low:.4g} to {high:.4g}" for low, high in panel.spans]
             rows = zip(panel.rows, spans, *panel.marks.values(), strict=True)
-    table = Table(corner)
-    for name in columns:
-        table.add_column(name, justify="right")
+    table = new_table(None, corner, *columns)
     for row in rows:
         table.add_row(*(x if isinstance(x, str) else "" if x is None else f"{x:.4g}" for x in row))
     return table

@@ -56,7 +56,11 @@ def model_cycles(found: Found) -> Iterator[Panel]:
 def documents(found: Found, machine: str = "Mac Studio") -> Iterator[Panel]:
     """Draw the published engine's cycles over their floors, from all experts shared to independent routing."""
     names, spans, marks = [], [], []
-    for line, kind in _with_plain([line for line in found["documents"] if line["machine"] == machine]):
+    lines = [line for line in found["documents"] if line["machine"] == machine]
+    first = {(line["weights"], line["context"]): line for line in reversed(lines)}
+    for line, kind in ((line, kind) for line in lines for kind in ("plain", "cycle")):
+        if kind == "plain" and line is not first[line["weights"], line["context"]]:
+            continue  # the same for every k of an experiment
         step = f"k={line['drafts']}" if kind == "cycle" else kind
         names.append(f"{line['weights']} {line['context'] // 1024}k {step}")
         floors = line["cycle_floor"] if kind == "cycle" else {SHOWN_OVERLAP: line["plain_floor"]}
@@ -71,14 +75,3 @@ def documents(found: Found, machine: str = "Mac Studio") -> Iterator[Panel]:
             dict(zip(labels, map(list, zip(*marks, strict=True)), strict=True)),
             [3, FLOOR, 0],
         )
-
-
-def _with_plain(lines: Sequence[Found]) -> Iterator[tuple[Found, str]]:
-    """Give each line as a cycle, and before the first of an experiment the same as a plain step."""
-    seen = set()
-    for line in lines:
-        work = line["weights"], line["context"]
-        if work not in seen:
-            seen.add(work)
-            yield line, "plain"
-        yield line, "cycle"

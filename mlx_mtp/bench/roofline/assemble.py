@@ -80,18 +80,14 @@ def bench_model(
     beside. ValueError where one is of another model, or at no such context.
     """
     rows, model, fitted = list(rows), subject.model, read_fitted()
-    facts = {
-        **{"name": subject.name, "source": subject.source, "heads": len(model.drafts)},
-        **{"max_draft_tokens": model.max_drafts, "target_bytes": model.total_bytes, "synthetic": None},
-    }
+    facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}
+    facts |= {"max_draft_tokens": model.max_drafts, "target_bytes": model.total_bytes, "synthetic": None}
     on_chip = {}
     if chip is not None:
         fitted_to = fitted["chips"][chip.name]["fitted_to"]
-        on_chip = {
-            "chip": asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": fitted_to},
-            "predicted": predicted(model, chip, context, rows),
-            "kernels": kernels(model, chip, context),
-        }
+        on_chip["chip"] = asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": fitted_to}
+        on_chip["predicted"] = predicted(model, chip, context, rows)
+        on_chip["kernels"] = kernels(model, chip, context)
     return result(
         "model",
         facts,

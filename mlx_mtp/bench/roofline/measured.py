@@ -61,11 +61,10 @@ def _decode(found: Found, context: int) -> Iterator[Time]:
 
 
 def _verify(found: Found, context: int) -> Iterator[Time]:
-    for curve in found["curves"]:
-        if (curve["name"], curve["context"]) == ("whole", context):
-            for side, seconds in curve["seconds"].items():
-                for m, values in seconds.items():
-                    yield PLAIN if int(m) == 1 else VERIFY, int(m), f"{side} pass", interval(values).median
+    whole = [curve for curve in found["curves"] if (curve["name"], curve["context"]) == ("whole", context)]
+    for side, seconds in (pair for curve in whole for pair in curve["seconds"].items()):
+        for m, values in seconds.items():
+            yield PLAIN if int(m) == 1 else VERIFY, int(m), f"{side} pass", interval(values).median
 
 
 def _profile(found: Found, _: int) -> Iterator[Time]:

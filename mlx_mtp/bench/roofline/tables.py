@@ -17,7 +17,7 @@ from .predict import OURS, SHOWN_OVERLAP, STOCK, shown_times
 Found = dict[str, Any]
 
 
-def new_table(title: str, *columns: str, left: int = 1, caption: str | None = None) -> Table:
+def new_table(title: str | None, *columns: str, left: int = 1, caption: str | None = None) -> Table:
     """Begin a table whose columns from `left` on are numbers."""
     table = Table(title=title, caption=caption)
     for i, column in enumerate(columns):

@@ -39,8 +39,8 @@ def of_port(model: Port, float_bytes: int | None = None) -> ModelOps:
 
 def _draft_head(model: Port, depth: int, width: int) -> DraftHeadOps:
     head: Any = model.mtp[depth]
-    parts = [(name, child) for name, child in head.children().items() if name not in OUTSIDE]
-    ops = tuple(op for _, child in parts for op in _ops(model, child, head.window, width))
+    parts = [child for name, child in head.children().items() if name not in OUTSIDE]
+    ops = tuple(op for child in parts for op in _ops(model, child, head.window, width))
     return DraftHeadOps(LayerOps(kind_of(ops), 1, ops), _linear("lm_head", model.unembedding(depth), width))
 
 
@@ -71,19 +71,14 @@ def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
         form = Form.of(module)
         yield AttentionOp(form.heads, form.kv_heads, form.head_dim, window, "attention", form.value_dim, width)
     elif issubclass(kind, AbsorbedMLA):
-        yield _latent(model, module, width)
+        sizes = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim, module.v_head_dim
+        top = model.args.index_topk if issubclass(kind, SparseMLA) else None
+        index = module.indexer.head_dim if "indexer" in module else 0  # layers may share what one of them chose
+        yield LatentOp(module.num_heads, *sizes, top=top, index=index, value_bytes=width)
     elif issubclass(kind, GatedDelta):
         yield StateOp(module.num_v_heads * module.head_v_dim * module.head_k_dim * 4)
     elif issubclass(kind, Mamba2):
         yield StateOp(module.num_heads * module.head_dim * module.ssm_state_size * 4)
-
-
-def _latent(model: Port, module: Any, width: int) -> LatentOp:
-    """Describe MLA; where layers share what one indexer chose, only that one's cache has its keys."""
-    sizes = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim, module.v_head_dim
-    top = model.args.index_topk if issubclass(type(module), SparseMLA) else None
-    index = module.indexer.head_dim if "indexer" in module else 0
-    return LatentOp(module.num_heads, *sizes, top=top, index=index, value_bytes=width)
 
 
 def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
