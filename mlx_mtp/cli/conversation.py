@@ -12,7 +12,7 @@ from ..machine.errors import first_line
 from ..session import ChatSession
 from .footer import Totals, footer, mtp_state
 from .progress import PromptProgress, shows_progress
-from .terminal import MessageReader, StopOnInterrupt, dumb, faint, hidden_typing, printable
+from .terminal import MessageReader, StopOnInterrupt, faint, hidden_typing, printable
 
 HELP = """\
 /help        this list (also: h)
@@ -93,8 +93,8 @@ class Chat:
         except (ValueError, RuntimeError, MemoryError) as e:
             trouble = "error: " + first_line(e)
         last = self._last
-        if last:
-            click.echo("" if self._line_ended else "\n", nl=False)
+        if last and not self._line_ended:
+            click.echo()
         if trouble:
             click.echo(trouble, err=True)
         elif last is None or last.finish_reason is None:
@@ -105,7 +105,7 @@ class Chat:
     def _stream(self, text: str) -> None:
         session = self.session
         progress = PromptProgress(shown=self.progress, chunk=session.options.get("prefill_step_size", 2048))
-        typing = hidden_typing(active=self.interactive, marked=not dumb())
+        typing = hidden_typing() if self.interactive else contextlib.nullcontext()
         responses = contextlib.closing(session.ask(text, progress))
         with StopOnInterrupt(session, progress.stopping), typing, progress, responses as answer:
             for self._last in answer:

@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -54,7 +53,8 @@ def draft_vocab(
     if not isinstance(vocab_size, int):
         raise ValueError(f"{path}/config.json: vocab_size is {vocab_size!r}, expected an integer")
     tokenizer = load_tokenizer(path, {"trust_remote_code": True} if trust_remote_code else {})
-    counts = _count(tokenizer, _read(texts))
+    pieces = (text[start : start + PIECE] for text in _read(texts) for start in range(0, len(text), PIECE))
+    counts = Counter(token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False))
     if texts and not counts:
         raise click.UsageError(f"no text in {', '.join(texts)}")
     try:
@@ -84,11 +84,4 @@ def _read(names: Iterable[str]) -> Iterator[str]:
 def _files(path: Path) -> list[Path]:
     """List this file, or those below a directory but hidden ones."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    hidden = {file for file in files if any(part.startswith(".") for part in file.relative_to(path).parts)}
-    return [file for file in files if file.is_file() and file not in hidden]
-
-
-def _count(tokenizer: Any, texts: Iterable[str]) -> Counter[int]:
-    """Count how often each token occurs."""
-    pieces = (text[start : start + PIECE] for text in texts for start in range(0, len(text), PIECE))
-    return Counter(token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False))
+    return [f for f in files if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)]

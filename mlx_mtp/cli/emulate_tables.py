@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from .. import kernels
 from ..emulator import Traffic, emulated
@@ -32,10 +32,8 @@ TOP = 20  # tokens of an LM head
 
 def _counts_table(title: str, columns: Sequence[str], groups: Iterable[Iterable[Sequence[str]]]) -> Table:
     """Lay rows of cells out, with a line below each group; the first column has the kernels' names."""
-    table = Table(title=title)
-    table.add_column(columns[0], no_wrap=True)
-    for name in columns[1:]:
-        table.add_column(name, justify="right")
+    figures = (Column(name, justify="right") for name in columns[1:])
+    table = Table(Column(columns[0], no_wrap=True), *figures, title=title)
     for group in groups:
         for cells in group:
             table.add_row(*cells)
@@ -61,9 +59,8 @@ def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), row
     columns = ("kernel", "M", *BUFFERS, "KiB requested", "lines per access")
     title = f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated"
     table = _counts_table(title, columns, _by_kernel(_products(stock, *shape), range(1, rows + 1)))
-    table.caption = (
-        "lines per access: lines of 64 bytes that 32 lanes of a simdgroup touch in one read of the weights"
-    )
+    touched = "lines of 64 bytes that 32 lanes of a simdgroup touch in one read of the weights"
+    table.caption = f"lines per access: {touched}"
     return table
 
 

@@ -72,27 +72,23 @@ class MessageReader:
                 click.echo("/exit, Ctrl-D or another Ctrl-C leaves the chat.", err=True)
 
     def _next(self) -> str | None:
-        if self._editor is None:
-            click.echo(self._prompt, nl=False)
-            try:
-                return sys.stdin.readline() or None
-            except KeyboardInterrupt:
-                click.echo("\n" if self._prompt else "", nl=False)
-                raise
-        text = self._editor.prompt()
-        return text.encode("utf-8", "replace").decode()  # bytes that were no UTF-8 arrive as lone surrogates
+        if self._editor:
+            return self._editor.prompt().encode("utf-8", "replace").decode()  # what is no UTF-8: lone surrogates
+        click.echo(self._prompt, nl=False)
+        try:
+            return sys.stdin.readline() or None
+        except KeyboardInterrupt:
+            click.echo("\n" if self._prompt else "", nl=False)
+            raise
 
 
 @contextlib.contextmanager
-def hidden_typing(*, active: bool, marked: bool = True) -> Iterator[None]:
+def hidden_typing() -> Iterator[None]:
     """Have keys pressed meanwhile wait for the next prompt instead of showing up in the middle of an answer.
 
-    marked: have the terminal mark pastes, so that the next prompt takes one for one message.
+    A terminal that can marks pastes, so that the next prompt takes one for one message.
     """
-    if not active:
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
+    before, marked = termios.tcgetattr(sys.stdin), not dumb()
     silent = [*before]
     # A terminal that waits for whole lines drops what is past 4 kB of one, and with it the mark of a paste's end.
     silent[3] &= ~(termios.ECHO | (termios.ICANON if marked else 0))

@@ -47,16 +47,13 @@ def verify_lossless(**flags: Any) -> None:
         raise click.UsageError(
             "without drafts there is nothing to verify; leave --no-mtp and --num-draft-tokens 0 out"
         )
-    tasks = []
-    if flags["tasks"]:
-        from ..lossless.tasks import read_tasks
+    from ..lossless.tasks import answer_all, read_tasks
 
-        tasks = read_tasks(flags["tasks"])  # before a model is loaded for them
+    tasks = read_tasks(flags["tasks"]) if flags["tasks"] else []  # before a model is loaded for them
     model, tokenizer = _load(flags)
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from ..lossless.check import conclude, verify
-    from ..lossless.tasks import answer_all
     from .progress import bar, shows_progress
     from .verify_tables import as_dict, show
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..lossless.check import Verdict
@@ -54,10 +54,8 @@ def show(model: Any, tokenizer: Any, verdict: Verdict, answered: list[Answered])
 
 def _table(title: str, left: Sequence[str], right: Sequence[str], caption: str | None = None) -> Table:
     """Begin a table with columns of names, at the left, and of figures."""
-    table = Table(*left, title=title, title_justify="left", caption=caption)
-    for name in right:
-        table.add_column(name, justify="right")
-    return table
+    figures = (Column(name, justify="right") for name in right)
+    return Table(*left, *figures, title=title, title_justify="left", caption=caption)
 
 
 def _ways(title: str, comparisons: list[Comparison]) -> Table:

@@ -93,21 +93,17 @@ def entry(draw, files: damage.Files) -> str:
     """An entry of JSON: of a file that is JSON, of a line of the tasks, of what a prompt cache says of itself."""
     if not files:
         return "nothing"
-    name = draw(st.sampled_from(sorted(files)))
-    if name == "cache.safetensors":
-        said: list[str] = []
-        try:
-            files[name] = rewritten(files[name], lambda state: said.append(damage.change_entry(draw, state)))
-        except (ValueError, KeyError, TypeError, IndexError, struct.error, RecursionError):
-            return "nothing"
-        return f"state {said}"
-    lines = files[name].split(b"\n") if name == "tasks.jsonl" else [files[name]]
+    name, said = draw(st.sampled_from(sorted(files))), []
     try:
-        tree = json.loads(lines[0])
-    except (ValueError, RecursionError):
+        if name == "cache.safetensors":
+            files[name] = rewritten(files[name], lambda state: said.append(damage.change_entry(draw, state)))
+        else:
+            first, *others = files[name].split(b"\n") if name == "tasks.jsonl" else [files[name]]
+            tree = json.loads(first)
+            said.append(damage.change_entry(draw, tree))
+            files[name] = b"\n".join([json.dumps(tree).encode(), *others])
+    except (ValueError, KeyError, TypeError, IndexError, struct.error, RecursionError):
         return "nothing"
-    said = damage.change_entry(draw, tree)
-    files[name] = b"\n".join([json.dumps(tree).encode(), *lines[1:]])
     return f"{name} {said}"
 
 
