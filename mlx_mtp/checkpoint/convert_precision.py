@@ -35,7 +35,6 @@ PLAIN = {
     QuantizedSwitchLinear: SwitchLinear,
     QuantizedMultiLinear: MultiLinear,
 }
-Predicate = Callable[[str, nn.Module], bool | dict]
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def _quantize_target(model: Any, form: Format, recipe: str | None) -> int:
     return count
 
 
-def _quantize(module: nn.Module, form: Format, predicate: Predicate | None) -> int:
+def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Module], bool | dict] | None) -> int:
     """Quantize the submodules that can be, that `predicate` names, and whose rows are whole groups; how many."""
 
     def chosen(path: str, m: Any) -> bool | dict:

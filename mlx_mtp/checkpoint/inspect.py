@@ -205,24 +205,16 @@ def _layout(path: Path, header: Header, heads: Header) -> str:
 
 def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
     """Sum up the target, its experts and the heads, by their names in Inspection."""
-    tensors = {
-        "target": contents.trunk,
-        "experts": {name: tensor for name, tensor in contents.trunk.items() if EXPERTS.search(name)},
-        "heads": contents.heads,
-    }
+    experts = {name: tensor for name, tensor in contents.trunk.items() if EXPERTS.search(name)}
+    tensors = {"target": contents.trunk, "experts": experts, "heads": contents.heads}
     loaded: dict[str, Any] = dict.fromkeys(tensors, (None, None))
     if model is not None:
         report, modules = model.report, model.named_modules()
         switched = ((at, m) for at, m in modules if isinstance(m, SwitchLinear | QuantizedSwitchLinear))
-        experts = {at: m for at, m in switched if not at.startswith("mtp.")}
-        loaded = {
-            "target": (report.target_bytes, report.target_quantization),
-            "experts": (
-                nbytes([m.parameters() for m in experts.values()]),
-                quantization(experts) if experts else None,
-            ),
-            "heads": (report.head_bytes, report.head_quantization if report.heads else None),
-        }
+        trunk = {at: m for at, m in switched if not at.startswith("mtp.")}
+        loaded["target"] = report.target_bytes, report.target_quantization
+        loaded["experts"] = nbytes([m.parameters() for m in trunk.values()]), quantization(trunk) if trunk else None
+        loaded["heads"] = report.head_bytes, report.head_quantization if report.heads else None
     return {name: PartSummary(len(part), _types(part), *loaded[name]) for name, part in tensors.items()}
 
 

@@ -68,8 +68,8 @@ class Report:
         if self.expanded:
             rows.append(("precision", "expanded to float32: MLX multiplies experts on a CPU in nothing else"))
         width = COLUMNS - 11  # beside a row's name
-        kernels = (textwrap.wrap(k, width, subsequent_indent="    ", break_on_hyphens=False) for k in self.kernels)
-        lines = [line for kernel in kernels for line in kernel]
+        wrap = textwrap.TextWrapper(width, subsequent_indent="    ", break_on_hyphens=False).wrap
+        lines = [line for kernel in self.kernels for line in wrap(kernel)]
         rows += [("" if i else "kernels", line) for i, line in enumerate(lines)]
         if self.not_exact:
             rows.append(("not exact", f"{', '.join(self.not_exact)}: bits may depend on the number of rows"))

@@ -90,6 +90,6 @@ def answer_all(
         reference = Reference(model, Prompt(f"task {i}", chat(tokenizer, task.question)), max_tokens, stops)
         drafted = compare(reference, way, comparison)
         texts = ([t for t in text if t not in stops] for text in (reference.text, drafted))
-        marks = (is_right(tokenizer.decode(text), task.answer) for text in texts)
-        answered.append(Answered(task, *marks, len(reference.text), drafted == reference.text))
+        before, after = (is_right(tokenizer.decode(text), task.answer) for text in texts)
+        answered.append(Answered(task, before, after, len(reference.text), drafted == reference.text))
     return Verdict(str(model.no_hidden().dtype).rpartition(".")[2], greedy=[comparison]), answered
