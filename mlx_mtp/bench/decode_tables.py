@@ -58,12 +58,9 @@ def _title(found: dict[str, Any], setting: Setting) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    drafts = [
-        f"{row.drafted:.0f}",
-        f"{row.accepted:.0f}",
-        "/".join("-" if rate is None else f"{rate:.0%}" for rate in row.rates),
-        f"{row.tokens_per_cycle:.2f}" if row.tokens_per_cycle else "",
-    ]
+    rates = "/".join("-" if rate is None else f"{rate:.0%}" for rate in row.rates)
+    per_cycle = f"{row.tokens_per_cycle:.2f}" if row.tokens_per_cycle else ""
+    drafts = [f"{row.drafted:.0f}", f"{row.accepted:.0f}", rates, per_cycle]
     return [
         f"{row.tokens:.0f}",
         *(drafts if row.drafted > 0 else [""] * 4),

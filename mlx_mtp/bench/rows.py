@@ -19,8 +19,7 @@ class Row:
     """
 
     def __init__(self, name: str, entries: list[dict[str, Any]], speeds: dict[str, list[float]]):
-        self.setting, self.contender = setting_of(entries[0]), name
-        rounds, own = len(entries[0]["seconds"]), speeds[name]
+        self.contender, rounds, own = name, len(entries[0]["seconds"]), speeds[name]
         drafted, accepted = (
             [sum(depth) for depth in zip(*(depths for e in entries for depths in e[kind]), strict=True)]
             for kind in ("drafted", "accepted")
