@@ -68,18 +68,15 @@ class Explainer:
 
     def what(self, f: Fault) -> str:
         known = f.buffer < MAX_BUFFERS
-        return (
-            (ELSEWHERE | IN_BUFFER if known else ELSEWHERE)
-            .get(f.kind, "{text}")
-            .format(
-                f=f,
-                action="writes" if f.writes else "reads",
-                place=self.place(f) if known else "",
-                other=self.other(f),
-                text=re.sub(r"@(\d+)", lambda m: f" ({self.where(int(m[1]))})", f.text.decode()),
-                lane="there is no such lane" if f.other_writes else "it takes no part",
-                max_steps=self.max_steps,
-            )
+        sentences = ELSEWHERE | IN_BUFFER if known else ELSEWHERE
+        return sentences.get(f.kind, "{text}").format(
+            f=f,
+            action="writes" if f.writes else "reads",
+            place=self.place(f) if known else "",
+            other=self.other(f),
+            text=re.sub(r"@(\d+)", lambda m: f" ({self.where(int(m[1]))})", f.text.decode()),
+            lane="there is no such lane" if f.other_writes else "it takes no part",
+            max_steps=self.max_steps,
         )
 
     def event(self, f: Fault) -> str:

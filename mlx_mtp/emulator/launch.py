@@ -89,13 +89,6 @@ def _kernel(path: Path) -> c.CDLL:
     return library
 
 
-def _copy_out(buffer: _Buffer, free) -> np.ndarray:
-    touched = np.ctypeslib.as_array(c.cast(buffer.touched, c.POINTER(c.c_uint8)), (max(buffer.size, 1),))
-    copy = touched[: buffer.size].copy()
-    free(buffer.touched)
-    return copy
-
-
 def run(
     path: Path, buffers: list[KernelBuffer], grid: Triple, threadgroup: Triple, options: EmulatorOptions
 ) -> Outcome:
@@ -130,7 +123,8 @@ def run(
     nothing = np.zeros(0, np.uint8)
     after = [*buffers, *(KernelBuffer((a.name or b"").decode(), nothing, a.item, THREADGROUP) for a in arrays)]
     for there, here in zip([*shared[: len(buffers)], *arrays], after, strict=True):
-        here.touched = _copy_out(there, free)
+        here.touched = np.frombuffer(c.string_at(there.touched, there.size), np.uint8)
+        free(there.touched)
         here.counts = {name: getattr(there, name) for name in (*COUNTS, "size")}
     fault, earlier = (found if found.kind else None for found in (launch.fault, launch.earlier))
     return Outcome(after, fault, earlier, {name: getattr(launch, name) for name in TOTALS}, low)

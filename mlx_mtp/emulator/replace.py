@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 
@@ -18,13 +19,11 @@ _CACHED_FUNCTION = type(functools.lru_cache(lambda: None))
 
 
 def _makes_kernels(module: ModuleType) -> bool:
-    name = getattr(module, "__name__", "")
+    name, spec = getattr(module, "__name__", ""), getattr(module, "__spec__", None)
     if name.split(".")[0] == "mlx" or name.startswith("mlx_mtp.emulator") or name == "__main__":
         return False
-    spec = getattr(module, "__spec__", None)
-    if spec is None or not str(spec.origin or "").endswith(".py"):
-        return False
-    if not any(value is mx for value in vars(module).values()):  # arrays compare by element
+    source = str(spec and spec.origin).endswith(".py")
+    if not source or not any(value is mx for value in vars(module).values()):  # arrays compare by element
         return False
     try:
         return "metal_kernel(" in inspect.getsource(module)
@@ -33,18 +32,13 @@ def _makes_kernels(module: ModuleType) -> bool:
 
 
 def _holds_kernel(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_holds_kernel(v) for v in value)
-    if isinstance(value, dict):
-        return any(_holds_kernel(v) for v in value.values())
-    return isinstance(value, MetalKernel)
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return isinstance(value, MetalKernel) or any(map(_holds_kernel, inside))
 
 
 def _made_again(module: ModuleType) -> dict[str, object]:
     """The module's kernels, and its cached functions, from a second run of its source."""
-    spec = module.__spec__
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = module.__spec__
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
     return {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .buffers import INPUT, THREADGROUP, KernelBuffer
+from .buffers import INPUT, OUTPUT, THREADGROUP
 from .launch import Outcome, Triple
 
 
@@ -76,18 +76,17 @@ class Traffic:
         return sum(b.bytes_read for b in self.buffers.values() if b.space != "threadgroup")
 
 
-def buffer_traffic(buffer: KernelBuffer) -> BufferTraffic:
-    """Count what a launch did with one of its buffers."""
-    return BufferTraffic(
-        name=buffer.name,
-        space={INPUT: "input", THREADGROUP: "threadgroup"}.get(buffer.kind, "output"),
-        distinct_read=int((buffer.touched & 1).sum()),
-        distinct_written=int((buffer.touched >> 1 & 1).sum()),
-        **buffer.counts,
-    )
-
-
 def make_traffic(kernel: str, outcome: Outcome, grid: Triple, threadgroup: Triple) -> Traffic:
     """Report a launch that has run."""
-    buffers = {buffer.name: buffer_traffic(buffer) for buffer in outcome.buffers}
+    spaces = {INPUT: "input", OUTPUT: "output", THREADGROUP: "threadgroup"}
+    buffers = {
+        buffer.name: BufferTraffic(
+            name=buffer.name,
+            space=spaces[buffer.kind],
+            distinct_read=int((buffer.touched & 1).sum()),
+            distinct_written=int((buffer.touched >> 1 & 1).sum()),
+            **buffer.counts,
+        )
+        for buffer in outcome.buffers
+    }
     return Traffic(kernel=kernel, grid=grid, threadgroup=threadgroup, buffers=buffers, **outcome.counts)

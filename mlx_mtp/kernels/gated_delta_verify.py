@@ -22,10 +22,9 @@ def gated_delta_verify_ref(
     last: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """Compute `gated_delta_verify` row by row, in float32."""
-    for t in range(tape[0].shape[1] if tape else 0):
-        assert tape is not None
-        assert accepted is not None
-        state = mx.where(t < accepted, _after(state, *(x[:, t] for x in tape)), state)
+    if tape is not None and accepted is not None:
+        for t in range(tape[0].shape[1]):
+            state = mx.where(t < accepted, _after(state, *(x[:, t] for x in tape)), state)
     before, outputs = state, []
     for t in range(q.shape[1]):
         state = _after(state, *(x[:, t] for x in rows))

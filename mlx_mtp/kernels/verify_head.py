@@ -33,10 +33,6 @@ def logits_ref(x: mx.array, weights: Weights, bias: mx.array | None = None) -> m
     return y if bias is None else y + bias
 
 
-def argmax_ref(logits: mx.array) -> mx.array:
-    return mx.argmax(logits, axis=-1).astype(mx.int32)
-
-
 def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.array:
     """Draw from each row i of logits [M, N] as mx.random.categorical does, by half of the key of position + i."""
     first, drawn = mx.array(position).reshape(1).astype(mx.uint32), []
@@ -55,7 +51,7 @@ def top_ref(logits: mx.array, n: int) -> Top:
 
 
 def verify_head_ref(x: mx.array, weights: Weights, bias: mx.array | None = None) -> mx.array:
-    return argmax_ref(logits_ref(x, weights, bias))
+    return mx.argmax(logits_ref(x, weights, bias), axis=-1).astype(mx.int32)
 
 
 def verify_head_draw_ref(

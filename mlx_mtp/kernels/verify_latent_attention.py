@@ -94,14 +94,10 @@ def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array) ->
 
 
 def _check_shapes(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, limit: int) -> None:
-    _, heads, L, dv = q.shape
-    S, dr = latent.shape[2], q_pe.shape[-1]
-    for name, x, want in (
-        ("q", q, (1, heads, L, dv)),
-        ("q_pe", q_pe, (1, heads, L, dr)),
-        ("latent", latent, (1, 1, S, dv)),
-        ("k_pe", k_pe, (1, 1, S, dr)),
-    ):
+    (_, heads, L, dv), S, dr = q.shape, latent.shape[2], q_pe.shape[-1]
+    given = {"q": q, "q_pe": q_pe, "latent": latent, "k_pe": k_pe}
+    wanted = (1, heads, L, dv), (1, heads, L, dr), (1, 1, S, dv), (1, 1, S, dr)
+    for (name, x), want in zip(given.items(), wanted, strict=True):
         if x.shape != want:
             raise ValueError(f"{name} has shape {x.shape}; it must be {want} here")
     if not L <= limit <= S:

@@ -11,7 +11,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..kernels import attention_served, verify_attention, verify_attention_ref
 from .norm_rope import Form, NormRope, Offset, device_offset, on_device, placed
-from .site import VERIFY_ROWS, rows_of
+from .site import VERIFY_ROWS, Site, rows_of
 
 
 def cache_format(cache: Any) -> tuple[int, int] | None:
@@ -25,30 +25,18 @@ def keys_and_values(parts: Sequence[mx.array]) -> tuple[Any, Any]:
     return (parts[0], parts[1]) if half == 1 else (tuple(parts[:half]), tuple(parts[half:]))
 
 
-class CachedAttention:
+class CachedAttention(Site):
     """Base of the sites that attend to a cache: their kernel trials, whose rows of queries come behind random ones.
 
     A subclass has `_read(x, offset, op)`, the outputs of `op` for rows x at positions from `offset` on;
-    `_in_float32`, the op that is true; and `_before(dtype)`, which makes what these read and keeps it in `tried`.
+    `reference`, the op that is true; and `_before(dtype)`, which makes what these read and keeps it in `tried`.
     """
 
-    candidates = (1, *VERIFY_ROWS)
     own_bits = True
     OFFSET, SLOTS = 2000, 2048  # where the rows of a trial are, in caches of what size
     _read: Callable[..., mx.array]
     _before: Callable[[mx.Dtype], Any]
-    _in_float32: Callable[..., mx.array]
-
-    on: frozenset[int] = frozenset()
-    tried: Any = None
-
-    @property
-    def rows(self) -> frozenset[int]:
-        return self.on
-
-    @rows.setter
-    def rows(self, rows: frozenset[int]) -> None:
-        self.on, self.tried = rows, None  # what a trial has read is let go
+    reference: Callable[..., mx.array]
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [self._read(x, self.OFFSET)]
@@ -60,12 +48,17 @@ class CachedAttention:
         self._before(x.dtype)
         return [self._read(x.astype(mx.float32), self.OFFSET, self._in_float32)]
 
+    def _in_float32(self, *arrays: mx.array, limit: int, **more: Any) -> mx.array:
+        return self.reference(*arrays, **more)
+
 
 class Attention(CachedAttention):
     """The attention behind its projections, over a cache of one format; `quantized` has those of other formats.
 
     `make_cache` makes a cache of the module's window and of that format. Its x are queries.
     """
+
+    reference = staticmethod(verify_attention_ref)
 
     def __init__(self, module: Any, form: Form, make_cache: Callable[[], Any]):
         self.module, self.form, self.make_cache, cache = module, form, make_cache, make_cache()
@@ -112,10 +105,6 @@ class Attention(CachedAttention):
         stored = keys_and_values([part[..., : mask.shape[-1], :] for part in parts])
         how = {"cache": self.make_cache(), "scale": self.module.scale, "mask": mask, "sinks": self.sinks}
         return [scaled_dot_product_attention(q, *stored, **how).swapaxes(1, 2).reshape(len(x), -1)]
-
-    @staticmethod
-    def _in_float32(*arrays: mx.array, limit: int, **more: Any) -> mx.array:
-        return verify_attention_ref(*arrays, **more)
 
     def _read(self, x: mx.array, offset: int, op: Callable = verify_attention) -> mx.array:
         parts = self._before(x.dtype)[0]

@@ -6,17 +6,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import verify_gemv
-from .site import VERIFY_ROWS, rows_of
+from .site import VERIFY_ROWS, Site, rows_of
 
 
-class Dense:
+class Dense(Site):
     """The product of an unquantized module: a linear, an embedding as LM head, or a router."""
 
     op = "verify_gemv"
     candidates = tuple(VERIFY_ROWS)
 
     def __init__(self, module: Any):
-        self.module, self.rows = module, frozenset()
+        self.module = module
         n, self.width = module.weight.shape
         dtype = str(module.weight.dtype).rpartition(".")[2]
         self.shape = f"{n}x{self.width} {dtype}" + (" with bias" if "bias" in module else "")

@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
 from ..kernels import Experts, Quantized, Routing, route_ref, served, verify_moe, verify_moe_ref
-from .site import VERIFY_ROWS, rows_of
+from .site import Site, rows_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SHARED = ("shared_experts", "share_expert", "shared_expert")
@@ -43,17 +43,15 @@ def servable(block: Any) -> bool:
     return activation and formats[0] == formats[1] and all(served(*form) for form in formats)
 
 
-class Mixture:
+class Mixture(Site):
     """The routed experts of a block; its x are rows and the router's logits side by side, [M, H + E]."""
 
     op = "verify_moe"
-    candidates = (1, *VERIFY_ROWS)
     own_bits = stock_exact = True
 
     def __init__(self, block: Any):
-        self.block, self.rows = block, frozenset()
+        self.block, self.routing = block, routing_of(block)
         self.limit: float | None = getattr(block.switch_mlp.activation, "limit", None)
-        self.routing = routing_of(block)
         self.linears = [block.switch_mlp[name] for name in PROJECTIONS]
         gate, down, routing = self.linears[0], self.linears[2], self.routing
         dims = f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims}"

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
 
 from ..kernels import Gates, delta_inputs, gated_delta_verify, gated_norm
-from .site import VERIFY_ROWS
+from .site import Site
 
 
 class GatedDelta:
@@ -81,7 +81,7 @@ class GatedDelta:
         return gated_delta_update(k, k, v, a, b, self.A_log, self.dt_bias, state, mask)[1]
 
 
-class Recurrence:
+class Recurrence(Site):
     """All that a gated-delta layer does between its projections: convolution, norms, gates and recurrence.
 
     Rows depend on those before them: `alone` is what mlx-lm's one-row steps give for them, one after the other.
@@ -89,7 +89,6 @@ class Recurrence:
     """
 
     op = "gated_delta_verify"
-    candidates = (1, *VERIFY_ROWS)
     PROMPT, TAPE, ACCEPTED = 5, 4, 2  # rows before those that are tried
 
     def __init__(self, layer: Any, make_cache: Callable[[], Any]):

@@ -11,20 +11,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Quantized, draw_ref, served, top_ref, verify_head, verify_head_draw, verify_head_top
-from .site import VERIFY_ROWS, rows_of
+from .site import Site, rows_of
 
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
 
-class LMHeadSite:
+class LMHeadSite(Site):
     """The choice among a module's logits: an LM head's, or those of the embedding that is tied to it."""
 
     op = "verify_head"
-    candidates = (1, *VERIFY_ROWS)
     own_bits = stock_exact = True  # what it chooses is MLX's choice, but its sums for a draw are not
 
     def __init__(self, module: Any):
-        self.module, self.rows, w = module, frozenset[int](), module.weight
+        self.module, w = module, module.weight
         self.width, text = w.shape[1], f"{w.shape[0]}x{w.shape[1]} {str(w.dtype).rpartition('.')[2]}"
         if isinstance(q := self.weights, Quantized):
             self.width, text = q.k, f"{q.ends[0]}x{q.k} {q.bits}-bit {q.mode} g{q.group_size}"

@@ -28,7 +28,7 @@ class LatentAttention(CachedAttention):
     Its x are queries, of each head the absorbed values and then the rotated ones.
     """
 
-    op = "verify_latent_attention"
+    op, reference = "verify_latent_attention", staticmethod(verify_latent_attention_ref)
 
     def __init__(self, module: Any):
         self.module, self.dims = module, [module.kv_lora_rank, module.qk_rope_head_dim]
@@ -51,10 +51,6 @@ class LatentAttention(CachedAttention):
         seen = mx.arange(self.OFFSET + len(x))[None] <= self.OFFSET + mx.arange(len(x))[:, None]
         q, q_pe = self._queries(x)
         return [_flat(self.module.attend(q, q_pe, latent, latent, k_pe, seen))]
-
-    @staticmethod
-    def _in_float32(*arrays: mx.array, limit: int, **more: Any) -> mx.array:
-        return verify_latent_attention_ref(*arrays, **more)
 
     def _read(self, x: mx.array, offset: int, op: Callable = verify_latent_attention) -> mx.array:
         parts = [part.astype(x.dtype) for part in self._before(x.dtype)]

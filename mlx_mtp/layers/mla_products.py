@@ -6,20 +6,19 @@ import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
 from ..kernels import Quantized, verify_qmm_heads
-from .site import VERIFY_ROWS
+from .site import Site
 
 
-class PerHead:
+class PerHead(Site):
     """The products of a `QuantizedMultiLinear`, [heads, N, K].
 
     `heads_first`: the order that what reads the products wants them in.
     """
 
-    op = "verify_qmm_heads"
-    candidates = (1, *VERIFY_ROWS)  # for a single row, too, MLX copies queries that are split from rotated ones
+    op = "verify_qmm_heads"  # for a single row, too: there MLX copies queries that are split from rotated ones
 
     def __init__(self, module: Any, *, heads_first: bool):
-        self.module, self.heads_first, self.rows = module, heads_first, frozenset()
+        self.module, self.heads_first = module, heads_first
         w = self.weights
         self.width = self.heads * w.k
         order = "heads first" if heads_first else "rows first"

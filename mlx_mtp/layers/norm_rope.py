@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels import Rope, norm_rope
-from .site import VERIFY_ROWS
+from .site import Site
 
 Pair = tuple[mx.array, mx.array]
 Offset = int | mx.array  # a position, on the host or, int32 [1], on the device
@@ -61,16 +61,15 @@ class Form:
         return f"{self.heads}/{self.kv_heads}x{dims}"
 
 
-class NormRope:
+class NormRope(Site):
     """The norms, where there are any, and RoPE of an attention; its x are queries and keys side by side."""
 
     op = "norm_rope"
-    candidates = (1, *VERIFY_ROWS)
     stock_exact = True
     OFFSET = 2000  # where the rows of a kernel trial are
 
     def __init__(self, module: Any, form: Form, rope: Rope):
-        self.module, self.form, self.rope, self.rows = module, form, rope, frozenset()
+        self.module, self.form, self.rope = module, form, rope
         self.width = form.heads * form.query_dim + form.kv_heads * form.head_dim
         angles = "freqs" if rope.base is None else f"base {rope.base:g}"
         marks = {"traditional": rope.traditional, "normed": "q_norm" in module, "gated": form.gate == "value"}

@@ -125,8 +125,7 @@ class Port(nn.Module):
         return mx.concatenate([stream[-1], *(stream[i] for i in self.spec.capture)], axis=-1)
 
     def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
-        head: Any = self.mtp[depth]
-        return (head if "embed_tokens" in head else self.model).embed_tokens(tokens)
+        return (self.mtp[depth] if "embed_tokens" in self.mtp[depth] else self.model).embed_tokens(tokens)
 
     def unembed(self, normed: mx.array) -> mx.array:
         """Apply the LM head, or the embedding where the two are tied, to normed rows [..., H]: [..., vocab]."""
@@ -159,7 +158,7 @@ class Port(nn.Module):
         return hidden if self.spec.capture == "pre" else self.model.norm(hidden)
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
-        head: Any = self.mtp[depth]
+        head = self.mtp[depth]
         normed = head.norm(output)
         return head.head(normed) if "head" in head else self.unembed(normed)
 

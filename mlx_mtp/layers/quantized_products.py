@@ -13,10 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Quantized, verify_glu, verify_qmm, verify_qmm_mma, verify_qmm_ref
-from .site import VERIFY_ROWS, rows_of
+from .site import VERIFY_ROWS, Site, rows_of
 
 
-class Stack:
+class Stack(Site):
     """Quantized linears that read the same x, stacked along N. Their own weights become views of the stack.
 
     So do their biases where each has one, of one type; else those that there are are added to the products.
@@ -25,7 +25,9 @@ class Stack:
     op = "verify_qmm"
 
     def __init__(self, modules: Sequence[Any]):
-        self.modules, self.rows, self.matrix_rows = list(modules), frozenset(), frozenset()
+        self.modules, self.matrix_rows = list(modules), frozenset()
+        if len(modules) == 1:  # several are one launch for a single row, too
+            self.candidates = tuple(VERIFY_ROWS)
         self.read: tuple[mx.array | None, list[Any]] = (None, [])
         self._stack()
         w = self.stacked
@@ -59,11 +61,6 @@ class Stack:
         if any(module.get(name) is not array for module, name, array in self.parts):
             self._stack()
         return self.stacked
-
-    @property
-    def candidates(self) -> tuple[int, ...]:
-        """Row counts to try: several linears are one launch for a single row, too."""
-        return (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
 
     def ours(self, x: mx.array) -> list[mx.array]:
         w = self.weights
@@ -100,7 +97,7 @@ class Stack:
         return y
 
 
-class Matrices:
+class Matrices(Site):
     """A Stack's product by simdgroup matrices, for the row counts where that is faster; its bits are its own."""
 
     op = "verify_qmm_mma"
@@ -149,16 +146,14 @@ class VerifyEmbedding(nn.QuantizedEmbedding):
         return self.site.part(x, 0) if rows_of(x) in self.site.rows else super().as_linear(x)
 
 
-class GLU:
+class GLU(Site):
     """Gate, up and SwiGLU of an MLP in one launch; `limit` clamps them where the MLP has one."""
 
     op = "verify_glu"
-    candidates = (1, *VERIFY_ROWS)
     stock_exact = True
 
     def __init__(self, mlp: Any):
-        self.mlp, self.rows = mlp, frozenset()
-        self.stack: Stack = mlp.gate_proj.site
+        self.mlp, self.stack = mlp, mlp.gate_proj.site
         self.covers, self.width = self.stack, self.stack.width
         self.limit: float | None = getattr(mlp, "limit", None)
         self.shape = self.stack.shape + ("" if self.limit is None else f" limit {self.limit:g}")

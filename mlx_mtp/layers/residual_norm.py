@@ -5,19 +5,17 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels import add_norm
-from .site import VERIFY_ROWS, rows_of
+from .site import Site, rows_of
 
 
-class Sum:
+class Sum(Site):
     """A sum of the residual stream and the norm behind it, which may belong to the layer that follows."""
 
     op = "add_norm"
-    candidates = (1, *VERIFY_ROWS)
     stock_exact = True
 
     def __init__(self, norm: Any):
-        self.norm, self.rows = norm, frozenset()
-        self.width = norm.weight.size
+        self.norm, self.width = norm, norm.weight.size
         self.shape = f"{self.width} eps {norm.eps:g}"
         self.read: tuple[mx.array | None, mx.array | None] = (None, None)
 

@@ -1,6 +1,6 @@
 """State what every site, a place in a model where a kernel may run, offers to trial and report."""
 
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -12,7 +12,7 @@ def rows_of(x: mx.array) -> int:
     return x.size // x.shape[-1]
 
 
-class Site(Protocol):
+class Site:
     """A place in a model where a kernel may run in the stead of MLX's own operations.
 
     op: the kernel. shape: in words, all else that decides which of the two is faster. width: K of x [M, K].
@@ -31,22 +31,25 @@ class Site(Protocol):
     shape: str
     width: int
 
-    @property
-    def candidates(self) -> tuple[int, ...]: ...
+    candidates: tuple[int, ...] = (1, *VERIFY_ROWS)
+    on: frozenset[int] = frozenset()
+    tried: Any = None  # what a trial has made for its rows to read
 
     @property
-    def rows(self) -> frozenset[int]: ...
+    def rows(self) -> frozenset[int]:
+        return self.on
 
     @rows.setter
-    def rows(self, rows: frozenset[int]) -> None: ...
+    def rows(self, rows: frozenset[int]) -> None:
+        self.on, self.tried = rows, None
 
     def ours(self, x: mx.array) -> list[mx.array]:
         """Compute the kernel's outputs [M, N_i] for x [M, K]."""
-        ...
+        raise NotImplementedError
 
     def stock(self, x: mx.array) -> list[mx.array]:
         """Compute the same by MLX's operations."""
-        ...
+        raise NotImplementedError
 
 
 def inexact_rows(site: Site) -> set[int]:
