@@ -140,6 +140,7 @@ CASES = {
 THOROUGH = [pytest.param(case, marks=sweep) for case in ("plain", "lookup", "confidence")]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("case", ["heads", "mixed", "controller", *THOROUGH])
 def test_the_host_waits_for_a_cycle_and_nowhere_else(monkeypatch, model, case):
     def control():
@@ -156,6 +157,7 @@ def test_the_host_waits_for_a_cycle_and_nowhere_else(monkeypatch, model, case):
 LIKE_OTHERS = ("bool", "int", "float", "save", "compare")
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("way", [pytest.param(w, marks=sweep) if w in LIKE_OTHERS else w for w in WAYS])
 def test_no_way_of_waiting_is_missed(monkeypatch, model, way):
     sneaky, real = Sneaky([HEADS]), cycle.begin
@@ -275,6 +277,7 @@ def test_a_cycle_is_not_charged_with_building_another_kind(waited, built, follow
     assert cycle.among_its_like(10.0, waited, built, following) == pytest.approx(expected)
 
 
+@pytest.mark.timing
 def test_what_the_control_learns_is_of_cycles_among_their_like(monkeypatch, model):
     """A next cycle that takes long to build is in the time of its predecessor, and comes out of it again."""
     real, slow = cycle.propose, 0.1
