@@ -62,9 +62,8 @@ def delta_inputs_ref(
         scale * mx.fast.rms_norm(heads.reshape(*x.shape[:2], key_heads, head_dim), None, EPS / head_dim)
         for heads, scale in zip((q, k), _scales(head_dim), strict=True)
     )
-    (a, b), (A_log, dt_bias) = (gate.flatten(2) for gate in gates[:2]), gates[2:]
-    g = mx.exp(-mx.exp(A_log.astype(mx.float32)) * nn.softplus(a + dt_bias))
-    return DeltaInputs(q, k, v, g, mx.sigmoid(b), rows)
+    g = mx.exp(-mx.exp(gates.A_log.astype(mx.float32)) * nn.softplus(gates.a.flatten(2) + gates.dt_bias))
+    return DeltaInputs(q, k, v, g, mx.sigmoid(gates.b.flatten(2)), rows)
 
 
 def _grouped(x: mx.array) -> mx.array:

@@ -43,9 +43,8 @@ def _after(state: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.arra
 
 def _supported(q: mx.array, rows: Rows, state: mx.array, tape: Rows | None) -> bool:
     _, Hv, Dv, Dk = state.shape
-    pairs = zip(rows, tape or rows, strict=True)
-    same = all(a.dtype == b.dtype and a.shape[2:] == b.shape[2:] for a, b in pairs)
-    typed = q.dtype in DTYPES and all(x.dtype in DTYPES for x in rows) and q.dtype == rows[0].dtype
+    same = all(a.dtype == b.dtype and a.shape[2:] == b.shape[2:] for a, b in zip(rows, tape or rows, strict=True))
+    typed = {q.dtype, *(x.dtype for x in rows)} <= set(DTYPES) and q.dtype == rows[0].dtype
     return same and typed and state.dtype == mx.float32 and Dk % 32 == 0 and Dv % 4 == 0 and Hv % q.shape[2] == 0
 
 

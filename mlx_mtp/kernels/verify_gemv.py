@@ -57,15 +57,6 @@ def _verify_dot_metal(x: mx.array, w: mx.array) -> mx.array:
     return y
 
 
-def _check(x: mx.array, w: mx.array, bias: mx.array | None) -> None:
-    if w.ndim != 2:
-        raise ValueError(f"w has shape {w.shape}; it must be (N, K)")
-    if x.ndim == 0 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"x has shape {x.shape}; its last axis must be the {w.shape[1]} of w {w.shape}")
-    if bias is not None and bias.shape != (w.shape[0],):
-        raise ValueError(f"bias has shape {bias.shape}; it must be ({w.shape[0]},), a value per row of w")
-
-
 def _dtype(x: mx.array, w: mx.array, bias: mx.array | None) -> mx.Dtype:
     return mx.result_type(x, w, *([] if bias is None else [bias]))
 
@@ -84,7 +75,12 @@ def verify_gemv(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.ar
     they do not depend on the number of rows. float16, bfloat16 or float32, to which all are promoted as matmul does;
     elsewhere, and where `supported` says no, the product is MLX's own. Raises ValueError for shapes that do not fit.
     """
-    _check(x, w, bias)
+    if w.ndim != 2:
+        raise ValueError(f"w has shape {w.shape}; it must be (N, K)")
+    if x.ndim == 0 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"x has shape {x.shape}; its last axis must be the {w.shape[1]} of w {w.shape}")
+    if bias is not None and bias.shape != (w.shape[0],):
+        raise ValueError(f"bias has shape {bias.shape}; it must be ({w.shape[0]},), a value per row of w")
     if not (on_metal() and supported(x, w, bias)):
         return verify_gemv_ref(x, w, bias)
     dtype, (n, k) = _dtype(x, w, bias), w.shape

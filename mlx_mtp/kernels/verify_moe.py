@@ -83,19 +83,15 @@ def _of(visited: mx.array, weights: Quantized) -> mx.array:
     return dequantized(replace(weights, w=weights.w[visited], scales=weights.scales[visited], biases=biases))
 
 
-def _values(weights: Quantized) -> int:
-    """Values of K that a lane takes at a time in MLX 0.32.4's gather_qmv_fast, or else gather_qmv.
+def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> list[tuple[str, object]]:
+    """What both products are compiled for; an expert is visited by at most ROWS rows.
 
-    N is a multiple of 8, which the former needs: gate's and up's N is down's K, and the reverse, so whole groups.
+    A lane takes VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv. N is a multiple of 8,
+    which the former needs: gate's and up's N is down's K, and the reverse, so whole groups.
     """
     pack, fast = packs(weights.bits)
-    return fast if weights.k % (32 * fast) == 0 else pack
-
-
-def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> list[tuple[str, object]]:
-    """What both products are compiled for; an expert is visited by at most ROWS rows."""
-    rows = 1 << (m - 1).bit_length()
-    return [*format_template(weights, dtype), ("VALUES", _values(weights)), ("ROWS", rows)]
+    values = fast if weights.k % (32 * fast) == 0 else pack
+    return [*format_template(weights, dtype), ("VALUES", values), ("ROWS", 1 << (m - 1).bit_length())]
 
 
 def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
@@ -132,10 +128,6 @@ def _down_metal(
     return y
 
 
-def _supported(x: mx.array, logits: mx.array, experts: Experts, routing: Routing) -> bool:
-    return experts.known and experts.dtype(x) in DTYPES and x.size >= DEVICE and routable(logits, routing)
-
-
 def verify_moe(
     x: mx.array,
     logits: mx.array,
@@ -167,9 +159,11 @@ def verify_moe(
     if bias is not None and routing.kind == "softmax":
         raise ValueError("a bias is given; softmax routing has none")
     routing.check(count)
-    if not (on_metal() and _supported(x, logits, experts, routing)):
+    dtype = experts.dtype(x)
+    known = experts.known and dtype in DTYPES and x.size >= DEVICE and routable(logits, routing)
+    if not (on_metal() and known):
         more = {"bias": bias, "limit": limit, "shared": shared, "shared_gate": shared_gate}
         return verify_moe_ref(x, logits, experts, routing, **more)
     pairs = route_metal(logits, routing, bias)
-    h = _glu_metal(x.astype(experts.dtype(x)), experts, pairs, limit)
+    h = _glu_metal(x.astype(dtype), experts, pairs, limit)
     return _down_metal(h, experts.down, pairs, routing, (shared, shared_gate)).astype(x.dtype)
