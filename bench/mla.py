@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_mtp.bench.result import environment
-from mlx_mtp.cache.linear import LinearKVCache
+from mlx_mtp.cache.growing import LinearKVCache
 from mlx_mtp.models.deepseek_v3 import Attention, ModelArgs
 
 ROWS = range(1, 9)

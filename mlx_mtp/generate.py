@@ -15,8 +15,8 @@ from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .decoding.cycle import Decoder
 from .decoding.loop import Yielded, decode
 from .decoding.memory_needs import check_prompt, within
+from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
 from .decoding.sampling import DRAFT_SAMPLING, LogitsProcessor, Picker, Sampler, Sampling, random_key
-from .decoding.setup import compiled_for, control_for, lookup_drafts, remember
 from .decoding.stats import Stats
 from .layers.target import Target
 from .machine.memory import wired

@@ -17,6 +17,7 @@ from .cache.prompt_prefix import render, shared
 from .decoding.memory_needs import STEP, check_prompt, within
 from .decoding.stats import Stats
 from .generate import GenerationResponse, Options, default_draft_tokens, generate_step, stream_generate
+from .layers.target import Target
 from .machine.memory import wired
 
 Progress = Callable[[int, int], None]
@@ -59,7 +60,7 @@ class ChatSession:
 
     def __init__(
         self,
-        model: Any,
+        model: Target,
         tokenizer: Any,
         *,
         system_prompt: str | None = None,

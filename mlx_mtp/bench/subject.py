@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from ..checkpoint.files import resolve
 from ..checkpoint.load import load
-from ..decoding.setup import Learned
+from ..decoding.policy import Learned
 from ..demo import demo_path
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.sampling import Picker
+from ..layers.target import Target
 
 POSITIONS = 8191  # a draw belongs to a position, modulo this: cycles replay, and runs repeat, with the same draws
 DEPTHS = 16
@@ -51,7 +52,7 @@ def drawn_acceptance(rates: Sequence[float], seed: int = 0) -> Iterator[None]:
     right, pick = draws(check_rates(rates), seed), Picker.pick
     mx.eval(right)
 
-    def forced(self: Picker, model: Any, hidden: mx.array, position: Any, history: Any, drafts: mx.array):
+    def forced(self: Picker, model: Target, hidden: mx.array, position: Any, history: Any, drafts: mx.array):
         tokens, logprobs = pick(self, model, hidden, position, history, drafts)
         if not (k := drafts.size):
             return tokens, logprobs

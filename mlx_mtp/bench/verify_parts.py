@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..cache.kinds import make_cache
-from ..cache.linear import round_up
+from ..cache.growing import round_up
 from ..cache.recurrent import RecurrentCache
 from ..cache.ring import MAX_ROWS, Ring
 from ..layers.attention import Attention

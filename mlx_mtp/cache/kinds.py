@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .growing import LinearKVCache, QuantizedLinearKVCache
 from .layer_cache import CacheKind, LayerCache
-from .linear import LinearKVCache, QuantizedLinearKVCache
 from .mlx_lm_caches import MlxLmCaches
 from .recurrent import RecurrentCache
 from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache

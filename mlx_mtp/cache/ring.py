@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
+from .growing import LinearKVCache, Quantized, round_up
 from .layer_cache import Parts
-from .linear import LinearKVCache, Quantized, round_up
 
 MAX_ROWS = 16  # most rows one verify or draft call may write into a ring
 

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.prompt_cache import make_prompt_cache
+from ..layers.target import Target
 from ..machine.errors import one_line
 
 WORDS = """The library opens at nine in the morning and closes at six. If you want to borrow a book, bring your
@@ -26,7 +27,7 @@ ROWS = 16  # whose logits are held at a time
 LEAST = 0.02  # trained heads agree on far more, even on random tokens; untrained ones on 1 of vocab_size
 
 
-def self_test(model: Any, path: Path, texts: dict[str, list[int]]) -> None:
+def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
     """Note in the report how often the first head is right, and warn where it never is.
 
     texts: token ids by the kind of text; random ones are tried besides.
@@ -48,7 +49,7 @@ def blaming_config(path: Path) -> AbstractContextManager[None]:
     return one_line(what, (TypeError, AttributeError, LookupError, ArithmeticError))
 
 
-def agreement(model: Any, tokens: list[int]) -> float:
+def agreement(model: Target, tokens: list[int]) -> float:
     """Return the share of a text's positions at which the first head's greedy draft is the target's greedy token."""
     cache = make_prompt_cache(model)
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..cache.growing import round_up
 from ..cache.kinds import from_configs
-from ..cache.linear import round_up
 from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
 from ..tuning.controller import Fixed, Plan

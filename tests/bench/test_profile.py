@@ -234,7 +234,7 @@ def held(model, rows):
 
 
 def test_a_windows_cache_is_read_as_far_as_it_reaches():
-    from mlx_mtp.cache.linear import LinearKVCache
+    from mlx_mtp.cache.growing import LinearKVCache
     from mlx_mtp.cache.ring import Ring, SlidingKVCache
 
     for make, most in ((LinearKVCache, 100), (lambda: SlidingKVCache(Ring(8)), 8 + 32)):

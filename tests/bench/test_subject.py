@@ -18,7 +18,7 @@ from mlx_mtp.bench.random_model import first_layers, head_count, random_model
 from mlx_mtp.bench.subject import NothingRemembered, open_subject
 from mlx_mtp.bench.synthetic import DEPTHS, POSITIONS, drawn_acceptance, draws, rate_at
 from mlx_mtp.checkpoint.build import read_args
-from mlx_mtp.decoding import setup as planning
+from mlx_mtp.decoding import policy
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.demo import demo_path
 from mlx_mtp.models import find_port
@@ -263,9 +263,9 @@ def test_a_benchmark_leaves_no_costs_behind(monkeypatch):
     monkeypatch.setattr(RememberedCosts, "keep", lambda *args: kept.append(args))
     subject = open_subject()
     generated(subject.model, 2, 30, adaptive=True)
-    assert planning.learned(subject.model).recall(replayed=False) is not None
+    assert policy.learned(subject.model).recall(replayed=False) is not None
     subject.forget()
-    assert planning.learned(subject.model).recall(replayed=False) is None
+    assert policy.learned(subject.model).recall(replayed=False) is None
     assert kept == []
     assert NothingRemembered().recall_compiled() is None
 

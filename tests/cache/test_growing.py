@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_mtp.cache.growing import STEP, LinearKVCache
 from mlx_mtp.cache.kinds import make_cache, make_caches
-from mlx_mtp.cache.linear import STEP, LinearKVCache
 from mlx_mtp.cache.ring import MAX_ROWS, Ring
 
 B, H, D = 1, 2, 32

@@ -18,13 +18,12 @@ from plans import Script
 from sweep import sampled, sweep
 
 import mlx_mtp
+from mlx_mtp.cache import growing
 from mlx_mtp.cache import kinds as caches
-from mlx_mtp.cache import linear
 from mlx_mtp.cache.ring import Ring
-from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import cycle, policy
 from mlx_mtp.decoding import recording as recorded
 from mlx_mtp.decoding import replay as compiled
-from mlx_mtp.decoding import setup as planning
 from mlx_mtp.decoding.replay import Compiled, Recorder
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.tuning.replay_choice import CompileChoice
@@ -238,7 +237,7 @@ def check_against_built(model, n, k):
 @pytest.mark.parametrize("k", [0, 2])
 def test_buffers_grow_and_few_kinds_are_recorded(cheap, monkeypatch, k):
     """One kind per STEP and draft length, and the first cycle's, whose run before has one row."""
-    monkeypatch.setattr(linear, "STEP", 32)
+    monkeypatch.setattr(growing, "STEP", 32)
     monkeypatch.setattr(caches.LinearKVCache, "reserve", lambda self, rows: None)
     cheap._recorder = Recorder()
     stats = check(cheap, 80, k)
@@ -349,14 +348,14 @@ def test_what_is_built(cheap):
         assert stats.compiled_cycles == stats.compiled_shapes == 0
         assert tokens == run(cheap, 12, 0, replay=False)[0]
     layout = mlx_mtp.make_prompt_cache(cheap), Picker()
-    assert planning.compiled_for(cheap, *layout, None) is None
-    assert planning.compiled_for(cheap, *layout, True) is not None
+    assert policy.compiled_for(cheap, *layout, None) is None
+    assert policy.compiled_for(cheap, *layout, True) is not None
 
 
 def test_the_verdict_is_remembered(cheap, monkeypatch):
     """On a GPU that waits for the host a generation finds out, and the next ones know, in another process too."""
     model = cheap
-    monkeypatch.setattr(planning, "mx", SimpleNamespace(cpu="cpu", default_device=lambda: "gpu"))
+    monkeypatch.setattr(policy, "mx", SimpleNamespace(cpu="cpu", default_device=lambda: "gpu"))
     observe = CompileChoice.observe
     times = {True: 1.0, False: 2.0}
     monkeypatch.setattr(
@@ -374,7 +373,7 @@ def test_the_verdict_is_remembered(cheap, monkeypatch):
         again, stats = run(model, 30, 1, **options)
         assert bool(stats.compiled_cycles) is verdict
         assert tokens[:30] == again == run(model, 30, 0, replay=False)[0]
-        assert planning.learned(model).remembered[False].recall() is not None
+        assert policy.learned(model).remembered[False].recall() is not None
 
 
 @sweep  # on a CPU: a C++ compiler makes twenty kernels

@@ -10,7 +10,7 @@ from oracle import Oracle
 from sweep import paired, sampled
 
 import mlx_mtp
-from mlx_mtp.cache.linear import LinearKVCache
+from mlx_mtp.cache.growing import LinearKVCache
 from mlx_mtp.decoding import cycle
 from mlx_mtp.layers import sparse_mla
 from mlx_mtp.models import deepseek_v32, glm_moe_dsa

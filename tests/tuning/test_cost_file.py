@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_mtp.decoding.setup import control_for, remember
+from mlx_mtp.decoding.policy import control_for, remember
 from mlx_mtp.machine import remembered
 from mlx_mtp.tuning import cost_file
 from mlx_mtp.tuning.cost_file import RememberedCosts

@@ -17,8 +17,8 @@ from sweep import paired, sampled
 
 import mlx_mtp
 from mlx_mtp import emulator
+from mlx_mtp.cache.growing import LinearKVCache
 from mlx_mtp.cache.kinds import make_cache
-from mlx_mtp.cache.linear import LinearKVCache
 from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.ring import Ring
 from mlx_mtp.layers.attention import Attention
