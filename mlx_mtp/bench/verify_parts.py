@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from ..cache.kinds import make_cache
 from ..cache.growing import round_up
+from ..cache.kinds import make_cache
 from ..cache.recurrent import RecurrentCache
 from ..cache.ring import MAX_ROWS, Ring
 from ..layers.attention import Attention

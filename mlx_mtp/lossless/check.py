@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..checkpoint.head_self_test import LEAST
+from ..layers.target import Target
 from .compare import PLAIN, Comparison, Drift, Reference, Way, compare, compare_one_pass, drift, ways, worst
 from .heads import LONGEST, Known, kept, right, shares, suspicions
 from .one_pass import OnePass
@@ -87,7 +88,7 @@ class Verdict:
         return any(c.diverged for c in (*self.greedy, *self.sampled)) or any(f.refused for f in self.fits)
 
 
-def verify(model: Any, tokenizer: Any, settings: Settings, progress: Progress) -> Verdict:
+def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress) -> Verdict:
     """Check a model; its heads are looked at where it has some."""
     stops = tuple(tokenizer.eos_token_ids)
     prompts = built_in(model, tokenizer, settings.max_tokens)
@@ -120,7 +121,7 @@ def _greedy(references: list[Reference], settings: Settings, progress: Progress)
 
 
 def _sampled(
-    model: Any, prompts: list[Prompt], stops: Sequence[int], settings: Settings, progress: Progress
+    model: Target, prompts: list[Prompt], stops: Sequence[int], settings: Settings, progress: Progress
 ) -> list[Comparison]:
     """Compare texts of one seed in every way: drafts that share the draw's noise, and greedy ones."""
     plans = [(settings.most, "coupled"), (settings.most, "greedy")]
@@ -134,7 +135,7 @@ def _sampled(
     return found
 
 
-def _fits(model: Any, references: list[Reference], settings: Settings, progress: Progress) -> list[Fit]:
+def _fits(model: Target, references: list[Reference], settings: Settings, progress: Progress) -> list[Fit]:
     """Test draws behind the prompt whose draws tell most."""
     short = [r for r in references if len(r.prompt.tokens) <= FIT_PROMPT]
     prompt = max(short, key=_spread).prompt.tokens
@@ -155,7 +156,7 @@ def _spread(reference: Reference) -> float:
 
 
 def examine(
-    model: Any, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress
+    model: Target, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress
 ) -> list[list[mx.array]]:
     """Look at the heads alone; returns where they are `right`, by text and depth."""
     depths = max(len(model.mtp), min(settings.drafts, 2))
@@ -182,7 +183,7 @@ def _kept(
     return were, should
 
 
-def conclude(model: Any, verdict: Verdict) -> None:
+def conclude(model: Target, verdict: Verdict) -> None:
     """Say in the verdict what is wrong, and what may be."""
     report, broken, agreement = model.report, verdict.broken, verdict.agreement
     for name, found in (("greedy", verdict.greedy), ("sampled", verdict.sampled)):

@@ -17,6 +17,7 @@ import numpy as np
 from ..decoding.sampling import key_at, random_key
 from ..decoding.stats import Stats
 from ..generate import generate_step
+from ..layers.target import Target
 from .one_pass import Judgement, OnePass
 from .prompts import Prompt
 
@@ -112,7 +113,7 @@ class Drift:
 class Reference:
     """A prompt, its text without drafts (`plain` may draw it), and the judge who reads both."""
 
-    def __init__(self, model: Any, prompt: Prompt, max_tokens: int, stops: Sequence[int], plain: Way = PLAIN):
+    def __init__(self, model: Target, prompt: Prompt, max_tokens: int, stops: Sequence[int], plain: Way = PLAIN):
         self.model, self.prompt, self.max_tokens = model, prompt, max_tokens
         self.stops = stops if prompt.stops else ()
         self.text: list[int] = []

@@ -7,13 +7,13 @@ compared with what the target says at position p + 2 + j. So depths are judged o
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..cache.kinds import make_caches
 from ..checkpoint.parameters import named, same
+from ..layers.target import Target
 
 ROWS = 16  # whose logits are held at a time
 USUAL = 0.3  # of depth 1; released heads are right in 60-97%
@@ -41,7 +41,7 @@ class Known:
         return replace(self, hidden=self.hidden[:, mx.clip(mx.arange(length) + by, 0, length - 1)])
 
 
-def right(model: Any, text: Known, depths: int) -> list[mx.array]:
+def right(model: Target, text: Known, depths: int) -> list[mx.array]:
     """Find per depth at which positions its guess is right: boolean [L - 1 - depth]."""
     found, length = [], text.tokens.size
     hidden = model.capture(text.hidden)
@@ -59,7 +59,7 @@ def right(model: Any, text: Known, depths: int) -> list[mx.array]:
     return [*found, right_recycled(model, text)] if depths > len(model.mtp) else found
 
 
-def right_recycled(model: Any, text: Known) -> mx.array:
+def right_recycled(model: Target, text: Known) -> mx.array:
     """Find the same for the second draft of a recycled head, which reads its own output; boolean [up to RECYCLED]."""
     (head,), hidden = model.mtp, model.capture(text.hidden)
     (cache,) = make_caches([head.window], starts=[0])
@@ -94,7 +94,7 @@ def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
     return total
 
 
-def suspicions(model: Any, found: list[list[mx.array]]) -> list[str]:
+def suspicions(model: Target, found: list[list[mx.array]]) -> list[str]:
     """Say in words what the shares of right guesses tell about how the heads are wired."""
     share, modules = shares(found), len(model.mtp)
     said = []
@@ -115,7 +115,7 @@ def suspicions(model: Any, found: list[list[mx.array]]) -> list[str]:
     return said
 
 
-def _guesses(model: Any, depth: int, output: mx.array) -> mx.array:
+def _guesses(model: Target, depth: int, output: mx.array) -> mx.array:
     """Compute the greedy guesses [L] of a head's output rows [1, L, H]."""
     parts = []
     for i in range(0, output.shape[1], ROWS):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.ring import MAX_ROWS
+from ..layers.target import Target
 from ..session import render
 
 CHATS = (
@@ -39,7 +40,7 @@ class Prompt:
     stops: bool = True
 
 
-def built_in(model: Any, tokenizer: Any, max_tokens: int) -> list[Prompt]:
+def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
     """Make prompts for a model; those through a chat template only where its tokenizer has one."""
     prompts = []
     if tokenizer.has_chat_template:
@@ -50,7 +51,7 @@ def built_in(model: Any, tokenizer: Any, max_tokens: int) -> list[Prompt]:
     return prompts + [Prompt(name, document(tokenizer, length), stops=False) for name, length in documents]
 
 
-def lengths(model: Any, max_tokens: int) -> dict[str, int]:
+def lengths(model: Target, max_tokens: int) -> dict[str, int]:
     """Choose the documents' lengths: rings end in the middle of the new text of one, in the prompt of another."""
     windows = {w for w in (*model.windows(), *model.head_windows()) if isinstance(w, int) and w <= LONGEST}
     found = {}

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..generate import generate_step
+from ..layers.target import Target
 from .one_pass import OnePass
 
 RANKS = (0, 1, 2, 4)  # where classes of tokens begin, the likeliest first
@@ -43,7 +44,7 @@ class Fit:
 
 
 def draw(
-    model: Any,
+    model: Target,
     prompt: list[int],
     options: dict[str, Any],
     *,
@@ -65,7 +66,7 @@ def draw(
     return texts
 
 
-def fit(model: Any, prompt: list[int], texts: Sequence[list[int]], *, temp: float, mode: str) -> Fit:
+def fit(model: Target, prompt: list[int], texts: Sequence[list[int]], *, temp: float, mode: str) -> Fit:
     """Test whether texts, drawn at a temperature alone, have the target's probabilities."""
     seen, expected, hotter = [], [], []
     for text in texts:

@@ -7,6 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from ..layers.target import Target
 from .check import Progress, Verdict, told
 from .compare import Comparison, Reference, Way, compare
 from .prompts import Prompt, chat
@@ -82,7 +83,7 @@ def _boxed(text: str) -> str | None:
 
 
 def answer_all(
-    model: Any, tokenizer: Any, tasks: list[Task], way: Way, *, max_tokens: int, progress: Progress
+    model: Target, tokenizer: Any, tasks: list[Task], way: Way, *, max_tokens: int, progress: Progress
 ) -> tuple[Verdict, list[Answered]]:
     """Answer every task greedily without drafts and in `way`, and compare the texts."""
     stops, comparison, answered = tuple(tokenizer.eos_token_ids), Comparison(way.name), []
