@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..layers.spec import MTPSpec
+from ..layers.mtp_spec import MTPSpec
 from .files import FP8_SCALES, Header, read_header, sidecar_files, trunk_header
 
 NUMBER = re.compile(r"\.(\d+)\.")  # of a layer, in a tensor's name

@@ -10,8 +10,8 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..kernels import attention_served, verify_attention, verify_attention_ref
+from .kernel_site import VERIFY_ROWS, Site, rows_of
 from .norm_rope import Form, NormRope, Offset, device_offset, on_device, placed
-from .site import VERIFY_ROWS, Site, rows_of
 
 
 def cache_format(cache: Any) -> tuple[int, int] | None:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import verify_gemv
-from .site import VERIFY_ROWS, Site, rows_of
+from .kernel_site import VERIFY_ROWS, Site, rows_of
 
 
 class Dense(Site):

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .mtp_head import MTPHead
-from .spec import MTPSpec
+from .mtp_spec import MTPSpec
 
 
 @dataclass(frozen=True)

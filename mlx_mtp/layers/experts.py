@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
 from ..kernels import Experts, Quantized, Routing, route_ref, served, verify_moe, verify_moe_ref
-from .site import Site, rows_of
+from .kernel_site import Site, rows_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SHARED = ("shared_experts", "share_expert", "shared_expert")

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
 
 from ..kernels import Gates, delta_inputs, gated_delta_verify, gated_norm
-from .site import Site
+from .kernel_site import Site
 
 
 class GatedDelta:

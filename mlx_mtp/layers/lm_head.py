@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Quantized, draw_ref, served, top_ref, verify_head, verify_head_draw, verify_head_top
-from .site import Site, rows_of
+from .kernel_site import Site, rows_of
 
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 

@@ -14,9 +14,9 @@ import mlx.core as mx
 from ..kernels import verify_latent_attention, verify_latent_attention_ref
 from .attention import CachedAttention
 from .mla_products import VerifyMultiLinear
+from .mtp_spec import MTPSpec
 from .norm_rope import NormRope, Offset, on_device
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
-from .spec import MTPSpec
 
 ABSORBED_ROWS = 8
 Mask = mx.array | None  # boolean [L, S] or broadcast to it

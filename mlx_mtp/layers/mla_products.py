@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
 from ..kernels import Quantized, verify_qmm_heads
-from .site import Site
+from .kernel_site import Site
 
 
 class PerHead(Site):

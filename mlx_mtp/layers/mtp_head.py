@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .spec import MTPSpec
+from .mtp_spec import MTPSpec
 
 
 class MTPHead(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels import Rope, norm_rope
-from .site import Site
+from .kernel_site import Site
 
 Pair = tuple[mx.array, mx.array]
 Offset = int | mx.array  # a position, on the host or, int32 [1], on the device

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..cache.layer_cache import CacheKind
 from .lm_head import Rows, head_on
 from .mtp_head import MTPHead
-from .spec import MTPSpec
+from .mtp_spec import MTPSpec
 
 Tensors = dict[str, mx.array]  # by the names of a checkpoint, or the paths of parameters
 

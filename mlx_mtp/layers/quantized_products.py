@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Quantized, verify_glu, verify_qmm, verify_qmm_mma, verify_qmm_ref
-from .site import VERIFY_ROWS, Site, rows_of
+from .kernel_site import VERIFY_ROWS, Site, rows_of
 
 
 class Stack(Site):

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels import add_norm
-from .site import Site, rows_of
+from .kernel_site import Site, rows_of
 
 
 class Sum(Site):

@@ -10,8 +10,8 @@ from ..checkpoint.head_self_test import LEAST
 from ..layers.target import Target
 from .compare import PLAIN, Comparison, Drift, Reference, Way, compare, compare_one_pass, drift, ways, worst
 from .heads import LONGEST, Known, kept, right, shares, suspicions
-from .one_pass import OnePass
 from .prompts import Prompt, built_in, source
+from .rounding_judge import OnePass
 from .sampled import Fit, draw, fit, spread
 from .wirings import Better, diagnose
 

@@ -18,8 +18,8 @@ from ..decoding.sampling import key_at, random_key
 from ..decoding.stats import Stats
 from ..generate import generate_step
 from ..layers.target import Target
-from .one_pass import Judgement, OnePass
 from .prompts import Prompt
+from .rounding_judge import Judgement, OnePass
 
 STEP = 256  # tokens of a prompt that are read in one call
 DOUBTED = 4  # positions of a text at which it is measured how far rounding reaches

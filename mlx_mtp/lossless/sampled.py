@@ -16,7 +16,7 @@ import numpy as np
 from ..cache.prompt_cache import make_prompt_cache
 from ..generate import generate_step
 from ..layers.target import Target
-from .one_pass import OnePass
+from .rounding_judge import OnePass
 
 RANKS = (0, 1, 2, 4)  # where classes of tokens begin, the likeliest first
 LEAST_VARIANCE = 20.0  # of a class's count, for chi-squared to describe it

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..layers.eagle_head import EagleHead, EagleSizes
-from ..layers.spec import MTPSpec
+from ..layers.mtp_spec import MTPSpec
 
 ACCEPTED = (
     "an EAGLE-3 head: a directory with config.json and *.safetensors that hold fc, midlayer or layers.0, norm, "

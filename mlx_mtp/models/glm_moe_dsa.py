@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from mlx_lm.models import glm_moe_dsa
 
+from ..layers.mtp_spec import MTPSpec
 from ..layers.sparse_mla import Chosen
-from ..layers.spec import MTPSpec
 from . import deepseek_v32
 
 KINDS = {"F": "full", "S": "shared"}

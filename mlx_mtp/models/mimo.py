@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import mlx.nn as nn
 from mlx_lm.models import mimo
 
+from ..layers.mtp_spec import MTPSpec
 from ..layers.port import BLOCK_TENSORS, Port
-from ..layers.spec import MTPSpec
 
 
 @dataclass

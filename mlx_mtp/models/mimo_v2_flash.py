@@ -8,8 +8,8 @@ PR 1256 (chaining the depths instead loses a third of the acceptance).
 import mlx.nn as nn
 from mlx_lm.models import mimo_v2_flash
 
+from ..layers.mtp_spec import MTPSpec
 from ..layers.port import BLOCK_TENSORS, NUMBERED_EXPERTS, SCALED_FP8, Port
-from ..layers.spec import MTPSpec
 
 ModelArgs = mimo_v2_flash.ModelArgs
 

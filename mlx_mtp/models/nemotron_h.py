@@ -17,8 +17,8 @@ from mlx_lm.models import nemotron_h
 from ..cache.layer_cache import CacheKind
 from ..cache.recurrent import RecurrentCache
 from ..layers.mamba2 import Mamba2
+from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port, Renaming
-from ..layers.spec import MTPSpec
 
 HEAD_PATTERN = "*E"
 CACHED = "M*"

@@ -17,8 +17,8 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3Next
 from ..cache.layer_cache import CacheKind
 from ..cache.recurrent import RecurrentCache
 from ..layers.gated_delta import GatedDelta
+from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port, Renaming
-from ..layers.spec import MTPSpec
 
 QWEN_MTP = MTPSpec(
     prefix=r"(?:(?:model\.|language_model\.)*mtp\.)?",  # heads published on their own have no prefix

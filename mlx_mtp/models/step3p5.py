@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import step3p5
 
+from ..layers.mtp_spec import MTPSpec
 from ..layers.port import BLOCK_TENSORS, Port, Tensors
-from ..layers.spec import MTPSpec
 
 
 @dataclass

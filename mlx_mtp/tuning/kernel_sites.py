@@ -17,6 +17,7 @@ from ..layers.dense_products import Dense, VerifyDense, VerifyDenseEmbedding, Ve
 from ..layers.eagle_head import EagleHead
 from ..layers.experts import Mixture, VerifyMoE, servable
 from ..layers.gated_delta import GatedDelta, Recurrence
+from ..layers.kernel_site import Site
 from ..layers.lm_head import place_heads
 from ..layers.mla import AbsorbedMLA, LatentAttention
 from ..layers.mla_products import PerHead, VerifyMultiLinear
@@ -24,7 +25,6 @@ from ..layers.norm_rope import Form, NormRope
 from ..layers.port import Port
 from ..layers.quantized_products import GLU, Stack, VerifyEmbedding, VerifyLinear, VerifyMLP
 from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm
-from ..layers.site import Site
 from ..layers.sparse_mla import SparseMLA
 
 # Linears that, where a module has several of them, read the same x.

@@ -11,10 +11,10 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from ..kernels import on_metal
 from ..layers.attention import VerifyAttention
 from ..layers.gated_delta import GatedDelta
+from ..layers.kernel_site import Site, inexact_rows
 from ..layers.mamba2 import Mamba2
 from ..layers.port import Port
 from ..layers.quantized_products import Matrices, Stack
-from ..layers.site import Site, inexact_rows
 from ..machine.remembered import digest
 from .kernel_sites import place, tied
 from .kernel_trials import KernelTrial, KernelVerdict, Key, RememberedVerdicts, decide, in_words

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_mtp.layers.site import inexact_rows
+from mlx_mtp.layers.kernel_site import inexact_rows
 
 
 @pytest.mark.parametrize(

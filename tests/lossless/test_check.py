@@ -12,12 +12,11 @@ from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.cache.ring import Ring
 from mlx_mtp.decoding import cycle, prefill, sampling
 from mlx_mtp.decoding import loop as decode
-from mlx_mtp.lossless import check
-from mlx_mtp.lossless import one_pass as one_pass_module
+from mlx_mtp.lossless import check, rounding_judge
 from mlx_mtp.lossless.check import Settings, Verdict, conclude, verify
 from mlx_mtp.lossless.compare import PLAIN, Comparison, Reference, Way, compare, compare_one_pass, drift, ways
-from mlx_mtp.lossless.one_pass import PASSES, OnePass
 from mlx_mtp.lossless.prompts import Prompt, built_in, document, lengths
+from mlx_mtp.lossless.rounding_judge import PASSES, OnePass
 
 V, NEW = 5, 40
 SHORT = 28  # enough to wrap the rings behind the fixtures' prompts
@@ -256,8 +255,8 @@ def test_behind_a_near_tie_the_comparison_goes_on(twins, monkeypatch):
 def test_the_judge_measures_where_it_doubts(model, monkeypatch):
     tokens = [1, 2, 3, 4, 0, 1, 2, 2, 1]
     one_pass, passes = OnePass(model, tokens), []
-    read = one_pass_module._read
-    monkeypatch.setattr(one_pass_module, "_read", lambda *args: passes.append(args) or read(*args))
+    read = rounding_judge._read
+    monkeypatch.setattr(rounding_judge, "_read", lambda *args: passes.append(args) or read(*args))
     row = one_pass.logits(6)
     best, second, *_, last = np.argsort(-row).tolist()
     judgement = one_pass.judge(6, (best, last))

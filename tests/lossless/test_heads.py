@@ -15,8 +15,8 @@ from mlx_mtp.decoding.draft import Drafts
 from mlx_mtp.lossless.check import Settings, Verdict, _kept, conclude, examine
 from mlx_mtp.lossless.compare import Comparison, Reference, compare, ways
 from mlx_mtp.lossless.heads import Known, right
-from mlx_mtp.lossless.one_pass import OnePass
 from mlx_mtp.lossless.prompts import Prompt
+from mlx_mtp.lossless.rounding_judge import OnePass
 
 CHECKPOINTS = {name: trained.checkpoint(name) for name in trained.NAMES}
 
