@@ -1,6 +1,7 @@
 """Imports point one way, and the checklist's hard limits hold."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +21,7 @@ FLOORS = [
     {"__main__"},
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
+KNOWN = set(FILES)
 HALL = 6  # files that no room holds, at most
 
 
@@ -51,9 +53,10 @@ def file_of(name: str) -> Path | None:
         path.parent.with_suffix(".py"),
         path.parent / "__init__.py",
     )
-    return next((file for file in files if file in FILES), None)
+    return next((file for file in files if file in KNOWN), None)
 
 
+@functools.cache
 def imported_files(file: Path) -> set[Path]:
     return {found for name in imported_names(file) if (found := file_of(name)) and found != file}
 

@@ -67,7 +67,7 @@ def run_case(bases, directory, draw) -> None:
         assert again.returncode == 0, again.stderr
 
 
-@profile(40)
+@profile(20)
 @given(data=st.data())
 def test_damage_is_said_in_one_line(bases, tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("case")

@@ -7,7 +7,7 @@ import random
 import mlx.core as mx
 import pytest
 from mlx_lm.models.step3p5 import ModelArgs
-from sweep import SWEEP
+from sweep import SWEEP, sampled, sweep
 
 import mlx_mtp
 from bench.train_demo import checkpoint, self_written
@@ -25,6 +25,7 @@ def corpus():
     return load_corpus()
 
 
+@sweep
 def test_held_out_texts_are_not_trained_on(corpus):
     held = {doc.text for doc in corpus["held_docs"]}
     assert len(held) > 50
@@ -35,6 +36,7 @@ def test_held_out_texts_are_not_trained_on(corpus):
     assert not [text for text in long if text.splitlines()[0] in code and text in code]
 
 
+@sweep
 def test_code_keeps_the_first_line_of_a_docstring(corpus):
     source = 'def f(x):\n    """Add one.\n\n    And more.\n    """\n    return x + 1\n\n\ndef g():\n    """Held."""\n'
     assert with_summaries(source, {"Held. And more"}) == (
@@ -46,6 +48,7 @@ def test_code_keeps_the_first_line_of_a_docstring(corpus):
         ast.parse(piece)
 
 
+@sweep
 @pytest.mark.parametrize("phase", range(len(PHASES)))
 def test_an_epoch_depends_on_its_seed_only(corpus, phase):
     first, again, other = (epoch(corpus, random.Random(seed), PHASES[phase]) for seed in (0, 0, 1))
@@ -53,6 +56,7 @@ def test_an_epoch_depends_on_its_seed_only(corpus, phase):
     assert first != other
 
 
+@sweep
 def test_prompts_of_the_self_written_text(corpus):
     drawn = [list(itertools.islice(self_written.prompts(corpus, random.Random(seed)), 30)) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -93,7 +97,7 @@ def a_run(loss, steps: int = 2) -> tuple[list[list[float]], dict]:
     return losses, checkpoint.hub_weights(model)
 
 
-@pytest.mark.parametrize("loss", [joint_loss, foresight_loss])
+@pytest.mark.parametrize("loss", sampled([joint_loss], [joint_loss, foresight_loss]))
 def test_training_is_seeded_and_learns(loss):
     losses, weights = a_run(loss)
     assert losses[-1][0] < losses[0][0]
@@ -103,6 +107,7 @@ def test_training_is_seeded_and_learns(loss):
         assert all(mx.array_equal(weights[name], same[name]) for name in weights)
 
 
+@sweep
 def test_token_stream_mixes_in_what_the_trunk_wrote(corpus):
     _, tokenizer = mlx_mtp.load(demo_path())
     small = {**corpus, "docs": corpus["docs"][:40], "code": corpus["code"][:8]}

@@ -10,7 +10,7 @@ from metal_cases import linux_only
 from plans import Listed, follow
 from quantized_models import save_checkpoints
 from stock_ops import stock_ops
-from sweep import sampled
+from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp import emulator
@@ -69,7 +69,8 @@ class Singly:
 
 
 # The layers of the other have tests of their own (tests/layers/test_gated_delta.py).
-@pytest.mark.parametrize("name", sampled(["step"], ["step", "hybrid"]))
+@sweep  # CI runs it in a section of its own
+@pytest.mark.parametrize("name", ["step", "hybrid"])
 def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch):
     monkeypatch.setattr(trial_run, "DRAWS", 1)
     monkeypatch.setattr(trial_run, "LAYERS", 1)

@@ -46,7 +46,7 @@ def right_models(tmp_path_factory):
     return {name: load(tmp_path_factory.mktemp(name), *CHECKPOINTS[name]) for name in trained.NAMES}
 
 
-@pytest.mark.parametrize("name", trained.NAMES)
+@pytest.mark.parametrize("name", sampled(trained.NAMES[-1:], trained.NAMES))
 def test_right_heads_pass(right_models, name):
     model, said = right_models[name]
     verdict = verdict_on(model)
@@ -188,7 +188,10 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize(("plant", "name"), paired(LOOPS, trained.NAMES[::2]))
+PAIRS = paired(LOOPS, trained.NAMES[::2])
+
+
+@pytest.mark.parametrize(("plant", "name"), sampled(PAIRS[:2], PAIRS))
 def test_a_loop_that_drafts_worse_than_its_heads_is_found(right_models, monkeypatch, name, plant):
     model, _ = right_models[name]
     prompts = [Prompt(str(seed), trained.text(seed, 12), stops=False) for seed in range(2000, 2004)]
