@@ -53,7 +53,7 @@ class Break:
 
 
 def breaks_of(file: Path, root: Path) -> list[Break]:
-    """Every break of a file's lines."""
+    """List every break of a file's lines."""
     text = file.read_text()
     tree, lines, found = ast.parse(text), text.splitlines(), []
     owner = {}
@@ -75,7 +75,7 @@ def breaks_of(file: Path, root: Path) -> list[Break]:
 
 
 def functions(tree: ast.AST, prefix: str = ""):
-    """(function's node, its qualified name), outer ones first."""
+    """Yield (function's node, its qualified name), outer ones first."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             yield node, prefix + node.name
@@ -85,14 +85,14 @@ def functions(tree: ast.AST, prefix: str = ""):
 
 
 def annotated(node: ast.AST):
-    """What stands in annotations, which nothing evaluates or compares."""
+    """Yield what stands in annotations, which nothing evaluates or compares."""
     for name in ("annotation", "returns"):
         if (inner := getattr(node, name, None)) is not None:
             yield from ast.walk(inner)
 
 
 def changes(node: ast.AST, line: str):
-    """(start byte, end byte, new text) of every change of a node that fits in its line."""
+    """Yield (start byte, end byte, new text) of every change of a node that fits in its line."""
     code = line.encode()
     if isinstance(node, ast.Compare):
         yield from swapped(code, node.left.end_col_offset, node.comparators[0].col_offset, COMPARISONS)
@@ -114,7 +114,7 @@ def changes(node: ast.AST, line: str):
 
 
 def swapped(code: bytes, start: int, end: int, table: dict[str, str]):
-    """The change of the one operator between two operands."""
+    """Yield the change of the one operator between two operands."""
     between = code[start:end].decode()
     for old in sorted(table, key=len, reverse=True):
         if between.strip("() ") == old:
@@ -123,7 +123,7 @@ def swapped(code: bytes, start: int, end: int, table: dict[str, str]):
 
 
 def draw(root: Path, count: int, seed: int) -> list[Break]:
-    """`count` breaks, the rooms in turn, each file's lines alike likely within its room."""
+    """Draw `count` breaks, the rooms in turn, each line of a room alike likely."""
     rooms: dict[str, list[Break]] = defaultdict(list)
     for file in sorted((root / "mlx_mtp").rglob("*.py")):
         inside = file.relative_to(root / "mlx_mtp").parts
@@ -136,12 +136,11 @@ def draw(root: Path, count: int, seed: int) -> list[Break]:
     return turns[:count]
 
 
-def found_again(broken: Break, root: Path) -> Break | None:
-    """The same break in another version: in a function of the same name that has the line, wherever its file is."""
+def found_again(broken: Break, candidates: list[Break]) -> Break | None:
+    """Find the same break in another version: in a function of the same name that has the line, in whatever file."""
     same = [
         candidate
-        for file in sorted((root / "mlx_mtp").rglob("*.py"))
-        for candidate in breaks_of(file, root)
+        for candidate in candidates
         if candidate.function.split(".")[-1] == broken.function.split(".")[-1]
         and (candidate.line, candidate.broken) == (broken.line, broken.broken)
     ]
@@ -149,7 +148,7 @@ def found_again(broken: Break, root: Path) -> Break | None:
 
 
 def tests_of(broken: Break, trace: list[dict], budget: float) -> list[str]:
-    """The tests that enter the function, or for a module's own line any function of its file, fastest first."""
+    """Find the tests that enter the function, or for a module's own line any function of its file, fastest first."""
     file, name = broken.file.removeprefix("mlx_mtp/"), broken.function
     seen = [t for t in trace if any(f == file and name in ("", q) for f, q, *_ in t["f"])]
     if not seen:  # a constant of a module without functions, or what only a process of its own runs
@@ -164,7 +163,7 @@ def tests_of(broken: Break, trace: list[dict], budget: float) -> list[str]:
 
 
 def is_red(broken: Break, tree: Path, tests: list[str], limit: float) -> tuple[bool, str]:
-    """Whether a test fails with the break in place, and the line that says which."""
+    """Tell whether a test fails with the break in place, and which."""
     file = tree / broken.file
     text = file.read_text()
     lines, names = text.splitlines(keepends=True), {}
@@ -222,7 +221,8 @@ def run(trace_file: Path, count: int, seed: int, like: Path | None, out: Path | 
     if like is None:
         drawn: list[Break | None] = list(draw(tree, count, seed))
     else:
-        drawn = [found_again(Break(**each), tree) for each in json.loads(like.read_text())]
+        every = [found for file in sorted((tree / "mlx_mtp").rglob("*.py")) for found in breaks_of(file, tree)]
+        drawn = [found_again(Break(**each), every) for each in json.loads(like.read_text())]
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:

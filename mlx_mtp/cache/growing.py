@@ -135,7 +135,7 @@ class LinearKVCache(LayerCache):
         return quantized
 
 
-class Quantized:
+class QuantizedStorage:
     """Storage as packed integers, read directly by mlx-lm's quantized attention (which looks for `bits`)."""
 
     bits: int
@@ -153,7 +153,7 @@ class Quantized:
         return {**super().config, **own}  # type: ignore[misc]
 
 
-class QuantizedLinearKVCache(Quantized, LinearKVCache):
+class QuantizedLinearKVCache(QuantizedStorage, LinearKVCache):
     """LinearKVCache with `bits`-bit keys and values."""
 
     def __init__(self, group_size: int, bits: int, start: int = 0):

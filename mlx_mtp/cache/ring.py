@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
-from .growing import LinearKVCache, Quantized, round_up
+from .growing import LinearKVCache, QuantizedStorage, round_up
 from .layer_cache import Parts
 
 MAX_ROWS = 16  # most rows one verify or draft call may write into a ring
@@ -156,7 +156,7 @@ class SlidingKVCache(LinearKVCache):
         return self.ring.mask_of_one(range(self._past().start, self.offset + 1), self._visible(1).stop)
 
 
-class QuantizedSlidingKVCache(Quantized, SlidingKVCache):
+class QuantizedSlidingKVCache(QuantizedStorage, SlidingKVCache):
     """SlidingKVCache with `bits`-bit keys and values."""
 
     def __init__(self, group_size: int, bits: int, ring: Ring, start: int = 0):

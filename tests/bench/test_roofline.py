@@ -14,6 +14,7 @@ import pytest
 from command_line import call
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
+from sweep import sweep
 
 from bench.cost_model import fit
 from bench.cost_model.published import read_rows, read_unused
@@ -228,6 +229,7 @@ def _validated(file, rows, *args):
     return call("bench", "model", "--validate", "--quick", "--model", "Qwen3.6-27B", *args)
 
 
+@sweep
 def test_a_row_that_is_off_without_a_reason_fails(validated):
     rows = read_rows()
     good = validated(rows)

@@ -86,6 +86,7 @@ def check_values(heads, L, dv, dr, S, offset, dtype, start=0):
     return launches, error(got, want), error(stock(q, q_pe, latent, k_pe, offset), want)
 
 
+@sweep
 @linux_only
 def test_values_at_the_sizes_of_released_models():
     """128 heads, 512 and 64 (DeepSeek-V3); the latent is read once as keys and once as values."""

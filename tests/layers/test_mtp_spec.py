@@ -27,7 +27,7 @@ def ours(model, k, n=24):
 
 
 @pytest.mark.parametrize(
-    "name", sampled(["deepseek_v3", "mimo_v2_flash"], ["glm4_moe", "deepseek_v3", "qwen3_5", "mimo", "mimo_v2_flash"])
+    "name", sampled(["mimo_v2_flash"], ["glm4_moe", "deepseek_v3", "qwen3_5", "mimo", "mimo_v2_flash"])
 )
 def test_the_text_stays(tmp_path, name):
     path, _, plain = families.build(name, tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator import DRIFTS, TABLES, Machine, Text, compare, known_costs, replay, text, trace
-from sweep import sampled
+from sweep import sampled, sweep
 
 from mlx_mtp.tuning.controller import Controller, Cycle, Fixed, Plan
 from mlx_mtp.tuning.costs import PLAIN, Costs, ladder
@@ -74,6 +74,7 @@ def test_never_slower_than_plain_whatever_cycles_cost(slopes, depth, rates, seed
     assert outcome.steps <= 200 / 0.97
 
 
+@sweep
 def test_random_machines_lose_three_percent_hardly_ever_and_never_four():
     """What holds of the test above, without noise, on runs of 200 tokens."""
     rng, taken = np.random.default_rng(0), []
