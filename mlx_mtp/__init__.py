@@ -1,4 +1,4 @@
-"""Exact multi-token-prediction decoding on MLX: load a checkpoint with its heads, and generate."""
+"""Load a checkpoint with its MTP heads, and generate: exact multi-token-prediction decoding on MLX."""
 
 import sys
 from importlib import import_module

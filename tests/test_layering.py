@@ -96,6 +96,15 @@ def test_hard_limits():
                 assert not (isinstance(node.func, ast.Name) and node.func.id == "print"), (file, node.lineno)
 
 
+def test_every_module_says_first_what_it_does():
+    nouns = {"A", "An", "The", "What", "How", "Where", "Whether", "Which", "Who", "When"}
+    for file in FILES:
+        first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition(" ")[0]
+        assert first.isalpha() or "-" in first, file
+        assert first[:1].isupper(), file
+        assert first not in nouns, file
+
+
 def test_nothing_outside_models_knows_a_family():
     families = [p.stem for p in (PACKAGE / "models").glob("*.py") if p.stem != "__init__"]
     for file in FILES:
