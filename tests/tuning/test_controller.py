@@ -17,6 +17,17 @@ def machine(table, **changes):
     return Machine(TABLES[table], **{"noise": 0.2, **changes})
 
 
+def test_what_is_far_slower_twice_makes_every_cost_doubtful():
+    costs, arm = Costs(3), ("heads", 1)
+    for _ in range(20):
+        costs.observe(PLAIN, 0.010)
+        costs.observe(arm, 0.012)
+    before = costs.doubt(arm)
+    assert [costs.observe(PLAIN, 0.1) for _ in range(2)] == [False, True]
+    assert costs.doubt(arm) > 2 * before
+    assert costs.seconds(arm) > 0.06
+
+
 @pytest.mark.parametrize("table", sampled([*TABLES][::3], TABLES))
 def test_useless_heads_cost_at_most_three_percent(table):
     result = compare(machine(table), trace("useless", 200), lambda: Controller(max_drafts=7), 0, 200, range(8))
