@@ -110,7 +110,7 @@ class Picker:
     sampler:    the user's own, logprobs [1, V] -> token [1]; None means `options`.
     processors: mlx-lm's logits processors, (tokens [T], logits [1, V]) -> logits [1, V].
     key:        uint32 [2]; the draw at position t uses key + t.
-    draft_sampling: how drafts are chosen, of DRAFT_SAMPLING; see `draft_choice.py`.
+    draft_sampling: how drafts are chosen, of DRAFT_SAMPLING; see `draft_sampling.py`.
     """
 
     options: Sampling = Sampling()

@@ -143,6 +143,10 @@ def test_damage_anywhere_is_refused(model, saved, data):
         (lambda s: s["layers"].append({"window": None, "start": 0}), "damaged"),
         (lambda s: s.update(heads=s["heads"] * 2), "damaged"),
         (lambda s: s["layers"][0].update(window=4), "damaged"),
+        (
+            lambda s: s["layers"].__setitem__(0, {"window": "recurrent"}),
+            r"damaged \(its layers are not the model's\)",
+        ),
         (lambda s: s["layers"][0].update(window="plain", classes=["os"], state=[]), "damaged"),
         (lambda s: s.update(tokens=[*range(99)]), "damaged"),
         (lambda s: s.update(tokens="abc"), "damaged"),
@@ -157,6 +161,16 @@ def test_a_state_that_does_not_fit_is_refused(model, saved, tmp_path, change, me
     with pytest.raises(ValueError, match=rf"made\.safetensors: {message}") as e:
         load_prompt_cache(file, model)
     assert "\n" not in str(e.value)
+
+
+def test_a_snapshot_remembers_where_the_heads_windows_began(model):
+    cache = mlx_mtp.make_prompt_cache(model)
+    tokens_of(model, PROMPT, 6, 3, prompt_cache=cache)
+    snapshot, starts = cache.snapshot(), [c.start for c in cache.heads]
+    for c in cache.heads:
+        c.start += 5  # as heads do that begin anew behind rows that none of them reaches
+    cache.rewind(snapshot)
+    assert [c.start for c in cache.heads] == starts
 
 
 def test_what_is_no_cache_is_refused(model, tmp_path):
