@@ -10,8 +10,7 @@ from rich.table import Column, Table
 
 from .. import kernels
 from ..emulator import Traffic, emulated
-from ..emulator.stock import gather_qmv, quantized_matvec, sdpa_vector, stock_kernels
-from ..emulator.stock_attention import fused
+from ..emulator.stock import fused, gather_qmv, quantized_matvec, sdpa_vector, stock_kernels
 from ..kernels import Experts, Quantized, Routing
 
 Measure = Callable[[int], Sequence[str]]  # from rows M to cells of the table

@@ -1,10 +1,10 @@
-"""Launch MLX's own Metal kernels, from the headers of the installed wheel, as MLX launches them.
+"""Launch MLX's own quantized products and attention, from the headers of the installed wheel, as MLX launches them.
 
 Geometry and choice of kernel follow MLX 0.32's `quantized.cpp` and `scaled_dot_product_attention.cpp`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from .launch import Triple
 from .options import EmulatorOptions
 from .traffic import Traffic
 
+ATTENTION = ("utils", "sdpa_vector")
+MOST_ROWS = 32  # queries times heads of a KV head; beyond, products and softmax are operations of their own
 QUANTIZED = ("utils", "steel/gemm/gemm", "quantized_utils", "quantized")
 FP_QUANTIZED = (*QUANTIZED[:-1], "fp_quantized")
 POSITION = "threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
@@ -26,6 +28,16 @@ SDPA = """
         nullptr, nullptr, gqa_factor, gqa_factor, gqa_factor, nullptr, gqa_factor, threadgroup_position_in_grid,
         threadgroups_per_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
+SDPA_FIRST = """
+    sdpa_vector_2pass_1<T, D, V>(queries, keys, values, partials, sums, maxs, S, size_t(keys_strides[KV_AXIS]),
+        size_t(keys_strides[2]), size_t(values_strides[KV_AXIS]), size_t(values_strides[2]), scale, nullptr, nullptr,
+        S, S, S, nullptr, threads_per_threadgroup, thread_position_in_threadgroup, threadgroup_position_in_grid,
+        threadgroups_per_grid, thread_index_in_simdgroup);
+"""
+SDPA_SECOND = """
+    sdpa_vector_2pass_2<T, V>(partials, sums, maxs, out, BLOCKS, threadgroup_position_in_grid, threadgroups_per_grid,
+        simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+"""
 NO_MASK = dict.fromkeys(["has_mask", "query_transposed", "bool_mask", "float_mask", "has_sinks"], False)
 
 
@@ -35,23 +47,22 @@ def include(*headers: str) -> str:
 
 
 @functools.cache
-def stock_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, header: str) -> MetalKernel:
-    """Make a kernel whose body calls one of MLX's functions; once."""
+def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, header: str) -> MetalKernel:
     return metal_kernel(name, inputs, outputs, body, header)
 
 
 def launched(
-    kernel: MetalKernel, groups: Triple, group: Triple, outputs: Sequence[tuple[Triple, mx.Dtype]], **more: Any
-) -> tuple[list[mx.array], Traffic]:
-    """Launch `groups` threadgroups of `group` threads: outputs of these shapes and dtypes, and the traffic.
+    name: str, inputs: Mapping, outputs: Mapping, body: str, header: str, *, groups: Triple, **more: Any
+) -> tuple[Any, ...]:
+    """Launch `groups` threadgroups of a kernel whose body calls one of MLX's functions: its outputs, and the traffic.
 
-    `more`: what else a kernel takes: inputs, template, options.
+    outputs: shapes and dtypes by name. more: the kernel's threadgroup, template and options.
     """
-    grid = [n * threads for n, threads in zip(groups, group, strict=True)]
-    shapes, dtypes = zip(*outputs, strict=True)
-    made = kernel(grid=grid, threadgroup=group, output_shapes=shapes, output_dtypes=dtypes, **more)
-    assert kernel.traffic is not None
-    return made, kernel.traffic
+    kernel = _kernel(name, tuple(inputs), tuple(outputs), body, header)
+    grid = [n * threads for n, threads in zip(groups, more["threadgroup"], strict=True)]
+    shapes, dtypes = zip(*outputs.values(), strict=True)
+    made = kernel(inputs=[*inputs.values()], output_shapes=shapes, output_dtypes=dtypes, grid=grid, **more)
+    return *made, kernel.traffic
 
 
 def fast_alignment(bits: int) -> int:
@@ -105,10 +116,9 @@ def quantized_matvec(
     partial = ", true" if kernel == "qmv_fast" and n % 8 else ""
     function = f"{'affine' if affine else 'fp'}_{kernel}<T, GS, BITS, {last}false{partial}>"
     header = include(*(QUANTIZED if affine else FP_QUANTIZED))
-    made = stock_kernel(kernel, tuple(inputs), ("y",), f"{function}({data}, {batch}, {place});", header)
-    more = {"inputs": [*inputs.values()], "template": template, "options": options}
-    (y,), traffic = launched(made, groups, group, [((m, n), x.dtype)], **more)
-    return y, traffic
+    body, more = f"{function}({data}, {batch}, {place});", {"template": template, "options": options}
+    outputs = {"y": ((m, n), x.dtype)}
+    return launched(kernel, inputs, outputs, body, header, groups=groups, threadgroup=group, **more)
 
 
 def gather_qmv(
@@ -137,13 +147,23 @@ def gather_qmv(
     inputs = {"w": w, "scales": scales, **({"biases": biases} if affine else {}), "x": x}
     inputs |= {"lhs_indices": lhs_indices.astype(mx.uint32), "rhs_indices": rhs_indices.astype(mx.uint32)}
     inputs |= {"K": k, "N": n, "BATCH": 1}
-    kernel = stock_kernel(name, tuple(inputs), ("y",), body, include(*(QUANTIZED if affine else FP_QUANTIZED)))
+    header, pairs = include(*(QUANTIZED if affine else FP_QUANTIZED)), rhs_indices.size
     template = [("T", x.dtype), ("GS", group_size), ("BITS", bits)]
-    pairs = rhs_indices.size
-    outputs = [((pairs, 1, n), x.dtype)]
-    more = {"inputs": [*inputs.values()], "template": template, "options": options}
-    (y,), traffic = launched(kernel, (1, -(-n // 8), pairs), (32, 2, 1), outputs, **more)
-    return y, traffic
+    outputs, groups = {"y": ((pairs, 1, n), x.dtype)}, (1, -(-n // 8), pairs)
+    more = {"threadgroup": (32, 2, 1), "template": template, "options": options}
+    return launched(name, inputs, outputs, body, header, groups=groups, **more)
+
+
+def fused(rows: int, group: int) -> bool:
+    """Tell whether MLX has an attention kernel for that many queries and heads of a KV head."""
+    return rows <= 8 and rows * group <= MOST_ROWS
+
+
+def _attention(q: mx.array, k: mx.array, v: mx.array, options: EmulatorOptions | None, **constants: Any) -> tuple:
+    """Return the template, the options and the output of attention from q to k and v, without a mask."""
+    template = [("T", q.dtype), ("V", v.shape[-1]), ("D", q.shape[-1]), ("KV_AXIS", int(k.shape[1] > 1))]
+    options = replace(options or EmulatorOptions(), function_constants={**NO_MASK, **constants})
+    return template, options, {"out": ((*q.shape[:3], v.shape[-1]), q.dtype)}
 
 
 def sdpa_vector(
@@ -156,15 +176,39 @@ def sdpa_vector(
     options: EmulatorOptions | None = None,
 ) -> tuple[mx.array, Traffic]:
     """Attend from q (B, H, L, D) to k, v (B, KV, S, D) in one pass, no mask: (B, H, L, D), and the traffic."""
-    (b, h, rows, d), kv, width = q.shape, k.shape[1], v.shape[-1]
-    names = ("queries", "keys", "values", "gqa_factor", "S", "scale")
-    kernel = stock_kernel("sdpa_vector", names, ("out",), SDPA, include("utils", "sdpa_vector"))
-    constants = {**NO_MASK, "do_causal": causal, "blocks": 1}
-    options = replace(options or EmulatorOptions(), function_constants=constants)
-    template = [("T", q.dtype), ("D", d), ("V", width), ("KV_AXIS", 0 if kv == 1 else 1)]
-    more = {"inputs": [q, k, v, h // kv, k.shape[2], scale], "template": template, "options": options}
-    (y,), traffic = launched(kernel, (b * h, rows, 1), (1024, 1, 1), [((b, h, rows, width), q.dtype)], **more)
-    return y, traffic
+    (b, h, rows, _), kv = q.shape, k.shape[1]
+    template, options, output = _attention(q, k, v, options, do_causal=causal, blocks=1)
+    inputs = {"queries": q, "keys": k, "values": v, "gqa_factor": h // kv, "S": k.shape[2], "scale": scale}
+    more = {"groups": (b * h, rows, 1), "threadgroup": (1024, 1, 1), "template": template, "options": options}
+    return launched("sdpa_vector", inputs, output, SDPA, include(*ATTENTION), **more)
+
+
+def sdpa_vector_2pass(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    causal: bool = False,
+    blocks: int = 32,
+    options: EmulatorOptions | None = None,
+) -> tuple[mx.array, Traffic, Traffic]:
+    """Attend from q (1, H, L, D) to k, v (1, KV, S, D), no mask: (1, H, L, D), and the traffic of both passes.
+
+    `blocks`, a multiple of 32: to how many the keys are dealt. MLX takes 32 to 1024 by chip, S, L and H / KV.
+    """
+    (b, h, rows, _), kv = q.shape, k.shape[1]
+    assert b == 1, f"{b} sequences"
+    template, options, output = _attention(q, k, v, options, do_causal=causal, blocks=blocks)
+    inputs = {"queries": q, "keys": k, "values": v, "S": k.shape[2], "scale": scale}
+    dealt = b, h, rows, blocks
+    parts = {"partials": ((*dealt, v.shape[-1]), q.dtype), "sums": (dealt, mx.float32), "maxs": (dealt, mx.float32)}
+    more = {"groups": (kv, b, blocks), "threadgroup": (32, h // kv, rows), "template": template, "options": options}
+    *found, asked = launched("sdpa_vector_2pass_1", inputs, parts, SDPA_FIRST, include(*ATTENTION), **more)
+    inputs = {**dict(zip(parts, found, strict=True)), "BLOCKS": blocks}
+    more |= {"groups": (b * h, rows, 1), "threadgroup": (1024, 1, 1), "template": template[:2]}
+    y, asked_last = launched("sdpa_vector_2pass_2", inputs, output, SDPA_SECOND, include(*ATTENTION), **more)
+    return y, asked, asked_last
 
 
 def _matvec_case(kernel: str, n: int, k: int, m: int) -> Traffic:

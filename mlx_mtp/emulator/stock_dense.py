@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from .options import EmulatorOptions
-from .stock import include, launched, stock_kernel
+from .stock import include, launched
 from .traffic import Traffic
 
 # In gemv.h lanes that are done are missing at the barrier, and lanes read from ones without a row, whose value no one
@@ -64,16 +64,17 @@ def gemv(
     chosen = tile(k, n)
     header = include("utils", "steel/utils") + LENIENT + include("gemv") + STRICT
     options = options or EmulatorOptions()
-    (y,), traffic = launched(
-        stock_kernel("gemv", ("x", "w", "bias", "K", "N"), ("y",), GEMV, header),
-        (-(-n // (chosen["BM"] * chosen["SM"] * chosen["TM"])), 1, m),
-        (32, chosen["BN"], chosen["BM"]),
-        [((m, n), x.dtype)],
-        inputs=[x, w, x if bias is None else bias, k, n],
+    return launched(
+        "gemv",
+        {"x": x, "w": w, "bias": x if bias is None else bias, "K": k, "N": n},
+        {"y": ((m, n), x.dtype)},
+        GEMV,
+        header,
+        groups=(-(-n // (chosen["BM"] * chosen["SM"] * chosen["TM"])), 1, m),
+        threadgroup=(32, chosen["BN"], chosen["BM"]),
         template=[("T", x.dtype), ("AXPBY", bias is not None), *chosen.items()],
         options=replace(options, allow={*options.allow, "mem_none"}),
     )
-    return y, traffic
 
 
 def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tuple[mx.array, Traffic]:
@@ -85,8 +86,8 @@ def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tup
     if k > DOT_BLOCK:
         raise ValueError(f"x has rows of {k}; one threadgroup sums at most {DOT_BLOCK}")
     stride = -(-k // 8) * 8  # its vectors are aligned in every row
-    kernel = stock_kernel("dot", ("x", "w", "K", "STRIDE"), ("partials",), DOT, include("utils", "dot"))
-    padded = mx.pad(x, [(0, 0), (0, stride - k)])
-    more = {"inputs": [padded, w, k, stride], "template": [("T", x.dtype)], "options": options}
-    (partials,), traffic = launched(kernel, (1, m, 1), (512, 1, 1), [((m, 1), mx.float32)], **more)
+    inputs = {"x": mx.pad(x, [(0, 0), (0, stride - k)]), "w": w, "K": k, "STRIDE": stride}
+    outputs, header = {"partials": ((m, 1), mx.float32)}, include("utils", "dot")
+    more = {"groups": (1, m, 1), "threadgroup": (512, 1, 1), "template": [("T", x.dtype)], "options": options}
+    partials, traffic = launched("dot", inputs, outputs, DOT, header, **more)
     return partials.astype(x.dtype), traffic

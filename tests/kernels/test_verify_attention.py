@@ -13,8 +13,7 @@ from sweep import SWEEP, sampled, sweep
 
 from mlx_mtp import emulator
 from mlx_mtp.cache import kinds as cache
-from mlx_mtp.emulator.stock import sdpa_vector
-from mlx_mtp.emulator.stock_attention import fused, sdpa_vector_2pass
+from mlx_mtp.emulator.stock import fused, sdpa_vector, sdpa_vector_2pass
 from mlx_mtp.kernels import verify_attention, verify_attention_ref
 from mlx_mtp.kernels._merge import merge
 from mlx_mtp.kernels.verify_attention import geometry
