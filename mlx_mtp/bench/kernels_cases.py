@@ -23,8 +23,7 @@ from ..layers.dense_products import Dense
 from ..layers.experts import Mixture
 from ..layers.gated_delta import Recurrence
 from ..layers.lm_head import LMHeadSite
-from ..layers.mla import LatentAttention
-from ..layers.mla_products import PerHead
+from ..layers.mla import LatentAttention, PerHead
 from ..layers.norm_rope import Form, NormRope
 from ..layers.quantized_products import GLU, Matrices, Stack
 from ..layers.residual_norm import Sum

@@ -18,10 +18,9 @@ from .external_drafter import attach_drafter
 from .files import dequantized, read_tensors
 from .head_self_test import blaming_config
 from .norm_conventions import conventions, warn_of_unusual
-from .parameters import check_numbers, named, same
+from .parameters import check_numbers, expected, named, origin, same
 from .report import make_report
 from .sort_tensors import Contents, Drafting, sort_tensors
-from .tensor_names import expected, origin
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
 Raw = tuple[bool, bool]  # whether the trunk's norms, and the heads', are stored zero-centred

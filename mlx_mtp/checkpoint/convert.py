@@ -8,10 +8,10 @@ one tensor and of what it is made from.
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm.utils import get_total_parameters, save_config
@@ -80,7 +80,10 @@ def convert(
     source.prepare(precision)
     facts = source.facts(SIDECAR if mtp_layout == "sidecar" else "in the model's shards")
     files = _files(source, mtp_layout, shard_bytes)
-    index, config = _index(files, get_total_parameters(source.model)), source.new_config()
+    places = sorted((name, file) for file, tensors in files.items() for name in tensors)
+    metadata = {"total_size": _size(files), "total_parameters": get_total_parameters(source.model)}
+    index = json.dumps({"metadata": metadata, "weight_map": dict(places)}, indent=4)
+    config = source.new_config()
     others = {file for pattern in COPIED for file in path.glob(pattern) if not NOT_COPIED.fullmatch(file.name)}
     copied = [file for file in others if file.is_file()]
     size = len(index) + len(json.dumps(config)) + sum(file.stat().st_size for file in copied)
@@ -146,17 +149,14 @@ def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
     return writer.shards(heads | trunk, shard_bytes)
 
 
-def _index(files: dict[str, Tensors], parameters: int) -> str:
-    """Make model.safetensors.index.json: sizes, and the file of every tensor."""
-    total = sum(w.nbytes for tensors in files.values() for w in tensors.values())
-    places = sorted((name, file) for file, tensors in files.items() for name in tensors)
-    metadata = {"total_size": total, "total_parameters": parameters}
-    return json.dumps({"metadata": metadata, "weight_map": dict(places)}, indent=4)
+def _size(files: Mapping[Any, Tensors]) -> int:
+    """Count the bytes of all tensors."""
+    return sum(w.nbytes for tensors in files.values() for w in tensors.values())
 
 
 def _write(source: Source, files: dict[Path, Tensors], progress: Progress | None) -> int:
     """Compute and write all tensors, file by file; returns how many bytes they are."""
-    done, total = 0, sum(w.nbytes for tensors in files.values() for w in tensors.values())
+    done, total = 0, _size(files)
 
     def compute(name: str, w: mx.array) -> None:
         nonlocal done

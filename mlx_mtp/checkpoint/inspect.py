@@ -28,10 +28,9 @@ from .external_drafter import is_drafter
 from .files import TRUNK_FILES, Header, read_config, read_header, sidecar_files
 from .load import load_model
 from .norm_conventions import conventions, mean
-from .parameters import named, same
+from .parameters import expected, named, same
 from .report import Report, declared_heads, quantization
 from .sort_tensors import Contents, ignored_by, missing_experts, relative
-from .tensor_names import expected
 
 LONG = 1 << 16  # positions: beyond every window, so that what keys and values still grow by is theirs
 MOST_NAMED = 1000  # experts, of which a file may claim any number
@@ -215,15 +214,13 @@ def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
         loaded["target"] = report.target_bytes, report.target_quantization
         loaded["experts"] = nbytes([m.parameters() for m in trunk.values()]), quantization(trunk) if trunk else None
         loaded["heads"] = report.head_bytes, report.head_quantization if report.heads else None
-    return {name: PartSummary(len(part), _types(part), *loaded[name]) for name, part in tensors.items()}
-
-
-def _types(tensors: Header) -> dict[str, int]:
-    """Count bytes in the files by type, the most first."""
-    types: Counter[str] = Counter()
-    for tensor in tensors.values():
-        types[tensor.dtype] += tensor.nbytes
-    return dict(types.most_common())
+    types: dict[str, Counter[str]] = {name: Counter() for name in tensors}
+    for name, part in tensors.items():
+        for tensor in part.values():
+            types[name][tensor.dtype] += tensor.nbytes
+    return {
+        name: PartSummary(len(part), dict(types[name].most_common()), *loaded[name]) for name, part in tensors.items()
+    }
 
 
 def _memory(model: Any, longest: int | None) -> MemoryFit:

@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
-from ..kernels import Experts, Quantized, Routing, route_ref, served, verify_moe, verify_moe_ref
-from .kernel_site import Site, rows_of
+from ..kernels import Experts, Routing, route_ref, served, verify_moe, verify_moe_ref
+from .kernel_site import Site, format_of, quantized, rows_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SHARED = ("shared_experts", "share_expert", "shared_expert")
@@ -24,12 +24,6 @@ def routing_of(block: Any) -> Routing:
     groups = {"n_group": gate.n_group, "topk_group": gate.topk_group} if hasattr(gate, "n_group") else {}
     norm = gate.norm_topk_prob and (gate.top_k > 1 or not groups)
     return Routing("sigmoid", gate.top_k, **groups, norm=norm, eps=1e-20, scale=gate.routed_scaling_factor)
-
-
-def quantized(linear: Any) -> Quantized:
-    """View a `QuantizedSwitchLinear` as the kernels' weights, [E, N, K] of E experts."""
-    form = linear.group_size, linear.bits, linear.mode, (linear.output_dims,)
-    return Quantized(linear.weight, linear.scales, linear.get("biases"), *form)
 
 
 def servable(block: Any) -> bool:
@@ -55,7 +49,7 @@ class Mixture(Site):
         self.linears = [block.switch_mlp[name] for name in PROJECTIONS]
         gate, down, routing = self.linears[0], self.linears[2], self.routing
         dims = f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims}"
-        formats = "/".join(dict.fromkeys(f"{m.bits}-bit {m.mode} g{m.group_size}" for m in (gate, down)))
+        formats = "/".join(dict.fromkeys(map(format_of, (gate, down))))
         groups = f" of {routing.topk_group}/{routing.n_group} groups" if routing.n_group > 1 else ""
         limit = "" if self.limit is None else f" limit {self.limit:g}"
         self.shape = f"{dims} {formats} {routing.kind} top {routing.top_k}{groups}{limit}"

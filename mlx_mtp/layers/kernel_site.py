@@ -4,7 +4,20 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..kernels import Quantized
+
 VERIFY_ROWS = range(2, 9)  # rows of a verify that kernels may serve
+
+
+def quantized(module: Any) -> Quantized:
+    """View a quantized module's weights, [N, K] or [E, N, K], as the kernels': those that it has now."""
+    form = module.group_size, module.bits, module.mode, module.scales.shape[-2:-1]
+    return Quantized(module.weight, module.scales, module.get("biases"), *form)
+
+
+def format_of(module: Any) -> str:
+    """Say how a module is quantized: "4-bit affine g64"."""
+    return f"{module.bits}-bit {module.mode} g{module.group_size}"
 
 
 def rows_of(x: mx.array) -> int:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Quantized, draw_ref, served, top_ref, verify_head, verify_head_draw, verify_head_top
-from .kernel_site import Site, rows_of
+from .kernel_site import Site, format_of, quantized, rows_of
 
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
@@ -26,16 +26,13 @@ class LMHeadSite(Site):
         self.module, w = module, module.weight
         self.width, text = w.shape[1], f"{w.shape[0]}x{w.shape[1]} {str(w.dtype).rpartition('.')[2]}"
         if isinstance(q := self.weights, Quantized):
-            self.width, text = q.k, f"{q.ends[0]}x{q.k} {q.bits}-bit {q.mode} g{q.group_size}"
+            self.width, text = q.k, f"{q.ends[0]}x{q.k} {format_of(q)}"
         self.shape = text + (" with bias" if self.bias is not None else "")
 
     @property
     def weights(self) -> Quantized | mx.array:
         """The weights that the module has now."""
-        m = self.module
-        if "scales" not in m:
-            return m.weight
-        return Quantized(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode, (m.scales.shape[0],))
+        return quantized(self.module) if "scales" in self.module else self.module.weight
 
     @property
     def bias(self) -> mx.array | None:

@@ -53,7 +53,7 @@ class Port(nn.Module):
     """
 
     SPEC: MTPSpec
-    BASE: Any  # mlx-lm's Model
+    BASE: Any  # mlx-lm's Model, if not the one that the port has behind this mixin
     IGNORED: tuple[str, ...] = ()  # prefixes and suffixes of tensors that text decoding does not use
     ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names that only hub / only converted checkpoints have
     RENAMED: tuple[Renaming, ...] = ()
@@ -74,6 +74,10 @@ class Port(nn.Module):
     report: Any
     _learned: Any
     _recorder: Any
+
+    def __init_subclass__(cls) -> None:
+        if not issubclass(behind := cls.__bases__[-1], Port):
+            cls.BASE = behind
 
     def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
         """Make mlx-lm's model and `heads` MTP heads, described by `spec` (None: the family's)."""

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Quantized, verify_glu, verify_qmm, verify_qmm_mma, verify_qmm_ref
-from .kernel_site import VERIFY_ROWS, Site, rows_of
+from .kernel_site import VERIFY_ROWS, Site, format_of, rows_of
 
 
 class Stack(Site):
@@ -32,7 +32,7 @@ class Stack(Site):
         self.width = w.k
         heights = "+".join(str(module.scales.shape[0]) for module in self.modules)
         bias = " with bias" if w.bias is not None else " with some biases" if self.mixed else ""
-        self.shape = f"{heights}x{w.k} {w.bits}-bit {w.mode} g{w.group_size}{bias}"
+        self.shape = f"{heights}x{w.k} {format_of(w)}{bias}"
 
     def _stack(self) -> None:
         first = self.modules[0]

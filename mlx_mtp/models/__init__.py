@@ -11,7 +11,7 @@ A port `mlx_mtp/models/<model_type>.py` defines
                     puts layers that roll back their state in the place of mlx-lm's,
     `head_block(depth)`
                     makes the decoder layer inside an MTP head,
-    `BASE`          mlx-lm's Model, whose `sanitize` is used for the trunk and, layer by layer, for the heads,
+    `BASE`          whose `sanitize` is used for the trunk and, layer by layer, for the heads: mlx-lm's Model,
     `RENAMED`       what that sanitizing does to names, for messages that name a checkpoint's own tensors,
     `IGNORED`       tensors that text decoding does not use, named in the load report,
     `ZERO_CENTRED`  names that tell the hub's norms (stored minus one) from converted ones,
@@ -34,17 +34,23 @@ from types import ModuleType
 from mlx_lm.utils import MODEL_REMAPPING
 
 DRAFTERS = ("eagle3",)
+UNWRAPPED = {
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}  # exports of the text model: flat config.json
 
 
 def port_names() -> list[str]:
     """List every model_type that has a port."""
-    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", *DRAFTERS))
+    files = {p.stem for p in Path(__file__).parent.glob("*.py")}
+    return sorted(files - {"__init__", *DRAFTERS} | UNWRAPPED.keys())
 
 
 def find_port(config: dict) -> ModuleType | None:
     """Import the port of a config.json's model_type, or of the one that mlx-lm takes it for; None: there is none."""
     model_type = MODEL_REMAPPING.get(config["model_type"], config["model_type"])
-    return importlib.import_module(f".{model_type}", __package__) if model_type in port_names() else None
+    name = UNWRAPPED.get(model_type, model_type)
+    return importlib.import_module(f".{name}", __package__) if name in port_names() else None
 
 
 def drafter_kinds() -> list[ModuleType]:

@@ -16,9 +16,6 @@ class Attention(AbsorbedMLA, deepseek_v3.DeepseekV3Attention):
 
 
 class Model(MLAPort, deepseek_v3.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
-    BASE = deepseek_v3.Model
     MLP = (deepseek_v3.DeepseekV3MLP,)
     ROUTER = (deepseek_v3.MoEGate,)
     MOE = (deepseek_v3.DeepseekV3MoE,)

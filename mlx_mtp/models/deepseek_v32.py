@@ -17,9 +17,6 @@ class Attention(SparseMLA, deepseek_v32.DeepseekV32Attention):
 
 
 class Model(MLAPort, deepseek_v32.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
-    BASE = deepseek_v32.Model
     MLP = (deepseek_v32.DeepseekV32MLP,)
     ROUTER = (deepseek_v32.MoEGate,)
     MOE = (deepseek_v32.DeepseekV32MoE,)

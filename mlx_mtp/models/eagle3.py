@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ..layers.eagle_head import EagleHead, EagleSizes
+from ..layers.mtp_head import EagleHead, EagleSizes
 from ..layers.mtp_spec import MTPSpec
 
 ACCEPTED = (

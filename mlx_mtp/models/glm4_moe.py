@@ -13,10 +13,7 @@ ModelArgs = glm4_moe.ModelArgs
 
 
 class Model(Port, glm4_moe.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
     SPEC = NEXTN
-    BASE = glm4_moe.Model
     MLP = (glm4_moe.MLP,)
     ROUTER = (glm4_moe.MoEGate,)
     ATTENTION = (glm4_moe.Attention,)

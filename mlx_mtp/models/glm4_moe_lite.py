@@ -16,9 +16,6 @@ class Attention(AbsorbedMLA, glm4_moe_lite.Glm4MoeLiteAttention):
 
 
 class Model(MLAPort, glm4_moe_lite.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
-    BASE = glm4_moe_lite.Model
     MLP = (glm4_moe_lite.Glm4MoeLiteMLP,)
     ROUTER = (glm4_moe_lite.MoEGate,)
     MOE = (glm4_moe_lite.Glm4MoeLiteMoE,)

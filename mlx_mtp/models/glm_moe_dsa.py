@@ -42,8 +42,6 @@ class ModelArgs(glm_moe_dsa.ModelArgs):
 
 
 class Model(deepseek_v32.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
     BASE = glm_moe_dsa.Model
 
     def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec | None = None):

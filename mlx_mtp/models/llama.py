@@ -17,9 +17,6 @@ class ModelArgs(llama.ModelArgs):
 
 
 class Model(HeadlessPort, llama.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
-    BASE = llama.Model
     MLP = (llama.MLP,)
     ATTENTION = (llama.Attention,)
     BLOCK = (llama.TransformerBlock,)

@@ -24,8 +24,6 @@ class ModelArgs(mimo.ModelArgs):
 
 
 class Model(Port, mimo.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
     SPEC = MTPSpec(
         capture="pre",
         fuse="he",
@@ -39,7 +37,6 @@ class Model(Port, mimo.Model):
             *BLOCK_TENSORS,
         ),
     )
-    BASE = mimo.Model
     MLP = (mimo.MLP,)
     ATTENTION = (mimo.Attention,)
     BLOCK = (mimo.TransformerBlock,)

@@ -15,8 +15,6 @@ ModelArgs = mimo_v2_flash.ModelArgs
 
 
 class Model(Port, mimo_v2_flash.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
     SPEC = MTPSpec(
         topology="target_each",
         prefix=r"model\.mtp\.layers\.(\d+)\.",
@@ -28,7 +26,6 @@ class Model(Port, mimo_v2_flash.Model):
             *BLOCK_TENSORS,
         ),
     )
-    BASE = mimo_v2_flash.Model
     MLP = (mimo_v2_flash.MLP,)
     ROUTER = (mimo_v2_flash.MoEGate,)
     ATTENTION = (mimo_v2_flash.Attention,)

@@ -67,8 +67,6 @@ class HeadBlock(nn.Module):
 
 
 class Model(Port, nemotron_h.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
     SPEC = MTPSpec(
         prefix=r"(?:model\.|language_model\.)*mtp\.",
         numbered="zero",
@@ -78,7 +76,6 @@ class Model(Port, nemotron_h.Model):
             *((f"layers.{i}", f"block.layers.{i}") for i in range(len(HEAD_PATTERN))),
         ),
     )
-    BASE = nemotron_h.Model
     ROUTER = (nemotron_h.MoEGate,)
     ATTENTION = (nemotron_h.NemotronHAttention,)
     INSIDE = "backbone."

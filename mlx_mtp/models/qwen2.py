@@ -17,9 +17,6 @@ class ModelArgs(qwen2.ModelArgs):
 
 
 class Model(HeadlessPort, qwen2.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
-    BASE = qwen2.Model
     MLP = (qwen2.MLP,)
     ATTENTION = (qwen2.Attention,)
     BLOCK = (qwen2.TransformerBlock,)

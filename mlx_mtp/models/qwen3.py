@@ -8,9 +8,6 @@ ModelArgs = qwen3.ModelArgs
 
 
 class Model(HeadlessPort, qwen3.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
-    BASE = qwen3.Model
     MLP = (qwen3.MLP,)
     ATTENTION = (qwen3.Attention,)
     BLOCK = (qwen3.TransformerBlock,)

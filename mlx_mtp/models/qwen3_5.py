@@ -52,10 +52,7 @@ class GatedDeltaNet(GatedDelta, qwen3_5.GatedDeltaNet):
 
 
 class Model(Port, qwen3_5.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
     SPEC = QWEN_MTP
-    BASE: Any = qwen3_5.Model
     MLP = (Qwen3NextMLP,)
     ATTENTION = (Qwen3NextAttention,)
     MOE = (Qwen3NextSparseMoeBlock,)

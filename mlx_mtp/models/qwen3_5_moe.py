@@ -33,7 +33,5 @@ class Sanitizer:
 
 
 class Model(qwen3_5.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
     BASE = Sanitizer
     RENAMED = (NUMBERED_EXPERTS, *qwen3_5.Model.RENAMED)

@@ -8,9 +8,6 @@ ModelArgs = qwen3_moe.ModelArgs
 
 
 class Model(HeadlessPort, qwen3_moe.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
-    BASE = qwen3_moe.Model
     MLP = (qwen3_moe.MLP,)
     ATTENTION = (qwen3_moe.Attention,)
     MOE = (qwen3_moe.Qwen3MoeSparseMoeBlock,)

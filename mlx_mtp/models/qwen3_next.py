@@ -32,10 +32,7 @@ class GatedDeltaNet(GatedDelta, qwen3_next.Qwen3NextGatedDeltaNet):
 
 
 class Model(Port, qwen3_next.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
     SPEC = QWEN_MTP
-    BASE = qwen3_next.Model
     MLP = (qwen3_next.Qwen3NextMLP,)
     ATTENTION = (qwen3_next.Qwen3NextAttention,)
     MOE = (qwen3_next.Qwen3NextSparseMoeBlock,)

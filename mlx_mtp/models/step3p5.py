@@ -34,8 +34,6 @@ class ModelArgs(step3p5.ModelArgs):
 
 
 class Model(Port, step3p5.Model):
-    """The port; see the contract in `mlx_mtp.models`."""
-
     SPEC = MTPSpec(
         topology="chain",
         capture="pre",
@@ -48,7 +46,6 @@ class Model(Port, step3p5.Model):
             *BLOCK_TENSORS,
         ),
     )
-    BASE = step3p5.Model
     MLP = (step3p5.Step3p5MLP,)
     ATTENTION = (step3p5.Step3p5Attention,)
     MOE = (step3p5.Step3p5MoE,)

@@ -14,13 +14,12 @@ from ..cache.ring import Ring
 from ..kernels import Rope, served
 from ..layers.attention import Attention, VerifyAttention
 from ..layers.dense_products import Dense, VerifyDense, VerifyDenseEmbedding, VerifyRouter
-from ..layers.eagle_head import EagleHead
 from ..layers.experts import Mixture, VerifyMoE, servable
 from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.kernel_site import Site
 from ..layers.lm_head import place_heads
-from ..layers.mla import AbsorbedMLA, LatentAttention
-from ..layers.mla_products import PerHead, VerifyMultiLinear
+from ..layers.mla import AbsorbedMLA, LatentAttention, PerHead, VerifyMultiLinear
+from ..layers.mtp_head import EagleHead
 from ..layers.norm_rope import Form, NormRope
 from ..layers.port import Port
 from ..layers.quantized_products import GLU, Stack, VerifyEmbedding, VerifyLinear, VerifyMLP

@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ...layers.eagle_head import EagleHead
 from ...layers.gated_delta import GatedDelta
 from ...layers.mamba2 import Mamba2
 from ...layers.mla import AbsorbedMLA
+from ...layers.mtp_head import EagleHead
 from ...layers.norm_rope import Form
 from ...layers.port import Port
 from ...layers.sparse_mla import SparseMLA
