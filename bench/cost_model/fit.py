@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from mlx_mtp.bench.roofline.chips import CHIPS, Chip
+from mlx_mtp.bench.roofline.chips import CHIPS, FILE, Chip
 from mlx_mtp.bench.roofline.cost import FORM, FORMS, LAUNCH, PassCosts
-from mlx_mtp.bench.roofline.fitted import FILE
 
 from .published import PublishedPass, read_rows
-from .tables import summary, tables
+from .tables import summary
 from .validation import errors, fitted_to, predict, split, validation
 
 ERROR, BANDWIDTH_PRIOR, ISSUE_PRIOR = 0.10, 0.10, 0.30
@@ -80,15 +79,14 @@ def forms(rows: Sequence[PublishedPass]) -> list[dict[str, Any]]:
 
 
 def stored(rows: Sequence[PublishedPass]) -> dict[str, Any]:
-    """Make what the package reads: shares of each chip, the validation as results have it, and as text."""
+    """Make what the package reads: shares of each chip, the validation as results have it, and in sentences."""
     chips = fit(rows)
     constants = {
         name: {"usable": chip.usable, "issue": chip.issue, "fitted_to": fitted_to(name, rows)}
         for name, chip in chips.items()
     }
     checked = validation(rows, chips)
-    shown = tables(chips, rows, checked, forms(rows))
-    return {"chips": constants, "validation": checked, "summary": summary(checked), "tables": shown}
+    return {"chips": constants, "validation": checked, "summary": summary(checked)}
 
 
 if __name__ == "__main__":

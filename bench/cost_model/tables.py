@@ -1,20 +1,20 @@
-"""Lay the validation out as lines and tables of text, for `mlx-mtp bench model --validate` to print."""
+"""Lay the validation of the cost model out as lines of text, and as tables."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+from rich.table import Table
 
 from mlx_mtp.bench.roofline.chips import Chip
+from mlx_mtp.bench.roofline.tables import new_table
 
 from .published import PublishedPass, read_unused
-from .validation import attention, fitted_to
-
-Found = dict[str, Any]
+from .validation import Found, attention, fitted_to
 
 
 def tables(
     chips: dict[str, Chip], rows: Sequence[PublishedPass], checked: Found, forms: Sequence[Found]
-) -> list[Found]:
-    """Give every table's title, columns (text, and from `left` on numbers), sections of rows, and caption."""
+) -> list[Table]:
+    """Show the constants, and what is predicted with them beside what was published."""
     return [constants(chips, rows), comparison(checked), attention_table(chips), unused(), forms_table(forms)]
 
 
@@ -34,14 +34,17 @@ def summary(checked: Found) -> list[str]:
     return lines
 
 
-def _table(
-    title: str, columns: Sequence[str], *sections: Iterable[Sequence[str]], left: int = 1, caption: str | None = None
-) -> Found:
-    lists = [[list(row) for row in section] for section in sections]
-    return {"title": title, "columns": list(columns), "left": left, "caption": caption, "sections": lists}
+def _table(title: str, columns: Sequence[str], *sections: Iterable[Sequence[str]], **form) -> Table:
+    """Fill a table; form: see `new_table`."""
+    table = new_table(title, *columns, **form)
+    for section in sections:
+        for row in section:
+            table.add_row(*row)
+        table.add_section()
+    return table
 
 
-def constants(chips: dict[str, Chip], rows: Sequence[PublishedPass]) -> Found:
+def constants(chips: dict[str, Chip], rows: Sequence[PublishedPass]) -> Table:
     """Show the two constants of each chip, and how many times they were fitted to."""
     lines = []
     for name, chip in chips.items():
@@ -55,7 +58,7 @@ def constants(chips: dict[str, Chip], rows: Sequence[PublishedPass]) -> Found:
     )
 
 
-def comparison(checked: Found) -> Found:
+def comparison(checked: Found) -> Table:
     """Set predicted ratios beside published ones, those that were fitted first."""
     columns = "source", "chip", "what", "M", "over M", "published", "predicted", "error", ""
     rows = sorted(checked["rows"], key=lambda row: (row["kind"], row["chip"], row["source"], row["m"]))
@@ -68,7 +71,7 @@ def _compared(row: Found) -> Sequence[str]:
     return *size, f"{row['published']:.2f}", f"{row['predicted']:.2f}", f"{row['error']:+.1%}", row["verdict"]
 
 
-def attention_table(chips: dict[str, Chip]) -> Found:
+def attention_table(chips: dict[str, Chip]) -> Table:
     """Set predicted GB/s of attention beside published ones."""
     columns = "source", "chip", "query heads/KV heads, width", "context", "M", "published", "predicted", "error"
     lines = []
@@ -79,13 +82,13 @@ def attention_table(chips: dict[str, Chip]) -> Found:
     return _table(title, columns, lines)
 
 
-def unused() -> Found:
+def unused() -> Table:
     """List what was published and is not predicted."""
     lines = [(row["source"], row["what"], row["why"]) for row in read_unused()]
     return _table("published but not predicted, and why", ("source", "what", "why"), lines, left=3)
 
 
-def forms_table(forms: Sequence[Found]) -> Found:
+def forms_table(forms: Sequence[Found]) -> Table:
     """Show the errors that other forms of the cost model have."""
     columns = "form", "caches serve", "median error, M <= 2", "greatest", "median, M = 3..8", "greatest", "within 25%"
     lines = []

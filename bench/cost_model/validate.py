@@ -1,16 +1,30 @@
-"""Show what the cost model gets right and wrong, for `mlx-mtp bench model` and its `--validate`."""
+"""Print what the cost model predicts beside all that is published, and where it is off; a model on chips, by parts.
 
-from collections.abc import Iterator
-from typing import Any
+    python -m bench.cost_model.validate [--chip "M3 Ultra"] [--model GLM-4.5] [--context 4096]
 
+at the checkout's root fits the constants anew. Exit code 1 where a prediction is off by more than 25% without a named
+reason.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
 from rich.table import Table
 
-from .chips import Chip
-from .cost import LAUNCH, PassShape, of_model, op_seconds, seconds
-from .fitted import fitted_chips, read_fitted
-from .launches import ALL
-from .ops import ModelOps
-from .tables import documents_table, new_table
+from mlx_mtp.bench.documents import MODEL, documents
+from mlx_mtp.bench.roofline.assemble import find_chip, find_model
+from mlx_mtp.bench.roofline.chips import Chip
+from mlx_mtp.bench.roofline.cost import LAUNCH, PassShape, of_model, op_seconds, seconds
+from mlx_mtp.bench.roofline.launches import ALL
+from mlx_mtp.bench.roofline.ops import ModelOps
+from mlx_mtp.bench.roofline.tables import documents_table, new_table
+
+from .fit import fit, forms
+from .published import PublishedPass, read_rows
+from .tables import summary, tables
+from .validation import Found, validation
 
 SIDES = {
     "stock MLX": (frozenset(), "independent"),
@@ -18,40 +32,6 @@ SIDES = {
     "ours, published routing": (ALL, "published"),
 }
 ROWS = (2, 4, 8)
-
-
-def summary(found: dict[str, Any]) -> list[str]:
-    """Say the constants of the chip, errors of all rows of M >= 3 by kind, and those that are badly off."""
-    stored, chip = read_fitted()["summary"], found.get("chip")
-    if chip is None:
-        return stored
-    times = chip["fitted_to"]
-    fitted = f"fitted to {times} published times of M <= 2" if times else "a prior: nothing published"
-    shares = f"{chip['usable']:.2f} of {chip['gbps']:g} GB/s, {chip['issue']:.2f} of its issue rate"
-    return [f"constants of {chip['name']}: {shares}, {fitted}", *stored]
-
-
-def failed(found: dict[str, Any]) -> bool:
-    """Tell whether a prediction is off by more than 25% without a named reason."""
-    return any(row["verdict"] == "FAIL" for row in found["validation"]["rows"])
-
-
-def validation_tables(found: dict[str, Any], model: ModelOps, chip: Chip | None) -> Iterator[Table]:
-    """Show all documents, constants and published rows as the fit left them, and the model on every chip or in parts.
-
-    In parts on `chip`, if there is one.
-    """
-    name, context = found["model"]["name"], found["options"]["context"]
-    if found["documents"]:
-        yield documents_table(found, None)
-    for stored in read_fitted()["tables"]:
-        table = new_table(stored["title"], *stored["columns"], left=stored["left"], caption=stored["caption"])
-        for section in stored["sections"]:
-            for row in section:
-                table.add_row(*row)
-            table.add_section()
-        yield table
-    yield overview(name, model, context) if chip is None else parts(name, model, chip, context)
 
 
 def sides(model: ModelOps, chip: Chip, context: int) -> dict[str, dict[int, float]]:
@@ -62,13 +42,13 @@ def sides(model: ModelOps, chip: Chip, context: int) -> dict[str, dict[int, floa
     }
 
 
-def overview(name: str, model: ModelOps, context: int) -> Table:
+def overview(name: str, model: ModelOps, context: int, chips: dict[str, Chip]) -> Table:
     """Show T(1) and what rows cost over it, on every chip."""
     caption = "each over its own T(1); two figures of ours: independent / published routing"
     columns = "chip", "T(1) ms, stock → ours", *(f"T({m})/T(1), stock → ours" for m in ROWS)
     title = f"predicted: {name}, {context} tokens of context"
     table = new_table(title, *columns, caption=caption + "; * too little memory for the weights")
-    for chip in fitted_chips().values():
+    for chip in chips.values():
         stock, free, near = sides(model, chip, context).values()
         cells = [f"{stock[1] * 1e3:.1f} → {free[1] * 1e3:.1f}"]
         for m in ROWS:
@@ -96,3 +76,33 @@ def parts(name: str, model: ModelOps, chip: Chip, context: int) -> Table:
         table.add_row(side, f"{costs.launches:.0f} launches", *[""] * 5, f"{costs.launches * LAUNCH * 1e3:.2f}")
         table.add_section()
     return table
+
+
+def shown(
+    rows: Sequence[PublishedPass], chips: dict[str, Chip], checked: Found, name: str, chip: str | None, context: int
+) -> Iterator[Table]:
+    """Show constants and published rows as `chips` predict them, all documents, and a model on every chip or one."""
+    if name == MODEL:
+        yield documents_table({"model": {"name": MODEL}, "documents": documents(chips)}, None)
+    yield from tables(chips, rows, checked, forms(rows))
+    model = find_model(name, on_chip=True).model
+    yield parts(name, model, chips[chip], context) if chip else overview(name, model, context, chips)
+
+
+def main(args: Sequence[str], rows: Sequence[PublishedPass]) -> int:
+    """Print everything; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cost_model.validate")
+    parser.add_argument("--chip")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--context", type=int, default=4096)
+    asked = parser.parse_args(args)
+    chip, chips = find_chip(asked.chip), fit(rows)
+    checked = validation(rows, chips)
+    console = Console(width=160)
+    console.print(*shown(rows, chips, checked, asked.model, chip and chip.name, asked.context))
+    console.print(*summary(checked), sep="\n", highlight=False)
+    return int(any(row["verdict"] == "FAIL" for row in checked["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], read_rows()))

@@ -12,6 +12,7 @@ from mlx_mtp.bench.roofline.released import MODELS
 
 from .published import CONTEXT, PublishedPass
 
+Found = dict[str, Any]
 WITHIN = 0.25
 # Why a row may be off by more than 25%; one without a reason is then a FAIL.
 REASONS = {
@@ -84,7 +85,7 @@ def errors(predictions: Iterable[Prediction]) -> tuple[float, float, int, int]:
     return median(found), max(found), sum(e <= WITHIN for e in found), len(found)
 
 
-def validation(rows: Sequence[PublishedPass], chips: dict[str, Chip]) -> dict[str, Any]:
+def validation(rows: Sequence[PublishedPass], chips: dict[str, Chip]) -> Found:
     """Set every published ratio of M rows beside the predicted one, and sum up what is left over by kind of row.
 
     rows: source, kind, chip, what, m, base, published, predicted, error, fitted, verdict. errors: of those that were

@@ -12,10 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from . import plots
-from .page_tables import tables_of
-from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, subject
-from .plot_data import panels_of
+from .decode_tables import by_category, categories, overall, settings
+from .kernels import Asked, Compared, speed_table, traffic_table
+from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels_of, subject
+from .profile import Profile, Timer
+from .profile_report import Bandwidth, lines, phase_table
+from .result import named
 from .roofline.tables import new_table
+from .roofline.tables import tables as model_tables
+from .verify import Curve, curve_table
 
 STYLE = Path(__file__).with_name("page.css")
 
@@ -57,6 +62,36 @@ def _details(found: Found) -> Iterator[str]:
     for name in ("model", "options", "environment"):
         cells = "".join(f"<dt>{escape(k)}</dt><dd>{escape(_shown(v))}</dd>" for k, v in found[name].items())
         yield f"<details open><summary>{name}</summary><dl>{cells}</dl></details>"
+
+
+def tables_of(found: Found) -> Iterator[Table]:
+    """Make the tables that a command printed again, of its result, in the same order."""
+    match found["bench"]:
+        case "decode":
+            for setting in settings(found):
+                yield overall(found, setting)
+                if len(categories(found)) > 1:
+                    yield by_category(found, setting)
+        case "verify":
+            for side in dict.fromkeys(side for curve in found["curves"] for side in curve["seconds"]):
+                seconds = [{side: {int(m): s for m, s in c["seconds"][side].items()}} for c in found["curves"]]
+                curves = [Curve(c["name"], c["context"], s) for c, s in zip(found["curves"], seconds, strict=True)]
+                yield curve_table(curves, side, f"T(M)/T(1), {named(found['model'])}, {side}")
+        case "kernels" if found["options"]["emulate"]:
+            yield traffic_table([Asked(**line) for line in found["found"]])
+        case "kernels":
+            yield speed_table([Compared(**line) for line in found["found"]])
+        case "profile":
+            tokens, cycles, phases = [0] * found["tokens"], found["cycles"], found["seconds"].items()
+            timers = [
+                Timer({name: seconds[i] for name, seconds in phases}, tokens, cycles, wall)
+                for i, wall in enumerate(found["wall"])
+            ]
+            made = lines(Profile(timers, found["undisturbed"]), found["operations"], found["bytes"])
+            title = f"{named(found['model'])}, {found['options']['k']} drafts per cycle"
+            yield phase_table(made, Bandwidth(**found["bandwidth"]), title)
+        case "model":
+            yield from model_tables(found)
 
 
 def _shown(value: Any) -> str:

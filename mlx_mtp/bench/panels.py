@@ -1,9 +1,18 @@
-"""Describe pictures as plain numbers: panels of lines, bars, grids and ranges."""
+"""Turn results into what their pictures show, as plain numbers: panels of lines, bars, grids and ranges."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .decode_tables import Setting, categories, rows, settings
+from .roofline.phases import CYCLE, DRAFT, OURS, SHOWN_OVERLAP, STOCK, VERIFY, shown_times
+from .roofline.phases import PLAIN as PLAIN_STEP
+from .timing import Measured, measured, ratio
+
 Found = dict[str, Any]
+PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
+FLOOR = 2  # a theme's colours of what pictures of the model show, whatever else they show
+COLOURS = {OURS: 0, STOCK: 1}
 
 
 @dataclass(frozen=True)
@@ -76,10 +85,23 @@ class RangePanel(Panel):
     colours: list[int]
 
 
-def verify_panel(title: str, series: list[Series]) -> LinePanel:
-    """Draw what verifies of M rows take over a plain step, with a tick at every M that a line has."""
-    ticks = {x: f"{x:.0f}" for x in sorted({x for s in series for x in s.x})}
-    return LinePanel(title, "rows verified, M", "T(M) / T(1)", series, ticks)
+def panels(found: Found) -> list[Panel]:
+    """Give the pictures of one result, of whatever command; empty where there is nothing to draw."""
+    return panels_of([found])
+
+
+def panels_of(results: Sequence[Found]) -> list[Panel]:
+    """Give those of several results: profiles side by side in one panel, else one result after the other."""
+    makers = {
+        "decode": (speed, acceptance),
+        "verify": (verify_curves,),
+        "kernels": (kernel_grid,),
+        "model": (model_curve, model_cycles, documents),
+        "profile": (),
+    }
+    profiles = [found for found in results if found["bench"] == "profile"]
+    made = [panel for found in results for maker in makers[found["bench"]] for panel in maker(found)]
+    return [*made, phase_bars(profiles)] if profiles else made
 
 
 def subject(found: Found) -> str:
@@ -87,3 +109,182 @@ def subject(found: Found) -> str:
     chip = found.get("chip", {}).get("name") or found["environment"]["chip"]
     label = found["model"].get("synthetic")
     return f"{found['model']['name']}{f' (synthetic: {label})' if label else ''}, {chip}"
+
+
+def speed(found: Found) -> Iterator[Panel]:
+    """Draw `bench decode`'s tok/s against k: a line per setting, mlx-lm and adaptive drafting as levels."""
+    series: list[Series] = []
+    sets = settings(found)
+    for i, setting in enumerate(sets):
+        several, name = len(sets) > 1, _setting(setting)
+        colour = i if several else None
+        made = {row.contender: row.speed for row in rows(found, setting) if row.speed}
+        fixed = sorted((float(k), speed) for loop, speed in made.items() if (k := _drafts(loop)) is not None)
+        series.append(_series(name if several else "k drafts in every cycle", fixed, colour=colour))
+        for loop, line in ((ADAPTIVE, "-."), (MLX_LM, ":")):
+            if loop in made and fixed:
+                level = [(fixed[0][0], made[loop]), (fixed[-1][0], made[loop])]
+                label = f"{loop}, {name}" if several else loop
+                series.append(_series(label, level, level=True, line=line, colour=colour))
+    most = int(max((x for s in series for x in s.x), default=0))
+    ticks = {float(k): "plain" if k == 0 else str(k) for k in range(most + 1)}
+    title = f"decoding speed: {subject(found)}"
+    yield LinePanel(title, "drafts per cycle, k", "tokens/s, all prompts", series, ticks)
+
+
+def _drafts(contender: str) -> int | None:
+    """Read k from a loop's name; None where it is not fixed."""
+    return 0 if contender == PLAIN else int(contender[2:]) if contender.startswith("k=") else None
+
+
+def _setting(setting: Setting) -> str:
+    context, bits, mtp_bits = setting
+    shown = f"{context} tokens" if context else "short"
+    return shown + (f", KV {bits} bits" if bits else "") + (f", heads' KV {mtp_bits} bits" if mtp_bits else "")
+
+
+def _series(label: str, points: Sequence[tuple[float, Measured]], **drawn: Any) -> Series:
+    """Draw points with their intervals under a label that says where a spread is too wide."""
+    y, low, high = ([getattr(m, name) for _, m in points] for name in ("median", "low", "high"))
+    honest = label if all(m.conclusive for _, m in points) else f"{label} (inconclusive)"
+    return Series(honest, [x for x, _ in points], y, low, high, **drawn)
+
+
+def acceptance(found: Found) -> Iterator[Panel]:
+    """Draw the share of drafts kept, by depth and kind of prompt, of the most drafts; one grid per setting."""
+    for setting in (sets := settings(found)):
+        made: dict[str, Sequence[float | None]] = {}
+        for kind in categories(found):
+            most = max(rows(found, setting, kind), key=lambda row: _drafts(row.contender) or 0, default=None)
+            made[kind] = most.rates if most and _drafts(most.contender) else []
+        if depths := max(map(len, made.values()), default=0):
+            where = f", {_setting(setting)}" if len(sets) > 1 else ""
+            padded = [[*rates, *[None] * (depths - len(rates))] for rates in made.values()]
+            yield GridPanel(
+                f"drafts accepted, %{where}: {subject(found)}",
+                *("depth of the draft", "kind of prompt", list(made), [str(d + 1) for d in range(depths)]),
+                *([[None if rate is None else 100 * rate for rate in rates] for rates in padded], "{:.0f}", 100),
+                "% of drafts accepted",
+            )
+
+
+def verify_curves(found: Found) -> Iterator[Panel]:
+    """Draw T(M)/T(1) of the whole model at each context, and of its parts; stock MLX is dashed where both are."""
+    for whole, what in ((True, "the whole model"), (False, "its parts")):
+        series = []
+        for colour, curve in enumerate(c for c in found["curves"] if (c["name"] == "whole") == whole):
+            name = curve["name"] if curve["context"] is None else f"{curve['name']} at {curve['context']}"
+            both = len(curve["seconds"]) > 1
+            for side, seconds in curve["seconds"].items():
+                points = [(float(m), ratio(times, seconds["1"])) for m, times in seconds.items()]
+                line = "--" if both and side == "stock" else "-"
+                series.append(_series(f"{name}, {side}" if both else name, points, line=line, colour=colour))
+        if series:
+            yield verify_panel(f"cost of a verify, {what}: {subject(found)}", series)
+
+
+def verify_panel(title: str, series: list[Series]) -> LinePanel:
+    """Draw what verifies of M rows take over a plain step, with a tick at every M that a line has."""
+    ticks = {x: f"{x:.0f}" for x in sorted({x for s in series for x in s.x})}
+    return LinePanel(title, "rows verified, M", "T(M) / T(1)", series, ticks)
+
+
+def phase_bars(results: Sequence[Found]) -> BarPanel:
+    """Draw milliseconds of a cycle by phase, a bar per profile; what no phase explains is a part of its own."""
+    bars = [f"{found['model']['name']}, k={found['options'].get('k', '?')}" for found in results]
+    cycles: list[dict[str, float]] = []
+    for found in results:
+        phases = {**found["seconds"], "unexplained": found["unexplained"]}
+        ms = {name: 1e3 * measured(s).median / max(1, found["cycles"]) for name, s in phases.items()}
+        cycles.append({name: value for name, value in ms.items() if name != "prefill"})
+    names = dict.fromkeys(name for phases in cycles for name in phases)
+    parts = {name: [phases.get(name, 0.0) for phases in cycles] for name in names}
+    shown = {name: values for name, values in parts.items() if max(values) > 0}
+    return BarPanel(f"where a cycle's time goes: {subject(results[0])}", "ms of a cycle", bars, shown)
+
+
+def kernel_grid(found: Found) -> Iterator[Panel]:
+    """Draw stock MLX's time over ours, by case and rows; where emulated, how often the largest buffer is read."""
+    if not (lines := found["found"]):
+        return
+    name, title, where = "op", "largest buffer, bytes requested over distinct, emulated", "counts, no times"
+    if timed := "seconds" in lines[0]:
+        name, title, where = "name", "stock MLX's time over ours", subject(found)
+        lines = [line for line in lines if not line["wrong"]]
+    names, sizes = (list(dict.fromkeys(line[key] for line in found["found"])) for key in (name, "rows"))
+    made = {
+        (line[name], line["rows"]): ratio(*(line["seconds"][side] for side in ("stock", "ours"))).median
+        if timed
+        else line["reread"]
+        for line in lines
+    }
+    values = [[made.get((name, m)) for m in sorted(sizes)] for name in names]
+    axes = "rows, M", "kernel", names, [str(m) for m in sorted(sizes)]
+    yield GridPanel(f"{title}: {where}", *axes, values, "{:.2f}", max([2.0, *made.values()]), "x")
+
+
+def model_curve(found: Found) -> Iterator[Panel]:
+    """Draw T(M)/T(1) of the floor at each overlap, of what is predicted, and of what was measured."""
+    series = []
+    for overlap in dict.fromkeys(line["overlap"] for line in found["floors"]):
+        points = {f["rows"]: f["bytes"]["total"] for f in _passes(found["floors"]) if f["overlap"] == overlap}
+        line = "-" if overlap == SHOWN_OVERLAP else "--"
+        series.append(_ratios(f"floor, {overlap} routing", points, FLOOR, line))
+    if len({tuple(s.y) for s in series}) == 1:
+        series = [Series("floor", series[0].x, series[0].y, colour=FLOOR)]
+    for kind, colours in (("predicted", COLOURS), ("measured", {})):
+        lines = [line for line in _passes(found.get(kind, [])) if line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP]
+        for side in dict.fromkeys(line["side"] for line in lines):
+            points = {line["rows"]: line["seconds"] for line in lines if line["side"] == side}
+            if 1 in points and len(points) > 1:
+                series.append(_ratios(f"{side}, {kind}", points, colours.get(side)))
+    yield verify_panel(f"cost of a verify: {subject(found)}, {found['options']['context']} tokens of context", series)
+
+
+def _passes(lines: Sequence[Found]) -> list[Found]:
+    return [line for line in lines if line["phase"] in (PLAIN_STEP, VERIFY)]
+
+
+def _ratios(label: str, points: dict[int, float], colour: int | None, line: str = "-") -> Series:
+    made = sorted(points)
+    return Series(label, [float(m) for m in made], [points[m] / points[1] for m in made], line=line, colour=colour)
+
+
+def model_cycles(found: Found) -> Iterator[Panel]:
+    """Draw draft and verify of a cycle for each number of drafts, behind a plain step: floor, stock MLX and ours."""
+    if "predicted" not in found:
+        return
+    bandwidth, lines = found["chip"]["bandwidth"], found["floors"]
+    floors = [line | {"side": "floor", "seconds": line["bytes"]["total"] / bandwidth} for line in lines]
+    times = shown_times([*floors, *found["predicted"]])
+    sides = "floor", STOCK, OURS
+    bars = [(side, m) for m in [1, *sorted({m for _, phase, m in times if phase == CYCLE})] for side in sides]
+    phases = PLAIN_STEP, DRAFT, VERIFY
+    parts = {phase: [1e3 * times.get((side, phase, m), 0) for side, m in bars] for phase in phases}
+    names = [f"{'plain' if m == 1 else f'k={m - 1}'}, {side}" for side, m in bars]
+    title = f"predicted cycles: {subject(found)}, {found['options']['context']} tokens of context"
+    yield BarPanel(title, "ms of a plain step, or of a cycle", names, parts, group=len(sides))
+
+
+def documents(found: Found, machine: str = "Mac Studio") -> Iterator[Panel]:
+    """Draw the published engine's cycles over their floors, from all experts shared to independent routing."""
+    names, spans, marks = [], [], []
+    lines = [line for line in found["documents"] if line["machine"] == machine]
+    first = {(line["weights"], line["context"]): line for line in reversed(lines)}
+    for line, kind in ((line, kind) for line in lines for kind in ("plain", "cycle")):
+        if kind == "plain" and line is not first[line["weights"], line["context"]]:
+            continue  # the same for every k of an experiment
+        step = f"k={line['drafts']}" if kind == "cycle" else kind
+        names.append(f"{line['weights']} {line['context'] // 1024}k {step}")
+        floors = line["cycle_floor"] if kind == "cycle" else {SHOWN_OVERLAP: line["plain_floor"]}
+        spans.append((1e3 * min(floors.values()), 1e3 * max(floors.values())))
+        values = line[kind], floors[SHOWN_OVERLAP], line["predicted"].get(OURS, {}).get(kind)
+        marks.append([None if value is None else 1e3 * value for value in values])
+    labels = "published", "floor, routed as published", "ours, predicted, 4 bits"
+    if names:
+        yield RangePanel(
+            f"another engine's {found['model']['name']} on a {machine}, and its byte floor",
+            *("ms of a plain step, or of a cycle", names, spans, "floor: shared to independent routing"),
+            dict(zip(labels, map(list, zip(*marks, strict=True)), strict=True)),
+            [3, FLOOR, 0],
+        )

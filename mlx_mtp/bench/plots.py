@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..machine.atomic import write_whole
-from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel
-from .plot_data import panels_of
+from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

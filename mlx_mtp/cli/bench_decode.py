@@ -117,7 +117,7 @@ def _conditions(subject: "Subject", flags: dict[str, Any]) -> list[tuple[int, in
 
 def _print(out: "Console", found: dict[str, Any], flags: dict[str, Any]) -> None:
     from ..bench import documents
-    from ..bench.page_tables import tables_of
+    from ..bench.page import tables_of
 
     out.print("Ratios are of tok/s, within a round; in brackets their spread, which above 5% is inconclusive.\n")
     out.print(*tables_of(found))

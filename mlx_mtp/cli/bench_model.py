@@ -20,7 +20,6 @@ CONTEXT = 4096
 @option("--config", type=GIVEN, help="A model's config.json, taken in 4 bits if it says nothing else.")
 @option("--context", type=IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
 @option("--measured", type=GIVEN, multiple=True, help="A result of bench decode, verify or profile.")
-@option("--validate", is_flag=True, help="Also all constants and published rows; exit code 1 if one is off.")
 @option("--quick", is_flag=True, help="Only a verify of 2 and of 4 rows.")
 @option("--out", type=WRITTEN, help="Write the result there, too.")
 @picture_options
@@ -32,9 +31,7 @@ def model(**flags: Any) -> None:
     """
     from ..bench import result
     from ..bench.roofline import assemble, chips
-    from ..bench.roofline.measured import contexts
-    from ..bench.roofline.tables import tables
-    from ..bench.roofline.validation_tables import failed, summary, validation_tables
+    from ..bench.roofline.tables import summary, tables
 
     results = [result.read(file) for file in flags["measured"]]
     with complete(flags["measured"]) if results else nullcontext():
@@ -44,17 +41,13 @@ def model(**flags: Any) -> None:
         chip = assemble.find_chip(name)
         subject = assemble.find_model(_model_of(flags, results), flags["config"], on_chip=chip is not None)
         rows = QUICK_ROWS if flags["quick"] else assemble.ROWS
-        context = flags["context"] or (contexts(results[0])[0] if results else CONTEXT)
+        context = flags["context"] or (assemble.contexts(results[0])[0] if results else CONTEXT)
         found = assemble.bench_model(subject, chip, context, rows, results)
     out = console()
     out.print(*tables(found))
-    if flags["validate"]:
-        out.print(*validation_tables(found, subject.model, chip))
     notes = ["no chip that is known: bytes only; name one with --chip"] if chip is None else []
     out.print(*notes, *summary(found), sep="\n", highlight=False)
     finish(found, flags)
-    if flags["validate"] and failed(found):
-        raise SystemExit(1)
 
 
 def _model_of(flags: dict[str, Any], results: list[dict[str, Any]]) -> str | None:

@@ -11,9 +11,8 @@ from command_line import call
 import mlx_mtp
 from mlx_mtp.bench import decode, documents, loops, prompts, timing
 from mlx_mtp.bench.decode import PLAIN, as_result, broken, measure, open_session
-from mlx_mtp.bench.decode_tables import changes, compared, overall, unlike
+from mlx_mtp.bench.decode_tables import categories, changes, compared, overall, rows, settings, unlike
 from mlx_mtp.bench.loops import LoopSettings, MlxLm, Ours, Reader, timed, twin
-from mlx_mtp.bench.rows import categories, rows, settings
 from mlx_mtp.bench.subject import open_subject
 from mlx_mtp.demo import demo_path
 

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from mlx_mtp import generate_step, load_model
-from mlx_mtp.bench import documents as table
-from mlx_mtp.bench import random_model
-from mlx_mtp.bench.roofline import cost, documents, fitted, floor, ops, predict, released, walk
-from mlx_mtp.bench.roofline.chips import CHIPS
+from mlx_mtp.bench import documents, random_model
+from mlx_mtp.bench.roofline import chips, cost, ops, phases, released, walk
 from mlx_mtp.bench.roofline.launches import KERNELS
 from mlx_mtp.bench.roofline.ops import OVERLAPS
 from mlx_mtp.cache.prompt_cache import make_prompt_cache
@@ -27,7 +25,7 @@ from mlx_mtp.demo import demo_path
 from mlx_mtp.layers.mtp_head import MTPHead
 from mlx_mtp.layers.port import Port
 
-FITTED = fitted.fitted_chips()
+FITTED = chips.fitted_chips()
 M3_ULTRA = FITTED["M3 Ultra"]
 MODELS = st.sampled_from(sorted(released.MODELS))
 CONTEXTS = st.integers(1, 200_000)
@@ -87,7 +85,7 @@ def test_caches_and_states_are_as_large_as_the_real_ones(name):
         sum(part.nbytes // part.shape[2] for part in c.parts) for c in caches if not isinstance(c, RecurrentCache)
     ]
     states = sum(c.parts[1].nbytes for c in caches if isinstance(c, RecurrentCache))
-    found = floor.pass_floor(walked, 1, 1, "independent")
+    found = phases.pass_floor(walked, 1, 1, "independent")
     assert (found.cache, found.state) == (sum(of_token), 2 * states)
     windows = [w for w in model.windows() if w is not RecurrentCache]
     top, index = getattr(model.args, "index_topk", None), getattr(model.args, "index_head_dim", 0)
@@ -97,7 +95,7 @@ def test_caches_and_states_are_as_large_as_the_real_ones(name):
         if top:  # the indexer's keys are read at every position
             indexers = sum("indexer" in layer.self_attn for layer in model.layers)
             expected += indexers * 4 * index * (context - min(context, top))
-        assert floor.pass_floor(walked, 1, context, "independent").cache == expected
+        assert phases.pass_floor(walked, 1, context, "independent").cache == expected
 
 
 RELEASED = {
@@ -119,12 +117,12 @@ def test_released_models_are_what_their_config_builds(name, tmp_path):
     built, known = walk.of_port(shaped, 2), released.MODELS[name]
     for rows in (1, 2, 8):
         for part in ("experts", "cache", "state", "head"):
-            pair = [getattr(floor.pass_floor(m, rows, 5000, "published"), part) for m in (built, known)]
+            pair = [getattr(phases.pass_floor(m, rows, 5000, "published"), part) for m in (built, known)]
             assert pair[0] == pytest.approx(pair[1], rel=1e-6)
     assert built.shared_bytes == pytest.approx(known.shared_bytes, rel=0.012)
     assert (len(built.drafts), built.recycled) == (len(known.drafts), known.recycled)
     for k in range(1, known.max_drafts + 1):
-        totals = [floor.draft_floor(m, k, 5000, "published").total for m in (built, known)]
+        totals = [phases.draft_floor(m, k, 5000, "published").total for m in (built, known)]
         assert totals[0] == pytest.approx(totals[1], rel=0.02)
 
 
@@ -174,14 +172,14 @@ SMALL = ops.ModelOps(
 
 def test_floors_by_hand():
     one = 100 * 0.5625
-    found = floor.pass_floor(SMALL, 3, 100, "independent")
+    found = phases.pass_floor(SMALL, 3, 100, "independent")
     assert found.shared == 2 * one
     assert found.experts == pytest.approx(2 * 8 * (1 - 0.75**3) * 3 * one)
     assert (found.head, found.cache, found.state) == (300, 2 * 6 * 2 * 10 * 2, 0)
-    drafts = floor.draft_floor(SMALL, 2, 100, "shared")
-    assert drafts == floor.Bytes(shared=2 * 2 * one, head=2 * 50 * 0.5625, state=2 * 80)
-    assert floor.cycle_floor(SMALL, 2, 100, "independent").total == pytest.approx(found.total + drafts.total)
-    assert floor.draft_floor(SMALL, 0, 100, "shared") == floor.Bytes()
+    drafts = phases.draft_floor(SMALL, 2, 100, "shared")
+    assert drafts == phases.Bytes(shared=2 * 2 * one, head=2 * 50 * 0.5625, state=2 * 80)
+    assert phases.cycle_floor(SMALL, 2, 100, "independent").total == pytest.approx(found.total + drafts.total)
+    assert phases.draft_floor(SMALL, 0, 100, "shared") == phases.Bytes()
     with pytest.raises(ValueError, match="8 drafts; allowed are 0 to 7"):
         SMALL.draft_passes(8)
 
@@ -190,24 +188,24 @@ def test_floors_by_hand():
 @given(MODELS, st.integers(1, 8), CONTEXTS)
 def test_floors_grow_with_rows_and_shrink_with_overlap(name, rows, context):
     model = released.MODELS[name]
-    floors = [floor.pass_floor(model, rows, context, o).total for o in OVERLAPS]
+    floors = [phases.pass_floor(model, rows, context, o).total for o in OVERLAPS]
     assert all(a >= b * (1 - 1e-12) for a, b in itertools.pairwise(floors))
-    plain = floor.pass_floor(model, 1, context, "independent").total
+    plain = phases.pass_floor(model, 1, context, "independent").total
     assert floors[-1] == pytest.approx(plain)
     assert all(
-        floor.pass_floor(model, rows + 1, context, o).total >= f for o, f in zip(OVERLAPS, floors, strict=True)
+        phases.pass_floor(model, rows + 1, context, o).total >= f for o, f in zip(OVERLAPS, floors, strict=True)
     )
-    assert floor.pass_floor(model, 1, context, "published").total == pytest.approx(plain)
+    assert phases.pass_floor(model, 1, context, "published").total == pytest.approx(plain)
 
 
 @settings(max_examples=50, deadline=None)
-@given(MODELS, st.sampled_from(sorted(CHIPS)), CONTEXTS, st.sampled_from((2, 4, 8)))
+@given(MODELS, st.sampled_from(sorted(chips.CHIPS)), CONTEXTS, st.sampled_from((2, 4, 8)))
 def test_nothing_is_predicted_below_its_floor(name, chip, context, rows):
     model, on = released.MODELS[name], FITTED[chip]
     floors = {
-        (f["phase"], f["rows"], f["overlap"]): f["bytes"]["total"] for f in floor.floors(model, context, (rows,))
+        (f["phase"], f["rows"], f["overlap"]): f["bytes"]["total"] for f in phases.floors(model, context, (rows,))
     }
-    for line in predict.predicted(model, on, context, (rows,)):
+    for line in phases.predicted(model, on, context, (rows,)):
         if line["side"] == "ours" or line["overlap"] == "independent":
             assert line["seconds"] >= floors[line["phase"], line["rows"], line["overlap"]] / on.bandwidth
 
@@ -216,10 +214,10 @@ def test_nothing_is_predicted_below_its_floor(name, chip, context, rows):
 @given(MODELS, CONTEXTS, st.sampled_from((2, 4, 8)))
 def test_what_kernels_take_off_is_what_lies_between_stock_and_ours(name, context, rows):
     model = released.MODELS[name]
-    lines = {line["kernels"]: line for line in predict.kernels(model, M3_ULTRA, context, (rows,))}
+    lines = {line["kernels"]: line for line in phases.kernels(model, M3_ULTRA, context, (rows,))}
     times = {
         p["side"]: p["seconds"]
-        for p in predict.predicted(model, M3_ULTRA, context, (rows,))
+        for p in phases.predicted(model, M3_ULTRA, context, (rows,))
         if (p["phase"], p["overlap"]) == ("verify", "published")
     }
     assert lines["all"]["stock"] == times["stock MLX"]
@@ -230,7 +228,7 @@ def test_what_kernels_take_off_is_what_lies_between_stock_and_ours(name, context
 
 def test_kernels_touch_only_what_they_replace():
     glm, qwen = (
-        {line["kernels"]: line["seconds"] for line in predict.kernels(released.MODELS[name], M3_ULTRA, 4096, (4,))}
+        {line["kernels"]: line["seconds"] for line in phases.kernels(released.MODELS[name], M3_ULTRA, 4096, (4,))}
         for name in ("GLM-4.5", "Qwen3.6-27B")
     )
     assert glm["recurrence"] == 0 < qwen["recurrence"]
@@ -246,8 +244,8 @@ def test_kernels_touch_only_what_they_replace():
 
 def test_the_documents_beside_their_limits():
     lines = documents.documents(FITTED)
-    assert len(lines) == len(table.published()) == 42
-    for line, row in zip(lines, table.published(), strict=True):
+    assert len(lines) == len(documents.published()) == 42
+    for line, row in zip(lines, documents.published(), strict=True):
         assert line["cycle"] / line["plain"] == pytest.approx(row.cycle_cost_in_plain_steps, abs=0.011)
         assert line["plain"] > line["plain_floor"]
         assert line["cycle"] > line["cycle_floor"]["independent"] >= line["cycle_floor"]["published"]

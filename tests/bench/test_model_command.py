@@ -9,10 +9,10 @@ from families import FAMILIES
 from results import decode_result, profile_result, verify_result
 
 from mlx_mtp.bench import result
-from mlx_mtp.bench.roofline import assemble, chips, fitted, floor, measured, released
+from mlx_mtp.bench.roofline import assemble, chips, phases, released
 from mlx_mtp.demo import demo_path
 
-M3_ULTRA = fitted.fitted_chips()["M3 Ultra"]
+M3_ULTRA = chips.fitted_chips()["M3 Ultra"]
 
 DEVICES = [
     *(("Apple M3 Ultra", None, "M3 Ultra"), ("Apple M1", None, "M1"), ("Apple M3 Max", 30, "M3 Max 30c")),
@@ -33,15 +33,15 @@ def test_the_chip_at_hand(device, cores, name):
 
 def test_measured_times_are_those_of_the_results():
     verify, decode, profile = (made() for made in (verify_result, decode_result, profile_result))
-    times = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in measured.times(verify, 128)}
+    times = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in assemble.times(verify, 128)}
     whole = next(c for c in verify["curves"] if (c["name"], c["context"]) == ("whole", 128))
     for side, seconds in whole["seconds"].items():
         for m, values in seconds.items():
             phase = "plain step" if m == "1" else "verify"
             assert times.pop((phase, int(m), f"{side} pass")) == statistics.median(values)
     assert not times
-    (context,) = measured.contexts(decode)
-    found = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in measured.times(decode, context)}
+    (context,) = assemble.contexts(decode)
+    found = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in assemble.times(decode, context)}
     entries = [e for e in decode["entries"] if e["contender"] == "k=2"]
     speeds = [sum(e["tokens"][i] - 1 for e in entries) / sum(e["seconds"][i] for e in entries) for i in range(3)]
     cycles, kept = (
@@ -49,7 +49,7 @@ def test_measured_times_are_those_of_the_results():
     )
     assert found["cycle", 3, "loop"] == pytest.approx((1 + kept / cycles) / statistics.median(speeds))
     assert found.keys() >= {("plain step", 1, "loop"), ("plain step", 1, "mlx-lm's loop"), ("cycle", 2, "loop")}
-    parts = {(t["phase"], t["rows"]): t["seconds"] for t in measured.times(profile, 0)}
+    parts = {(t["phase"], t["rows"]): t["seconds"] for t in assemble.times(profile, 0)}
     assert parts["draft", 4] == statistics.median(profile["seconds"]["draft"]) / profile["cycles"]
     assert parts["cycle", 4] > parts["draft", 4] + parts["verify", 4]
 
@@ -62,7 +62,7 @@ def test_a_result_of_another_model_or_context_is_refused():
     with pytest.raises(ValueError, match=r"Step-3\.5-Flash has 111 GB: say --model"):
         assemble.bench_model(step, M3_ULTRA, 128, results=[verify_result()])
     with pytest.raises(ValueError, match="a result of bench model; allowed are decode, verify, profile"):
-        measured.contexts({"bench": "model"})
+        assemble.contexts({"bench": "model"})
 
 
 def test_the_command_with_what_was_measured(tmp_path):
@@ -105,7 +105,7 @@ def test_the_gap_is_times_over_the_floor(tmp_path):
     plain = next(
         p for p in found["predicted"] if (p["phase"], p["side"], p["overlap"]) == ("plain step", "ours", "published")
     )
-    nbytes = floor.pass_floor(released.MODELS["GLM-4.5"], 4, 1000, "published").total
+    nbytes = phases.pass_floor(released.MODELS["GLM-4.5"], 4, 1000, "published").total
     seconds = nbytes / (819e9 * found["chip"]["usable"])
     over = verify["seconds"] / seconds, verify["seconds"] / plain["seconds"]
     assert "{:.2f} ({:.2f}x; {:.2f})".format(verify["seconds"] * 1e3, *over) in shown.stdout

@@ -12,7 +12,7 @@ from pictures import RESULTS, drawn, found_in, model_result
 from results import decode_result, kernels_result, profile_result, verify_result
 from sweep import sampled
 
-from mlx_mtp.bench import page, page_tables, plot_data, plots, result
+from mlx_mtp.bench import page, panels, plots, result
 from mlx_mtp.bench.panels import BarPanel, GridPanel, LinePanel, RangePanel
 
 DARK_TOO = ("decode at contexts", "verify", "profile")
@@ -120,7 +120,7 @@ def test_bars_are_as_long_as_the_data():
 
 def test_speeds_are_tokens_over_seconds(made):
     found = made("decode")
-    (lines, _) = plot_data.panels(found)
+    (lines, _) = panels.panels(found)
     fixed = lines.series[0]
     assert fixed.x == [0, 1, 2, 3]
     for k, speed in zip(("plain", "k=1", "k=2", "k=3"), fixed.y, strict=True):
@@ -130,20 +130,20 @@ def test_speeds_are_tokens_over_seconds(made):
     levels = {s.label: s for s in lines.series if s.level}
     assert levels.keys() == {"adaptive", "mlx-lm"}
     assert levels["mlx-lm"].x == [0, 3]
-    several = plot_data.panels(made("decode at contexts"))[0].series
+    several = panels.panels(made("decode at contexts"))[0].series
     assert [(s.line, s.colour) for s in several] == [(line, i) for i in range(3) for line in ("-", "-.", ":")]
 
 
 def test_acceptance_is_accepted_over_drafted_of_the_most_drafts(made):
-    grid = plot_data.panels(made("decode"))[1]
+    grid = panels.panels(made("decode"))[1]
     assert grid.values == [[pytest.approx(x) for x in (90, 70, 40)]] * 3
     assert grid.columns == ["1", "2", "3"]
-    three = [p for p in plot_data.panels(made("decode at contexts")) if isinstance(p, GridPanel)]
+    three = [p for p in panels.panels(made("decode at contexts")) if isinstance(p, GridPanel)]
     assert len({p.title for p in three}) == 3
 
 
 def test_a_verify_is_over_its_own_single_row(made):
-    whole, parts = plot_data.panels(made("verify"))
+    whole, parts = panels.panels(made("verify"))
     assert [s.label for s in whole.series[:2]] == ["whole at 128, stock", "whole at 128, ours"]
     assert [(s.line, s.colour) for s in whole.series] == [("--", 0), ("-", 0), ("--", 1), ("-", 1)]
     for series in whole.series:
@@ -153,24 +153,24 @@ def test_a_verify_is_over_its_own_single_row(made):
 
 
 def test_what_is_inconclusive_says_so(made):
-    labels = [s.label for panel in plot_data.panels(made("decode, noisy"))[:1] for s in panel.series]
+    labels = [s.label for panel in panels.panels(made("decode, noisy"))[:1] for s in panel.series]
     assert all("inconclusive" in label for label in labels)
-    assert not any("inconclusive" in s.label for s in plot_data.panels(made("decode"))[0].series)
+    assert not any("inconclusive" in s.label for s in panels.panels(made("decode"))[0].series)
 
 
 def test_phases_and_the_unexplained_are_the_wall(made):
-    (bars,) = plot_data.panels(made("profile"))
+    (bars,) = panels.panels(made("profile"))
     assert bars.parts["unexplained"] == [pytest.approx(1e3 * 0.002 / 20)]
     assert sum(v[0] for v in bars.parts.values()) == pytest.approx(4 + 12 + 0.5 + 1 + 1.5 + 0.1 + 0.1, rel=0.02)
     assert "prefill" not in bars.parts
-    side_by_side = plot_data.panels_of([made("profile"), made("verify"), made("profile without drafts")])
+    side_by_side = panels.panels_of([made("profile"), made("verify"), made("profile without drafts")])
     last = side_by_side[-1]
     assert last.bars == ["demo, k=3", "demo, k=0"]
     assert last.parts["draft"][1] == 0 < last.parts["draft"][0]
 
 
 def test_the_model_beside_the_documents(made):
-    curve, cycles, ranges = plot_data.panels(made("model"))
+    curve, cycles, ranges = panels.panels(made("model"))
     assert [s.label for s in curve.series][-2:] == ["stock MLX, predicted", "ours, predicted"]
     assert all(s.y[0] == 1 for s in curve.series)
     assert cycles.bars[:3] == ["plain, floor", "plain, stock MLX", "plain, ours"]
@@ -178,13 +178,13 @@ def test_the_model_beside_the_documents(made):
     assert ranges.marks["published"][3] == pytest.approx(1e3 * 3.06 / 40.03)
     for (low, high), mark in zip(ranges.spans, ranges.marks["floor, routed as published"], strict=True):
         assert low <= mark <= high
-    dense = plot_data.panels(made("model, dense"))
+    dense = panels.panels(made("model, dense"))
     assert [s.label for s in dense[0].series] == ["floor", "stock MLX, predicted", "ours, predicted"]
     assert len(dense) == 2
 
 
 def test_kernels_are_stock_over_ours(made):
-    (timed,), (counted,) = plot_data.panels(made("kernels")), plot_data.panels(made("kernels, emulated"))
+    (timed,), (counted,) = panels.panels(made("kernels")), panels.panels(made("kernels, emulated"))
     assert timed.rows == ["qmm 4096x4096", "experts"]
     assert timed.values == [[pytest.approx(1.4)] * 8, [pytest.approx(0.9)] * 8]
     assert counted.values[0] == list(range(1, 9))
@@ -239,9 +239,9 @@ def test_a_page_stands_alone(made):
     assert not read.open
     assert not read.outside
     assert not re.search(r"@import|url\((?!#)|<script|<link", text)
-    panels = plot_data.panels_of(results)
-    assert read.found.count("svg") == 2 * len(panels) == 2 * read.found.count("figure")
-    assert text.count('class="light"') == text.count('class="dark"') == len(panels)
+    shown = panels.panels_of(results)
+    assert read.found.count("svg") == 2 * len(shown) == 2 * read.found.count("figure")
+    assert text.count('class="light"') == text.count('class="dark"') == len(shown)
     of_pictures = [i for i in read.ids if re.search(r"[0-9a-f]{8}", i)]
     assert len(of_pictures) == len(set(of_pictures))
     assert set(read.uses) <= set(read.ids)
@@ -251,7 +251,7 @@ def test_a_page_stands_alone(made):
     for value in (made("decode")["environment"]["mlx"], "11251744", "mlx_lm"):
         assert value in text
     for found in results:
-        for table in page_tables.tables_of(found):
+        for table in page.tables_of(found):
             assert str(table.title) in re.sub(r"&#x27;", "'", text)
 
 
@@ -268,14 +268,14 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_are_made_again_of_the_result(name):
     make, count, expected = TABLES[name]
-    tables = list(page_tables.tables_of(make()))
+    tables = list(page.tables_of(make()))
     assert len(tables) == count
     assert set(expected) <= {str(cell) for table in tables for column in table.columns for cell in column.cells}
 
 
 def test_numbers_of_a_picture_are_its_own(made):
     for name in ("decode", "verify", "profile", "kernels", "model"):
-        for panel in plot_data.panels(made(name)):
+        for panel in panels.panels(made(name)):
             table = page.numbers_of(panel)
             cells = [list(column.cells) for column in table.columns]
             match panel:

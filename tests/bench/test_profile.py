@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 import mlx_mtp
 from mlx_mtp.bench import census, profile_report
-from mlx_mtp.bench.page_tables import tables_of
+from mlx_mtp.bench.page import tables_of
 from mlx_mtp.bench.profile import HOST, PHASES, Profile, Timer, Workload, decode_in_phases, profile
 from mlx_mtp.decoding import cycle
 from mlx_mtp.decoding.prompt_lookup import Text

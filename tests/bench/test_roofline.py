@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
@@ -11,14 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from command_line import call
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from sweep import sweep
 
-from bench.cost_model import fit
+from bench.cost_model import fit, validate
 from bench.cost_model.published import read_rows, read_unused
-from mlx_mtp.bench.roofline import cost, fitted, launches, ops, released, validation_tables
+from mlx_mtp.bench.roofline import chips, cost, launches, ops, released
 from mlx_mtp.bench.roofline.chips import CHIPS
 from mlx_mtp.bench.roofline.cost import PassShape
 
@@ -152,10 +150,10 @@ def test_requests_of_the_kernels_that_are_chosen():
 
 
 def test_more_rows_never_cost_less_and_ours_no_more_than_stock():
-    chips = fitted.fitted_chips()
+    fitted = chips.fitted_chips()
     for name in ("M2 Max", "M3 Ultra", "M5 Max 40c"):
         for model in released.MODELS.values():
-            stock, free, near = validation_tables.sides(model, chips[name], 4096).values()
+            stock, free, near = validate.sides(model, fitted[name], 4096).values()
             for side in (free, near):
                 assert sorted(side.values()) == list(side.values())
                 assert all(side[m] <= stock[m] for m in range(1, 7))  # from 7 rows on M2's padded tiles may be ahead
@@ -214,48 +212,38 @@ def test_published_rows_are_those_of_the_notes():
 
 def test_the_package_has_what_the_fit_gives_now():
     now = json.loads(json.dumps(fit.stored(read_rows())))
-    assert json.loads(fitted.FILE.read_text(), parse_float=lambda x: pytest.approx(float(x), rel=1e-9)) == now
-
-
-@pytest.fixture
-def validated(tmp_path, monkeypatch):
-    """The command with these rows published."""
-    monkeypatch.setattr(fitted, "FILE", tmp_path / "fitted.json")
-    return partial(_validated, tmp_path / "fitted.json")
-
-
-def _validated(file, rows, *args):
-    file.write_text(json.dumps(fit.stored(rows)))
-    return call("bench", "model", "--validate", "--quick", "--model", "Qwen3.6-27B", *args)
+    assert json.loads(chips.FILE.read_text(), parse_float=lambda x: pytest.approx(float(x), rel=1e-9)) == now
 
 
 @sweep
-def test_a_row_that_is_off_without_a_reason_fails(validated):
+def test_a_row_that_is_off_without_a_reason_fails(capsys):
     rows = read_rows()
-    good = validated(rows)
-    assert good.returncode == 0, good.stdout
-    assert "FAIL" not in good.stdout
+    dense = ["--model", "Qwen3.6-27B"]
+    assert validate.main(dense, rows) == 0
+    assert "FAIL" not in capsys.readouterr().out
     at = next(i for i, row in enumerate(rows) if row.chip == "M3 Max 40c" and row.m == 8)
     for factor in (0.6, 1.6):
         changed = [*rows[:at], replace(rows[at], ratio=factor * rows[at].ratio), *rows[at + 1 :]]
-        bad = validated(changed)
-        assert bad.returncode == 1
-        assert "FAIL" in bad.stdout
+        assert validate.main(dense, changed) == 1
+        assert "FAIL" in capsys.readouterr().out
     rows[at] = replace(rows[at], ratio=1.6 * rows[at].ratio, reason="spread")
-    named = validated(rows)
-    assert named.returncode == 0
-    assert "unexplained" in named.stdout
+    assert validate.main(dense, rows) == 0
+    assert "unexplained" in capsys.readouterr().out
 
 
-def test_everything_printed_says_what_it_is(validated):
-    """Every table beside the floor's own and the published engine's: predicted."""
-    *lines, last = validated(read_rows(), "--chip", "M3 Ultra").stdout.splitlines()
+@pytest.mark.parametrize(("args", "count"), [((), 7), (("--model", "Qwen3.6-27B", "--chip", "M3 Ultra"), 6)])
+def test_everything_that_validation_prints_says_what_it_is(args, count, capsys):
+    """Every table beside the published engine's: predicted."""
+    assert validate.main(args, read_rows()) == 0
+    lines = capsys.readouterr().out.splitlines()
     titles = [lines[i - 1] for i, line in enumerate(lines) if line.lstrip().startswith("┏")]
-    assert len(titles) == 9
+    assert len(titles) == count
     assert all("predicted" in title for title in titles if "floor" not in title)
-    assert "predicted ms" in next(lines[i + 2] for i, line in enumerate(lines) if "the gap to the floor" in line)
     assert sum(line.startswith("predicted") for line in lines) >= 6
-    found = json.loads(last)
-    errors = [abs(row["error"]) for row in found["validation"]["rows"] if not row["fitted"]]
-    assert found["validation"]["errors"]["all"]["greatest"] == max(errors)
-    assert min(row["m"] for row in found["validation"]["rows"] if not row["fitted"]) == 3
+
+
+def test_the_errors_in_a_result_are_those_of_its_rows():
+    found = chips.read_fitted()["validation"]
+    errors = [abs(row["error"]) for row in found["rows"] if not row["fitted"]]
+    assert found["errors"]["all"]["greatest"] == max(errors)
+    assert min(row["m"] for row in found["rows"] if not row["fitted"]) == 3

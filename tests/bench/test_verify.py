@@ -16,7 +16,7 @@ import mlx_mtp
 from mlx_mtp.bench import chain, verify, verify_parts
 from mlx_mtp.bench.census import operations
 from mlx_mtp.bench.chain import Call
-from mlx_mtp.bench.page_tables import tables_of
+from mlx_mtp.bench.page import tables_of
 from mlx_mtp.bench.verify import Curve, CurvePlan, Kernels, VerifyPass, curve_table, measure
 from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.ring import MAX_ROWS

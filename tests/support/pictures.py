@@ -5,7 +5,7 @@ import functools
 import pytest
 from results import decode_result, kernels_result, profile_result, verify_result
 
-from mlx_mtp.bench import plot_data, plots
+from mlx_mtp.bench import panels, plots
 from mlx_mtp.bench.roofline import assemble
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: the extra plot, or test")
@@ -46,7 +46,7 @@ def drawn(name, scheme="light"):
     """(panel, its axes, laid out) of every picture of a result."""
     pairs = []
     with plots.style(THEMES[scheme]):
-        for panel in plot_data.panels(found_in(name)):
+        for panel in panels.panels(found_in(name)):
             figure = plots.figure([panel], THEMES[scheme])
             FigureCanvasAgg(figure)
             figure.draw_without_rendering()

@@ -1,7 +1,7 @@
-"""Assemble the result of `mlx-mtp bench model`: floors, predictions, measured times, documents, and errors."""
+"""Assemble the result of `mlx-mtp bench model`: floors, predictions, times of other results, documents, errors."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,21 +9,23 @@ from typing import Any
 from ...checkpoint.load import load_model
 from ...demo import demo_path
 from ...layers.port import Port
+from ..decode_tables import rows as loop_rows
+from ..decode_tables import settings
+from ..documents import MODEL, documents
 from ..random_model import shaped_model
 from ..result import result
-from .chips import CHIPS, Chip, find
-from .documents import MODEL, documents
-from .fitted import fitted_chips, read_fitted
-from .floor import ROWS, floors
-from .measured import nearest, times
+from ..timing import measured as interval
+from .chips import CHIPS, Chip, find, fitted_chips, read_fitted
 from .ops import ModelOps
-from .predict import kernels, predicted
+from .phases import CYCLE, DRAFT, PLAIN, ROWS, VERIFY, floors, kernels, predicted
 from .released import MODELS
 from .walk import of_port
 
 Found = dict[str, Any]
+Time = tuple[str, int, str, float]  # phase, rows M, side, seconds
 DEMO = "demo"
 ALIKE = 0.8  # of the other's bytes a model has to have to be the same; vectors are not counted here
+NEAR = 256  # tokens, which change no floor by much; prompts differ in length, and a profile does not tell its own
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,15 @@ def find_chip(name: str | None) -> Chip | None:
     return fitted_chips()[known]
 
 
+def measured_model(found: Found) -> str | None:
+    """Name the model that a result is of, if `find_model` knows it by that name."""
+    return _known(found["model"]["name"], (*MODELS, DEMO))
+
+
+def _known(name: str, names: Iterable[str]) -> str | None:
+    return next((known for known in names if known.lower() == name.lower()), None)
+
+
 def bench_model(
     subject: FloorSubject, chip: Chip | None, context: int, rows: Iterable[int] = ROWS, results: Sequence[Found] = ()
 ) -> Found:
@@ -88,31 +99,84 @@ def bench_model(
         on_chip["chip"] = asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": fitted_to}
         on_chip["predicted"] = predicted(model, chip, context, rows)
         on_chip["kernels"] = kernels(model, chip, context)
+    for other in results:
+        there, here = other["model"].get("target_bytes"), model.total_bytes
+        if there and not ALIKE < there / here < 1 / ALIKE:
+            what = f"bench {other['bench']} of {other['model']['name']}, {there / 1e9:.3g} GB of weights"
+            raise ValueError(f"measured: {what}; {subject.name} has {here / 1e9:.3g} GB: say --model or --config")
     return result(
         "model",
         facts,
         {"context": context, "rows": rows},
         floors=floors(model, context, rows),
         **on_chip,
-        measured=[line for found in results for line in _times(found, subject, context)],
+        measured=[line for other in results for line in times(other, nearest(other, context))],
         documents=documents(fitted_chips()) if subject.name == MODEL else [],
         validation=fitted["validation"],
     )
 
 
-def _times(found: Found, subject: FloorSubject, context: int) -> list[Found]:
-    """Take a result's times at about this context, if it is of this model."""
-    there, here = found["model"].get("target_bytes"), subject.model.total_bytes
-    if there and not ALIKE < there / here < 1 / ALIKE:
-        other = f"bench {found['bench']} of {found['model']['name']}, {there / 1e9:.3g} GB of weights"
-        raise ValueError(f"measured: {other}; {subject.name} has {here / 1e9:.3g} GB: say --model or --config")
-    return times(found, nearest(found, context))
+def contexts(found: Found) -> list[int]:
+    """List the contexts (tokens) that a result has times at; about the middle of a text where prompts were short."""
+    match found["bench"]:
+        case "decode":
+            return list(dict.fromkeys(_context(found, setting[0]) for setting in settings(found)))
+        case "verify":
+            return [curve["context"] for curve in found["curves"] if curve["name"] == "whole"]
+        case "profile":
+            return [found["options"]["context"] or found["tokens"] // 2]
+    raise ValueError(f"measured: a result of bench {found['bench']}; allowed are decode, verify, profile")
 
 
-def measured_model(found: Found) -> str | None:
-    """Name the model that a result is of, if `find_model` knows it by that name."""
-    return _known(found["model"]["name"], (*MODELS, DEMO))
+def nearest(found: Found, context: int) -> int:
+    """Choose the result's context that is meant: within NEAR tokens, or a tenth; ValueError where none is."""
+    known = contexts(found)
+    near = min(known, key=lambda other: abs(other - context))
+    if abs(near - context) > max(NEAR, context / 10):
+        tokens = ", ".join(map(str, known))
+        raise ValueError(f"context={context}: bench {found['bench']} was measured at {tokens} tokens")
+    return near
 
 
-def _known(name: str, names: Iterable[str]) -> str | None:
-    return next((known for known in names if known.lower() == name.lower()), None)
+def times(found: Found, context: int) -> list[Found]:
+    """Take the result's times at one of its `contexts`: phase, rows M of the verify, drafts k, side, seconds."""
+    taken = {"decode": _of_loops, "verify": _of_passes, "profile": _of_phases}[found["bench"]](found, context)
+    return [{"phase": p, "rows": m, "drafts": m - 1, "side": side, "seconds": s} for p, m, side, s in taken]
+
+
+def _context(found: Found, asked: int) -> int:
+    """Count prompt and half of the text where no context was asked for."""
+    entries = [e for e in found["entries"] if e["context"] == asked]
+    length = sum(e["prompt_tokens"] + sum(e["tokens"]) / len(e["tokens"]) / 2 for e in entries) / len(entries)
+    return asked or round(length)
+
+
+def _of_loops(found: Found, context: int) -> Iterator[Time]:
+    """Take whole cycles of the loop, host included."""
+    for setting in settings(found):
+        if _context(found, setting[0]) == context and setting[1:] == (None, None):
+            for row in loop_rows(found, setting):
+                if row.speed and row.contender in ("plain", "mlx-lm"):
+                    yield PLAIN, 1, "loop" if row.contender == "plain" else "mlx-lm's loop", 1 / row.speed.median
+                elif row.speed and row.contender.startswith("k="):
+                    assert row.tokens_per_cycle
+                    yield CYCLE, int(row.contender[2:]) + 1, "loop", row.tokens_per_cycle / row.speed.median
+
+
+def _of_passes(found: Found, context: int) -> Iterator[Time]:
+    whole = [curve for curve in found["curves"] if (curve["name"], curve["context"]) == ("whole", context)]
+    for side, seconds in (pair for curve in whole for pair in curve["seconds"].items()):
+        for m, values in seconds.items():
+            yield PLAIN if int(m) == 1 else VERIFY, int(m), f"{side} pass", interval(values).median
+
+
+def _of_phases(found: Found, _: int) -> Iterator[Time]:
+    """Take phases one after the other; a verify with what its acceptance takes, a cycle with the host in between."""
+    rows, cycles = found["options"]["k"] + 1, max(1, found["cycles"])
+    parts: dict[str, Sequence[float]] = {name: s for name, s in found["seconds"].items() if name != "prefill"}
+    verify = [a + b for a, b in zip(parts["verify"], parts["accept"], strict=True)]
+    whole = [sum(values) for values in zip(*parts.values(), strict=True)]
+    if rows > 1:
+        yield DRAFT, rows, "profile", interval(parts["draft"]).median / cycles
+    yield PLAIN if rows == 1 else VERIFY, rows, "profile", interval(verify).median / cycles
+    yield CYCLE, rows, "profile", interval(whole).median / cycles

@@ -1,12 +1,13 @@
-"""List what a roofline needs to know of Apple's chips, and find the one that this machine has."""
+"""List what a roofline needs to know of Apple's chips, published and fitted; find the one that this machine has."""
 
 import csv
 import json
 import platform
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -46,8 +47,25 @@ def _chip(name: str, *figures: str) -> Chip:
     return Chip(name, generation, gbps, tflops, memory, usable / gbps if usable else Chip.usable)
 
 
-_LINES = Path(__file__).with_name("chips.csv").read_text().splitlines()
-CHIPS = {name: _chip(name, *figures) for name, *figures in csv.reader(_LINES[3:])}
+HERE = Path(__file__).parent
+FILE = HERE / "fitted.json"
+CHIPS = {line[0]: _chip(*line) for line in csv.reader((HERE / "chips.csv").read_text().splitlines()[3:])}
+
+
+def read_fitted() -> dict[str, Any]:
+    """Read what `python -m bench.cost_model.fit` made of published times.
+
+    chips: by name usable, issue, fitted_to. validation: as a result has it. summary: what is printed of it.
+    """
+    return json.loads(FILE.read_text())
+
+
+def fitted_chips() -> dict[str, Chip]:
+    """Give all of CHIPS with their two fitted shares."""
+    found = read_fitted()["chips"]
+    return {
+        name: replace(chip, usable=found[name]["usable"], issue=found[name]["issue"]) for name, chip in CHIPS.items()
+    }
 
 
 def find(device: str, gpu_cores: int | None = None) -> str | None:

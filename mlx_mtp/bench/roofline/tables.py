@@ -1,4 +1,4 @@
-"""Lay the result of `mlx-mtp bench model` out as tables."""
+"""Lay the result of `mlx-mtp bench model` out as tables, and sum up what the cost model is worth."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
-from .documents import CHIP, MAC
-from .floor import PHASES, PLAIN, VERIFY
+from ..documents import CHIP, MAC
+from .chips import read_fitted
 from .launches import KERNELS
 from .ops import OVERLAPS
-from .predict import OURS, SHOWN_OVERLAP, STOCK, shown_times
+from .phases import OURS, PHASES, PLAIN, SHOWN_OVERLAP, STOCK, VERIFY, shown_times
 
 Found = dict[str, Any]
 
@@ -35,6 +35,17 @@ def tables(found: Found) -> Iterator[Table]:
     if found["documents"]:
         yield documents_table(found)
         yield same_work_table(found)
+
+
+def summary(found: Found) -> list[str]:
+    """Say the constants of the chip, errors of all rows of M >= 3 by kind, and those that are badly off."""
+    stored, chip = read_fitted()["summary"], found.get("chip")
+    if chip is None:
+        return stored
+    times = chip["fitted_to"]
+    fitted = f"fitted to {times} published times of M <= 2" if times else "a prior: nothing published"
+    shares = f"{chip['usable']:.2f} of {chip['gbps']:g} GB/s, {chip['issue']:.2f} of its issue rate"
+    return [f"constants of {chip['name']}: {shares}, {fitted}", *stored]
 
 
 def floors_of(found: Found) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
