@@ -135,13 +135,18 @@ def up_to(model: Any, last: int, rows: int) -> Counter:
 
 
 def of_cycle(model: Any, rows: int) -> Counter:
-    """A cycle that drafts rows - 1 tokens; rows = 1: a plain step, without heads."""
-    cache = reached(model, 4)
-    hidden, tokens = mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros(rows, mx.int32)
-    accepted = mx.zeros(1, mx.int32)
-    mx.eval(hidden, tokens, accepted)
+    """Count those of a cycle."""
+    cycle, arrays = cycle_of(model, rows)
     with as_on_a_mac():
-        return operations(partial(built, model, cache), hidden, tokens, accepted)
+        return operations(cycle, *arrays)
+
+
+def cycle_of(model: Any, rows: int) -> tuple[Callable[..., Any], list[mx.array]]:
+    """Make a cycle that drafts rows - 1 tokens, and what it is called with; rows = 1: a plain step, without heads."""
+    cache = reached(model, 4)
+    arrays = [mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros(rows, mx.int32), mx.zeros(1, mx.int32)]
+    mx.eval(arrays)
+    return partial(built, model, cache), arrays
 
 
 def built(model: Any, cache: PromptCache, hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
@@ -155,6 +160,7 @@ def built(model: Any, cache: PromptCache, hidden: mx.array, tokens: mx.array, ac
     return [verify(d, last.run, drafts).packed, *cache.arrays]
 
 
+EVERY_OP = [op for ops in KERNELS.values() for op in ops]
 CYCLE = "a plain step, a cycle"
 Pair = tuple[int, int]
 
@@ -186,8 +192,15 @@ def of_model(name: str, rows: int) -> dict[str, dict[str, Pair]]:
     for kind, ops in KERNELS.items():
         _switch(sites, ops)
         found[kind] = of_layers(model, layers, rows)
-    _switch(sites, [op for ops in KERNELS.values() for op in ops])
+    _switch(sites, EVERY_OP)
     return found | {"all": of_layers(model, layers, rows) | of_cycles(model, rows)}
+
+
+def with_kernels(name: str) -> Any:
+    """Build a model whose kernels are all on."""
+    model = make(MODELS[name][0])
+    _switch(switch.place(model), EVERY_OP)
+    return model
 
 
 def _switch(sites: Any, ops: Collection[str]) -> None:

@@ -161,4 +161,5 @@ def metal_kernel(
     if mode not in ("safe", "relaxed", "fast"):
         raise ValueError(f"math_mode is {mode!r}; it must be 'safe', 'relaxed' or 'fast'")
     names = list(input_names), list(output_names)
+    source, header = (getattr(text, "whole", text) for text in (source, header))  # where lines are those of the files
     return MetalKernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs)

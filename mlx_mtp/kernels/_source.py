@@ -7,6 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ._shorten import shorten
+
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
 INSTALLED, CHECKOUT = Path(__file__).parent / "metal", Path(__file__).parents[2] / "kernels"
 DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
@@ -35,6 +37,7 @@ def _made(
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
     header = "".join((directory / f"{name}.h").read_text() for name in headers)
     source = (directory / f"{op}.metal").read_text()
+    header, source = shorten(header, source)
     names = {"input_names": list(inputs), "output_names": list(outputs)}
     return maker(name=op, **names, source=source, header=header, ensure_row_contiguous=not strided)
 

@@ -1,0 +1,83 @@
+"""Count the bytes of Metal source that the launches of a cycle carry, by family, drafts and kernel.
+
+    python bench/launches_text.py [--model Step-3.5-Flash --kernels]
+
+Each launch of our kernels holds the whole text of one, which MLX 0.32.4 writes when a cycle is built (so not when it
+is replayed) and hashes when it is evaluated. `ours`: header and body; `all`: with the function that MLX writes around
+them; `held`: what a recorded cycle keeps, as MLX reserves 16 KiB more for a text than ours has. Counted in recorded
+graphs, as `launches.py` does.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import click
+import mlx.core as mx
+from launches import MODELS, as_on_a_mac, cycle_of, with_kernels
+from rich.console import Console
+from rich.table import Table
+
+from mlx_mtp.kernels._source import DIRECTORY
+
+RESERVED = 16384  # bytes, in MLX's write_signature
+GENERATED = re.compile(
+    r"(?:template <[^>]*>\n)?\[\[kernel\]\] void (\w+)\(\n.*?\) \{\n|\n\}\n(?:\ntemplate \[\[host_.*)?$", re.S
+)
+
+
+class Launch(NamedTuple):
+    """A launch's kernel, and the bytes of its text: ours, and with what MLX writes around it."""
+
+    kernel: str
+    ours: int
+    all: int
+
+    @property
+    def held(self) -> int:
+        return max(self.all, self.ours + RESERVED)
+
+
+def launches(model: Any, rows: int) -> list[Launch]:
+    """Read the launches of our kernels in a cycle that drafts rows - 1 tokens; rows = 1: a plain step."""
+    events: list[dict[str, Any]] = []
+    cycle, arrays = cycle_of(model, rows)
+    with as_on_a_mac():
+        mx.export_function(events.append, cycle, *arrays)
+    sources = [event["arguments"][:2] for event in events if event.get("name") == "CustomKernel"]
+    named = [(name.removeprefix("custom_kernel_").split("__")[0], text) for name, text in sources]
+    return [
+        Launch(op, len(GENERATED.sub("", text)), len(text))
+        for op, text in named
+        if (DIRECTORY / f"{op}.metal").exists()
+    ]
+
+
+def _megabytes(launched: list[Launch], what: str) -> str:
+    return f"{sum(getattr(launch, what) for launch in launched) / 1e6:.2f}"
+
+
+def _add_rows(table: Table, of: str, launched: list[Launch]) -> None:
+    table.add_row(of, str(len(launched)), *(_megabytes(launched, what) for what in ("ours", "all", "held")))
+
+
+@click.command(help=__doc__)
+@click.option("--model", "names", multiple=True, type=click.Choice(list(MODELS)), help="Only this one.")
+@click.option("--kernels", is_flag=True, help="Also those of each kernel.")
+def main(names: tuple[str, ...], kernels: bool) -> None:
+    mx.disable_compile()
+    table = Table(title="MB of source in a cycle")
+    for column in ("of", "launches", "ours", "all", "held"):
+        table.add_column(column, justify="left" if column == "of" else "right")
+    for name in names or MODELS:
+        model = with_kernels(name)
+        for k in (0, 1, 3):
+            launched = launches(model, k + 1)
+            _add_rows(table, f"{name}, k = {k}", launched)
+            for op in sorted({launch.kernel for launch in launched}) if kernels else ():
+                of_op = [launch for launch in launched if launch.kernel == op]
+                _add_rows(table, f"  {op}, each {of_op[0].ours}", of_op)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
