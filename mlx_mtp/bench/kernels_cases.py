@@ -19,13 +19,12 @@ from ..cache.recurrent import RecurrentCache
 from ..cache.ring import Ring
 from ..kernels import Rope
 from ..layers.attention import Attention
-from ..layers.dense_products import Dense
 from ..layers.experts import Mixture
 from ..layers.gated_delta import Recurrence
 from ..layers.lm_head import LMHeadSite
 from ..layers.mla import LatentAttention, PerHead
 from ..layers.norm_rope import Form, NormRope
-from ..layers.quantized_products import GLU, Matrices, Stack
+from ..layers.products import GLU, Dense, Matrices, Stack
 from ..layers.residual_norm import Sum
 from ..models import deepseek_v3 as deepseek_port
 from ..models.qwen3_5 import GatedDeltaNet

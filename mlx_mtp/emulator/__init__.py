@@ -5,9 +5,8 @@ It proves indexing, barriers, the order of sums, and traffic. It proves nothing 
 # ruff: noqa: F401 what is imported here is what callers import from here
 
 from .errors import CompileError, KernelFault
-from .kernel import MetalKernel, metal_kernel
+from .kernel import MetalKernel, emulated, metal_kernel
 from .options import EmulatorOptions
-from .replace import emulated
 from .traffic import BufferTraffic, Traffic
 
 Options = EmulatorOptions  # as callers write it: emulator.Options(order="reverse")

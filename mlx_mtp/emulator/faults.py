@@ -1,12 +1,19 @@
-"""Put the runtime's faults into sentences that name kernel, thread, address and source line."""
+"""Put the runtime's faults into sentences that name kernel, thread, address and source line.
 
+The line is that of an address in the DWARF 4 line table (section 6.2) of the kernel's 64-bit ELF library.
+"""
+
+import bisect
+import functools
+import io
 import re
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .buffers import THREADGROUP, KernelBuffer
 from .launch import MAX_BUFFERS, Fault, Outcome, Triple
-from .line_table import find_line
 
 # By kind, numbered as in native/runtime/state.h; other kinds say `text`, and so do these of no buffer.
 IN_BUFFER = {
@@ -100,3 +107,96 @@ def unwritten(kernel: str, buffer: KernelBuffer) -> str | None:
         f"kernel {kernel}: unwritten: {len(elements)} of {missing.size // buffer.itemsize} elements of {buffer.name} "
         f"that nobody wrote: {first}{', ...' if len(elements) > 8 else ''}"
     )
+
+
+class _Reader(io.BytesIO):
+    """Little-endian values, one after the other."""
+
+    def take(self, form: str) -> tuple[int, ...]:
+        return struct.unpack(f"<{form}", self.read(struct.calcsize(f"<{form}")))
+
+    def leb(self, *, signed: bool = False) -> int:
+        value, shift, byte = 0, 0, 128
+        while byte & 128:
+            (byte,) = self.read(1)
+            value |= (byte & 127) << shift
+            shift += 7
+        return value - (1 << shift) if signed and byte & 64 else value
+
+    def string(self) -> str:
+        return b"".join(iter(functools.partial(self.read, 1), b"\0")).decode(errors="replace")
+
+
+def _section(elf: bytes, wanted: bytes) -> bytes:
+    (offset,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, offset + i * size) for i in range(count)]
+    for name, _, _, _, start, length in headers:
+        if elf.startswith(wanted + b"\0", headers[names][4] + name):
+            return elf[start : start + length]
+    return b""
+
+
+def _unit(r: _Reader) -> Iterator[tuple[int, str, int]]:
+    """Read a unit's rows (address, file, line); a line of -1 ends a sequence."""
+    (size,) = r.take("I")
+    end = r.tell() + size
+    _, header_size = r.take("HI")
+    program = r.tell() + header_size
+    step, _, _, line_base, line_range, first_special = r.take("BBBbBB")
+    operands = r.take(f"{first_special - 1}B")
+    while r.string():  # directories
+        pass
+    files = [""]
+    while name := r.string():
+        files.append(name)
+        _ = r.leb(), r.leb(), r.leb()
+    r.seek(program)
+    start = address, file, line = 0, 1, 1
+    while r.tell() < end:
+        (code,) = r.take("B")
+        if code == 0:
+            after, (code,) = r.leb() + r.tell(), r.take("B")
+            if code == 1:
+                yield address, files[file], -1
+                address, file, line = start
+            elif code == 2:
+                (address,) = r.take("Q")
+            r.seek(after)
+        elif code == 1 or code >= first_special:
+            if code > 1:
+                address += (code - first_special) // line_range * step
+                line += line_base + (code - first_special) % line_range
+            yield address, files[file], line
+        elif code == 2:
+            address += r.leb() * step
+        elif code == 3:
+            line += r.leb(signed=True)
+        elif code == 4:
+            file = r.leb()
+        elif code == 8:
+            address += (255 - first_special) // line_range * step
+        elif code == 9:
+            address += r.take("H")[0]
+        else:
+            for _ in range(operands[code - 1]):
+                r.leb()
+
+
+@functools.lru_cache(maxsize=8)
+def _rows(path: Path) -> list[tuple[int, str, int]]:
+    section, rows = _section(path.read_bytes(), b".debug_line"), []
+    reader = _Reader(section)
+    while reader.tell() < len(section):
+        rows += _unit(reader)
+    return sorted(rows, key=lambda row: (row[0], row[2] >= 0))
+
+
+def find_line(path: Path, address: int) -> tuple[str, int] | None:
+    """Find file name and line of an address in the library's image; None where there is none."""
+    rows = _rows(path)
+    i = bisect.bisect_right(rows, address, key=lambda row: row[0]) - 1
+    # Code that the optimiser made of several lines has line 0: the line before is the nearest there is.
+    while i >= 0 and rows[i][2] == 0:
+        i -= 1
+    return (rows[i][1], rows[i][2]) if i >= 0 and rows[i][2] > 0 else None

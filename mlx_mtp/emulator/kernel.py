@@ -1,9 +1,15 @@
-"""Call a kernel on the CPU as what `mx.fast.metal_kernel` returns is called."""
+"""Call a kernel on the CPU as what `mx.fast.metal_kernel` returns is called, by code that need not know of it."""
 
+import functools
+import importlib.util
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +26,7 @@ from .traffic import Traffic, make_traffic
 MAX_THREADS = 1024
 MOST_BUFFERS = 31  # of a Metal function
 
+_CACHED_FUNCTION = type(functools.lru_cache(lambda: None))
 # Of `emulated`, the innermost last: the options of launches that name none, and the list for every launch's report.
 emulations: list[tuple[EmulatorOptions, list[Traffic]]] = []
 
@@ -163,3 +170,65 @@ def metal_kernel(
     names = list(input_names), list(output_names)
     source, header = (getattr(text, "whole", text) for text in (source, header))  # where lines are those of the files
     return MetalKernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs)
+
+
+def _makes_kernels(module: ModuleType) -> bool:
+    name, spec = getattr(module, "__name__", ""), getattr(module, "__spec__", None)
+    if name.split(".")[0] == "mlx" or name.startswith("mlx_mtp.emulator") or name == "__main__":
+        return False
+    source = str(spec and spec.origin).endswith(".py")
+    if not source or not any(value is mx for value in vars(module).values()):  # arrays compare by element
+        return False
+    try:
+        return "metal_kernel(" in inspect.getsource(module)
+    except OSError:
+        return False
+
+
+def _holds_kernel(value: object) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return isinstance(value, MetalKernel) or any(map(_holds_kernel, inside))
+
+
+def _made_again(module: ModuleType) -> dict[str, object]:
+    """The module's kernels, and its cached functions, from a second run of its source."""
+    spec: Any = module.__spec__
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    return {
+        name: value
+        for name, value in vars(again).items()
+        if (isinstance(value, _CACHED_FUNCTION) and value.__module__ == module.__name__) or _holds_kernel(value)
+    }
+
+
+def _replace(undo: ExitStack, owner: object, name: str, value: object) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+@contextmanager
+def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
+    """Run kernels on the CPU inside; yields the list to which every launch adds its report.
+
+    `mx.fast.metal_kernel` is the emulator's, MLX says that Metal is available and the GPU the default device, and
+    mx.compile is off. Kernels that an imported module made when it was imported (or did not make, for want of Metal)
+    are made again for the time being. `options` are those of launches that name none. Not for several threads.
+    """
+    launches: list[Traffic] = []
+    gpu = mx.Device(mx.gpu)
+    with ExitStack() as undo:
+        emulations.append((options or EmulatorOptions(), launches))
+        undo.callback(emulations.pop)
+        for owner, name, value in (
+            (mx.fast, "metal_kernel", metal_kernel),
+            (mx.metal, "is_available", lambda: True),
+            (mx, "default_device", lambda: gpu),
+        ):
+            _replace(undo, owner, name, value)
+        mx.disable_compile()
+        undo.callback(mx.enable_compile)
+        for module in [m for m in sys.modules.values() if _makes_kernels(m)]:
+            for name, value in _made_again(module).items():
+                _replace(undo, module, name, value)
+        yield launches

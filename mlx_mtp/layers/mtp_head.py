@@ -4,7 +4,6 @@ Sources: DeepSeek-V3 technical report (arXiv 2412.19437), section 2.2, whose che
 EAGLE-3 (arXiv 2503.01840).
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -57,54 +56,51 @@ class MTPHead(nn.Module):
         return row + mx.take(self.d2t, row) if "d2t" in self else row
 
 
-@dataclass(frozen=True)
-class EagleSizes:
-    """Sizes that the decoder layer does not tell.
-
-    hidden: features of the drafter; captured: of each hidden state that the target gives. vocab, draft_vocab: tokens
-    of the target and of the LM head. eps: of the norms. window: positions that the attention sees, None for all.
-    residual_normed: the residual is `hidden_norm`'s output, not its input.
-    """
-
-    hidden: int
-    captured: int
-    vocab: int
-    draft_vocab: int
-    eps: float
-    window: int | None
-    residual_normed: bool
-
-
 class EagleHead(MTPHead):
     """An external drafter's head around `block`, a Llama-like layer: its attention reads [embedding, hidden] at full
     width, so that its projections are widened.
 
-    `parts`: which of the optional "input_norm" (of all captured states), "fc_norm" (of each) and "d2t" there are.
+    captured: features of each hidden state that the target gives. vocab, draft_vocab: tokens of the target and of the
+    LM head. window: positions that the attention sees, None for all. residual_normed: the residual is `hidden_norm`'s
+    output, not its input. parts: which of the optional "input_norm" (of all captured states), "fc_norm" (of each) and
+    "d2t" there are.
     """
 
     NO_KV_BITS: str | None = None  # its attention is an ordinary one, whatever the target's is
 
-    def __init__(self, spec: MTPSpec, block: Any, sizes: EagleSizes, parts: set[str]):
+    def __init__(
+        self,
+        spec: MTPSpec,
+        block: Any,
+        parts: set[str],
+        *,
+        captured: int,
+        vocab: int,
+        draft_vocab: int,
+        window: int | None,
+        residual_normed: bool,
+    ):
         nn.Module.__init__(self)  # of MTPHead it has the methods, not the modules
-        self._spec, self._residual_normed, self.window = spec, sizes.residual_normed, sizes.window
+        self._spec, self._residual_normed, self.window = spec, residual_normed, window
         self.head_dim = block.self_attn.k_proj.weight.shape[0] // block.self_attn.n_kv_heads
-        H, fused = sizes.hidden, len(spec.capture) * sizes.captured
+        H, fused = block.input_layernorm.weight.size, len(spec.capture) * captured
+        norm = partial(nn.RMSNorm, eps=block.input_layernorm.eps)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = block.self_attn[name]
             block.self_attn[name] = nn.Linear(2 * H, narrow.weight.shape[0], bias="bias" in narrow)
         self.block = block
-        self.hidden_norm, self.norm = nn.RMSNorm(H, eps=sizes.eps), nn.RMSNorm(H, eps=sizes.eps)
+        self.hidden_norm, self.norm = norm(H), norm(H)
         self.fc = nn.Linear(fused, H, bias=False)
         if "input_norm" in parts:
-            self.input_norm = nn.RMSNorm(fused, eps=sizes.eps)
+            self.input_norm = norm(fused)
         if "fc_norm" in parts:
-            self.fc_norm = [nn.RMSNorm(sizes.captured, eps=sizes.eps) for _ in spec.capture]
+            self.fc_norm = [norm(captured) for _ in spec.capture]
         if spec.embedding == "own":
-            self.embed_tokens = nn.Embedding(sizes.vocab, H)
+            self.embed_tokens = nn.Embedding(vocab, H)
         if spec.head == "own":
-            self.head = nn.Linear(H, sizes.draft_vocab, bias=False)
+            self.head = nn.Linear(H, draft_vocab, bias=False)
         if "d2t" in parts:
-            self.d2t = mx.zeros((sizes.draft_vocab,), mx.int64)
+            self.d2t = mx.zeros((draft_vocab,), mx.int64)
 
     @property
     def attention(self) -> type:

@@ -48,8 +48,7 @@ def port_names() -> list[str]:
 
 def find_port(config: dict) -> ModuleType | None:
     """Import the port of a config.json's model_type, or of the one that mlx-lm takes it for; None: there is none."""
-    model_type = MODEL_REMAPPING.get(config["model_type"], config["model_type"])
-    name = UNWRAPPED.get(model_type, model_type)
+    name = (MODEL_REMAPPING | UNWRAPPED).get(config["model_type"], config["model_type"])
     return importlib.import_module(f".{name}", __package__) if name in port_names() else None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ..layers.mtp_head import EagleHead, EagleSizes
+from ..layers.mtp_head import EagleHead
 from ..layers.mtp_spec import MTPSpec
 
 ACCEPTED = (
@@ -88,20 +88,20 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
     module = importlib.import_module(f"mlx_lm.models.{layer['model_type']}")
     args = module.ModelArgs.from_dict(layer)
     sliding = layer["layer_types"][0] == "sliding_attention"
-    sizes = EagleSizes(
-        hidden=args.hidden_size,
+    vocab, known = args.vocab_size, config.get("draft_vocab_size") or args.vocab_size
+    own = {name.removeprefix("model.").partition(".")[0] for name in names}
+    if known < vocab and "d2t" not in own:
+        raise ValueError(f"tensor d2t is missing; it says which the {known} of {vocab} tokens of the LM head are")
+    return EagleHead(
+        spec,
+        module.TransformerBlock(args),
+        own & {"input_norm", "fc_norm", "d2t"},
         captured=captured,
-        vocab=args.vocab_size,
-        draft_vocab=config.get("draft_vocab_size") or args.vocab_size,
-        eps=args.rms_norm_eps,
+        vocab=vocab,
+        draft_vocab=known,
         window=layer.get("sliding_window") if sliding else None,
         residual_normed=_option(config, "norm_before_residual", False),
     )
-    own = {name.removeprefix("model.").partition(".")[0] for name in names}
-    if sizes.draft_vocab < sizes.vocab and "d2t" not in own:
-        rows = f"{sizes.draft_vocab} of {sizes.vocab} tokens"
-        raise ValueError(f"tensor d2t is missing; it says which the {rows} of the LM head are")
-    return EagleHead(spec, module.TransformerBlock(args), sizes, own & {"input_norm", "fc_norm", "d2t"})
 
 
 def _layer_config(config: dict) -> dict:

@@ -13,7 +13,6 @@ from ..cache.recurrent import RecurrentCache
 from ..cache.ring import Ring
 from ..kernels import Rope, served
 from ..layers.attention import Attention, VerifyAttention
-from ..layers.dense_products import Dense, VerifyDense, VerifyDenseEmbedding, VerifyRouter
 from ..layers.experts import Mixture, VerifyMoE, servable
 from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.kernel_site import Site
@@ -22,7 +21,17 @@ from ..layers.mla import AbsorbedMLA, LatentAttention, PerHead, VerifyMultiLinea
 from ..layers.mtp_head import EagleHead
 from ..layers.norm_rope import Form, NormRope
 from ..layers.port import Port
-from ..layers.quantized_products import GLU, Stack, VerifyEmbedding, VerifyLinear, VerifyMLP
+from ..layers.products import (
+    GLU,
+    Dense,
+    Stack,
+    VerifyDense,
+    VerifyDenseEmbedding,
+    VerifyEmbedding,
+    VerifyLinear,
+    VerifyMLP,
+    VerifyRouter,
+)
 from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm
 from ..layers.sparse_mla import SparseMLA
 

@@ -14,7 +14,7 @@ from ..layers.gated_delta import GatedDelta
 from ..layers.kernel_site import Site, inexact_rows
 from ..layers.mamba2 import Mamba2
 from ..layers.port import Port
-from ..layers.quantized_products import Matrices, Stack
+from ..layers.products import Matrices, Stack
 from ..machine.remembered import digest
 from .kernel_sites import place, tied
 from .kernel_trials import KernelTrial, KernelVerdict, Key, RememberedVerdicts, decide, in_words

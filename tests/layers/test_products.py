@@ -13,8 +13,7 @@ from sweep import paired
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock_dense
-from mlx_mtp.layers.dense_products import Dense, VerifyDense
-from mlx_mtp.layers.quantized_products import GLU, Matrices, Stack, VerifyLinear
+from mlx_mtp.layers.products import GLU, Dense, Matrices, Stack, VerifyDense, VerifyLinear
 from mlx_mtp.tuning import kernel_sites as sites
 from mlx_mtp.tuning import kernel_switch as switch
 

@@ -24,8 +24,7 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.kernels import _source
-from mlx_mtp.layers.dense_products import Dense, VerifyRouter
-from mlx_mtp.layers.quantized_products import GLU, Stack
+from mlx_mtp.layers.products import GLU, Dense, Stack, VerifyRouter
 from mlx_mtp.tuning import ab_test, kernel_switch
 from mlx_mtp.tuning.kernel_trials import KernelVerdict
 
