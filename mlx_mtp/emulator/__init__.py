@@ -6,7 +6,7 @@ It proves indexing, barriers, the order of sums, and traffic. It proves nothing 
 
 from .errors import CompileError, KernelFault
 from .kernel import MetalKernel, emulated, metal_kernel
+from .launch import BufferTraffic, Traffic
 from .options import EmulatorOptions
-from .traffic import BufferTraffic, Traffic
 
 Options = EmulatorOptions  # as callers write it: emulator.Options(order="reverse")

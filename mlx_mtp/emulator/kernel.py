@@ -18,10 +18,9 @@ from .buffers import OUTPUT, KernelBuffer, input_buffers, output_array, output_b
 from .compile import build
 from .errors import CompileError, KernelFault
 from .faults import Explainer, unwritten
-from .launch import Triple, run
+from .launch import Traffic, Triple, make_traffic, run
 from .options import EmulatorOptions
 from .signature import ATTRIBUTES, Parameter, Signature, function_name, input_parameters, template_argument, type_name
-from .traffic import Traffic, make_traffic
 
 MAX_THREADS = 1024
 MOST_BUFFERS = 31  # of a Metal function

@@ -11,9 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from .kernel import MetalKernel, metal_kernel
-from .launch import Triple
+from .launch import Traffic, Triple
 from .options import EmulatorOptions
-from .traffic import Traffic
 
 ATTENTION = ("utils", "sdpa_vector")
 MOST_ROWS = 32  # queries times heads of a KV head; beyond, products and softmax are operations of their own

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from .launch import Traffic
 from .options import EmulatorOptions
 from .stock import include, launched
-from .traffic import Traffic
 
 # In gemv.h lanes that are done are missing at the barrier, and lanes read from ones without a row, whose value no one
 # uses. The emulator objects to both: here the others come to the barrier later, and such a lane reads itself.

@@ -53,13 +53,13 @@ class Port(nn.Module):
     """
 
     SPEC: MTPSpec
-    BASE: Any  # mlx-lm's Model, if not the one that the port has behind this mixin
+    BASE: Any  # whose `sanitize` is used: mlx-lm's Model behind this mixin, where a port names no other
     IGNORED: tuple[str, ...] = ()  # prefixes and suffixes of tensors that text decoding does not use
     ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names that only hub / only converted checkpoints have
-    RENAMED: tuple[Renaming, ...] = ()
+    RENAMED: tuple[Renaming, ...] = ()  # what that sanitizing does to names, for messages
     NO_KV_BITS: str | None = None  # what forbids quantized keys and values
     MASK_ARRAY = False  # the layers want a mask as an array, never "causal"
-    INSIDE = "model.layers.0."  # where BASE.sanitize expects what a head's block has
+    INSIDE = "model.layers.0."  # where BASE.sanitize, of a `one_layer()`, expects what a head's block has
     MLP: tuple[type, ...] = ()  # mlx-lm's modules that are down(swiglu(gate(x), up(x))), clamped at their `limit`
     ROUTER: tuple[type, ...] = ()  # those that are a choice from `x @ weight.T`, and use x for nothing else
     ATTENTION: tuple[type, ...] = ()  # those with q_proj, k_proj and v_proj, and perhaps norms, RoPE and a gate
@@ -182,6 +182,7 @@ class Port(nn.Module):
         return list(self.layers)
 
     def windows(self) -> list[CacheKind]:
+        """List the windows of `cached_layers`, None for all positions, or their kinds of cache."""
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[int | None]:
