@@ -82,6 +82,8 @@ class Port(nn.Module):
     def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
         """Make mlx-lm's model and `heads` MTP heads, described by `spec` (None: the family's)."""
         super().__init__(args)  # type: ignore[call-arg]
+        if self.ATTENTION and not getattr(args, "head_dim", None):
+            args.head_dim = args.hidden_size // args.num_attention_heads
         self.replace_modules()
         self.add_heads(spec or self.SPEC, [self.head_block(depth) for depth in range(heads)])
 

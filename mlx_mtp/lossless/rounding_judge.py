@@ -40,10 +40,7 @@ class OnePass:
     def __init__(self, model: Any, tokens: list[int]):
         self.model, self.tokens = model, tokens
         self.hidden = _read(model, tokens)
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        return self.hidden.dtype
+        self.dtype = self.hidden.dtype
 
     def logits(self, position: int) -> np.ndarray:
         """Return the logits, float32 [V], of which the token at `position` >= 1 of the text is chosen."""

@@ -1,9 +1,9 @@
 """Find the port of a model_type, and the kinds of external drafters.
 
 A port `mlx_mtp/models/<model_type>.py` defines `ModelArgs`, mlx-lm's dataclass of config.json with
-`num_hidden_layers`, `vocab_size` and, unless NO_KV_BITS, `head_dim`; and `Model(args, heads=0, spec=None)`: in front
-of mlx-lm's model `layers.port.Port`, of whose attributes and methods it states what is another one's here. Nothing
-outside this package knows a family by name.
+`num_hidden_layers` and `vocab_size`; and `Model(args, heads=0, spec=None)`: in front of mlx-lm's model
+`layers.port.Port`, of whose attributes and methods it states what is another one's here. Nothing outside this package
+knows a family by name.
 
 A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,
 num_hidden_layers, overrides)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED.

@@ -1,19 +1,10 @@
 """Port Llama 2 and 3, Mistral and what else mlx-lm reads as `llama`: no heads of their own, but drafters exist."""
 
-from dataclasses import dataclass
-
 from mlx_lm.models import llama
 
 from ..layers.port import HeadlessPort
 
-
-@dataclass
-class ModelArgs(llama.ModelArgs):
-    """config.json of `llama`."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+ModelArgs = llama.ModelArgs
 
 
 class Model(HeadlessPort, llama.Model):

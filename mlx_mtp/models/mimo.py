@@ -5,22 +5,13 @@ it before the norm, which is the default here; SGLang's default is after it. `mt
 Sources: vLLM `mimo_mtp.py`, the checkpoint's own `modeling_mimo.py` (MiMoMTPLayers).
 """
 
-from dataclasses import dataclass
-
 import mlx.nn as nn
 from mlx_lm.models import mimo
 
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import BLOCK_TENSORS, Port
 
-
-@dataclass
-class ModelArgs(mimo.ModelArgs):
-    """config.json of `mimo`."""
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+ModelArgs = mimo.ModelArgs
 
 
 class Model(Port, mimo.Model):

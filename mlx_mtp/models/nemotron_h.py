@@ -37,7 +37,6 @@ class ModelArgs(nemotron_h.ModelArgs):
         unknown = set(self.hybrid_override_pattern or []) - set("M*-E")
         if unknown:
             raise ValueError(f"hybrid_override_pattern: {', '.join(sorted(unknown))}; allowed are M, *, - and E")
-        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def head(self) -> "ModelArgs":
