@@ -18,7 +18,7 @@ from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp.bench.result import environment
-from mlx_mtp.decoding import cycle as cycle_module
+from mlx_mtp.decoding import step as step_module
 from mlx_mtp.decoding.draft import Drafts, _put, draft
 from mlx_mtp.demo import demo_path
 
@@ -48,14 +48,14 @@ def measure(model, prompts: list, stops: set[int], n: int, rule) -> tuple[dict, 
     """Stats per category with a drafting rule, and the texts."""
     counts: dict[str, mlx_mtp.Stats] = {}
     texts = []
-    cycle_module.draft = rule
+    step_module.draft = rule
     for category, prompt in prompts:
         stats = mlx_mtp.Stats()
         steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, stop_tokens=stops, stats=stats, adaptive=False)
         texts.append([token for token, _, _ in steps])
         for name in (category, "all"):
             counts.setdefault(name, mlx_mtp.Stats()).add(stats)
-    cycle_module.draft = draft
+    step_module.draft = draft
     return counts, texts
 
 

@@ -32,12 +32,11 @@ from rich.table import Table
 from mlx_mtp.bench.census import VIEWS
 from mlx_mtp.bench.roofline.launches import KERNELS
 from mlx_mtp.cache.prompt_cache import PromptCache, make_prompt_cache
-from mlx_mtp.decoding.cycle import Decoder, Flight, propose, verify
-from mlx_mtp.decoding.draft import Drafts, Run, prime
+from mlx_mtp.decoding.draft import Run, prime
 from mlx_mtp.decoding.sampling import Picker
-from mlx_mtp.decoding.stats import Stats
+from mlx_mtp.decoding.step import Frame, step
 from mlx_mtp.tuning import kernel_switch as switch
-from mlx_mtp.tuning.controller import Fixed, Plan
+from mlx_mtp.tuning.controller import Plan
 
 ATTENTION = mx.fast.metal_kernel(name="attention", input_names=["q", "k", "v"], output_names=["out"], source=";")
 
@@ -151,13 +150,9 @@ def cycle_of(model: Any, rows: int) -> tuple[Callable[..., Any], list[mx.array]]
 
 def built(model: Any, cache: PromptCache, hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
     """A cycle on top of rows that ended at position 4, as many drafts as theirs; all that it computes."""
-    plan = Plan("heads", tokens.size - 1)
-    d = Decoder(model, cache, Picker(), Fixed(plan.k), Stats(), step=256, k=plan.k)
-    last = Flight(plan, cache.mark(), Drafts(tokens[1:]))
-    last.run, last.base = Run.of(hidden, tokens, accepted, tokens[1:], None), 4
-    # Without drafts a position goes back to the host, with a copy of states that a graph's record has no word for.
-    drafts = propose(d, last, plan) if plan.k else last.drafts
-    return [verify(d, last.run, drafts).packed, *cache.arrays]
+    frame = Frame(model, cache, Plan("heads", tokens.size - 1), Picker(), base=4)
+    run, _ = step(frame, Run(hidden, tokens, accepted), cache.unload())
+    return [run.packed, *cache.arrays]
 
 
 EVERY_OP = [op for ops in KERNELS.values() for op in ops]

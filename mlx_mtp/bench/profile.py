@@ -1,6 +1,6 @@
 """Time drafted decoding phase by phase, with the device waited for at every boundary.
 
-The cycles are the decoding loop's own (`cycle.propose`, `cycle.verify`), one after the other: MLX is lazy, so what a
+The cycles are the decoding loop's own, the two halves of `step.step` one after the other: MLX is lazy, so what a
 phase computes is evaluated before its clock is read, and nothing of another phase is pending when it starts. The
 loop itself overlaps them, and builds the next cycle while one runs; what that saves is the overhead stated.
 """
@@ -15,12 +15,12 @@ import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
 from ..cache.prompt_cache import make_prompt_cache
-from ..decoding.cycle import PROMPT, Decoder, Flight, propose, verify
-from ..decoding.draft import Run, prime
-from ..decoding.prefill import NO_DRAFTS, prefill
-from ..decoding.prompt_lookup import Text
+from ..decoding import cycle
+from ..decoding.cycle import Decoder, Flight, prepare
+from ..decoding.draft import prime
 from ..decoding.sampling import Picker
 from ..decoding.stats import Stats
+from ..decoding.step import Frame, propose, verify
 from ..generate import generate_step
 from ..tuning.controller import Fixed, Plan
 from .timing import interleaved
@@ -107,43 +107,39 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
     return watch
 
 
-def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int) -> tuple[Decoder, Run]:
+def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int) -> tuple[Decoder, Flight]:
     """Let the target, and heads that draft k, read a prompt in chunks of `step`; room for `more` tokens is kept."""
     cache = make_prompt_cache(model, num_draft_tokens=k)
     cache.reserve(len(prompt) + more)
     d = Decoder(model, cache, Picker(), Fixed(k), Stats(), step, k)
-    return d, prefill(model, cache, list(prompt), d.picker, heads=k > 0, step=step)
+    return d, cycle.read_prompt(d, list(prompt))
 
 
 def _first(work: Workload) -> tuple[Decoder, Flight]:
     """The prompt, read by the target and its heads, and the first token, all computed."""
-    d, run = read_prompt(work.model, work.prompt, work.k, work.step, work.max_tokens)
-    cache = d.cache
-    cache.pop_row()
-    d.text, base = Text(cache.tokens), cache.offset - 1
+    d, first = read_prompt(work.model, work.prompt, work.k, work.step, work.max_tokens)
     if work.k:
-        prime(work.model, cache, d.text.tokens, base - cache.behind, base, step=work.step)
-    mx.eval(run.packed, cache.arrays)
-    first = Flight(PROMPT, cache.mark(), NO_DRAFTS)
-    first.before.release()
-    first.run, first.base = run, base
+        prime(work.model, d.cache, d.text.tokens, first.base - d.cache.behind, first.base, step=work.step)
+    mx.eval(first.run.packed, d.cache.arrays)
+    first.after.release()
     return d, first
 
 
 def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) -> Flight:
     """The cycle after `last`, of which so many drafts were accepted; computed, but its tokens are not read."""
-    cache = d.cache
+    cache, new = d.cache, Flight(plan, last.after)
+    frame = Frame(d.model, cache, plan, d.picker, last.base)
     with watch.during("build the draft"):
-        drafts = propose(d, last, plan)
+        prepare(d, last, plan, on_device=False)
+        drafts = propose(frame, last.run.given, cache.unload())
     if plan.k:
         watch.evaluate("draft", cache.heads, drafts.tokens, cache.kept)
     with watch.during("build the verify"):
-        run = verify(d, last.run, drafts)
+        new.run = run = verify(frame, last.run, drafts)
     watch.evaluate("verify", cache.layers, run.hidden, run.tokens)
-    watch.evaluate("accept", [], run.packed, run.accepted, cache.layers[0].offset)
+    watch.evaluate("accept", [], run.packed, cache.layers[0].offset)
     with watch.during("commit"):
-        new = Flight(plan, last.before, drafts)
-        new.run, new.base = run, last.base + accepted + 1
+        new.base = last.base + accepted + 1
         cache.advance(new.base)
     return new
 

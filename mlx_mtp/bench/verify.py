@@ -16,11 +16,11 @@ from mlx_lm.generate import wired_limit
 from rich.table import Column, Table
 
 from ..cache.ring import MAX_ROWS
-from ..decoding.cycle import verify
-from ..decoding.draft import Drafts, Run
-from ..decoding.prefill import NO_DRAFTS, NONE_ACCEPTED
+from ..decoding.draft import NONE_ACCEPTED, Drafts, Run
+from ..decoding.step import Frame, verify
 from ..kernels import on_metal
 from ..layers.port import Port
+from ..tuning.controller import Plan
 from ..tuning.kernel_sites import place
 from ..tuning.kernel_switch import switch, trials
 from ..tuning.kernel_trials import decide, in_words, requested
@@ -91,9 +91,9 @@ class VerifyPass:
             c.seek(at, start)
         for c, parts in zip(self.recurrent, self.states[states], strict=True):
             c.parts = parts
-        none, row = NO_DRAFTS.tokens, self.text[start : start + 1]
-        last = Run.of(self.d.model.no_hidden(), row, NONE_ACCEPTED, none, None)
-        return verify(self.d, last, Drafts(self.text[start + 1 : start + rows]))
+        last = Run(self.d.model.no_hidden(), self.text[start : start + 1], NONE_ACCEPTED)
+        frame = Frame(self.d.model, cache, Plan(), self.d.picker, start)
+        return verify(frame, last, Drafts(self.text[start + 1 : start + rows]))
 
     def run(self, rows: int, start: int, states: int) -> float:
         """Seconds of such a pass; its graph is built before."""

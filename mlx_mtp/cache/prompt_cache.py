@@ -6,7 +6,7 @@ position i of depth j reads token x_{i+1}, and all heads stand at the same offse
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -41,6 +41,17 @@ class Mark:
     def release(self) -> None:
         """Let go of keys and values, so that the next write to them is in place; states are replaced, not written."""
         self.caches = None
+
+
+class CacheArrays(NamedTuple):
+    """The arrays of a PromptCache that a cycle reads and writes; those of idle heads are left out.
+
+    ends: where the target stands, and the heads if they follow it: int32 [1], or an int while the host counts.
+    """
+
+    ends: tuple[Any, Any]
+    parts: list[Any]
+    kept: list[mx.array]
 
 
 @dataclass(frozen=True)
@@ -199,12 +210,22 @@ class PromptCache:
         for c in self.heads:
             c.seek(self.layers[0].offset, self.layers[0].limit)
 
-    def bound(self, base: int, rows: int) -> None:
-        """Tell the caches how far, at most, a run of `rows` rows from position `base` has brought them."""
+    def unload(self) -> CacheArrays:
+        """Give out what a cycle reads and writes."""
+        heads = self.heads if self.live else []
+        ends = self.layers[0].offset, heads[0].offset if heads else None
+        return CacheArrays(ends, [c.parts for c in (*self.layers, *heads)], self.kept if heads else [])
+
+    def load(self, arrays: CacheArrays, limit: int, heads_limit: int) -> None:
+        """Take in what `unload` gave out, and bounds of where the target and its heads now stand."""
+        parts = iter(arrays.parts)
         for c in self.layers:
-            c.limit = base + rows
+            c.seek(arrays.ends[0], limit)
+            c.parts = next(parts)
         for c in self.heads if self.live else ():
-            c.limit = base
+            c.seek(arrays.ends[1], heads_limit)
+            c.parts = next(parts)
+        self.kept = arrays.kept if self.live else self.kept
 
     def mark(self) -> Mark:
         """Note the state now, in the middle of a generation, to go back to with `restore`."""
@@ -223,13 +244,17 @@ class PromptCache:
     def restore(self, mark: Mark) -> None:
         """Go back to a mark; where its buffers were released, later rows stay in them and are overwritten."""
         self.primed, self.kept, self.backlog = mark.primed, mark.kept, list(mark.backlog)
-        for c, parts, start in mark.held:
-            c.parts, c.start = parts, start
+        self.restore_states(mark)
         if mark.caches is not None:
             for c, offset, limit, parts in mark.caches:
                 c.seek(offset, limit)
                 c.parts = parts
             self.layers, self.quantizing = [c for c, *_ in mark.caches[: len(self.layers)]], mark.quantizing
+
+    def restore_states(self, mark: Mark) -> None:
+        """Go back to a mark's states and wrapped windows alone."""
+        for c, parts, start in mark.held:
+            c.parts, c.start = parts, start
 
     def rewind(self, to: Mark) -> None:
         """Forget the tokens since a snapshot; those before it must be the same, so must be the caches' kind."""

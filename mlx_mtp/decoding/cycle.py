@@ -1,37 +1,70 @@
-"""Plan a cycle, build its graph, submit it and read its tokens."""
+"""Plan a cycle, build or replay its step, submit it and read its tokens; bring the caches to rest at the end."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
-from typing import Protocol
 
 import mlx.core as mx
 
 from ..cache.prompt_cache import Mark, PromptCache
 from ..layers.target import Target
 from ..tuning.controller import Controller, Cycle, Fixed, Plan
-from ..tuning.replay_choice import HOST_BOUND
-from .accept import accept
-from .draft import Drafts, Run, draft, prime
-from .draft_sampling import DraftChooser
-from .prefill import NO_DRAFTS, NONE_ACCEPTED
+from .draft import NO_DRAFTS, Drafts, Run, prime
+from .prefill import prefill
 from .prompt_lookup import Text
+from .replay import Compiled
 from .sampling import Picker
 from .stats import Stats
+from .step import Frame, propose, step, verify
 
 PROMPT = Plan()  # of the prompt's own run, which is no cycle
 LEAST = 0.25  # of a cycle's seconds, what is left of them when the next one's building is taken off
+HOST_BOUND = 0.05  # of a cycle's seconds, the most that a host waits which is slower than the device
+
+
+@dataclass
+class Flight:
+    """A cycle from when it is begun until its tokens have been shown.
+
+    before: the caches as its predecessor leaves them, once heads that were behind have caught up.
+    run:    with p_min, known when it is submitted, and then made from `drafts`.
+    after:  the caches as it leaves them itself, from when it is submitted on.
+    base:   the position of its first row, known then too.
+    accepted, seconds, waited: what was read. late: why its successor is built late, "" behind the prompt.
+    built:  seconds that the host took to build it. caught_up: rows that idle heads had to read for it.
+    """
+
+    plan: Plan
+    before: Mark
+    matched: int = 0
+    caught_up: int = 0
+    run: Run = field(init=False)
+    drafts: Drafts = NO_DRAFTS
+    after: Mark = field(init=False)
+    base: int = field(init=False)
+    accepted: int = 0
+    replayed: bool = False
+    late: str | None = None
+    built: float = 0.0
+    seconds: float | None = None
+    waited: float = 0.0
+
+    def __post_init__(self):
+        self.after = self.before
 
 
 @dataclass
 class Decoder:
-    """The model, caches, sampling and settings that every cycle of one generation shares.
+    """The model, caches, sampling and settings that every cycle of one generation shares, and where it stands.
 
     control: decides what a cycle does, and is told what each did.
-    step:    rows that idle heads read at a time when they are needed again.
+    chunk:   rows that idle heads read at a time when they are needed again, and that a prompt is read in.
     k, max_lookup: most drafts of the heads in a cycle, and of the text's own past.
     p_min:   least probability of a draft that is verified, in cycles whose plan says so.
-    compiled: replays cycles that were recorded (`replay.Compiled`); None: all are built.
+    compiled: replays cycles that were recorded; None: all are built.
     text:    the tokens that the host has read.
+    shown, rows: the cycle whose tokens are going out, and how many have. newest: the one begun last to be submitted.
     """
 
     model: Target
@@ -39,128 +72,141 @@ class Decoder:
     picker: Picker
     control: Controller | Fixed
     stats: Stats
-    step: int
+    chunk: int
     k: int
     max_lookup: int = 0
     p_min: float = 0.0
-    compiled: "CycleReplay | None" = None
+    compiled: Compiled | None = None
     text: Text = field(default_factory=Text)
-
-    def needs_host(self, flight: "Flight") -> str | None:
-        """Say why the cycle after this one cannot be built before this one's tokens have been read, if so."""
-        if self.picker.processors:
-            return "logits processors"
-        rows = 1 + max(self.k, self.max_lookup)
-        return self.cache.needs_host(flight.base + flight.run.tokens.size, rows)
+    shown: Flight = field(init=False)
+    newest: Flight = field(init=False)
+    rows: int = 0
 
 
-class CycleReplay(Protocol):
-    """What replays recorded cycles in place of building them."""
+def read_prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] | None = None) -> Flight:
+    """Read the prompt and submit the choice of the first token, as the first of all cycles."""
+    cache = d.cache
+    run = prefill(d.model, cache, prompt, d.picker, heads=d.k > 0, step=d.chunk, progress=progress)
+    d.text = Text(cache.tokens)
+    start(d, run)
+    cache.pop_row()
+    first = Flight(PROMPT, cache.mark())
+    first.run, first.base = run, cache.offset - 1
+    d.shown, d.rows, d.newest = first, 1, first
+    return first
 
-    def run(self, d: Decoder, last: "Flight", plan: Plan) -> Run | None:
-        """Replay the cycle after `last`; None where it is to be built."""
-        ...
 
-    def observe(self, flight: "Flight", seconds: float | None, waited: float) -> float | None:
-        """Learn from a cycle's seconds, `waited` of which the host waited; None where they tell nothing."""
-        ...
-
-
-@dataclass
-class Flight:
-    """A cycle from when it is begun until its tokens have been read.
-
-    run:    with p_min, known when it is submitted.
-    replayed: it was not built, but replayed.
-    built:  seconds that the host took to build it.
-    before: the caches as its predecessor leaves them, once heads that were behind have caught up.
-    after:  the caches as it leaves them itself, known with `base`, the position of its first row.
-    """
-
-    plan: Plan
-    before: Mark
-    drafts: Drafts
-    matched: int = 0
-    caught_up: int = 0
-    replayed: bool = False
-    built: float = 0.0
-    run: Run = field(init=False)
-    after: Mark = field(init=False)
-    base: int = field(init=False)
-    seconds: float | None = None
-    waited: float = 0.0
+def builds_ahead(d: Decoder, flight: Flight) -> bool:
+    """Tell whether the cycle after this one can be built before this one's tokens have been read."""
+    if flight.plan is PROMPT:  # its token goes out first, before the heads read the prompt
+        flight.late = ""
+    elif d.picker.processors:
+        flight.late = "logits processors"
+    else:
+        flight.late = d.cache.needs_host(flight.base + flight.run.size, 1 + max(d.k, d.max_lookup))
+    return flight.late is None
 
 
 def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
-    """Plan the cycle after `last`, with at most `most` drafts, and build its graph."""
-    cache, base, tic = d.cache, last.base, perf_counter()
-    matched = d.text.matched() if d.max_lookup else 0
-    plan = d.control.plan(matched, 0 if cache.live else cache.behind)
-    plan = replace(plan, k=int(min(plan.k, most))) if most else Plan()
-    caught_up = 0
-    if plan.k and plan.source == "heads" and not cache.live:
-        caught_up = cache.behind
-        prime(d.model, cache, d.text.tokens, base - caught_up, base, step=d.step)
-    before = cache.mark()
-    run = d.compiled.run(d, last, plan) if d.compiled else None
-    drafts = NO_DRAFTS if run else propose(d, last, plan)
-    new = Flight(plan, before, drafts, matched, caught_up, replayed=run is not None)
-    if run or not plan.p_min:
-        new.run = run or verify(d, last.run, drafts)
-    new.built = perf_counter() - tic
+    """Plan the cycle after `last`, with at most `most` drafts, and build its graph, or replay it."""
+    tic = perf_counter()
+    new, cache = _planned(d, last, most), d.cache
+    frame = _frame(d, last, new)
+    replayed = d.compiled.find(frame, last.run.size) if d.compiled else None
+    guesses = prepare(d, last, new.plan, on_device=replayed is not None)
+    if new.plan.p_min:
+        new.drafts = propose(frame, last.run, cache.unload(), guesses)
+    else:
+        take = replayed or partial(step, frame)
+        new.run, arrays = take(last.run.given, cache.unload(), guesses)
+        limit = last.base + last.run.size
+        cache.load(arrays, limit + new.run.size, limit)
+    new.replayed, new.built = replayed is not None, perf_counter() - tic
     return new
 
 
-def propose(d: Decoder, last: Flight, plan: Plan) -> Drafts:
-    """Draft plan.k tokens behind a cycle's rows; MTP heads that are not asked stay before these rows."""
+def _frame(d: Decoder, last: Flight, new: Flight) -> Frame:
+    return Frame(d.model, d.cache, new.plan, d.picker, last.base, d.text.tokens)
+
+
+def _planned(d: Decoder, last: Flight, most: float) -> Flight:
+    """Ask the control for a plan, and let idle heads that are to draft read what they have missed."""
+    cache, base = d.cache, last.base
+    matched = d.text.matched() if d.max_lookup else 0
+    plan = d.control.plan(matched, 0 if cache.live else cache.behind)
+    plan = replace(plan, k=int(min(plan.k, most))) if most else Plan()
+    if not (plan.k and plan.source == "heads") or cache.live:
+        return Flight(plan, last.after, matched)
+    behind = cache.behind
+    prime(d.model, cache, d.text.tokens, base - behind, base, step=d.chunk)
+    return Flight(plan, cache.mark(), matched, behind)
+
+
+def prepare(d: Decoder, last: Flight, plan: Plan, *, on_device: bool) -> Drafts:
+    """Bring the caches to where the step begins; return the drafts that are looked up, if the plan asks for them."""
     cache, run, base = d.cache, last.run, last.base
-    cache.bound(base, run.tokens.size)
     if plan.k and plan.source == "heads":
         cache.wake(base)
-        return draft(d.model, cache, run, plan.k, DraftChooser.of(d.picker, confidence=plan.p_min))
+        return NO_DRAFTS
     cache.idle(base)
-    if plan.k:
+    if plan.k or on_device:
         cache.to_device()
-        return Drafts(d.text.continued(base + 1, run.tokens, run.accepted + 1, plan.k))
-    if not run.drafts.size:
+    elif run.size == 1:
         cache.to_host(base + 1)
-    return NO_DRAFTS
+    return Drafts(d.text.continued(base + 1, run.tokens, run.accepted + 1, plan.k)) if plan.k else NO_DRAFTS
 
 
-def verify(d: Decoder, run: Run, drafts: Drafts) -> Run:
-    """Choose the target's own tokens after the newest one and each draft; count the drafts that equal them."""
-    cache, guesses = d.cache, drafts.tokens
-    position, rows = cache.layers[0].offset + 1, run.newest()
-    if guesses.size:
-        rows = mx.concatenate([rows, guesses])
-    hidden = d.model.hidden(rows[None], cache.layers)
-    tokens, logprobs = d.picker.pick(d.model, hidden, position, d.text.tokens, guesses)
-    accepted = NONE_ACCEPTED
-    if guesses.size:
-        accepted = accept(guesses, tokens)
-        cache.rollback(guesses.size - accepted)
-    return Run.of(hidden, tokens, accepted, guesses, logprobs)
-
-
-def read(d: Decoder, flight: Flight) -> tuple[list[int], int]:
-    """Wait for a cycle, its only host read; return its right tokens and how many of them are drafts."""
+def read(d: Decoder, flight: Flight) -> list[int]:
+    """Wait for a cycle, its only host read; return its right tokens, of which `flight.accepted` are drafts."""
     waited = d.stats.wait_time
-    tokens, accepted, flight.seconds = d.stats.reads(flight.run, flight.plan.source)
+    tokens, flight.accepted, flight.seconds = d.stats.reads(flight.run, flight.plan.source)
     flight.waited = d.stats.wait_time - waited
     d.stats.compiled_cycles += flight.replayed
-    return tokens, accepted
+    d.stats.compiled_shapes = d.compiled.shapes if d.compiled else 0
+    d.text.extend(tokens)
+    return tokens
 
 
-def learn(d: Decoder, flight: Flight, accepted: int, following: Flight | None) -> None:
+def submit(d: Decoder, last: Flight, new: Flight) -> None:
+    """Start computing `new`, now that it is known which rows of the cycle before are right.
+
+    Keys and values are written in place: nothing else may refer to them from here on.
+    """
+    d.newest = new
+    if d.shown is not last:
+        d.shown, d.rows = last, 0
+    last.after.release()
+    new.before.release()
+    if new.plan.p_min:
+        assert new.drafts.confidence is not None
+        drafts = new.drafts.first(d.stats.reads_confidence(new.drafts.confidence, d.p_min))
+        new.run = verify(_frame(d, last, new), last.run, drafts)
+    start(d, new.run)
+    if not d.cache.live:
+        d.cache.push(last.run.hidden[:, : last.accepted + 1])
+    new.base = last.base + last.accepted + 1
+    d.cache.advance(new.base)
+    new.after = d.cache.mark()
+
+
+def start(d: Decoder, run: Run) -> None:
+    """Hand a run's graph to the device, with all that the next one builds on."""
+    if d.stats.phases:
+        d.stats.time_phases(run)
+    logprobs = [] if run.logprobs is None else [run.logprobs]
+    mx.async_eval(run.packed, *logprobs, *d.cache.arrays)
+
+
+def learn(d: Decoder, flight: Flight, ahead: Flight | None) -> None:
     """Tell the control what a cycle did; when the next one is under way, for nobody waits for it."""
     seconds = flight.seconds
     if d.compiled:
-        seconds = d.compiled.observe(flight, seconds, flight.waited)
-    if seconds is not None and following:
-        seconds = among_its_like(seconds, flight.waited, flight.built, following.built)
+        seconds = d.compiled.observe(flight.plan, flight.run.size, flight.replayed, seconds)
+    if seconds is not None and ahead:
+        seconds = among_its_like(seconds, flight.waited, flight.built, ahead.built)
     if flight.plan is not PROMPT:
-        verified = flight.run.drafts.size
-        d.control.observe(Cycle(flight.plan, verified, accepted, seconds, flight.caught_up, flight.matched))
+        verified = flight.run.size - 1
+        d.control.observe(Cycle(flight.plan, verified, flight.accepted, seconds, flight.caught_up, flight.matched))
 
 
 def among_its_like(seconds: float, waited: float, built: float, following: float) -> float:
@@ -175,24 +221,15 @@ def among_its_like(seconds: float, waited: float, built: float, following: float
     return max(seconds + more, LEAST * seconds)
 
 
-def submit(d: Decoder, last: Flight, new: Flight, accepted: int) -> None:
-    """Start computing `new`, now that `accepted` drafts of the cycle before are known to be right."""
-    last.after.release()
-    new.before.release()
-    if new.plan.p_min:
-        assert new.drafts.confidence is not None
-        new.run = verify(d, last.run, new.drafts.first(d.stats.reads_confidence(new.drafts.confidence, d.p_min)))
-    start(d, new.run)
-    if not d.cache.live:
-        d.cache.push(last.run.hidden[:, : accepted + 1])
-    new.base = last.base + accepted + 1
-    d.cache.advance(new.base)
-    new.after = d.cache.mark()
-
-
-def start(d: Decoder, run: Run) -> None:
-    """Hand a run's graph to the device, with all that the next one builds on."""
-    if d.stats.phases:
-        d.stats.time_phases(run)
-    logprobs = [] if run.logprobs is None else [run.logprobs]
-    mx.async_eval(run.packed, *logprobs, *d.cache.arrays)
+def settle(d: Decoder) -> None:
+    """Bring the caches to rest: drop a cycle that was not submitted, take back rows that were not shown."""
+    cache, shown, newest = d.cache, d.shown, d.newest
+    rest = shown.after if shown is newest else newest.before
+    cache.restore(newest.after)
+    rest.release()
+    cache.restore(rest)
+    if d.rows:
+        cache.push(shown.run.hidden[:, : d.rows])
+    else:  # a plain row that was read comes out of the states again
+        cache.restore_states(shown.before)
+    cache.settle(d.text.tokens[: shown.base + d.rows].tolist())

@@ -8,8 +8,7 @@ and hidden states equal a recomputation from scratch (DeepSeek-V3, arXiv 2412.19
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -21,32 +20,40 @@ from .draft_sampling import Choice
 Chooser = Callable[[Any, int, mx.array, mx.array], Choice]
 
 
-@dataclass
-class Run:
-    """Rows that the target has verified: what one cycle hands to the next.
+class Run(NamedTuple):
+    """Rows that the target has verified: what one cycle hands to the next, all of it arrays.
 
     hidden:   [1, R, H] the target's hidden rows; row r is position base + r.
     tokens:   [R] int32, the target's own token after each row.
     accepted: int32 [1] on the device; rows 0..accepted are right, tokens[accepted] is the newest token.
-    drafts:   [R-1] int32, what was verified.
-    packed:   tokens and accepted in one array, for the host.
+    drafts:   [R-1] int32, what was verified; packed: tokens and accepted in one array, for the host. These two and
+              logprobs [R, V], if asked for, are for the host: the next cycle does without.
     """
 
     hidden: mx.array
     tokens: mx.array
-    accepted: mx.array
-    drafts: mx.array
-    packed: mx.array
-    logprobs: mx.array | None
+    accepted: Any
+    drafts: Any = None
+    packed: Any = None
+    logprobs: Any = None
 
     @classmethod
     def of(cls, hidden, tokens, accepted, drafts, logprobs) -> "Run":
-        packed = mx.concatenate([tokens, accepted])
-        return cls(hidden, tokens, accepted, drafts, packed, logprobs)
+        return cls(hidden, tokens, accepted, drafts, mx.concatenate([tokens, accepted]), logprobs)
+
+    @property
+    def size(self) -> int:
+        """Rows that were verified."""
+        return self.tokens.size
+
+    @property
+    def given(self) -> "Run":
+        """What the next cycle gets; no constant, which `mx.compile` does not allow among inputs."""
+        return Run(self.hidden, self.tokens, self.accepted if self.size > 1 else None)
 
     def newest(self) -> mx.array:
         """Return the token that the target has not read yet, int32 [1]."""
-        return mx.take(self.tokens, self.accepted) if self.drafts.size else self.tokens
+        return mx.take(self.tokens, self.accepted) if self.size > 1 else self.tokens
 
     def read(self) -> tuple[list[int], int]:
         """Wait for the run; return its right tokens and how many of them are drafts."""
@@ -54,8 +61,7 @@ class Run:
         return values[: values[-1] + 1], values[-1]
 
 
-@dataclass(frozen=True)
-class Drafts:
+class Drafts(NamedTuple):
     """k drafted tokens.
 
     tokens:     [k] int32.
@@ -76,6 +82,10 @@ class Drafts:
         return Drafts(self.tokens[:n])
 
 
+NONE_ACCEPTED = mx.zeros(1, mx.int32)
+NO_DRAFTS = Drafts(mx.zeros(0, mx.int32))
+
+
 def draft(model: Target, cache: PromptCache, run: Run, k: int, chooser: Chooser) -> Drafts:
     """Feed every head the run's rows and return k drafts, each token chosen by `chooser`.
 
@@ -83,7 +93,7 @@ def draft(model: Target, cache: PromptCache, run: Run, k: int, chooser: Chooser)
     row `accepted` + depth. Depths from k on read the rows but draft nothing. A recycled head drafts the rest from its
     own output. Leaves the heads' offset at the target's: the next call overwrites rejected and drafted rows.
     """
-    rows = run.tokens.size
+    rows, accepted = run.size, NONE_ACCEPTED if run.accepted is None else run.accepted
     tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
     first, choices = cache.layers[0].offset + 1, []
     for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
@@ -91,13 +101,13 @@ def draft(model: Target, cache: PromptCache, run: Run, k: int, chooser: Chooser)
         output = head(model.embed(tokens[None, :fed], depth), hidden[:, :fed], kv)
         feedback = head.feedback(output, hidden[:, :fed])
         if depth < k:
-            answer = run.accepted + depth
+            answer = accepted + depth
             row = mx.take(output, answer, axis=1)
             choices.append(chooser(model, depth, row, first + depth))
             tokens = _put(tokens, answer + 1, choices[-1].token)
         if depth + 1 < len(cache.heads):
             hidden = mx.concatenate([cache.kept[depth], feedback], axis=1)
-            kept.append(mx.take(feedback, run.accepted, axis=1))
+            kept.append(mx.take(feedback, accepted, axis=1))
     cache.kept = kept
     if k > len(choices):
         choices += _recycle(model, cache, row, choices[0], k, chooser)

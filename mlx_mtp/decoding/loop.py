@@ -8,28 +8,12 @@ before, from the cycles that had ended by then.
 """
 
 from collections.abc import Callable, Collection, Generator
-from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..cache.prompt_cache import Mark
-from .cycle import PROMPT, Decoder, Flight, begin, learn, read, start, submit
-from .prefill import NO_DRAFTS, prefill
-from .prompt_lookup import Text
+from .cycle import Decoder, Flight, begin, builds_ahead, learn, read, read_prompt, settle, submit
 
 Yielded = tuple[int, mx.array | None, bool]
-
-
-@dataclass
-class Rest:
-    """Where the caches come to rest if the caller stops now: `shown` + 1 rows into a cycle.
-
-    mark: what the heads have read, and the states that these rows are still to be added to.
-    """
-
-    flight: Flight
-    shown: int
-    mark: Mark
 
 
 def decode(
@@ -44,73 +28,41 @@ def decode(
     However it ends, the cache then holds all tokens but the last one yielded.
     """
     d.stats.start()
-    flight = first = _prompt(d, prompt, progress)
-    newest, left = flight.after, max_tokens
-    rest = Rest(flight, 0, newest)
+    cycle, left = read_prompt(d, prompt, progress), max_tokens
     try:
         while left != 0:
-            # The first token goes out before anything else is done, the heads' reading of the prompt included.
-            late = None if flight is first else d.needs_host(flight)
-            following = None if late or flight is first else begin(d, flight)
-            tokens, accepted = read(d, flight)
-            tokens, last = _cut(tokens, left, stop_tokens)
-            d.text.extend(tokens)
-            if following and not last:
-                newest, rest = following.before, _unshown(flight, following)
-                submit(d, flight, following, accepted)
-            learn(d, flight, accepted, following)
+            ahead = begin(d, cycle) if builds_ahead(d, cycle) else None  # the device is busy meanwhile
+            tokens, last = _cut(read(d, cycle), left, stop_tokens)  # the one wait
+            if ahead and not last:
+                submit(d, cycle, ahead)
+            learn(d, cycle, ahead)
             for i, token in enumerate(tokens):
-                rest = Rest(flight, i, newest)
+                d.shown, d.rows = cycle, i + 1
                 d.stats.yields()
-                yield token, None if flight.run.logprobs is None else flight.run.logprobs[i], i < accepted
+                yield token, None if cycle.run.logprobs is None else cycle.run.logprobs[i], i < cycle.accepted
                 d.stats.resumed()
             if last:
                 return
-            if following is None:
-                d.stats.builds_late(late)
-                position = flight.base + accepted + 1
-                d.cache.quantize_at(position)
-                following = begin(d, flight, d.cache.room(position) - 1)
-                newest, rest = following.before, Rest(flight, len(tokens) - 1, following.before)
-                submit(d, flight, following, accepted)
-            flight, newest, left = following, following.after, left - len(tokens)
+            cycle, left = ahead or _submit_late(d, cycle), left - len(tokens)
     finally:
-        _settle(d, rest, newest)
-
-
-def _prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] | None) -> Flight:
-    """Read the prompt and submit the choice of the first token, as the first of all cycles."""
-    cache = d.cache
-    run = prefill(d.model, cache, prompt, d.picker, heads=d.k > 0, step=d.step, progress=progress)
-    d.text = Text(cache.tokens)
-    start(d, run)
-    cache.pop_row()
-    mark = cache.mark()
-    flight = Flight(PROMPT, mark, NO_DRAFTS)
-    flight.run, flight.after, flight.base = run, mark, cache.offset - 1
-    return flight
-
-
-def _unshown(flight: Flight, following: Flight) -> Rest:
-    """Rest before any row of `flight`, whose successor is built: a plain row comes out of the states again."""
-    return Rest(flight, -1, replace(following.before, held=flight.before.held, caches=None))
+        settle(d)
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:
-    """Cut a run's tokens to what may be shown, and tell whether it is the last; left < 0 means no limit."""
+    """Cut a cycle's tokens to what may be shown, and tell whether it is the last; left < 0 means no limit."""
     for i, token in enumerate(tokens, 1):
         if token in stop_tokens or i == left:
             return tokens[:i], True
     return tokens, False
 
 
-def _settle(d: Decoder, rest: Rest, newest: Mark) -> None:
-    """Bring the caches to rest: drop the cycle built but not submitted, take back what was not shown."""
-    cache, flight = d.cache, rest.flight
-    cache.restore(newest)
-    rest.mark.release()
-    cache.restore(rest.mark)
-    rows = rest.shown + 1
-    if rows:
-        cache.push(flight.run.hidden[:, :rows])
-    cache.settle(d.text.tokens[: flight.base + rows].tolist())
+def _submit_late(d: Decoder, last: Flight) -> Flight:
+    """Build and submit the cycle after `last` when the tokens of that one are out, and its caches can be changed."""
+    d.stats.builds_late(last.late)
+    position = last.base + last.accepted + 1
+    d.cache.quantize_at(position)
+    last.after.release()
+    last.after = d.cache.mark()
+    new = begin(d, last, d.cache.room(position) - 1)
+    submit(d, last, new)
+    return new

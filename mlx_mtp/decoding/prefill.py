@@ -6,11 +6,8 @@ import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
-from .draft import Drafts, Run, prime
+from .draft import NO_DRAFTS, NONE_ACCEPTED, Run, prime
 from .sampling import Picker
-
-NONE_ACCEPTED = mx.zeros(1, mx.int32)
-NO_DRAFTS = Drafts(mx.zeros(0, mx.int32))
 
 
 def prefill(

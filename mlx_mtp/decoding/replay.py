@@ -1,33 +1,88 @@
-"""Record cycles once (`mx.compile`) and replay them: the host walks a list of primitives and runs no Python.
+"""Record a cycle's step once (`mx.compile`) and replay it: the host walks a list of primitives and runs no Python.
 
-What happens rarely stays outside: buffers grow, idle heads wake up and read. So does the search of the text.
+A recorded step depends on its `Kind`; all else is its input. Positions that the host bounds are bounded by the end of
+a buffer's STEP, so that one record serves every cycle until there, in this conversation and in others. What happens
+rarely stays outside: buffers grow, idle heads wake up and read. So does the search of the text.
 """
 
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..cache.growing import round_up
+from ..cache.kinds import from_configs
+from ..cache.prompt_cache import CacheArrays, PromptCache
 from ..layers.target import Target
 from ..tuning.controller import Plan
 from ..tuning.replay_choice import CompileChoice
-from .cycle import Decoder, Flight
-from .draft import Run
-from .prefill import NO_DRAFTS, NONE_ACCEPTED
-from .recording import Kind, recorded
+from .draft import Drafts, Run
+from .sampling import Picker, Sampling
+from .step import Frame, step
 
-OFTEN = 3  # times that a kind of cycle has come when it is recorded, which takes as long as many cycles
+OFTEN = 2  # times that a kind of cycle has come when it is recorded: one that comes once is not worth it
 KEPT = 16  # recorded kinds, of which each holds its graph
 COUNTED = 256  # kinds whose occurrences are counted
 
 
+class Kind(NamedTuple):
+    """All that a recorded step depends on besides the values of its inputs.
+
+    rows: of the run before. end: a bound of all positions. layers, heads: the caches' `config`s, no heads where they
+    are idle. shapes: of all caches' arrays. pick: how tokens are chosen.
+    """
+
+    plan: Plan
+    rows: int
+    end: int
+    layers: tuple
+    heads: tuple
+    shapes: tuple
+    pick: tuple[Sampling, bool, str]
+
+    @classmethod
+    def of(cls, frame: Frame, rows: int, caches: Sequence[Any]) -> "Kind":
+        """Name the step of a frame, and give its caches room, all at once, so that they have one end."""
+        base, plan, picker, n = frame.base, frame.plan, frame.picker, len(frame.cache.layers)
+        end = round_up(base + rows + plan.k + 1)
+        for c in caches:
+            c.hold(end)
+        layouts = tuple(_layout(c, base) for c in caches)
+        shapes = tuple(part.shape for c in caches for part in c.parts)
+        pick = picker.options, picker.logprobs, picker.draft_sampling
+        return cls(plan, rows, end, layouts[:n], layouts[n:], shapes, pick)
+
+
+def _layout(c: Any, base: int) -> tuple:
+    """Return a cache's `config`, without a start that is not behind the first position of `base`'s window."""
+    config = c.config
+    if c.wraps and c.start <= base - c.window + 1:
+        config["start"] = 0
+    return tuple(config.items())
+
+
+def recorded(
+    model_ref: "weakref.ref[Target]", kind: Kind, run: Run, arrays: CacheArrays, guesses: Drafts, *, key: mx.array
+) -> tuple[Run, CacheArrays]:
+    """Take the step of a kind on caches of its own, which stand in for a conversation's."""
+    model, n = model_ref(), len(kind.layers)
+    assert model is not None
+    caches = from_configs([dict(config) for config in (*kind.layers, *kind.heads)])
+    cache = PromptCache(model, caches[:n], caches[n:], None, [])
+    cache.live = bool(kind.heads)
+    options, logprobs, draft_sampling = kind.pick
+    picker = Picker(options, logprobs=logprobs, key=key, draft_sampling=draft_sampling)
+    base = kind.end - kind.rows - kind.plan.k - 1
+    return step(Frame(model, cache, kind.plan, picker, base), Run(*run), CacheArrays(*arrays), Drafts(*guesses))
+
+
 class Recorder:
-    """The recorded cycles of one model, the one used last at the end, and whether replaying them is faster.
+    """The recorded steps of one model, the one used last at the end, and whether replaying them is faster.
 
     They hold the model's parameters: those of a model that has changed are let go when it next generates.
     """
@@ -49,51 +104,47 @@ class Recorder:
             self._state = state
 
     def find(self, model: Target, kind: Kind) -> tuple[Callable | None, bool]:
-        """Find the cycle of a kind, None where it has not come often enough, and whether this call records it."""
-        step = self.cycles.pop(kind, None)
-        new = step is None
-        if step is None:
+        """Find the step of a kind, None where it has not come often enough, and whether this call records it."""
+        found = self.cycles.pop(kind, None)
+        new = found is None
+        if found is None:
             if len(self.seen) > COUNTED:
                 self.seen.clear()
             self.seen[kind] += 1
             if self.seen[kind] < OFTEN:
                 return None, False
-            step = mx.compile(partial(recorded, weakref.ref(model), kind))
-        self.cycles[kind] = step
+            found = mx.compile(partial(recorded, weakref.ref(model), kind))
+        self.cycles[kind] = found
         if len(self.cycles) > KEPT:
             del self.cycles[next(iter(self.cycles))]
-        return step, new
+        return found, new
 
 
 class Compiled:
-    """The replay of one generation's cycles, of those that can be."""
+    """The replay of one generation's cycles, of those that can be. shapes: kinds that it has recorded."""
 
     def __init__(self, recorder: Recorder, choice: CompileChoice):
-        self.recorder, self.choice = recorder, choice
+        self.recorder, self.choice, self.shapes = recorder, choice, 0
         self._spoilt = 0  # coming cycles whose time holds a recording, or its compilation
 
-    def run(self, d: Decoder, last: Flight, plan: Plan) -> Run | None:
-        """Do what `cycle.propose` and `verify` do for the cycle after `last`; None where it is to be built."""
-        heads = d.cache.heads if plan.k and plan.source == "heads" else []
-        caches = [*d.cache.layers, *heads]
+    def find(self, frame: Frame, rows: int) -> Callable | None:
+        """Find what does as `step` does with this frame behind `rows` rows; None where that is to be built."""
+        plan, cache = frame.plan, frame.cache
+        caches = [*cache.layers, *(cache.heads if plan.k and plan.source == "heads" else [])]
         if plan.p_min or not self.choice.on or not all(c.parts for c in caches):
             return None
-        kind = Kind.of(d, last, plan, caches)
-        step, new = self.recorder.find(d.model, kind)
-        if step is None:
-            return None
-        if new:
-            d.stats.compiled_shapes += 1
-            self._spoilt = 2
-        return _replay(step, kind, d, last)
+        kind = Kind.of(frame, rows, caches)
+        found, new = self.recorder.find(frame.model, kind)
+        self.shapes += new
+        self._spoilt = 2 if new else self._spoilt
+        return found and partial(found, key=frame.picker.key)
 
-    def observe(self, flight: Flight, seconds: float | None, waited: float) -> float | None:
-        """Learn from a cycle, in which the host waited so many of its seconds; None where these tell nothing."""
+    def observe(self, plan: Plan, rows: int, replayed: bool, seconds: float | None) -> float | None:
+        """Learn from a cycle's seconds; None where these tell nothing."""
         if self._spoilt:
             self._spoilt -= 1
             return None
-        like = flight.plan, flight.run.tokens.size
-        self.choice.observe(like, flight.replayed, seconds, waited)
+        self.choice.observe((plan, rows), replayed, seconds)
         return seconds
 
     def found(self) -> bool:
@@ -106,35 +157,8 @@ class Compiled:
         return True
 
 
-def _replay(step: Callable, kind: Kind, d: Decoder, last: Flight) -> Run:
-    cache, run, k = d.cache, last.run, kind.plan.k
-    if kind.heads:
-        cache.wake(last.base)
-    else:
-        cache.idle(last.base)
-        cache.to_device()
-    heads = cache.heads if kind.heads else []
-    given = [run.hidden, run.tokens, *([run.accepted] if run.drafts.size else [])]
-    guesses = []
-    if k and not heads:
-        guesses.append(d.text.continued(last.base + 1, run.tokens, run.accepted + 1, k))
-    ends = [c.offset for c in (cache.layers[0], *heads[:1])]
-    parts = [c.parts for c in (*cache.layers, *heads)]
-    made, offset, parts, kept = step(given, guesses, ends, parts, cache.kept if heads else [], d.picker.key)
-    for c, arrays in zip((*cache.layers, *heads), parts, strict=True):
-        c.parts = tuple(arrays)
-    limit = last.base + kind.rows
-    for c in cache.layers:
-        c.seek(offset, limit + k + 1)
-    for c in heads:  # where the target stood
-        c.seek(ends[0], limit)
-    if heads:
-        cache.kept = list(kept)
-    return Run(**{"accepted": NONE_ACCEPTED, "drafts": NO_DRAFTS.tokens, "logprobs": None, **made})
-
-
 def _state(model: Target) -> list:
-    """List what recorded cycles hold of a model: parameters, modules' kinds, and which kernels are on."""
+    """List what recorded steps hold of a model: parameters, modules' kinds, and which kernels are on."""
     found = [array for _, array in tree_flatten(model.parameters())]  # type: ignore[union-attr]
     for module in model.modules():
         found.append(type(module))

@@ -145,7 +145,7 @@ class Stats:
             self.waits += 1
             self.decode_time += now - self._tic
             self.wait_time += now - tic
-            self._count(run.drafts.size, accepted, source)
+            self._count(run.size - 1, accepted, source)
             seconds = self._seconds(now, now - tic)
         self._tic = self._arrival = now
         self._caller, self._late = 0.0, False

@@ -14,7 +14,7 @@ import mlx_mtp
 from mlx_mtp.bench import census, profile_report
 from mlx_mtp.bench.page import tables_of
 from mlx_mtp.bench.profile import HOST, PHASES, Profile, Timer, Workload, decode_in_phases, profile
-from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import step as one_step
 from mlx_mtp.decoding.prompt_lookup import Text
 from mlx_mtp.layers.mtp_head import MTPHead
 
@@ -102,9 +102,9 @@ PLANTED = {
     "prefill": (lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows > ROWS), 0),
     "draft": (lambda patch, model: on_the_device(patch, MTPHead, "__call__", lambda rows: rows <= ROWS), 3),
     "verify": (lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows <= ROWS), 1),
-    "accept": (lambda patch, model: on_the_device(patch, cycle, "accept"), 1),
-    "build the draft": (lambda patch, model: asleep(patch, cycle, "draft"), 1),
-    "build the verify": (lambda patch, model: asleep(patch, cycle, "accept"), 1),
+    "accept": (lambda patch, model: on_the_device(patch, one_step, "accept"), 1),
+    "build the draft": (lambda patch, model: asleep(patch, one_step, "draft"), 1),
+    "build the verify": (lambda patch, model: asleep(patch, one_step, "accept"), 1),
     "commit": (lambda patch, model: asleep(patch, Text, "extend"), 1),
 }
 
@@ -158,14 +158,15 @@ class Pedant(Timer):
 @pytest.mark.parametrize(("family", "k"), [(None, 3), ("qwen3_5", 0)])  # whose new states its own rows do not read
 def test_nothing_is_pending_after_a_phase(tiny_models, tmp_path, monkeypatch, family, k):
     model = mlx_mtp.load_model(families.build(family, tmp_path)[0]) if family else tiny_models()[0]
-    pending, real = [], cycle.propose
+    pending, real = [], one_step.propose
 
-    def propose(d, last, plan):
-        run, cache = last.run, d.cache
-        left = [run.packed, run.hidden, run.tokens, run.accepted, cache.layers[0].offset, *cache.arrays]
+    def propose(frame, run, *args):
+        cache = frame.cache
+        left = [run.hidden, run.tokens, run.accepted, cache.layers[0].offset, *cache.arrays]
         pending.append(census.operations(*(a for a in left if isinstance(a, mx.array))).total())
-        assert last.base + run.accepted.item() + 1 == cache.layers[0].offset
-        return real(d, last, plan)
+        accepted = 0 if run.accepted is None else run.accepted.item()
+        assert frame.base + accepted + 1 == mx.array(cache.layers[0].offset).item()
+        return real(frame, run, *args)
 
     monkeypatch.setattr("mlx_mtp.bench.profile.propose", propose)
     watch = Pedant()

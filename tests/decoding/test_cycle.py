@@ -12,6 +12,7 @@ from sweep import sweep
 import mlx_mtp
 from mlx_mtp.decoding import cycle
 from mlx_mtp.decoding import loop as decode
+from mlx_mtp.decoding import step as one_step
 from mlx_mtp.decoding.draft import Run
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.tuning.controller import Controller, Plan
@@ -280,14 +281,14 @@ def test_a_cycle_is_not_charged_with_building_another_kind(waited, built, follow
 @pytest.mark.timing
 def test_what_the_control_learns_is_of_cycles_among_their_like(monkeypatch, model):
     """A next cycle that takes long to build is in the time of its predecessor, and comes out of it again."""
-    real, slow = cycle.propose, 0.1
+    real, slow = one_step.propose, 0.1
 
-    def propose(d, last, plan):
-        if plan.k:
+    def propose(frame, *args):
+        if frame.plan.k:
             time.sleep(slow)
-        return real(d, last, plan)
+        return real(frame, *args)
 
-    monkeypatch.setattr(cycle, "propose", propose)
+    monkeypatch.setattr(one_step, "propose", propose)
     control = Listed([PLAIN, PLAIN, HEADS] * 8)
     follow(monkeypatch, control)
     list(mlx_mtp.generate_step(PROMPT, model, max_tokens=40, num_draft_tokens=3))

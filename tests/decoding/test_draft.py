@@ -7,7 +7,7 @@ from mlx_lm.models.base import create_causal_mask
 from sweep import paired
 
 import mlx_mtp
-from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import step as one_step
 
 
 def head_outputs(model, tokens, hidden, drafts):
@@ -41,14 +41,14 @@ def test_drafts_equal_recomputation(tiny_models, monkeypatch, length, step):
     model, _ = tiny_models(1, vocab_size=4)
     mx.random.seed(length)
     prompt = mx.random.randint(0, 4, (length,)).tolist()
-    calls, real = [], cycle.draft
+    calls, real = [], one_step.draft
 
     def spy(model, cache, run, k, chooser):
         drafts = real(model, cache, run, k, chooser)
         calls.append((cache.layers[0].offset, drafts.tokens, list(cache.kept)))
         return drafts
 
-    monkeypatch.setattr(cycle, "draft", spy)
+    monkeypatch.setattr(one_step, "draft", spy)
     steps = mlx_mtp.generate_step(
         prompt, model, max_tokens=30, num_draft_tokens=3, adaptive=False, prefill_step_size=step
     )

@@ -13,7 +13,7 @@ from draws import SAMPLERS
 from sweep import sweep
 
 import mlx_mtp
-from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import step as one_step
 from mlx_mtp.decoding.draft_sampling import DraftChooser
 from mlx_mtp.decoding.sampling import Picker, Sampling, key_at
 from mlx_mtp.demo import demo_path
@@ -173,7 +173,7 @@ def test_a_draft_has_the_position_of_the_row_that_verifies_it(tiny_models, eagle
         return real(picker, model, hidden, position, history, drafts)
 
     real = Picker.pick
-    monkeypatch.setattr(cycle, "DraftChooser", Noting)
+    monkeypatch.setattr(one_step, "DraftChooser", Noting)
     monkeypatch.setattr(Picker, "pick", pick)
     decoded(model, k, n=20, temp=1.0)
     assert [p.item() for p in positions] == [p.item() for (p,) in rows]
@@ -182,13 +182,13 @@ def test_a_draft_has_the_position_of_the_row_that_verifies_it(tiny_models, eagle
 
 def test_confidence_of_every_draft(tiny_models, eagle, monkeypatch):
     """`draft` returns one probability a draft, of recycled ones too."""
-    found, real = [], cycle.draft
+    found, real = [], one_step.draft
 
     def spy(model, cache, run, k, chooser):
         found.append(real(model, cache, run, k, chooser))
         return found[-1]
 
-    monkeypatch.setattr(cycle, "draft", spy)
+    monkeypatch.setattr(one_step, "draft", spy)
     for model, k in ((eagle, 4), (tiny_models(0)[0], 2)):
         for mode in ("greedy", "coupled"):
             decoded(model, k, n=5, temp=1.0, draft_sampling=mode, draft_p_min=0.01)

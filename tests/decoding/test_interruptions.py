@@ -13,6 +13,7 @@ from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.decoding import cycle
 from mlx_mtp.decoding import loop as decode
 from mlx_mtp.decoding import prefill as reading
+from mlx_mtp.decoding import step as one_step
 from mlx_mtp.decoding.draft import Run
 from mlx_mtp.decoding.prompt_lookup import Text
 from mlx_mtp.decoding.sampling import Picker
@@ -31,10 +32,10 @@ def quantizable(tiny_models):
 
 
 POINTS = [
-    (cycle, "draft"),
+    (one_step, "draft"),
     (cycle, "prime"),
     (reading, "prime"),
-    (cycle, "accept"),
+    (one_step, "accept"),
     (mx, "eval"),
     (mx, "async_eval"),
     (Run, "read"),
@@ -46,7 +47,10 @@ POINTS = [
     (Picker, "pick"),
     (Listed, "plan"),
     (Listed, "observe"),
-    *((PromptCache, name) for name in ("push", "wake", "idle", "advance", "quantize_at", "to_host", "bound")),
+    *(
+        (PromptCache, name)
+        for name in ("push", "wake", "idle", "advance", "quantize_at", "to_host", "load", "unload")
+    ),
 ]
 
 
@@ -57,8 +61,8 @@ class Interruption:
         self.n, self.behind, self.calls, self.where = n, behind, 0, None
         for owner, name in (*POINTS, (type(model), "hidden")):
             monkeypatch.setattr(owner, name, self.wrapped(f"{owner.__name__}.{name}", getattr(owner, name)))
-        settle = decode._settle
-        monkeypatch.setattr(decode, "_settle", lambda *args: (self.stop(), settle(*args)))
+        settle = decode.settle
+        monkeypatch.setattr(decode, "settle", lambda *args: (self.stop(), settle(*args)))
 
     def stop(self):
         """Count no more: what is cleaned up is not interrupted."""
@@ -186,7 +190,7 @@ def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, 
     for at in range(2, 8):
         cache, shown, calls = mlx_mtp.make_prompt_cache(model, **options), [], []
         with monkeypatch.context() as patch:
-            owner = decode if name == "begin" else cycle
+            owner = one_step if name == "draft" else cycle
             real = getattr(owner, name)
 
             def interrupt(*args, real=real, calls=calls, at=at):

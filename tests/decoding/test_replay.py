@@ -21,9 +21,9 @@ import mlx_mtp
 from mlx_mtp.cache import growing
 from mlx_mtp.cache import kinds as caches
 from mlx_mtp.cache.ring import Ring
-from mlx_mtp.decoding import cycle, policy
-from mlx_mtp.decoding import recording as recorded
+from mlx_mtp.decoding import policy
 from mlx_mtp.decoding import replay as compiled
+from mlx_mtp.decoding import step as one_step
 from mlx_mtp.decoding.replay import Compiled, Recorder
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.tuning.replay_choice import CompileChoice
@@ -87,8 +87,7 @@ def test_every_accepted_part(tiny_models, monkeypatch):
     truth = PROMPT + run(model, 50, 0, replay=False)[0]
     rng = random.Random(0)
     wrong = {i for i in range(len(truth)) if rng.random() < 0.25}
-    for module in (cycle, recorded):
-        monkeypatch.setattr(module, "draft", Oracle(truth, wrong, 5))
+    monkeypatch.setattr(one_step, "draft", Oracle(truth, wrong, 5))
     stats = check(model, 50, 3)
     assert all(0 < stats.accepted[i] < stats.drafted[i] for i in range(3))
 
@@ -102,7 +101,8 @@ def test_any_plan_after_any_other(tiny_models, monkeypatch, tmp_path, name):
     model = tiny_models(0)[0] if name == "tiny" else of_family(name, tmp_path)
     k = min(3, model.max_draft_tokens)
     done, traced = [], []
-    monkeypatch.setattr(recorded, "verify", lambda *args: traced.append(args[0].k) or cycle.verify(*args))
+    real = compiled.step
+    monkeypatch.setattr(compiled, "step", lambda *args: traced.append(args[0].plan) or real(*args))
     for replay in (False, True):
         script = Script(5, max_drafts=k)
         monkeypatch.setattr(generate, "control_for", lambda *_, s=script, **__: s)
@@ -261,13 +261,13 @@ def test_another_conversation_replays_what_is_recorded(tiny_models):
 def test_a_start_is_forgotten_when_no_row_can_see_it():
     ring = Ring(4)
     for start, base in itertools.product(range(1, 5), range(12)):
-        known = dict(recorded._layout(caches.make_cache(ring, start=start), base))["start"]
+        known = dict(compiled._layout(caches.make_cache(ring, start=start), base))["start"]
         same = [
             bool(mx.array_equal(*(ring.mask(mx.array([position]), 3, ring.slots, s) for s in (start, 0))))
             for position in range(base, base + 3)
         ]
         assert known == (0 if all(same) else start)
-    assert dict(recorded._layout(caches.LinearKVCache(2), 100))["start"] == 2
+    assert dict(compiled._layout(caches.LinearKVCache(2), 100))["start"] == 2
 
 
 def test_a_kind_that_is_rare_is_not_recorded(cheap, monkeypatch):
@@ -357,10 +357,8 @@ def test_the_verdict_is_remembered(cheap, monkeypatch):
     model = cheap
     monkeypatch.setattr(policy, "mx", SimpleNamespace(cpu="cpu", default_device=lambda: "gpu"))
     observe = CompileChoice.observe
-    times = {True: 1.0, False: 2.0}
-    monkeypatch.setattr(
-        CompileChoice, "observe", lambda self, like, on, s, w: observe(self, like, on, s and times[on], 0.0)
-    )
+    times = {True: 1.0, False: 1.5}
+    monkeypatch.setattr(CompileChoice, "observe", lambda self, like, on, s: observe(self, like, on, s and times[on]))
     options = {"replay": None, "adaptive": True, "prompt_lookup": False}
     for verdict in (True, False):
         times[True] = 1.0 if verdict else 2.0

@@ -10,8 +10,9 @@ from sweep import SWEEP, sampled
 
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.cache.ring import Ring
-from mlx_mtp.decoding import cycle, prefill, sampling
 from mlx_mtp.decoding import loop as decode
+from mlx_mtp.decoding import prefill, sampling
+from mlx_mtp.decoding import step as one_step
 from mlx_mtp.lossless import check, rounding_judge
 from mlx_mtp.lossless.check import Settings, Verdict, conclude, verify
 from mlx_mtp.lossless.compare import PLAIN, Comparison, Reference, Way, compare, compare_one_pass, drift, ways
@@ -97,7 +98,7 @@ def accept_one_more(drafts, tokens):
     return mx.minimum(REAL_ACCEPT(drafts, tokens) + 1, drafts.size)
 
 
-REAL_ACCEPT, REAL_MASK, REAL_INDEX = cycle.accept, Ring.mask, Ring.index
+REAL_ACCEPT, REAL_MASK, REAL_INDEX = one_step.accept, Ring.mask, Ring.index
 REAL_CUT, REAL_ROLLBACK, REAL_PICK = decode._cut, PromptCache.rollback, sampling.Picker.pick
 REAL_KEY = sampling.key_at
 
@@ -127,8 +128,8 @@ def drawn_elsewhere(key, position):
 
 
 GREEDY_PLANTS = {
-    "accepts one draft too many": (cycle, "accept", accept_one_more),
-    "accepts all drafts": (cycle, "accept", lambda drafts, tokens: mx.array([drafts.size])),
+    "accepts one draft too many": (one_step, "accept", accept_one_more),
+    "accepts all drafts": (one_step, "accept", lambda drafts, tokens: mx.array([drafts.size])),
     "rolls nothing back": (PromptCache, "rollback", lambda cache, n: None),
     "rolls one row too few back": (PromptCache, "rollback", rollback_of_one_less),
     "a window one short": (Ring, "mask", one_mask_less),

@@ -1,7 +1,6 @@
 """Run `verify-lossless` on heads that are wired, stored or converted wrongly: texts stay, only drafts are worse."""
 
 import warnings
-from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -10,7 +9,7 @@ import trained
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import step as one_step
 from mlx_mtp.decoding.draft import Drafts
 from mlx_mtp.lossless.check import Settings, Verdict, _kept, conclude, examine
 from mlx_mtp.lossless.compare import Comparison, Reference, compare, ways
@@ -174,17 +173,17 @@ def shifted(rows):
 
 # The loop's own drafts beside those of a head that reads the whole text.
 
-REAL_DRAFT = cycle.draft
+REAL_DRAFT = one_step.draft
 
 
 def one_row_off(model, cache, run, *args):
-    return REAL_DRAFT(model, cache, replace(run, hidden=shifted(run.hidden)), *args)
+    return REAL_DRAFT(model, cache, run._replace(hidden=shifted(run.hidden)), *args)
 
 
 LOOPS = {
     "right": None,
-    "hidden states one row off": (cycle, "draft", one_row_off),
-    "the last draft first": (cycle, "draft", lambda *args: Drafts(REAL_DRAFT(*args).tokens[::-1])),
+    "hidden states one row off": (one_step, "draft", one_row_off),
+    "the last draft first": (one_step, "draft", lambda *args: Drafts(REAL_DRAFT(*args).tokens[::-1])),
 }
 
 

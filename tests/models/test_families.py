@@ -12,7 +12,7 @@ from scratch import drafts_from_scratch
 from sweep import paired, sampled
 
 import mlx_mtp
-from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import step as one_step
 
 # Loading has tests of these too; decoding them does nothing that a variant of theirs does not do.
 SIMPLER = ("glm4_moe_untied", "glm_moe_dsa", "nemotron_h")
@@ -63,7 +63,7 @@ def test_right_wrong_and_partly_right_drafts(family, truth, monkeypatch, every):
     model, prompt = family[0], LONG
     text = prompt + truth(tuple(prompt))
     wrong = set(range(36, len(text), every)) if every else set()
-    monkeypatch.setattr(cycle, "draft", Oracle(text, wrong, families.V))
+    monkeypatch.setattr(one_step, "draft", Oracle(text, wrong, families.V))
     tokens, stats = ours(model, prompt, 19, 3)
     assert tokens == text[36:55]
     assert (stats.acceptance == [1.0] * 3) is (not wrong)
@@ -74,14 +74,14 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
     model, plain = family
     mx.random.seed(length)
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
-    calls, real = [], cycle.draft
+    calls, real = [], one_step.draft
 
     def spy(model, cache, run, k, chooser):
         drafts = real(model, cache, run, k, chooser)
         calls.append((cache.layers[0].offset, drafts.tokens))
         return drafts
 
-    monkeypatch.setattr(cycle, "draft", spy)
+    monkeypatch.setattr(one_step, "draft", spy)
     k = 3
     text = prompt + ours(model, prompt, 16, k, prefill_step_size=7)[0]
     assert len(calls) > 5
@@ -100,7 +100,7 @@ def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, s
     expected = truth(tuple(prompt))[: stop + 8]
     cache = mlx_mtp.make_prompt_cache(model)
     with monkeypatch.context() as patch:
-        patch.setattr(cycle, "draft", Oracle(prompt + expected, {42}, families.V))
+        patch.setattr(one_step, "draft", Oracle(prompt + expected, {42}, families.V))
         steps = mlx_mtp.generate_step(
             prompt, model, num_draft_tokens=k, adaptive=False, prompt_cache=cache, max_tokens=20
         )

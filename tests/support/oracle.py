@@ -2,14 +2,14 @@
 
 import mlx.core as mx
 
-from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import step as one_step
 from mlx_mtp.decoding.draft import Drafts
 
-real = cycle.draft
+real = one_step.draft
 
 
 class Oracle:
-    """Drafts the true continuation, but wrong at the positions in `wrong`; stands in for `cycle.draft`."""
+    """Drafts the true continuation, but wrong at the positions in `wrong`; stands in for `step.draft`."""
 
     def __init__(self, truth: list[int], wrong: set[int], vocab: int):
         drafts = [(t + 1) % vocab if i in wrong else t for i, t in enumerate(truth)]

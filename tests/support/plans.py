@@ -3,7 +3,7 @@
 import importlib
 import random
 
-from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import step as one_step
 from mlx_mtp.tuning.controller import Plan
 
 
@@ -48,12 +48,12 @@ def follow(monkeypatch, control) -> None:
 
 
 class Spy:
-    """Stands in for `cycle.draft` and notes (the target's position on the device, drafts) of each call."""
+    """Stands in for `step.draft` and notes (the target's position on the device, drafts) of each call."""
 
     def __init__(self, monkeypatch):
         self.calls: list = []
-        self.real = cycle.draft
-        monkeypatch.setattr(cycle, "draft", self)
+        self.real = one_step.draft
+        monkeypatch.setattr(one_step, "draft", self)
 
     def __call__(self, model, cache, run, k, chooser):
         drafts = self.real(model, cache, run, k, chooser)
