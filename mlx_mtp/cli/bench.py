@@ -1,13 +1,24 @@
-"""Gather the commands of `mlx-mtp bench`: is drafting faster here, why or why not, and where the time goes."""
+"""Gather the commands of `mlx-mtp bench`; here are those that load no model: kernels, a cost model, pictures."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import click
+from click import IntRange, option
 
+from .bench_cycle import profile, verify
 from .bench_decode import compare, decode
-from .bench_kernels import kernels
-from .bench_model import model
-from .bench_pictures import plot
-from .bench_profile import profile
-from .bench_verify import verify
+from .bench_options import WRITTEN, complete, console, draw, finish, picture_options, report, run_options
+from .options import GIVEN
+
+MOST_ROWS, QUICK_ROWS = 8, 4
+# Which tables of `mlx-mtp emulate` set an op beside MLX's own kernels.
+BESIDE = {
+    **dict.fromkeys(("verify_qmm", "verify_glu", "verify_qmm_mma", "verify_gemv"), "products"),
+    **{"verify_attention": "attention", "verify_moe": "experts", "verify_head": "head"},
+}
+CONTEXT = 4096
 
 
 @click.group(invoke_without_command=True)
@@ -17,6 +28,99 @@ def bench(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         raise SystemExit(2)
+
+
+@click.command()
+@option("--op", help="Only this kernel, such as verify_qmm.")
+@option("--rows", type=IntRange(1, MOST_ROWS), help="Most rows M.  [default: 8, --quick 4]")
+@option("--emulate", is_flag=True, help="Count memory traffic on the CPU instead, without a GPU.")
+@run_options
+def kernels(**flags: Any) -> None:
+    """Our kernels beside stock MLX, each on a released model's shapes: are they right, and how much faster?
+
+    Times need a Metal GPU. With --emulate each kernel runs on small shapes on the CPU, and what it asks of memory is
+    counted: no times. With --op, MLX's own kernel is set beside where the emulator has it. Turns are short:
+    without --cooldown there is no rest before them.
+    """
+    from ..bench import result
+    from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table
+    from ..kernels import on_metal
+    from .emulate import table_of
+
+    op = flags["op"]
+    if op not in (None, *OPS):
+        raise click.BadParameter(f"{op!r}: allowed are {', '.join(OPS)}", param_hint="--op")
+    if not flags["emulate"] and not on_metal():
+        raise click.UsageError("times need a Metal GPU, and there is none here; --emulate counts memory traffic")
+    rows = flags["rows"] or (QUICK_ROWS if flags["quick"] else MOST_ROWS)
+    out = console()
+    if flags["emulate"]:
+        found: list[Any] = list(traffic(op, rows))
+        out.print(traffic_table(found), *([table_of(BESIDE[op])] if op in BESIDE else []))
+    else:
+        rounds = flags["rounds"] or (3 if flags["quick"] else 7)
+        found = list(timed(op, rows, rounds, flags["cooldown"] or 0.0))
+        out.print(speed_table(found))
+        for each in (each for each in found if each.wrong):
+            out.print(f"WRONG: {each.name}, M={each.rows}: {each.wrong}", style="bold red")
+    options = {"op": op, "rows": rows, "emulate": flags["emulate"], "rounds": flags["rounds"]}
+    finish(result.result("kernels", {"name": "kernels"}, options, found=[vars(each) for each in found]), flags)
+
+
+@click.command("model")
+@option("--chip", help='Such as "M3 Ultra".  [default: the one at hand, or of --measured]')
+@option("--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]")
+@option("--config", type=GIVEN, help="A model's config.json, taken in 4 bits if it says nothing else.")
+@option("--context", type=IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
+@option("--measured", type=GIVEN, multiple=True, help="A result of bench decode, verify or profile.")
+@option("--quick", is_flag=True, help="Only a verify of 2 and of 4 rows.")
+@option("--out", type=WRITTEN, help="Write the result there, too.")
+@picture_options
+def model(**flags: Any) -> None:
+    """Set a model's byte floor beside what a chip is predicted, and was measured, to need. Nothing runs.
+
+    The floor of a phase is what it has to read: shared weights, each expert that its rows visit once, LM head, KV
+    caches. Predictions are a cost model's, with two constants per chip, fitted to published times of M <= 2 rows.
+    """
+    from ..bench import result
+    from ..bench.roofline import assemble, chips
+    from ..bench.roofline.tables import summary
+
+    results = [result.read(file) for file in flags["measured"]]
+    with complete(flags["measured"]) if results else nullcontext():
+        name, of, context = flags["chip"], flags["model"], flags["context"] or CONTEXT
+        if name is None:
+            name = chips.find(results[0]["environment"]["chip"]) if results else chips.at_hand()
+        chip = assemble.find_chip(name)
+        if results and not of and not flags["config"]:
+            of, name = assemble.measured_model(results[0]), results[0]["model"]["name"]
+            if of is None:
+                said = f"which model is {name!r}? name it with --model, or its --config"
+                raise click.UsageError(f"--measured: {said}")
+        subject = assemble.find_model(of, flags["config"], on_chip=chip is not None)
+        if results and not flags["context"]:
+            context = assemble.contexts(results[0])[0]
+        rows = (2, 4) if flags["quick"] else assemble.ROWS
+        found = assemble.bench_model(subject, chip, context, rows, results)
+    notes = ["no chip that is known: bytes only; name one with --chip"] if chip is None else []
+    report(found, flags, [*notes, *summary(found)])
+
+
+@click.command("plot")
+@click.argument("files", nargs=-1, required=True, type=GIVEN)
+@picture_options
+def plot(files: tuple[Path, ...], **flags: Any) -> None:
+    """Draw results that other commands wrote with --out, or show them as a page: FILE..., with --plot or --html.
+
+    Curves of cost and speed, acceptance by kind of prompt, phases, and published times over their floor.
+    """
+    from ..bench import result
+
+    if not flags["plot"] and not flags["html"]:
+        raise click.UsageError("nothing to write: --plot PICTURE, --html PAGE, or both")
+    found = [result.read(file) for file in files]
+    with complete(files):
+        draw(found, flags)
 
 
 for command in (decode, compare, verify, kernels, profile, model, plot):

@@ -5,14 +5,14 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click import Choice, FloatRange, IntRange, option
 
-from .bench_pictures import WRITTEN, draw, picture_options
-from .options import GIVEN, options
+from .options import GIVEN, KERNELS, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..bench.subject import Subject
 
 WIDTH = 124  # columns that the tables need
-BITS_OR_NONE = Choice(["2", "3", "4", "5", "6", "8", "16"])
+WRITTEN = click.Path(dir_okay=False, path_type=Path)
 
 
 def numbers(kind: type, what: str) -> Any:
@@ -35,11 +35,30 @@ def numbers(kind: type, what: str) -> Any:
     return parse
 
 
+def _drawable(_ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse what cannot be written before anything is measured."""
+    if path is None:
+        return None
+    from ..bench import plots
+
+    if param.name == "plot":
+        plots.check(path)
+    else:
+        plots.need_matplotlib()
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"{path}: no directory {path.parent}")
+    return path
+
+
 subject_options = options(
     option("--model", help="Local directory, Hugging Face repository, or demo.  [default: demo]"),
     option("--config", type=GIVEN, help="A config.json to draw a model of, with random weights."),
     option("--layers", type=IntRange(1), help="With --config, this many of its first layers."),
-    option("--q-bits", type=BITS_OR_NONE, help="With --config; 16 is not quantized.  [default: the file's, else 4]"),
+    option(
+        "--q-bits",
+        type=Choice(["2", "3", "4", "5", "6", "8", "16"]),
+        help="With --config; 16 is not quantized.  [default: the file's, else 4]",
+    ),
     option("--q-group-size", type=Choice(["32", "64", "128"]), help="With --config.  [default: the file's, else 64]"),
     option(
         "--synth-rates",
@@ -48,7 +67,12 @@ subject_options = options(
     ),
     option("--mtp/--no-mtp", default=True, help="With the MTP heads."),
     option("--draft-model", help="Directory or Hugging Face repository of an EAGLE-3 head for the model."),
-    option("--kernels", type=Choice(["off", "exact", "fast"]), help="Metal kernels.  [default: by trial]"),
+    option("--kernels", type=KERNELS, help="Metal kernels.  [default: by trial]"),
+)
+picture_options = options(
+    option("--plot", type=WRITTEN, callback=_drawable, help="Draw the result into this .png or .svg file."),
+    option("--dark", is_flag=True, help="With --plot, on dark paper."),
+    option("--html", type=WRITTEN, callback=_drawable, help="Write pictures and tables as one page, to share."),
 )
 run_options = options(
     option("--rounds", type=IntRange(1), help="Rounds in which all contenders take turns."),
@@ -97,6 +121,17 @@ def console() -> "Console":
     return Console(width=max(WIDTH, Console().width if sys.stdout.isatty() else 0))
 
 
+def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str], *tables: Any) -> None:
+    """Print the tables of a result, unless others are given, remarks, and the result itself; see `finish`."""
+    from ..bench.page import tables_of
+
+    out = console()
+    out.print(*(tables or tables_of(found)))
+    for remark in remarks:
+        out.print(remark, highlight=False)
+    finish(found, flags)
+
+
 def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
     """Write the result and its pictures where they were asked for, and print it as the last line."""
     from ..bench import result
@@ -109,3 +144,26 @@ def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
         draw([found], flags)
     finally:
         click.echo(line)
+
+
+def draw(results: Sequence[dict[str, Any]], flags: dict[str, Any]) -> None:
+    """Write the pictures and the page that were asked for."""
+    if flags["plot"]:
+        from ..bench import plots
+
+        plots.save(results, flags["plot"], dark=flags["dark"])
+    if flags["html"]:
+        from ..bench.page import page
+        from ..machine.atomic import write_whole
+
+        write_whole(flags["html"], page(results))
+
+
+@contextlib.contextmanager
+def complete(files: Sequence[Path]) -> Iterator[None]:
+    """Blame results on disk, which may have been cut or changed, for what goes wrong inside: no traceback."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError) as e:
+        names = ", ".join(map(str, files))
+        raise ValueError(f"{names}: not a whole result of `mlx-mtp bench` ({type(e).__name__}: {e})") from e

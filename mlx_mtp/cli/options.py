@@ -17,6 +17,7 @@ RESERVED_KEYS = {
 }
 MOST_GB = 2**20
 BITS = Choice(["2", "3", "4", "5", "6", "8"])
+KERNELS = Choice(["off", "exact", "fast"])
 SHARE, POSITIONS = FloatRange(0, 1), IntRange(1, 2**30)
 
 
@@ -106,7 +107,7 @@ model_options = options(
     option("--mtp-path", help="File or directory to take the heads from."),
     typed(
         "--kernels",
-        Choice(["off", "exact", "fast"]),
+        KERNELS,
         None,
         "Metal kernels.  [default: MLX_MTP_KERNELS, else those that a trial finds right and faster]",
     ),
