@@ -32,7 +32,10 @@ class OneLine(click.Group):
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
-        _open_streams()
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:  # the caller closed it
+                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the process ends
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {printable(str(message))}", err=True)
         sys.unraisablehook = _unraisable
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally`s that restore a terminal
@@ -57,14 +60,6 @@ class OneLine(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             _reader_left()  # before click, whose exit code is 1
-
-
-def _open_streams() -> None:
-    """Put the null device in place of a standard stream that the caller closed."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the process ends
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def _unraisable(raised: Any) -> None:

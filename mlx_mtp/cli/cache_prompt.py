@@ -2,16 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from . import options
 from .from_flags import cache_layout, default_step, load_model
-
-if TYPE_CHECKING:
-    from ..cache.prompt_prefix import PromptPrefix
-    from ..decoding.stats import Stats
 
 
 def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
@@ -62,7 +58,7 @@ def cache_prompt(**flags: Any) -> None:
         click.echo(f"Peak memory: {stats.peak_memory / 1e9:.3f} GB")
 
 
-def _save(model: Any, tokens: list[int], prefix: "PromptPrefix", flags: dict[str, Any]) -> "Stats":
+def _save(model: Any, tokens: list[int], prefix: Any, flags: dict[str, Any]) -> Any:
     """Read the tokens and write the file; return how it went."""
     from ..cache.file import save_prompt_cache
     from ..cache.prompt_cache import make_prompt_cache

@@ -80,18 +80,9 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
 
 def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
     """Collect the keyword arguments of `stream_generate`; `cache` has been loaded, or is None."""
-    names = (
-        "max_tokens",
-        "temp",
-        "top_p",
-        "min_p",
-        "top_k",
-        "xtc_probability",
-        "xtc_threshold",
-        "min_tokens_to_keep",
-    )
-    names += ("seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup")
-    names += ("compile_cycles", "max_context")
+    names = ("max_tokens", "max_context", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
+    names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min")
+    names += ("prompt_lookup", "compile_cycles")
     return {
         **{name: flags[name] for name in names},
         "check_memory": not flags["ignore_memory"],

@@ -1,15 +1,11 @@
 """Define `mlx-mtp generate`: one answer, with mlx_lm's output layout."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from . import options
 from .from_flags import continues_cache, generation_options, load_model, saved_cache
-
-if TYPE_CHECKING:
-    from ..cache.prompt_cache import PromptCache
-    from ..generate import GenerationResponse
 
 
 @click.command()
@@ -50,8 +46,18 @@ def generate(**flags: Any) -> None:
         for last in responses:
             click.echo(last.text, nl=False)
     click.echo()
-    if last and figures:
-        _print_figures(last)
+    if last is None or not figures:
+        return
+    click.echo("=" * 10)
+    click.echo(f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec")
+    click.echo(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec")
+    click.echo(f"Peak memory: {last.peak_memory:.3f} GB")
+    stats = last.stats
+    if stats and stats.num_draft_tokens:
+        rates = " / ".join(f"{rate:.0%}" for rate in stats.acceptance)
+        found = f", {stats.lookup_accepted} of {stats.lookup_drafted} looked up" if stats.lookups else ""
+        most = f"{stats.drafts_per_cycle:.1f} drafts per cycle (at most {stats.num_draft_tokens})"
+        click.echo(f"MTP: {most}, {stats.tokens_per_cycle:.2f} tokens per cycle, accepted {rates}{found}")
 
 
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
@@ -73,7 +79,7 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
     return tokens
 
 
-def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: "PromptCache") -> list[int]:
+def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: Any) -> list[int]:
     """Encode what is behind a saved cache, whose message goes on with the text, or which it follows."""
     prefix = cache.prefix
     if prefix is None:
@@ -84,18 +90,3 @@ def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: "PromptC
     if tokens[: cache.offset] != cache.tokens:
         raise click.UsageError(f"the prompt's tokens do not begin with those in {flags['prompt_cache_file']}")
     return tokens[cache.offset :]
-
-
-def _print_figures(last: "GenerationResponse") -> None:
-    click.echo("=" * 10)
-    click.echo(f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec")
-    click.echo(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec")
-    click.echo(f"Peak memory: {last.peak_memory:.3f} GB")
-    stats = last.stats
-    if stats and stats.num_draft_tokens:
-        rates = " / ".join(f"{rate:.0%}" for rate in stats.acceptance)
-        found = f", {stats.lookup_accepted} of {stats.lookup_drafted} looked up" if stats.lookups else ""
-        click.echo(
-            f"MTP: {stats.drafts_per_cycle:.1f} drafts per cycle (at most {stats.num_draft_tokens}), "
-            f"{stats.tokens_per_cycle:.2f} tokens per cycle, accepted {rates}{found}"
-        )

@@ -3,16 +3,10 @@
 import gc
 import json
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 import click
 
 from .terminal import printable
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ..checkpoint.inspect import Inspection
 
 
 @click.command("inspect")
@@ -38,7 +32,10 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
     try:
         if directory is None:
             with headers_only(path, revision) as directory:
-                facts = _named(inspect_checkpoint(directory, values=False), directory, path)
+                facts, gone = inspect_checkpoint(directory, values=False), str(directory)
+            said = {kind: getattr(facts, kind) for kind in ("warnings", "problems")}
+            named = {kind: tuple(text.replace(gone, path) for text in texts) for kind, texts in said.items()}
+            facts = replace(facts, path=path, **named)
         else:
             facts = inspect_checkpoint(directory)
     finally:
@@ -46,10 +43,3 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
     click.echo(json.dumps(asdict(facts), indent=2) if as_json else printable(as_text(facts)))
     if facts.problems:
         raise click.ClickException(facts.problems[0])
-
-
-def _named(facts: "Inspection", directory: "Path", name: str) -> "Inspection":
-    """Put the repository's name in place of a directory that is gone."""
-    said = {"warnings": facts.warnings, "problems": facts.problems}
-    named = {kind: tuple(text.replace(str(directory), name) for text in texts) for kind, texts in said.items()}
-    return replace(facts, path=name, **named)

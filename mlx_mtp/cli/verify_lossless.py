@@ -2,16 +2,13 @@
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click import IntRange, option
 
 from .from_flags import load_model
 from .options import GIVEN, model_options
-
-if TYPE_CHECKING:
-    from ..lossless.check import Settings
 
 TOKENS = 24  # of a new text, by default: the demo is to be done in a minute on a slow CPU
 TASK_TOKENS = 2048  # of an answer
@@ -53,11 +50,19 @@ def verify_lossless(**flags: Any) -> None:
     model, tokenizer = _load(flags)
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-    from ..lossless.check import conclude, verify
+    from ..lossless.check import Settings, conclude, verify
     from .progress import bar, shows_progress
     from .verify_tables import as_dict, show
 
-    settings, answered = _settings(model, flags), []
+    settings = Settings(
+        drafts=_drafts(model, flags["num_draft_tokens"]),
+        max_tokens=flags["max_tokens"] or (TASK_TOKENS if tasks else TOKENS),
+        p_min=flags["draft_p_min"],
+        lookup=flags["prompt_lookup"] is not False,
+        compiled=bool(flags["compile_cycles"]),
+        **{name: flags[name] for name in ("draws", "seed", "adaptive", "diagnose")},
+    )
+    answered: list[Any] = []
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
     with bar(*columns, shown=shows_progress(quiet=flags["as_json"])) as progress:
         if tasks:
@@ -84,19 +89,6 @@ def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
 
     model.set_dtype(mx.float32)
     return model, tokenizer
-
-
-def _settings(model: Any, flags: dict[str, Any]) -> "Settings":
-    from ..lossless.check import Settings
-
-    return Settings(
-        drafts=_drafts(model, flags["num_draft_tokens"]),
-        max_tokens=flags["max_tokens"] or (TASK_TOKENS if flags["tasks"] else TOKENS),
-        p_min=flags["draft_p_min"],
-        lookup=flags["prompt_lookup"] is not False,
-        compiled=bool(flags["compile_cycles"]),
-        **{name: flags[name] for name in ("draws", "seed", "adaptive", "diagnose")},
-    )
 
 
 def _drafts(model: Any, asked: int | None) -> int:

@@ -18,9 +18,8 @@ from prompt_toolkit.data_structures import Point, Size
 from prompt_toolkit.layout.screen import Char
 from sweep import sampled
 
-from mlx_mtp.cli.editor import _reflowed
 from mlx_mtp.cli.progress import PromptProgress
-from mlx_mtp.cli.terminal import StopOnInterrupt
+from mlx_mtp.cli.terminal import StopOnInterrupt, _reflowed
 
 COMMAND = [sys.executable, "-m", "mlx_mtp", "chat"]
 QUESTIONS = ["What does os.path.join do?", "What does len do?"]
