@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_mtp.bench.census import VIEWS
-from mlx_mtp.bench.roofline.launches import KERNELS
+from mlx_mtp.bench.roofline.cost import KERNELS
 from mlx_mtp.cache.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.decoding.draft import Run, prime
 from mlx_mtp.decoding.sampling import Picker

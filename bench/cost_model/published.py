@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mlx_mtp.bench.roofline.chips import Chip
 from mlx_mtp.bench.roofline.cost import PassCosts, PassShape, of_model, of_op
+from mlx_mtp.bench.roofline.models import MODELS, gqa, mlp
 from mlx_mtp.bench.roofline.ops import LayerOps, LinearOp, ModelOps
-from mlx_mtp.bench.roofline.released import MODELS, gqa, mlp
 
 HERE = Path(__file__).parent
 CONTEXT = 512  # of published whole passes, "short"

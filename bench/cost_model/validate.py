@@ -16,8 +16,7 @@ from rich.table import Table
 from mlx_mtp.bench.documents import MODEL, documents
 from mlx_mtp.bench.roofline.assemble import find_chip, find_model
 from mlx_mtp.bench.roofline.chips import Chip
-from mlx_mtp.bench.roofline.cost import LAUNCH, PassShape, of_model, op_seconds, seconds
-from mlx_mtp.bench.roofline.launches import ALL
+from mlx_mtp.bench.roofline.cost import ALL, LAUNCH, PassShape, of_model, op_seconds, seconds
 from mlx_mtp.bench.roofline.ops import ModelOps
 from mlx_mtp.bench.roofline.tables import documents_table, new_table
 

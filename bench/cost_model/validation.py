@@ -7,8 +7,8 @@ from typing import Any
 
 from mlx_mtp.bench.roofline.chips import Chip
 from mlx_mtp.bench.roofline.cost import FORM, PassShape, of_model, of_op, seconds
+from mlx_mtp.bench.roofline.models import MODELS
 from mlx_mtp.bench.roofline.ops import AttentionOp
-from mlx_mtp.bench.roofline.released import MODELS
 
 from .published import CONTEXT, PublishedPass
 

@@ -1,12 +1,14 @@
-"""Count what each phase of a profiled generation launches and reads, in its own graphs."""
+"""Watch the phases of a profiled generation: count what each launches and reads, or write GPU traces of one."""
 
 import io
+import os
 import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -174,3 +176,59 @@ def stream_rate(size: int = 1 << 28, runs: int = 5) -> float:
         mx.eval(x + 1)
         seconds.append(time.perf_counter() - tic)
     return 2 * size / min(seconds)
+
+
+WARM = 3  # cycles before the first that is captured
+VARIABLE = "MTL_CAPTURE_ENABLED"
+
+
+@dataclass
+class Captured(Timer):
+    """A watch that has Metal write one trace for each of the first `paths` of a phase, warm cycles left out."""
+
+    phase: str = "verify"
+    paths: list[Path] = field(default_factory=list)
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        due = name == self.phase and self.paths and (name == "prefill" or self.cycles >= WARM)
+        with _trace(self.paths.pop(0)) if due else nullcontext(), super().during(name):
+            yield
+            if due:
+                mx.synchronize()
+
+
+@contextmanager
+def _trace(path: Path) -> Iterator[None]:
+    mx.synchronize()
+    mx.metal.start_capture(str(path))
+    try:
+        yield
+    finally:
+        mx.metal.stop_capture()
+
+
+def trace_paths(path: Path, cycles: int) -> list[Path]:
+    """Name `path` for one cycle; for several, with a number before its suffix."""
+    return [path] if cycles == 1 else [path.with_stem(f"{path.stem}-{i + 1}") for i in range(cycles)]
+
+
+def check_capture(phase: str, path: Path, cycles: int) -> None:
+    """Raise ValueError where Metal would write no trace."""
+    if not mx.metal.is_available():
+        raise ValueError(f"capture={phase}: needs a Metal GPU, and there is none here")
+    if os.environ.get(VARIABLE) != "1":
+        raise ValueError(f"capture={phase}: Metal captures only in a process started with {VARIABLE}=1 in front")
+    if path.suffix != ".gputrace":
+        raise ValueError(f"capture_path={path}: must end in .gputrace")
+    if cycles > 1 and phase == "prefill":
+        raise ValueError(f"capture_cycles={cycles}: a prompt is read once; allowed is 1 with --capture prefill")
+    if there := [file for file in trace_paths(path, cycles) if file.exists()]:
+        raise ValueError(f"capture_path={there[0]}: exists, and Metal does not overwrite a trace")
+
+
+def capture(work: Workload, phase: str, path: Path, cycles: int) -> list[Path]:
+    """Write traces of `phase` in so many cycles of the workload, a file each; fewer where its text ends before."""
+    wanted = trace_paths(path, cycles)
+    decode_in_phases(work, Captured(phase=phase, paths=list(wanted)))
+    return [file for file in wanted if file.exists()]

@@ -16,8 +16,8 @@ from .decode import PLAIN
 from .decode_tables import STYLE, right, rows
 from .roofline import phases
 from .roofline.chips import Chip
+from .roofline.models import MODELS
 from .roofline.ops import OVERLAPS, ModelOps
-from .roofline.released import MODELS
 
 FILE = Path(__file__).with_name("documents.csv")
 MODEL = "Step-3.5-Flash"

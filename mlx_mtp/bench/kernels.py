@@ -14,9 +14,8 @@ from rich.table import Column, Table
 from ..emulator import emulated
 from ..tuning.ab_test import FAILS, KernelTrial, check
 from ..tuning.kernel_switch import trials
-from .chain import Call, Timed, steps_for
 from .kernels_cases import CASES, SMALL
-from .timing import Measured, interleaved, ratio
+from .timing import Call, Measured, Timed, interleaved, ratio, steps_for
 
 OPS = tuple(sorted({op for op, _ in CASES.values()}))
 LAYERS = {"verify_moe": 1}  # of a shape; of the others four, so that caches stay cold

@@ -116,8 +116,9 @@ def twin(model: Any) -> Any:
     base: Any = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("mlx_lm.models."))
     theirs = base(model.args)
     arrays: Any = tree_flatten(model.parameters())
-    modules = dict(model.named_modules())
-    nn.quantize(theirs, class_predicate=lambda path, module: _format(modules.get(path)))
+    modules: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if "scales" in m]
+    quantized = {path: {"group_size": m.group_size, "bits": m.bits, "mode": m.mode} for path, m in modules}
+    nn.quantize(theirs, class_predicate=lambda path, _: quantized.get(path, False))
     try:
         theirs.load_weights([(name, array) for name, array in arrays if not name.startswith("mtp.")])
         theirs.eval()
@@ -125,13 +126,6 @@ def twin(model: Any) -> Any:
     except Exception as e:  # mlx-lm's own, of any kind
         raise ValueError(f"mlx-lm's {base.__module__} cannot run this model: {first_line(e)}") from e
     return theirs
-
-
-def _format(module: Any) -> bool | dict:
-    """How a module of ours is quantized, for mlx-lm's in the same place."""
-    if module is None or "scales" not in module:
-        return False
-    return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
 
 
 @dataclass(frozen=True)

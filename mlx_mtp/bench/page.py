@@ -34,20 +34,16 @@ def page(results: Sequence[Found]) -> str:
         f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
         f"<style>\n{STYLE.read_text()}</style></head><body>\n<h1>{title}</h1>"
     )
-    figures = [_figure(panel, f"panel-{i}") for i, panel in enumerate(panels_of(results))]
+    figures = []
+    for i, panel in enumerate(panels_of(results)):  # drawn twice, of which one is shown; behind it, its numbers
+        label, drawn = escape(panel.title, quote=True), ""
+        for scheme in ("light", "dark"):
+            svg = plots.svg(panel, dark=scheme == "dark", name=f"panel-{i}-{scheme}")
+            drawn += svg.replace("<svg ", f'<svg class="{scheme}" role="img" aria-label="{label}" ', 1)
+        numbers = "".join(html_table(numbers_of(panel)))
+        figures.append(f"<figure>{drawn}<details><summary>numbers</summary>{numbers}</details></figure>")
     details = [line for found in results for line in _details(found)]
     return "\n".join([start, *figures, *details, "</body></html>\n"])
-
-
-def _figure(panel: Panel, name: str) -> str:
-    """Draw a picture twice, of which one is shown; behind it, to be opened, its numbers."""
-    label = escape(panel.title, quote=True)
-    drawn = ""
-    for scheme in ("light", "dark"):
-        svg = plots.svg(panel, dark=scheme == "dark", name=f"{name}-{scheme}")
-        drawn += svg.replace("<svg ", f'<svg class="{scheme}" role="img" aria-label="{label}" ', 1)
-    numbers = "".join(html_table(numbers_of(panel)))
-    return f"<figure>{drawn}<details><summary>numbers</summary>{numbers}</details></figure>"
 
 
 def _details(found: Found) -> Iterator[str]:

@@ -109,11 +109,14 @@ def figure(panels: Sequence[Panel], theme: Theme) -> "Figure":
     """Draw panels under one another, as high as each needs; to be called within `style`."""
     from matplotlib.figure import Figure
 
+    drawers: dict[type, Any] = {LinePanel: _lines, BarPanel: _bars, GridPanel: _grid, RangePanel: _ranges}
     heights = [height(panel) for panel in panels]
     made = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
     places = made.subplots(len(panels), 1, height_ratios=heights, squeeze=False)
     for ax, panel in zip(places[:, 0], panels, strict=True):
-        draw(panel, ax, theme)
+        ax.set_title(panel.title, wrap=True)
+        ax.set_xlabel(panel.x_label)
+        drawers[type(panel)](panel, ax, theme)
     return made
 
 
@@ -125,14 +128,6 @@ def height(panel: Panel) -> float:
         case GridPanel() | RangePanel():
             return 1.8 + ROW * len(panel.rows)
     return 4.6
-
-
-def draw(panel: Panel, ax: "Axes", theme: Theme) -> None:
-    """Draw one panel on its axes."""
-    ax.set_title(panel.title, wrap=True)
-    ax.set_xlabel(panel.x_label)
-    drawers: dict[type, Any] = {LinePanel: _lines, BarPanel: _bars, GridPanel: _grid, RangePanel: _ranges}
-    drawers[type(panel)](panel, ax, theme)
 
 
 def _finish(ax: "Axes", grid: Literal["x", "y", "both"], x: float | None = None, y: float | None = None) -> None:
@@ -196,15 +191,12 @@ def _grid(panel: GridPanel, ax: "Axes", theme: Theme) -> None:
 
 def contrast(a: Any, b: Any) -> float:
     """Compare two colours: from 1 to 21. Source: WCAG 2.2, relative luminance."""
-    low, high = sorted((_luminance(a), _luminance(b)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(colour: Any) -> float:
     from matplotlib.colors import to_rgb
 
-    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
-    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    colours = np.array([to_rgb(a), to_rgb(b)])
+    linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
+    low, high = sorted(linear @ (0.2126, 0.7152, 0.0722))
+    return (high + 0.05) / (low + 0.05)
 
 
 def _ranges(panel: RangePanel, ax: "Axes", theme: Theme) -> None:

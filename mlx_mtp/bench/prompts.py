@@ -12,9 +12,6 @@ import mlx.core as mx
 from ..session import render
 
 FILE = Path(__file__).parent / "prompts.json"
-RANDOM = "random_tokens"
-RANDOM_LENGTH = 128  # tokens of a random prompt where no context is asked for
-FITTING = 8  # corrections of a padding's length
 
 
 @dataclass(frozen=True)
@@ -35,9 +32,9 @@ def make_prompts(
     Raises ValueError for an unknown category, or a context that is shorter than a prompt.
     """
     if tokenizer is None:
-        length = context or RANDOM_LENGTH
+        length = context or 128
         drawn: Any = mx.random.randint(0, vocab_size, (each, length), key=mx.random.key(0)).tolist()
-        return [BenchPrompt(RANDOM, tokens, context) for tokens in drawn]
+        return [BenchPrompt("random_tokens", tokens, context) for tokens in drawn]
     known: dict[str, list[str]] = json.loads(FILE.read_text())
     if unknown := sorted(set(only) - known.keys()):
         raise ValueError(f"categories={unknown[0]}: allowed are {', '.join(known)}")
@@ -53,7 +50,7 @@ def padded(tokenizer: Any, text: str, context: int) -> list[int]:
     if len(tokens) > context:
         raise ValueError(f"contexts={context}: a prompt alone has {len(tokens)} tokens; allowed is that or more")
     best, characters = tokens, 3 * (context - len(tokens))
-    for _ in range(FITTING):
+    for _ in range(8):  # corrections of the padding's length
         found = encode(tokenizer, f"{filler(characters)}\n\n{text}")
         if len(best) < len(found) <= context:
             best = found

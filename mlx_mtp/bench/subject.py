@@ -1,8 +1,14 @@
-"""Open what is benchmarked: a checkpoint, or a model of a config.json's shape with random weights."""
+"""Open what is benchmarked: a checkpoint, or a model of a config.json's shape with random weights.
 
+Acceptance may be drawn: the heads run and cost what they cost, but the target is made to say what they drafted. So
+texts mean nothing. A rate is the share of a depth's drafts that are kept, as results state it: a draft is kept with
+all before it, so that none is above the one before.
+"""
+
+import itertools
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +20,12 @@ from mlx.utils import tree_flatten
 from ..checkpoint.files import resolve
 from ..checkpoint.load import load
 from ..decoding.policy import Learned
+from ..decoding.sampling import Picker
 from ..demo import demo_path
+from ..layers.target import Target
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
 from .random_model import random_model
-from .synthetic import check_rates, drawn_acceptance
 
 DEMO = "demo"
 
@@ -115,22 +122,18 @@ def open_subject(
     name = DEMO if path == demo_path() else path.parent.name if path.name == "config.json" else path.stem
     drawn = f"acceptance drawn at {', '.join(map(str, rates))}" if rates else None
     synthetic = "; ".join(filter(None, (label, drawn))) or None
-    facts = {**_facts(name, found), "kernels": list(on), "not_exact": list(not_exact), "synthetic": synthetic}
+    of = found.report
+    facts = {
+        "name": name,
+        **{what: getattr(of, what) for what in ("family", "layers", "heads")},
+        "max_draft_tokens": found.max_draft_tokens,
+        **{what: getattr(of, what) for what in ("target_bytes", "head_bytes", "target_quantization")},
+        "head_quantization": of.head_quantization if of.heads else None,
+        **{"dtype": dtype_of(found), "kernels": list(on), "not_exact": list(not_exact), "synthetic": synthetic},
+    }
     subject = Subject(found, tokenizer, name, facts, rates)
     subject.forget()
     return subject
-
-
-def _facts(name: str, model: Any) -> dict[str, Any]:
-    report = model.report
-    return {
-        "name": name,
-        **{what: getattr(report, what) for what in ("family", "layers", "heads")},
-        "max_draft_tokens": model.max_draft_tokens,
-        **{what: getattr(report, what) for what in ("target_bytes", "head_bytes", "target_quantization")},
-        "head_quantization": report.head_quantization if report.heads else None,
-        "dtype": dtype_of(model),
-    }
 
 
 def dtype_of(model: nn.Module) -> str:
@@ -139,3 +142,56 @@ def dtype_of(model: nn.Module) -> str:
     found = {a.dtype for _, a in arrays if a.ndim == 1 and mx.issubdtype(a.dtype, mx.floating)}
     widest = max(found, key=lambda dtype: dtype.size, default=mx.float32)
     return str(widest).rpartition(".")[2]
+
+
+POSITIONS = 8191  # a draw belongs to a position, modulo this: cycles replay, and runs repeat, with the same draws
+DEPTHS = 16
+
+
+def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """Return one rate per depth; ValueError for one that is no chance, or above the one before."""
+    if not rates:
+        raise ValueError("synth_rates=(): allowed is one number between 0 and 1 per depth")
+    if wrong := [rate for rate in rates if not 0 <= rate <= 1]:
+        raise ValueError(f"synth_rates={wrong[0]}: allowed is between 0 and 1")
+    if risen := [pair for pair in itertools.pairwise(rates) if pair[1] > pair[0]]:
+        raise ValueError(f"synth_rates={risen[0][1]}: allowed behind {risen[0][0]} is no more than that")
+    return tuple(rates)
+
+
+def rate_at(rates: Sequence[float], depth: int) -> float:
+    """Return the rate at a depth; behind the last that is given they fall on as they did there."""
+    if depth < len(rates):
+        return rates[depth]
+    last, before = rates[-1], rates[-2] if len(rates) > 1 else 1.0
+    return last * (last / before if before else 0.0) ** (depth + 1 - len(rates))
+
+
+def draws(rates: Sequence[float], seed: int) -> mx.array:
+    """Draw whether the draft at a depth of the cycle at a position is kept; bool [POSITIONS, DEPTHS]."""
+    chances = mx.array([rate_at(rates, depth) for depth in range(DEPTHS)])
+    return mx.random.uniform(shape=(POSITIONS, 1), key=mx.random.key(seed)) < chances
+
+
+@contextmanager
+def drawn_acceptance(rates: Sequence[float], seed: int = 0) -> Iterator[None]:
+    """Let every verify inside accept as many drafts as are drawn; a handful of operations on k numbers per cycle.
+
+    Where a draft is to be right the target's token becomes the draft, where it is to be wrong another one.
+    """
+    right, pick = draws(check_rates(rates), seed), Picker.pick
+    mx.eval(right)
+
+    def forced(self: Picker, model: Target, hidden: mx.array, position: Any, history: Any, drafts: mx.array):
+        tokens, logprobs = pick(self, model, hidden, position, history, drafts)
+        if not (k := drafts.size):
+            return tokens, logprobs
+        row = right[mx.array(position).reshape(1) % POSITIONS][0, :k]
+        wrong = mx.where(tokens[:k] == drafts, (drafts + 1) % model.vocab_size, tokens[:k])
+        return mx.concatenate([mx.where(row, drafts, wrong), tokens[k:]]), logprobs
+
+    Picker.pick = forced
+    try:
+        yield
+    finally:
+        Picker.pick = pick

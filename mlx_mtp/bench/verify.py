@@ -1,9 +1,10 @@
 """Time a verify of M rows beside one of a single row: of the whole model, and of each of its parts.
 
 The whole is the decoding loop's own pass (`cycle.verify`) at some context, on caches that roll back; parts are chains
-of their own (`chain.py`). Numbers of rows take turns within a round, and ratios are within a round.
+of their own (`timing.py`). Numbers of rows take turns within a round, and ratios are within a round.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,11 +25,10 @@ from ..tuning.controller import Plan
 from ..tuning.kernel_sites import place
 from ..tuning.kernel_switch import switch, trials
 from ..tuning.kernel_trials import decide, in_words, requested
-from .chain import REPEATS, Timed, steps_for
 from .profile import read_prompt
 from .prompts import filler, make_prompts
 from .subject import Subject
-from .timing import interleaved, measured, ratio
+from .timing import REPEATS, Timed, interleaved, measured, ratio, steps_for
 from .verify_parts import expert_inputs, parts_of
 
 STOCK, OURS = "stock", "ours"
@@ -195,7 +195,10 @@ def _curve(
 def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
     """Show T(M)/T(1), a line per number of rows, a column per curve; in front T(1), of one pass over all layers."""
     rows = sorted({m for curve in curves for m in curve.seconds[side]} - {1})
-    cells = {m: [_cell(curve.seconds[side], m) for curve in curves] for m in rows}
+    cells: dict[int, list[str]] = {m: [] for m in rows}
+    for m, curve in itertools.product(rows, curves):
+        found = ratio(seconds[m], seconds[1]) if m in (seconds := curve.seconds[side]) else None
+        cells[m].append(f"{found.median:.2f}{'' if found.conclusive else '?'}" if found else "")
     unsure = any("?" in cell for line in cells.values() for cell in line)
     headers = [Column(name, justify="right") for name in ("M", *(curve.title for curve in curves))]
     table = Table(*headers, title=title, caption="?: inconclusive, its spread is above 5%" if unsure else None)
@@ -204,13 +207,6 @@ def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
     for m, line in cells.items():
         table.add_row(str(m), *line)
     return table
-
-
-def _cell(seconds: dict[int, list[float]], m: int) -> str:
-    if m not in seconds:
-        return ""
-    found = ratio(seconds[m], seconds[1])
-    return f"{found.median:.2f}" + ("" if found.conclusive else "?")
 
 
 def remarks(kernels: Kernels, weights: int) -> list[str]:

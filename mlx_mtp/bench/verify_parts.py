@@ -28,7 +28,7 @@ from ..layers.norm_rope import Form
 from ..layers.sparse_mla import SparseMLA
 from ..tuning.kernel_sites import TOGETHER
 from .census import calls_noted
-from .chain import Call, Op
+from .timing import Call, Op
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)
 

@@ -71,7 +71,7 @@ def profile(**flags: Any) -> None:
     text is decoded by the loop itself in turn, which says what that costs. Drafts are the heads', as many in every
     cycle. On a Mac, --capture writes GPU traces for Xcode.
     """
-    from ..bench import capture, census, profile_report, result
+    from ..bench import census, profile_report, result
     from ..bench.profile import Workload
     from ..bench.profile import profile as measure
     from ..bench.prompts import make_prompts
@@ -79,7 +79,7 @@ def profile(**flags: Any) -> None:
 
     trace = flags["capture"], flags["capture_path"], flags["capture_cycles"]
     if flags["capture"]:
-        capture.check_capture(*trace)
+        census.check_capture(*trace)
     subject = subject_of(flags)
     model, what = subject.model, {"context": flags["context"] or 0, "only": (flags["category"],)}
     (prompt,) = make_prompts(subject.tokenizer, model.vocab_size, each=1, **what)
@@ -95,5 +95,5 @@ def profile(**flags: Any) -> None:
         raw = {**profile_report.raw(found, *counts), "bandwidth": vars(bandwidth)}
         said = profile_report.remarks(found, profile_report.lines(found, *counts), bandwidth)
         report(result.result("profile", subject.facts, options, **raw), flags, said)
-        for file in capture.capture(work, *trace) if flags["capture"] else ():
+        for file in census.capture(work, *trace) if flags["capture"] else ():
             click.echo(f"trace of {flags['capture']}: {file}", err=True)

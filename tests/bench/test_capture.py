@@ -6,7 +6,7 @@ import command_line
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.bench import capture
+from mlx_mtp.bench import census
 from mlx_mtp.bench.profile import Timer, Workload
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 0]
@@ -52,17 +52,17 @@ def test_a_trace_is_of_one_phase_in_some_cycles(tiny_models, monkeypatch, tmp_pa
             yield
 
     monkeypatch.setattr(Timer, "during", noted)
-    files = capture.capture(Workload(tiny_models()[0], PROMPT, 20, 3, 64), phase, tmp_path / "a.gputrace", cycles)
+    files = census.capture(Workload(tiny_models()[0], PROMPT, 20, 3, 64), phase, tmp_path / "a.gputrace", cycles)
     assert [str(f) for f in files] == metal.files
     assert len(files) == cycles
     assert metal.open is None
-    first = 0 if phase == "prefill" else capture.WARM
+    first = 0 if phase == "prefill" else census.WARM
     assert inside == [(phase, first + i) for i in range(cycles)]
 
 
 def test_a_trace_is_closed_when_something_fails(tiny_models, monkeypatch, tmp_path):
     metal = Metal(monkeypatch)
-    watch = capture.Captured(phase="prefill", paths=[tmp_path / "a.gputrace"])
+    watch = census.Captured(phase="prefill", paths=[tmp_path / "a.gputrace"])
     with pytest.raises(KeyboardInterrupt), watch.during("prefill"):
         raise KeyboardInterrupt
     assert metal.open is None
@@ -71,20 +71,20 @@ def test_a_trace_is_closed_when_something_fails(tiny_models, monkeypatch, tmp_pa
 def test_what_forbids_a_trace_is_said(monkeypatch, tmp_path):
     path = tmp_path / "a.gputrace"
     with pytest.raises(ValueError, match="needs a Metal GPU"):
-        capture.check_capture("verify", path, 1)
+        census.check_capture("verify", path, 1)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.delenv(capture.VARIABLE, raising=False)
+    monkeypatch.delenv(census.VARIABLE, raising=False)
     with pytest.raises(ValueError, match="started with MTL_CAPTURE_ENABLED=1"):
-        capture.check_capture("verify", path, 1)
-    monkeypatch.setenv(capture.VARIABLE, "1")
-    capture.check_capture("verify", path, 2)
+        census.check_capture("verify", path, 1)
+    monkeypatch.setenv(census.VARIABLE, "1")
+    census.check_capture("verify", path, 2)
     with pytest.raises(ValueError, match=r"a\.txt: must end in \.gputrace"):
-        capture.check_capture("verify", tmp_path / "a.txt", 1)
+        census.check_capture("verify", tmp_path / "a.txt", 1)
     with pytest.raises(ValueError, match="allowed is 1 with --capture prefill"):
-        capture.check_capture("prefill", path, 2)
+        census.check_capture("prefill", path, 2)
     (tmp_path / "a-2.gputrace").mkdir()
     with pytest.raises(ValueError, match=r"a-2\.gputrace: exists"):
-        capture.check_capture("verify", path, 2)
+        census.check_capture("verify", path, 2)
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="off Metal")

@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp import generate_step, load_model
 from mlx_mtp.bench import documents, random_model
-from mlx_mtp.bench.roofline import chips, cost, ops, phases, released, walk
-from mlx_mtp.bench.roofline.launches import KERNELS
+from mlx_mtp.bench.roofline import chips, cost, models, ops, phases
+from mlx_mtp.bench.roofline.cost import KERNELS
 from mlx_mtp.bench.roofline.ops import OVERLAPS
 from mlx_mtp.cache.prompt_cache import make_prompt_cache
 from mlx_mtp.cache.recurrent import RecurrentCache
@@ -27,7 +27,7 @@ from mlx_mtp.layers.port import Port
 
 FITTED = chips.fitted_chips()
 M3_ULTRA = FITTED["M3 Ultra"]
-MODELS = st.sampled_from(sorted(released.MODELS))
+MODELS = st.sampled_from(sorted(models.MODELS))
 CONTEXTS = st.integers(1, 200_000)
 WHOLE = ("embed_tokens", "embeddings", "lm_head", "head")  # modules that are an embedding or an LM head
 
@@ -62,7 +62,7 @@ def test_every_matrix_of_a_port_is_read(name, quantized):
         nn.quantize(
             model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0
         )
-    walked = walk.of_port(model)
+    walked = models.of_port(model)
     real = [matrices(layer) for layer in model.layers]
     assert stored(walked.layers) == pytest.approx(tuple(map(sum, zip(*real, strict=True))))
     for depth, head in enumerate(model.mtp):
@@ -79,7 +79,7 @@ def test_every_matrix_of_a_port_is_read(name, quantized):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_caches_and_states_are_as_large_as_the_real_ones(name):
     model = build(name)
-    walked, caches = walk.of_port(model), make_prompt_cache(model, num_draft_tokens=0).layers
+    walked, caches = models.of_port(model), make_prompt_cache(model, num_draft_tokens=0).layers
     model.hidden(mx.array([[1, 2, 3]]), caches)
     of_token = [
         sum(part.nbytes // part.shape[2] for part in c.parts) for c in caches if not isinstance(c, RecurrentCache)
@@ -114,7 +114,7 @@ def test_released_models_are_what_their_config_builds(name, tmp_path):
     line = next(x for x in file.read_text().splitlines() if x.startswith("config "))
     (tmp_path / "config.json").write_text(line.removeprefix("config "))
     shaped, _ = random_model.shaped_model(tmp_path / "config.json")
-    built, known = walk.of_port(shaped, 2), released.MODELS[name]
+    built, known = models.of_port(shaped, 2), models.MODELS[name]
     for rows in (1, 2, 8):
         for part in ("experts", "cache", "state", "head"):
             pair = [getattr(phases.pass_floor(m, rows, 5000, "published"), part) for m in (built, known)]
@@ -144,7 +144,7 @@ def test_heads_read_what_the_loop_gives_them(name, k, monkeypatch):
     monkeypatch.setattr(type(model), "draft_logits", noted)
     for _ in generate_step([1, 2, 3], model, max_tokens=12, num_draft_tokens=k, adaptive=False, prompt_lookup=False):
         pass
-    walked = walk.of_port(model)
+    walked = models.of_port(model)
     passes = walked.draft_passes(k)
     depths = [0] * k if walked.recycled else list(range(k))
     assert read[-k:] == [(depth, rows) for depth, (_, rows) in zip(depths, passes, strict=True)]
@@ -187,7 +187,7 @@ def test_floors_by_hand():
 @settings(max_examples=50, deadline=None)
 @given(MODELS, st.integers(1, 8), CONTEXTS)
 def test_floors_grow_with_rows_and_shrink_with_overlap(name, rows, context):
-    model = released.MODELS[name]
+    model = models.MODELS[name]
     floors = [phases.pass_floor(model, rows, context, o).total for o in OVERLAPS]
     assert all(a >= b * (1 - 1e-12) for a, b in itertools.pairwise(floors))
     plain = phases.pass_floor(model, 1, context, "independent").total
@@ -201,7 +201,7 @@ def test_floors_grow_with_rows_and_shrink_with_overlap(name, rows, context):
 @settings(max_examples=50, deadline=None)
 @given(MODELS, st.sampled_from(sorted(chips.CHIPS)), CONTEXTS, st.sampled_from((2, 4, 8)))
 def test_nothing_is_predicted_below_its_floor(name, chip, context, rows):
-    model, on = released.MODELS[name], FITTED[chip]
+    model, on = models.MODELS[name], FITTED[chip]
     floors = {
         (f["phase"], f["rows"], f["overlap"]): f["bytes"]["total"] for f in phases.floors(model, context, (rows,))
     }
@@ -213,7 +213,7 @@ def test_nothing_is_predicted_below_its_floor(name, chip, context, rows):
 @settings(max_examples=50, deadline=None)
 @given(MODELS, CONTEXTS, st.sampled_from((2, 4, 8)))
 def test_what_kernels_take_off_is_what_lies_between_stock_and_ours(name, context, rows):
-    model = released.MODELS[name]
+    model = models.MODELS[name]
     lines = {line["kernels"]: line for line in phases.kernels(model, M3_ULTRA, context, (rows,))}
     times = {
         p["side"]: p["seconds"]
@@ -228,13 +228,13 @@ def test_what_kernels_take_off_is_what_lies_between_stock_and_ours(name, context
 
 def test_kernels_touch_only_what_they_replace():
     glm, qwen = (
-        {line["kernels"]: line["seconds"] for line in phases.kernels(released.MODELS[name], M3_ULTRA, 4096, (4,))}
+        {line["kernels"]: line["seconds"] for line in phases.kernels(models.MODELS[name], M3_ULTRA, 4096, (4,))}
         for name in ("GLM-4.5", "Qwen3.6-27B")
     )
     assert glm["recurrence"] == 0 < qwen["recurrence"]
     assert qwen["experts"] == 0 < glm["experts"]
     assert min(glm["products"], qwen["products"], glm["attention"]) > 0
-    head, at = released.MODELS["GLM-4.5"].head, cost.PassShape(4)
+    head, at = models.MODELS["GLM-4.5"].head, cost.PassShape(4)
     stock, ours = (
         cost.seconds(cost.of_op(head, replace(at, on=on), M3_ULTRA), M3_ULTRA) for on in (frozenset(), {"head"})
     )

@@ -9,7 +9,7 @@ from families import FAMILIES
 from results import decode_result, profile_result, verify_result
 
 from mlx_mtp.bench import result
-from mlx_mtp.bench.roofline import assemble, chips, phases, released
+from mlx_mtp.bench.roofline import assemble, chips, models, phases
 from mlx_mtp.demo import demo_path
 
 M3_ULTRA = chips.fitted_chips()["M3 Ultra"]
@@ -105,7 +105,7 @@ def test_the_gap_is_times_over_the_floor(tmp_path):
     plain = next(
         p for p in found["predicted"] if (p["phase"], p["side"], p["overlap"]) == ("plain step", "ours", "published")
     )
-    nbytes = phases.pass_floor(released.MODELS["GLM-4.5"], 4, 1000, "published").total
+    nbytes = phases.pass_floor(models.MODELS["GLM-4.5"], 4, 1000, "published").total
     seconds = nbytes / (819e9 * found["chip"]["usable"])
     over = verify["seconds"] / seconds, verify["seconds"] / plain["seconds"]
     assert "{:.2f} ({:.2f}x; {:.2f})".format(verify["seconds"] * 1e3, *over) in shown.stdout

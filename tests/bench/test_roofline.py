@@ -16,7 +16,7 @@ from sweep import sweep
 
 from bench.cost_model import fit, validate
 from bench.cost_model.published import read_rows, read_unused
-from mlx_mtp.bench.roofline import chips, cost, launches, ops, released
+from mlx_mtp.bench.roofline import chips, cost, models, ops
 from mlx_mtp.bench.roofline.chips import CHIPS
 from mlx_mtp.bench.roofline.cost import PassShape
 
@@ -56,18 +56,18 @@ def test_bytes_of_experts_are_those_of_the_modules():
     at = PassShape(3)
     assert cost.cost(op, at, M3_ULTRA).nbytes == 3 * op.top * op.nbytes
     visited = ops.distinct(6, 2, 3)
-    assert cost.cost(op, replace(at, on=launches.ALL), M3_ULTRA).nbytes == pytest.approx(visited * op.nbytes)
+    assert cost.cost(op, replace(at, on=cost.ALL), M3_ULTRA).nbytes == pytest.approx(visited * op.nbytes)
 
 
-EXPERTS, FFN = released.moe(128, 64, 8, 2), released.mlp(128, 128)
+EXPERTS, FFN = models.moe(128, 64, 8, 2), models.mlp(128, 128)
 LAYERS = {
-    "step dense": (launched.step, 1, (*released.gqa(128, 4, 2, 32, gate=4), *FFN)),
-    "step experts": (launched.step, 5, (*released.gqa(128, 4, 2, 32, gate=4), *EXPERTS)),
-    "glm experts": (launched.glm, 4, (*released.gqa(128, 4, 2, 32), *EXPERTS)),
-    "qwen delta": (launched.qwen, 1, (*released.delta(128, 2, 4, 32), *FFN)),
-    "qwen attention": (launched.qwen, 3, (*released.gqa(128, 4, 2, 32, gate=128), *FFN)),
-    "qwen attention experts": (launched.qwen_moe, 3, (*released.gqa(128, 4, 2, 32, gate=128), *EXPERTS)),
-    "deepseek experts": (launched.deepseek, 4, (*released.mla(128, 4, 64, 64, 32, 32, 32), *EXPERTS)),
+    "step dense": (launched.step, 1, (*models.gqa(128, 4, 2, 32, gate=4), *FFN)),
+    "step experts": (launched.step, 5, (*models.gqa(128, 4, 2, 32, gate=4), *EXPERTS)),
+    "glm experts": (launched.glm, 4, (*models.gqa(128, 4, 2, 32), *EXPERTS)),
+    "qwen delta": (launched.qwen, 1, (*models.delta(128, 2, 4, 32), *FFN)),
+    "qwen attention": (launched.qwen, 3, (*models.gqa(128, 4, 2, 32, gate=128), *FFN)),
+    "qwen attention experts": (launched.qwen_moe, 3, (*models.gqa(128, 4, 2, 32, gate=128), *EXPERTS)),
+    "deepseek experts": (launched.deepseek, 4, (*models.mla(128, 4, 64, 64, 32, 32, 32), *EXPERTS)),
 }
 
 
@@ -101,7 +101,7 @@ SIZES = [
 
 @pytest.mark.parametrize(("name", "size", "gb", "within"), SIZES)
 def test_sizes_of_released_models(name, size, gb, within):
-    assert getattr(released.MODELS[name], size) / 1e9 == pytest.approx(gb, rel=within)
+    assert getattr(models.MODELS[name], size) / 1e9 == pytest.approx(gb, rel=within)
 
 
 # Section 0 of the design: shared and routed GB, total and chosen experts, floors of T(2) and T(4).
@@ -127,12 +127,12 @@ def test_cache_bytes():
     assert cost.cost(windowed, PassShape(1, context=100), M3_ULTRA).nbytes == keys.nbytes / 10
     per_token = 16 * cost.cost(op, PassShape(1, context=1), M3_ULTRA).nbytes
     assert per_token == pytest.approx(65.5e3, rel=0.01)  # section 6
-    latent = cost.cost(ops.LatentOp(128, 512, 64, 128, 128), PassShape(1, launches.ALL, context=100), M3_ULTRA)
+    latent = cost.cost(ops.LatentOp(128, 512, 64, 128, 128), PassShape(1, cost.ALL, context=100), M3_ULTRA)
     assert latent.nbytes == 100 * (576 * 2 + 128 * cost.SCORES)
 
 
 def requests(chip, m, ours=False, **more):
-    on = launches.ALL if ours else frozenset()
+    on = cost.ALL if ours else frozenset()
     return cost.cost(ops.LinearOp("", 17408, 5120), PassShape(m, on, **more), CHIPS[chip]).requests
 
 
@@ -146,13 +146,13 @@ def test_requests_of_the_kernels_that_are_chosen():
     assert cost.cost(op, at, M3_ULTRA).requests == 30
     assert cost.cost(op, at, M3_ULTRA).launches == 0
     assert cost.cost(op, PassShape(6), M3_ULTRA).launches == cost.UNFUSED_LAUNCHES
-    assert cost.cost(op, replace(at, on=launches.ALL), M3_ULTRA).requests == 1
+    assert cost.cost(op, replace(at, on=cost.ALL), M3_ULTRA).requests == 1
 
 
 def test_more_rows_never_cost_less_and_ours_no_more_than_stock():
     fitted = chips.fitted_chips()
     for name in ("M2 Max", "M3 Ultra", "M5 Max 40c"):
-        for model in released.MODELS.values():
+        for model in models.MODELS.values():
             stock, free, near = validate.sides(model, fitted[name], 4096).values()
             for side in (free, near):
                 assert sorted(side.values()) == list(side.values())
@@ -169,29 +169,29 @@ def test_seconds_of_one_operation_by_hand():
 
 
 def test_launches_of_a_pass():
-    model = ops.ModelOps((ops.LayerOps("glm dense", 3, released.mlp(64, 64)),), ops.LinearOp("", 64, 64))
-    passes = PassShape(4), PassShape(1, launches.ALL), PassShape(4, launches.ALL)
+    model = ops.ModelOps((ops.LayerOps("glm dense", 3, models.mlp(64, 64)),), ops.LinearOp("", 64, 64))
+    passes = PassShape(4), PassShape(1, cost.ALL), PassShape(4, cost.ALL)
     counts = [cost.of_model(model, at, M3_ULTRA).launches for at in passes]
-    counted = launches.LAUNCHES["glm dense"]
+    counted = cost.LAUNCHES["glm dense"]
     assert counts == [3 + 3 * n for n in (counted["none"][1], *counted["all"])]
 
 
-@pytest.mark.parametrize("kind", launches.LAUNCHES)
+@pytest.mark.parametrize("kind", cost.LAUNCHES)
 def test_each_kind_of_kernels_was_counted_alone(kind):
-    counts = launches.LAUNCHES[kind]
-    assert counts.keys() == {"none", "all", *launches.KERNELS}
+    counts = cost.LAUNCHES[kind]
+    assert counts.keys() == {"none", "all", *cost.KERNELS}
     for column, rows in enumerate((1, 4)):
-        assert launches.launches(kind, launches.ALL, rows) == counts["all"][column] < counts["none"][column]
-        assert [launches.launches(kind, {name}, rows) for name in launches.KERNELS] == [
-            counts[name][column] for name in launches.KERNELS
+        assert cost.launches(kind, cost.ALL, rows) == counts["all"][column] < counts["none"][column]
+        assert [cost.launches(kind, {name}, rows) for name in cost.KERNELS] == [
+            counts[name][column] for name in cost.KERNELS
         ]
-    assert launches.launches(kind, (), 1) == counts["none"][0]
+    assert cost.launches(kind, (), 1) == counts["none"][0]
 
 
 def test_the_counts_say_how_they_were_made():
-    command = launches.FILE.read_text().splitlines()[0].removeprefix("# python ").split()
+    command = cost.FILE.read_text().splitlines()[0].removeprefix("# python ").split()
     assert (Path(__file__).parents[2] / command[0]).is_file()
-    assert Path(command[-1]).name == launches.FILE.name
+    assert Path(command[-1]).name == cost.FILE.name
 
 
 def test_fit_looks_at_two_rows_at_most():

@@ -15,8 +15,7 @@ from sweep import SWEEP, sampled
 import mlx_mtp
 from mlx_mtp.bench.loops import LoopSettings, MlxLm, Reader, twin
 from mlx_mtp.bench.random_model import first_layers, head_count, random_model
-from mlx_mtp.bench.subject import NothingRemembered, open_subject
-from mlx_mtp.bench.synthetic import DEPTHS, POSITIONS, drawn_acceptance, draws, rate_at
+from mlx_mtp.bench.subject import DEPTHS, POSITIONS, NothingRemembered, drawn_acceptance, draws, open_subject, rate_at
 from mlx_mtp.checkpoint.build import read_args
 from mlx_mtp.decoding import policy
 from mlx_mtp.decoding.sampling import Picker

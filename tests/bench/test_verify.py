@@ -13,10 +13,10 @@ import mlx.nn as nn
 import pytest
 
 import mlx_mtp
-from mlx_mtp.bench import chain, verify, verify_parts
+from mlx_mtp.bench import timing, verify, verify_parts
 from mlx_mtp.bench.census import operations
-from mlx_mtp.bench.chain import Call
 from mlx_mtp.bench.page import tables_of
+from mlx_mtp.bench.timing import Call
 from mlx_mtp.bench.verify import Curve, CurvePlan, Kernels, VerifyPass, curve_table, measure
 from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.ring import MAX_ROWS
@@ -32,8 +32,8 @@ TEXT = [(7 * i + i // 5) % 5 for i in range(CONTEXT + 2 * MAX_ROWS)]
 def evaluated(monkeypatch, calls, steps, start=0):
     """The operations that a chain has computed at its end."""
     seen = []
-    monkeypatch.setattr(chain.mx, "eval", lambda *arrays: seen.append(operations(*arrays)))
-    chain.chain_seconds(calls, steps, start)
+    monkeypatch.setattr(timing.mx, "eval", lambda *arrays: seen.append(operations(*arrays)))
+    timing.chain_seconds(calls, steps, start)
     return seen[-1]
 
 
@@ -53,7 +53,7 @@ def test_every_call_is_in_the_chain_and_takes_its_turn(monkeypatch):
 def test_the_links_are_the_chain_without_the_calls(monkeypatch):
     x = mx.ones((2, 4))
     calls = [Call(lambda x: [mx.exp(x), mx.tanh(x)], x), Call(lambda x: [mx.sin(x)], x)]
-    full, links = (evaluated(monkeypatch, each, 5) for each in (calls, chain.links(calls)))
+    full, links = (evaluated(monkeypatch, each, 5) for each in (calls, timing.links(calls)))
     assert full - links == {"Exp": 3, "Tanh": 3, "Sin": 2}
     assert not links - full
 
@@ -65,7 +65,7 @@ def test_a_chain_does_not_change_what_calls_read():
         seen.append(x)
         return [x * math.nan, x - math.inf]
 
-    chain.chain_seconds([Call(spoil, mx.arange(4.0).reshape(1, 4))], 3)
+    timing.chain_seconds([Call(spoil, mx.arange(4.0).reshape(1, 4))], 3)
     assert [x.tolist() for x in seen] == [[[0, 1, 2, 3]]] * 3
 
 
@@ -79,8 +79,8 @@ def test_the_time_of_the_links_is_taken_off(monkeypatch):
         return steps * taken[turns[-1][0]] + next(noise)
 
     noise = itertools.chain([0, 0], itertools.cycle([5, 0, 3]))
-    monkeypatch.setattr(chain, "chain_seconds", seconds)
-    turn = chain.Timed(calls, 8)
+    monkeypatch.setattr(timing, "chain_seconds", seconds)
+    turn = timing.Timed(calls, 8)
     assert [turn(), turn()] == [6.0, 6.0]
     assert len({place for kind, place in turns[2:] if kind == "call"}) == 6
     taken["link"] = 11.0
@@ -88,11 +88,11 @@ def test_the_time_of_the_links_is_taken_off(monkeypatch):
 
 
 def test_steps_are_whole_turns_of_about_the_time_asked_for(monkeypatch):
-    monkeypatch.setattr(chain, "chain_seconds", lambda calls, steps, start=0: 0.001 * steps)
+    monkeypatch.setattr(timing, "chain_seconds", lambda calls, steps, start=0: 0.001 * steps)
     calls = [Call(lambda x: [x], mx.zeros(1))] * 10
-    assert chain.steps_for(calls, 0.05) == 50
-    assert chain.steps_for(calls, 0.0001) == 10
-    assert chain.steps_for(calls, 100) == 4090
+    assert timing.steps_for(calls, 0.05) == 50
+    assert timing.steps_for(calls, 0.0001) == 10
+    assert timing.steps_for(calls, 100) == 4090
 
 
 # The whole

@@ -16,10 +16,9 @@ from ..random_model import shaped_model
 from ..result import result
 from ..timing import measured as interval
 from .chips import CHIPS, Chip, find, fitted_chips, read_fitted
+from .models import MODELS, of_port
 from .ops import ModelOps
 from .phases import CYCLE, DRAFT, PLAIN, ROWS, VERIFY, floors, kernels, predicted
-from .released import MODELS
-from .walk import of_port
 
 Found = dict[str, Any]
 Time = tuple[str, int, str, float]  # phase, rows M, side, seconds

@@ -7,17 +7,21 @@ peak issue rate is fp32 TFLOPS / 2. Instructions per weight are read off the ker
 Bytes: stock MLX reads an expert once for each token that visits it, ours each visited expert once. Weights and KV
 come from memory once a pass on either side: caches serve what a launch requests again. Ours is a plan until a Mac
 has timed it.
+
+Launches are those that were counted in recorded graphs: `launches.csv`, which `python bench/launches.py --out
+mlx_mtp/bench/roofline/launches.csv` writes.
 """
 
-from collections.abc import Callable, Iterable
+import csv
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from .chips import Chip
-from .launches import launches
 from .ops import AttentionOp, ExpertsOp, LatentOp, LinearOp, ModelOps, Op, StateOp
 
 FORMS: dict[str, Callable] = {
@@ -200,3 +204,28 @@ def op_seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> np.ndarray:
 def seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> float:
     """Predict the seconds of a pass, its launches included."""
     return float(op_seconds(costs, chip, form).sum()) + costs.launches * LAUNCH
+
+
+# The kernels that take the place of stock MLX, by what of a pass they change.
+KERNELS = {
+    "products": ("verify_qmm", "verify_glu", "verify_gemv", "verify_qmm_heads"),
+    "experts": ("verify_moe",),
+    "attention": ("verify_attention", "verify_latent_attention"),
+    "recurrence": ("gated_delta_verify",),
+    "head": ("verify_head",),
+    "norms": ("norm_rope", "add_norm"),
+}
+ALL = frozenset(KERNELS)
+
+FILE = Path(__file__).with_name("launches.csv")
+# By kind of layer, then by what is on ("none", a kind of KERNELS, "all"): launches at one row, and at more.
+LAUNCHES: dict[str, dict[str, tuple[int, int]]] = {}
+for _line in csv.DictReader(FILE.read_text().splitlines()[1:]):
+    if _line["kind"]:
+        LAUNCHES.setdefault(_line["kind"], {})[_line["kernels"]] = int(_line["one_row"]), int(_line["more_rows"])
+
+
+def launches(kind: str, on: Collection[str], rows: int) -> int:
+    """Look up those of one layer with no kernels on, with one kind of them, or with all."""
+    name = "none" if not on else "all" if set(on) >= ALL else "".join(on)
+    return LAUNCHES[kind][name][int(rows > 1)]

@@ -6,8 +6,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from .chips import Chip
-from .cost import PassShape, of_drafts, of_model, seconds
-from .launches import ALL, KERNELS
+from .cost import ALL, KERNELS, PassShape, of_drafts, of_model, seconds
 from .ops import OVERLAPS, AttentionOp, ExpertsOp, LatentOp, LinearOp, ModelOps, Op, StateOp
 
 ROWS = range(2, 9)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..documents import CHIP, MAC
 from .chips import read_fitted
-from .launches import KERNELS
+from .cost import KERNELS
 from .ops import OVERLAPS
 from .phases import OURS, PHASES, PLAIN, SHOWN_OVERLAP, STOCK, VERIFY, shown_times
 
@@ -111,20 +111,14 @@ def gap_table(found: Found) -> Table:
         cells = [f"{floor * 1e3:.2f}"] if floor else []
         for side, kind in sides:
             seconds, plain = times[kind].get((side, phase, rows)), times[kind].get((side, PLAIN, 1))
-            cells.append(_gap_cell(seconds, plain if phase != PLAIN else None, floor, nbytes))
+            over = f"; {seconds / plain:.2f}" if seconds and plain and phase != PLAIN else ""
+            if seconds and floor:
+                cells.append(f"{seconds * 1e3:.2f} ({seconds / floor:.2f}x{over})")
+            else:
+                cells.append(f"{seconds * 1e3:.2f} ({nbytes / seconds / 1e9:.2f} GB/s)" if seconds else "")
         if chip or any(cells):
             table.add_row(*label(phase, rows), *cells, end_section=rows == last[phase])
     return table
-
-
-def _gap_cell(seconds: float | None, plain: float | None, floor: float | None, nbytes: float) -> str:
-    """Say a time in ms, and how far it is from its floor and, if there is one, its side's plain step."""
-    if seconds is None:
-        return ""
-    if floor is None:
-        return f"{seconds * 1e3:.2f} ({nbytes / seconds / 1e9:.2f} GB/s)"
-    over = f"; {seconds / plain:.2f}" if plain else ""
-    return f"{seconds * 1e3:.2f} ({seconds / floor:.2f}x{over})"
 
 
 def kernels_table(found: Found) -> Table:
