@@ -126,11 +126,11 @@ def _directory_digest(directory: Path) -> str:
 
 @contextmanager
 def _unfinished(target: Path) -> Iterator[Path]:
-    """A folder beside `target`, whose out.so becomes it in the end."""
+    """A folder beside `target`, whose file `out` becomes it in the end."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         yield Path(work)
-        os.replace(Path(work) / "out.so", target)
+        os.replace(Path(work) / "out", target)
 
 
 @functools.cache
@@ -145,7 +145,18 @@ def runtime_library() -> Path:
             for source in sorted((NATIVE / "runtime").glob("*.cpp")):
                 objects.append(str(work / f"{source.stem}.o"))
                 _run([*clang, *flags, "-c", str(source), "-o", objects[-1]], f"runtime ({source.name})")
-            _run([*link, "-o", f"{work}/out.so", *objects], "runtime")
+            _run([*link, "-o", f"{work}/out", *objects], "runtime")
+    return target
+
+
+def _parsed(library: str, command: list[str], version: str) -> Path:
+    """Parse Metal's library, preprocessed, once for all kernels: for most of them that is most of the work."""
+    target = cache_directory() / f"library-{_digest(library, command, version)}.pch"
+    if not target.exists():
+        with _unfinished(target) as work:
+            (work / "library.h").write_text(library)
+            embedded = ["-Xclang", "-fmodules-embed-all-files"]  # needs no library.h afterwards
+            _run([*command, *embedded, "-x", "c++-header", f"{work}/library.h", "-o", f"{work}/out"], "library")
     return target
 
 
@@ -160,9 +171,17 @@ def entry_call(signature: Signature) -> str:
     return f"{signature.instance}({', '.join(arguments)})"
 
 
+def _file(name: str) -> str:
+    return name.replace("\\", "/").replace('"', "'")
+
+
+def _lowered(preprocessed: str) -> str:
+    return lower_literals(lower_threadgroup(preprocessed))
+
+
 def translation_unit(signature: Signature, source: str, header: str, name: str) -> str:
     """Write the whole C++ file, in which errors carry the lines of the kernel's header and source."""
-    file = name.replace("\\", "/").replace('"', "'")
+    file = _file(name)
     return (
         f'{PREFIX}# 1 "{file}.h"\n{header}\n# 1 "{file} signature"\n{signature.head}'
         f'# 1 "{file}.metal"\n{source}\n}}\n' + ENTRY.format(call=entry_call(signature))
@@ -178,18 +197,22 @@ def build(signature: Signature, source: str, header: str, name: str, options: Em
     includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]
     fma = CONTRACTIONS[options.fp_contract] if platform.machine() == "x86_64" else []
     bfloat = ["-Xclang", "-fbfloat16-excess-precision=none"] if _clang_major(version) >= 17 else []
-    flags = [*COMMON, *KERNEL, *bfloat, *fma, f"-O{options.optimize}", f"-ffp-contract={options.fp_contract}"]
+    contract, optimize = f"-ffp-contract={options.fp_contract}", f"-O{options.optimize}"
+    parse = [*clang, *COMMON, *KERNEL, *bfloat, *fma, contract]
     text, constants = translation_unit(signature, source, header, name), dict(options.function_constants)
     headers = [_directory_digest(NATIVE), _directory_digest(MLX_INCLUDE / "mlx/backend/metal/kernels")]
     headers.append(LOWERING.read_text())
-    target = cache_directory() / f"{_digest(text, flags, version, headers, sorted(constants.items()))}.so"
+    target = cache_directory() / f"{_digest(text, parse, optimize, version, headers, sorted(constants.items()))}.so"
     if not target.exists():
         with _unfinished(target) as work:
             cpp, preprocessed, made = (str(work / f"kernel.{suffix}") for suffix in ("cpp", "ii", "o"))
             Path(cpp).write_text(text)
-            _run([*clang, *flags, *includes, "-E", cpp, "-o", preprocessed], name)
-            lowered = lower_literals(lower_threadgroup(Path(preprocessed).read_text()))
-            Path(preprocessed).write_text(lower_function_constants(lowered, constants))
-            _run([*clang, *flags, "-c", preprocessed, "-o", made], name)
-            _run([*link, "-o", f"{work}/out.so", made], name)
+            _run([*parse, optimize, *includes, "-E", cpp, "-o", preprocessed], name)
+            library, first_line, kernel = Path(preprocessed).read_text().partition(f'# 1 "{_file(name)}.h"')
+            precompiled = _parsed(_lowered(library.replace(cpp, "kernel.cpp")), parse, version)
+            Path(preprocessed).write_text(lower_function_constants(_lowered(first_line + kernel), constants))
+            # Clang would refuse what was parsed for another level of optimising, on which parsing does not depend.
+            parsed = ["-Xclang", "-fno-validate-pch", "-include-pch", str(precompiled), "-x", "c++"]
+            _run([*parse, optimize, *parsed, "-c", preprocessed, "-o", made], name)
+            _run([*link, "-o", f"{work}/out", made], name)
     return target
