@@ -5,7 +5,6 @@ Geometry and choice of kernel follow MLX 0.32's `quantized.cpp` and `scaled_dot_
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -158,39 +157,26 @@ def fused(rows: int, group: int) -> bool:
     return rows <= 8 and rows * group <= MOST_ROWS
 
 
-def _attention(q: mx.array, k: mx.array, v: mx.array, options: EmulatorOptions | None, **constants: Any) -> tuple:
+def _attention(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple:
     """Return the template, the options and the output of attention from q to k and v, without a mask."""
     template = [("T", q.dtype), ("V", v.shape[-1]), ("D", q.shape[-1]), ("KV_AXIS", int(k.shape[1] > 1))]
-    options = replace(options or EmulatorOptions(), function_constants={**NO_MASK, **constants})
+    options = EmulatorOptions(function_constants={**NO_MASK, **constants})
     return template, options, {"out": ((*q.shape[:3], v.shape[-1]), q.dtype)}
 
 
 def sdpa_vector(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    *,
-    scale: float,
-    causal: bool = False,
-    options: EmulatorOptions | None = None,
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False
 ) -> tuple[mx.array, Traffic]:
     """Attend from q (B, H, L, D) to k, v (B, KV, S, D) in one pass, no mask: (B, H, L, D), and the traffic."""
     (b, h, rows, _), kv = q.shape, k.shape[1]
-    template, options, output = _attention(q, k, v, options, do_causal=causal, blocks=1)
+    template, options, output = _attention(q, k, v, do_causal=causal, blocks=1)
     inputs = {"queries": q, "keys": k, "values": v, "gqa_factor": h // kv, "S": k.shape[2], "scale": scale}
     more = {"groups": (b * h, rows, 1), "threadgroup": (1024, 1, 1), "template": template, "options": options}
     return launched("sdpa_vector", inputs, output, SDPA, include(*ATTENTION), **more)
 
 
 def sdpa_vector_2pass(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    *,
-    scale: float,
-    causal: bool = False,
-    blocks: int = 32,
-    options: EmulatorOptions | None = None,
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False, blocks: int = 32
 ) -> tuple[mx.array, Traffic, Traffic]:
     """Attend from q (1, H, L, D) to k, v (1, KV, S, D), no mask: (1, H, L, D), and the traffic of both passes.
 
@@ -198,7 +184,7 @@ def sdpa_vector_2pass(
     """
     (b, h, rows, _), kv = q.shape, k.shape[1]
     assert b == 1, f"{b} sequences"
-    template, options, output = _attention(q, k, v, options, do_causal=causal, blocks=blocks)
+    template, options, output = _attention(q, k, v, do_causal=causal, blocks=blocks)
     inputs = {"queries": q, "keys": k, "values": v, "S": k.shape[2], "scale": scale}
     dealt = b, h, rows, blocks
     parts = {"partials": ((*dealt, v.shape[-1]), q.dtype), "sums": (dealt, mx.float32), "maxs": (dealt, mx.float32)}
