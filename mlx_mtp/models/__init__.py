@@ -16,20 +16,17 @@ from types import ModuleType
 from mlx_lm.utils import MODEL_REMAPPING
 
 DRAFTERS = ("eagle3",)
-# Exports of a text model without its wrapper: a flat config.json.
-UNWRAPPED = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 
 def port_names() -> list[str]:
     """List every model_type that has a port."""
-    files = {p.stem for p in Path(__file__).parent.glob("*.py")}
-    return sorted(files - {"__init__", *DRAFTERS} | UNWRAPPED.keys())
+    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", *DRAFTERS))
 
 
 def find_port(config: dict) -> ModuleType | None:
     """Import the port of a config.json's model_type, or of the one that mlx-lm takes it for; None: there is none."""
-    name = (MODEL_REMAPPING | UNWRAPPED).get(config["model_type"], config["model_type"])
-    return importlib.import_module(f".{name}", __package__) if name in port_names() else None
+    model_type = MODEL_REMAPPING.get(config["model_type"], config["model_type"])
+    return importlib.import_module(f".{model_type}", __package__) if model_type in port_names() else None
 
 
 def drafter_kinds() -> list[ModuleType]:
