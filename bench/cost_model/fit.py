@@ -50,6 +50,11 @@ def misfit(rows: Iterable[PublishedPass], chip: Chip, form: str, caches: bool) -
     return total
 
 
+def family(chip: Chip) -> str:
+    """Say of which chips all issue rates are alike: from M3 on integer and float instructions issue side by side."""
+    return "M3 and later" if chip.generation >= 15 else "M1 and M2"
+
+
 def fit(rows: Sequence[PublishedPass], form: str = FORM, caches: bool = True) -> dict[str, Chip]:
     """Give all chips their two shares."""
     by_chip = defaultdict(list)
@@ -58,7 +63,7 @@ def fit(rows: Sequence[PublishedPass], form: str = FORM, caches: bool = True) ->
     misfits = {name: misfit(of_chip, CHIPS[name], form, caches) for name, of_chip in by_chip.items()}
     fitted = {}
     for name, chip in CHIPS.items():
-        alike = [found for other, found in misfits.items() if CHIPS[other].family == chip.family]
+        alike = [found for other, found in misfits.items() if family(CHIPS[other]) == family(chip)]
         pooled = ISSUES[np.argmin(sum(found.min(axis=0) for found in alike))]
         penalty = (np.log(ISSUES / pooled) / ISSUE_PRIOR) ** 2
         found = misfits[name] if name in misfits else misfit([], chip, form, caches)

@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -192,20 +192,17 @@ class Captured(Timer):
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         due = name == self.phase and self.paths and (name == "prefill" or self.cycles >= WARM)
-        with _trace(self.paths.pop(0)) if due else nullcontext(), super().during(name):
-            yield
+        if due:
+            mx.synchronize()
+            mx.metal.start_capture(str(self.paths.pop(0)))
+        try:
+            with super().during(name):
+                yield
+                if due:
+                    mx.synchronize()
+        finally:
             if due:
-                mx.synchronize()
-
-
-@contextmanager
-def _trace(path: Path) -> Iterator[None]:
-    mx.synchronize()
-    mx.metal.start_capture(str(path))
-    try:
-        yield
-    finally:
-        mx.metal.stop_capture()
+                mx.metal.stop_capture()
 
 
 def trace_paths(path: Path, cycles: int) -> list[Path]:

@@ -5,9 +5,9 @@ row names, though mixes such as Q4_K_S keep some tensors in more bits: true floo
 """
 
 import csv
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.table import Table
@@ -34,41 +34,25 @@ DEPTHS = 3
 Condition = tuple[str, int | None, int | None]  # context, bits of the target's cache and of the heads'; None is 16
 
 
-@dataclass(frozen=True)
-class Published:
-    """One line: speeds in tokens/s, acceptance as accepted of all drafted, context in thousands ("32k").
-
-    kv_cache, mtp_kv_cache: types of the target's and of the heads' caches; the latter empty where it is the same.
-    """
-
-    machine: str
-    weights: str
-    kv_cache: str
-    mtp_kv_cache: str
-    context: str
-    num_draft_tokens: int
-    plain_tok_s: float
-    mtp_tok_s: float
-    speedup: float
-    acceptance: float
-    tokens_per_cycle: float
-    cycle_cost_in_plain_steps: float
-
-    @property
-    def condition(self) -> Condition:
-        return self.context, BITS[self.kv_cache], BITS[self.mtp_kv_cache or self.kv_cache]
-
-
 def source() -> str:
     """Say where the figures are from."""
     return FILE.read_text().splitlines()[0].removeprefix("# source: ")
 
 
-def published() -> list[Published]:
-    """Read every line of the table."""
+def published() -> list[Any]:
+    """Read every line of the table; its columns, and the `condition`, are attributes.
+
+    Speeds are in tokens/s, acceptance is accepted of all drafted, a context in thousands ("32k"). kv_cache,
+    mtp_kv_cache: types of the target's and of the heads' caches; the latter empty where it is the same.
+    """
     lines = [line for line in FILE.read_text().splitlines() if not line.startswith("#")]
-    types = Published.__annotations__
-    return [Published(**{name: types[name](value) for name, value in row.items()}) for row in csv.DictReader(lines)]
+    found = []
+    for row in csv.DictReader(lines):
+        caches = row["kv_cache"], row["mtp_kv_cache"] or row["kv_cache"]
+        figures = {name: float(row[name]) for name in (*SHOWN, "cycle_cost_in_plain_steps")}
+        figures["num_draft_tokens"] = int(row["num_draft_tokens"])
+        found.append(SimpleNamespace(**{**row, **figures}, condition=(row["context"], *(BITS[c] for c in caches))))
+    return found
 
 
 def check(model: Any) -> None:
@@ -113,7 +97,7 @@ def beside(found: dict[str, Any], *, quick: bool) -> Table:
     return table
 
 
-def stored(row: Published) -> ModelOps:
+def stored(row: Any) -> ModelOps:
     """Describe what that engine read in a row: it drafted with the first head only, fed its own output again."""
     kinds = row.kv_cache, row.mtp_kv_cache or row.kv_cache
     target, heads = (MODELS[MODEL].stored(STORED_BITS[row.weights], None, STORED_BITS[kv] / 8) for kv in kinds)
@@ -130,7 +114,7 @@ def documents(chips: dict[str, Chip]) -> list[dict[str, Any]]:
     return [_with_floors(row, chips) for row in published()]
 
 
-def _with_floors(row: Published, chips: dict[str, Chip]) -> dict[str, Any]:
+def _with_floors(row: Any, chips: dict[str, Chip]) -> dict[str, Any]:
     on_mac, model, k, context = row.machine == MAC, stored(row), row.num_draft_tokens, tokens(row.context)
     usable = chips[CHIP].bandwidth if on_mac else GBPS[row.machine] * 1e9 * Chip.usable
     times = phases.shown_times(phases.predicted(MODELS[MODEL], chips[CHIP], context, (k + 1,)) if on_mac else [])

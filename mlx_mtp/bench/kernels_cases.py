@@ -1,10 +1,12 @@
 """Make the cases of `bench kernels`: sites in released models' shapes, and small ones; random weights, bfloat16."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,31 +32,10 @@ from ..models import deepseek_v3 as deepseek_port
 from ..models.qwen3_5 import GatedDeltaNet
 from .random_model import draw_weights
 
-# Qwen3.6-27B's layers, as far as attention and gated delta read them.
-QWEN = {
-    **{"model_type": "qwen3_5_text", "hidden_size": 5120, "linear_num_value_heads": 48, "linear_num_key_heads": 16},
-    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
-    **{"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256},
-}
-STEP = step3p5.ModelArgs.from_dict(
-    {
-        **{"model_type": "step3p5", "hidden_size": 4096, "num_hidden_layers": 2, "vocab_size": 128896},
-        **{"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128, "intermediate_size": 11264},
-        **{"layer_types": ["full_attention", "sliding_attention"]},
-        **{"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8}},
-    }
-)
-# Sizes of models, as far as their attention reads them.
-GLM: Any = SimpleNamespace(
-    **{"hidden_size": 5120, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128},
-    **{"attention_bias": True, "use_qk_norm": True, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-    rope_theta=1e6,
-)
-MIMO: Any = SimpleNamespace(
-    **{"hidden_size": 4096, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192},
-    **{"swa_v_head_dim": 128, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334, "attention_value_scale": 0.707},
-    add_swa_attention_sink_bias=True,
-)
+# What attention and gated delta read of released models' config.json.
+SHAPES = json.loads(Path(__file__).with_name("kernels_shapes.json").read_text())
+QWEN, STEP = SHAPES["Qwen3.6-27B"], step3p5.ModelArgs.from_dict(SHAPES["Step-3.5-Flash"])
+GLM, MIMO = (cast(Any, SimpleNamespace(**SHAPES[name])) for name in ("GLM-4.5", "MiMo-V2-Flash"))
 
 
 def bf16(made: Any) -> Any:

@@ -125,28 +125,22 @@ def _rule(model: Any, stated: dict, group_size: int) -> Callable[[str, nn.Module
     return rule
 
 
-def draw_weights(model: nn.Module, seed: int) -> None:
+def draw_weights(model: Any, seed: int) -> None:
     """Replace every matrix by random weights of variance 1 / its inputs, evaluated one module after the other.
 
     Vectors stay what mlx-lm makes them: norms ones, biases zeros, decay rates its own.
     """
     keys = mx.random.split(mx.random.key(seed), sum(1 for _ in model.named_modules()))
     for key, (_, module) in zip(keys, model.named_modules(), strict=True):
-        if "scales" in module:
-            _draw_quantized(module, key)
+        if "scales" in module:  # random codes 0 .. 2^bits - 1, times a scale and less their mean
+            if module.mode != "affine":
+                raise ValueError(f"quantization mode {module.mode!r}: random weights are made in affine only")
+            scale = math.sqrt(12 / (module.scales.shape[-1] * module.group_size * (4**module.bits - 1)))
+            *rows, words = module.weight.shape
+            module.weight = mx.random.randint(0, 2**16, (*rows, 2 * words), mx.uint16, key=key).view(mx.uint32)
+            shape, mean = module.scales.shape, scale * (2**module.bits - 1) / 2
+            module.scales, module.biases = (mx.full(shape, x, module.scales.dtype) for x in (scale, -mean))
         elif not isinstance(module, nn.Conv1d):
             for name, a in [(n, a) for n, a in module.items() if isinstance(a, mx.array) and a.ndim > 1]:
                 module[name] = mx.random.normal(a.shape, a.dtype, scale=a.shape[-1] ** -0.5, key=key)
         mx.eval([a for a in module.values() if isinstance(a, mx.array)])
-
-
-def _draw_quantized(module: Any, key: mx.array) -> None:
-    """Random codes 0 .. 2^bits - 1, times a scale and less their mean: uniform weights around zero."""
-    if module.mode != "affine":
-        raise ValueError(f"quantization mode {module.mode!r}: random weights are made in affine only")
-    inputs = module.scales.shape[-1] * module.group_size
-    scale = math.sqrt(12 / (inputs * (4**module.bits - 1)))
-    *rows, words = module.weight.shape
-    module.weight = mx.random.randint(0, 2**16, (*rows, 2 * words), mx.uint16, key=key).view(mx.uint32)
-    module.scales = mx.full(module.scales.shape, scale, module.scales.dtype)
-    module.biases = mx.full(module.scales.shape, -scale * (2**module.bits - 1) / 2, module.scales.dtype)

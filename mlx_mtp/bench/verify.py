@@ -32,6 +32,7 @@ from .timing import REPEATS, Timed, interleaved, measured, ratio, steps_for
 from .verify_parts import expert_inputs, parts_of
 
 STOCK, OURS = "stock", "ours"
+Turns = dict[tuple[str, int], Callable[[], float]]  # by side and rows, what measures seconds
 
 
 class Kernels:
@@ -166,7 +167,7 @@ def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: CurvePlan, 
         for context in plan.contexts:
             whole = VerifyPass(model, text, context, step)
             turns = {(side, m): partial(whole, m) for side in kernels.sides for m in plan.rows}
-            yield _curve("whole", context, turns, kernels, plan)
+            yield _filled(Curve("whole", context), turns, kernels, plan)
             del whole, turns
         for part in parts_of(model, plan.contexts, inputs):
             turns = {}
@@ -175,17 +176,11 @@ def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: CurvePlan, 
                     for m in (m for m in plan.rows if m <= part.most):
                         calls = part.calls(m)
                         turns[side, m] = Timed(calls, steps_for(calls, plan.seconds))
-            yield _curve(part.name, part.context, turns, kernels, plan)
+            yield _filled(Curve(part.name, part.context), turns, kernels, plan)
 
 
-def _curve(
-    name: str,
-    context: int | None,
-    turns: dict[tuple[str, int], Callable[[], float]],
-    kernels: Kernels,
-    plan: CurvePlan,
-) -> Curve:
-    curve, contenders = Curve(name, context), {turn: kernels.only(turn[0])(run) for turn, run in turns.items()}
+def _filled(curve: Curve, turns: Turns, kernels: Kernels, plan: CurvePlan) -> Curve:
+    contenders = {turn: kernels.only(turn[0])(run) for turn, run in turns.items()}
     for (side, m), seconds in interleaved(contenders, plan.rounds, cooldown=plan.cooldown).items():
         calls = len(run.calls) if isinstance(run := turns[side, m], Timed) else 1
         curve.seconds.setdefault(side, {})[m] = [calls * s for s in seconds]

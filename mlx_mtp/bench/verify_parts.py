@@ -64,7 +64,8 @@ def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -
         ops = [(partial(_either, rule, rule), rule.width) for rule in rules]
         yield VerifyPart("recurrent", None, partial(_calls, ops, dtype, flat=True))
     if mixers:
-        ops = [(partial(_mixed, m, _taped(m, dtype)), width_of(m.in_proj)) for m in mixers]
+        tapes = [(m, _taped(m, dtype)) for m in mixers]
+        ops = [(lambda x, m=m, tape=tape: [m(x, None, copy(tape))], width_of(m.in_proj)) for m, tape in tapes]
         yield VerifyPart("recurrent, projected", None, partial(_calls, ops, dtype))
     ops = [(partial(chosen, model), model.model.norm.weight.size)]
     yield VerifyPart("LM head", None, partial(_calls, ops, dtype))
@@ -192,10 +193,6 @@ def _taped(mixer: Any, dtype: mx.Dtype) -> RecurrentCache:
     cache.seek(mx.array([6]), 8)
     mx.eval(cache.parts)
     return cache
-
-
-def _mixed(mixer: Any, cache: RecurrentCache, x: mx.array) -> list[mx.array]:
-    return [mixer(x, None, copy(cache))]
 
 
 @contextmanager

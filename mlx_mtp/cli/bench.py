@@ -45,7 +45,7 @@ def kernels(**flags: Any) -> None:
     from ..bench import result
     from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table
     from ..kernels import on_metal
-    from .emulate import table_of
+    from . import emulate_tables
 
     op = flags["op"]
     if op not in (None, *OPS):
@@ -56,7 +56,7 @@ def kernels(**flags: Any) -> None:
     out = console()
     if flags["emulate"]:
         found: list[Any] = list(traffic(op, rows))
-        out.print(traffic_table(found), *([table_of(BESIDE[op])] if op in BESIDE else []))
+        out.print(traffic_table(found), *([getattr(emulate_tables, f"{BESIDE[op]}_table")()] if op in BESIDE else []))
     else:
         rounds = flags["rounds"] or (3 if flags["quick"] else 7)
         found = list(timed(op, rows, rounds, flags["cooldown"] or 0.0))

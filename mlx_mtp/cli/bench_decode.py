@@ -71,9 +71,8 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     from ..cache.prompt_cache import group_size_for
 
     subject, quick = shared.subject_of(flags), flags["quick"]
-    session = open_session(
-        subject, flags["drafts"], flags["rounds"] or (3 if quick else 5), shared.cooldown_of(flags)
-    )
+    rounds = flags["rounds"] or (3 if quick else 5)
+    session = open_session(subject, flags["drafts"], rounds, shared.cooldown_of(flags))
     conditions = _conditions(subject.model, flags)
     only = flags["categories"].split(",") if flags["categories"] else DOCUMENTS if flags["preset"] else ()
     of_all = {"each": flags["each"] or (1 if quick or flags["preset"] else 2), "only": only}

@@ -1,7 +1,5 @@
 """Define `mlx-mtp emulate`: count on the CPU what Metal kernels ask of memory."""
 
-from typing import Any
-
 import click
 from click import Choice, IntRange, option
 
@@ -22,17 +20,13 @@ def emulate(tables: tuple[str, ...], stock: bool, shape: tuple[int, int], rows: 
     """
     from rich.console import Console
 
+    from . import emulate_tables
+
     if shape[1] % 64:
         raise click.BadParameter(
             f"{shape[1]} columns; must be a multiple of 64, the group of the scales", param_hint="--shape"
         )
     console = Console()
     for name in ("products",) if stock else tables or TABLES:
-        console.print(table_of(name, *((stock, shape, rows) if name == "products" else ())))
-
-
-def table_of(name: str, *args: Any) -> Any:
-    """Make one of TABLES, a `rich.table.Table`, in its usual shape unless there are arguments."""
-    from . import emulate_tables
-
-    return getattr(emulate_tables, f"{name}_table")(*args)
+        own = (stock, shape, rows) if name == "products" else ()
+        console.print(getattr(emulate_tables, f"{name}_table")(*own))

@@ -32,15 +32,6 @@ class Chip:
     def rate(self) -> float:
         return self.tflops * 1e12 / 2 * self.issue
 
-    @property
-    def family(self) -> str:
-        """From M3 on integer and float instructions issue side by side."""
-        return "M3 and later" if self.generation >= 15 else "M1 and M2"
-
-    @property
-    def ultra(self) -> bool:
-        return "Ultra" in self.name
-
 
 def _chip(name: str, *figures: str) -> Chip:
     generation, gbps, tflops, memory, usable = (json.loads(figure or "null") for figure in figures)

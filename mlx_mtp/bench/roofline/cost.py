@@ -50,6 +50,24 @@ UNFUSED_LAUNCHES = 3
 STEP_LAUNCHES = 3  # of a pass beside its layers: embedding, last norm, head
 DRAFT_LAUNCHES = 16  # of a draft beside its head's block: norms, choice, bookkeeping; 14 to 22 were counted
 
+# The kernels that take the place of stock MLX, by what of a pass they change.
+KERNELS = {
+    "products": ("verify_qmm", "verify_glu", "verify_gemv", "verify_qmm_heads"),
+    "experts": ("verify_moe",),
+    "attention": ("verify_attention", "verify_latent_attention"),
+    "recurrence": ("gated_delta_verify",),
+    "head": ("verify_head",),
+    "norms": ("norm_rope", "add_norm"),
+}
+ALL = frozenset(KERNELS)
+
+FILE = Path(__file__).with_name("launches.csv")
+# By kind of layer, then by what is on ("none", a kind of KERNELS, "all"): launches at one row, and at more.
+LAUNCHES: dict[str, dict[str, tuple[int, int]]] = {}
+for _line in csv.DictReader(FILE.read_text().splitlines()[1:]):
+    if _line["kind"]:
+        LAUNCHES.setdefault(_line["kind"], {})[_line["kernels"]] = int(_line["one_row"]), int(_line["more_rows"])
+
 
 @dataclass(frozen=True)
 class PassShape:
@@ -73,6 +91,12 @@ class Cost(NamedTuple):
     launches: float = 0
 
 
+def launches(kind: str, on: Collection[str], rows: int) -> int:
+    """Look up those of one layer with no kernels on, with one kind of them, or with all."""
+    name = "none" if not on else "all" if set(on) >= ALL else "".join(on)
+    return LAUNCHES[kind][name][int(rows > 1)]
+
+
 def tile(chip: Chip) -> float:
     """Count instructions per weight of a product padded to a tile, at the matrix units' rate (`issue` cancels)."""
     return TILE_ROWS / MATRIX * chip.issue / (4 if chip.generation >= 17 else 1)  # M5's have four times the rate
@@ -81,7 +105,7 @@ def tile(chip: Chip) -> float:
 def batch_limit(chip: Chip, n: int, k: int) -> int:
     """Give the rows from which MLX takes its matrix kernels."""
     size = 0 if max(n, k) <= 2048 else 1 if max(n, k) <= 4096 else 2
-    if chip.ultra:
+    if "Ultra" in chip.name:
         return (32, 18, 12)[size]
     return {17: (33, 25, 13), 16: (13, 15, 13), 15: (13, 15, 13)}.get(chip.generation, (14, 10, 6))[size]
 
@@ -204,28 +228,3 @@ def op_seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> np.ndarray:
 def seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> float:
     """Predict the seconds of a pass, its launches included."""
     return float(op_seconds(costs, chip, form).sum()) + costs.launches * LAUNCH
-
-
-# The kernels that take the place of stock MLX, by what of a pass they change.
-KERNELS = {
-    "products": ("verify_qmm", "verify_glu", "verify_gemv", "verify_qmm_heads"),
-    "experts": ("verify_moe",),
-    "attention": ("verify_attention", "verify_latent_attention"),
-    "recurrence": ("gated_delta_verify",),
-    "head": ("verify_head",),
-    "norms": ("norm_rope", "add_norm"),
-}
-ALL = frozenset(KERNELS)
-
-FILE = Path(__file__).with_name("launches.csv")
-# By kind of layer, then by what is on ("none", a kind of KERNELS, "all"): launches at one row, and at more.
-LAUNCHES: dict[str, dict[str, tuple[int, int]]] = {}
-for _line in csv.DictReader(FILE.read_text().splitlines()[1:]):
-    if _line["kind"]:
-        LAUNCHES.setdefault(_line["kind"], {})[_line["kernels"]] = int(_line["one_row"]), int(_line["more_rows"])
-
-
-def launches(kind: str, on: Collection[str], rows: int) -> int:
-    """Look up those of one layer with no kernels on, with one kind of them, or with all."""
-    name = "none" if not on else "all" if set(on) >= ALL else "".join(on)
-    return LAUNCHES[kind][name][int(rows > 1)]
