@@ -4,9 +4,8 @@ It proves indexing, barriers, the order of sums, and traffic. It proves nothing 
 """
 # ruff: noqa: F401 what is imported here is what callers import from here
 
-from .errors import CompileError, KernelFault
 from .kernel import MetalKernel, emulated, metal_kernel
 from .launch import BufferTraffic, Traffic
-from .options import EmulatorOptions
+from .options import CompileError, EmulatorOptions, KernelFault
 
 Options = EmulatorOptions  # as callers write it: emulator.Options(order="reverse")

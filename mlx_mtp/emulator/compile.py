@@ -16,9 +16,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .errors import CompileError
 from .lowering import lower_function_constants, lower_literals, lower_threadgroup
-from .options import CONTRACTIONS, EmulatorOptions
+from .options import CONTRACTIONS, CompileError, EmulatorOptions
 from .signature import ATTRIBUTES, Signature
 
 NATIVE = Path(__file__).parent / "native"
@@ -30,7 +29,7 @@ COMMON = ["-std=c++17", "-ffreestanding", "-fPIC", "-fno-exceptions", "-fno-rtti
 COMMON += ["-fno-stack-protector", "-fno-math-errno", "-nostdinc++", "-fsigned-char"]
 KERNEL = [
     *("-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fno-threadsafe-statics"),
-    *("-gdwarf-4", "-gline-tables-only"),  # as line_table.py reads them
+    *("-gdwarf-4", "-gline-tables-only"),  # as faults.py reads them
     "-fno-optimize-sibling-calls",  # a fault in a kernel's last call is the kernel's line
     *("-Xclang", "-cl-single-precision-constant"),
     *("-Xclang", "-ffloat16-excess-precision=none"),

@@ -16,10 +16,9 @@ import numpy as np
 
 from .buffers import OUTPUT, KernelBuffer, input_buffers, output_array, output_buffer
 from .compile import build
-from .errors import CompileError, KernelFault
 from .faults import Explainer, unwritten
 from .launch import Traffic, Triple, make_traffic, run
-from .options import EmulatorOptions
+from .options import CompileError, EmulatorOptions, KernelFault
 from .signature import ATTRIBUTES, Parameter, Signature, function_name, input_parameters, template_argument, type_name
 
 MAX_THREADS = 1024

@@ -14,8 +14,7 @@ import numpy as np
 
 from .buffers import INPUT, OUTPUT, THREADGROUP, KernelBuffer
 from .compile import runtime_library
-from .errors import CompileError
-from .options import ORDERS, EmulatorOptions
+from .options import ORDERS, CompileError, EmulatorOptions
 
 MAX_BUFFERS = 128
 COUNTS = ("reads", "writes", "bytes_read", "bytes_written", "group_lines", "simd_accesses", "simd_lines")

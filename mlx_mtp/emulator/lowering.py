@@ -1,10 +1,10 @@
 """Rewrite what C++ has no word for: arrays in threadgroup memory, half and bfloat literals, function constants."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
-from .errors import CompileError
+from .options import CompileError
 
 _LINE = re.compile(r'^# (\d+) "([^"]*)".*$', re.MULTILINE)
 _ATTRIBUTE = re.compile(r"\[\[\s*threadgroup\(\s*\w+\s*\)\s*\]\]")
@@ -18,32 +18,16 @@ _FUNCTION_CONSTANT = re.compile(
 # A const member in one version for each address space, which are the same one here.
 _MEMBER = re.compile(r"(constexpr inline[^;{}]*\))(?:\s*const\b)+\s*(\{[^{}]*\})")
 _REPEATED = re.compile(r"(constexpr inline[^;{}]*\) const\s*\{[^{}]*\})(\s*)\1")
-_OPENING, _CLOSING = "<([", ">)]"
+_MARK, _SIZE = re.compile(r"^\s*#.*$", re.MULTILINE), re.compile(r"\[[^\[\]]*\]")
+_BRACKETED = re.compile(r"<[^<>]*>|\([^()]*\)")
 
 
-def _unbracketed(text: str, start: int = 0) -> Iterator[tuple[int, str]]:
-    """Places and characters from `start` on that are in no brackets, and the bracket that closes more than opened."""
-    depth = square = 0
-    for i in range(start, len(text)):
-        c = text[i]
-        square += (c == "[") - (c == "]")
-        if c in "<>" and square:
-            continue  # compares sizes
-        if c in _OPENING:
-            depth += 1
-        elif c in _CLOSING:
-            depth -= 1
-        if depth < 0 if c in _CLOSING else depth == 0 and c not in _OPENING:
-            yield i, c
-
-
-def _after_type(text: str, start: int) -> int:
-    """Index of the first character after `start` that is in no brackets and belongs to no type or name."""
-    for i, c in _unbracketed(text, start):
-        scope = c == ":" and ":" in (text[i + 1], text[i - 1])
-        if c in _CLOSING or (c in "*&=;,{}:" and not scope):
-            return i
-    return len(text) - 1
+def _blanked(text: str) -> str:
+    """Write underscores for the lines that the preprocessor marks, and for brackets and what is in them."""
+    for pattern in (_MARK, _SIZE, _BRACKETED):
+        while (found := pattern.sub(lambda m: "_" * len(m[0]), text)) != text:
+            text = found
+    return text
 
 
 def _line_of(text: str, at: int) -> str:
@@ -58,36 +42,22 @@ def _line_of(text: str, at: int) -> str:
 
 def _declaration_end(text: str, start: int) -> int:
     """Index of the `;` of a declaration of threadgroup variables; -1 for pointers, parameters and the like."""
-    stop = _after_type(text, start)
-    if text[stop] in "*&)>{}:":
+    end = next((i for i in range(start, len(text)) if text[i] in ";{}"), len(text) - 1)
+    plain = _blanked(text[start:end])
+    behind = re.sub(r"^(?:[\w\s]|::)*", "", plain)  # the type and a name
+    if text[end] != ";" or behind[:1] not in ("", ",", "=") or ")" in plain:
         return -1
-    end = next(i for i in range(start, len(text)) if text[i] in ";{}")
-    declaration = text[start:end]
-    if text[end] != ";" or _in_parameters(text, stop):
-        return -1
-    if re.search(r"[=*&]", re.sub(r"\[[^\]]*\]", "", declaration)):
+    if re.search("[=*&]", plain):
         raise CompileError(
-            f"{_line_of(text, start)}: `threadgroup {declaration.strip()}`: the emulator takes threadgroup variables "
-            "without an initializer, and pointers in a declaration of their own"
+            f"{_line_of(text, start)}: `threadgroup {text[start:end].strip()}`: the emulator takes threadgroup "
+            "variables without an initializer, and pointers in a declaration of their own"
         )
     return end
 
 
-def _in_parameters(text: str, stop: int) -> bool:
-    """Whether the bracket that closes first after `stop` is one of a list of parameters."""
-    depth = 0
-    for c in text[stop:]:
-        depth += (c in "([") - (c in ")]")
-        if depth < 0:
-            return True
-        if c in ";{}":
-            return False
-    return False
-
-
 def _split(text: str) -> list[str]:
     """The parts between commas that are in no brackets."""
-    commas = [i for i, c in _unbracketed(text) if c == ","]
+    commas = [i for i, c in enumerate(_blanked(text)) if c == ","]
     return [text[a:b] for a, b in zip([0, *(i + 1 for i in commas)], [*commas, len(text)], strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Say how launches are emulated, and check that it can be done."""
+"""Say how launches are emulated, check that it can be done, and name what goes wrong."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,3 +36,11 @@ class EmulatorOptions:
             raise ValueError(f"fp_contract is {self.fp_contract!r}; it must be one of {', '.join(CONTRACTIONS)}")
         if self.max_steps < 1:
             raise ValueError(f"max_steps is {self.max_steps}; it must be at least 1")
+
+
+class KernelFault(RuntimeError):
+    """A kernel did what Metal leaves undefined; the message names kernel, thread, address and source line."""
+
+
+class CompileError(RuntimeError):
+    """A kernel does not compile, or needs what the emulator does not have."""
