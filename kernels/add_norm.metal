@@ -5,6 +5,8 @@
 // Template T, O (the type that T and the weight's promote to), CHUNKS (of four values that a thread keeps)
 // Grid     M groups of as many threads as cover H with CHUNKS * 4 values each, whole simdgroups
 
+#include "rms.h"
+
 const int H = x_shape[1], threads = threads_per_threadgroup.x;
 const int lane = thread_index_in_simdgroup;
 const size_t row = size_t(threadgroup_position_in_grid.x) * H;

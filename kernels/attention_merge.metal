@@ -9,6 +9,8 @@
 //
 // A chunk in which a row saw nothing (sum 0) is passed over, so that bits do not depend on how many there are.
 
+#include "activations.h"
+
 const int Hkv = partials_shape[0], chunks = partials_shape[1], R = partials_shape[2], Dv = partials_shape[3];
 const int L = threads_per_grid.z, G = R / L;
 const int d = thread_position_in_grid.x, head = thread_position_in_grid.y, i = thread_position_in_grid.z;

@@ -12,6 +12,10 @@
 //
 // Sums are taken in float, from the oldest tap on, and rounded to T; everything behind them rounds as MLX's ops do.
 
+#include "rms.h"
+#include "activations.h"
+#include "delta_gates.h"
+
 const int C = w_shape[0], taps = w_shape[1], behind = taps - 1, Hv = A_log_shape[0];
 const int Hk = layout[0], D = layout[1], keys = Hk * D;
 const int group_keys = keys / x_shape[2], group_values = (C - 2 * keys) / x_shape[2], group_heads = a_shape[3];

@@ -1,5 +1,7 @@
 // Products of the rows that visit one expert with four rows of its weights, which are requested once.
 
+#include "quantized.h"
+
 constant constexpr int COLUMNS = 4; // weight rows that a simdgroup takes
 
 // One expert's matrix [N, K], N a multiple of COLUMNS, and where the rows of x begin that visit it: `count` of them, then

@@ -13,6 +13,8 @@
 // Rows beyond n are not read: they may hold anything. An array of few elements arrives in another address space, so
 // only what has a head's Dk values is passed on as a device pointer.
 
+#include "gated_delta.h"
+
 constexpr int N = Dk / LANES;
 constexpr int CHAINS = LANES == 32 ? 1 : N / 4;
 

@@ -5,6 +5,9 @@
 // Template T, O (the type that T and the weight's promote to), BLOCKS (of 128 values of a head)
 // Grid     (32, H, T), threadgroup (32, any, 1)
 
+#include "rms.h"
+#include "activations.h"
+
 const int H = y_shape[2], D = y_shape[3];
 const int head = thread_position_in_grid.y, row = thread_position_in_grid.z, lane = thread_index_in_simdgroup;
 const int first = head * D % z_shape[3];  // in its group

@@ -8,6 +8,8 @@
 // Template T (inputs), DV, DR, KEYS (of a tile: 8 or 16), FRAGMENTS (of 8 rows that a simdgroup has in registers)
 // Grid     x: 32 per tile; y: simdgroups;  group of threads (32, simdgroups, 1)
 
+#include "latent_attention.h"
+
 constexpr int BLOCKS = KEYS / 8, ROWS = 8 * FRAGMENTS;
 threadgroup T tile[(DV + DR) * KEYS];
 const int L = q_shape[2], R = q_shape[1] * L;

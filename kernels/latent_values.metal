@@ -11,6 +11,8 @@
 // Values that are not finite count as 0: a row that sees one has a score that is not finite either, and to a row that
 // does not see it, it must not matter.
 
+#include "latent_attention.h"
+
 constexpr int FRAGMENTS = 2, ROWS = 8 * FRAGMENTS, COLUMNS = SLICE / 8;
 threadgroup T values[CHUNK * SLICE];
 const int R = scores_shape[1], simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;

@@ -8,6 +8,9 @@
 //          SHARED (0: not, 1: added, 2: added times sigmoid(shared_gate)), SIMDGROUPS
 // Grid     x: 32; y: SIMDGROUPS per 4 values of N;  group of threads (32, SIMDGROUPS, 1)
 
+#include "experts.h"
+#include "activations.h"
+
 constexpr int MOST_PAIRS = 128;
 const int lane = thread_index_in_simdgroup, worker = simdgroup_index_in_threadgroup;
 const int P = h_shape[0], K = h_shape[1], N = w_shape[1], top_k = sizes[0];

@@ -7,6 +7,9 @@
 // Template T (x, limit, h), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: at least M), CLAMPED
 // Grid     x: 32; y: 2 per 8 values of N; z: P, one for each distinct expert;  group of threads (32, 2, 1)
 
+#include "experts.h"
+#include "activations.h"
+
 const int slot = threadgroup_position_in_grid.z, lane = thread_index_in_simdgroup;
 const int N = gate_shape[1], K = x_shape[1];
 const int start = starts[slot], end = starts[slot + 1];

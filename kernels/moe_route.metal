@@ -8,6 +8,9 @@
 // Template T (logits), SOFTMAX (else sigmoid), BIASED, VALUES (4 per 128 experts)
 // Grid     (32, M, 1), all of it one group of threads: 32 for each row
 
+#include "activations.h"
+#include "routing.h"
+
 constexpr int MOST_PAIRS = 128;
 const int M = logits_shape[0], E = logits_shape[1], top_k = sizes[0], pairs = M * top_k;
 const int lane = thread_index_in_simdgroup, row = simdgroup_index_in_threadgroup;

@@ -8,6 +8,8 @@
 // Template T, O (the type that T and the weights' promote to), NORM, FREQS, BLOCKS (of 128 values of a head)
 // Grid     (32, Hq + Hk, L), group of threads (32, 1, 1)
 
+#include "rms.h"
+
 const int L = q_shape[1], Hq = q_shape[2];
 const int D = layout[0], pairs = layout[1] / 2;
 const int head = threadgroup_position_in_grid.y, row = threadgroup_position_in_grid.z;

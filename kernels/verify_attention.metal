@@ -17,6 +17,8 @@
 // float, in an order of positions alone; exponentials are the fast ones, as in MLX's attention, of arguments up to 0.
 // Positions that no row sees are not read.
 
+#include "attention.h"
+
 constexpr int SIMDGROUPS = DV / (8 * PARTS), QUADS = 8 * SIMDGROUPS, ROWS = 8 * BLOCKS;
 constexpr int PASSES = (ROWS + QUADS - 1) / QUADS, UNITS = TILE / 32;
 constexpr int STRIDE = TILE + 4; // 8 rows in 8 different banks

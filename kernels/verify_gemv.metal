@@ -3,6 +3,9 @@
 // Template: T; ROWS of x and TM of w whose sums a thread holds; LANES of a simdgroup and SIMDS simdgroups along K; BIAS.
 // Grid in threadgroups: (ceil(M / ROWS), ceil(N / rows of w in one), 1). Threadgroup: (32, SIMDS, simdgroups along N),
 // of which each has 32 / LANES * TM rows of w. Groups of rows of x lie side by side, so that the second finds w cached.
+
+#include "gemv_rows.h"
+
 constexpr int STRIDE = 4 * LANES * SIMDS, SUMS = ROWS * TM, PARTIALS = SIMDS > 1 ? SIMDS * SUMS : 1;
 threadgroup float partial[PARTIALS];
 const int lane = thread_index_in_simdgroup;

@@ -7,6 +7,9 @@
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
 //          y: 2 per 2 * (32 / LANES) * RESULTS / 2 values of H;  group of threads (32, 2, 1)
 
+#include "quantized.h"
+#include "activations.h"
+
 constexpr int PAIRS = RESULTS / 2;
 const int M = x_shape[0], K = x_shape[1], H = w_shape[0] / 2;
 const int lane = thread_index_in_simdgroup;

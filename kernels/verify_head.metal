@@ -8,6 +8,10 @@
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
 //          y: 8 per tile of TILE weight rows;  group of threads (32, 8, 1)
 
+#include "quantized.h"
+#include "random.h"
+#include "head.h"
+
 constexpr int SIMDS = 8, RESULTS = ROWS > 5 ? 2 : 4;
 constexpr int WIDTH = 32 / LANES * RESULTS; // weight rows of a simdgroup at a time
 threadgroup float logits[ROWS * TILE];

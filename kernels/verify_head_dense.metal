@@ -7,6 +7,10 @@
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
 //          y: 8 per tile of TILE rows of w;  group of threads (32, 8, 1)
 
+#include "gemv_rows.h"
+#include "random.h"
+#include "head.h"
+
 constexpr int SIMDS = 8, TM = ROWS > 5 ? 2 : 4, SUMS = ROWS * TM, STRIDE = 4 * LANES;
 constexpr int WIDTH = 32 / LANES * TM; // rows of w of a simdgroup at a time
 threadgroup float logits[ROWS * TILE];

@@ -5,6 +5,8 @@
 // Template SUM
 // Grid     x: 256 per row;  group of threads (256, 1, 1)
 
+#include "head.h"
+
 constexpr int SIMDS = 8;
 threadgroup float value_of[SIMDS];
 threadgroup int index_of[SIMDS];

@@ -8,6 +8,8 @@
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
 //          y: 2 per 2 * (32 / LANES) * RESULTS weight rows;  group of threads (32, 2, 1)
 
+#include "quantized.h"
+
 const int M = x_shape[0], K = x_shape[1], N = ends[ends_shape[0] - 1];
 const int lane = thread_index_in_simdgroup;
 

@@ -7,6 +7,8 @@
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
 //          y: 2 per 2 * (32 / LANES) * RESULTS weight rows;  z: H;  group of threads (32, 2, 1)
 
+#include "quantized.h"
+
 const int M = x_shape[1], H = x_shape[2], D = x_shape[3], N = w_shape[1], groups = scales_shape[2], K = groups * GROUP;
 const int lane = thread_index_in_simdgroup, head = threadgroup_position_in_grid.z;
 

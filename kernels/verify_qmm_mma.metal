@@ -9,6 +9,9 @@
 // Column c of a block of 8 * RUN values of K is the RUN values that begin at c * RUN; step i multiplies value i of every
 // column, weights [8 n, 8 c] by x [8 c, 8 m]. Blocks are dealt to the SPLIT simdgroups in turn.
 
+#include "quantized.h"
+#include "fragments.h"
+
 constexpr int SPLIT = 4, RUN = 16, PIECES = 4, STEPS = RUN / PIECES, BLOCK = 8 * RUN, HEIGHT = 8 * TILES;
 const int M = x_shape[0], K = x_shape[1], N = ends[ends_shape[0] - 1];
 const int lane = thread_index_in_simdgroup, part = simdgroup_index_in_threadgroup;

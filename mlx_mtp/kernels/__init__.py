@@ -14,7 +14,6 @@ from .gated_norm import gated_norm, gated_norm_ref
 from .norm_rope import Rope, norm_rope, norm_rope_ref
 from .verify_attention import attention_served, verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
-from .verify_glu import verify_glu, verify_glu_ref
 from .verify_head import (
     draw_ref,
     top_ref,
@@ -27,8 +26,7 @@ from .verify_head import (
 )
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
 from .verify_moe import Experts, verify_moe, verify_moe_ref
-from .verify_qmm import verify_qmm, verify_qmm_ref
-from .verify_qmm_heads import verify_qmm_heads, verify_qmm_heads_ref
+from .verify_qmm import verify_glu, verify_glu_ref, verify_qmm, verify_qmm_heads, verify_qmm_heads_ref, verify_qmm_ref
 from .verify_qmm_mma import verify_qmm_mma, verify_qmm_mma_ref
 
 __all__ = [name for name in dir() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -7,8 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._rows import row_groups
-from ._source import DTYPES, kernel
+from ._source import DTYPES, launch, row_groups
 
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
@@ -107,8 +106,8 @@ def multiplied(x: mx.array, weights: Quantized) -> mx.array:
     return (x.astype(mx.float32) @ dequantized(weights).T).astype(weights.dtype(x))
 
 
-def arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
-    """Give w, scales, biases as kernels take them: affine ones in x's `dtype`, scales twice if without biases."""
+def arrays(weights: Quantized, dtype: mx.Dtype, name: str = "") -> dict[str, mx.array]:
+    """Name the arrays as kernels do (name_scales with a name), affine ones in `dtype`, or scales twice."""
     w, scales, biases = weights.w, weights.scales, weights.biases
     if biases is not None:
         scales, biases = scales.astype(dtype), biases.astype(dtype)
@@ -116,13 +115,14 @@ def arrays(weights: Quantized, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.
         times = (DEVICE, *[1] * (w.ndim - 1))
         w, scales = mx.tile(w, times), mx.tile(scales, times)
         biases = None if biases is None else mx.tile(biases, times)
-    return w, scales, scales if biases is None else biases
+    names = (name, f"{name}_scales", f"{name}_biases") if name else ("w", "scales", "biases")
+    return dict(zip(names, (w, scales, scales if biases is None else biases), strict=True))
 
 
-def format_template(weights: Quantized, dtype: mx.Dtype) -> list[tuple[str, object]]:
+def format_template(weights: Quantized, dtype: mx.Dtype) -> dict[str, object]:
     """Say what every kernel's template does of x, of `dtype`, and the weights."""
     stored, fp = (weights.scales.dtype, True) if weights.biases is None else (dtype, False)
-    return [("T", dtype), ("S", stored), ("BITS", weights.bits), ("GROUP", weights.group_size), ("FP", fp)]
+    return {"T": dtype, "S": stored, "BITS": weights.bits, "GROUP": weights.group_size, "FP": fp}
 
 
 def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
@@ -150,36 +150,32 @@ def tiles(m: int) -> tuple[int, int, int]:
     return groups, rows, 4 if 4 * rows <= MOST_SUMS else 2
 
 
-def launch(
+def multiply(
     op: str,
     x: mx.array,
     weights: Quantized,
     *,
-    m: int,
-    more: Mapping[str, mx.array] | None = None,
-    template: Sequence[tuple[str, object]] = (),
-    headers: Sequence[str] = (),
     columns: int,
-    heads: int = 1,
+    more: Mapping[str, mx.array] | None = None,
+    template: Mapping[str, object] | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> mx.array:
-    """Launch `op` over m rows of x, of each head: y of `shape`, else flat [m * columns].
+    """Launch `op` over the rows of x [..., K]: y, flat [M * columns]; or of x [1, M, heads, D]: y of `shape`.
 
     `more`: the op's inputs behind these, by name; `template`: what it takes besides the weights' format. Each column
     is made of the same number of weight rows.
     """
-    more = more or {}
+    x = (x if shape else x.reshape(-1, weights.k)).astype(weights.dtype(x))
+    m, heads = x.shape[-3 if shape else 0], x.shape[2] if shape else 1
     groups, rows, results = tiles(m)
     values, lanes_per_row = lanes(weights)
     columns_per_group = SIMDGROUPS * (32 // lanes_per_row) * results * columns // weights.ends[-1]
-    lane = ("VALUES", values), ("LANES", lanes_per_row), ("ROWS", rows), ("RESULTS", results)
-    made = kernel(op, ("w", "scales", "biases", "x", *more), ("y",), ("quantized", *headers))
-    (y,) = made(
-        inputs=[*arrays(weights, x.dtype), x, *more.values()],
-        template=[*format_template(weights, x.dtype), *lane, *template],
+    lane = {"VALUES": values, "LANES": lanes_per_row, "ROWS": rows, "RESULTS": results}
+    return launch(
+        op,
+        {**arrays(weights, x.dtype), "x": x, **(more or {})},
+        {"y": (shape or (m * columns,), x.dtype)},
+        template={**format_template(weights, x.dtype), **lane, **(template or {})},
         grid=(32 * groups, SIMDGROUPS * -(-columns // columns_per_group), heads),
-        threadgroup=(32, SIMDGROUPS, 1),
-        output_shapes=[shape or (m * columns,)],
-        output_dtypes=[x.dtype],
-    )
-    return y
+        group=(32, SIMDGROUPS, 1),
+    )[0]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ._source import DTYPES, kernel
+from ._source import DTYPES, launch
 
 MOST_EXPERTS, MOST_TOP_K, MOST_ROWS = 512, 16, 8
 LANES = 32
@@ -109,17 +109,23 @@ def routable(logits: mx.array, routing: Routing) -> bool:
 def route_metal(logits: mx.array, routing: Routing, bias: mx.array | None) -> Pairs:
     """Route logits [M, E] to their pairs, in one launch."""
     m, experts = logits.shape
-    pairs = m * routing.top_k
-    made = kernel("moe_route", ("logits", "bias", "sizes", "numbers"), Pairs._fields, ("activations", "routing"))
-    outputs = made(
-        inputs=[logits, logits if bias is None else bias, routing.sizes, routing.numbers],
-        template=[
-            *(("T", logits.dtype), ("SOFTMAX", routing.kind == "softmax"), ("BIASED", bias is not None)),
-            ("VALUES", 4 * -(-experts // 128)),
-        ],
+    pairs = (m * routing.top_k,)
+    integers = pairs, mx.int32
+    outputs = launch(
+        "moe_route",
+        {
+            **{"logits": logits, "bias": logits if bias is None else bias},
+            **{"sizes": routing.sizes, "numbers": routing.numbers},
+        },
+        {
+            **{"tokens": integers, "weights": (pairs, mx.float32), "experts": integers},
+            **{"starts": ((pairs[0] + 1,), mx.int32), "places": integers},
+        },
+        template={
+            **{"T": logits.dtype, "SOFTMAX": routing.kind == "softmax", "BIASED": bias is not None},
+            "VALUES": 4 * -(-experts // 128),
+        },
         grid=(LANES, m, 1),
-        threadgroup=(LANES, m, 1),
-        output_shapes=[(pairs,), (pairs,), (pairs,), (pairs + 1,), (pairs,)],
-        output_dtypes=[mx.int32, mx.float32, mx.int32, mx.int32, mx.int32],
+        group=(LANES, m, 1),
     )
     return Pairs(*outputs)

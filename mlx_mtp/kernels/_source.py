@@ -1,7 +1,8 @@
-"""Make kernels of the `.metal` files, and say where they can run."""
+"""Launch the kernels of the `.metal` files, and say where they can run and how rows are shared out."""
 
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,42 +11,80 @@ import mlx.core as mx
 from ._shorten import shorten
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
+BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
+Names = tuple[str, ...]
+Maybe = mx.array | None
+INCLUDE = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
 INSTALLED, CHECKOUT = Path(__file__).parent / "metal", Path(__file__).parents[2] / "kernels"
 DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
 
 
-def kernel(
-    op: str, inputs: Sequence[str], outputs: Sequence[str], headers: Sequence[str] = (), strided: bool = False
-) -> Callable[..., Any]:
-    """Make the kernel whose body is `<op>.metal`, behind the headers `<name>.h`; once for the same arguments.
+def launch(
+    op: str,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, tuple[Sequence[int], mx.Dtype]],
+    *,
+    template: Mapping[str, object],
+    grid: tuple[int, int, int],
+    group: tuple[int, int, int],
+) -> list[mx.array]:
+    """Launch the kernel whose body is `<op>.metal`, behind the headers that it includes: its outputs, in their order.
 
-    `strided`: it takes views as they lie, which would be copied otherwise, and reads their strides.
+    inputs: arrays and numbers by the names that the body has for them. outputs: shape and dtype of each, by name.
+    template: dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied first, unless the body
+    reads strides.
     """
-    return _made(mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs), tuple(headers), strided)
+    made = _made(mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs))
+    shapes, dtypes = zip(*outputs.values(), strict=True)
+    return made(
+        inputs=list(inputs.values()),
+        template=list(template.items()),
+        grid=grid,
+        threadgroup=group,
+        output_shapes=shapes,
+        output_dtypes=dtypes,
+    )
 
 
 @functools.cache
-def _made(
-    maker: Callable[..., Any],
-    directory: Path,
-    op: str,
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    headers: tuple[str, ...],
-    strided: bool,
-) -> Callable[..., Any]:
+def _made(maker: Callable[..., Any], directory: Path, op: str, inputs: Names, outputs: Names) -> Callable[..., Any]:
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
-    header = "".join((directory / f"{name}.h").read_text() for name in headers)
-    source = (directory / f"{op}.metal").read_text()
-    header, source = shorten(header, source)
+    *headers, body = _included(directory, f"{op}.metal", {}).values()
+    header, source = shorten("".join(headers), body)
     names = {"input_names": list(inputs), "output_names": list(outputs)}
-    return maker(name=op, **names, source=source, header=header, ensure_row_contiguous=not strided)
+    return maker(name=op, **names, source=source, header=header, ensure_row_contiguous="_strides" not in source)
+
+
+def _included(directory: Path, file: str, found: dict[str, str]) -> dict[str, str]:
+    """Add the text of a file to those found, behind the texts of all that it includes, each once."""
+    text = (directory / file).read_text()
+    for header in INCLUDE.findall(text):
+        if header not in found:
+            _included(directory, header, found)
+    found[file] = INCLUDE.sub("", text)
+    return found
 
 
 @functools.cache
 def constants(dtype: mx.Dtype, *values: float) -> mx.array:
     """Make an array [len(values)] of the values, once: a launch of every layer of every step reads it."""
     return mx.array(values, dtype)
+
+
+def floats(*arrays: mx.array) -> bool:
+    """Tell whether all are of types that kernels are written for."""
+    return all(array.dtype in DTYPES for array in arrays)
+
+
+def row_groups(m: int, most: int = 5) -> tuple[int, int]:
+    """Count (groups, rows in each): the fewest groups of at most `most` rows that hold m >= 1 rows, evenly filled.
+
+    A thread keeps sums of that many rows in registers, 5 where each has four rows of unquantized weights.
+    The last group begins at m - rows, so it may share rows with the one before; only its own are its to store.
+    """
+    assert m >= 1, f"{m} rows"
+    groups = -(-m // most)
+    return groups, -(-m // groups)
 
 
 def on_metal() -> bool:

@@ -5,7 +5,7 @@ Squares are summed as MLX's kernel sums them, so that each row has the same bits
 
 import mlx.core as mx
 
-from ._source import DTYPES, constants, kernel, on_metal
+from ._source import constants, floats, launch, on_metal
 
 READS, MOST_THREADS, MOST_CHUNKS = 4, 1024, 4  # values in a chunk; what a group and a thread take at most
 
@@ -27,19 +27,18 @@ def add_norm(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tuple[mx
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {weight.shape}; for these rows it must be {x.shape[-1:]}")
     H = x.shape[-1]
-    known = x.dtype in DTYPES and r.dtype == x.dtype and weight.dtype in DTYPES
+    known = floats(x, weight) and r.dtype == x.dtype
     if not (on_metal() and known and 0 < H <= READS * MOST_THREADS * MOST_CHUNKS and x.size > 0):
         return add_norm_ref(x, r, weight, eps)
     rows, chunks = x.size // H, -(-H // (READS * MOST_THREADS))
     threads = min(-(-H // (READS * 32)) * 32, MOST_THREADS)
     of_normed = mx.result_type(x, weight)
-    made = kernel("add_norm", ("x", "r", "weight", "eps"), ("h", "normed"), ("rms",))
-    h, normed = made(
-        inputs=[x.reshape(rows, H), r.reshape(rows, H), weight, constants(mx.float32, eps)],
-        template=[("T", x.dtype), ("O", of_normed), ("CHUNKS", chunks)],
+    h, normed = launch(
+        "add_norm",
+        {"x": x.reshape(rows, H), "r": r.reshape(rows, H), "weight": weight, "eps": constants(mx.float32, eps)},
+        {"h": (x.shape, x.dtype), "normed": (x.shape, of_normed)},
+        template={"T": x.dtype, "O": of_normed, "CHUNKS": chunks},
         grid=(rows * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[x.shape, x.shape],
-        output_dtypes=[x.dtype, of_normed],
+        group=(threads, 1, 1),
     )
     return h, normed

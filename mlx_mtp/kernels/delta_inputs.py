@@ -10,11 +10,8 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx import nn
 
-from ._rows import BLOCK, MOST_BLOCKS
-from ._source import DTYPES, constants, kernel, on_metal
+from ._source import BLOCK, MOST_BLOCKS, constants, floats, launch, on_metal
 
-INPUTS = ("before", "accepted", "x", "w", "a", "b", "A_log", "dt_bias", "layout", "scales", "eps")
-OUTPUTS = ("q", "k", "v", "rows", "g", "beta")
 EPS = 1e-6  # added to a head's sum of squares
 SIMDGROUPS = 4
 
@@ -107,23 +104,26 @@ def delta_inputs(
     if x.shape[2] * x.shape[3] != C or keys > C or key_heads % x.shape[2]:
         heads = f"{C} channels, {keys} of them q and k of {key_heads} heads"
         raise ValueError(f"x has shape {x.shape}; it must be [1, T, G, C/G] for {heads}")
-    alike = x.dtype == before.dtype == weight.dtype and {x.dtype, *(gate.dtype for gate in gates)} <= set(DTYPES)
+    alike = x.dtype == before.dtype == weight.dtype and floats(x, *gates)
     if not (on_metal() and alike and head_dim <= BLOCK * MOST_BLOCKS):
         return delta_inputs_ref(x, before, weight, gates, key_heads=key_heads, head_dim=head_dim, accepted=accepted)
     taps, T, Hv, Hk, D = weight.shape[1], x.shape[1], gates.A_log.size, key_heads, head_dim
     values, blocks = C - keys, -(-D // BLOCK)
     units = 2 * Hk - (-values // (blocks * BLOCK)) - (-Hv // 32)
-    accepted = constants(mx.int32, 0) if accepted is None else accepted
-    eps = constants(mx.float32, EPS * _scales(D)[1] ** 2)
-    sums = mx.result_type(gates.a, gates.dt_bias)
-    settings = constants(mx.int32, Hk, D), constants(x.dtype, *_scales(D)), eps
-    made = kernel("delta_inputs", INPUTS, OUTPUTS, ("rms", "activations", "delta_gates"), strided=True)
-    q, k, v, rows, g, beta = made(
-        inputs=[before, accepted, x, weight, *gates, *settings],
-        template=[("T", x.dtype), ("A", sums), ("B", gates.b.dtype), ("BLOCKS", blocks)],
+    of_keys = (1, T, Hk, D), x.dtype
+    made = launch(
+        "delta_inputs",
+        {
+            **{"before": before, "accepted": constants(mx.int32, 0) if accepted is None else accepted},
+            **{"x": x, "w": weight, **gates._asdict(), "layout": constants(mx.int32, Hk, D)},
+            **{"scales": constants(x.dtype, *_scales(D)), "eps": constants(mx.float32, EPS * _scales(D)[1] ** 2)},
+        },
+        {
+            **{"q": of_keys, "k": of_keys, "v": ((1, T, values), x.dtype), "g": ((1, T, Hv), mx.float32)},
+            **{"beta": ((1, T, Hv), gates.b.dtype), "rows": ((1, taps - 1 + T, C), x.dtype)},
+        },
+        template={"T": x.dtype, "A": mx.result_type(gates.a, gates.dt_bias), "B": gates.b.dtype, "BLOCKS": blocks},
         grid=(32, units, taps - 1 + T),
-        threadgroup=(32, SIMDGROUPS, 1),
-        output_shapes=[(1, T, Hk, D), (1, T, Hk, D), (1, T, values), (1, taps - 1 + T, C), (1, T, Hv), (1, T, Hv)],
-        output_dtypes=[x.dtype] * 4 + [mx.float32, gates.b.dtype],
+        group=(32, SIMDGROUPS, 1),
     )
-    return DeltaInputs(q, k, v, g, beta, rows)
+    return DeltaInputs(*made)

@@ -6,20 +6,14 @@ Dk = 128 and scalar float32 gates the one that packs eight rows of a state into 
 
 import mlx.core as mx
 
-from ._source import DTYPES, kernel, on_metal
+from ._source import Maybe, floats, launch, on_metal
 
-Rows = tuple[mx.array, mx.array, mx.array, mx.array]  # k, v, g, beta
-INPUTS = ("state", "tape_k", "tape_v", "tape_g", "tape_beta", "accepted", "q", "k", "v", "g", "beta")
+Rows = tuple[mx.array, mx.array, mx.array, mx.array]  # as NAMES
+NAMES = ("k", "v", "g", "beta")
 
 
 def gated_delta_verify_ref(
-    q: mx.array,
-    rows: Rows,
-    state: mx.array,
-    *,
-    tape: Rows | None = None,
-    accepted: mx.array | None = None,
-    last: bool = False,
+    q: mx.array, rows: Rows, state: mx.array, *, tape: Rows | None = None, accepted: Maybe = None, last: bool = False
 ) -> tuple[mx.array, mx.array]:
     """Compute `gated_delta_verify` row by row, in float32."""
     if tape is not None and accepted is not None:
@@ -44,18 +38,12 @@ def _after(state: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.arra
 def _supported(q: mx.array, rows: Rows, state: mx.array, tape: Rows | None) -> bool:
     _, Hv, Dv, Dk = state.shape
     same = all(a.dtype == b.dtype and a.shape[2:] == b.shape[2:] for a, b in zip(rows, tape or rows, strict=True))
-    typed = {q.dtype, *(x.dtype for x in rows)} <= set(DTYPES) and q.dtype == rows[0].dtype
+    typed = floats(*rows) and q.dtype == rows[0].dtype
     return same and typed and state.dtype == mx.float32 and Dk % 32 == 0 and Dv % 4 == 0 and Hv % q.shape[2] == 0
 
 
 def gated_delta_verify(
-    q: mx.array,
-    rows: Rows,
-    state: mx.array,
-    *,
-    tape: Rows | None = None,
-    accepted: mx.array | None = None,
-    last: bool = False,
+    q: mx.array, rows: Rows, state: mx.array, *, tape: Rows | None = None, accepted: Maybe = None, last: bool = False
 ) -> tuple[mx.array, mx.array]:
     """Read the first `accepted` rows of a tape, then new ones: their outputs and the state before or after them.
 
@@ -77,15 +65,13 @@ def gated_delta_verify(
     packed = Dk == 128 and Dv % 8 == 0 and g.ndim == 3 and g.dtype == mx.float32
     if tape is None or accepted is None:
         tape, accepted = rows, mx.array([0])  # none of these rows counts
-    y, state = kernel("gated_delta_verify", INPUTS, ("y", "state_out"), ("gated_delta",))(
-        inputs=[state, *tape, accepted, q, *rows],
-        template=[
-            *(("InT", q.dtype), ("Dk", Dk), ("LANES", 4 if packed else 32)),
-            *(("GATES", int(g.ndim == 4)), ("LAST", last)),
-        ],
+    taped = {f"tape_{name}": x for name, x in zip(NAMES, tape, strict=True)}
+    y, state = launch(
+        "gated_delta_verify",
+        {"state": state, **taped, "accepted": accepted, "q": q, **dict(zip(NAMES, rows, strict=True))},
+        {"y": ((B, q.shape[1], Hv, Dv), q.dtype), "state_out": (state.shape, mx.float32)},
+        template={"InT": q.dtype, "Dk": Dk, "LANES": 4 if packed else 32, "GATES": int(g.ndim == 4), "LAST": last},
         grid=(32, Dv // 8 if packed else Dv, B * Hv),
-        threadgroup=(32, 2 if packed else 4, 1),
-        output_shapes=[(B, q.shape[1], Hv, Dv), state.shape],
-        output_dtypes=[q.dtype, mx.float32],
+        group=(32, 2 if packed else 4, 1),
     )
     return y, state

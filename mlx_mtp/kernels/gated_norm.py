@@ -7,8 +7,7 @@ weight, the gate and the product to float32, the result to y's.
 import mlx.core as mx
 from mlx import nn
 
-from ._rows import BLOCK, MOST_BLOCKS
-from ._source import DTYPES, constants, kernel, on_metal
+from ._source import BLOCK, MOST_BLOCKS, constants, floats, launch, on_metal
 
 SIMDGROUPS = 4
 
@@ -31,17 +30,14 @@ def gated_norm(y: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.arr
         raise ValueError(f"y has shape {y.shape} and z {z.shape}; they must be the same heads, [B, T, heads, values]")
     if weight.shape != y.shape[-1:]:
         raise ValueError(f"weight has shape {weight.shape}; for these heads it must be {y.shape[-1:]}")
-    known = {y.dtype, z.dtype, weight.dtype} <= set(DTYPES)
     B, T, H, D = y.shape
-    if not (on_metal() and known and B == 1 and y.size > 0 and D <= BLOCK * MOST_BLOCKS):
+    if not (on_metal() and floats(y, z, weight) and B == 1 and y.size > 0 and D <= BLOCK * MOST_BLOCKS):
         return gated_norm_ref(y, z, weight, eps)
-    made = kernel("gated_norm", ("y", "z", "weight", "eps"), ("out",), ("rms", "activations"), strided=True)
-    (out,) = made(
-        inputs=[y, z, weight, constants(mx.float32, eps)],
-        template=[("T", y.dtype), ("O", mx.result_type(y, weight)), ("BLOCKS", -(-D // BLOCK))],
+    return launch(
+        "gated_norm",
+        {"y": y, "z": z, "weight": weight, "eps": constants(mx.float32, eps)},
+        {"out": (y.shape, y.dtype)},
+        template={"T": y.dtype, "O": mx.result_type(y, weight), "BLOCKS": -(-D // BLOCK)},
         grid=(32, H, T),
-        threadgroup=(32, SIMDGROUPS, 1),
-        output_shapes=[y.shape],
-        output_dtypes=[y.dtype],
-    )
-    return out
+        group=(32, SIMDGROUPS, 1),
+    )[0]

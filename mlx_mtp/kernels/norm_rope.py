@@ -11,10 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._rows import BLOCK, MOST_BLOCKS
-from ._source import DTYPES, constants, kernel, on_metal
+from ._source import BLOCK, MOST_BLOCKS, constants, floats, launch, on_metal
 
-INPUTS = ("q", "k", "q_weight", "k_weight", "offset", "freqs", "layout", "factors", "eps")
 OF_MLX = "mlx.nn.layers.positional_encoding"
 OF_MLX_LM = "mlx_lm.models.rope_utils"
 Heads = tuple[mx.array, mx.array]  # queries [B, Hq, L, D], keys [B, Hk, L, D]
@@ -96,29 +94,6 @@ def _rotated(x: mx.array, weight: mx.array | None, eps: float, offset: mx.array 
     return mx.fast.rope(x, rope.dims, offset=offset, **how)
 
 
-def _norm_rope_metal(
-    q: mx.array, k: mx.array, offset: mx.array | int, rope: Rope, weights: list[mx.array], eps: float, D: int
-) -> Heads:
-    (_, L, Hq, _), Hk = q.shape, k.shape[2]
-    at = mx.array([offset], mx.int32) if isinstance(offset, int) else offset.reshape(1).astype(mx.int32)
-    dtype = mx.result_type(q, *weights[:1])
-    steps = (2, 1) if rope.traditional else (1, rope.dims // 2)
-    layout, factors = constants(mx.int32, D, rope.dims, *steps), constants(mx.float32, rope.scale, rope.mscale)
-    more = (at, rope.rates, layout, factors, constants(mx.float32, eps))
-    queries, keys = kernel("norm_rope", INPUTS, ("queries", "keys"), ("rms",), strided=True)(
-        inputs=[q, k, *(weights or (rope.rates, rope.rates)), *more],
-        template=[
-            *(("T", q.dtype), ("O", dtype), ("NORM", len(weights) > 0)),
-            *(("FREQS", rope.freqs is not None), ("BLOCKS", -(-D // BLOCK))),
-        ],
-        grid=(32, Hq + Hk, L),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(1, Hq, L, D), (1, Hk, L, D)],
-        output_dtypes=[dtype, dtype],
-    )
-    return queries, keys
-
-
 def norm_rope(
     q: mx.array,
     k: mx.array,
@@ -142,11 +117,30 @@ def norm_rope(
     D = k.shape[-1] if head_dim is None else head_dim
     weights = [weight for weight in (q_weight, k_weight) if weight is not None]
     _check(q, k, offset, rope, weights, D)
-    types, of_weights = {q.dtype, k.dtype}, {w.dtype for w in weights}
-    known = len(types) == 1 and len(of_weights) <= 1 and types | of_weights <= set(DTYPES)
-    if on_metal() and known and q.shape[0] == 1 and D <= BLOCK * MOST_BLOCKS:
-        return _norm_rope_metal(q, k, offset, rope, weights, eps, D)
-    return norm_rope_ref(q, k, offset, rope, q_weight=q_weight, k_weight=k_weight, eps=eps, head_dim=D)
+    known = q.dtype == k.dtype and len({w.dtype for w in weights}) <= 1 and floats(q, *weights)
+    if not (on_metal() and known and q.shape[0] == 1 and D <= BLOCK * MOST_BLOCKS):
+        return norm_rope_ref(q, k, offset, rope, q_weight=q_weight, k_weight=k_weight, eps=eps, head_dim=D)
+    (_, L, Hq, _), Hk = q.shape, k.shape[2]
+    at = mx.array([offset], mx.int32) if isinstance(offset, int) else offset.reshape(1).astype(mx.int32)
+    dtype = mx.result_type(q, *weights[:1])
+    steps = (2, 1) if rope.traditional else (1, rope.dims // 2)
+    of_q, of_k = weights or (rope.rates, rope.rates)
+    queries, keys = launch(
+        "norm_rope",
+        {
+            **{"q": q, "k": k, "q_weight": of_q, "k_weight": of_k, "offset": at, "freqs": rope.rates},
+            **{"layout": constants(mx.int32, D, rope.dims, *steps), "eps": constants(mx.float32, eps)},
+            "factors": constants(mx.float32, rope.scale, rope.mscale),
+        },
+        {"queries": ((1, Hq, L, D), dtype), "keys": ((1, Hk, L, D), dtype)},
+        template={
+            **{"T": q.dtype, "O": dtype, "NORM": len(weights) > 0},
+            **{"FREQS": rope.freqs is not None, "BLOCKS": -(-D // BLOCK)},
+        },
+        grid=(32, Hq + Hk, L),
+        group=(32, 1, 1),
+    )
+    return queries, keys
 
 
 def _check(q: mx.array, k: mx.array, offset: mx.array | int, rope: Rope, weights: list[mx.array], D: int) -> None:

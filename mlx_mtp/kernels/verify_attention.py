@@ -2,14 +2,12 @@
 
 import mlx.core as mx
 
-from ._merge import merge
 from ._quantized import DEVICE
-from ._source import DTYPES, constants, kernel, on_metal
+from ._source import Maybe, constants, floats, launch, on_metal
 
 Stored = mx.array | tuple[mx.array, ...]  # keys or values: as they are, or what mx.quantize makes of them
 
 NAMES = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
-INPUTS = ("q", *NAMES, "offset", "sight", "scale")
 CHUNK, CHUNK_OF_WINDOW = 256, 128  # positions that one group of threads takes; a window has few, for all cores
 MEMORY = 32768  # bytes that a group of threads may share
 
@@ -88,7 +86,7 @@ def _supported(q: mx.array, keys: Stored, values: Stored, group_size: int, bits:
     k, v = _parts(keys), _parts(values)
     widths = q.shape[-1] % 32 == 0 and _width(v, bits) % 32 == 0 and _width(v, bits) <= 512
     stored = k + v if bits is None else k[1:] + v[1:]
-    typed = q.dtype in DTYPES and all(x.dtype == q.dtype for x in stored)
+    typed = floats(q) and all(x.dtype == q.dtype for x in stored)
     packed = bits is None or (bits in (4, 8) and group_size in (32, 64, 128))
     return widths and typed and packed and min(x.size for x in k + v) >= DEVICE
 
@@ -106,6 +104,34 @@ def _check(
     rows, width = q.shape[2], heads * _width(v, bits)
     if gate is not None and gate.shape not in ((1, rows, heads), (1, rows, width)):
         raise ValueError(f"gate has shape {gate.shape}; it must be {(1, rows, heads)} or {(1, rows, width)}")
+
+
+def merge(
+    partials: mx.array, ml: mx.array, rows: int, dtype: mx.Dtype, *, sinks: Maybe = None, gate: Maybe = None
+) -> mx.array:
+    """Launch the merge: [1, L, Hq * Dv] of `dtype`, from the partial results of `rows` = L queries.
+
+    partials: [Hkv, chunks, R, Dv] float32, the sums of p v of each chunk; R = G * L, row g * L + i, Hq = Hkv * G.
+    ml: [Hkv, chunks, R, 2] float32, a chunk's largest score and its sum of p, which is 0 where a row sees nothing.
+    sinks: [Hq]. gate: logits, [1, L, Hq] or [1, L, Hq * Dv].
+    """
+    Hkv, _, R, Dv = partials.shape
+    assert R % rows == 0, f"{R} rows of {rows} queries"
+    heads = Hkv * R // rows
+    assert gate is None or gate.size in (rows * heads, rows * heads * Dv), f"a gate of shape {gate.shape}"
+    gated = 0 if gate is None else 1 if gate.size == rows * heads else 2
+    unread = ml
+    return launch(
+        "attention_merge",
+        {
+            **{"partials": partials, "ml": ml, "sinks": unread if sinks is None else sinks},
+            "gate": unread if gate is None else gate.astype(dtype),
+        },
+        {"y": ((1, rows, heads * Dv), dtype)},
+        template={"T": dtype, "SINKS": sinks is not None, "GATE": gated},
+        grid=(Dv, heads, rows),
+        group=(min(Dv, 256), 1, 1),
+    )[0]
 
 
 def attention_served(
@@ -156,18 +182,17 @@ def verify_attention(
         chunks = min(chunks, (window + L - 3) // chunk + 2)  # that window + L - 1 neighbours are in, at most
     groups, chosen = geometry(R, Dv)
     threads = 32 * Dv // (8 * chosen["PARTS"])
-    partials, ml = kernel("verify_attention", INPUTS, ("partials", "ml"), ("attention",))(
-        inputs=[
-            *(q, *(k if bits else k * 3), *(v if bits else v * 3), offset),
-            *(constants(mx.int32, start, window or 0), constants(mx.float32, scale)),
-        ],
-        template=[
-            *(("T", q.dtype), ("D", D), ("DV", Dv), ("BITS", bits or 0), ("GROUP", group_size)),
-            *(("RING", window is not None), ("CHUNK", chunk), *chosen.items()),
-        ],
+    stored = dict(zip(NAMES, k + v if bits else k * 3 + v * 3, strict=True))
+    sight = {"offset": offset, "sight": constants(mx.int32, start, window or 0)}
+    partials, ml = launch(
+        "verify_attention",
+        {"q": q, **stored, **sight, "scale": constants(mx.float32, scale)},
+        {"partials": ((Hkv, chunks, R, Dv), mx.float32), "ml": ((Hkv, chunks, R, 2), mx.float32)},
+        template={
+            **{"T": q.dtype, "D": D, "DV": Dv, "BITS": bits or 0, "GROUP": group_size},
+            **{"RING": window is not None, "CHUNK": chunk, **chosen},
+        },
         grid=(threads * chunks, Hkv, groups),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(Hkv, chunks, R, Dv), (Hkv, chunks, R, 2)],
-        output_dtypes=[mx.float32, mx.float32],
+        group=(threads, 1, 1),
     )
     return merge(partials, ml, L, q.dtype, sinks=sinks, gate=gate)

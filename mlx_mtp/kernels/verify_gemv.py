@@ -2,13 +2,12 @@
 
 import mlx.core as mx
 
-from ._rows import row_groups
-from ._source import DTYPES, kernel, on_metal
+from ._source import DTYPES, Maybe, launch, on_metal, row_groups
 
 DOT_BLOCK = 16384  # past it MLX's dot product has partial sums in several threadgroups
 
 
-def verify_gemv_ref(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.array:
+def verify_gemv_ref(x: mx.array, w: mx.array, bias: Maybe = None) -> mx.array:
     """Multiply by plain MLX, which accumulates in float32, and add the bias to the rounded product."""
     y = x @ w.T
     return y if bias is None else y + bias
@@ -24,51 +23,42 @@ def _tile(k: int, n: int) -> tuple[int, int, int, int]:
     return 32, 1, 8 if n >= 4096 else 4, rows
 
 
-def _verify_gemv_metal(x: mx.array, w: mx.array, bias: mx.array | None) -> mx.array:
+def _verify_gemv_metal(x: mx.array, w: mx.array, bias: Maybe) -> mx.array:
     (m, k), n = x.shape, w.shape[0]
     groups, rows = row_groups(m)
+    if n == 1 and bias is None:
+        return launch(
+            "verify_dot",
+            {"x": x, "w": w, "K": k, "M": m},
+            {"y": ((m, 1), x.dtype)},
+            template={"T": x.dtype, "ROWS": rows},
+            grid=(512 * groups, 1, 1),
+            group=(512, 1, 1),
+        )[0]
     lanes, simds_k, simds_n, tm = _tile(k, n)
     blocks = -(-n // (simds_n * (32 // lanes) * tm))
-    (y,) = kernel("verify_gemv", ("x", "w", "bias", "K", "N", "M"), ("y",), ("gemv_rows",))(
-        inputs=[x, w, x if bias is None else bias, k, n, m],
-        template=[
-            *(("T", x.dtype), ("ROWS", rows), ("TM", tm), ("LANES", lanes), ("SIMDS", simds_k)),
-            ("BIAS", bias is not None),
-        ],
+    return launch(
+        "verify_gemv",
+        {"x": x, "w": w, "bias": x if bias is None else bias, "K": k, "N": n, "M": m},
+        {"y": ((m, n), x.dtype)},
+        template={"T": x.dtype, "ROWS": rows, "TM": tm, "LANES": lanes, "SIMDS": simds_k, "BIAS": bias is not None},
         grid=(32 * groups, simds_k * blocks, simds_n),
-        threadgroup=(32, simds_k, simds_n),
-        output_shapes=[(m, n)],
-        output_dtypes=[x.dtype],
-    )
-    return y
+        group=(32, simds_k, simds_n),
+    )[0]
 
 
-def _verify_dot_metal(x: mx.array, w: mx.array) -> mx.array:
-    m, k = x.shape
-    groups, rows = row_groups(m)
-    (y,) = kernel("verify_dot", ("x", "w", "K", "M"), ("y",))(
-        inputs=[x, w, k, m],
-        template=[("T", x.dtype), ("ROWS", rows)],
-        grid=(512 * groups, 1, 1),
-        threadgroup=(512, 1, 1),
-        output_shapes=[(m, 1)],
-        output_dtypes=[x.dtype],
-    )
-    return y
-
-
-def _dtype(x: mx.array, w: mx.array, bias: mx.array | None) -> mx.Dtype:
+def _dtype(x: mx.array, w: mx.array, bias: Maybe) -> mx.Dtype:
     return mx.result_type(x, w, *([] if bias is None else [bias]))
 
 
-def supported(x: mx.array, w: mx.array, bias: mx.array | None = None) -> bool:
+def supported(x: mx.array, w: mx.array, bias: Maybe = None) -> bool:
     """Tell whether the kernels take the product: a float type, nothing empty, for N = 1 without a bias K <= 16384."""
     n, k = w.shape
     partial_sums = n == 1 and bias is None and k > DOT_BLOCK
     return _dtype(x, w, bias) in DTYPES and x.size > 0 and w.size > 0 and not partial_sums
 
 
-def verify_gemv(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.array:
+def verify_gemv(x: mx.array, w: mx.array, bias: Maybe = None) -> mx.array:
     """Multiply x [..., K] with the transpose of w [N, K], and add bias [N]: [..., N], rows with bits of their own.
 
     On Metal those are the bits of MLX's `x @ w.T` (with a bias `addmm`) for one row and a `w` stored row by row, so
@@ -84,9 +74,5 @@ def verify_gemv(x: mx.array, w: mx.array, bias: mx.array | None = None) -> mx.ar
     if not (on_metal() and supported(x, w, bias)):
         return verify_gemv_ref(x, w, bias)
     dtype, (n, k) = _dtype(x, w, bias), w.shape
-    rows, w = x.reshape(-1, k).astype(dtype), w.astype(dtype)
-    if n == 1 and bias is None:
-        y = _verify_dot_metal(rows, w)
-    else:
-        y = _verify_gemv_metal(rows, w, None if bias is None else bias.astype(dtype))
-    return y.reshape(*x.shape[:-1], n)
+    bias = None if bias is None else bias.astype(dtype)
+    return _verify_gemv_metal(x.reshape(-1, k).astype(dtype), w.astype(dtype), bias).reshape(*x.shape[:-1], n)

@@ -11,20 +11,21 @@ import mlx.core as mx
 
 from ._quantized import Quantized, arrays, check_columns, format_template, lanes, small
 from ._quantized import supported as supported_format
-from ._source import DTYPES, constants, kernel, on_metal
+from ._source import DTYPES, Maybe, constants, launch, on_metal
 from .verify_gemv import supported as supported_product
 
 Weights = Quantized | mx.array  # [N, K], quantized or not
 Top = tuple[mx.array, mx.array, mx.array]
+Noise = tuple[mx.array, mx.array, mx.array]  # key, position and 1 / temp
 
 MOST_TOP = 64
 MOST_ROWS = 8  # that a thread keeps sums of in registers, of fewer weight rows at a time than `verify_qmm`'s
 SIMDGROUPS = 8  # in a group of threads
-UNREAD = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # key, position and 1 / temp where nothing is drawn
+UNREAD = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # the Noise where nothing is drawn
 LEAST_COLUMNS = 8  # of fewer a bias is not in device memory
 
 
-def logits_ref(x: mx.array, weights: Weights, bias: mx.array | None = None) -> mx.array:
+def logits_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
     """Compute logits [M, N] of x [M, K] by MLX's own product."""
     if isinstance(weights, mx.array):
         return x @ weights.T if bias is None else mx.addmm(bias, x, weights.T)
@@ -50,17 +51,17 @@ def top_ref(logits: mx.array, n: int) -> Top:
     return values, order.astype(mx.int32), mx.logsumexp(logits, axis=-1)
 
 
-def verify_head_ref(x: mx.array, weights: Weights, bias: mx.array | None = None) -> mx.array:
+def verify_head_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
     return mx.argmax(logits_ref(x, weights, bias), axis=-1).astype(mx.int32)
 
 
 def verify_head_draw_ref(
-    x: mx.array, weights: Weights, key: mx.array, position: Any, temp: float, bias: mx.array | None = None
+    x: mx.array, weights: Weights, key: mx.array, position: Any, temp: float, bias: Maybe = None
 ) -> mx.array:
     return draw_ref(logits_ref(x, weights, bias), key, position, temp)
 
 
-def verify_head_top_ref(x: mx.array, weights: Weights, n: int, bias: mx.array | None = None) -> Top:
+def verify_head_top_ref(x: mx.array, weights: Weights, n: int, bias: Maybe = None) -> Top:
     return top_ref(logits_ref(x, weights, bias), n)
 
 
@@ -69,64 +70,58 @@ def tile(n: int) -> int:
     return 128 if n <= 8 else 256 if n <= 16 else 512
 
 
-def _product(x: mx.array, weights: Weights) -> tuple[str, str, list, list]:
-    """The kernel for these weights and its header, and what is its own of its inputs and template arguments."""
+def _product(x: mx.array, weights: Weights) -> tuple[str, dict, dict]:
+    """The kernel for these weights, and what is its own of its inputs and template arguments."""
     if isinstance(weights, mx.array):
-        template = [("T", x.dtype), ("LANES", 4 if weights.shape[1] <= 64 else 32)]
-        return "verify_head_dense", "gemv_rows", [("w", weights.astype(x.dtype))], template
+        template = {"T": x.dtype, "LANES": 4 if weights.shape[1] <= 64 else 32}
+        return "verify_head_dense", {"w": weights.astype(x.dtype)}, template
     values, lanes_per_row = lanes(weights)
-    inputs = list(zip(("w", "scales", "biases"), arrays(weights, x.dtype), strict=True))
-    template = [*format_template(weights, x.dtype), ("VALUES", values), ("LANES", lanes_per_row)]
-    return "verify_head", "quantized", inputs, template
+    template = {**format_template(weights, x.dtype), "VALUES": values, "LANES": lanes_per_row}
+    return "verify_head", arrays(weights, x.dtype), template
 
 
 def _verify_head_metal(
-    x: mx.array,
-    weights: Weights,
-    bias: mx.array | None,
-    n: int = 1,
-    noise: tuple[mx.array, mx.array, mx.array] | None = None,
-    with_sum: bool = False,
-) -> tuple[mx.array, mx.array]:
+    x: mx.array, weights: Weights, bias: Maybe, n: int = 1, noise: Noise | None = None, with_sum: bool = False
+) -> list[mx.array]:
     """Find values and tokens [M, n] of each row's first n; behind the values the logsumexp where it is asked for."""
     x = x.astype(_dtype(x, weights, bias))
     m, groups, tiles = x.shape[0], -(-x.shape[0] // MOST_ROWS), -(-_columns(weights) // tile(n))
-    op, header, inputs, template = _product(x, weights)
+    op, inputs, template = _product(x, weights)
     key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
-    inputs += [("x", x), ("bias", x if bias is None else bias.astype(x.dtype))]
-    inputs += [("key", key), ("position", position), ("inverse", inverse), ("n", constants(mx.int32, n))]
-    template += [("ROWS", -(-m // groups)), ("TILE", tile(n)), ("BIAS", bias is not None)]
-    template += [("DRAW", noise is not None), ("SUM", with_sum)]
-    of_tiles = kernel(op, [name for name, _ in inputs], ("values", "indices"), (header, "random", "head"))
-    parts = of_tiles(
-        inputs=[array for _, array in inputs],
-        template=template,
+    values, indices = launch(
+        op,
+        {
+            **{**inputs, "x": x, "bias": x if bias is None else bias.astype(x.dtype), "key": key},
+            **{"position": position, "inverse": inverse, "n": constants(mx.int32, n)},
+        },
+        {"values": ((m, tiles, n + with_sum), mx.float32), "indices": ((m, tiles, n), mx.int32)},
+        template={
+            **{**template, "ROWS": -(-m // groups), "TILE": tile(n), "BIAS": bias is not None},
+            **{"DRAW": noise is not None, "SUM": with_sum},
+        },
         grid=(32 * groups, SIMDGROUPS * tiles, 1),
-        threadgroup=(32, SIMDGROUPS, 1),
-        output_shapes=[(m, tiles, n + with_sum), (m, tiles, n)],
-        output_dtypes=[mx.float32, mx.int32],
+        group=(32, SIMDGROUPS, 1),
     )
-    values, tokens = kernel("verify_head_merge", ("values", "indices"), ("best", "tokens"), ("head",))(
-        inputs=parts,
-        template=[("SUM", with_sum)],
+    return launch(
+        "verify_head_merge",
+        {"values": values, "indices": indices},
+        {"best": ((m, n + with_sum), mx.float32), "tokens": ((m, n), mx.int32)},
+        template={"SUM": with_sum},
         grid=(32 * SIMDGROUPS * m, 1, 1),
-        threadgroup=(32 * SIMDGROUPS, 1, 1),
-        output_shapes=[(m, n + with_sum), (m, n)],
-        output_dtypes=[mx.float32, mx.int32],
+        group=(32 * SIMDGROUPS, 1, 1),
     )
-    return values, tokens
 
 
 def _columns(weights: Weights) -> int:
     return (weights if isinstance(weights, mx.array) else weights.scales).shape[0]
 
 
-def _dtype(x: mx.array, weights: Weights, bias: mx.array | None) -> mx.Dtype:
+def _dtype(x: mx.array, weights: Weights, bias: Maybe) -> mx.Dtype:
     dtype = weights.dtype(x) if isinstance(weights, Quantized) else mx.result_type(x, weights)
     return dtype if bias is None else mx.result_type(mx.zeros(0, dtype), bias)
 
 
-def supported(x: mx.array, weights: Weights, bias: mx.array | None = None) -> bool:
+def supported(x: mx.array, weights: Weights, bias: Maybe = None) -> bool:
     """Tell whether the kernels choose: a float type that a bias does not change, and eight tokens or more."""
     if _columns(weights) < LEAST_COLUMNS or x.size == 0:
         return False
@@ -137,7 +132,7 @@ def supported(x: mx.array, weights: Weights, bias: mx.array | None = None) -> bo
     return same and supported_format(x, weights) and not small(weights)
 
 
-def _check(x: mx.array, weights: Weights, bias: mx.array | None) -> None:
+def _check(x: mx.array, weights: Weights, bias: Maybe) -> None:
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}; it must be (M, K)")
     if isinstance(weights, Quantized):
@@ -148,7 +143,7 @@ def _check(x: mx.array, weights: Weights, bias: mx.array | None) -> None:
         raise ValueError(f"bias has shape {bias.shape}; it must be ({_columns(weights)},), a value per token")
 
 
-def verify_head(x: mx.array, weights: Weights, bias: mx.array | None = None) -> mx.array:
+def verify_head(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
     """Choose the greatest logit's token [M] int32 for each row x [M, K]; of equal ones the lowest.
 
     weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]. Where `supported` says no, and without
@@ -161,7 +156,7 @@ def verify_head(x: mx.array, weights: Weights, bias: mx.array | None = None) -> 
 
 
 def verify_head_draw(
-    x: mx.array, weights: Weights, key: mx.array, position: Any, temp: float, bias: mx.array | None = None
+    x: mx.array, weights: Weights, key: mx.array, position: Any, temp: float, bias: Maybe = None
 ) -> mx.array:
     """Draw a token [M] int32 from softmax(logits / temp) of each row x [M, K]; row i's by position + i.
 
@@ -178,7 +173,7 @@ def verify_head_draw(
     return _verify_head_metal(x, weights, bias, noise=noise)[1][:, 0]
 
 
-def verify_head_top(x: mx.array, weights: Weights, n: int, bias: mx.array | None = None) -> Top:
+def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None) -> Top:
     """Find the n greatest logits of each row x [M, K], and the logsumexp of all of them.
 
     Returns values [M, n] float32, sorted, tokens [M, n] int32, of equal values the lower token first, and the

@@ -7,26 +7,17 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
 import mlx.core as mx
 
-from ._merge import merge
-from ._source import DTYPES, constants, kernel, on_metal
+from ._source import constants, floats, launch, on_metal
+from .verify_attention import merge
 
 Parts = tuple[mx.array, mx.array]  # of queries or keys: for the latent, and rotated
-SCORED = ("q", "q_pe", "latent", "k_pe", "scale", "offset", "start")
-WEIGHED = ("scores", "peaks", "latent", "offset", "rows")
 CHUNK = 256  # keys whose weights share a largest score
 MEMORY = 32768  # bytes that a group of threads may share
 SIMDGROUPS = 16  # most in a group of threads
 
 
 def verify_latent_attention_ref(
-    q: mx.array,
-    q_pe: mx.array,
-    latent: mx.array,
-    k_pe: mx.array,
-    offset: mx.array,
-    *,
-    scale: float,
-    start: int = 0,
+    q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, offset: mx.array, *, scale: float, start: int = 0
 ) -> mx.array:
     """Compute softmax(scale * (q latent^T + q_pe k_pe^T)) latent in float32, each row over the positions it sees."""
     dtype, (L, S) = q.dtype, (q.shape[2], latent.shape[2])
@@ -56,13 +47,14 @@ def _scores_metal(
     size, rows = _keys(dtype), heads * L
     fragments = 4 if rows >= 256 else 2
     tiles, simdgroups = -(-limit // size), _simdgroups(rows, 8 * fragments)
-    scores, peaks = kernel("latent_scores", SCORED, ("scores", "peaks"), ("latent_attention",))(
-        inputs=[*q, *keys, constants(mx.float32, scale), offset, constants(mx.int32, start)],
-        template=[("T", dtype), ("DV", dv), ("DR", dr), ("KEYS", size), ("FRAGMENTS", fragments)],
+    sight = {"scale": constants(mx.float32, scale), "offset": offset, "start": constants(mx.int32, start)}
+    scores, peaks = launch(
+        "latent_scores",
+        {"q": q[0], "q_pe": q[1], "latent": keys[0], "k_pe": keys[1], **sight},
+        {"scores": ((tiles * size // 8, rows, 8), mx.float32), "peaks": ((tiles, rows), mx.float32)},
+        template={"T": dtype, "DV": dv, "DR": dr, "KEYS": size, "FRAGMENTS": fragments},
         grid=(32 * tiles, simdgroups, 1),
-        threadgroup=(32, simdgroups, 1),
-        output_shapes=[(tiles * size // 8, rows, 8), (tiles, rows)],
-        output_dtypes=[mx.float32, mx.float32],
+        group=(32, simdgroups, 1),
     )
     return scores, peaks
 
@@ -74,13 +66,13 @@ def _values_metal(
     dtype, rows, dv = latent.dtype, scores.shape[1], latent.shape[-1]
     width = 64 if dtype.size == 2 and dv % 64 == 0 else 32
     chunks, simdgroups = -(-limit // CHUNK), _simdgroups(rows, 16)
-    out, ml = kernel("latent_values", WEIGHED, ("out", "ml"), ("latent_attention",))(
-        inputs=[scores, peaks, latent, offset, constants(mx.int32, L)],
-        template=[("T", dtype), ("DV", dv), ("KEYS", _keys(dtype)), ("CHUNK", CHUNK), ("SLICE", width)],
+    out, ml = launch(
+        "latent_values",
+        {"scores": scores, "peaks": peaks, "latent": latent, "offset": offset, "rows": constants(mx.int32, L)},
+        {"out": ((1, chunks, rows, dv), mx.float32), "ml": ((1, chunks, rows, 2), mx.float32)},
+        template={"T": dtype, "DV": dv, "KEYS": _keys(dtype), "CHUNK": CHUNK, "SLICE": width},
         grid=(32 * (dv // width), simdgroups * chunks, 1),
-        threadgroup=(32, simdgroups, 1),
-        output_shapes=[(1, chunks, rows, dv), (1, chunks, rows, 2)],
-        output_dtypes=[mx.float32, mx.float32],
+        group=(32, simdgroups, 1),
     )
     return out, ml
 
@@ -90,7 +82,7 @@ def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array) ->
     dv, dr = q.shape[-1], q_pe.shape[-1]
     fits = (dv + dr) * _keys(q.dtype) * q.dtype.size <= MEMORY
     same = all(x.dtype == q.dtype for x in (q_pe, latent, k_pe))
-    return same and q.dtype in DTYPES and dv % 32 == 0 and dr % 8 == 0 and fits and q.size > 0
+    return same and floats(q) and dv % 32 == 0 and dr % 8 == 0 and fits and q.size > 0
 
 
 def _check_shapes(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, limit: int) -> None:

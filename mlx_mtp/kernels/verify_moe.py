@@ -7,15 +7,11 @@ import mlx.core as mx
 
 from ._quantized import DEVICE, Quantized, arrays, check_columns, dequantized, format_template, packs, served, small
 from ._routing import Pairs, Routing, routable, route_metal, route_ref
-from ._source import DTYPES, constants, kernel, on_metal
-from .verify_glu import activated
+from ._source import DTYPES, constants, launch, on_metal
+from .verify_qmm import activated
 
 COLUMNS = 4  # weight rows of a simdgroup
 GLU_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
-GATE_AND_UP = ("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases")
-GLU_INPUTS = (*GATE_AND_UP, "x", "limit", "tokens", "experts", "starts")
-SORTED_PAIRS = ("weights", "experts", "starts", "places")
-DOWN_INPUTS = ("w", "scales", "biases", "h", *SORTED_PAIRS, "sizes", "shared", "shared_gate")
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ def _of(visited: mx.array, weights: Quantized) -> mx.array:
     return dequantized(replace(weights, w=weights.w[visited], scales=weights.scales[visited], biases=biases))
 
 
-def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> list[tuple[str, object]]:
+def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> dict[str, object]:
     """What both products are compiled for; an expert is visited by at most ROWS rows.
 
     A lane takes VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv. N is a multiple of 8,
@@ -91,41 +87,42 @@ def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> list[tuple[str, ob
     """
     pack, fast = packs(weights.bits)
     values = fast if weights.k % (32 * fast) == 0 else pack
-    return [*format_template(weights, dtype), ("VALUES", values), ("ROWS", 1 << (m - 1).bit_length())]
+    return {**format_template(weights, dtype), "VALUES": values, "ROWS": 1 << (m - 1).bit_length()}
 
 
 def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
     n, count = experts.gate.w.shape[1], pairs.tokens.size
-    gate, up = (arrays(weights, x.dtype) for weights in (experts.gate, experts.up))
-    made = kernel("moe_glu", GLU_INPUTS, ("h",), ("quantized", "experts", "activations"))
-    (h,) = made(
-        inputs=[*gate, *up, x, constants(x.dtype, limit or 0.0), pairs.tokens, pairs.experts, pairs.starts],
-        template=[*_template(experts.gate, x.dtype, x.shape[0]), ("CLAMPED", limit is not None)],
+    return launch(
+        "moe_glu",
+        {
+            **{**arrays(experts.gate, x.dtype, "gate"), **arrays(experts.up, x.dtype, "up"), "x": x},
+            **{"limit": constants(x.dtype, limit or 0.0), "tokens": pairs.tokens},
+            **{"experts": pairs.experts, "starts": pairs.starts},
+        },
+        {"h": ((count, n), x.dtype)},
+        template={**_template(experts.gate, x.dtype, x.shape[0]), "CLAMPED": limit is not None},
         grid=(32, n // COLUMNS, count),
-        threadgroup=(32, GLU_SIMDGROUPS, 1),
-        output_shapes=[(count, n)],
-        output_dtypes=[x.dtype],
-    )
-    return h
+        group=(32, GLU_SIMDGROUPS, 1),
+    )[0]
 
 
 def _down_metal(
     h: mx.array, down: Quantized, pairs: Pairs, routing: Routing, shared: tuple[mx.array | None, mx.array | None]
 ) -> mx.array:
     m, n, kind = h.shape[0] // routing.top_k, down.w.shape[1], sum(a is not None for a in shared)
-    made = kernel("moe_down", DOWN_INPUTS, ("y",), ("quantized", "experts", "activations"))
-    (y,) = made(
-        inputs=[
-            *(*arrays(down, h.dtype), h, pairs.weights, pairs.experts, pairs.starts, pairs.places, routing.sizes),
-            *(h if a is None else a.astype(h.dtype) for a in shared),
-        ],
-        template=[*_template(down, h.dtype, m), ("SHARED", kind), ("SIMDGROUPS", DOWN_SIMDGROUPS)],
+    of_shared = (h if a is None else a.astype(h.dtype) for a in shared)
+    return launch(
+        "moe_down",
+        {
+            **{**arrays(down, h.dtype), "h": h, "weights": pairs.weights, "experts": pairs.experts},
+            **{"starts": pairs.starts, "places": pairs.places},
+            **{"sizes": routing.sizes, **dict(zip(("shared", "shared_gate"), of_shared, strict=True))},
+        },
+        {"y": ((m, n), h.dtype)},
+        template={**_template(down, h.dtype, m), "SHARED": kind, "SIMDGROUPS": DOWN_SIMDGROUPS},
         grid=(32, DOWN_SIMDGROUPS * n // COLUMNS, 1),
-        threadgroup=(32, DOWN_SIMDGROUPS, 1),
-        output_shapes=[(m, n)],
-        output_dtypes=[h.dtype],
-    )
-    return y
+        group=(32, DOWN_SIMDGROUPS, 1),
+    )[0]
 
 
 def verify_moe(

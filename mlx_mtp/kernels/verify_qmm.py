@@ -1,9 +1,20 @@
-"""Multiply a few rows with quantized weights, each in the bits that MLX's one-row kernel gives it."""
+"""Multiply a few rows with quantized weights, per head or activated too, in the bits of MLX's one-row kernels."""
 
 import mlx.core as mx
 
-from ._quantized import Quantized, biased, check_columns, launch, multiplied, parts, supported
-from ._source import on_metal
+from ._quantized import (
+    Quantized,
+    biased,
+    check_columns,
+    dequantized,
+    known,
+    multiplied,
+    multiply,
+    parts,
+    small,
+    supported,
+)
+from ._source import constants, on_metal
 
 
 def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
@@ -21,11 +32,69 @@ def verify_qmm(x: mx.array, weights: Quantized) -> list[mx.array]:
     check_columns(x, weights)
     if not (on_metal() and supported(x, weights)):
         return verify_qmm_ref(x, weights)
-    flat, bias = x.reshape(-1, weights.k).astype(weights.dtype(x)), weights.bias
-    added = bias is not None and bias.dtype == flat.dtype
-    more = {"ends": weights.ends_array, "bias": bias if added else flat}
-    y = launch(
-        "verify_qmm", flat, weights, m=flat.shape[0], more=more, template=[("BIAS", added)], columns=weights.ends[-1]
-    )
+    x, bias = x.astype(weights.dtype(x)), weights.bias
+    added = bias is not None and bias.dtype == x.dtype
+    more = {"ends": weights.ends_array, "bias": bias if added else x}
+    y = multiply("verify_qmm", x, weights, columns=weights.ends[-1], more=more, template={"BIAS": added})
     products = parts(y, x, weights)
     return products if added else biased(products, weights)
+
+
+def verify_qmm_heads_ref(x: mx.array, weights: Quantized, *, heads_first: bool) -> mx.array:
+    """Dequantize, multiply in float32, round once."""
+    rows = x[..., : weights.k].swapaxes(1, 2).astype(mx.float32)
+    y = (rows @ dequantized(weights).swapaxes(1, 2)).astype(weights.dtype(x))
+    return y if heads_first else y.swapaxes(1, 2)
+
+
+def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool) -> mx.array:
+    """Multiply of each head of x [1, M, H, D >= K] the first K values with its matrix: [1, H, M, N], or without
+    `heads_first` [1, M, H, N].
+
+    weights: w [H, N, K * bits / 32], scales and biases [H, N, K / group_size]. On Metal each row of a head has the
+    bits of MLX's kernel for one row, and up to 8 rows share one request of the weights. Elsewhere, or for a format
+    that the kernels do not know: dequantized and multiplied in float32. Raises ValueError where shapes do not fit.
+    """
+    if weights.w.ndim != 3:
+        raise ValueError(f"w has shape {weights.w.shape}; it must have three axes, the first of heads")
+    heads = weights.w.shape[0]
+    if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != heads or x.shape[3] < weights.k:
+        raise ValueError(f"x has shape {x.shape}; for these weights it must be (1, M, {heads}, {weights.k} or more)")
+    if not (on_metal() and known(x, weights)):
+        return verify_qmm_heads_ref(x, weights, heads_first=heads_first)
+    m, (n,) = x.shape[1], weights.ends
+    shape = (1, heads, m, n) if heads_first else (1, m, heads, n)
+    return multiply("verify_qmm_heads", x, weights, columns=n, template={"HEADS_FIRST": heads_first}, shape=shape)
+
+
+def activated(gate: mx.array, up: mx.array, limit: float | None) -> mx.array:
+    """Compute silu(gate) * up; with a limit silu(gate) is at most that, and up within its negative and it."""
+    gate = gate * mx.sigmoid(gate)
+    if limit is not None:
+        gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
+    return gate * up
+
+
+def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
+    """Compute silu(gate) * up of products rounded to x's dtype; with a limit both are clamped as Step-3.5 does."""
+    gate, up = verify_qmm_ref(x, weights)
+    return activated(gate, up, limit)
+
+
+def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
+    """Compute swiglu(x times gate, x times up) [..., H] of x [..., K], gate and up [H, K] stacked in `weights`.
+
+    With `limit` silu(gate) is at most that, and up within its negative and it (Step-3.5). On Metal each row has the
+    bits of MLX's one-row kernels followed by its activation, in one launch unless there is a `weights.bias`;
+    elsewhere the reference. Raises ValueError where x has another number of columns, or `weights` is not two of one
+    height.
+    """
+    check_columns(x, weights)
+    if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:
+        raise ValueError(f"the weights end at {weights.ends}; gate and up must have the same number of rows")
+    if not (on_metal() and supported(x, weights)) or small(weights) or weights.bias is not None:
+        gate, up = verify_qmm(x, weights)
+        return activated(gate, up, limit)
+    more, template = {"limit": constants(weights.dtype(x), limit or 0.0)}, {"CLAMPED": limit is not None}
+    y = multiply("verify_glu", x, weights, columns=weights.ends[0], more=more, template=template)
+    return y.reshape(*x.shape[:-1], weights.ends[0])

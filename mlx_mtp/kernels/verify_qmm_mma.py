@@ -9,7 +9,7 @@ matrix product, nor on their number, nor on what is stacked. It has not the bits
 import mlx.core as mx
 
 from ._quantized import Quantized, arrays, biased, check_columns, format_template, parts, supported
-from ._source import kernel, on_metal
+from ._source import launch, on_metal
 from .verify_qmm import verify_qmm_ref
 
 SIDE = 8  # of a matrix
@@ -30,13 +30,12 @@ def verify_qmm_mma(x: mx.array, weights: Quantized) -> list[mx.array]:
         return verify_qmm_mma_ref(x, weights)
     flat, n = x.reshape(-1, weights.k).astype(weights.dtype(x)), weights.ends[-1]
     m, tiles = flat.shape[0], 2 if n >= TALL else 1
-    made = kernel("verify_qmm_mma", ("w", "scales", "biases", "x", "ends"), ("y",), ("quantized", "fragments"))
-    (y,) = made(
-        inputs=[*arrays(weights, flat.dtype), flat, weights.ends_array],
-        template=[*format_template(weights, flat.dtype), ("TILES", tiles)],
+    (y,) = launch(
+        "verify_qmm_mma",
+        {**arrays(weights, flat.dtype), "x": flat, "ends": weights.ends_array},
+        {"y": ((m * n,), flat.dtype)},
+        template={**format_template(weights, flat.dtype), "TILES": tiles},
         grid=(32 * -(-m // SIDE), SPLIT * -(-n // (SIDE * tiles)), 1),
-        threadgroup=(32, SPLIT, 1),
-        output_shapes=[(m * n,)],
-        output_dtypes=[flat.dtype],
+        group=(32, SPLIT, 1),
     )
     return biased(parts(y, x, weights), weights)

@@ -15,8 +15,7 @@ from mlx_mtp import emulator
 from mlx_mtp.cache import kinds as cache
 from mlx_mtp.emulator.stock import fused, sdpa_vector, sdpa_vector_2pass
 from mlx_mtp.kernels import verify_attention, verify_attention_ref
-from mlx_mtp.kernels._merge import merge
-from mlx_mtp.kernels.verify_attention import geometry
+from mlx_mtp.kernels.verify_attention import geometry, merge
 
 pytestmark = linux_only
 

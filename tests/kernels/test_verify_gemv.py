@@ -11,7 +11,7 @@ from sweep import sampled, sweep
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock_dense
-from mlx_mtp.kernels._rows import row_groups
+from mlx_mtp.kernels._source import row_groups
 from mlx_mtp.kernels.verify_gemv import _tile, supported, verify_gemv, verify_gemv_ref
 
 F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32
