@@ -3,9 +3,15 @@
 import re
 
 import launches_text
+import mlx.core as mx
 import pytest
+from exact import same_bits
 from launches import with_kernels
+from metal_cases import linux_only
 
+from mlx_mtp import emulator
+from mlx_mtp.bench.kernels_cases import SMALL
+from mlx_mtp.kernels import _source
 from mlx_mtp.kernels._shorten import Text, defined, definitions, joined, shorten, tokens
 from mlx_mtp.kernels._source import DIRECTORY
 
@@ -51,6 +57,27 @@ def test_texts_are_strings_for_mlx():
     header, _ = shorten("// a comment\nint f() { return 1; }\n", "y[0] = f();")
     assert isinstance(header, Text)
     assert header == "int f(){return 1;}"
+
+
+@linux_only
+@pytest.mark.parametrize("op", SMALL)
+def test_what_a_mac_compiles_computes_the_same(op, monkeypatch):
+    """The emulator compiles whole texts; here the short ones as well, in whose place it does not know whole ones."""
+    site = SMALL[op]()
+    x = mx.random.normal((max(site.candidates), site.width), mx.bfloat16)
+    with emulator.emulated(emulator.Options(traffic=False)):
+        whole = site.ours(x)
+        mx.eval(whole)
+        texts = []
+        monkeypatch.setattr(_source, "shorten", lambda *text: texts.extend(map(str, shorten(*text))) or texts[-2:])
+        _source._made.cache_clear()
+        short = site.ours(x)
+        mx.eval(short)
+    _source._made.cache_clear()
+    assert texts
+    assert "//" not in "".join(texts)
+    for ours, theirs in zip(short, whole, strict=True):
+        assert same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize(("name", "ours", "held"), [("Step-3.5-Flash", 3.1e6, 64e6 / 4), ("GLM-4.5", 6e6, 64e6 / 2)])
