@@ -60,7 +60,9 @@ def test_wheel_from_sdist(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert "mlx_mtp/kernels/metal/README.md" in names
     assert "mlx_mtp/demo/checkpoint/model.safetensors" in names
-    assert {"mlx_mtp/bench/prompts.json", "mlx_mtp/bench/documents.csv"} <= set(names)
+    assert {f"mlx_mtp/bench/{file}" for file in ("prompts.json", "documents.csv", "kernels_shapes.json")} <= set(
+        names
+    )
     roofline = {f"mlx_mtp/bench/roofline/{file}" for file in ("chips.csv", "launches.csv", "fitted.json")}
     assert {"mlx_mtp/bench/page.css", *roofline} <= set(names)
     native = ROOT / "mlx_mtp" / "emulator" / "native"
