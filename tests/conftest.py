@@ -16,7 +16,6 @@ if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_set
 
 import mlx.core as mx
 import pytest
-import tiny
 from compile_mode import ENABLED, NO_FUSE, set_mode
 
 import mlx_mtp
@@ -59,6 +58,8 @@ def _own_cache_directory(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory):
     """(seed, config changes) -> (our model, mlx-lm's plain model) of one random checkpoint."""
+    import tiny  # and with it mlx-lm, for which xdist's controller would keep the workers waiting
+
     built = {}
 
     def build(seed: int = 0, **changes):

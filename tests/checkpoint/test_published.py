@@ -65,7 +65,7 @@ def test_the_fixture_lists_as_many_tensors_as_were_published(file):
 
 
 # Of each family one.
-FEW = {published.read(file).config["model_type"]: file for file in MODELS}
+FEW = {published.read_config(file)["model_type"]: file for file in MODELS}
 
 
 @pytest.mark.parametrize("file", sampled(FEW.values(), MODELS), ids=lambda f: f.stem)

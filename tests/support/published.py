@@ -64,6 +64,10 @@ def _choices(i: int, part: str) -> list[str]:
     return found
 
 
+def read_config(file: Path) -> dict:
+    return json.loads(next(line[7:] for line in file.read_text().splitlines() if line.startswith("config ")))
+
+
 def read(file: Path) -> Published:
     config, total, sidecar, tensors = {}, None, None, {}
     for line in file.read_text().splitlines():
@@ -76,18 +80,19 @@ def read(file: Path) -> Published:
             sidecar = tuple(rest.split())
         elif word != "#":
             sizes, _, dtype = rest.partition(" ")
-            for name in expanded(word):
-                tensors |= _stored(name, tuple(map(int, sizes.split("x"))), dtype)
+            stored = _stored(tuple(map(int, sizes.split("x"))), dtype).items()
+            tensors |= {name + suffix: entry for name in expanded(word) for suffix, entry in stored}
     return Published(config, tensors, total, sidecar)
 
 
-def _stored(name: str, shape: tuple[int, ...], dtype: str) -> dict:
+def _stored(shape: tuple[int, ...], dtype: str) -> dict:
+    """A tensor's shape and dtype, and its scale's, by what their names end in."""
     if dtype == "F8/128":
         blocks = tuple(-(-size // 128) for size in shape)
-        return {name: (shape, "F8_E4M3"), f"{name}_scale_inv": (blocks, "F32")}
+        return {"": (shape, "F8_E4M3"), "_scale_inv": (blocks, "F32")}
     if dtype == "F8/row":
-        return {name: (shape, "F8_E4M3"), f"{name}_scale": ((shape[0], 1), "F32")}
-    return {name: (shape, dtype or "BF16")}
+        return {"": (shape, "F8_E4M3"), "_scale": ((shape[0], 1), "F32")}
+    return {"": (shape, dtype or "BF16")}
 
 
 def write(path: Path, published: Published) -> Path:
