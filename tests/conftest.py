@@ -65,7 +65,7 @@ def tiny_models(tmp_path_factory):
     def build(seed: int = 0, **changes):
         key = (seed, repr(sorted(changes.items())))
         if key not in built:
-            config = {**tiny.CONFIG, **changes}
+            config = {**tiny.CONFIG, **tiny.SHORTER, **changes}
             weights = tiny.random_weights(config, seed=seed)
             path = tiny.save(tmp_path_factory.mktemp("checkpoint"), config, weights)
             built[key] = mlx_mtp.load_model(path), tiny.plain_model(config, weights)

@@ -49,8 +49,8 @@ def test_piped_conversation():
 def test_the_text_does_not_depend_on_drafting():
     switched = "\n".join([QUESTIONS[0], "/mtp off", QUESTIONS[1], "/mtp on", QUESTIONS[0], "/exit", "never read"])
     plain = "\n".join([QUESTIONS[0], QUESTIONS[1], QUESTIONS[0]])
-    texts = [call("chat", "-m", 40, "--quiet", "--no-mtp", stdin=plain)]
-    texts.append(call("chat", "-m", 40, "--quiet", stdin=switched))
+    texts = [call("chat", "-m", 20, "--quiet", "--no-mtp", stdin=plain)]
+    texts.append(call("chat", "-m", 20, "--quiet", stdin=switched))
     assert texts[0].stderr == texts[1].stderr == ""
     said = [line for line in texts[1].stdout.splitlines() if not line.startswith("MTP o")]
     assert said == texts[0].stdout.splitlines()
@@ -58,7 +58,7 @@ def test_the_text_does_not_depend_on_drafting():
 
 def test_seeded_turns():
     stdin = "\n".join([QUESTIONS[0], QUESTIONS[0]])
-    command = ["chat", "--quiet", "--temp", 1, "-m", 20]
+    command = ["chat", "--quiet", "--temp", 1, "-m", 12]
     runs = {call(*command, *flags, stdin=stdin).stdout for flags in ([], ["--seed", 0])}
     assert len(runs) == 1
     assert runs != {call(*command, "--seed", 1, stdin=stdin).stdout}
@@ -174,7 +174,7 @@ def test_keys_of_the_editor(terminal):
 
 
 def test_a_paste_during_an_answer_is_one_message():
-    terminal = Terminal("-m", "400", "--temp", "3")
+    terminal = Terminal("-m", "200", "--temp", "3")
     terminal.wait_for(READY)
     began = terminal.wait_for(BUSY, terminal.type("def \r"))
     marked = terminal.wait_for(READY, began)

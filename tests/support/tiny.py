@@ -48,6 +48,14 @@ CONFIG = {
     "num_nextn_predict_layers": 3,
 }
 
+# One layer of experts fewer: every kind of layer is there, and a token takes a quarter less time.
+SHORTER = {
+    "num_hidden_layers": 3,
+    "moe_layers_enum": "1,2",
+    "swiglu_limits": [0, 0, 7],
+    "swiglu_limits_shared": [0, 0, 16],
+}
+
 
 def random_weights(config: dict, *, heads: int = 3, seed: int = 0, scale: float = 0.25) -> dict[str, mx.array]:
     """A checkpoint with the tensor names and the zero-centred norms of the hub's."""
