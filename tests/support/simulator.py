@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mlx_mtp.tuning.controller import Cycle, Fixed, Plan
-from mlx_mtp.tuning.costs import Costs, ladder
+from mlx_mtp.tuning.controller import Cycle, Fixed, ladder
+from mlx_mtp.tuning.costs import Costs, Plan
 
 DEEPEST = 15
 
