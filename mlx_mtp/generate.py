@@ -143,7 +143,7 @@ def generate_step(
     control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
     decoder = Decoder(model, cache, picker, control, stats, prefill_step_size, k, lookup, draft_p_min, compiled)
     steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return _closed_by(steps, partial(remember, model, control, compiled))
+    return _closed_by(steps, partial(remember, model, control, compiled, stats))
 
 
 def _closed_by(

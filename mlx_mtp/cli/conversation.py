@@ -117,8 +117,8 @@ class Chat:
         turn, held = self.session.turn, self.session.cache.offset
         self.totals.add(turn)
         if not self.quiet:
-            line, width = footer(turn, last), shutil.get_terminal_size().columns
-            faint(textwrap.fill(line, width) + "\n" if self.interactive else line)
+            lines, width = footer(turn, last).splitlines(), shutil.get_terminal_size().columns
+            faint("\n".join([*(textwrap.fill(line, width) for line in lines), ""] if self.interactive else lines))
         limit = getattr(self.session.model.args, "max_position_embeddings", None)
         if limit and held > limit >= turn.reused:
             self._note(f"The conversation is past the {limit:,} tokens the model was made for; /reset begins anew.")

@@ -8,14 +8,18 @@ from ..session import ChatSession, Turn
 
 
 def footer(turn: Turn, last: GenerationResponse) -> str:
-    """Say what one answer cost, in one line of 80 columns as long as its figures are not extreme."""
+    """Say what one answer cost, in a line of 80 columns as long as its figures are not extreme.
+
+    A second line says why its last cycles were plain, if drafts were allowed.
+    """
     stats, speed = turn.stats, "" if last.generation_tokens < 2 else f", {_short(last.generation_tps)}/s"
     parts = [f"{last.generation_tokens} tok{speed}"]
     parts.append(f"prompt {_short(turn.prompt_tps)}/s, {turn.reused}/{turn.prompt_tokens} reused")
     if stats.cycles and stats.num_draft_tokens:
         rates = "/".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
         parts.append(f"{stats.tokens_per_cycle:.2f}/cycle {rates}%")
-    return " · ".join([*parts, f"{_short(stats.peak_memory / 1e9)} GB"])
+    line = " · ".join([*parts, f"{_short(stats.peak_memory / 1e9)} GB"])
+    return f"{line}\ndrafting paused: {stats.paused}" if stats.paused else line
 
 
 def mtp_state(session: ChatSession) -> str:

@@ -14,6 +14,7 @@ from ..tuning.costs import Costs
 from ..tuning.replay_choice import CompileChoice
 from .replay import Compiled, Recorder
 from .sampling import Picker
+from .stats import Stats
 
 LOOKUP_DRAFTS = 7  # with the token before them the most rows that have the bits of one (kernels/README.md)
 
@@ -88,11 +89,14 @@ def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool 
     return Compiled(recorder, CompileChoice(asked or recorder.verdict))
 
 
-def remember(model: Target, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
-    """Keep what a generation measured for the next ones."""
+def remember(
+    model: Target, control: Controller | Fixed, compiled: Compiled | None = None, stats: Stats | None = None
+) -> None:
+    """Keep what a generation measured for the next ones, and note in its counters why it ended without drafts."""
     known, kept = learned(model), set()
-    if isinstance(control, Controller) and any(control.costs.seen):
-        control.costs.confirm()
+    if stats and isinstance(control, Controller):
+        stats.paused = control.paused
+    if isinstance(control, Controller) and control.costs.pace is not None:
         kept.add(replayed := _replayed(compiled))
         known.costs[replayed] = control.costs
     if compiled is not None and compiled.found():

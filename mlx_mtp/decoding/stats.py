@@ -9,7 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 TIMED_EVERY = 16
-LARGEST, ASKED = ("num_draft_tokens", "peak_memory"), ("phases", "max_tokens")  # fields that are not summed up
+LARGEST, ASKED = (
+    ("num_draft_tokens", "peak_memory"),
+    ("phases", "max_tokens", "paused"),
+)  # fields that are not summed up
 WAITED = 0.05  # share of a cycle's time that the host must have waited, for it to be the device's
 
 
@@ -28,6 +31,7 @@ class Stats:
     decode_time:   spent in cycles after that; the caller's own time between two tokens is left out.
     wait_time:     the part of it in which the host waited for the device.
     peak_memory:   most bytes that MLX held, the weights included, since the generation began.
+    paused:        why the last cycles were plain although drafts were allowed; empty where they were not, or drafted.
     phases:        set it to have `draft_time`: every 16th cycle is then computed in two halves, with a wait for each.
     """
 
@@ -51,6 +55,7 @@ class Stats:
     decode_time: float = 0.0
     wait_time: float = 0.0
     peak_memory: int = 0
+    paused: str = ""
     _halves: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _tic: float = 0.0
     _prompt_read: bool = False

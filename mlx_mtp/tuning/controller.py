@@ -1,24 +1,22 @@
 """Choose how many drafts each cycle verifies: as many, or none, as promise the most tokens per second.
 
-Costs are measured (`Costs`), right drafts are counted, and what was measured seldom or long ago is thought better than
-it was. A budget bounds what all that may lose against plain decoding: it grows a little with every step and by what
+Costs are measured (`Costs`) and right drafts are counted; what was measured seldom or long ago is thought better than
+it was. A budget bounds what drafting may lose against plain decoding: it grows a little with every step and by what
 drafts win, and goes on from text to text. Costs are in plain steps: the time of one cycle without drafts is one.
 """
 
+import copy
 import math
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .costs import LOST, PLAIN, Costs, Plan
+from .costs import FAR, LOST, PLAIN, Costs, Plan
 
 SHARE = 0.015  # of a plain step, what each step adds to the budget
-GUESS, WEIGHT, KEPT = (
-    0.6,
-    2.0,
-    0.95,
-)  # the share of right drafts, until seen; as many drafts as that counts; per cycle
-CURIOUS, DOUBT = 0.3, 1.0  # of its rate, by which a plan, and the plain step, is thought better while not measured
+GUESS, WEIGHT = 0.6, 2.0  # the share of right drafts while none were seen, and as how many drafts that counts
+KEPT = 0.97  # of what was counted, what each cycle leaves
+CURIOUS, DOUBT = 0.3, 0.5  # of its rate, by which a plan, and the plain step, is thought better while not measured
 STAY = 16  # cycles over which a catch-up of the heads is paid off
 SHORTEST = 3  # tokens that must have occurred before
 
@@ -81,12 +79,12 @@ class Controller:
     """
 
     def __init__(self, *, max_drafts: int, max_lookup: int = 0, p_min: bool = False, known: Costs | None = None):
-        self.costs = known or Costs()
-        self.costs.pace = None
+        self.costs = copy.deepcopy(known) or Costs()
+        self.costs.pace, self.costs.budget = None, min(self.costs.budget, LOST)
         self.heads = [Plan("heads", k) for k in ladder(max_drafts)]
         self.lookups = [Plan("lookup", k) for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]
         self.confident = Plan("heads", max_drafts, p_min=True) if p_min and max_drafts else None
-        self.parked: Choice | None = None  # the best drafts of the last cycle that was plain as they do not pay
+        self.paused = ""  # why the last cycle that was planned does not draft; empty where it does, or measures
         self._risks: deque[float] = deque()  # of the cycles that are not yet observed
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
@@ -101,12 +99,13 @@ class Controller:
             spare = self.costs.budget - sum(self._risks)
             hope = max(choices, key=lambda c: c.rate)
             best = max((plain, *(c for c in choices if c.risk <= spare)), key=self._score)
-            if hope.rate < 1 and self.costs.wait <= 0 and hope.risk <= spare:
+            kind, costs = _kind(hope.plan, matched), self.costs
+            if hope.rate < 1 and costs.again.get(kind, 0.0) <= costs.elapsed and hope.risk <= spare:
                 best = hope
-                self.costs.wait = (hope.steps + hope.rows - hope.tokens) / SHARE
-            self.parked = hope if best is plain else None
+                costs.again[kind] = costs.elapsed + (hope.risk + 1 - hope.tokens) / SHARE
+            self.paused = "" if best is not plain else self._reason(hope, spare)
         best = best or plain
-        self._risks.append(best.risk if best.plan in self.costs.levels else LOST)
+        self._risks.append(best.risk if best.plan in self.costs.weights else LOST)
         return best.plan
 
     def observe(self, cycle: Cycle) -> None:
@@ -114,41 +113,51 @@ class Controller:
         costs, plan = self.costs, cycle.plan
         if self._risks:
             self._risks.popleft()
-        did = plan if plan.p_min else Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
-        if cycle.seconds is None:
-            steps = costs.steps(did) + costs.row * cycle.caught_up
-        else:
+        did = Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
+        steps = costs.steps(did) + costs.row * cycle.caught_up
+        if cycle.seconds is not None and plan.p_min:
+            steps = min(cycle.seconds / costs.seconds, math.exp(FAR) * steps)
+        elif cycle.seconds is not None:
             steps = costs.observe(did, cycle.seconds, cycle.caught_up)
         won = cycle.accepted + 1 - steps if plan.k else 0.0
-        costs.budget = min(costs.budget + SHARE * steps + won, LOST)
-        costs.wait = 0.0 if won > 0 else costs.wait - steps
+        costs.budget += SHARE * steps + won
+        costs.elapsed += steps
         costs.unsure = max(0, costs.unsure - 1)
+        kind = _kind(plan, cycle.matched)
+        if won > 0:
+            costs.again[kind] = costs.elapsed
         if plan.p_min:
-            self._count("confident", [cycle.accepted / plan.k])
+            costs.weights[plan] = costs.weights.get(plan, 0.0) + 1
+            self._count(kind, [(cycle.accepted + 1.0, steps)])
         elif plan.k:
-            right = [float(depth < cycle.accepted) for depth in range(min(cycle.accepted + 1, cycle.verified))]
-            self._count("heads" if plan.source == "heads" else _kind(cycle.matched), right)
+            reached = min(cycle.accepted + 1, cycle.verified)
+            self._count(kind, [(float(depth < cycle.accepted), 1.0) for depth in range(reached)])
+
+    def _reason(self, hope: Choice, spare: float) -> str:
+        if hope.rate < 1:
+            return f"costs {hope.tokens / hope.rate:.1f} plain steps, gains {hope.tokens:.1f} tokens"
+        return f"lost {LOST - self.costs.budget:.1f} plain steps" if hope.risk > spare else ""
 
     def _score(self, choice: Choice) -> float:
-        doubt = CURIOUS if choice.plan.k else DOUBT
-        return choice.rate * (1 + doubt / math.sqrt(1 + self.costs.weights.get(choice.plan, 0.0)))
+        weight, plan = self.costs.weights.get(choice.plan, 0.0), choice.plan
+        known = plan.k and not plan.p_min
+        return choice.rate * (1 + (CURIOUS / math.sqrt(1 + weight) if known else DOUBT / math.sqrt(0.1 + weight)))
 
     def _choices(self, matched: int, behind: int) -> list[Choice]:
         """List all that may be drafted now."""
         costs, rows = self.costs, self.costs.row * behind
         tokens = self._tokens("heads", self.heads)
         choices = [Choice(p, n, costs.steps(p), rows) for p, n in zip(self.heads, tokens, strict=True)]
-        if self.confident:  # until it was measured it is thought to be like the best
+        if self.confident:  # how far it goes differs from text to text: nothing tells its rate but itself
             like = max(choices, key=lambda c: c.rate)
-            right, seen = costs.counts.get("confident", [[0.0, 0.0]])[0]
-            share = (WEIGHT * (like.tokens - 1) / self.confident.k + right) / (WEIGHT + seen)
-            steps = costs.steps(self.confident if self.confident in costs.levels else like.plan)
-            choices.append(Choice(self.confident, 1 + self.confident.k * share, steps, rows))
-        if matched >= SHORTEST:
-            tokens = self._tokens(_kind(matched), self.lookups)
+            gave, took = costs.counts.get("confident", [[0.0, 0.0]])[0]
+            rate = (WEIGHT * like.tokens + gave) / (WEIGHT * like.steps + took)
+            choices.append(Choice(self.confident, rate * like.steps, like.steps, rows))
+        if matched >= SHORTEST and self.lookups:
+            tokens = self._tokens(_kind(self.lookups[0], matched), self.lookups)
             choices += [Choice(p, n, costs.steps(p)) for p, n in zip(self.lookups, tokens, strict=True)]
-        most = 2 * max(p.k for p in costs.levels)
-        return [c for c in choices if c.plan.k <= max(most, 1 if c.plan.source == "heads" else 3)]
+        most = max(1, 2 * max(p.k for p in costs.levels))  # no leap into the unknown
+        return [c for c in choices if c.plan.k <= most or (c.plan.p_min and most > 2) or c.plan in self.lookups[:1]]
 
     def _tokens(self, kind: str, plans: list[Plan]) -> list[float]:
         """Expect the tokens that plans give; a depth that was hardly seen is thought to be like the one before it."""
@@ -160,13 +169,13 @@ class Controller:
             expected.append(expected[-1] + reached)
         return [expected[plan.k] for plan in plans]
 
-    def _count(self, kind: str, right: list[float]) -> None:
+    def _count(self, kind: str, pairs: list[tuple[float, float]]) -> None:
         """Count a cycle's drafts, those that were reached; older ones count less and less."""
         counts = self.costs.counts.setdefault(kind, [])
-        counts += [[0.0, 0.0] for _ in right[len(counts) :]]
-        for depth, pair in enumerate(counts):
-            more = (right[depth], 1.0) if depth < len(right) else (0.0, 0.0)
-            pair[:] = [KEPT * n + m for n, m in zip(pair, more, strict=True)]
+        counts += [[0.0, 0.0] for _ in pairs[len(counts) :]]
+        for i, pair in enumerate(counts):
+            right, seen = pairs[i] if i < len(pairs) else (0.0, 0.0)
+            pair[:] = KEPT * pair[0] + right, KEPT * pair[1] + seen
 
 
 def ladder(most: int) -> list[int]:
@@ -174,6 +183,8 @@ def ladder(most: int) -> list[int]:
     return [*(k for k in (1, 2, 3, 4, 5, 6, 7, 8, 11) if k < most), most] if most else []
 
 
-def _kind(matched: int) -> str:
-    """Name the lookups whose drafts are counted together, by the length of the match."""
+def _kind(plan: Plan, matched: int) -> str:
+    """Name the drafts that are counted together; of lookups those of matches about as long."""
+    if plan.source == "heads":
+        return "confident" if plan.p_min else "heads"
     return f"lookup {min(matched, 16).bit_length()}"

@@ -1,7 +1,7 @@
 """Learn what cycles cost in plain steps, from their seconds, and hold what one text teaches the next.
 
-The logarithm of a cycle's seconds is the machine's pace plus the level of what it did. Both follow what is measured: a
-level is a mean whose older cycles fade, the pace takes a fixed share of each surprise. What was never measured lies
+The logarithm of a cycle's seconds is the machine's pace plus the level of what it did. Both follow what is measured:
+a level is a mean whose older cycles fade, the pace takes a fixed share of each surprise. What was never measured lies
 straight between, or beyond, what was.
 """
 
@@ -33,7 +33,7 @@ PLAIN = Plan()
 
 
 class Costs:
-    """Costs of plans, drafts that were right, and what drafting may still lose: all that goes on from text to text."""
+    """Costs of plans, right drafts, and what drafting may still lose: all that goes on from text to text."""
 
     def __init__(self):
         self.levels = {PLAIN: 0.0}  # logarithms
@@ -43,14 +43,20 @@ class Costs:
         self.row = ROW  # plain steps per row that idle heads read
         self.counts: dict[str, list[list[float]]] = {}  # per kind of drafts and depth: right ones, and all
         self.budget = LOST  # plain steps that drafting may lose
-        self.wait = 0.0  # plain steps until drafts that do not seem to pay are tried
+        self.elapsed = 0.0  # plain steps
+        self.again: dict[str, float] = {}  # per kind of drafts that do not seem to pay, when they are tried again
         self._odd: Plan | str | None = None  # what the last cycle did, if it was too slow to be believed
+
+    @property
+    def seconds(self) -> float:
+        """Estimate a plain step's."""
+        return math.exp(self.levels[PLAIN] + (self.pace or 0.0))
 
     def steps(self, plan: Plan) -> float:
         """Estimate what a cycle costs in plain steps; drafts are never free."""
         if plan in self.levels:
             return max(math.exp(self.levels[plan] - self.levels[PLAIN]), 1 + LEAST) if plan.k else 1.0
-        known = [p for p in self.levels if p.k and not p.p_min]
+        known = [p for p in self.levels if p.k]
         own = [p for p in known if p.source == plan.source] or known
         points = [(0, 1.0), *sorted((p.k, self.steps(p)) for p in own)]
         k, steps = max(point for point in points if point[0] <= plan.k)
@@ -59,7 +65,7 @@ class Costs:
         return max(steps + slope * (plan.k - k), 1 + LEAST)
 
     def observe(self, plan: Plan, seconds: float, caught_up: int = 0) -> float:
-        """Learn from one cycle, in which idle heads read `caught_up` rows; return its plain steps, without accidents."""
+        """Learn from one cycle, in which idle heads read `caught_up` rows; return its plain steps, no accidents."""
         rows, new = self.row * caught_up, plan not in self.levels
         steps = self.steps(plan)
         if new:
@@ -75,10 +81,12 @@ class Costs:
             self.pace = took
         else:
             self._learn(plan, surprise, rows / (steps + rows))
-        self._odd = odd
+        if odd or self._odd in (plan, "too fast"):
+            self._odd = odd
         return (steps + rows) * math.exp(min(surprise, FAR))
 
     def _learn(self, plan: Plan, surprise: float, of_rows: float) -> None:
+        assert self.pace is not None
         surprise = min(surprise, FAR)
         for known in self.weights:
             self.weights[known] *= FADES
@@ -90,30 +98,32 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """Give what `from_json` reads: seconds per plan, plain steps, counts of drafts."""
-        seconds = [
-            [p.source, p.k, math.exp(level + (self.pace or 0.0))] for p, level in self.levels.items() if not p.p_min
-        ]
-        kept = {"counts": self.counts, "budget": self.budget, "wait": self.wait}
+        pace = self.pace or 0.0
+        seconds = [[p.source, p.k, math.exp(level + pace)] for p, level in self.levels.items()]
+        kept = {"counts": self.counts, "budget": self.budget, "elapsed": self.elapsed, "again": self.again}
         return {"seconds": seconds, "catch_up": self.row, **kept}
 
     @classmethod
     def from_json(cls, kept: Any) -> "Costs":
         """Read what an earlier run learned; ValueError where `to_json` cannot have written this."""
-        costs, good = cls(), True
+        costs = cls()
         try:
-            for source, k, seconds in kept["seconds"]:
-                good = good and source in ("heads", "lookup") and type(k) is int and 0 <= k <= 64
-                costs.levels[Plan(source, k)] = math.log(seconds)
+            costs.levels |= {Plan(source, k): math.log(seconds) for source, k, seconds in kept["seconds"]}
             costs.row, costs.counts = float(kept["catch_up"]), kept.get("counts", {})
-            costs.budget, costs.wait = min(float(kept.get("budget", LOST)), LOST), float(kept.get("wait", 0.0))
-            good = good and all(0 <= right <= seen < math.inf for c in costs.counts.values() for right, seen in c)
+            costs.elapsed, costs.again = float(kept.get("elapsed", 0.0)), dict(kept.get("again", {}))
+            costs.budget = min(float(kept.get("budget", LOST)), LOST)
+            good = all(p.source in ("heads", "lookup") and type(p.k) is int and 0 <= p.k <= 64 for p in costs.levels)
+            good = good and all(0 <= n < math.inf for c in costs.counts.values() for pair in c for n in pair)
+            good = good and all(len(pair) == 2 for c in costs.counts.values() for pair in c)
+            good = good and all(
+                map(
+                    math.isfinite,
+                    (costs.row, costs.budget, costs.elapsed, *costs.again.values(), *costs.levels.values()),
+                )
+            )
         except (LookupError, TypeError, ValueError, AttributeError) as e:
             raise ValueError(f"no costs: {kept!r}") from e
-        if (
-            not good
-            or costs.row < 0
-            or not all(map(math.isfinite, (costs.row, costs.budget, costs.wait, *costs.levels.values())))
-        ):
+        if not good or costs.row <= 0:
             raise ValueError(f"no costs: {kept!r}")
         costs.weights = dict.fromkeys(costs.levels, 0.5)  # another process' figures; a plain step tells the pace
         costs.unsure = 1

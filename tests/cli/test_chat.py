@@ -11,6 +11,7 @@ import termios
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_line import call
@@ -18,8 +19,10 @@ from prompt_toolkit.data_structures import Point, Size
 from prompt_toolkit.layout.screen import Char
 from sweep import sampled
 
+from mlx_mtp.cli.footer import footer
 from mlx_mtp.cli.progress import PromptProgress
 from mlx_mtp.cli.terminal import StopOnInterrupt, _reflowed
+from mlx_mtp.session import Turn
 
 COMMAND = [sys.executable, "-m", "mlx_mtp", "chat"]
 QUESTIONS = ["What does os.path.join do?", "What does len do?"]
@@ -240,3 +243,13 @@ def test_a_stop_is_seen_at_once():
     with StopOnInterrupt(SimpleNamespace(stopping=False), seen.set):
         signal.raise_signal(signal.SIGINT)
         assert seen.wait(10)
+
+
+def test_a_footer_says_why_drafting_is_paused_and_only_then():
+    last: Any = SimpleNamespace(generation_tokens=9, generation_tps=5.0)
+    turn = Turn(prompt_tokens=3, reused=0)
+    assert "paused" not in footer(turn, last)
+    turn.stats.paused = "costs 1.3 plain steps, gains 1.1 tokens"
+    first, second = footer(turn, last).splitlines()
+    assert first.endswith(" GB")
+    assert second == "drafting paused: costs 1.3 plain steps, gains 1.1 tokens"

@@ -77,6 +77,7 @@ class Machine:
     slow_first: float = 1.0
     missing: float = 0.0  # share of cycles whose seconds are not measured
     second: float = 0.02  # seconds per plain step
+    pause: tuple[int, float] = (0, 0.0)  # a cycle in which the machine does something else, and for how many steps
 
     def verify(self, rows: int) -> float:
         if rows <= len(self.table):
@@ -185,6 +186,7 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
         steps = _cost(machine, plan, verified, caught_up) * noise[i] * machine.drift(pos / tokens, verified + 1)
         shape = (plan.source, plan.k, verified)
         steps *= 1 if shape in shapes else machine.slow_first
+        steps += machine.pause[1] * (i == machine.pause[0])
         shapes.add(shape)
         outcome.steps += steps
         outcome.ks[plan.source, plan.k] = outcome.ks.get((plan.source, plan.k), 0) + 1

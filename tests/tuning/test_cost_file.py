@@ -13,8 +13,10 @@ from mlx_mtp.decoding.policy import control_for, remember
 from mlx_mtp.machine import remembered
 from mlx_mtp.tuning import cost_file
 from mlx_mtp.tuning.cost_file import RememberedCosts
-from mlx_mtp.tuning.costs import PLAIN, Costs
+from mlx_mtp.tuning.costs import PLAIN, Costs, Plan
 from mlx_mtp.tuning.replay_choice import CompileChoice
+
+MEASURED = {PLAIN: 0.02, Plan("heads", 1): 0.024, Plan("lookup", 7): 0.06}
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +27,10 @@ def directory(monkeypatch, tmp_path):
 
 
 def measured() -> Costs:
-    costs = Costs(3, 7)
-    for arm, seconds in {("heads", 0): 0.02, ("heads", 1): 0.024, ("lookup", 7): 0.06}.items():
+    costs = Costs()
+    for plan, seconds in MEASURED.items():
         for _ in range(9):
-            costs.observe(arm, seconds)
+            costs.observe(plan, seconds)
     return costs
 
 
@@ -37,9 +39,8 @@ def test_kept_costs_are_recalled(directory):
     RememberedCosts("m", "auto").keep(costs)
     known = RememberedCosts("m", "auto").recall()
     assert known is not None
-    for arm in (("heads", 0), ("heads", 1), ("lookup", 7)):
-        assert math.isclose(known.seconds(arm), costs.seconds(arm), rel_tol=1e-3)
-    assert known.measured == costs.measured
+    for plan in MEASURED:
+        assert math.isclose(known.steps(plan), costs.steps(plan), rel_tol=1e-3)
     assert len(list(directory.iterdir())) == 1
 
 
@@ -134,11 +135,12 @@ def test_what_replayed_cycles_cost_is_kept_apart(directory):
     replays = SimpleNamespace(choice=CompileChoice(True), found=lambda: False)
     options = {"adaptive": True, "p_min": False}
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)  # the other stands for the next process
-    for compiled, seconds in ((None, 0.02), (replays, 0.005)):
+    for compiled, seconds in ((None, 0.03), (replays, 0.05)):
         control = control_for(model, 1, 0, compiled=compiled, **options)
         for _ in range(9):
-            control.costs.observe(PLAIN, seconds)
+            control.costs.observe(PLAIN, 0.02)
+            control.costs.observe(Plan("heads", 1), seconds)
         remember(model, control, compiled)
     for again in (model, other):
-        known = [control_for(again, 1, 0, compiled=c, **options).costs.seconds(PLAIN) for c in (None, replays)]
-        assert known == pytest.approx([0.02, 0.005], rel=0.05)
+        known = [control_for(again, 1, 0, compiled=c, **options).costs for c in (None, replays)]
+        assert [costs.steps(Plan("heads", 1)) for costs in known] == pytest.approx([1.5, 2.5], rel=0.05)
