@@ -106,6 +106,8 @@ class SlidingKVCache(LinearKVCache):
                 mx.put_along_axis(part, mx.broadcast_to(index, r.shape), r, axis=2) for part, r in pairs
             )
             return
+        if rows == 1:
+            return self._assign(ring.slot(self.offset), new)
         done = min(rows, max(0, ring.keep - self.offset))
         if done:
             self._assign(self.offset, tuple(r[:, :, :done] for r in new))

@@ -119,8 +119,9 @@ def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
     else:
         take = replayed or partial(step, frame)
         new.run, arrays = take(last.run.given, cache.unload(), guesses)
-        limit = last.base + last.run.size
-        cache.load(arrays, limit + new.run.size, limit)
+        if replayed:
+            limit = last.base + last.run.size
+            cache.load(arrays, limit + new.run.size, limit)
     new.replayed, new.built = replayed is not None, perf_counter() - tic
     return new
 

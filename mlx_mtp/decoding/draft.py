@@ -26,7 +26,7 @@ class Run(NamedTuple):
     hidden:   [1, R, H] the target's hidden rows; row r is position base + r.
     tokens:   [R] int32, the target's own token after each row.
     accepted: int32 [1] on the device; rows 0..accepted are right, tokens[accepted] is the newest token.
-    drafts:   [R-1] int32, what was verified; packed: tokens and accepted in one array, for the host. These two and
+    drafts:   [R-1] int32, what was verified; packed: tokens and, behind drafts, accepted, for the host. These two and
               logprobs [R, V], if asked for, are for the host: the next cycle does without.
     """
 
@@ -39,7 +39,8 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, hidden, tokens, accepted, drafts, logprobs) -> "Run":
-        return cls(hidden, tokens, accepted, drafts, mx.concatenate([tokens, accepted]), logprobs)
+        packed = mx.concatenate([tokens, accepted]) if drafts.size else tokens
+        return cls(hidden, tokens, accepted, drafts, packed, logprobs)
 
     @property
     def size(self) -> int:
@@ -58,7 +59,7 @@ class Run(NamedTuple):
     def read(self) -> tuple[list[int], int]:
         """Wait for the run; return its right tokens and how many of them are drafts."""
         values: Any = self.packed.tolist()
-        return values[: values[-1] + 1], values[-1]
+        return (values[: values[-1] + 1], values[-1]) if len(values) > 1 else (values, 0)
 
 
 class Drafts(NamedTuple):

@@ -20,7 +20,7 @@ class Text:
 
     def __init__(self, tokens: Sequence[int] = ()):
         self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
-        self._runs = _runs(self._buffer)  # of SHORTEST tokens from each position on, as numbers
+        self._runs, self._numbered = np.zeros(len(tokens), np.int64), 0  # of SHORTEST tokens from each position on
 
     @property
     def tokens(self) -> np.ndarray:
@@ -30,19 +30,19 @@ class Text:
     def extend(self, tokens: list[int]) -> None:
         start, end = self._size, self._size + len(tokens)
         if end > self._buffer.size:
-            blank = np.zeros(end, np.int32)
-            self._buffer = np.concatenate([self.tokens, blank])
-            self._runs = np.concatenate([self._runs[:start], blank], dtype=np.int64)
+            self._buffer = np.concatenate([self.tokens, np.zeros(end, np.int32)])
+            self._runs = np.concatenate([self._runs, np.zeros(end, np.int64)])
         self._buffer[start:end] = tokens
         self._size = end
-        new = _runs(self._buffer[max(0, start - SHORTEST + 1) : end])
-        self._runs[end - SHORTEST + 1 - new.size : end - SHORTEST + 1] = new
 
     def matched(self) -> int:
         """Count the last tokens that have occurred before in this order: 0, or SHORTEST to LONGEST."""
         text, last = self.tokens, self._size - SHORTEST
         if last < 1:
             return 0
+        new = _runs(text[self._numbered :])
+        self._runs[self._numbered : self._numbered + new.size] = new
+        self._numbered += new.size
         ends = np.flatnonzero(self._runs[:last] == self._runs[last])[-CANDIDATES:] + SHORTEST
         length = SHORTEST if ends.size else 0
         while ends.size and length < LONGEST:
