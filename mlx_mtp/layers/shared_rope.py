@@ -1,0 +1,70 @@
+"""Compute RoPE's angles once for all layers of a pass, on a CPU, where MLX computes them in every call anew.
+
+The formula is that of MLX's own `mx.fast.rope` where there is no kernel, so that bits are the same. A GPU has a kernel.
+"""
+
+import math
+import threading
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import Llama3RoPE
+
+
+class Angles:
+    """Cosines and sines [L, dims / 2] of the last positions asked for, by thread: arrays belong to one."""
+
+    def __init__(self, module: Any):
+        self.dims, self.scale = module.dims, getattr(module, "scale", 1.0)
+        self.base, self.freqs = getattr(module, "base", None), getattr(module, "_freqs", None)
+        self._last: dict[int, tuple] = {}
+
+    def at(self, offset: Any, rows: int) -> tuple[mx.array, mx.array]:
+        """Return cosines and sines of `rows` positions from `offset`, an int or int32 [1]."""
+        thread = threading.get_ident()
+        known, n, found = self._last.get(thread, (None, 0, None))
+        same = known == offset if isinstance(known, int) and isinstance(offset, int) else known is offset
+        if found is None or n != rows or not same:
+            theta = ((mx.arange(rows, dtype=mx.float32) + offset) * self.scale)[:, None] * self._inverse()
+            found = mx.cos(theta), mx.sin(theta)
+            self._last = {thread: (offset, rows, found)}
+        return found
+
+    def _inverse(self) -> mx.array:
+        if self.freqs is not None:
+            return mx.reciprocal(self.freqs)
+        half = self.dims // 2
+        return mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(self.base) / half))
+
+
+class SharedRope(nn.Module):
+    """A RoPE module, `whole`, whose angles layers share; other types than float32 go to `whole` itself."""
+
+    def __init__(self, whole: nn.Module, angles: Angles):
+        super().__init__()
+        self.whole, self._angles = whole, angles
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        """Rotate x [B, heads, L, D], its first `dims` of D."""
+        if x.dtype != mx.float32 or x.ndim != 4:
+            return self.whole(x, offset=offset)  # type: ignore[operator]
+        half = self._angles.dims // 2
+        cos, sin = self._angles.at(offset, x.shape[2])
+        a, b = x[:, :, :, :half], x[:, :, :, half : 2 * half]
+        rotated = [a * cos - b * sin, a * sin + b * cos]
+        if 2 * half < x.shape[3]:
+            rotated.append(x[:, :, :, 2 * half :])
+        return mx.concatenate(rotated, axis=-1)
+
+
+def share_angles(model: nn.Module) -> None:
+    """Let the layers of a model whose RoPE is alike compute its angles once."""
+    shared: dict[tuple, Angles] = {}
+    for _, module in model.named_modules():
+        rope = module.get("rope")
+        if type(rope) not in (nn.RoPE, Llama3RoPE) or rope.traditional:
+            continue
+        freqs = getattr(rope, "_freqs", None)
+        kind = (rope.dims, getattr(rope, "base", None), None if freqs is None else tuple(freqs.tolist()))
+        module.rope = SharedRope(rope, shared.setdefault((*kind, getattr(rope, "scale", 1.0)), Angles(rope)))
