@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
+from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..models import find_port
 from ..tuning.kernel_switch import switch_on
@@ -119,6 +120,8 @@ def _load(path: Path, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
     if port is None:
         return load_plain(path, config, drafting, budget, lazy=lazy)
     model = load_port(port, path, config, drafting, budget, lazy=lazy)
+    if mx.default_device() == mx.cpu:
+        share_angles(model)
     if drafting.heads and not model.mtp:
         warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
     return model

@@ -1,6 +1,6 @@
 """Compute RoPE's angles once for all layers of a pass, on a CPU, where MLX computes them in every call anew.
 
-The formula is that of MLX's own `mx.fast.rope` where there is no kernel, so that bits are the same. A GPU has a kernel.
+The formula is that of `mx.fast.rope` where MLX has no kernel for it, so that bits are the same. A GPU has a kernel.
 """
 
 import math
