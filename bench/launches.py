@@ -36,7 +36,7 @@ from mlx_mtp.decoding.draft import Run, prime
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.step import Frame, step
 from mlx_mtp.tuning import kernel_switch as switch
-from mlx_mtp.tuning.controller import Plan
+from mlx_mtp.tuning.plan import Plan
 
 ATTENTION = mx.fast.metal_kernel(name="attention", input_names=["q", "k", "v"], output_names=["out"], source=";")
 

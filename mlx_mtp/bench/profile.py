@@ -22,7 +22,7 @@ from ..decoding.sampling import Picker
 from ..decoding.stats import Stats
 from ..decoding.step import Frame, propose, verify
 from ..generate import generate_step
-from ..tuning.controller import Fixed, Plan
+from ..tuning.plan import Fixed, Plan
 from .timing import interleaved
 
 PHASES = ("prefill", "draft", "verify", "accept", "host")

@@ -21,10 +21,10 @@ from ..decoding.draft import NONE_ACCEPTED, Drafts, Run
 from ..decoding.step import Frame, verify
 from ..kernels import on_metal
 from ..layers.port import Port
-from ..tuning.controller import Plan
 from ..tuning.kernel_sites import place
 from ..tuning.kernel_switch import switch, trials
 from ..tuning.kernel_trials import decide, in_words, requested
+from ..tuning.plan import Plan
 from .profile import read_prompt
 from .prompts import filler, make_prompts
 from .subject import Subject

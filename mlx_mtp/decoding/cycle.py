@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from ..cache.prompt_cache import Mark, PromptCache
 from ..layers.target import Target
-from ..tuning.controller import Controller, Cycle, Fixed, Plan
+from ..tuning.controller import Controller
+from ..tuning.plan import Cycle, Fixed, Plan
 from .draft import NO_DRAFTS, Drafts, Run, prime
 from .prefill import prefill
 from .prompt_lookup import Text

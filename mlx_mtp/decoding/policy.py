@@ -8,9 +8,10 @@ from mlx.utils import tree_flatten
 from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
 from ..machine.remembered import digest
-from ..tuning.controller import Controller, Fixed
+from ..tuning.controller import Controller
 from ..tuning.cost_file import RememberedCosts
 from ..tuning.costs import Costs
+from ..tuning.plan import Fixed
 from ..tuning.replay_choice import CompileChoice
 from .replay import Compiled, Recorder
 from .sampling import Picker

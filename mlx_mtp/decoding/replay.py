@@ -19,7 +19,7 @@ from ..cache.growing import round_up
 from ..cache.kinds import from_configs
 from ..cache.prompt_cache import CacheArrays, PromptCache
 from ..layers.target import Target
-from ..tuning.controller import Plan
+from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
 from .draft import Drafts, Run
 from .sampling import Picker, Sampling

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..cache.prompt_cache import CacheArrays, PromptCache
 from ..layers.target import Target
-from ..tuning.controller import Plan
+from ..tuning.plan import Plan
 from .accept import accept
 from .draft import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run, draft
 from .draft_sampling import DraftChooser

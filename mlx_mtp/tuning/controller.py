@@ -8,67 +8,13 @@ drafts win, and goes on from text to text. Costs are in plain steps: the time of
 import copy
 import math
 from collections import deque
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from .costs import FAR, LOST, PLAIN, Costs, Plan
+from .costs import FAR, KEPT, LOST, Costs
+from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 
 SHARE = 0.015  # of a plain step, what each step adds to the budget
 GUESS, WEIGHT = 0.6, 2.0  # the share of right drafts while none were seen, and as how many drafts that counts
-KEPT = 0.97  # of what was counted, what each cycle leaves
-CURIOUS, DOUBT = 0.3, 0.5  # of its rate, by which a plan, and the plain step, is thought better while not measured
-STAY = 16  # cycles over which a catch-up of the heads is paid off
-SHORTEST = 3  # tokens that must have occurred before
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """The outcome of one cycle.
-
-    verified: drafts verified, fewer than plan.k where p_min cut them, or near the end. accepted: how many were right.
-    seconds: None if not measured. caught_up: rows that idle heads had to read before; its seconds hold that, too.
-    matched: what `Controller.plan` was told.
-    """
-
-    plan: Plan
-    verified: int
-    accepted: int
-    seconds: float | None
-    caught_up: int = 0
-    matched: int = 0
-
-
-class Fixed:
-    """The same plan for each cycle: k drafts, or max_lookup of the text where its last tokens occurred before."""
-
-    def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False):
-        self.k, self.max_lookup, self.p_min = k, max_lookup, p_min
-
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
-        if self.max_lookup and matched >= SHORTEST:
-            return Plan("lookup", self.max_lookup)
-        return Plan("heads", self.k, self.p_min and self.k > 0)
-
-    def observe(self, cycle: Cycle) -> None:
-        pass
-
-
-class Choice(NamedTuple):
-    """A plan, the tokens it should give, the plain steps it should take, and those of idle heads' reading before."""
-
-    plan: Plan
-    tokens: float
-    steps: float
-    rows: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / (self.steps + self.rows / STAY)
-
-    @property
-    def risk(self) -> float:
-        """Plain steps that are lost if no draft is right."""
-        return self.steps + self.rows - 1
+CURIOUS, DOUBT = 0.3, 0.7  # of its rate, by which a plan, and the plain step, is thought better while not measured
 
 
 class Controller:
@@ -176,11 +122,6 @@ class Controller:
         for i, pair in enumerate(counts):
             right, seen = pairs[i] if i < len(pairs) else (0.0, 0.0)
             pair[:] = KEPT * pair[0] + right, KEPT * pair[1] + seen
-
-
-def ladder(most: int) -> list[int]:
-    """List draft lengths worth trying, ascending, 1..most: each up to 8, 11, and `most`."""
-    return [*(k for k in (1, 2, 3, 4, 5, 6, 7, 8, 11) if k < most), most] if most else []
 
 
 def _kind(plan: Plan, matched: int) -> str:

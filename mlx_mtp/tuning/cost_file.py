@@ -1,12 +1,15 @@
 """Remember what cycles cost, for the next generation with this model on this machine."""
 
+import math
 import os
+from typing import Any
 
 import mlx.core as mx
 
 from .._version import __version__
 from ..machine.remembered import RememberedFile, machine
-from .costs import Costs
+from .costs import LOST, Costs
+from .plan import PLAIN, Plan
 
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
 # The BLAS and its threads, which on a CPU decide what a row costs.
@@ -35,7 +38,7 @@ class RememberedCosts:
     def recall(self) -> Costs | None:
         """Read the costs; None where there are none, or no file that this machine, model and MLX wrote."""
         try:
-            return Costs.from_json(self._file.recall().get("costs"))
+            return from_json(self._file.recall().get("costs"))
         except ValueError:
             return None
 
@@ -46,4 +49,33 @@ class RememberedCosts:
 
     def keep(self, costs: Costs | None, compiled: bool | None = None) -> None:
         """Replace what was kept; where it cannot be written, warn, but only the first time."""
-        self._file.keep(costs=costs and costs.to_json(), compiled=compiled)
+        self._file.keep(costs=costs and to_json(costs), compiled=compiled)
+
+
+def to_json(costs: Costs) -> dict[str, Any]:
+    """Give what `from_json` reads: seconds per plan, plain steps, counts of drafts."""
+    seconds = [[p.source, p.k, math.exp(level + (costs.pace or 0.0))] for p, level in costs.levels.items()]
+    kept = {"counts": costs.counts, "budget": costs.budget, "elapsed": costs.elapsed, "again": costs.again}
+    return {"seconds": seconds, "catch_up": costs.row, **kept}
+
+
+def from_json(kept: Any) -> Costs:
+    """Read what an earlier run learned; ValueError where `to_json` cannot have written this."""
+    costs = Costs()
+    try:
+        costs.levels = {Plan(source, k): math.log(seconds) for source, k, seconds in kept["seconds"]}
+        costs.row, costs.counts = float(kept["catch_up"]), kept.get("counts", {})
+        costs.elapsed, costs.again = float(kept.get("elapsed", 0.0)), dict(kept.get("again", {}))
+        costs.budget = min(float(kept.get("budget", LOST)), LOST)
+        good = all(p.source in ("heads", "lookup") and type(p.k) is int and 0 <= p.k <= 64 for p in costs.levels)
+        pairs = [pair for kind in costs.counts.values() for pair in kind]
+        good = good and all(len(pair) == 2 and all(0 <= n < math.inf for n in pair) for pair in pairs)
+        numbers = (costs.row, costs.budget, costs.elapsed, *costs.again.values(), *costs.levels.values())
+        good = good and all(map(math.isfinite, numbers)) and PLAIN in costs.levels and costs.row > 0
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
+        raise ValueError(f"no costs: {kept!r}") from e
+    if not good:
+        raise ValueError(f"no costs: {kept!r}")
+    costs.weights = dict.fromkeys(costs.levels, 0.5)  # another process' figures; plain steps tell the pace
+    costs.unsure = 2
+    return costs

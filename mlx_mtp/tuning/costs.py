@@ -6,30 +6,14 @@ straight between, or beyond, what was.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+
+from .plan import PLAIN, Plan
 
 LOST = 3.0  # plain steps that drafting may lose at once, on a machine of which nothing is known
-SLOPE, LEAST, ROW = 0.25, 0.05, 0.01  # plain steps: a draft until one is measured, any drafts, a row caught up
-FADES = 0.99  # of the weight of what was measured, what each cycle leaves
+SLOPE, ROW = 0.25, 0.01  # plain steps of a draft, and of a row that idle heads catch up, until one is measured
+KEPT = 0.98  # of the weight of what was measured or counted, what each cycle leaves
 PACE = 0.15  # of a surprise, the share that is the machine's
 FAR = 1.0  # of a logarithm, from which on a cycle was too slow by accident: a pause, a kernel that is compiled
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The task of one cycle.
-
-    source: who drafts, MTP heads or a lookup in the text. k: most drafts it verifies, 0 is a plain step. p_min: the
-    heads' confidence is read first and only the leading drafts that pass are verified.
-    """
-
-    source: Literal["heads", "lookup"] = "heads"
-    k: int = 0
-    p_min: bool = False
-
-
-PLAIN = Plan()
 
 
 class Costs:
@@ -55,14 +39,14 @@ class Costs:
     def steps(self, plan: Plan) -> float:
         """Estimate what a cycle costs in plain steps; drafts are never free."""
         if plan in self.levels:
-            return max(math.exp(self.levels[plan] - self.levels[PLAIN]), 1 + LEAST) if plan.k else 1.0
+            return max(math.exp(self.levels[plan] - self.levels[PLAIN]), 1 + ROW) if plan.k else 1.0
         known = [p for p in self.levels if p.k]
         own = [p for p in known if p.source == plan.source] or known
         points = [(0, 1.0), *sorted((p.k, self.steps(p)) for p in own)]
         k, steps = max(point for point in points if point[0] <= plan.k)
         other = min((point for point in points if point[0] > plan.k), default=points[0])
         slope = (other[1] - steps) / (other[0] - k) if other[0] != k else SLOPE
-        return max(steps + slope * (plan.k - k), 1 + LEAST)
+        return max(steps + slope * (plan.k - k), 1 + ROW)
 
     def observe(self, plan: Plan, seconds: float, caught_up: int = 0) -> float:
         """Learn from one cycle, in which idle heads read `caught_up` rows; return its plain steps, no accidents."""
@@ -89,42 +73,9 @@ class Costs:
         assert self.pace is not None
         surprise = min(surprise, FAR)
         for known in self.weights:
-            self.weights[known] *= FADES
+            self.weights[known] *= KEPT
         gain = 1 / (1 + self.weights[plan])
         self.weights[plan] += 1
         self.row *= math.exp(of_rows * surprise)
         self.levels[plan] += (1 - of_rows) * gain * surprise
         self.pace += (1 - of_rows) * (1 - gain) * PACE * surprise
-
-    def to_json(self) -> dict[str, Any]:
-        """Give what `from_json` reads: seconds per plan, plain steps, counts of drafts."""
-        pace = self.pace or 0.0
-        seconds = [[p.source, p.k, math.exp(level + pace)] for p, level in self.levels.items()]
-        kept = {"counts": self.counts, "budget": self.budget, "elapsed": self.elapsed, "again": self.again}
-        return {"seconds": seconds, "catch_up": self.row, **kept}
-
-    @classmethod
-    def from_json(cls, kept: Any) -> "Costs":
-        """Read what an earlier run learned; ValueError where `to_json` cannot have written this."""
-        costs = cls()
-        try:
-            costs.levels |= {Plan(source, k): math.log(seconds) for source, k, seconds in kept["seconds"]}
-            costs.row, costs.counts = float(kept["catch_up"]), kept.get("counts", {})
-            costs.elapsed, costs.again = float(kept.get("elapsed", 0.0)), dict(kept.get("again", {}))
-            costs.budget = min(float(kept.get("budget", LOST)), LOST)
-            good = all(p.source in ("heads", "lookup") and type(p.k) is int and 0 <= p.k <= 64 for p in costs.levels)
-            good = good and all(0 <= n < math.inf for c in costs.counts.values() for pair in c for n in pair)
-            good = good and all(len(pair) == 2 for c in costs.counts.values() for pair in c)
-            good = good and all(
-                map(
-                    math.isfinite,
-                    (costs.row, costs.budget, costs.elapsed, *costs.again.values(), *costs.levels.values()),
-                )
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as e:
-            raise ValueError(f"no costs: {kept!r}") from e
-        if not good or costs.row <= 0:
-            raise ValueError(f"no costs: {kept!r}")
-        costs.weights = dict.fromkeys(costs.levels, 0.5)  # another process' figures; a plain step tells the pace
-        costs.unsure = 1
-        return costs

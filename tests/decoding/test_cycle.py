@@ -15,7 +15,8 @@ from mlx_mtp.decoding import loop as decode
 from mlx_mtp.decoding import step as one_step
 from mlx_mtp.decoding.draft import Run
 from mlx_mtp.decoding.stats import Stats
-from mlx_mtp.tuning.controller import Controller, Plan
+from mlx_mtp.tuning.controller import Controller
+from mlx_mtp.tuning.plan import Plan
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]
 HEADS, SURE, LOOKUP, PLAIN = Plan("heads", 3), Plan("heads", 3, p_min=True), Plan("lookup", 3), Plan()

@@ -18,7 +18,7 @@ from mlx_mtp.decoding.draft import Run
 from mlx_mtp.decoding.prompt_lookup import Text
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.stats import Stats
-from mlx_mtp.tuning.controller import Plan
+from mlx_mtp.tuning.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import mlx_mtp
 from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.demo import demo_path
-from mlx_mtp.tuning.controller import Plan
+from mlx_mtp.tuning.plan import Plan
 
 PROMPT = [1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]  # whose continuation has occurred before
 TEMPERATURES = [{}, {"temp": 0.4}, {"temp": 1.0, "top_k": 3}, {"temp": 0.8, "top_p": 0.9, "min_p": 0.05}]

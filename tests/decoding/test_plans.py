@@ -11,7 +11,7 @@ from sweep import sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.decoding.stats import Stats
-from mlx_mtp.tuning.controller import Plan
+from mlx_mtp.tuning.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from mlx_mtp.layers.attention import Attention
 from mlx_mtp.tuning import ab_test as trial_run
 from mlx_mtp.tuning import kernel_sites as sites
 from mlx_mtp.tuning import kernel_switch as switch
-from mlx_mtp.tuning.controller import Plan
+from mlx_mtp.tuning.plan import Plan
 
 pytestmark = linux_only
 PROMPT, LENGTH = [1, 2, 3, 4], 6

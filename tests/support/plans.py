@@ -4,7 +4,7 @@ import importlib
 import random
 
 from mlx_mtp.decoding import step as one_step
-from mlx_mtp.tuning.controller import Plan
+from mlx_mtp.tuning.plan import Plan
 
 
 class Script:

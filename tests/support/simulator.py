@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mlx_mtp.tuning.controller import Cycle, Fixed, ladder
-from mlx_mtp.tuning.costs import Costs, Plan
+from mlx_mtp.tuning.cost_file import from_json
+from mlx_mtp.tuning.costs import Costs
+from mlx_mtp.tuning.plan import Cycle, Fixed, Plan, ladder
 
 DEEPEST = 15
 
@@ -135,7 +136,7 @@ def known_costs(machine: Machine, most: int, wrong: str) -> Costs:
     for k in ladder(most):
         steps = others * (1 + beyond * (machine.verify(k + 1) + machine.depth * k - 1))
         arms.append(["heads", k, steps * machine.second])
-    return Costs.from_json({"seconds": arms, "catch_up": machine.row})
+    return from_json({"seconds": arms, "catch_up": machine.row})
 
 
 @dataclass

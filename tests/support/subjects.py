@@ -12,7 +12,7 @@ from scratch import drafts_from_scratch
 
 import mlx_mtp
 from mlx_mtp.cache.prompt_cache import PromptCache
-from mlx_mtp.tuning.controller import Plan
+from mlx_mtp.tuning.plan import Plan
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 PLANS = {

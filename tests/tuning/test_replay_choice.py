@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_mtp.decoding.replay import Compiled, Recorder
-from mlx_mtp.tuning.controller import Plan
+from mlx_mtp.tuning.plan import Plan
 from mlx_mtp.tuning.replay_choice import BLOCK, CompileChoice
 
 

@@ -1,0 +1,78 @@
+"""Say what a cycle is to do, what is expected and what came of it; or decide the same for each."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+SHORTEST = 3  # tokens that must have occurred before
+STAY = 16  # cycles over which a catch-up of the heads is paid off
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The task of one cycle.
+
+    source: who drafts, MTP heads or a lookup in the text. k: most drafts it verifies, 0 is a plain step. p_min: the
+    heads' confidence is read first and only the leading drafts that pass are verified.
+    """
+
+    source: Literal["heads", "lookup"] = "heads"
+    k: int = 0
+    p_min: bool = False
+
+
+PLAIN = Plan()
+
+
+class Choice(NamedTuple):
+    """A plan, the tokens it should give, the plain steps it should take, and those of idle heads' reading before."""
+
+    plan: Plan
+    tokens: float
+    steps: float
+    rows: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / (self.steps + self.rows / STAY)
+
+    @property
+    def risk(self) -> float:
+        """Plain steps that are lost if no draft is right."""
+        return self.steps + self.rows - 1
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The outcome of one cycle.
+
+    verified: drafts verified, fewer than plan.k where p_min cut them, or near the end. accepted: how many were right.
+    seconds: None if not measured. caught_up: rows that idle heads had to read before; its seconds hold that, too.
+    matched: what `Controller.plan` was told.
+    """
+
+    plan: Plan
+    verified: int
+    accepted: int
+    seconds: float | None
+    caught_up: int = 0
+    matched: int = 0
+
+
+class Fixed:
+    """The same plan for each cycle: k drafts, or max_lookup of the text where its last tokens occurred before."""
+
+    def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False):
+        self.k, self.max_lookup, self.p_min = k, max_lookup, p_min
+
+    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+        if self.max_lookup and matched >= SHORTEST:
+            return Plan("lookup", self.max_lookup)
+        return Plan("heads", self.k, self.p_min and self.k > 0)
+
+    def observe(self, cycle: Cycle) -> None:
+        pass
+
+
+def ladder(most: int) -> list[int]:
+    """List draft lengths worth trying, ascending, 1..most: each up to 8, 11, and `most`."""
+    return [*(k for k in (1, 2, 3, 4, 5, 6, 7, 8, 11) if k < most), most] if most else []
