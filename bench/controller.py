@@ -3,25 +3,31 @@
     python bench/controller.py [--seeds 20] [--scenarios 40] [--sample 1]
 
 Scenarios are drawn from all cost tables, traces, drifts and wrong starting costs of tests/support/simulator.py.
-Ratios are of tokens per second over all seeds together; "worst" is one run. No model runs. The last line is one JSON
-object.
+Ratios are of tokens per second over all seeds together; "worst" is one run. In a third of the scenarios the machine
+pauses for half a second in the middle of the text. A second table is of short answers in a row, each with what the
+ones before taught; the first one is not counted. No model runs. The last line is one JSON object.
 """
 
 import json
 import random
+import statistics
 import sys
 from pathlib import Path
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from simulator import DRIFTS, HEADS, TABLES, WRONG, Machine, compare, known_costs, trace
+from simulator import DRIFTS, HEADS, TABLES, WRONG, Machine, compare, known_costs, replay, text, trace
 
 from mlx_mtp.tuning.controller import Controller
+from mlx_mtp.tuning.plan import Fixed
 
+LENGTHS = (8, 20, 50, 100)  # tokens of short answers
+ANSWERS = 800  # tokens of all answers of one length in a row, at least
 TRACES = [*HEADS, "useless|perfect", "perfect|useless", "typical|poor", "poor|typical", "bursts"]
 
 
@@ -37,6 +43,7 @@ def scenario(draw: random.Random) -> dict:
         "known": draw.choice([None, *WRONG]),
         "missing": draw.choice([0.0, 0.0, 0.33]),
         "row": draw.choice([0.003, 0.01, 0.02]),
+        "pause": draw.choice([0.0, 0.0, 0.5]),
     }
 
 
@@ -49,6 +56,7 @@ def measure(s: dict, seeds: int):
         noise=0.2,
         drift=DRIFTS[s["drift"]],
         missing=s["missing"],
+        pause=(40, s["pause"] / Machine.second),
     )
 
     def make() -> Controller:
@@ -56,6 +64,22 @@ def measure(s: dict, seeds: int):
         return Controller(max_drafts=s["most"], known=known)
 
     return compare(machine, trace(s["heads"], s["tokens"]), make, s["most"], s["tokens"], range(seeds))
+
+
+def answers(table: str, heads: str, length: int, seeds: int) -> tuple[float, float]:
+    """Compare answers in a row with plain decoding and with the best fixed k, from the second one on."""
+    machine, most, count = Machine(TABLES[table], noise=0.2), 3, max(10, ANSWERS // length)
+    steps = np.zeros(most + 2)
+    for seed in range(seeds):
+        known = None
+        for i in range(count):
+            words, drawn = text(trace(heads, length), seed * count + i), seed * count + i
+            control = Controller(max_drafts=most, known=known)
+            contenders = [control, *(Fixed(k) for k in range(most + 1))]
+            took = [replay(machine, words, contender, length, drawn).steps for contender in contenders]
+            known = control.costs
+            steps += np.array(took) * (i > 0)
+    return float(steps[1] / steps[0]), float(steps[1:].min() / steps[0])
 
 
 @click.command()
@@ -73,7 +97,16 @@ def main(seeds: int, scenarios: int, sample: int) -> None:
         ratios = (r.plain, r.worst_plain, r.best, r.worst_best)
         table.add_row(*(str(s[name]) for name in names), str(r.k), *(f"{x:.3f}" for x in ratios))
     Console(width=180).print(table)
-    best = [r.best for _, r in rows]
+    short = Table("table", "heads", *(f"{n} tokens" for n in LENGTHS), title="answers in a row: to plain, to best k")
+    found = {
+        (table, heads): [answers(table, heads, n, max(1, seeds // 5)) for n in LENGTHS]
+        for table in ("reference BLAS", "OpenBLAS", "Nemotron", "M3 Ultra GLM-5.2")
+        for heads in ("useless", "poor", "typical", "good")
+    }
+    for names, ratios in found.items():
+        short.add_row(*names, *(f"{plain:.3f} {best:.3f}" for plain, best in ratios))
+    Console(width=180).print(short)
+    best, pairs = [r.best for _, r in rows], [pair for ratios in found.values() for pair in ratios]
     summary = {
         "scenarios": len(rows),
         "seeds": seeds,
@@ -82,8 +115,10 @@ def main(seeds: int, scenarios: int, sample: int) -> None:
         "best_at_least_0.95": sum(x >= 0.95 for x in best),
         "plain_min": round(min(r.plain for _, r in rows), 4),
         "best_min": round(min(best), 4),
-        "best_median": round(sorted(best)[len(best) // 2], 4),
+        "best_median": round(statistics.median(best), 4),
         "best_mean": round(sum(best) / len(best), 4),
+        "answers_plain_min": round(min(plain for plain, _ in pairs), 4),
+        "answers_best_median": round(statistics.median(best for _, best in pairs), 4),
     }
     print(json.dumps(summary))
 
