@@ -76,6 +76,6 @@ def from_json(kept: Any) -> Costs:
         raise ValueError(f"no costs: {kept!r}") from e
     if not good:
         raise ValueError(f"no costs: {kept!r}")
-    costs.weights = dict.fromkeys(costs.levels, 0.5)  # another process' figures; plain steps tell the pace
+    costs.weights = dict.fromkeys(costs.levels, 0.2)  # another process' figures; plain steps tell the pace
     costs.unsure = 2
     return costs
