@@ -21,7 +21,7 @@ class GatedDelta:
 
     A port whose module projects otherwise overrides `inputs` and, perhaps, `grouped`. verify_rows: the row counts at
     which kernels do what lies between the projections (`fused`), not mlx-lm's functions (`plain`). A tape is k, v, a,
-    b of its rows, and the gates g and beta where kernels wrote it; each of the two paths reads the other's.
+    b of its rows, and the gates g and beta where kernels wrote them; each of the two paths reads the other's.
     Shapes: C channels of the convolution, Hk and Hv key and value heads, of Dk and Dv values.
     """
 
@@ -52,7 +52,7 @@ class GatedDelta:
         q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
         before = cache.state(self._replay)
-        y, after = gated_delta_update(q, k, v, a, b, self.A_log, self.dt_bias, before)
+        y, after = self._update(q, k, v, a, b, before)
         cache.advance(mx.zeros_like(after) if before is None else before, after, rows, (k, v, a, b))
         return self.norm(y, z)
 
@@ -78,7 +78,39 @@ class GatedDelta:
 
     def _replay(self: Any, state: mx.array, mask: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, *_):
         """Compute the state after the masked rows of a tape; the output, which needs q, is not wanted."""
-        return gated_delta_update(k, k, v, a, b, self.A_log, self.dt_bias, state, mask)[1]
+        return self._update(None, k, v, a, b, state, mask)[1]
+
+    def _update(self: Any, q: Any, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: Any, mask: Any = None):
+        """Run the recurrence over rows as mlx-lm does: outputs [1, S, Hv, Dv], none without q, and the state."""
+        if mx.default_device() == mx.gpu:
+            return gated_delta_update(k if q is None else q, k, v, a, b, self.A_log, self.dt_bias, state, mask)
+        return row_by_row(q, k, v, compute_g(self.A_log, a, self.dt_bias), mx.sigmoid(b), state, mask)
+
+
+def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None):
+    """Do as mlx-lm's `gated_delta_ops`, to the bit, in a third of its calls; without q there are no outputs.
+
+    q, k [1, S, Hk, Dk], v [1, S, Hv, Dv], g [1, S, Hv] or [1, S, Hv, Dk], beta [1, S, Hv], mask [1, S];
+    state [1, Hv, Dv, Dk], None at the start.
+    """
+    (_, S, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
+    if state is None:
+        state = mx.zeros((1, Hv, Dv, Dk))
+    ks, qs = (x if x is None or Hv == Hk else mx.repeat(x, Hv // Hk, -2) for x in (k, q))
+    forms = [(ks, (1, Dk)), (v, (Dv, 1)), (g, (1, g.size // S // Hv)), (beta, (1, 1))]
+    rows = [mx.split(x.reshape(S, Hv, *form), S) for x, form in forms]
+    asked = [None] * S if qs is None else mx.split(qs.reshape(S, Hv, 1, Dk), S)
+    counts = [None] * S if mask is None else mx.split(mask.reshape(S, 1, 1, 1), S)
+    outputs = []
+    for key, value, decay, rate, query, count in zip(*rows, asked, counts, strict=True):
+        decayed = state * decay
+        delta = (value - (decayed * key).sum(-1, keepdims=True)) * rate
+        after = decayed + key * delta
+        state = after if count is None else mx.where(count, after, state)
+        if query is not None:
+            outputs.append((after * query).sum(-1))
+    y = mx.concatenate(outputs).reshape(1, S, Hv, Dv).astype(q.dtype) if outputs else None
+    return y, state
 
 
 class Recurrence(Site):

@@ -1,5 +1,7 @@
 """Roll back verifies of gated-delta layers that are three kernels between projections, and keep their caches."""
 
+import itertools
+
 import families
 import mlx.core as mx
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from gated_cases import same
 from metal_cases import linux_only
 from mlx_lm.models import qwen3_5
+from mlx_lm.models.gated_delta import gated_delta_ops
 from qwen import QWEN_TEXT
 from stock_ops import stock_ops
 from sweep import sampled
@@ -14,7 +17,7 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.recurrent import RecurrentCache
-from mlx_mtp.layers.gated_delta import Recurrence
+from mlx_mtp.layers.gated_delta import Recurrence, row_by_row
 from mlx_mtp.models.qwen3_5 import GatedDeltaNet
 from mlx_mtp.tuning import ab_test as trial_run
 from mlx_mtp.tuning import kernel_switch as switch
@@ -161,3 +164,23 @@ def test_a_trial_leaves_no_states_behind(monkeypatch, ratio, rows):
     assert {trial.key for trial in tried if verdicts[trial.key].right} == {trial.key for trial in tried}
     assert set(KERNELS) < {launch.kernel for launch in launches}
     assert (layer.verify_rows, site.before) == (rows, [])
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("key_heads", "value_heads", "vector_gates"), [(2, 6, False), (2, 2, True)])
+def test_rows_one_by_one_have_the_bits_of_mlx_lm(dtype, key_heads, value_heads, vector_gates):
+    for rows, masked, begun in itertools.product((1, 2, 7), (False, True), (False, True)):
+        q, k = (mx.random.normal((1, rows, key_heads, 32)).astype(dtype) for _ in range(2))
+        v = mx.random.normal((1, rows, value_heads, 16)).astype(dtype)
+        g = mx.random.uniform(shape=(1, rows, value_heads, 32) if vector_gates else (1, rows, value_heads))
+        beta = mx.random.uniform(shape=(1, rows, value_heads)).astype(dtype)
+        state = mx.random.normal((1, value_heads, 16, 32)) if begun else None
+        mask = mx.random.uniform(shape=(1, rows)) > 0.4 if masked else None
+        expected, after = gated_delta_ops(q, k, v, g, beta, state, mask)
+        y, found = row_by_row(q, k, v, g, beta, state, mask)
+        assert y.dtype == expected.dtype
+        assert mx.array_equal(y, expected)
+        assert mx.array_equal(found, after)
+        nothing, found = row_by_row(None, k, v, g, beta, state, mask)
+        assert nothing is None
+        assert mx.array_equal(found, after)
