@@ -76,6 +76,9 @@ class Costs:
             self.weights[known] *= KEPT
         gain = 1 / (1 + self.weights[plan])
         self.weights[plan] += 1
+        if len(self.levels) == 1:  # nothing to compare: a machine that warms up is the pace's alone
+            self.pace += max(gain, PACE) * surprise
+            return
         self.row *= math.exp(of_rows * surprise)
         self.levels[plan] += (1 - of_rows) * gain * surprise
         self.pace += (1 - of_rows) * (1 - gain) * PACE * surprise
