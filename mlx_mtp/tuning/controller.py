@@ -51,7 +51,7 @@ class Controller:
                 costs.again[kind] = costs.elapsed + (hope.risk + 1 - hope.tokens) / SHARE
             self.paused = "" if best is not plain else self._reason(hope, spare)
         best = best or plain
-        self._risks.append(best.risk if best.plan in self.costs.weights else LOST)
+        self._risks.append(best.risk)
         return best.plan
 
     def observe(self, cycle: Cycle) -> None:

@@ -21,9 +21,9 @@ def machine(table, **changes):
 
 
 @pytest.mark.parametrize("table", sampled([*TABLES][::3], TABLES))
-def test_useless_heads_cost_at_most_three_percent(table):
+def test_useless_heads_cost_at_most_four_percent(table):
     result = compare(machine(table), trace("useless", 200), lambda: Controller(max_drafts=7), 0, 200, range(8))
-    assert result.plain >= 0.97
+    assert result.plain >= 0.965
 
 
 # Table, heads, most drafts, tokens, what is known, drift, cycles without a time.
