@@ -18,7 +18,7 @@ from .ring import Ring
 
 GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)
-SPILL = 64  # the backlog is joined and cut at about this many rows, not at each one
+SPILL = 16  # the backlog is joined and cut at about this many rows, not at each one
 
 
 @dataclass

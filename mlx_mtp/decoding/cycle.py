@@ -185,7 +185,8 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
         new.run = verify(_frame(d, last, new), last.run, drafts)
     start(d, new.run)
     if not d.cache.live:
-        d.cache.push(last.run.hidden[:, : last.accepted + 1])
+        whole = last.accepted + 1 == last.run.size
+        d.cache.push(last.run.hidden if whole else last.run.hidden[:, : last.accepted + 1])
     new.base = last.base + last.accepted + 1
     d.cache.advance(new.base)
     new.after = d.cache.mark()

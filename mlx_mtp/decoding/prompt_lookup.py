@@ -12,6 +12,7 @@ import numpy as np
 
 SHORTEST = 3  # tokens that a match has at least
 LONGEST = 8  # tokens of a match that are compared
+WIDTH = 21  # bits of a token in the number of a run
 CANDIDATES = 64  # newest matches whose length the host compares
 
 
@@ -20,7 +21,7 @@ class Text:
 
     def __init__(self, tokens: Sequence[int] = ()):
         self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
-        self._runs, self._numbered = np.zeros(len(tokens), np.int64), 0  # of SHORTEST tokens from each position on
+        self._runs = _runs(self._buffer)  # of SHORTEST tokens up to each position, as numbers
 
     @property
     def tokens(self) -> np.ndarray:
@@ -31,19 +32,19 @@ class Text:
         start, end = self._size, self._size + len(tokens)
         if end > self._buffer.size:
             self._buffer = np.concatenate([self.tokens, np.zeros(end, np.int32)])
-            self._runs = np.concatenate([self._runs, np.zeros(end, np.int64)])
+            self._runs = np.concatenate([self._runs[:start], np.zeros(end, np.int64)])
         self._buffer[start:end] = tokens
+        run = int(self._runs[start - 1]) if start else 0
+        for i, token in enumerate(tokens, start):
+            self._runs[i] = run = (run >> WIDTH) | token << (SHORTEST - 1) * WIDTH
         self._size = end
 
     def matched(self) -> int:
         """Count the last tokens that have occurred before in this order: 0, or SHORTEST to LONGEST."""
-        text, last = self.tokens, self._size - SHORTEST
-        if last < 1:
+        if self._size <= SHORTEST:
             return 0
-        new = _runs(text[self._numbered :])
-        self._runs[self._numbered : self._numbered + new.size] = new
-        self._numbered += new.size
-        ends = np.flatnonzero(self._runs[:last] == self._runs[last])[-CANDIDATES:] + SHORTEST
+        text, runs = self.tokens, self._runs[SHORTEST - 1 : self._size]
+        ends = np.flatnonzero(runs[:-1] == runs[-1])[-CANDIDATES:] + SHORTEST
         length = SHORTEST if ends.size else 0
         while ends.size and length < LONGEST:
             ends = ends[ends > length]
@@ -74,6 +75,6 @@ class Text:
 
 
 def _runs(tokens: np.ndarray) -> np.ndarray:
-    """Number each SHORTEST tokens in a row, int64 [N - SHORTEST + 1]; no vocabulary has 2**21 tokens."""
-    wide, count = tokens.astype(np.int64), max(0, tokens.size - SHORTEST + 1)
-    return sum((wide[i : i + count] << 21 * i for i in range(SHORTEST)), np.zeros(count, np.int64))
+    """Number the SHORTEST tokens up to each position, int64 [N]; no vocabulary has 2**WIDTH tokens."""
+    padded = np.concatenate([np.zeros(SHORTEST - 1, np.int64), tokens])
+    return sum((padded[i : i + tokens.size] << WIDTH * i for i in range(SHORTEST)), np.zeros(tokens.size, np.int64))

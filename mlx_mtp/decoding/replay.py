@@ -26,7 +26,7 @@ from .sampling import Picker, Sampling
 from .step import Frame, step
 
 OFTEN = 2  # times that a kind of cycle has come when it is recorded: one that comes once is not worth it
-KEPT = 16  # recorded kinds, of which each holds its graph
+KEPT = 4  # recorded kinds: on a GPU each holds its launches' sources, 13 MB of Step-3.5's (bench/launches_text.py)
 COUNTED = 256  # kinds whose occurrences are counted
 
 
@@ -116,7 +116,9 @@ class Recorder:
             found = mx.compile(partial(recorded, weakref.ref(model), kind))
         self.cycles[kind] = found
         if len(self.cycles) > KEPT:
-            del self.cycles[next(iter(self.cycles))]
+            oldest = next(iter(self.cycles))
+            self.seen[oldest] = 0
+            del self.cycles[oldest]
         return found, new
 
 

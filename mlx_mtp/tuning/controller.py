@@ -26,11 +26,16 @@ class Controller:
 
     def __init__(self, *, max_drafts: int, max_lookup: int = 0, p_min: bool = False, known: Costs | None = None):
         self.costs = copy.deepcopy(known) or Costs()
-        self.costs.pace, self.costs.budget = None, min(self.costs.budget, LOST)
+        self.costs.pace, self.costs.fresh, self.costs.budget = (
+            None,
+            3,
+            min(self.costs.budget, LOST),
+        )
         self.heads = [Plan("heads", k) for k in ladder(max_drafts)]
         self.lookups = [Plan("lookup", k) for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]
         self.confident = Plan("heads", max_drafts, p_min=True) if p_min and max_drafts else None
         self.paused = ""  # why the last cycle that was planned does not draft; empty where it does, or measures
+        self._parked = 0  # plain steps in a row
         self._risks: deque[float] = deque()  # of the cycles that are not yet observed
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
@@ -40,7 +45,8 @@ class Controller:
         would have to read first.
         """
         plain, best = Choice(PLAIN, 1.0, 1.0), None
-        choices = self._choices(matched, behind)
+        rests = self._parked % 4 and self._parked > 8 and matched < SHORTEST  # a thought takes time, too
+        choices = [] if rests else self._choices(matched, behind)
         if choices and self.costs.unsure <= len(self._risks):
             spare = self.costs.budget - sum(self._risks)
             hope = max(choices, key=lambda c: c.rate)
@@ -51,6 +57,7 @@ class Controller:
                 costs.again[kind] = costs.elapsed + (hope.risk + 1 - hope.tokens) / SHARE
             self.paused = "" if best is not plain else self._reason(hope, spare)
         best = best or plain
+        self._parked = 0 if best.plan.k else self._parked + 1
         self._risks.append(best.risk)
         return best.plan
 

@@ -63,7 +63,8 @@ def from_json(kept: Any) -> Costs:
     """Read what an earlier run learned; ValueError where `to_json` cannot have written this."""
     costs = Costs()
     try:
-        costs.levels = {Plan(source, k): math.log(seconds) for source, k, seconds in kept["seconds"]}
+        spent = {Plan(source, k): seconds for source, k, seconds in kept["seconds"]}
+        costs.levels = {plan: math.log(seconds / spent[PLAIN]) for plan, seconds in spent.items()}
         costs.row, costs.counts = float(kept["catch_up"]), kept.get("counts", {})
         costs.elapsed, costs.again = float(kept.get("elapsed", 0.0)), dict(kept.get("again", {}))
         costs.budget = min(float(kept.get("budget", LOST)), LOST)
@@ -71,7 +72,7 @@ def from_json(kept: Any) -> Costs:
         pairs = [pair for kind in costs.counts.values() for pair in kind]
         good = good and all(len(pair) == 2 and all(0 <= n < math.inf for n in pair) for pair in pairs)
         numbers = (costs.row, costs.budget, costs.elapsed, *costs.again.values(), *costs.levels.values())
-        good = good and all(map(math.isfinite, numbers)) and PLAIN in costs.levels and costs.row > 0
+        good = good and all(map(math.isfinite, numbers)) and min(*spent.values(), costs.row) > 0
     except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise ValueError(f"no costs: {kept!r}") from e
     if not good:

@@ -1,15 +1,15 @@
 """Learn what cycles cost in plain steps, from their seconds, and hold what one text teaches the next.
 
-The logarithm of a cycle's seconds is the machine's pace plus the level of what it did. Both follow what is measured:
-a level is a mean whose older cycles fade, the pace takes a fixed share of each surprise. What was never measured lies
-straight between, or beyond, what was.
+The logarithm of a cycle's seconds is the machine's pace, which is a plain step's, plus the level of what it did.
+Both follow what is measured: a level is a mean whose older cycles fade, the pace takes a share of each surprise. What
+was never measured lies straight between, or beyond, what was.
 """
 
 import math
 
 from .plan import PLAIN, Plan
 
-LOST = 3.0  # plain steps that drafting may lose at once, on a machine of which nothing is known
+LOST = 3.0  # plain steps that drafting may lose at once
 SLOPE, ROW = 0.25, 0.01  # plain steps of a draft, and of a row that idle heads catch up, until one is measured
 KEPT = 0.98  # of the weight of what was measured or counted, what each cycle leaves
 PACE = 0.15  # of a surprise, the share that is the machine's
@@ -20,9 +20,10 @@ class Costs:
     """Costs of plans, right drafts, and what drafting may still lose: all that goes on from text to text."""
 
     def __init__(self):
-        self.levels = {PLAIN: 0.0}  # logarithms
+        self.levels = {PLAIN: 0.0}  # logarithms of plain steps
         self.weights = {PLAIN: 0.0}  # cycles that each rests on
         self.pace: float | None = None  # logarithm of seconds; None: this text has measured nothing
+        self.fresh = 3  # cycles of this text from which the fastest tells the pace
         self.unsure = 3  # plain steps that come first: beside them all is judged
         self.row = ROW  # plain steps per row that idle heads read
         self.counts: dict[str, list[list[float]]] = {}  # per kind of drafts and depth: right ones, and all
@@ -50,13 +51,13 @@ class Costs:
 
     def observe(self, plan: Plan, seconds: float, caught_up: int = 0) -> float:
         """Learn from one cycle, in which idle heads read `caught_up` rows; return its plain steps, no accidents."""
-        rows, new = self.row * caught_up, plan not in self.levels
-        steps = self.steps(plan)
-        if new:
+        rows, steps = self.row * caught_up, self.steps(plan)
+        if plan not in self.levels:
             self.levels[plan], self.weights[plan] = math.log(steps) + self.levels[PLAIN], 0.5
         took = math.log(seconds / (steps + rows)) - self.levels[PLAIN]
-        if self.pace is None:
-            self.pace = took
+        if self.fresh:  # a text's first cycles are slow
+            self.fresh -= 1
+            self.pace = took if self.pace is None else min(self.pace, took)
         surprise = took - self.pace
         odd = None if abs(surprise) < FAR else plan if surprise > 0 else "too fast"
         if odd and odd != self._odd:
@@ -72,13 +73,10 @@ class Costs:
     def _learn(self, plan: Plan, surprise: float, of_rows: float) -> None:
         assert self.pace is not None
         surprise = min(surprise, FAR)
+        self.row *= math.exp(of_rows * surprise)
         for known in self.weights:
             self.weights[known] *= KEPT
-        gain = 1 / (1 + self.weights[plan])
+        gain = 1 / (1 + self.weights[plan]) if len(self.levels) > 1 else 0.0
         self.weights[plan] += 1
-        if len(self.levels) == 1:  # nothing to compare: a machine that warms up is the pace's alone
-            self.pace += max(gain, PACE) * surprise
-            return
-        self.row *= math.exp(of_rows * surprise)
         self.levels[plan] += (1 - of_rows) * gain * surprise
         self.pace += (1 - of_rows) * (1 - gain) * PACE * surprise
