@@ -28,8 +28,8 @@ class Ring:
     @cached_property
     def _band(self) -> mx.array:
         """Make the masks of one row at any position: each is a part of it."""
-        ages = (self.slots - 1 - np.arange(2 * self.slots)) % self.slots
-        return mx.array(ages < self.window)[None]
+        ages = (self.slots - 1 - mx.arange(2 * self.slots)) % self.slots
+        return (ages < self.window)[None]
 
     def slot(self, position: int) -> int:
         """Return the slot of a position."""

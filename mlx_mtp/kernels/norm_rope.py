@@ -46,8 +46,8 @@ class Rope:
     @staticmethod
     def of(module: Any) -> "Rope | None":
         """Read that of `nn.RoPE` or of one of mlx-lm's, also one that shares its angles; None for another module."""
-        module = getattr(module, "whole", module)
-        match type(module).__module__, type(module).__name__:
+        kind = getattr(module, "plain", type(module))
+        match kind.__module__, kind.__name__:
             case (str(of), "RoPE") if of == OF_MLX:
                 return Rope(module.dims, module.traditional, base=module.base, scale=module.scale)
             case (str(of), "Llama3RoPE" | "ProportionalRoPE") if of == OF_MLX_LM:

@@ -17,7 +17,7 @@ class Angles:
 
     def __init__(self, module: Any):
         self.dims, self.scale = module.dims, getattr(module, "scale", 1.0)
-        self.base, self.freqs = getattr(module, "base", None), getattr(module, "_freqs", None)
+        self.base, self.freqs = getattr(module, "base", 0.0), getattr(module, "_freqs", None)
         self._last: dict[int, tuple] = {}
 
     def at(self, offset: Any, rows: int) -> tuple[mx.array, mx.array]:
@@ -38,17 +38,15 @@ class Angles:
         return mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(self.base) / half))
 
 
-class SharedRope(nn.Module):
-    """A RoPE module, `whole`, whose angles layers share; other types than float32 go to `whole` itself."""
+class SharedRope:
+    """Mixin in front of RoPE modules whose angles layers share; other types than float32 they rotate themselves."""
 
-    def __init__(self, whole: nn.Module, angles: Angles):
-        super().__init__()
-        self.whole, self._angles = whole, angles
+    _angles: Angles
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         """Rotate x [B, heads, L, D], its first `dims` of D."""
         if x.dtype != mx.float32 or x.ndim != 4:
-            return self.whole(x, offset=offset)  # type: ignore[operator]
+            return super().__call__(x, offset=offset)  # type: ignore[misc]
         half = self._angles.dims // 2
         cos, sin = self._angles.at(offset, x.shape[2])
         a, b = x[:, :, :, :half], x[:, :, :, half : 2 * half]
@@ -58,13 +56,25 @@ class SharedRope(nn.Module):
         return mx.concatenate(rotated, axis=-1)
 
 
+class SharedRoPE(SharedRope, nn.RoPE):
+    plain = nn.RoPE
+
+
+class SharedLlama3RoPE(SharedRope, Llama3RoPE):
+    plain = Llama3RoPE
+
+
+SHARED = {kind.plain: kind for kind in (SharedRoPE, SharedLlama3RoPE)}
+
+
 def share_angles(model: nn.Module) -> None:
     """Let the layers of a model whose RoPE is alike compute its angles once."""
-    shared: dict[tuple, Angles] = {}
+    known: dict[tuple, Angles] = {}
     for _, module in model.named_modules():
         rope = module.get("rope")
-        if type(rope) not in (nn.RoPE, Llama3RoPE) or rope.traditional:
+        if type(rope) not in SHARED or rope.traditional:
             continue
         freqs = getattr(rope, "_freqs", None)
         kind = (rope.dims, getattr(rope, "base", None), None if freqs is None else tuple(freqs.tolist()))
-        module.rope = SharedRope(rope, shared.setdefault((*kind, getattr(rope, "scale", 1.0)), Angles(rope)))
+        rope._angles = known.setdefault((*kind, getattr(rope, "scale", 1.0)), Angles(rope))
+        rope.__class__ = SHARED[type(rope)]

@@ -55,10 +55,10 @@ class Costs:
         if plan not in self.levels:
             self.levels[plan], self.weights[plan] = math.log(steps) + self.levels[PLAIN], 0.5
         took = math.log(seconds / (steps + rows)) - self.levels[PLAIN]
+        pace = took if self.pace is None else self.pace
         if self.fresh:  # a text's first cycles are slow
-            self.fresh -= 1
-            self.pace = took if self.pace is None else min(self.pace, took)
-        surprise = took - self.pace
+            self.fresh, pace = self.fresh - 1, min(pace, took)
+        self.pace, surprise = pace, took - pace
         odd = None if abs(surprise) < FAR else plan if surprise > 0 else "too fast"
         if odd and odd != self._odd:
             pass
