@@ -8,15 +8,16 @@ import os
 import re
 import struct
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
 
 from ..machine.errors import first_line
 from ..machine.memory import check_room
-from .fingerprint import fingerprint
 from .kinds import from_configs
 from .layer_cache import CachedModel, CacheKind, LayerCache
 from .prompt_cache import PromptCache, Quantizing
@@ -207,3 +208,32 @@ def _checksum(f: BinaryIO) -> tuple[int, str]:
     while piece := f.read(PIECE):
         digest.update(piece)
     return 8 + match.start(1), digest.hexdigest()
+
+
+SAMPLED = 256  # values of each tensor: another finetune changes some of nearly every one
+
+
+def fingerprint(model: Any, *, heads: bool) -> str:
+    """Digest a model's configuration and of its parameters' names, shapes, types and a sample of their values.
+
+    So a saved cache is known to be this model's. heads: of its draft heads, without their LM heads, on which no state
+    depends; else of the target.
+    """
+    arrays: Any = tree_flatten(model.parameters())
+    other = re.compile(r"mtp\.\d+\.(head\.|d2t$)|(?!mtp\.)" if heads else r"mtp\.")
+    own = sorted((name, array) for name, array in arrays if not other.match(name))
+    facts: list[Any] = [f"{name} {array.shape} {array.dtype}" for name, array in own]
+    if heads:
+        facts.append(str(getattr(model, "spec", None)))
+    elif is_dataclass(args := getattr(model, "args", None)):
+        facts.append(asdict(args))  # type: ignore[arg-type] - no class, but one of its values
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    if own:
+        digest.update(np.array(mx.concatenate([_sample(array) for _, array in own])).tobytes())
+    return digest.hexdigest()
+
+
+def _sample(array: mx.array) -> mx.array:
+    """Take the bytes [n] of up to SAMPLED values, spread evenly over an array."""
+    flat = array.reshape(-1)
+    return mx.view(mx.contiguous(flat[:: -(-flat.size // SAMPLED) or 1]), mx.uint8)

@@ -17,8 +17,7 @@ from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
 from mlx_mtp.cache import file as saved_cache
-from mlx_mtp.cache import fingerprint
-from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
+from mlx_mtp.cache.file import fingerprint, load_prompt_cache, save_prompt_cache
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
 from mlx_mtp.machine import memory as machine_memory
 from mlx_mtp.machine.memory import Available
@@ -188,19 +187,19 @@ def test_another_finetune_is_another_model(tmp_path):
     """Any tensor of the target's that was trained on, or a configuration that only positions notice."""
     weights = tiny.random_weights(tiny.CONFIG)
     model = mlx_mtp.load_model(tiny.save(tmp_path / "own", tiny.CONFIG, weights))
-    own = {heads: fingerprint.fingerprint(model, heads=heads) for heads in (False, True)}
+    own = {heads: fingerprint(model, heads=heads) for heads in (False, True)}
     before = parameters(model)
     for name, array in before.items():
         model.load_weights([(name, array * 1.01 + 0.001)], strict=False)
-        changed = {heads: fingerprint.fingerprint(model, heads=heads) != own[heads] for heads in (False, True)}
+        changed = {heads: fingerprint(model, heads=heads) != own[heads] for heads in (False, True)}
         head = name.startswith("mtp.")
         assert changed == {False: not head, True: head and ".head." not in name}, name
         model.load_weights([(name, array)], strict=False)
     longer = {**tiny.CONFIG, "rope_theta": [1e6, *tiny.CONFIG["rope_theta"][1:]]}
     other = mlx_mtp.load_model(tiny.save(tmp_path / "longer", longer, weights))
-    assert fingerprint.fingerprint(other, heads=False) != own[False]
+    assert fingerprint(other, heads=False) != own[False]
     again = mlx_mtp.load_model(tmp_path / "own")
-    assert {heads: fingerprint.fingerprint(again, heads=heads) for heads in (False, True)} == own
+    assert {heads: fingerprint(again, heads=heads) for heads in (False, True)} == own
 
 
 def test_with_and_without_heads(tmp_path):

@@ -10,7 +10,7 @@ from metal_cases import exact, linux_only, relative_error
 from sweep import sampled, sweep
 
 from mlx_mtp import emulator
-from mlx_mtp.emulator import stock_dense
+from mlx_mtp.emulator import stock
 from mlx_mtp.kernels._source import row_groups
 from mlx_mtp.kernels.verify_gemv import _tile, supported, verify_gemv, verify_gemv_ref
 
@@ -39,8 +39,8 @@ def ours(x, w, bias=None, **options):
 def of_one_row(x, w, bias=None, **options):
     """MLX's own product of every row alone."""
     if w.shape[0] == 1 and bias is None:
-        return stock_dense.dot(x, w, emulator.Options(**options))
-    return stock_dense.gemv(x, w, bias, emulator.Options(**options))
+        return stock.dot(x, w, emulator.Options(**options))
+    return stock.gemv(x, w, bias, emulator.Options(**options))
 
 
 def check(n, k, m, dtype, bias, contract):
@@ -144,12 +144,12 @@ def test_what_is_not_finite_stays_in_its_row(n, k):
 def test_tiles_are_those_of_mlx():
     sizes = [(k, n) for n in (1, 3, 4, 5, 255, 256, 4095, 4096) for k in (1, 64, 65, 16 * n - 1, 16 * n)]
     for k, n in sizes:
-        stock = stock_dense.tile(k, n)
-        assert _tile(k, n) == tuple(stock[name] for name in ("SN", "BN", "BM", "TM")), (k, n)
-    assert stock_dense.tile(4096, 256) == {"BM": 1, "BN": 8, "SM": 1, "SN": 32, "TM": 4}
-    assert stock_dense.tile(4095, 4096) == {"BM": 8, "BN": 1, "SM": 1, "SN": 32, "TM": 4}
-    assert stock_dense.tile(4095, 256) == {"BM": 4, "BN": 1, "SM": 1, "SN": 32, "TM": 4}
-    assert stock_dense.tile(64, 3) == {"BM": 1, "BN": 1, "SM": 8, "SN": 4, "TM": 1}
+        tiled = stock.tile(k, n)
+        assert _tile(k, n) == tuple(tiled[name] for name in ("SN", "BN", "BM", "TM")), (k, n)
+    assert stock.tile(4096, 256) == {"BM": 1, "BN": 8, "SM": 1, "SN": 32, "TM": 4}
+    assert stock.tile(4095, 4096) == {"BM": 8, "BN": 1, "SM": 1, "SN": 32, "TM": 4}
+    assert stock.tile(4095, 256) == {"BM": 4, "BN": 1, "SM": 1, "SN": 32, "TM": 4}
+    assert stock.tile(64, 3) == {"BM": 1, "BN": 1, "SM": 8, "SN": 4, "TM": 1}
 
 
 def test_row_groups():
@@ -220,4 +220,4 @@ def test_shapes_that_do_not_fit(shapes, message):
 @linux_only
 def test_the_stock_dot_product_has_one_partial_sum():
     with pytest.raises(ValueError, match="rows of 16385; one threadgroup sums at most 16384"):
-        stock_dense.dot(mx.ones((1, 16385)), mx.ones((1, 16385)))
+        stock.dot(mx.ones((1, 16385)), mx.ones((1, 16385)))

@@ -12,7 +12,7 @@ from recorded_graphs import recorded
 from sweep import paired
 
 from mlx_mtp import emulator
-from mlx_mtp.emulator import stock_dense
+from mlx_mtp.emulator import stock
 from mlx_mtp.layers.products import GLU, Dense, Matrices, Stack, VerifyDense, VerifyLinear
 from mlx_mtp.tuning import kernel_sites as sites
 from mlx_mtp.tuning import kernel_switch as switch
@@ -141,7 +141,7 @@ def test_dense_linears(bias):
     with emulator.emulated() as launches:
         y = linear(x)
     assert [launch.kernel for launch in launches] == ["verify_gemv"]
-    assert same_bits(y[0], stock_dense.gemv(x[0], linear.weight, linear.get("bias"))[0])
+    assert same_bits(y[0], stock.gemv(x[0], linear.weight, linear.get("bias"))[0])
 
 
 def test_matrices_come_before_exact_products_where_they_are_on():
