@@ -111,21 +111,11 @@ def route_metal(logits: mx.array, routing: Routing, bias: mx.array | None) -> Pa
     m, experts = logits.shape
     pairs = (m * routing.top_k,)
     integers = pairs, mx.int32
-    outputs = launch(
-        "moe_route",
-        {
-            **{"logits": logits, "bias": logits if bias is None else bias},
-            **{"sizes": routing.sizes, "numbers": routing.numbers},
-        },
-        {
-            **{"tokens": integers, "weights": (pairs, mx.float32), "experts": integers},
-            **{"starts": ((pairs[0] + 1,), mx.int32), "places": integers},
-        },
-        template={
-            **{"T": logits.dtype, "SOFTMAX": routing.kind == "softmax", "BIASED": bias is not None},
-            "VALUES": 4 * -(-experts // 128),
-        },
-        grid=(LANES, m, 1),
-        group=(LANES, m, 1),
-    )
-    return Pairs(*outputs)
+    inputs = {"logits": logits, "bias": logits if bias is None else bias}
+    inputs |= {"sizes": routing.sizes, "numbers": routing.numbers}
+    outputs = {"tokens": integers, "weights": (pairs, mx.float32), "experts": integers}
+    outputs |= {"starts": ((pairs[0] + 1,), mx.int32), "places": integers}
+    template: dict[str, object] = {"T": logits.dtype, "SOFTMAX": routing.kind == "softmax"}
+    template |= {"BIASED": bias is not None, "VALUES": 4 * -(-experts // 128)}
+    threads = (LANES, m, 1)
+    return Pairs(*launch("moe_route", inputs, outputs, template=template, grid=threads, group=threads))

@@ -111,19 +111,11 @@ def delta_inputs(
     values, blocks = C - keys, -(-D // BLOCK)
     units = 2 * Hk - (-values // (blocks * BLOCK)) - (-Hv // 32)
     of_keys = (1, T, Hk, D), x.dtype
-    made = launch(
-        "delta_inputs",
-        {
-            **{"before": before, "accepted": constants(mx.int32, 0) if accepted is None else accepted},
-            **{"x": x, "w": weight, **gates._asdict(), "layout": constants(mx.int32, Hk, D)},
-            **{"scales": constants(x.dtype, *_scales(D)), "eps": constants(mx.float32, EPS * _scales(D)[1] ** 2)},
-        },
-        {
-            **{"q": of_keys, "k": of_keys, "v": ((1, T, values), x.dtype), "g": ((1, T, Hv), mx.float32)},
-            **{"beta": ((1, T, Hv), gates.b.dtype), "rows": ((1, taps - 1 + T, C), x.dtype)},
-        },
-        template={"T": x.dtype, "A": mx.result_type(gates.a, gates.dt_bias), "B": gates.b.dtype, "BLOCKS": blocks},
-        grid=(32, units, taps - 1 + T),
-        group=(32, SIMDGROUPS, 1),
-    )
-    return DeltaInputs(*made)
+    inputs = {"before": before, "accepted": constants(mx.int32, 0) if accepted is None else accepted}
+    inputs |= {"x": x, "w": weight, **gates._asdict(), "layout": constants(mx.int32, Hk, D)}
+    inputs |= {"scales": constants(x.dtype, *_scales(D)), "eps": constants(mx.float32, EPS * _scales(D)[1] ** 2)}
+    outputs = {"q": of_keys, "k": of_keys, "v": ((1, T, values), x.dtype), "g": ((1, T, Hv), mx.float32)}
+    outputs |= {"beta": ((1, T, Hv), gates.b.dtype), "rows": ((1, taps - 1 + T, C), x.dtype)}
+    template = {"T": x.dtype, "A": mx.result_type(gates.a, gates.dt_bias), "B": gates.b.dtype, "BLOCKS": blocks}
+    grid, group = (32, units, taps - 1 + T), (32, SIMDGROUPS, 1)
+    return DeltaInputs(*launch("delta_inputs", inputs, outputs, template=template, grid=grid, group=group))

@@ -126,21 +126,13 @@ def norm_rope(
     dtype = mx.result_type(q, *weights[:1])
     steps = (2, 1) if rope.traditional else (1, rope.dims // 2)
     of_q, of_k = weights or (rope.rates, rope.rates)
-    queries, keys = launch(
-        "norm_rope",
-        {
-            **{"q": q, "k": k, "q_weight": of_q, "k_weight": of_k, "offset": at, "freqs": rope.rates},
-            **{"layout": constants(mx.int32, D, rope.dims, *steps), "eps": constants(mx.float32, eps)},
-            "factors": constants(mx.float32, rope.scale, rope.mscale),
-        },
-        {"queries": ((1, Hq, L, D), dtype), "keys": ((1, Hk, L, D), dtype)},
-        template={
-            **{"T": q.dtype, "O": dtype, "NORM": len(weights) > 0},
-            **{"FREQS": rope.freqs is not None, "BLOCKS": -(-D // BLOCK)},
-        },
-        grid=(32, Hq + Hk, L),
-        group=(32, 1, 1),
-    )
+    inputs = {"q": q, "k": k, "q_weight": of_q, "k_weight": of_k, "offset": at, "freqs": rope.rates}
+    inputs |= {"layout": constants(mx.int32, D, rope.dims, *steps), "eps": constants(mx.float32, eps)}
+    inputs["factors"] = constants(mx.float32, rope.scale, rope.mscale)
+    outputs = {"queries": ((1, Hq, L, D), dtype), "keys": ((1, Hk, L, D), dtype)}
+    template: dict[str, object] = {"T": q.dtype, "O": dtype, "NORM": len(weights) > 0}
+    template |= {"FREQS": rope.freqs is not None, "BLOCKS": -(-D // BLOCK)}
+    queries, keys = launch("norm_rope", inputs, outputs, template=template, grid=(32, Hq + Hk, L), group=(32, 1, 1))
     return queries, keys
 
 

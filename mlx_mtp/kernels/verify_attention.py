@@ -121,17 +121,11 @@ def merge(
     assert gate is None or gate.size in (rows * heads, rows * heads * Dv), f"a gate of shape {gate.shape}"
     gated = 0 if gate is None else 1 if gate.size == rows * heads else 2
     unread = ml
-    return launch(
-        "attention_merge",
-        {
-            **{"partials": partials, "ml": ml, "sinks": unread if sinks is None else sinks},
-            "gate": unread if gate is None else gate.astype(dtype),
-        },
-        {"y": ((1, rows, heads * Dv), dtype)},
-        template={"T": dtype, "SINKS": sinks is not None, "GATE": gated},
-        grid=(Dv, heads, rows),
-        group=(min(Dv, 256), 1, 1),
-    )[0]
+    inputs = {"partials": partials, "ml": ml, "sinks": unread if sinks is None else sinks}
+    inputs["gate"] = unread if gate is None else gate.astype(dtype)
+    y, template = ((1, rows, heads * Dv), dtype), {"T": dtype, "SINKS": sinks is not None, "GATE": gated}
+    grid, group = (Dv, heads, rows), (min(Dv, 256), 1, 1)
+    return launch("attention_merge", inputs, {"y": y}, template=template, grid=grid, group=group)[0]
 
 
 def attention_served(
@@ -183,16 +177,11 @@ def verify_attention(
     groups, chosen = geometry(R, Dv)
     threads = 32 * Dv // (8 * chosen["PARTS"])
     stored = dict(zip(NAMES, k + v if bits else k * 3 + v * 3, strict=True))
-    sight = {"offset": offset, "sight": constants(mx.int32, start, window or 0)}
-    partials, ml = launch(
-        "verify_attention",
-        {"q": q, **stored, **sight, "scale": constants(mx.float32, scale)},
-        {"partials": ((Hkv, chunks, R, Dv), mx.float32), "ml": ((Hkv, chunks, R, 2), mx.float32)},
-        template={
-            **{"T": q.dtype, "D": D, "DV": Dv, "BITS": bits or 0, "GROUP": group_size},
-            **{"RING": window is not None, "CHUNK": chunk, **chosen},
-        },
-        grid=(threads * chunks, Hkv, groups),
-        group=(threads, 1, 1),
-    )
+    inputs = {"q": q, **stored, "offset": offset, "sight": constants(mx.int32, start, window or 0)}
+    inputs["scale"] = constants(mx.float32, scale)
+    outputs = {"partials": ((Hkv, chunks, R, Dv), mx.float32), "ml": ((Hkv, chunks, R, 2), mx.float32)}
+    template: dict[str, object] = {"T": q.dtype, "D": D, "DV": Dv, "BITS": bits or 0, "GROUP": group_size}
+    template |= {"RING": window is not None, "CHUNK": chunk, **chosen}
+    grid, group = (threads * chunks, Hkv, groups), (threads, 1, 1)
+    partials, ml = launch("verify_attention", inputs, outputs, template=template, grid=grid, group=group)
     return merge(partials, ml, L, q.dtype, sinks=sinks, gate=gate)

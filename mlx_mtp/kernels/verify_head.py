@@ -88,20 +88,13 @@ def _verify_head_metal(
     m, groups, tiles = x.shape[0], -(-x.shape[0] // MOST_ROWS), -(-_columns(weights) // tile(n))
     op, inputs, template = _product(x, weights)
     key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
-    values, indices = launch(
-        op,
-        {
-            **{**inputs, "x": x, "bias": x if bias is None else bias.astype(x.dtype), "key": key},
-            **{"position": position, "inverse": inverse, "n": constants(mx.int32, n)},
-        },
-        {"values": ((m, tiles, n + with_sum), mx.float32), "indices": ((m, tiles, n), mx.int32)},
-        template={
-            **{**template, "ROWS": -(-m // groups), "TILE": tile(n), "BIAS": bias is not None},
-            **{"DRAW": noise is not None, "SUM": with_sum},
-        },
-        grid=(32 * groups, SIMDGROUPS * tiles, 1),
-        group=(32, SIMDGROUPS, 1),
-    )
+    inputs |= {"x": x, "bias": x if bias is None else bias.astype(x.dtype), "key": key}
+    inputs |= {"position": position, "inverse": inverse, "n": constants(mx.int32, n)}
+    outputs = {"values": ((m, tiles, n + with_sum), mx.float32), "indices": ((m, tiles, n), mx.int32)}
+    template |= {"ROWS": -(-m // groups), "TILE": tile(n), "BIAS": bias is not None}
+    template |= {"DRAW": noise is not None, "SUM": with_sum}
+    grid, group = (32 * groups, SIMDGROUPS * tiles, 1), (32, SIMDGROUPS, 1)
+    values, indices = launch(op, inputs, outputs, template=template, grid=grid, group=group)
     return launch(
         "verify_head_merge",
         {"values": values, "indices": indices},

@@ -92,37 +92,25 @@ def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> dict[str, object]:
 
 def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
     n, count = experts.gate.w.shape[1], pairs.tokens.size
-    return launch(
-        "moe_glu",
-        {
-            **{**arrays(experts.gate, x.dtype, "gate"), **arrays(experts.up, x.dtype, "up"), "x": x},
-            **{"limit": constants(x.dtype, limit or 0.0), "tokens": pairs.tokens},
-            **{"experts": pairs.experts, "starts": pairs.starts},
-        },
-        {"h": ((count, n), x.dtype)},
-        template={**_template(experts.gate, x.dtype, x.shape[0]), "CLAMPED": limit is not None},
-        grid=(32, n // COLUMNS, count),
-        group=(32, GLU_SIMDGROUPS, 1),
-    )[0]
+    inputs = {**arrays(experts.gate, x.dtype, "gate"), **arrays(experts.up, x.dtype, "up"), "x": x}
+    inputs |= {"limit": constants(x.dtype, limit or 0.0), "tokens": pairs.tokens}
+    inputs |= {"experts": pairs.experts, "starts": pairs.starts}
+    template = {**_template(experts.gate, x.dtype, x.shape[0]), "CLAMPED": limit is not None}
+    grid, group = (32, n // COLUMNS, count), (32, GLU_SIMDGROUPS, 1)
+    return launch("moe_glu", inputs, {"h": ((count, n), x.dtype)}, template=template, grid=grid, group=group)[0]
 
 
 def _down_metal(
     h: mx.array, down: Quantized, pairs: Pairs, routing: Routing, shared: tuple[mx.array | None, mx.array | None]
 ) -> mx.array:
     m, n, kind = h.shape[0] // routing.top_k, down.w.shape[1], sum(a is not None for a in shared)
-    of_shared = (h if a is None else a.astype(h.dtype) for a in shared)
-    return launch(
-        "moe_down",
-        {
-            **{**arrays(down, h.dtype), "h": h, "weights": pairs.weights, "experts": pairs.experts},
-            **{"starts": pairs.starts, "places": pairs.places},
-            **{"sizes": routing.sizes, **dict(zip(("shared", "shared_gate"), of_shared, strict=True))},
-        },
-        {"y": ((m, n), h.dtype)},
-        template={**_template(down, h.dtype, m), "SHARED": kind, "SIMDGROUPS": DOWN_SIMDGROUPS},
-        grid=(32, DOWN_SIMDGROUPS * n // COLUMNS, 1),
-        group=(32, DOWN_SIMDGROUPS, 1),
-    )[0]
+    of_shared, of_gate = (h if a is None else a.astype(h.dtype) for a in shared)
+    inputs = {**arrays(down, h.dtype), "h": h, "weights": pairs.weights, "experts": pairs.experts}
+    inputs |= {"starts": pairs.starts, "places": pairs.places}
+    inputs |= {"sizes": routing.sizes, "shared": of_shared, "shared_gate": of_gate}
+    template = {**_template(down, h.dtype, m), "SHARED": kind, "SIMDGROUPS": DOWN_SIMDGROUPS}
+    grid, group = (32, DOWN_SIMDGROUPS * n // COLUMNS, 1), (32, DOWN_SIMDGROUPS, 1)
+    return launch("moe_down", inputs, {"y": ((m, n), h.dtype)}, template=template, grid=grid, group=group)[0]
 
 
 def verify_moe(
