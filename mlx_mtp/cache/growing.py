@@ -113,10 +113,6 @@ class LinearKVCache(LayerCache):
             self.limit = self.offset
 
     @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    @property
     def config(self) -> dict:
         return {"window": None, "start": self.start}
 
@@ -140,8 +136,10 @@ class LinearKVCache(LayerCache):
 class QuantizedStorage:
     """Storage as packed integers, read directly by mlx-lm's quantized attention (which looks for `bits`)."""
 
-    bits: int
-    group_size: int
+    def __init__(self, group_size: int, bits: int, *own: Any, **named: Any):
+        """Take last what the class behind this mixin is made of."""
+        super().__init__(*own, **named)
+        self.group_size, self.bits = group_size, bits
 
     def _encode(self, *rows):
         return tuple(q for x in rows for q in mx.quantize(x, group_size=self.group_size, bits=self.bits))
@@ -157,7 +155,3 @@ class QuantizedStorage:
 
 class QuantizedLinearKVCache(QuantizedStorage, LinearKVCache):
     """LinearKVCache with `bits`-bit keys and values."""
-
-    def __init__(self, group_size: int, bits: int, start: int = 0):
-        super().__init__(start)
-        self.group_size, self.bits = group_size, bits

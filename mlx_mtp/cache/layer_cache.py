@@ -28,7 +28,10 @@ class LayerCache:
     limit: int
     parts: Any
     config: Any
-    nbytes: Any
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def window(self) -> int | None:

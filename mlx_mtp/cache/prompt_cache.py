@@ -169,30 +169,24 @@ class PromptCache:
         if not self.live:
             assert self.primed == base, "rows that the heads have not read"
             self.live = True
-            self._share(self.heads, self.primed)
+            _seek(self.heads, mx.array([self.primed]), self.primed)
 
     def idle(self, base: int) -> None:
         """Let the heads stand at position `base`, all before which live heads have read."""
         if self.live:
             self.live, self.primed = False, base
-            for c in self.heads:
-                c.seek(base, base)
+            _seek(self.heads, base, base)
 
     def to_device(self) -> None:
         """Hand the target's position to the device, so that it can roll back there."""
         if isinstance(self.layers[0].offset, int):
-            self._share(self.layers, self.layers[0].offset)
+            position = self.layers[0].offset
+            _seek(self.layers, mx.array([position]), position)
 
     def to_host(self, position: int) -> None:
         """Take the target's position back from the device, where the host knows it to be `position`."""
         if not isinstance(self.layers[0].offset, int):
-            for c in self.layers:
-                c.seek(position, position)
-
-    def _share(self, caches: list, position: int) -> None:
-        shared = mx.array([position])
-        for c in caches:
-            c.seek(shared, position)
+            _seek(self.layers, position, position)
 
     def rollback(self, n: mx.array) -> None:
         """Take the last n positions of the target back, for a device-side n."""
@@ -207,8 +201,7 @@ class PromptCache:
 
     def heads_follow(self) -> None:
         """Move the heads to where the target stands."""
-        for c in self.heads:
-            c.seek(self.layers[0].offset, self.layers[0].limit)
+        _seek(self.heads, self.layers[0].offset, self.layers[0].limit)
 
     def unload(self) -> CacheArrays:
         """Give out what a cycle reads and writes."""
@@ -293,10 +286,13 @@ class PromptCache:
     def settle(self, tokens: list[int]) -> None:
         """Come to rest holding `tokens`: every position is a host integer again."""
         self.tokens, self.live = tokens, False
-        for c in self.layers:
-            c.seek(len(tokens), len(tokens))
-        for c in self.heads:
-            c.seek(self.primed, self.primed)
+        _seek(self.layers, len(tokens), len(tokens))
+        _seek(self.heads, self.primed, self.primed)
+
+
+def _seek(caches: list, offset: int | mx.array, limit: int) -> None:
+    for c in caches:
+        c.seek(offset, limit)
 
 
 def make_prompt_cache(

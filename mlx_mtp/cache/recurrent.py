@@ -92,9 +92,5 @@ class RecurrentCache(LayerCache):
         return None
 
     @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    @property
     def config(self) -> dict:
         return {"window": self.name}

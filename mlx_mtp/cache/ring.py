@@ -171,7 +171,3 @@ class SlidingKVCache(LinearKVCache):
 
 class QuantizedSlidingKVCache(QuantizedStorage, SlidingKVCache):
     """SlidingKVCache with `bits`-bit keys and values."""
-
-    def __init__(self, group_size: int, bits: int, ring: Ring, start: int = 0):
-        super().__init__(ring, start)
-        self.group_size, self.bits = group_size, bits

@@ -66,12 +66,8 @@ class Signature:
         template = ", ".join(f"{kind} {name}" for kind, name, _ in self.template)
         parameters = [f"  {p.declaration} [[buffer({i})]]" for i, p in enumerate(self.parameters)]
         parameters += [f"  {ATTRIBUTES[a][0]} {a} [[{a}]]" for a in self.attributes]
-        return (
-            (f"template <{template}>\n" if template else "")
-            + f"[[kernel]] void {self.name}(\n"
-            + ",\n".join(parameters)
-            + ") {\n"
-        )
+        start = f"template <{template}>\n" if template else ""
+        return f"{start}[[kernel]] void {self.name}(\n" + ",\n".join(parameters) + ") {\n"
 
     @property
     def instance(self) -> str:

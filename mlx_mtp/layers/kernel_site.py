@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..kernels import Quantized
+from ..kernels import Quantized, served
 
 VERIFY_ROWS = range(2, 9)  # rows of a verify that kernels may serve
 
@@ -20,9 +20,20 @@ def format_of(module: Any) -> str:
     return f"{module.bits}-bit {module.mode} g{module.group_size}"
 
 
+def known_format(module: Any) -> bool:
+    """Tell whether kernels know a module's format; of what is not quantized they know every one."""
+    form = "scales" not in module or served(module.mode, module.bits, module.group_size)
+    return form and module.get("global_scale") is None
+
+
 def rows_of(x: mx.array) -> int:
     """Count the rows M of x [..., K]."""
     return x.size // x.shape[-1]
+
+
+def side_by_side(a: mx.array) -> mx.array:
+    """Lay heads [1, H, M, D] side by side: [M, H * D]."""
+    return a.swapaxes(1, 2).reshape(a.shape[2], -1)
 
 
 class Site:

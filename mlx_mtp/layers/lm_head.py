@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import Quantized, draw_ref, served, top_ref, verify_head, verify_head_draw, verify_head_top
-from .kernel_site import Site, format_of, quantized, rows_of
+from ..kernels import Quantized, draw_ref, top_ref, verify_head, verify_head_draw, verify_head_top
+from .kernel_site import Site, format_of, known_format, quantized, rows_of
 
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
@@ -84,7 +84,7 @@ def place_heads(model: Any) -> list[LMHeadSite]:
     and the MTP heads' own. None where a kernel does not know the format.
     """
     found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
-    sites = [LMHeadSite(module) for module in found.values() if isinstance(module, KINDS) and _served(module)]
+    sites = [LMHeadSite(module) for module in found.values() if isinstance(module, KINDS) and known_format(module)]
     for site in sites:
         site.module.choice = site
     return sites
@@ -99,11 +99,6 @@ def sliced(module: Any, rows: mx.array) -> Any:
         if name in module:
             part[name] = module[name][rows]
     return part
-
-
-def _served(module: Any) -> bool:
-    known = "scales" not in module or served(module.mode, module.bits, module.group_size)
-    return known and module.get("global_scale") is None
 
 
 def head_on(module: Any) -> LMHeadSite | None:

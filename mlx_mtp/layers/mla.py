@@ -14,7 +14,7 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 
 from ..kernels import Quantized, verify_latent_attention, verify_latent_attention_ref, verify_qmm_heads
 from .attention import CachedAttention
-from .kernel_site import Site, format_of, quantized
+from .kernel_site import Site, format_of, quantized, side_by_side
 from .mtp_spec import MTPSpec
 from .norm_rope import NormRope, Offset, on_device
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
@@ -52,14 +52,11 @@ class PerHead(Site):
         return y if self.heads_first else y.swapaxes(1, 2)
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        return self._flat(self.product(x.reshape(1, len(x), self.heads, -1)))
+        return [side_by_side(self.product(x.reshape(1, len(x), self.heads, -1)))]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         heads = x.reshape(1, len(x), self.heads, -1).swapaxes(1, 2)
-        return self._flat(QuantizedMultiLinear.__call__(self.module, heads))
-
-    def _flat(self, y: mx.array) -> list[mx.array]:
-        return [y.swapaxes(1, 2).reshape(y.shape[2], -1)]
+        return [side_by_side(QuantizedMultiLinear.__call__(self.module, heads))]
 
 
 class VerifyMultiLinear(QuantizedMultiLinear):
@@ -103,12 +100,12 @@ class LatentAttention(CachedAttention):
         latent, k_pe = (part[:, :, : self.OFFSET + len(x)] for part in self._before(x.dtype))
         seen = mx.arange(self.OFFSET + len(x))[None] <= self.OFFSET + mx.arange(len(x))[:, None]
         q, q_pe = self._queries(x)
-        return [_flat(self.module.attend(q, q_pe, latent, latent, k_pe, seen))]
+        return [side_by_side(self.module.attend(q, q_pe, latent, latent, k_pe, seen))]
 
     def _read(self, x: mx.array, offset: int, op: Callable = verify_latent_attention) -> mx.array:
         parts = [part.astype(x.dtype) for part in self._before(x.dtype)]
         cache = SimpleNamespace(parts=parts, limit=offset + len(x), start=0)
-        return _flat(self.fused(*self._queries(x), cache, offset, op))
+        return side_by_side(self.fused(*self._queries(x), cache, offset, op))
 
     def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:
         q, q_pe = mx.split(x.reshape(1, len(x), self.module.num_heads, -1).swapaxes(1, 2), self.dims[:1], axis=-1)
@@ -121,10 +118,6 @@ class LatentAttention(CachedAttention):
             self.tried = [mx.random.normal((*shape, d), dtype, key=mx.random.key(d)) for d in self.dims]
             mx.eval(self.tried)
         return self.tried
-
-
-def _flat(out: mx.array) -> mx.array:
-    return out.swapaxes(1, 2).reshape(out.shape[2], -1)
 
 
 class AbsorbedMLA:

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels import Rope, norm_rope
-from .kernel_site import Site
+from .kernel_site import Site, side_by_side
 
 Pair = tuple[mx.array, mx.array]
 Offset = int | mx.array  # a position, on the host or, int32 [1], on the device
@@ -82,7 +82,7 @@ class NormRope(Site):
         return norm_rope(q, k, on_device(offset), self.rope, head_dim=self.form.head_dim, **more)
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        return _flat(self.fused(*self._split(x), self.OFFSET))
+        return [*map(side_by_side, self.fused(*self._split(x), self.OFFSET))]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         return self._placed(x, self.OFFSET)
@@ -92,15 +92,12 @@ class NormRope(Site):
         return [mx.concatenate(list(rows)) for rows in zip(*found, strict=True)]
 
     def _placed(self, x: mx.array, offset: int) -> list[mx.array]:
-        return _flat(placed(self.module, *self._split(x), mx.array([offset]), self.form.head_dim))
+        found = placed(self.module, *self._split(x), mx.array([offset]), self.form.head_dim)
+        return [*map(side_by_side, found)]
 
     def _split(self, x: mx.array) -> Pair:
         q, k = mx.split(x[None], [self.form.heads * self.form.query_dim], axis=-1)
         return q.reshape(1, len(x), self.form.heads, -1), k.reshape(1, len(x), self.form.kv_heads, -1)
-
-
-def _flat(pair: Pair) -> list[mx.array]:
-    return [a.swapaxes(1, 2).reshape(a.shape[2], -1) for a in pair]
 
 
 def placed(module: Any, q: mx.array, k: mx.array, offset: Offset, head_dim: int) -> Pair:

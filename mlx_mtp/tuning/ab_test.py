@@ -69,8 +69,10 @@ def check(trial: KernelTrial, seed: int = 0) -> str | None:
     Several draws of x, on several layers, also with NaN and infinity in rows that the others must not depend on.
     An exception of the kernel is a reason too; one of stock MLX is raised.
     """
+    layers, count = len(trial.pairs), DRAWS * LAYERS
     try:
-        for i, layer in enumerate(_spread(len(trial.pairs), DRAWS * LAYERS)):
+        for i in range(count):
+            layer = i % layers if layers < count else i * layers // count  # far apart, or in turn
             draw = i // LAYERS
             x = trial.x(seed * DRAWS + draw)
             if trial.bits:
@@ -125,11 +127,6 @@ def _of_kernel(ours: Op, x: mx.array) -> list[mx.array]:
     except Exception as e:
         raise WrongKernel(f"{FAILS} {with_type(e)}") from e
     return found
-
-
-def _spread(layers: int, count: int) -> list[int]:
-    """Pick `count` of the layers, far apart; in turn where there are fewer."""
-    return [i % layers if layers < count else i * layers // count for i in range(count)]
 
 
 def _spoilt(rows: int, draw: int) -> list[bool]:

@@ -11,11 +11,11 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from ..cache.kinds import make_cache
 from ..cache.recurrent import RecurrentCache
 from ..cache.ring import Ring
-from ..kernels import Rope, served
+from ..kernels import Rope
 from ..layers.attention import Attention, VerifyAttention
 from ..layers.experts import Mixture, VerifyMoE, servable
 from ..layers.gated_delta import GatedDelta, Recurrence
-from ..layers.kernel_site import Site
+from ..layers.kernel_site import Site, known_format
 from ..layers.lm_head import place_heads
 from ..layers.mla import AbsorbedMLA, LatentAttention, PerHead, VerifyMultiLinear
 from ..layers.mtp_head import EagleHead
@@ -73,13 +73,9 @@ def _format(linear: Any) -> tuple:
     return linear.mode, linear.bits, linear.group_size, linear.scales.shape[1], linear.scales.dtype
 
 
-def _served(module: Any) -> bool:
-    return served(module.mode, module.bits, module.group_size) and module.get("global_scale") is None
-
-
 def _stack(linears: Sequence[Any]) -> list[Site]:
     """Make one site of linears that read the same x; none where no kernel knows their format."""
-    if not _served(linears[0]):
+    if not known_format(linears[0]):
         return []
     stack = Stack(linears)
     for index, linear in enumerate(linears):
@@ -95,7 +91,7 @@ def _single(model: Port, module: Any) -> list[Site]:
         return _stack([module])
     if kind in model.MLP and _is_stacked(module):
         return [_swap(module, "glu", GLU(module), VerifyMLP)]
-    if kind is nn.QuantizedEmbedding and tie and _served(module):
+    if kind is nn.QuantizedEmbedding and tie and known_format(module):
         return [_swap(module, "site", Stack([module]), VerifyEmbedding)]
     dense = {nn.Linear: VerifyDense, **dict.fromkeys(model.ROUTER, VerifyRouter)}
     if tie:
@@ -173,7 +169,7 @@ def _latent(module: Any) -> Iterator[Site]:
 def _per_head(attention: Any) -> Iterator[Site]:
     """Make the sites of products per head: the queries' has the heads first, the values' the rows first."""
     for module, heads_first in ((attention.embed_q, True), (attention.unembed_out, False)):
-        if type(module) is QuantizedMultiLinear and _served(module):
+        if type(module) is QuantizedMultiLinear and known_format(module):
             yield _swap(module, "site", PerHead(module, heads_first=heads_first), VerifyMultiLinear)
 
 
