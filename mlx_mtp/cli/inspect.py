@@ -19,14 +19,11 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
     PATH is a directory or a Hugging Face repository. Headers are read, and the values of norms: no weights, and none
     are downloaded. Exit code 1 where it does not load.
     """
-    from ..checkpoint.files import local
-    from ..checkpoint.inspect import inspect_checkpoint
-    from .inspect_text import as_text
+    from ..checkpoint.files import downloaded, headers_only, local
+    from ..checkpoint.inspect import as_text, inspect_checkpoint
 
     directory = local(path)
     if directory is None:
-        from ..checkpoint.hub_headers import downloaded, headers_only
-
         directory = downloaded(path, revision)
     gc.disable()  # 100,000 tensors are many small objects, all of them in use
     try:

@@ -21,8 +21,7 @@ from sweep import sampled, sweep
 
 from mlx_mtp.checkpoint import convert_precision as precision
 from mlx_mtp.checkpoint import convert_writer as tensor_file
-from mlx_mtp.checkpoint.convert import convert, extract_heads
-from mlx_mtp.checkpoint.convert_source import open_source
+from mlx_mtp.checkpoint.convert import convert, extract_heads, open_source
 from mlx_mtp.cli.convert import RECIPES
 from mlx_mtp.demo import demo_path
 from mlx_mtp.layers.port import Port
