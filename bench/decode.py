@@ -23,7 +23,7 @@ from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp.bench import timing
-from mlx_mtp.bench.loops import Loop, LoopSettings, MlxLm, Ours, Reader, twin
+from mlx_mtp.bench.decode import Loop, LoopSettings, MlxLm, Ours, Reader, twin
 from mlx_mtp.bench.result import environment
 from mlx_mtp.bench.subject import forget
 from mlx_mtp.demo import demo_path

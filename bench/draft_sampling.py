@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
-from mlx_mtp.bench.loops import timed
+from mlx_mtp.bench.decode import timed
 from mlx_mtp.bench.result import environment
 from mlx_mtp.decoding.draft_sampling import DraftChooser
 from mlx_mtp.decoding.sampling import DRAFT_SAMPLING, Picker

@@ -22,7 +22,7 @@ from train_demo.data import HELD_OUT_MODULES
 from train_demo.library import source_files
 
 import mlx_mtp
-from mlx_mtp.bench.loops import Loop, LoopSettings, Ours
+from mlx_mtp.bench.decode import Loop, LoopSettings, Ours
 from mlx_mtp.bench.result import environment
 from mlx_mtp.checkpoint.draft_vocab import most_frequent
 from mlx_mtp.demo import demo_path

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
-from mlx_mtp.bench.loops import twin
+from mlx_mtp.bench.decode import twin
 from mlx_mtp.bench.result import environment
 from mlx_mtp.demo import demo_path
 

@@ -26,8 +26,7 @@ from ..tuning.kernel_switch import switch, trials
 from ..tuning.kernel_trials import decide, in_words, requested
 from ..tuning.plan import Plan
 from .profile import read_prompt
-from .prompts import filler, make_prompts
-from .subject import Subject
+from .subject import Subject, filler, make_prompts
 from .timing import REPEATS, Timed, interleaved, measured, ratio, steps_for
 from .verify_parts import expert_inputs, parts_of
 

@@ -9,11 +9,22 @@ import pytest
 from command_line import call
 
 import mlx_mtp
-from mlx_mtp.bench import decode, documents, loops, prompts, timing
-from mlx_mtp.bench.decode import PLAIN, as_result, broken, measure, open_session
+from mlx_mtp.bench import decode, documents, timing
+from mlx_mtp.bench.decode import (
+    PLAIN,
+    LoopSettings,
+    MlxLm,
+    Ours,
+    Reader,
+    as_result,
+    broken,
+    measure,
+    open_session,
+    timed,
+    twin,
+)
 from mlx_mtp.bench.decode_tables import categories, changes, compared, overall, rows, settings, unlike
-from mlx_mtp.bench.loops import LoopSettings, MlxLm, Ours, Reader, timed, twin
-from mlx_mtp.bench.subject import open_subject
+from mlx_mtp.bench.subject import make_prompts, open_subject
 from mlx_mtp.demo import demo_path
 
 WHOLE = (0, None, None)
@@ -66,7 +77,7 @@ def one_warm_up(monkeypatch):
 
 
 def prompt_of(subject, kind="translation"):
-    return prompts.make_prompts(subject.tokenizer, subject.model.vocab_size, each=1, only=[kind])
+    return make_prompts(subject.tokenizer, subject.model.vocab_size, each=1, only=[kind])
 
 
 def session_of(subject, others, rounds, **options):
@@ -116,7 +127,7 @@ def test_there_is_a_rest_before_each_turn(demo, monkeypatch):
 @pytest.mark.parametrize("slow", ["plain", "k=2"])
 def test_a_loop_slowed_on_purpose_shows_as_much(demo, monkeypatch, slow):
     clock, fixed = Clock(), {"adaptive": False, "prompt_lookup": False}
-    monkeypatch.setattr(loops, "time", clock)
+    monkeypatch.setattr(decode, "time", clock)
     rest = {slow: 0.03}
     session = open_session(demo, [2], 2, 0.0)
     session.loops = [
@@ -252,22 +263,20 @@ def test_what_two_results_do_not_share_is_listed():
 
 
 def test_prompts_are_nine_kinds_padded_to_a_length(demo):
-    whole = prompts.make_prompts(demo.tokenizer, 2048, each=2)
+    whole = make_prompts(demo.tokenizer, 2048, each=2)
     kinds = dict.fromkeys(p.category for p in whole)
     assert len(kinds) == 9
     assert len(whole) == 18
     assert len({tuple(p.tokens) for p in whole}) == 18
     for context in (600, 1500):
-        for p, short in zip(
-            prompts.make_prompts(demo.tokenizer, 2048, each=1, context=context), whole[::2], strict=True
-        ):
+        for p, short in zip(make_prompts(demo.tokenizer, 2048, each=1, context=context), whole[::2], strict=True):
             assert 0.97 * context <= len(p.tokens) <= context
             assert p.tokens[-10:] == short.tokens[-10:]
     with pytest.raises(ValueError, match=r"contexts=20: a prompt alone has"):
-        prompts.make_prompts(demo.tokenizer, 2048, each=1, context=20)
+        make_prompts(demo.tokenizer, 2048, each=1, context=20)
     with pytest.raises(ValueError, match=r"categories=nope: allowed are code_python, "):
-        prompts.make_prompts(demo.tokenizer, 2048, each=1, only=["nope"])
-    random = prompts.make_prompts(None, 50, each=2, context=30)
+        make_prompts(demo.tokenizer, 2048, each=1, only=["nope"])
+    random = make_prompts(None, 50, each=2, context=30)
     assert [len(p.tokens) for p in random] == [30, 30]
     assert max(map(max, (p.tokens for p in random))) < 50
 

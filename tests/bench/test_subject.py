@@ -13,7 +13,7 @@ from published import FILES, read
 from sweep import SWEEP, sampled
 
 import mlx_mtp
-from mlx_mtp.bench.loops import LoopSettings, MlxLm, Reader, twin
+from mlx_mtp.bench.decode import LoopSettings, MlxLm, Reader, twin
 from mlx_mtp.bench.random_model import first_layers, head_count, random_model
 from mlx_mtp.bench.subject import DEPTHS, POSITIONS, NothingRemembered, drawn_acceptance, draws, open_subject, rate_at
 from mlx_mtp.checkpoint.build import read_args
