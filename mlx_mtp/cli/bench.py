@@ -7,8 +7,7 @@ from typing import Any
 import click
 from click import IntRange, option
 
-from .bench_cycle import profile, verify
-from .bench_decode import compare, decode
+from .bench_decode import compare, decode, profile, verify
 from .bench_options import WRITTEN, complete, console, draw, finish, picture_options, report, run_options
 from .options import GIVEN
 

@@ -1,4 +1,4 @@
-"""Run `mlx-mtp bench decode` and `bench compare`: mlx-lm's loop, ours, and drafting, on the same prompts."""
+"""Run the `mlx-mtp bench` commands that decode with a model: decode, compare, verify, profile."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +8,12 @@ import click
 from click import Choice, FloatRange, IntRange, option
 
 from . import bench_options as shared
-from .from_flags import default_step
-from .options import BITS, GIVEN
+from .options import BITS, GIVEN, default_step
 
 SHOWN = 20  # differences of texts that are listed
 DOCUMENTS = ("stepwise_math",)  # asked behind a context of source code
+MOST_ROWS = 16  # of a verify
+CONTEXTS = {False: (1024, 4096), True: (128, 1024)}  # of a verify, by --quick
 INTEGERS = shared.numbers(int, "numbers")
 
 
@@ -65,9 +66,8 @@ def _check_preset(flags: dict[str, Any]) -> None:
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     """Measure everything that was asked for, as a result."""
     from ..bench import result
-    from ..bench.decode import as_result, measure, open_session
-    from ..bench.loops import LoopSettings
-    from ..bench.prompts import make_prompts
+    from ..bench.decode import LoopSettings, as_result, measure, open_session
+    from ..bench.subject import make_prompts
     from ..cache.prompt_cache import group_size_for
 
     subject, quick = shared.subject_of(flags), flags["quick"]
@@ -145,3 +145,89 @@ def compare(before: Path, after: Path) -> None:
     from ..bench import result
 
     _print_changes((before, after), result.read(before, "decode"), result.read(after, "decode"))
+
+
+@click.command()
+@shared.subject_options
+@option("--rows", callback=INTEGERS, help="Numbers of rows, as 1,2,4; 1 to 16.  [default: all]")
+@option(
+    "--contexts",
+    callback=INTEGERS,
+    help="Positions that the rows look back on.  [default: 1024,4096, --quick 128,1024]",
+)
+@shared.run_options
+def verify(**flags: Any) -> None:
+    """T(M)/T(1): a verify of M rows beside one row, of the whole model and of each part.
+
+    The whole is the decoding loop's own pass. Parts are chains of calls on the model's layers in turn, each of which
+    waits for the one before: projections, attention at each context, experts, recurrent layers, LM head. Left out of
+    the parts: norms, RoPE, sums, embeddings, latent attention's products per head, sparse attention. Stock is
+    mlx-lm's modules; ours has the Metal kernels that are on. Turns are short: without --cooldown there is no rest.
+    """
+    from ..bench import result
+    from ..bench.verify import STOCK, CurvePlan, Kernels, curve_table, measure, remarks, text_of
+
+    rows = tuple(sorted({1, *(flags["rows"] or range(1, MOST_ROWS + 1))}))
+    rounds = flags["rounds"] or (5 if flags["quick"] else 11)
+    plan = CurvePlan(rows, flags["contexts"] or CONTEXTS[flags["quick"]], rounds, flags["cooldown"] or 0.0)
+    subject = shared.subject_of({**flags, "kernels": "off"})
+    kernels = Kernels(subject.model, flags["kernels"])
+    text, curves = text_of(subject, max(plan.contexts)), []
+    with shared.bar() as progress:
+        progress("caches", 0, 0)
+        for curve in measure(subject.model, text, kernels, plan, default_step()):
+            curves.append(curve)
+            progress(f"{curve.title} done", len(curves), 0)
+    title = f"T(M)/T(1), {result.named(subject.facts)}"
+    what = {side: "stock modules" if side == STOCK else "our kernels" for side in kernels.sides}
+    tables = [curve_table(curves, side, f"{title}, {name}") for side, name in what.items()]
+    facts = {**subject.facts, "kernels": list(kernels.words)}
+    options = {"rows": rows, "contexts": plan.contexts, "rounds": plan.rounds, "quick": flags["quick"]}
+    found = result.result("verify", facts, options, curves=[vars(c) for c in curves])
+    shared.report(found, flags, remarks(kernels, subject.facts["target_bytes"]), *tables)
+
+
+@click.command()
+@shared.subject_options
+@option("--num-draft-tokens", type=IntRange(0), help="Drafts in every cycle; 0 is plain.  [default: all heads]")
+@option("--category", default="code_python", help="The kind of prompt that is continued.")
+@option("--context", type=IntRange(1), help="Pad the prompt to so many tokens.")
+@option("--max-tokens", "-m", type=IntRange(2), help="Most tokens of the text.  [default: 128, --quick 48]")
+@option("--bandwidth", type=FloatRange(1e-3), help="The chip's, in GB/s.  [default: known, or measured]")
+@option("--capture", type=Choice(["prefill", "draft", "verify", "accept"]), help="Also a GPU trace of this phase.")
+@option("--capture-cycles", type=IntRange(1, 16), default=1, help="Cycles to trace, a file each.")
+@option("--capture-path", type=shared.WRITTEN, default=Path("mlx-mtp.gputrace"), help="Where the trace goes.")
+@shared.run_options
+def profile(**flags: Any) -> None:
+    """Time, operations and bytes of a cycle by phase: prefill, draft, verify, accept, and the host in between.
+
+    The decoding loop overlaps phases, and MLX is lazy: here the device is waited for between phases, and the same
+    text is decoded by the loop itself in turn, which says what that costs. Drafts are the heads', as many in every
+    cycle. On a Mac, --capture writes GPU traces for Xcode.
+    """
+    from ..bench import census, profile_report, result
+    from ..bench.profile import Workload
+    from ..bench.profile import profile as measure
+    from ..bench.subject import make_prompts
+    from ..generate import default_draft_tokens
+
+    trace = flags["capture"], flags["capture_path"], flags["capture_cycles"]
+    if flags["capture"]:
+        census.check_capture(*trace)
+    subject = shared.subject_of(flags)
+    model, what = subject.model, {"context": flags["context"] or 0, "only": (flags["category"],)}
+    (prompt,) = make_prompts(subject.tokenizer, model.vocab_size, each=1, **what)
+    k = default_draft_tokens(model) if flags["num_draft_tokens"] is None else flags["num_draft_tokens"]
+    work = Workload(model, prompt.tokens, flags["max_tokens"] or (48 if flags["quick"] else 128), k, default_step())
+    rounds = flags["rounds"] or (9 if flags["quick"] else 21)
+    with subject.acceptance():
+        found = measure(work, rounds=rounds, cooldown=shared.cooldown_of(flags))
+        counts = census.launches(work), census.bytes_read(work)
+        bandwidth = profile_report.bandwidth_of(flags["bandwidth"])
+        options = {"k": work.k, "max_tokens": work.max_tokens}
+        options |= {name: flags[name] for name in ("category", "context", "quick")}
+        raw = {**profile_report.raw(found, *counts), "bandwidth": vars(bandwidth)}
+        said = profile_report.remarks(found, profile_report.lines(found, *counts), bandwidth)
+        shared.report(result.result("profile", subject.facts, options, **raw), flags, said)
+        for file in census.capture(work, *trace) if flags["capture"] else ():
+            click.echo(f"trace of {flags['capture']}: {file}", err=True)

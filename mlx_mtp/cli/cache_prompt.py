@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from . import options
-from .from_flags import cache_layout, default_step, load_model
 
 
 def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
@@ -39,7 +38,7 @@ def cache_prompt(**flags: Any) -> None:
     same model where no other is named.
     """
     text = options.read_prompt(flags["prompt"])
-    model, tokenizer = load_model(flags)
+    model, tokenizer = options.load_model(flags)
     from ..cache.prompt_prefix import PromptPrefix
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
@@ -67,8 +66,8 @@ def _save(model: Any, tokens: list[int], prefix: Any, flags: dict[str, Any]) -> 
     from ..machine.memory import wired
     from .progress import PromptProgress, shows_progress
 
-    drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or default_step(), Stats()
-    cache = make_prompt_cache(model, num_draft_tokens=drafts, **cache_layout(model, flags))
+    drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or options.default_step(), Stats()
+    cache = make_prompt_cache(model, num_draft_tokens=drafts, **options.cache_layout(model, flags))
     kept = {"max_context": flags["max_context"], "check_memory": not flags["ignore_memory"], "prompt_cache": cache}
     kept |= {"prefill_step_size": step, "num_draft_tokens": drafts, "stats": stats}
     with PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=step) as progress, wired():

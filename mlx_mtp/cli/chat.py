@@ -6,7 +6,6 @@ from typing import Any
 import click
 
 from . import options
-from .from_flags import continues_cache, generation_options, load_model, saved_cache
 
 
 @click.command(context_settings={"default_map": {"seed": 0}})
@@ -20,8 +19,8 @@ from .from_flags import continues_cache, generation_options, load_model, saved_c
 @click.option("--quiet", is_flag=True, help="Print the answers only: no notices, footers or progress.")
 def chat(**flags: Any) -> None:
     """Chat with a model. /help lists the commands; q, r and h work as in mlx_lm.chat."""
-    continues_cache(flags)
-    model, tokenizer = load_model(flags)
+    options.continues_cache(flags)
+    model, tokenizer = options.load_model(flags)
     from ..session import ChatSession
     from .conversation import Chat
 
@@ -30,7 +29,7 @@ def chat(**flags: Any) -> None:
         tokenizer,
         system_prompt=flags["system_prompt"],
         template_config=flags["chat_template_config"],
-        **generation_options(model, tokenizer, flags, saved_cache(model, flags)),
+        **options.generation_options(model, tokenizer, flags, options.saved_cache(model, flags)),
     )
     name = flags["model"] or "the demo"
     if Path(name).expanduser().is_dir():

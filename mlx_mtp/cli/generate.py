@@ -5,7 +5,6 @@ from typing import Any
 import click
 
 from . import options
-from .from_flags import continues_cache, generation_options, load_model, saved_cache
 
 
 @click.command()
@@ -26,16 +25,16 @@ from .from_flags import continues_cache, generation_options, load_model, saved_c
 def generate(**flags: Any) -> None:
     """Print the model's continuation of, or answer to, a prompt."""
     text = options.read_prompt(flags["prompt"])
-    continues_cache(flags)
-    model, tokenizer = load_model(flags)
+    options.continues_cache(flags)
+    model, tokenizer = options.load_model(flags)
     from ..generate import stream_generate
     from .progress import PromptProgress, shows_progress
 
     if flags["report"]:
         click.echo(str(model.report))
-    cache = saved_cache(model, flags)
+    cache = options.saved_cache(model, flags)
     prompt = _tokens(tokenizer, text, flags) if cache is None else _following(tokenizer, text, flags, cache)
-    kept = generation_options(model, tokenizer, flags, cache)
+    kept = options.generation_options(model, tokenizer, flags, cache)
     progress = PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=kept["prefill_step_size"])
     responses = stream_generate(model, tokenizer, prompt, **kept, prompt_progress_callback=progress)
     figures = flags["verbose"] and not flags["quiet"]

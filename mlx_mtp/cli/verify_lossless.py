@@ -7,8 +7,7 @@ from typing import Any
 import click
 from click import IntRange, option
 
-from .from_flags import load_model
-from .options import GIVEN, model_options
+from .options import GIVEN, load_model, model_options
 
 TOKENS = 24  # of a new text, by default: the demo is to be done in a minute on a slow CPU
 TASK_TOKENS = 2048  # of an answer

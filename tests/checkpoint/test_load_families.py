@@ -13,7 +13,7 @@ from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
 from mlx_mtp.cli.chat import chat
-from mlx_mtp.cli.from_flags import generation_options
+from mlx_mtp.cli.options import generation_options
 from mlx_mtp.demo import demo_path
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]

@@ -19,7 +19,7 @@ from prompt_toolkit.data_structures import Point, Size
 from prompt_toolkit.layout.screen import Char
 from sweep import sampled
 
-from mlx_mtp.cli.footer import footer
+from mlx_mtp.cli.conversation import footer
 from mlx_mtp.cli.progress import PromptProgress
 from mlx_mtp.cli.terminal import StopOnInterrupt, _reflowed
 from mlx_mtp.session import Turn
