@@ -109,7 +109,7 @@ def generate_step(
     draft_p_min: where it pays (without `adaptive`: always), drafts from the first on whose probability, to the head,
         is less are not verified, at the price of one more wait in such a cycle. 0: never.
     prompt_lookup: draft up to seven tokens that followed the last ones before. None: where it pays, with `adaptive`.
-    compile_cycles: record frequent cycles, and replay them. None: where a trial finds that faster; on a CPU never.
+    compile_cycles: record cycles that come again, and replay them. None: on a GPU, unless a trial finds that slower.
     max_tokens: -1 means no limit but `max_context`, 0 only reads the prompt into `prompt_cache`.
     sampler, logits_processors: mlx-lm's callables; a sampler stands in for temp .. xtc_threshold.
     prompt_cache: from `make_prompt_cache`; continued where it stands and left holding every token but the last

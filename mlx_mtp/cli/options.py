@@ -126,7 +126,7 @@ model_options = options(
         "--compile/--no-compile",
         "compile_cycles",
         default=None,
-        help="Record cycles and replay them.  [default: where a trial finds that faster; on a CPU never]",
+        help="Record cycles and replay them.  [default: on a GPU, unless a trial finds it slower]",
     ),
 )
 system_prompt_option = option("--system-prompt", callback=check_text, help="System message of the chat template.")

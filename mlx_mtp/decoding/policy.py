@@ -75,7 +75,7 @@ def _replayed(compiled: Compiled | None) -> bool:
 def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
     """Make what replays a generation's cycles; None where they run a caller's code or mlx-lm's caches, or it may not.
 
-    asked: None leaves it to a replay trial on a GPU, and to what one has found on this machine with this model.
+    asked: None means on a GPU, unless a replay trial has found building quicker on this machine with this model.
     """
     foreign = picker.sampler or picker.processors or cache.is_mlx_lm
     if foreign or asked is False or (asked is None and mx.default_device() == mx.cpu):
