@@ -9,7 +9,7 @@ import copy
 import math
 from collections import deque
 
-from .costs import FAR, KEPT, LOST, Costs
+from .costs import FAR, FRESH, KEPT, LOST, Costs
 from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 
 SHARE = 0.015  # of a plain step, what each step adds to the budget
@@ -26,11 +26,8 @@ class Controller:
 
     def __init__(self, *, max_drafts: int, max_lookup: int = 0, p_min: bool = False, known: Costs | None = None):
         self.costs = copy.deepcopy(known) or Costs()
-        self.costs.pace, self.costs.fresh, self.costs.budget = (
-            None,
-            3,
-            min(self.costs.budget, LOST),
-        )
+        self.costs.pace, self.costs.fresh = None, FRESH
+        self.costs.budget = min(self.costs.budget, LOST)
         self.heads = [Plan("heads", k) for k in ladder(max_drafts)]
         self.lookups = [Plan("lookup", k) for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]
         self.confident = Plan("heads", max_drafts, p_min=True) if p_min and max_drafts else None

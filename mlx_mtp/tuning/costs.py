@@ -10,6 +10,7 @@ import math
 from .plan import PLAIN, Plan
 
 LOST = 3.0  # plain steps that drafting may lose at once
+FRESH = 3  # cycles of a text, slow ones, of which the fastest tells the pace
 SLOPE, ROW = 0.25, 0.01  # plain steps of a draft, and of a row that idle heads catch up, until one is measured
 KEPT = 0.98  # of the weight of what was measured or counted, what each cycle leaves
 PACE = 0.15  # of a surprise, the share that is the machine's
@@ -23,7 +24,7 @@ class Costs:
         self.levels = {PLAIN: 0.0}  # logarithms of plain steps
         self.weights = {PLAIN: 0.0}  # cycles that each rests on
         self.pace: float | None = None  # logarithm of seconds; None: this text has measured nothing
-        self.fresh = 3  # cycles of this text from which the fastest tells the pace
+        self.fresh = FRESH
         self.unsure = 3  # plain steps that come first: beside them all is judged
         self.row = ROW  # plain steps per row that idle heads read
         self.counts: dict[str, list[list[float]]] = {}  # per kind of drafts and depth: right ones, and all

@@ -21,9 +21,14 @@ def machine(table, **changes):
 
 
 @pytest.mark.parametrize("table", sampled([*TABLES][::3], TABLES))
-def test_useless_heads_cost_at_most_four_percent(table):
+def test_useless_heads_cost_at_most_three_percent(table):
     result = compare(machine(table), trace("useless", 200), lambda: Controller(max_drafts=7), 0, 200, range(8))
-    assert result.plain >= 0.965
+    assert result.plain >= 0.97
+
+
+def too_timid(*case):
+    """A case in which the controller is still too slow to draft as much as pays."""
+    return pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason="0.92 to 0.95x of the best fixed length"))
 
 
 # Table, heads, most drafts, tokens, what is known, drift, cycles without a time.
@@ -31,16 +36,16 @@ AGAINST_THE_BEST = [
     ("M5 Max 27B", "typical", 3, 400, None, "none", 0.0),
     ("M5 Max 27B", "perfect", 3, 400, "true", "none", 0.0),
     ("M4 Max 27B", "typical", 3, 400, "x2", "none", 0.33),
-    ("M5 Max 70B", "typical", 7, 400, "true", "none", 0.0),
+    too_timid("M5 Max 70B", "typical", 7, 400, "true", "none", 0.0),
     ("M3 Ultra 27B", "poor", 3, 400, "ratio x2", "none", 0.0),
     ("M1 Max MoE", "typical", 3, 400, "plain x2", "twice", 0.0),
-    ("Mac Studio, IQ4_XS", "typical", 3, 400, "plain /2", "none", 0.0),
+    too_timid("Mac Studio, IQ4_XS", "typical", 3, 400, "plain /2", "none", 0.0),
     ("Mac Studio, Q4_K_S", "perfect", 3, 400, "/2", "half", 0.0),
-    ("reference BLAS", "typical", 3, 400, None, "none", 0.0),
+    too_timid("reference BLAS", "typical", 3, 400, None, "none", 0.0),
     ("OpenBLAS", "useless|perfect", 3, 400, "true", "none", 0.0),
     ("OpenBLAS", "typical|poor", 3, 400, None, "hot", 0.0),
     ("M3 Ultra GLM-5.2", "good", 2, 400, None, "none", 0.0),
-    ("flat", "good", 15, 2000, None, "none", 0.0),
+    too_timid("flat", "good", 15, 2000, None, "none", 0.0),
 ]
 
 
@@ -55,7 +60,7 @@ def test_close_to_the_best_fixed_length_and_to_plain_decoding(table, heads, most
         return Controller(max_drafts=most, known=known_costs(where, most, wrong) if wrong else None)
 
     result = compare(where, trace(heads, tokens), make, most, tokens, range(8 if tokens < 1000 else 3))
-    assert result.best >= (0.92 if wrong in (None, "true") else 0.88)
+    assert result.best >= 0.95
     assert result.plain >= 0.97
 
 
@@ -170,7 +175,7 @@ def test_a_confidence_that_is_dear_to_read_is_left_alone_where_heads_pay_without
     where = machine("OpenBLAS", read=0.8)
     without = replay(where, words, Controller(max_drafts=3), 600, 1)
     offered = replay(where, words, Controller(max_drafts=3, p_min=True), 600, 1)
-    assert offered.steps < 1.08 * without.steps
+    assert offered.steps < 1.05 * without.steps
 
 
 def test_short_matches_that_are_wrong_do_not_spoil_long_ones():
@@ -235,8 +240,8 @@ def test_catching_up_is_no_cost_of_the_drafts():
         costs.observe(PLAIN, 0.01)
         costs.observe(draft, 0.013 + 50 * 0.0005, caught_up=50)
         costs.observe(draft, 0.013)
-    assert costs.steps(draft) == pytest.approx(1.3, rel=0.1)
-    assert costs.row == pytest.approx(0.05, rel=0.15)
+    assert costs.steps(draft) == pytest.approx(1.3, rel=0.05)
+    assert costs.row == pytest.approx(0.05, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -317,3 +322,16 @@ def test_it_says_why_it_does_not_draft():
     drafting = Controller(max_drafts=3)
     replay(machine("OpenBLAS", noise=0.0), text(trace("good", 100), 1), drafting, 100, 1)
     assert not drafting.paused
+
+
+def test_a_parked_controller_looks_up_from_its_rest_for_a_match():
+    """Useless heads in a text that was copied, and is copied again after a while."""
+    seen, sources = Controller(max_drafts=2, max_lookup=7), []
+    for i in range(120):
+        matched = 0 if 30 <= i < 90 else 20
+        plan = seen.plan(matched, behind=9)
+        accepted, slope = (plan.k, 0.1) if plan.source == "lookup" else (0, 0.6)
+        seen.observe(Cycle(plan, plan.k, accepted, 0.02 * (1 + slope * plan.k), matched=matched))
+        sources.append((plan.source, plan.k > 0))
+    assert ("heads", False) in sources[30:90]
+    assert {source for source, *_ in sources[91:]} == {"lookup"}
