@@ -20,10 +20,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..cache.prompt_cache import make_prompt_cache
 from .profile import Timer, Workload, decode_in_phases
 
-VIEWS = {
-    *("Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"),
-    "Unflatten",
-}
+VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"}
+VIEWS |= {"Unflatten"}
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 NODE = re.compile(r'\[label ="(\w+)"')
@@ -52,10 +50,8 @@ class Counted(Timer):
 
 
 def launches(work: Workload) -> dict[str, int]:
-    """Count the operations of a cycle by phase; those of "prefill" are of one chunk of the prompt for the target.
-
-    A few cycles are enough: a phase's graph does not depend on the text.
-    """
+    """Count the operations of a cycle by phase; those of "prefill" are of one chunk of the prompt for the target."""
+    # A few cycles are enough: a phase's graph does not depend on the text.
     counted = decode_in_phases(replace(work, max_tokens=min(work.max_tokens, 2 * (work.k + 1))), Counted())
     cache = make_prompt_cache(work.model, num_draft_tokens=0)
     hidden = work.model.hidden(mx.array(list(work.prompt[: work.step]))[None], cache.layers)

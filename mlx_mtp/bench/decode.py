@@ -64,18 +64,10 @@ class MlxLm:
 
     def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: LoopSettings) -> Iterator[int]:
         mx.random.seed(settings.seed)
-        steps = mlx_lm_generate_step(
-            mx.array(prompt),
-            self.model,
-            max_tokens=max_tokens,
-            sampler=make_sampler(settings.temp) if settings.temp else None,
-            prompt_cache=cache,
-            prefill_step_size=settings.prefill_step_size,
-            kv_bits=settings.kv_bits,
-            kv_group_size=settings.kv_group_size,
-            quantized_kv_start=0,
-        )
-        for token, _ in steps:
+        sampler = make_sampler(settings.temp) if settings.temp else None
+        options: dict[str, Any] = {"max_tokens": max_tokens, "sampler": sampler, "prompt_cache": cache}
+        options |= {name: getattr(settings, name) for name in ("prefill_step_size", "kv_bits", "kv_group_size")}
+        for token, _ in mlx_lm_generate_step(mx.array(prompt), self.model, quantized_kv_start=0, **options):
             yield token  # type: ignore[misc] - an int, whatever the annotation says
             if token in settings.stop_tokens:
                 return
@@ -83,10 +75,7 @@ class MlxLm:
 
 @dataclass
 class Ours:
-    """Our loop with some options of `generate_step`.
-
-    drafts: the most per cycle, None is its default. stats: of the newest generation.
-    """
+    """Our loop with options of `generate_step`. drafts: most per cycle, None: its default. stats: of the last run."""
 
     model: Any
     name: str
@@ -96,27 +85,15 @@ class Ours:
     stats: Stats | None = None
 
     def new_cache(self, settings: LoopSettings) -> Any:
-        return make_prompt_cache(
-            self.model,
-            num_draft_tokens=self.drafts,
-            kv_bits=settings.kv_bits,
-            mtp_kv_bits=None if self.drafts == 0 else settings.mtp_kv_bits,
-            kv_group_size=settings.kv_group_size,
-        )
+        layout: dict[str, Any] = {"kv_bits": settings.kv_bits, "kv_group_size": settings.kv_group_size}
+        layout["mtp_kv_bits"] = None if self.drafts == 0 else settings.mtp_kv_bits
+        return make_prompt_cache(self.model, num_draft_tokens=self.drafts, **layout)
 
     def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: LoopSettings) -> Iterator[int]:
         self.stats = Stats()
-        steps = generate_step(
-            prompt,
-            self.model,
-            max_tokens=max_tokens,
-            num_draft_tokens=self.drafts,
-            prompt_cache=cache,
-            stats=self.stats,
-            **{name: getattr(settings, name) for name in ("prefill_step_size", "temp", "seed", "stop_tokens")},
-            **self.options,
-        )
-        return (token for token, *_ in steps)
+        options = {name: getattr(settings, name) for name in ("prefill_step_size", "temp", "seed", "stop_tokens")}
+        options |= {"max_tokens": max_tokens, "num_draft_tokens": self.drafts, "prompt_cache": cache, **self.options}
+        return (token for token, *_ in generate_step(prompt, self.model, stats=self.stats, **options))
 
 
 Loop = MlxLm | Ours
@@ -154,10 +131,7 @@ class TimedRun:
 
 @dataclass
 class Reader:
-    """A loop that has read a prompt but for its last token; `run` generates from there, as often as one likes.
-
-    seconds, peak: of the reading; 0 where the prompt is a single token.
-    """
+    """A loop that has read a prompt but for its last token, in `seconds`, 0 for none; `run` goes on from there."""
 
     loop: Loop
     prompt: list[int]
@@ -183,8 +157,7 @@ class Reader:
         held = _begin()
         model = self.loop.model
         cache = copy.deepcopy(self.cache, {id(model): model})
-        steps = self.loop.tokens(self.prompt[-1:], cache, self.settings.max_tokens, self.settings)
-        tokens, seconds = timed(steps)
+        tokens, seconds = timed(self.loop.tokens(self.prompt[-1:], cache, self.settings.max_tokens, self.settings))
         mx.synchronize()  # what was submitted and not asked for is nobody else's time
         return TimedRun(tokens, seconds, mx.get_peak_memory() - held + self.loop.weights, self.loop.stats)
 
@@ -230,10 +203,7 @@ class Entry:
 
 @dataclass
 class Session:
-    """A benchmark under way: what was measured so far, and what was found wrong.
-
-    differences: where a text is not that of our plain loop. left_out: loops that cannot run, and why.
-    """
+    """A benchmark under way. differences: of texts from our plain loop's. left_out: why which loop cannot run."""
 
     subject: Subject
     loops: list[Loop]
@@ -316,14 +286,9 @@ def _differences(
 
 def as_result(session: Session, options: dict[str, Any]) -> dict[str, Any]:
     """Make a result of the session."""
-    return result(
-        "decode",
-        session.subject.facts,
-        {"rounds": session.rounds, "cooldown": session.cooldown, **options},
-        entries=[dict(vars(entry)) for entry in session.entries],
-        differences=session.differences,
-        left_out=session.left_out,
-    )
+    options = {"rounds": session.rounds, "cooldown": session.cooldown, **options}
+    found = {"entries": [dict(vars(e)) for e in session.entries], "differences": session.differences}
+    return result("decode", session.subject.facts, options, **found, left_out=session.left_out)
 
 
 def broken(found: dict[str, Any]) -> list[dict[str, Any]]:

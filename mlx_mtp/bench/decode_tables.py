@@ -10,10 +10,8 @@ from rich.table import Column, Table
 from .decode import MLX_LM, PLAIN
 from .timing import Measured, measured, ratio
 
-NUMBERS = (
-    *("tokens", "drafted", "accepted", "per depth", "tok/\ncycle", "tok/s", "over\nplain", "over\nmlx-lm"),
-    *("prompt\ntok/s", "peak\nGB"),
-)
+NUMBERS = ("tokens", "drafted", "accepted", "per depth", "tok/\ncycle", "tok/s", "over\nplain", "over\nmlx-lm")
+NUMBERS += ("prompt\ntok/s", "peak\nGB")
 STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
 COMPARED = {"tok/s": "speed", f"over {PLAIN}": "vs_plain", f"over {MLX_LM}": "vs_mlx_lm"}
 UNLIKE = ("chip", "memory_bytes", "cores", "os", "python", "device", "blas", "threads", "mlx", "mlx_lm", "mlx_mtp")
@@ -127,22 +125,16 @@ def by_category(found: dict[str, Any], setting: Setting) -> Table:
 def _cells(row: Row) -> list[str]:
     rates = "/".join("-" if rate is None else f"{rate:.0%}" for rate in row.rates)
     per_cycle = f"{row.tokens_per_cycle:.2f}" if row.tokens_per_cycle else ""
-    drafts = [f"{row.drafted:.0f}", f"{row.accepted:.0f}", rates, per_cycle]
-    return [
-        f"{row.tokens:.0f}",
-        *(drafts if row.drafted > 0 else [""] * 4),
-        f"{row.speed.median:.1f}" if row.speed else "",
-        _with_spread(row.vs_plain) if row.contender != PLAIN else "1",
-        _with_spread(row.vs_mlx_lm) if row.contender != MLX_LM else "1",
-        f"{row.prompt_speed:.0f}" if row.prompt_speed else "",
-        f"{row.peak_bytes / 1e9:.3f}",
-    ]
+    drafts = [f"{row.drafted:.0f}", f"{row.accepted:.0f}", rates, per_cycle] if row.drafted > 0 else [""] * 4
+    speed = f"{row.speed.median:.1f}" if row.speed else ""
+    prompt_speed = f"{row.prompt_speed:.0f}" if row.prompt_speed else ""
+    over = ((PLAIN, row.vs_plain), (MLX_LM, row.vs_mlx_lm))
+    ratios = ["1" if row.contender == base else _with_spread(value) for base, value in over]
+    return [f"{row.tokens:.0f}", *drafts, speed, *ratios, prompt_speed, f"{row.peak_bytes / 1e9:.3f}"]
 
 
 def _with_spread(value: Measured | None) -> str:
-    if value is None:
-        return ""
-    return f"{value.median:.2f} ({value.spread:.0%})" if value.count > 1 else f"{value.median:.2f} (-)"
+    return f"{value.median:.2f} ({f'{value.spread:.0%}' if value.count > 1 else '-'})" if value else ""
 
 
 @dataclass(frozen=True)

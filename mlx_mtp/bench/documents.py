@@ -117,19 +117,16 @@ def documents(chips: dict[str, Chip]) -> list[dict[str, Any]]:
 def _with_floors(row: Any, chips: dict[str, Chip]) -> dict[str, Any]:
     on_mac, model, k, context = row.machine == MAC, stored(row), row.num_draft_tokens, tokens(row.context)
     usable = chips[CHIP].bandwidth if on_mac else GBPS[row.machine] * 1e9 * Chip.usable
-    times = phases.shown_times(phases.predicted(MODELS[MODEL], chips[CHIP], context, (k + 1,)) if on_mac else [])
-    steps = {"plain": (phases.PLAIN, 1), "cycle": (phases.CYCLE, k + 1)}
-    cycles = {overlap: phases.cycle_floor(model, k, context, overlap).total / usable for overlap in OVERLAPS}
+    steps, predicted = {"plain": (phases.PLAIN, 1), "cycle": (phases.CYCLE, k + 1)}, {}
+    if on_mac:
+        times = phases.shown_times(phases.predicted(MODELS[MODEL], chips[CHIP], context, (k + 1,)))
+        sides = phases.STOCK, phases.OURS
+        predicted = {side: {name: times[side, *step] for name, step in steps.items()} for side in sides}
     return {
         **{name: getattr(row, name) for name in ("machine", "weights", "kv_cache", "mtp_kv_cache")},
         **{"context": context, "drafts": k, "speedup": row.speedup, "tokens_per_cycle": row.tokens_per_cycle},
-        **{"plain": 1 / row.plain_tok_s, "cycle": row.tokens_per_cycle / row.mtp_tok_s},
-        "bytes_per_second": usable,
+        **{"plain": 1 / row.plain_tok_s, "cycle": row.tokens_per_cycle / row.mtp_tok_s, "bytes_per_second": usable},
         "plain_floor": phases.pass_floor(model, 1, context, OVERLAPS[0]).total / usable,
-        "cycle_floor": cycles,
-        "predicted": {
-            side: {name: times[side, *step] for name, step in steps.items()}
-            for side in (phases.STOCK, phases.OURS)
-            if on_mac
-        },
+        "cycle_floor": {o: phases.cycle_floor(model, k, context, o).total / usable for o in OVERLAPS},
+        "predicted": predicted,
     }

@@ -24,10 +24,7 @@ CHAIN_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Compared:
-    """One kernel at one number of rows.
-
-    wrong: what `ab_test.check` found; seconds: of a call, by side, a value a round; none where the kernel fails.
-    """
+    """One kernel at some rows. wrong: of `ab_test.check`; seconds: of calls by side and round; none if it fails."""
 
     name: str
     op: str
@@ -67,10 +64,7 @@ def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) 
 
 @dataclass(frozen=True)
 class Asked:
-    """What one call of a kernel asks of memory, all its launches together; bytes.
-
-    largest: the name of the buffer of which most is read; reread: how often its bytes are requested.
-    """
+    """Bytes that a call of a kernel asks for. largest: the buffer of which most is read; reread: how often it is."""
 
     op: str
     rows: int
@@ -82,10 +76,7 @@ class Asked:
 
 
 def traffic(op: str | None, rows: int) -> Iterator[Asked]:
-    """Count on the emulator what each op, or one, asks at each number of rows that it serves, up to `rows`.
-
-    Raises ValueError where the one op serves none of them.
-    """
+    """Count on the emulator what each op, or one, asks at all it serves of 1 to `rows`; ValueError for none."""
     for kind in (op,) if op else OPS:
         site = SMALL[kind]()
         served = sorted(m for m in site.candidates if m <= rows)

@@ -60,10 +60,7 @@ class BarPanel(Panel):
 
 @dataclass(frozen=True)
 class GridPanel(Panel):
-    """A number per row and column, None where there is none; `form` writes it, and colours span 0 to `high`.
-
-    unit: what the numbers are.
-    """
+    """A number of a unit per row and column, or None; `form` writes it, and colours span 0 to `high`."""
 
     y_label: str
     rows: list[str]
@@ -92,13 +89,8 @@ def panels(found: Found) -> list[Panel]:
 
 def panels_of(results: Sequence[Found]) -> list[Panel]:
     """Give those of several results: profiles side by side in one panel, else one result after the other."""
-    makers = {
-        "decode": (speed, acceptance),
-        "verify": (verify_curves,),
-        "kernels": (kernel_grid,),
-        "model": (model_curve, model_cycles, documents),
-        "profile": (),
-    }
+    makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,), "profile": ()}
+    makers["model"] = (model_curve, model_cycles, documents)
     profiles = [found for found in results if found["bench"] == "profile"]
     made = [panel for found in results for maker in makers[found["bench"]] for panel in maker(found)]
     return [*made, phase_bars(profiles)] if profiles else made
@@ -212,12 +204,10 @@ def kernel_grid(found: Found) -> Iterator[Panel]:
         name, title, where = "name", "stock MLX's time over ours", subject(found)
         lines = [line for line in lines if not line["wrong"]]
     names, sizes = (list(dict.fromkeys(line[key] for line in found["found"])) for key in (name, "rows"))
-    made = {
-        (line[name], line["rows"]): ratio(*(line["seconds"][side] for side in ("stock", "ours"))).median
-        if timed
-        else line["reread"]
-        for line in lines
-    }
+    made: dict[tuple[str, int], float] = {}
+    for line in lines:
+        value = ratio(line["seconds"]["stock"], line["seconds"]["ours"]).median if timed else line["reread"]
+        made[line[name], line["rows"]] = value
     values = [[made.get((name, m)) for m in sorted(sizes)] for name in names]
     axes = "rows, M", "kernel", names, [str(m) for m in sorted(sizes)]
     yield GridPanel(f"{title}: {where}", *axes, values, "{:.2f}", max([2.0, *made.values()]), "x")

@@ -35,15 +35,11 @@ class Theme:
 
 
 LIGHT = Theme(
-    paper="#ffffff",
-    ink="#1a1a1a",
-    faint="#d4d7dc",
+    *("#ffffff", "#1a1a1a", "#d4d7dc"),
     series=("#0072b2", "#d55e00", "#009e73", "#785ef0", "#00525b", "#999933", "#4a4f57", "#9aa1ab"),
 )
 DARK = Theme(
-    paper="#14171c",
-    ink="#e8eaed",
-    faint="#3b414a",
+    *("#14171c", "#e8eaed", "#3b414a"),
     series=("#56b4e9", "#d55e00", "#c8f08f", "#785ef0", "#cc6677", "#f0e442", "#f4f5f7", "#7c8592"),
 )
 MARKERS = "osD^vP*X"

@@ -31,10 +31,7 @@ HOST = ("build the draft", "build the verify", "commit")  # the parts of the las
 
 @dataclass(frozen=True)
 class Workload:
-    """What is decoded: a greedy text of max_tokens, whatever it says, with k drafts of the heads in every cycle.
-
-    Raises ValueError for more drafts than the model's heads can make.
-    """
+    """A greedy text of max_tokens, with k drafts of the heads in every cycle; ValueError for more than they make."""
 
     model: Any
     prompt: Sequence[int]
@@ -43,10 +40,9 @@ class Workload:
     step: int  # prompt tokens per chunk
 
     def __post_init__(self) -> None:
-        if not 0 <= self.k <= self.model.max_draft_tokens:
-            raise ValueError(
-                f"num_draft_tokens={self.k}: allowed is 0 to {self.model.max_draft_tokens} with this model"
-            )
+        most = self.model.max_draft_tokens
+        if not 0 <= self.k <= most:
+            raise ValueError(f"num_draft_tokens={self.k}: allowed is 0 to {most} with this model")
 
 
 @dataclass
@@ -90,7 +86,11 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
     """Generate once, phase by phase; returns the watch, which got tokens, cycles and seconds."""
     tic = time.perf_counter()
     with watch.during("prefill"):
-        d, last = _first(work)
+        d, last = read_prompt(work.model, work.prompt, work.k, work.step, work.max_tokens)
+        if work.k:
+            prime(work.model, d.cache, d.text.tokens, last.base - d.cache.behind, last.base, step=work.step)
+        mx.eval(last.run.packed, d.cache.arrays)
+        last.after.release()
         newest, accepted = last.run.read()
     plan = Plan("heads", work.k) if work.k else Plan()
     while True:
@@ -113,16 +113,6 @@ def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int)
     cache.reserve(len(prompt) + more)
     d = Decoder(model, cache, Picker(), Fixed(k), Stats(), step, k)
     return d, cycle.read_prompt(d, list(prompt))
-
-
-def _first(work: Workload) -> tuple[Decoder, Flight]:
-    """The prompt, read by the target and its heads, and the first token, all computed."""
-    d, first = read_prompt(work.model, work.prompt, work.k, work.step, work.max_tokens)
-    if work.k:
-        prime(work.model, d.cache, d.text.tokens, first.base - d.cache.behind, first.base, step=work.step)
-    mx.eval(first.run.packed, d.cache.arrays)
-    first.after.release()
-    return d, first
 
 
 def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) -> Flight:

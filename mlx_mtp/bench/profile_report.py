@@ -88,14 +88,10 @@ def raw(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) ->
     """Collect every round's seconds, for a result."""
     first = found.timers[0]
     return {
-        "tokens": len(first.tokens),
-        "cycles": first.cycles,
+        **{"tokens": len(first.tokens), "cycles": first.cycles},
         "seconds": {name: [t.seconds[name] for t in found.timers] for name in first.seconds},
-        "wall": [t.wall for t in found.timers],
-        "unexplained": [t.unexplained for t in found.timers],
-        "undisturbed": found.undisturbed,
-        "operations": operations,
-        "bytes": nbytes,
+        **{name: [getattr(t, name) for t in found.timers] for name in ("wall", "unexplained")},
+        **{"undisturbed": found.undisturbed, "operations": operations, "bytes": nbytes},
     }
 
 

@@ -15,14 +15,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint.build import read_args
+from ..checkpoint import build
 from ..checkpoint.files import DECLARED, checked_config
 from ..checkpoint.report import make_report
-from ..machine.errors import first_line
+from ..machine.errors import one_line
 from ..models import find_port, port_names
 
 UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of a family whose config.json does not count them
 UNQUANTIZED = 16  # bits
+MISBUILT = (*build.MISBUILT, AssertionError)
 INDICES = re.compile(r"\d+(,\d+)*")  # a list of layers as text
 
 
@@ -56,23 +57,21 @@ def shaped_model(
     heads = head_count(config, port.Model.SPEC) if mtp else 0
     stated = config.get("quantization") or {}
     bits, group_size = bits or stated.get("bits", 4), group_size or stated.get("group_size", 64)
-    try:
-        model = port.Model(read_args(port, file, config), heads, port.Model.SPEC.resolve(()))
+    with one_line(f"{file}: no model can be built from it", MISBUILT):
+        model = port.Model(build.read_args(port, file, config), heads, port.Model.SPEC.resolve(()))
         model.set_dtype(mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16)
         if bits != UNQUANTIZED:
             nn.quantize(model, group_size, bits, class_predicate=_rule(model, stated, group_size))
-    except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, AssertionError, ValueError) as e:
-        raise ValueError(f"{file}: no model can be built from it ({first_line(e)})") from e
     return model, config
 
 
 def _read(file: Path) -> dict:
     try:
-        return checked_config(json.loads(file.read_text()), file)
+        with one_line(f"{file}: not valid JSON", (ValueError, RecursionError)):
+            config = json.loads(file.read_text())
     except OSError as e:
         raise ValueError(f"{file}: cannot be read ({e.strerror})") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
-        raise ValueError(f"{file}: not valid JSON ({e})") from None
+    return checked_config(config, file)
 
 
 def head_count(config: dict, spec: Any) -> int:
@@ -84,10 +83,7 @@ def head_count(config: dict, spec: Any) -> int:
 
 
 def first_layers(config: dict, layers: int) -> dict:
-    """Cut a config.json to its first layers; what it lists for the heads, behind the layers, stays.
-
-    Raises ValueError where it has no such number of layers.
-    """
+    """Cut a config.json to its first layers, but for what heads behind them have; ValueError for another number."""
     text, total = _text(config), _text(config).get("num_hidden_layers")
     if not isinstance(total, int) or not 0 < layers <= total:
         raise ValueError(f"layers={layers}: allowed is 1 to {total}, the number that config.json has")

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..machine.atomic import write_whole
+from ..machine.errors import one_line
 
 FORMAT = 1
 KINDS = ("decode", "verify", "kernels", "profile", "model")
@@ -59,11 +61,9 @@ def write(found: dict[str, Any], path: Path) -> None:
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
     """Read a result that `write` wrote, or that ends what a command printed; ValueError for any other file."""
-    try:
+    with one_line(f"{path}: no result of `mlx-mtp bench`", (ValueError, RecursionError)):
         text = path.read_text().strip()
         found = json.loads(text if text.startswith("{") else text.rpartition("\n")[2])
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}: no result of `mlx-mtp bench` ({e})") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("bench") not in KINDS:
         raise ValueError(f"{path}: no result of `mlx-mtp bench`, format {FORMAT}")
     if kind and found["bench"] != kind:
@@ -73,11 +73,8 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Of the checkout that runs; None where it is an installed wheel."""
-    here = Path(__file__).parent
-    if not (here.parents[1] / ".git").exists():
-        return None
-    git = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    here = Path(__file__).parents[2]
+    if (here / ".git").exists():
+        git = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+        with suppress(OSError, subprocess.CalledProcessError):
+            return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

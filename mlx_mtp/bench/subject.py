@@ -36,14 +36,10 @@ DEMO = "demo"
 class NothingRemembered:
     """Stands in for a model's remembered costs: what a benchmark learns, or knows, is the benchmark's alone."""
 
-    def recall(self) -> None:
-        return None
+    def recall(self, *_: Any) -> None:
+        """Know nothing, and keep nothing."""
 
-    def recall_compiled(self) -> None:
-        return None
-
-    def keep(self, *_: Any) -> None:
-        pass
+    recall_compiled = keep = recall
 
 
 def forget(model: Any) -> None:
@@ -124,16 +120,12 @@ def open_subject(
         raise ValueError(f"synth_rates={rates}: the model has no heads that draft; allowed is none")
     name = DEMO if path == demo_path() else path.parent.name if path.name == "config.json" else path.stem
     drawn = f"acceptance drawn at {', '.join(map(str, rates))}" if rates else None
-    synthetic = "; ".join(filter(None, (label, drawn))) or None
-    of = found.report
-    facts = {
-        "name": name,
-        **{what: getattr(of, what) for what in ("family", "layers", "heads")},
-        "max_draft_tokens": found.max_draft_tokens,
-        **{what: getattr(of, what) for what in ("target_bytes", "head_bytes", "target_quantization")},
-        "head_quantization": of.head_quantization if of.heads else None,
-        **{"dtype": dtype_of(found), "kernels": list(on), "not_exact": list(not_exact), "synthetic": synthetic},
-    }
+    of, synthetic = found.report, "; ".join(filter(None, (label, drawn))) or None
+    facts = {"name": name, **{what: getattr(of, what) for what in ("family", "layers", "heads")}}
+    facts["max_draft_tokens"] = found.max_draft_tokens
+    facts |= {what: getattr(of, what) for what in ("target_bytes", "head_bytes", "target_quantization")}
+    facts["head_quantization"] = of.head_quantization if of.heads else None
+    facts |= {"dtype": dtype_of(found), "kernels": list(on), "not_exact": list(not_exact), "synthetic": synthetic}
     subject = Subject(found, tokenizer, name, facts, rates)
     subject.forget()
     return subject

@@ -28,10 +28,7 @@ CONFIDENCE = 0.9
 
 @dataclass(frozen=True)
 class Measured:
-    """A median, and the bounds between which it lies with 90% confidence (seven values or fewer: least and most).
-
-    count: the values it is of; a single one has no spread to judge it by.
-    """
+    """A median of `count` values, and its bounds at 90% confidence (of seven values or fewer: least and most)."""
 
     median: float
     low: float
@@ -74,10 +71,8 @@ def interleaved(
     for i in range(-warmups, rounds):
         for name in list(contenders)[:: -1 if i % 2 else 1]:
             time.sleep(cooldown)
-            value = contenders[name]()
-            if i >= 0:
-                found[name].append(value)
-    return found
+            found[name].append(contenders[name]())
+    return {name: values[warmups:] for name, values in found.items()}
 
 
 def _skipped(n: int) -> int:

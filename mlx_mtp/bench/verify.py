@@ -127,10 +127,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class CurvePlan:
-    """What is timed. rows: numbers of rows, 1 among them; contexts: positions; seconds: of a part's chain, about.
-
-    Raises ValueError for a number out of range.
-    """
+    """Numbers of rows, 1 among them, and contexts to time; seconds: of a part's chain. ValueError for others."""
 
     rows: Sequence[int]
     contexts: Sequence[int]

@@ -79,10 +79,7 @@ def target_modules(model: Any) -> list[Any]:
 
 
 def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
-    """Pair what a module's own linears compute with the width of what they read: those that read the same x as one.
-
-    others: ids of modules that are no part of it.
-    """
+    """Pair what a module's linears but `others` (ids) compute with the width of x; those that share x are one."""
     names = {name for name, child in module.items() if isinstance(child, LINEAR) and id(child) not in others}
     if names.issuperset(PROJECTIONS):
         return [(_each([module]), width_of(module.gate_proj))]
@@ -129,8 +126,8 @@ def _attention(model: Any, context: int, dtype: mx.Dtype) -> Iterator[VerifyPart
             elif isinstance(module, AbsorbedMLA) and not isinstance(module, SparseMLA):
                 latent.append(LatentAttention(module))
     if plain:
-        caches = [_filled(site, context, dtype) for site in plain]
-        yield VerifyPart("attention", context, partial(_attention_calls, plain, caches, context, dtype))
+        filled = [(site, _filled(site, context, dtype)) for site in plain]
+        yield VerifyPart("attention", context, partial(_attention_calls, filled, context, dtype))
     if latent:
         for site in latent:
             site.OFFSET, site.SLOTS = context, round_up(context + MAX_ROWS)
@@ -148,19 +145,15 @@ def _filled(site: Attention, context: int, dtype: mx.Dtype) -> Any:
     return cache
 
 
-def _attention_calls(
-    sites: list[Attention], caches: list[Any], context: int, dtype: mx.Dtype, rows: int
-) -> list[Call]:
+def _attention_calls(filled: list[tuple[Attention, Any]], context: int, dtype: mx.Dtype, rows: int) -> list[Call]:
     at = mx.array([context]) if rows > 1 else context
     masks: dict[Any, Any] = {}
-    for cache in caches:
+    for _, cache in filled:
         cache.seek(at, context)
         masks.setdefault(cache.window, cache.make_mask(rows))
     mx.eval(masks)
-    return [
-        Call(partial(_attended, site, cache, at, context, masks[cache.window]), _random(rows, site.width, dtype))
-        for site, cache in zip(sites, caches, strict=True)
-    ]
+    ops = [(partial(_attended, site, c, at, context, masks[c.window]), site.width) for site, c in filled]
+    return _calls(ops, dtype, rows)
 
 
 def _attended(

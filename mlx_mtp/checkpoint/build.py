@@ -107,10 +107,8 @@ def _check_names(model: Any, contents: Contents) -> None:
         known.add(alike)
         if not any(path.rpartition(".")[0] in modules for path in model.renamed(name)):
             layers = model.args.num_hidden_layers
-            raise ValueError(
-                f"{tensor.file}: tensor {name} is not part of the model; "
-                f"config.json expects {layers} layers, and MTP heads {model.spec.place(layers)}"
-            )
+            expects = f"config.json expects {layers} layers, and MTP heads {model.spec.place(layers)}"
+            raise ValueError(f"{tensor.file}: tensor {name} is not part of the model; {expects}")
 
 
 def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
@@ -154,13 +152,9 @@ def _expand_experts(model: nn.Module) -> bool:
 
 
 def check_weights(model: Any, contents: Contents, *, vectors: bool = False) -> None:
-    """Raise for NaN, and where a head's tensor is nothing but zeros: it would draft, and never be right.
-
-    vectors: look at these alone, which are small.
-    """
-    found = _stored(model, contents)
-    checked = {name: array for name, array in found.items() if array.ndim < 2 or not vectors}
-    check_numbers(checked, partial(origin, model, contents))
+    """Raise for NaN, and for a head's zeros: it would never be right. vectors: of these alone, which are small."""
+    found = _stored(model, contents).items()
+    check_numbers({name: w for name, w in found if w.ndim < 2 or not vectors}, partial(origin, model, contents))
 
 
 def check_norms(model: Any, contents: Contents, raw: Raw) -> None:
@@ -218,16 +212,14 @@ def is_drafter(path: Path) -> bool:
 
 def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
     """Return a drafter's config.json, its tensors and the module of its kind; ValueError where it is none."""
-    kinds, reason = drafter_kinds(), None
+    kinds, reason, file = drafter_kinds(), None, path / "config.json"
     accepted = f"a drafter is {', or '.join(kind.ACCEPTED for kind in kinds)}"
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path}/config.json: not found; {accepted}") from None
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
+    if not file.exists():
+        raise ValueError(f"{file}: not found; {accepted}")
+    with one_line(f"{file}: not valid JSON", (ValueError, RecursionError)):
+        config = json.loads(file.read_text())
     if not isinstance(config, dict):
-        raise ValueError(f"{path}/config.json: expected an object")
+        raise ValueError(f"{file}: expected an object")
     files = sorted(path.glob("*.safetensors"))
     if not files and list(path.glob("*.bin")):
         raise ValueError(f"{path}: its weights are in PyTorch's .bin format; save them as model.safetensors first")
@@ -260,10 +252,8 @@ def _load_drafter(head: nn.Module, spec: Any, header: Header, path: Path, target
         if inside not in weights:
             raise ValueError(f"{path}: tensor {spec.stored(inside)} is missing; expected with shape {array.shape}")
         if weights[inside].shape != array.shape:
-            raise ValueError(
-                f"{header[names[inside]].file}: tensor {names[inside]} has shape {weights[inside].shape}; "
-                f"config.json expects {array.shape} ({target})"
-            )
+            has = f"tensor {names[inside]} has shape {weights[inside].shape}"
+            raise ValueError(f"{header[names[inside]].file}: {has}; config.json expects {array.shape} ({target})")
     for inside in weights.keys() - expected.keys():
         raise ValueError(f"{path}: tensor {names[inside]} is not part of the drafter that config.json describes")
     head.load_weights(list(weights.items()))

@@ -79,15 +79,13 @@ class Source:
 
     def new_config(self) -> dict[str, Any]:
         """Make config.json with the type and quantization that the model has now, in place of its source's."""
-        new, found = _renewed(self.config, self.dtype), listed(self.model)
-        if "text_config" in new:
-            new["text_config"] = _renewed(new["text_config"], self.dtype)
-        return new if found is None else new | {"quantization": found}
+        found = listed(self.model)
+        return _renewed(self.config, self.dtype) | ({} if found is None else {"quantization": found})
 
     def facts(self, place: str) -> Report:
         """Make the report that a load of the conversion would; `place` is where its heads are."""
-        shifted = any(self.raw)
-        norms = "shifted by +1 (they were stored zero-centred)" if shifted else "as they were (already shifted)"
+        raw = any(self.raw)
+        norms = "shifted by +1 (they were stored zero-centred)" if raw else "as they were (already shifted)"
         if not self.model.mtp:
             warnings.warn(f"{self.path}: no MTP heads found ({self.contents.source})", stacklevel=3)
             place = self.contents.source
@@ -126,17 +124,17 @@ def files_of_heads(path: Path) -> list[str]:
 
 
 def _port(path: Path, config: dict[str, Any]) -> ModuleType:
-    port = find_port(config)
-    if port is None:
-        ports = ", ".join(port_names())
-        raise ValueError(f"{path}: model_type {config['model_type']!r} has no port that drafts; ports are {ports}")
-    return port
+    if port := find_port(config):
+        return port
+    ports = ", ".join(port_names())
+    raise ValueError(f"{path}: model_type {config['model_type']!r} has no port that drafts; ports are {ports}")
 
 
 def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """Leave out a config.json's quantization, and make it of the type that was asked for."""
+    """Leave out a config.json's quantization, and make it of the type that was asked for; so its text_config's."""
     kept = {name: value for name, value in config.items() if name not in ("quantization", "quantization_config")}
-    return kept | {name: dtype for name in ("torch_dtype", "dtype") if dtype and name in kept}
+    kept |= {name: dtype for name in ("torch_dtype", "dtype") if dtype and name in kept}
+    return kept | {name: _renewed(kept[name], dtype) for name in ("text_config",) if name in kept}
 
 
 def _drop_repeated(model: Any, contents: Contents) -> None:
@@ -144,13 +142,13 @@ def _drop_repeated(model: Any, contents: Contents) -> None:
     spec, layers = type(model).SPEC, model.args.num_hidden_layers
     for module, shared in (("head", "lm_head"), ("embed_tokens", "embed_tokens")):
         own: dict[int, dict[str, str]] = {}
-        for name in contents.heads:
+        for name in contents.heads if spec.may_repeat(module) else ():
             depth, path = spec.locate(name, layers)
             if path.startswith(f"{module}."):
                 own.setdefault(depth, {})[path.removeprefix(f"{module}.")] = name
         tail = re.compile(rf"(?:.*\.)?{shared}\.(\w+)")
         target = {match[1]: name for name in contents.trunk if (match := tail.fullmatch(name))}
-        if own and spec.may_repeat(module) and all(_equal(contents, part, target) for part in own.values()):
+        if own and all(_equal(contents, part, target) for part in own.values()):
             for head in model.mtp:
                 head.pop(module)
 

@@ -74,11 +74,8 @@ class Precision:
             raise ValueError("dequantize=True: not together with quantize=True or bits of the heads")
 
     def apply(self, model: Any, declared: str | None) -> None:
-        """Give a port's model these formats, and dtype or the `declared` one; ValueError where nothing is left to
-        quantize.
-        """
-        dtype = self.dtype or declared
-        if dtype in DTYPES:
+        """Give a port's model these formats, and dtype or the `declared` one; ValueError where none can be had."""
+        if (dtype := self.dtype or declared) in DTYPES:
             _cast(model, getattr(mx, dtype))
         if self.dequantize:
             _dequantize(model)
@@ -164,9 +161,9 @@ def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Modu
 
 def _dequantize(model: nn.Module) -> None:
     """Put an ordinary module in the place of every quantized one, of the type of its scales."""
-    quantized: Any = [(path, m) for path, m in model.named_modules() if "scales" in m]
-    ordinary = []
-    for path, m in quantized:
+    ordinary, modules = [], dict(model.named_modules())
+    for path in formats(model):
+        m: Any = modules[path]
         kind: Any = PLAIN.get(type(m))
         if kind is None or m.get("global_scale") is not None:
             raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}, which cannot be")

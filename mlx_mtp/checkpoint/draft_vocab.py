@@ -38,9 +38,8 @@ class DraftVocab:
             raise ValueError(f"{self.source}: made for {self.vocab_size} tokens; the model has {vocab_size}")
         _check_range(self.source, self.tokens, vocab_size)
         if tokenizer is not None and self.tokenizer is not None and self.tokenizer != (own := digest(tokenizer)):
-            raise ValueError(
-                f"{self.source}: made with another tokenizer, {self.tokenizer[:12]}; the model's is {own[:12]}"
-            )
+            made = f"made with another tokenizer, {self.tokenizer[:12]}"
+            raise ValueError(f"{self.source}: {made}; the model's is {own[:12]}")
 
 
 def read(given: str | Path | Sequence[int]) -> DraftVocab:
@@ -103,26 +102,21 @@ def digest(tokenizer: Any) -> str:
 
 
 def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_size: int) -> list[int]:
-    """Choose `size` tokens to draft, ascending: those that end or structure texts, the most frequent, the lowest ids.
+    """Choose `size` tokens to draft, ascending: special or the template's, the most frequent, the lowest ids.
 
     counts: how often each token occurs in texts. A tokenizer numbers its tokens in the order in which its training
     found them, the frequent ones first. Raises ValueError for a size that is less than the first of these take, or
     more than there are tokens below vocab_size.
     """
     known = sorted(token for token in set(tokenizer.get_vocab().values()) if token < vocab_size)
-    fixed = structural(tokenizer) & set(known)
+    template = str(tokenizer.chat_template or "")
+    written = {token for token, added in tokenizer.added_tokens_decoder.items() if str(added) in template}
+    fixed = {*tokenizer.all_special_ids, *tokenizer.eos_token_ids, *written}.intersection(known)
     if not (least := max(1, len(fixed))) <= size <= len(known):
         allowed = f"{least}, for the special tokens alone, to {len(known)}, all that there are"
         raise ValueError(f"size={size}: allowed are {allowed}")
     ranked = sorted(known, key=lambda token: (token not in fixed, -counts.get(token, 0), token))
     return sorted(ranked[:size])
-
-
-def structural(tokenizer: Any) -> set[int]:
-    """Find tokens that every text has: special ones, what ends a text, what the chat template writes."""
-    template = str(tokenizer.chat_template or "")
-    written = {token for token, added in tokenizer.added_tokens_decoder.items() if str(added) in template}
-    return {*tokenizer.all_special_ids, *tokenizer.eos_token_ids, *written}
 
 
 def reduce_heads(model: Any, tokens: Collection[int]) -> tuple[int, int]:
@@ -152,5 +146,5 @@ def _cut(head: Any, full: Any, listed: set[int]) -> tuple[Any, mx.array]:
     kept = [(row, token) for row, token in enumerate(known) if token in listed]
     if not kept:
         raise ValueError(f"draft_vocab: the drafter knows {len(known)} tokens, and none of the {len(listed)} listed")
-    differences = [token - row for row, (_, token) in enumerate(kept)]
-    return sliced(full, mx.array([row for row, _ in kept])), mx.array(differences)
+    rows, tokens = map(mx.array, zip(*kept, strict=True))
+    return sliced(full, rows), tokens - mx.arange(len(kept))

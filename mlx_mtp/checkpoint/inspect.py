@@ -100,10 +100,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
-    """Look at a checkpoint directory. What is wrong with it is not raised but told.
-
-    values: False where the files are headers only, so that there are no norms to look at.
-    """
+    """Look at a checkpoint directory; what is wrong is told, not raised. values: False of headers only."""
     problems: list[str] = []
     tried = partial(_try, problems)
     config: dict[str, Any] = tried(read_config, path) or {}
@@ -134,7 +131,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
         head_tensors=tuple(sorted(contents.heads)),
         missing=tuple(tried(_missing, port, path, config, contents) or ()) if contents.spec else (),
         zero_centred=tried(conventions, centred, contents.trunk, contents.heads) if centred else None,
-        norms=tried(_means, contents) or () if centred else (),
+        norms=tried(_means, contents.trunk, contents.heads) or () if centred else (),
         longest=_number(config, "max_position_embeddings"),
         report=model.report if model else None,
         memory=tried(_memory, model, _number(config, "max_position_embeddings")) if model else None,
@@ -214,13 +211,15 @@ def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
         loaded["target"] = report.target_bytes, report.target_quantization
         loaded["experts"] = nbytes([m.parameters() for m in trunk.values()]), quantization(trunk) if trunk else None
         loaded["heads"] = report.head_bytes, report.head_quantization if report.heads else None
-    types: dict[str, Counter[str]] = {name: Counter() for name in tensors}
-    for name, part in tensors.items():
-        for tensor in part.values():
-            types[name][tensor.dtype] += tensor.nbytes
-    return {
-        name: PartSummary(len(part), dict(types[name].most_common()), *loaded[name]) for name, part in tensors.items()
-    }
+    return {name: PartSummary(len(part), _types(part), *loaded[name]) for name, part in tensors.items()}
+
+
+def _types(part: Header) -> dict[str, int]:
+    """Add up bytes in the files by the type they are stored in, the most first."""
+    found: Counter[str] = Counter()
+    for tensor in part.values():
+        found[tensor.dtype] += tensor.nbytes
+    return dict(found.most_common())
 
 
 def _memory(model: Any, longest: int | None) -> MemoryFit:
@@ -231,9 +230,9 @@ def _memory(model: Any, longest: int | None) -> MemoryFit:
     return MemoryFit(kv, head_kv, least, room.bytes, room.limit, min(context, longest or context))
 
 
-def _means(contents: Contents) -> tuple[float | None, ...]:
+def _means(*parts: Header) -> tuple[float | None, ...]:
     """Compute the means of the layers' norms as stored, of the parts that are there."""
-    means = (mean(part) for part in (contents.trunk, contents.heads) if part)
+    means = (mean(part) for part in parts if part)
     return tuple(value if math.isfinite(value) else None for value in means)
 
 
@@ -246,22 +245,21 @@ def as_text(facts: Inspection) -> str:
     """Write the facts, without rows for what is not there."""
     layers = "" if facts.layers is None else f", {facts.layers} layers"
     report = facts.report
-    rows = [
+    return table(
         ("family", f"{facts.family}{layers}" if facts.family else "not known"),
         ("layout", facts.layout),
         ("target", _part(facts.target)),
-        ("experts", f"of the target's: {_part(facts.experts)}" if facts.experts.tensors else None),
+        ("experts", facts.experts.tensors and f"of the target's: {_part(facts.experts)}"),
         ("MTP heads", _heads(facts)),
-        ("heads", _part(facts.heads) if facts.heads.tensors else None),
-        ("missing", listed(facts.missing) if facts.missing else None),
-        ("LM heads", report.lm_head if report and report.heads else None),
-        ("norms", _norms(facts) if facts.zero_centred and facts.norms else None),
-        *_memory_rows(facts),
-        ("not used", listed(report.ignored) if report and report.ignored else None),
+        ("heads", facts.heads.tensors and _part(facts.heads)),
+        ("missing", listed(facts.missing)),
+        ("LM heads", report and report.heads and report.lm_head),
+        ("norms", facts.zero_centred and facts.norms and _norms(facts)),
+        *(_memory_rows(facts.memory, facts.longest) if facts.memory else ()),
+        ("not used", report and listed(report.ignored)),
         *(("warning", text) for text in facts.warnings),
         *(("problem", text) for text in facts.problems),
-    ]
-    return table((name, text) for name, text in rows if text is not None)
+    )
 
 
 def _part(part: PartSummary) -> str:
@@ -288,12 +286,9 @@ def _norms(facts: Inspection) -> str:
     return "; ".join(alike or (f"{name} {state}" for name, state in states.items())) + f" (their means: {means})"
 
 
-def _memory_rows(facts: Inspection) -> list[tuple[str, str]]:
-    memory = facts.memory
-    if memory is None:
-        return []
+def _memory_rows(memory: MemoryFit, longest: int | None) -> list[tuple[str, str]]:
     heads = f", the heads' by {size(memory.head_kv)}" if memory.head_kv else ""
-    of = f" of {facts.longest:,}" if facts.longest else ""
+    of = f" of {longest:,}" if longest else ""
     return [
         ("KV", f"grow by {size(memory.kv)} with 1,000 tokens{heads}"),
         ("memory", f"{size(memory.least)} at least; {size(memory.available)} here ({memory.limit})"),

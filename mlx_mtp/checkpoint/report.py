@@ -2,7 +2,7 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,39 +48,35 @@ class Report:
 
     def __str__(self) -> str:
         found = self.heads if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
-        rows = [
-            ("family", f"{self.family}, {self.layers} layers"),
-            ("target", f"{size(self.target_bytes)}, {self.target_quantization}"),
-            ("MTP heads", f"{found}, {self.source}"),
-        ]
-        if self.heads:
-            rows += [("heads", f"{size(self.head_bytes)}, {self.head_quantization}"), ("LM heads", self.lm_head)]
-        if self.agreement:
-            shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
-            whole = "" if self.drafted_from is None else ", by its whole LM head"
-            rows.append(("self-test", f"the first head agrees with the target on {shares}{whole}"))
-        if self.drafted_from is not None:
-            left, before = self.drafted_from
-            copied = self.saved_bytes < 0
-            change = f"{size(abs(self.saved_bytes))} {'more for a copy of their rows' if copied else 'less'}"
-            rows.append(("drafts", f"from {left:,} of {before:,} tokens, {change}"))
-        rows.append(("norms", self.norms))
-        if self.expanded:
-            rows.append(("precision", "expanded to float32: MLX multiplies experts on a CPU in nothing else"))
+        shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
+        left, before = self.drafted_from or (0, 0)
+        whole, saved = ", by its whole LM head" * bool(before), size(abs(self.saved_bytes))
+        exact, change = (
+            ", ".join(self.not_exact),
+            f"{saved} {'more for a copy of their rows' if self.saved_bytes < 0 else 'less'}",
+        )
         width = COLUMNS - 11  # beside a row's name
         wrap = textwrap.TextWrapper(width, subsequent_indent="    ", break_on_hyphens=False).wrap
         lines = [line for kernel in self.kernels for line in wrap(kernel)]
-        rows += [("" if i else "kernels", line) for i, line in enumerate(lines)]
-        if self.not_exact:
-            rows.append(("not exact", f"{', '.join(self.not_exact)}: bits may depend on the number of rows"))
-        if self.ignored:
-            rows.append(("not used", listed(self.ignored)))
-        return table(rows)
+        return table(
+            ("family", f"{self.family}, {self.layers} layers"),
+            ("target", f"{size(self.target_bytes)}, {self.target_quantization}"),
+            ("MTP heads", f"{found}, {self.source}"),
+            ("heads", self.heads and f"{size(self.head_bytes)}, {self.head_quantization}"),
+            ("LM heads", self.heads and self.lm_head),
+            ("self-test", shares and f"the first head agrees with the target on {shares}{whole}"),
+            ("drafts", before and f"from {left:,} of {before:,} tokens, {change}"),
+            ("norms", self.norms),
+            ("precision", self.expanded and "expanded to float32: MLX multiplies experts on a CPU in nothing else"),
+            *(("" if i else "kernels", line) for i, line in enumerate(lines)),
+            ("not exact", exact and f"{exact}: bits may depend on the number of rows"),
+            ("not used", listed(self.ignored)),
+        )
 
 
-def table(rows: Iterable[tuple[str, str]]) -> str:
-    """Write a line for each name and its text."""
-    return "\n".join(f"{name:<10} {text}" for name, text in rows)
+def table(*rows: tuple[str, Any]) -> str:
+    """Write a line for each name and its text, of which there is one."""
+    return "\n".join(f"{name:<10} {text}" for name, text in rows if text)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -94,10 +90,11 @@ def size(n: int) -> str:
     return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
 
 
-def make_report(
-    model: Any, config: dict, *, source: str, norms: str, ignored: tuple[str, ...], expanded: bool = False
-) -> Report:
-    """Collect the facts about a model that was loaded from this config.json."""
+def make_report(model: Any, config: dict, **load: Any) -> Report:
+    """Collect the facts about a model that was loaded from this config.json.
+
+    load: what of Report only the load knows, `source` and `norms` at least.
+    """
     modules = dict(model.named_modules())
     heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
     target = {path: m for path, m in modules.items() if path not in heads}
@@ -111,11 +108,8 @@ def make_report(
         declared=declared_heads(config),
         head_bytes=head_bytes,
         head_quantization=quantization(heads),
-        source=source,
-        norms=norms,
         lm_head=_lm_heads(model.mtp),
-        ignored=ignored,
-        expanded=expanded,
+        **load,
     )
 
 

@@ -84,10 +84,10 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         _check_types(trunk)
         _check_experts(path, trunk)
     _check_experts(path, heads)  # of which there may be more or fewer than the target has
-    source = "in the model's shards"
     for name, tensor in (heads | beside).items():
         if spec.locate(name, layers) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
+    source = "in the model's shards"
     if beside:
         source = ", ".join(relative(file, path) for file in sidecars)
         kept = {} if drafting.mtp_path is not None else _missing_in(beside, heads, spec, layers)
@@ -102,13 +102,15 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             raise ValueError(f"{heads[name].file}: tensors {first} and {name} are the same one of a head")
     depths = {depth for depth, _ in places.values()}
     if missing := set(range(len(depths))) - depths:
-        name = next(n for n, (depth, _) in places.items() if depth == max(depths))
-        raise ValueError(
-            f"{heads[name].file}: no tensors of MTP depth {min(missing)}, but of depth {max(depths)}, such as {name}"
-        )
+        name, there = next((n, depth) for n, (depth, _) in places.items() if depth == max(depths))
+        but = f"but of depth {there}, such as {name}"
+        raise ValueError(f"{heads[name].file}: no tensors of MTP depth {min(missing)}, {but}")
     spec = spec.override(drafting.mtp_overrides).resolve([path for _, path in places.values()])
-    used = {name: tensor for name, tensor in heads.items() if _is_used(spec, *places[name])}
-    depths = {places[name][0] for name in used}
+    if spec.head == "shared":  # an own LM head, where the spec was overridden
+        places = {name: place for name, place in places.items() if not place[1].startswith("head.")}
+    if spec.topology == "recycle":  # heads behind the one that is recycled
+        places = {name: place for name, place in places.items() if not place[0]}
+    depths, used = {depth for depth, _ in places.values()}, {name: heads[name] for name in places}
     ignored |= heads.keys() - used.keys()
     _check_types(used)
     source = source if depths else "no head tensors"
@@ -118,11 +120,6 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
 def ignored_by(port: ModuleType, name: str) -> str | None:
     """Find the beginning or the end of a tensor's name by which text decoding does not use it."""
     return next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
-
-
-def _is_used(spec: MTPSpec, depth: int, inside: str) -> bool:
-    """Leave out an own LM head where a spec was overridden to share the target's, and heads behind a recycled one."""
-    return not (spec.head == "shared" and inside.startswith("head.")) and not (spec.topology == "recycle" and depth)
 
 
 def _missing_in(beside: Header, shards: Header, spec: MTPSpec, layers: int) -> Header:

@@ -47,7 +47,7 @@ class OneLine(click.Group):
         except (click.Abort, KeyboardInterrupt):
             sys.exit(130)
         except BrokenPipeError:
-            _reader_left()
+            sys.exit(_discard_output())
         except (ValueError, OSError, RuntimeError, MemoryError) as e:
             _fail(*_with_flag(first_line(e)))
         except Exception as e:
@@ -59,7 +59,7 @@ class OneLine(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            _reader_left()  # before click, whose exit code is 1
+            sys.exit(_discard_output())  # before click, whose exit code is 1
 
 
 def _unraisable(raised: Any) -> None:
@@ -82,14 +82,10 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _reader_left() -> NoReturn:
-    _discard_output()
-    sys.exit(141)
-
-
-def _discard_output() -> None:
-    """Drop what could not be written; trying again at exit would be a traceback."""
+def _discard_output() -> int:
+    """Drop what could not be written, which at exit would be a traceback; returns the exit code of that."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 def _with_flag(message: str) -> tuple[str, int]:

@@ -94,8 +94,7 @@ def model(**flags: Any) -> None:
         if results and not of and not flags["config"]:
             of, name = assemble.measured_model(results[0]), results[0]["model"]["name"]
             if of is None:
-                said = f"which model is {name!r}? name it with --model, or its --config"
-                raise click.UsageError(f"--measured: {said}")
+                raise click.UsageError(f"--measured: which model is {name!r}? name it with --model, or its --config")
         subject = assemble.find_model(of, flags["config"], on_chip=chip is not None)
         if results and not flags["context"]:
             context = assemble.contexts(results[0])[0]

@@ -13,7 +13,7 @@ from .options import BITS, GIVEN, default_step
 SHOWN = 20  # differences of texts that are listed
 DOCUMENTS = ("stepwise_math",)  # asked behind a context of source code
 MOST_ROWS = 16  # of a verify
-CONTEXTS = {False: (1024, 4096), True: (128, 1024)}  # of a verify, by --quick
+CONTEXTS, LOOKED_BACK = {False: (1024, 4096), True: (128, 1024)}, "1024,4096, --quick 128,1024"  # of a verify
 INTEGERS = shared.numbers(int, "numbers")
 
 
@@ -79,12 +79,8 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     made = [make_prompts(subject.tokenizer, subject.model.vocab_size, context=c, **of_all) for c, *_ in conditions]
     options = {"contenders": [loop.name for loop in session.loops], "max_tokens": flags["max_tokens"]}
     options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "preset", "quick")}
-    settings = LoopSettings(
-        **{name: flags[name] for name in ("max_tokens", "temp", "seed")},
-        stop_tokens=subject.stop_tokens,
-        prefill_step_size=default_step(),
-        kv_group_size=group_size_for(subject.model),
-    )
+    given = {"stop_tokens": subject.stop_tokens, **{name: flags[name] for name in ("max_tokens", "temp", "seed")}}
+    settings = LoopSettings(prefill_step_size=default_step(), kv_group_size=group_size_for(subject.model), **given)
     for prompts, (_, kv_bits, mtp_kv_bits) in zip(made, conditions, strict=True):
         with shared.bar() as progress:
             measure(session, prompts, replace(settings, kv_bits=kv_bits, mtp_kv_bits=mtp_kv_bits), progress)
@@ -116,7 +112,7 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
         out.print(f"left out: {name} ({why})")
     for d in found["differences"][:SHOWN]:
         expected, other = (str(t[0]) if t else "the end" for t in (d["expected"], d["found"]))
-        place = f"{d['category']}, {d['context']} tokens of context" if d["context"] else d["category"]
+        place = d["category"] + (f", {d['context']} tokens of context" if d["context"] else "")
         what = f"token {d['position']} is {other}, plain's is {expected}"
         out.print(f"text differs: {d['contender']} on {place}, {what}")
     if len(found["differences"]) > SHOWN:
@@ -150,11 +146,7 @@ def compare(before: Path, after: Path) -> None:
 @click.command()
 @shared.subject_options
 @option("--rows", callback=INTEGERS, help="Numbers of rows, as 1,2,4; 1 to 16.  [default: all]")
-@option(
-    "--contexts",
-    callback=INTEGERS,
-    help="Positions that the rows look back on.  [default: 1024,4096, --quick 128,1024]",
-)
+@option("--contexts", callback=INTEGERS, help=f"Positions that the rows look back on.  [default: {LOOKED_BACK}]")
 @shared.run_options
 def verify(**flags: Any) -> None:
     """T(M)/T(1): a verify of M rows beside one row, of the whole model and of each part.
@@ -165,7 +157,7 @@ def verify(**flags: Any) -> None:
     mlx-lm's modules; ours has the Metal kernels that are on. Turns are short: without --cooldown there is no rest.
     """
     from ..bench import result
-    from ..bench.verify import STOCK, CurvePlan, Kernels, curve_table, measure, remarks, text_of
+    from ..bench.verify import OURS, STOCK, CurvePlan, Kernels, curve_table, measure, remarks, text_of
 
     rows = tuple(sorted({1, *(flags["rows"] or range(1, MOST_ROWS + 1))}))
     rounds = flags["rounds"] or (5 if flags["quick"] else 11)
@@ -178,9 +170,8 @@ def verify(**flags: Any) -> None:
         for curve in measure(subject.model, text, kernels, plan, default_step()):
             curves.append(curve)
             progress(f"{curve.title} done", len(curves), 0)
-    title = f"T(M)/T(1), {result.named(subject.facts)}"
-    what = {side: "stock modules" if side == STOCK else "our kernels" for side in kernels.sides}
-    tables = [curve_table(curves, side, f"{title}, {name}") for side, name in what.items()]
+    title, names = f"T(M)/T(1), {result.named(subject.facts)}", {STOCK: "stock modules", OURS: "our kernels"}
+    tables = [curve_table(curves, side, f"{title}, {names[side]}") for side in kernels.sides]
     facts = {**subject.facts, "kernels": list(kernels.words)}
     options = {"rows": rows, "contexts": plan.contexts, "rounds": plan.rounds, "quick": flags["quick"]}
     found = result.result("verify", facts, options, curves=[vars(c) for c in curves])

@@ -41,11 +41,10 @@ def cache_prompt(**flags: Any) -> None:
     model, tokenizer = options.load_model(flags)
     from ..cache.prompt_prefix import PromptPrefix
 
-    template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
-    model_name = flags["model"]
-    if model_name and Path(model_name).expanduser().is_dir():  # a name that means the same in another directory
-        model_name = str(Path(model_name).expanduser().absolute())
-    own = {"model": model_name, "eos_token": flags["eos_token"]}
+    template, name = tokenizer.has_chat_template and not flags["ignore_chat_template"], flags["model"]
+    if name and Path(name).expanduser().is_dir():  # a name that means the same in another directory
+        name = str(Path(name).expanduser().absolute())
+    own = {"model": name, "eos_token": flags["eos_token"]}
     prefix = PromptPrefix(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
     tokens = prefix.settled(tokenizer)
     if not tokens:

@@ -24,13 +24,9 @@ def chat(**flags: Any) -> None:
     from ..session import ChatSession
     from .conversation import Chat
 
-    session = ChatSession(
-        model,
-        tokenizer,
-        system_prompt=flags["system_prompt"],
-        template_config=flags["chat_template_config"],
-        **options.generation_options(model, tokenizer, flags, options.saved_cache(model, flags)),
-    )
+    kept = options.generation_options(model, tokenizer, flags, options.saved_cache(model, flags))
+    kept |= {"system_prompt": flags["system_prompt"], "template_config": flags["chat_template_config"]}
+    session = ChatSession(model, tokenizer, **kept)
     name = flags["model"] or "the demo"
     if Path(name).expanduser().is_dir():
         name = Path(name).expanduser().resolve().name

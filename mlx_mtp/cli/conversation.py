@@ -131,13 +131,10 @@ class Chat:
 
 
 def footer(turn: Turn, last: GenerationResponse) -> str:
-    """Say what one answer cost, in a line of 80 columns as long as its figures are not extreme.
-
-    A second line says why its last cycles were plain, if drafts were allowed.
-    """
+    """Say what one answer cost, in a line of 80 columns, and in a second one why its last cycles were plain."""
     stats, speed = turn.stats, "" if last.generation_tokens < 2 else f", {_short(last.generation_tps)}/s"
-    parts = [f"{last.generation_tokens} tok{speed}"]
-    parts.append(f"prompt {_short(turn.prompt_tps)}/s, {turn.reused}/{turn.prompt_tokens} reused")
+    reused = f"{turn.reused}/{turn.prompt_tokens} reused"
+    parts = [f"{last.generation_tokens} tok{speed}", f"prompt {_short(turn.prompt_tps)}/s, {reused}"]
     if stats.cycles and stats.num_draft_tokens:
         rates = "/".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
         parts.append(f"{stats.tokens_per_cycle:.2f}/cycle {rates}%")

@@ -78,11 +78,9 @@ def _check(flags: dict[str, Any]) -> None:
     """Refuse flags that would be without effect."""
     if flags["mtp_only"] != (flags["mtp_path"] is not None):
         raise click.UsageError("--mtp-only and --mtp-path: the one needs the other")
-    useless, why = (), ""
+    useless, why = OF_QUANTIZED if not flags["quantize"] else (), "only with -q"
     if flags["mtp_only"]:
         useless, why = OF_TARGET, "not with --mtp-only; --mtp-q-bits is the heads'"
-    elif not flags["quantize"]:
-        useless, why = OF_QUANTIZED, "only with -q"
     for name in useless:
         if flags[name]:
             raise click.UsageError(f"--{name.replace('_', '-')}: {why}")

@@ -9,9 +9,7 @@ TABLES = ("products", "attention", "experts", "head")
 @click.command()
 @option("--of", "tables", type=Choice(TABLES), multiple=True, help="Only this table; may be repeated.")
 @option("--stock", is_flag=True, help="Only MLX's own kernels for products, from the installed wheel.")
-@option(
-    "--shape", nargs=2, type=IntRange(min=64), default=(64, 1024), help="Rows and columns of the products' matrix."
-)
+@option("--shape", nargs=2, type=IntRange(64), default=(64, 1024), help="Rows and columns of the products' matrix.")
 @option("--rows", type=IntRange(1, 32), default=8, help="Most rows M of the verify.")
 def emulate(tables: tuple[str, ...], stock: bool, shape: tuple[int, int], rows: int) -> None:
     """Count the memory traffic of Metal kernels at M = 1, 2, ... rows, without a GPU: ours beside MLX's own.
@@ -23,9 +21,8 @@ def emulate(tables: tuple[str, ...], stock: bool, shape: tuple[int, int], rows: 
     from . import emulate_tables
 
     if shape[1] % 64:
-        raise click.BadParameter(
-            f"{shape[1]} columns; must be a multiple of 64, the group of the scales", param_hint="--shape"
-        )
+        wrong = f"{shape[1]} columns; must be a multiple of 64, the group of the scales"
+        raise click.BadParameter(wrong, param_hint="--shape")
     console = Console()
     for name in ("products",) if stock else tables or TABLES:
         own = (stock, shape, rows) if name == "products" else ()

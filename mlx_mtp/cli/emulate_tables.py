@@ -58,8 +58,9 @@ def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), row
     columns = ("kernel", "M", *BUFFERS, "KiB requested", "lines per access")
     title = f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated"
     table = _counts_table(title, columns, _by_kernel(_products(stock, *shape), range(1, rows + 1)))
-    touched = "lines of 64 bytes that 32 lanes of a simdgroup touch in one read of the weights"
-    table.caption = f"lines per access: {touched}"
+    table.caption = (
+        "lines per access: lines of 64 bytes that 32 lanes of a simdgroup touch in one read of the weights"
+    )
     return table
 
 
@@ -79,8 +80,7 @@ def _products(stock: bool, n: int, k: int) -> Iterator[tuple[str, Measure]]:
 
 
 def _product(kernel: Callable[..., object], weights: Quantized | mx.array, k: int, m: int) -> list[str]:
-    (traffic,) = _launches(kernel, mx.ones((m, k)), weights)
-    return _product_cells(traffic)
+    return _product_cells(*_launches(kernel, mx.ones((m, k)), weights))
 
 
 def _product_cells(traffic: Traffic) -> list[str]:
@@ -141,9 +141,8 @@ def _gathered(experts: Experts, _logits: mx.array, visited: mx.array) -> list[Tr
 
 
 def _moe(experts: Experts, logits: mx.array, _visited: mx.array) -> list[Traffic]:
-    return _launches(
-        kernels.verify_moe, mx.ones((logits.shape[0], HIDDEN)), logits, experts, Routing("sigmoid", TOP_K)
-    )
+    x = mx.ones((len(logits), HIDDEN))
+    return _launches(kernels.verify_moe, x, logits, experts, Routing("sigmoid", TOP_K))
 
 
 def head_table(vocabulary: int = 1024, width: int = 512, rows: Sequence[int] = ROWS) -> Table:
@@ -172,9 +171,8 @@ def _hidden(m: int, k: int) -> mx.array:
 
 
 def _argmax(weights: Quantized, kernel: str, m: int) -> list[str]:
-    arrays = _hidden(m, weights.k), weights.w, weights.scales, weights.biases
+    arrays, tokens = (_hidden(m, weights.k), weights.w, weights.scales, weights.biases), 4 * m
     logits, traffic = quantized_matvec(*arrays, group_size=64, bits=4, kernel=kernel)
-    tokens = 4 * m
     return [*_reread(traffic, "w"), str(_written(traffic) + tokens), str(logits.nbytes)]
 
 

@@ -22,9 +22,7 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
     from ..checkpoint.files import downloaded, headers_only, local
     from ..checkpoint.inspect import as_text, inspect_checkpoint
 
-    directory = local(path)
-    if directory is None:
-        directory = downloaded(path, revision)
+    directory = local(path) or downloaded(path, revision)
     gc.disable()  # 100,000 tensors are many small objects, all of them in use
     try:
         if directory is None:

@@ -208,12 +208,9 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
         extra = ("trust_remote_code", "eos_token", "use_default_chat_template")
         given = ("mtp", "mtp_path", "draft_model", "draft_vocab", "adapter_path", "kernels")
-        model, tokenizer = load(
-            path,
-            tokenizer_config={name: flags[name] for name in extra if flags.get(name)},
-            budget=Budget(context, step, _layout(flags), ignore),
-            **{name: flags[name] for name in given},
-        )
+        kept: dict[str, Any] = {"tokenizer_config": {name: flags[name] for name in extra if flags.get(name)}}
+        kept |= {"budget": Budget(context, step, _layout(flags), ignore), **{name: flags[name] for name in given}}
+        model, tokenizer = load(path, **kept)
     for token in flags.get("extra_eos_token", ()):
         try:
             tokenizer.add_eos_token(token)

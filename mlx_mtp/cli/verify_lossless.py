@@ -40,9 +40,8 @@ def verify_lossless(**flags: Any) -> None:
     Exit codes: 0 lossless, 1 a divergence, or heads that are wired wrongly, 2 usage.
     """
     if not flags["mtp"] or flags["num_draft_tokens"] == 0:
-        raise click.UsageError(
-            "without drafts there is nothing to verify; leave --no-mtp and --num-draft-tokens 0 out"
-        )
+        wrong = "without drafts there is nothing to verify; leave --no-mtp and --num-draft-tokens 0 out"
+        raise click.UsageError(wrong)
     from ..lossless.tasks import answer_all, read_tasks
 
     tasks = read_tasks(flags["tasks"]) if flags["tasks"] else []  # before a model is loaded for them

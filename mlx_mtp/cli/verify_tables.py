@@ -30,9 +30,8 @@ def show(model: Any, tokenizer: Any, verdict: Verdict, answered: list[Answered])
         console.print(_tasks(answered))
     console.print(_ways("greedy, beside the text without drafts", verdict.greedy))
     if d := verdict.drift:
-        console.print(
-            f"logprobs of drafted text differ by at most {d.change:.2g} ({d.share:.0%} of what rounding reaches)\n"
-        )
+        share = f"{d.share:.0%} of what rounding reaches"
+        console.print(f"logprobs of drafted text differ by at most {d.change:.2g} ({share})\n")
     if verdict.sampled:
         console.print(_ways("sampled, beside the text without drafts of the same seed", verdict.sampled))
     for f in verdict.fits:
@@ -124,7 +123,7 @@ def _sum(verdict: Verdict, differences: list[Difference]) -> str:
 
 def as_dict(model: Any, verdict: Verdict, answered: list[Answered]) -> dict[str, Any]:
     """Collect all of it, for JSON."""
-    found = {
+    return {
         "lossless": not verdict.diverged,
         **{name: getattr(verdict, name) for name in ("broken", "warnings", "dtype")},
         "device": str(mx.default_device()),
@@ -133,8 +132,8 @@ def as_dict(model: Any, verdict: Verdict, answered: list[Answered]) -> dict[str,
         "logprobs": verdict.drift and asdict(verdict.drift),
         "distributions": [asdict(f) for f in verdict.fits],
         "heads": {"right": verdict.agreement, "better_wirings": [asdict(b) for b in verdict.better]},
+        **({"tasks": [asdict(a) for a in answered]} if answered else {}),
     }
-    return {**found, "tasks": [asdict(a) for a in answered]} if answered else found
 
 
 def _comparison(c: Comparison) -> dict[str, Any]:

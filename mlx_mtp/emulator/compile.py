@@ -188,10 +188,7 @@ def translation_unit(signature: Signature, source: str, header: str, name: str) 
 
 
 def build(signature: Signature, source: str, header: str, name: str, options: EmulatorOptions) -> Path:
-    """Build the kernel's shared library, or find it in the cache.
-
-    Raises CompileError with the lines of `source` and `header` (files <name>.metal and <name>.h).
-    """
+    """Build the kernel's library, or find it in the cache; CompileError gives lines of <name>.metal and <name>.h."""
     clang, link, version = find_clang()
     includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]
     fma = CONTRACTIONS[options.fp_contract] if platform.machine() == "x86_64" else []

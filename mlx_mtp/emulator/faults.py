@@ -60,13 +60,10 @@ class Explainer:
         return f"thread {position} of threadgroup {tuple(group)}"
 
     def place(self, f: Fault) -> str:
-        buffer = self.outcome.buffers[f.buffer]
-        kind = "threadgroup array " if buffer.kind == THREADGROUP else ""
-        total = buffer.counts["size"]
-        return (
-            f"{kind}{buffer.name}[{f.offset // buffer.itemsize}] (bytes {f.offset} to {f.offset + f.size - 1}; "
-            f"{buffer.name} has {total // buffer.itemsize} elements, {total} bytes)"
-        )
+        b = self.outcome.buffers[f.buffer]
+        name, total = f"threadgroup array {b.name}" if b.kind == THREADGROUP else b.name, b.counts["size"]
+        has = f"{b.name} has {total // b.itemsize} elements, {total} bytes"
+        return f"{name}[{f.offset // b.itemsize}] (bytes {f.offset} to {f.offset + f.size - 1}; {has})"
 
     def other(self, f: Fault) -> str:
         action = "wrote" if f.other_writes else "read"
@@ -102,11 +99,9 @@ def unwritten(kernel: str, buffer: KernelBuffer) -> str | None:
     if not missing.any():
         return None
     elements = missing.reshape(-1, buffer.itemsize).any(axis=1).nonzero()[0]
-    first = ", ".join(str(i) for i in elements[:8])
-    return (
-        f"kernel {kernel}: unwritten: {len(elements)} of {missing.size // buffer.itemsize} elements of {buffer.name} "
-        f"that nobody wrote: {first}{', ...' if len(elements) > 8 else ''}"
-    )
+    first = ", ".join(str(i) for i in elements[:8]) + (", ..." if len(elements) > 8 else "")
+    of = f"{len(elements)} of {missing.size // buffer.itemsize} elements of {buffer.name}"
+    return f"kernel {kernel}: unwritten: {of} that nobody wrote: {first}"
 
 
 class _Reader(io.BytesIO):

@@ -41,10 +41,8 @@ def _values(inputs: Sequence) -> list[mx.array]:
     try:
         mx.eval(arrays)
     except ValueError as error:
-        raise ValueError(
-            "an emulated kernel needs arrays that have values; it cannot run inside mx.compile (mx.disable_compile() "
-            "switches that off), mx.grad or mx.vmap"
-        ) from error
+        inside = "inside mx.compile (mx.disable_compile() switches that off), mx.grad or mx.vmap"
+        raise ValueError(f"an emulated kernel needs arrays that have values; it cannot run {inside}") from error
     return arrays
 
 
@@ -100,10 +98,8 @@ class MetalKernel:
         named: dict[str, KernelBuffer] = {}
         for name, x in zip(self.input_names, arrays, strict=True):
             named |= input_buffers(name, x, self.ensure_row_contiguous)
-        outputs = [
-            output_buffer(*each, init_value)
-            for each in zip(self.output_names, output_shapes, output_dtypes, strict=True)
-        ]
+        made = zip(self.output_names, output_shapes, output_dtypes, strict=True)
+        outputs = [output_buffer(*each, init_value) for each in made]
         library = build(signature, self.source, self.header, self.name, options)
         inner = [named[p.name] for p in signature.parameters[: -len(outputs)]]
         self._run(library, [*inner, *outputs], threads, group, options)
@@ -120,9 +116,8 @@ class MetalKernel:
             type_ = f"atomic<{type_name(dtype)}>" if self.atomic_outputs else type_name(dtype)
             parameters.append(Parameter(output, f"device {type_}* {output}", False))
         if len(parameters) > MOST_BUFFERS:
-            raise CompileError(
-                f"kernel {self.name} has {len(parameters)} buffers, shapes and strides included; Metal has 31"
-            )
+            has = f"{len(parameters)} buffers, shapes and strides included"
+            raise CompileError(f"kernel {self.name} has {has}; Metal has {MOST_BUFFERS}")
         name = function_name(self.name, arguments, inputs, output_dtypes)
         return Signature(name, arguments, tuple(parameters), tuple(a for a in ATTRIBUTES if a in self.source))
 

@@ -184,16 +184,16 @@ class Traffic:
 
     def __str__(self) -> str:
         """The report as a table, a line per buffer."""
+        most = f"{self.max_barriers} barriers, {self.max_collectives} collectives"
         lines = [
-            f"{self.kernel}: {self.threads} threads; per thread at most {self.max_barriers} barriers, "
-            f"{self.max_collectives} collectives (counts of the emulator, no times)",
-            f"{'buffer':<24} {'read':>12} {'distinct':>12} {'re-read':>8} {'written':>12} {'lines/access':>12}",
+            f"{self.kernel}: {self.threads} threads; per thread at most {most} (counts of the emulator, no times)"
         ]
+        lines.append(
+            f"{'buffer':<24} {'read':>12} {'distinct':>12} {'re-read':>8} {'written':>12} {'lines/access':>12}"
+        )
         for b in self.buffers.values():
-            lines.append(
-                f"{b.name:<24} {b.bytes_read:>12} {b.distinct_read:>12} {b.reread:>7.2f}x {b.bytes_written:>12} "
-                f"{b.lines_per_access:>12.1f}"
-            )
+            read = f"{b.bytes_read:>12} {b.distinct_read:>12} {b.reread:>7.2f}x"
+            lines.append(f"{b.name:<24} {read} {b.bytes_written:>12} {b.lines_per_access:>12.1f}")
         return "\n".join(lines)
 
     @property
@@ -204,15 +204,8 @@ class Traffic:
 
 def make_traffic(kernel: str, outcome: Outcome, grid: Triple, threadgroup: Triple) -> Traffic:
     """Report a launch that has run."""
-    spaces = {INPUT: "input", OUTPUT: "output", THREADGROUP: "threadgroup"}
-    buffers = {
-        buffer.name: BufferTraffic(
-            name=buffer.name,
-            space=spaces[buffer.kind],
-            distinct_read=int((buffer.touched & 1).sum()),
-            distinct_written=int((buffer.touched >> 1 & 1).sum()),
-            **buffer.counts,
-        )
-        for buffer in outcome.buffers
-    }
+    spaces, buffers = {INPUT: "input", OUTPUT: "output", THREADGROUP: "threadgroup"}, {}
+    for b in outcome.buffers:
+        distinct = {"distinct_read": int((b.touched & 1).sum()), "distinct_written": int((b.touched >> 1 & 1).sum())}
+        buffers[b.name] = BufferTraffic(name=b.name, space=spaces[b.kind], **distinct, **b.counts)
     return Traffic(kernel=kernel, grid=grid, threadgroup=threadgroup, buffers=buffers, **outcome.counts)

@@ -6,6 +6,7 @@ Geometry and choice of kernel follow MLX 0.32's `quantized.cpp`, `matmul.cpp` an
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,29 +15,12 @@ from .kernel import MetalKernel, metal_kernel
 from .launch import Traffic, Triple
 from .options import EmulatorOptions
 
-ATTENTION = ("utils", "sdpa_vector")
+BODIES = Path(__file__).with_name("stock_metal")
 MOST_ROWS = 32  # queries times heads of a KV head; beyond, products and softmax are operations of their own
-QUANTIZED = ("utils", "steel/gemm/gemm", "quantized_utils", "quantized")
-FP_QUANTIZED = (*QUANTIZED[:-1], "fp_quantized")
+QUANTIZED = ("utils", "steel/gemm/gemm", "quantized_utils")
 POSITION = "threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 NO_BATCH = "K, nullptr, nullptr, K, nullptr, nullptr, nullptr, nullptr"
 KERNELS = ("qmv_fast", "qmv", "qmv_quad", "qmv_wide")
-SDPA = """
-    sdpa_vector<T, D, V>(queries, keys, values, out, gqa_factor, S, size_t(keys_strides[KV_AXIS]),
-        size_t(keys_strides[2]), size_t(values_strides[KV_AXIS]), size_t(values_strides[2]), scale,
-        nullptr, nullptr, gqa_factor, gqa_factor, gqa_factor, nullptr, gqa_factor, threadgroup_position_in_grid,
-        threadgroups_per_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-"""
-SDPA_FIRST = """
-    sdpa_vector_2pass_1<T, D, V>(queries, keys, values, partials, sums, maxs, S, size_t(keys_strides[KV_AXIS]),
-        size_t(keys_strides[2]), size_t(values_strides[KV_AXIS]), size_t(values_strides[2]), scale, nullptr, nullptr,
-        S, S, S, nullptr, threads_per_threadgroup, thread_position_in_threadgroup, threadgroup_position_in_grid,
-        threadgroups_per_grid, thread_index_in_simdgroup);
-"""
-SDPA_SECOND = """
-    sdpa_vector_2pass_2<T, V>(partials, sums, maxs, out, BLOCKS, threadgroup_position_in_grid, threadgroups_per_grid,
-        simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-"""
 NO_MASK = dict.fromkeys(["has_mask", "query_transposed", "bool_mask", "float_mask", "has_sinks"], False)
 
 
@@ -51,12 +35,14 @@ def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: 
 
 
 def launched(
-    name: str, inputs: Mapping, outputs: Mapping, body: str, header: str, *, groups: Triple, **more: Any
+    name: str, inputs: Mapping, outputs: Mapping, header: str, body: str = "", *, groups: Triple, **more: Any
 ) -> tuple[Any, ...]:
     """Launch `groups` threadgroups of a kernel whose body calls one of MLX's functions: its outputs, and the traffic.
 
-    outputs: shapes and dtypes by name. more: the kernel's threadgroup, template and options.
+    outputs: shapes and dtypes by name. body: where it is none, that in BODIES.
+    more: the kernel's threadgroup, template and options.
     """
+    body = body or (BODIES / f"{name}.metal").read_text()
     kernel = _kernel(name, tuple(inputs), tuple(outputs), body, header)
     grid = [n * threads for n, threads in zip(groups, more["threadgroup"], strict=True)]
     shapes, dtypes = zip(*outputs.values(), strict=True)
@@ -75,6 +61,13 @@ def chosen(k: int, n: int, bits: int) -> str:
     if k in (64, 128) and bits in (2, 4, 8):
         return "qmv_quad"
     return "qmv_fast" if k % fast_alignment(bits) == 0 else "qmv"
+
+
+def _matrices(w: mx.array, scales: mx.array, biases: mx.array | None) -> tuple[str, str, dict[str, Any]]:
+    """Return how a format's functions begin, their headers, and inputs; without biases it is floating-point."""
+    if biases is None:
+        return "fp", include(*QUANTIZED, "fp_quantized"), {"w": w, "scales": scales}
+    return "affine", include(*QUANTIZED, "quantized"), {"w": w, "scales": scales, "biases": biases}
 
 
 def quantized_matvec(
@@ -96,8 +89,9 @@ def quantized_matvec(
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; it must be {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
     (m, k), n, affine = x.shape, w.shape[0], biases is not None
+    form, header, inputs = _matrices(w, scales, biases)
+    inputs |= {"x": x, "K": k, "N": n}
     template: list[tuple[str, object]] = [("T", x.dtype), ("GS", group_size), ("BITS", bits)]
-    inputs = {"w": w, "scales": scales, **({"biases": biases} if affine else {}), "x": x, "K": k, "N": n}
     no_biases = "" if kernel in ("qmv_quad", "qmv_wide") else "nullptr, "
     data = f"w, scales, {'biases, ' if affine else no_biases}x, y, K, N"
     batch, place, last = NO_BATCH if affine else NO_BATCH.removesuffix(", nullptr"), POSITION, ""
@@ -113,11 +107,9 @@ def quantized_matvec(
         inputs["M"], batch = m, f"M, {batch}"
         last, groups = "NV, KL, ", (-(-m // vectors), -(-n // (64 // k_lanes)), 1)
     partial = ", true" if kernel == "qmv_fast" and n % 8 else ""
-    function = f"{'affine' if affine else 'fp'}_{kernel}<T, GS, BITS, {last}false{partial}>"
-    header = include(*(QUANTIZED if affine else FP_QUANTIZED))
-    body, more = f"{function}({data}, {batch}, {place});", {"template": template, "options": options}
-    outputs = {"y": ((m, n), x.dtype)}
-    return launched(kernel, inputs, outputs, body, header, groups=groups, threadgroup=group, **more)
+    body = f"{form}_{kernel}<T, GS, BITS, {last}false{partial}>({data}, {batch}, {place});"
+    more = {"groups": groups, "threadgroup": group, "template": template, "options": options}
+    return launched(kernel, inputs, {"y": ((m, n), x.dtype)}, header, body, **more)
 
 
 def gather_qmv(
@@ -136,21 +128,21 @@ def gather_qmv(
 
     Returns (pairs, 1, N) and the traffic. Without biases the format is a floating-point one, by bits and group size.
     """
-    k, n, affine = x.shape[-1], w.shape[-2], biases is not None
+    k, n, pairs = x.shape[-1], w.shape[-2], rhs_indices.size
+    form, header, inputs = _matrices(w, scales, biases)
     name = "gather_qmv_fast" if n % 8 == 0 and k % fast_alignment(bits) == 0 else "gather_qmv"
-    data, strides = ("biases", "scales_strides, biases_strides") if affine else ("nullptr", "scales_strides")
-    body = f"""{"affine" if affine else "fp"}_{name}<T, GS, BITS>(
+    data, strides = (
+        ("biases", "scales_strides, biases_strides") if biases is not None else ("nullptr", "scales_strides")
+    )
+    body = f"""{form}_{name}<T, GS, BITS>(
         w, scales, {data}, x, lhs_indices, rhs_indices, y, K, N,
         BATCH, x_shape, x_strides, BATCH, w_shape, w_strides, {strides},
         BATCH, lhs_indices_shape, lhs_indices_strides, rhs_indices_strides, {POSITION});"""
-    inputs = {"w": w, "scales": scales, **({"biases": biases} if affine else {}), "x": x}
-    inputs |= {"lhs_indices": lhs_indices.astype(mx.uint32), "rhs_indices": rhs_indices.astype(mx.uint32)}
-    inputs |= {"K": k, "N": n, "BATCH": 1}
-    header, pairs = include(*(QUANTIZED if affine else FP_QUANTIZED)), rhs_indices.size
+    indices = {"lhs_indices": lhs_indices.astype(mx.uint32), "rhs_indices": rhs_indices.astype(mx.uint32)}
+    inputs |= {"x": x, **indices, "K": k, "N": n, "BATCH": 1}
     template = [("T", x.dtype), ("GS", group_size), ("BITS", bits)]
-    outputs, groups = {"y": ((pairs, 1, n), x.dtype)}, (1, -(-n // 8), pairs)
-    more = {"threadgroup": (32, 2, 1), "template": template, "options": options}
-    return launched(name, inputs, outputs, body, header, groups=groups, **more)
+    more = {"groups": (1, -(-n // 8), pairs), "threadgroup": (32, 2, 1), "template": template, "options": options}
+    return launched(name, inputs, {"y": ((pairs, 1, n), x.dtype)}, header, body, **more)
 
 
 def fused(rows: int, group: int) -> bool:
@@ -159,10 +151,10 @@ def fused(rows: int, group: int) -> bool:
 
 
 def _attention(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple:
-    """Return the template, the options and the output of attention from q to k and v, without a mask."""
+    """Return the template, the options, the output and the header of attention from q to k and v, without a mask."""
     template = [("T", q.dtype), ("V", v.shape[-1]), ("D", q.shape[-1]), ("KV_AXIS", int(k.shape[1] > 1))]
     options = EmulatorOptions(function_constants={**NO_MASK, **constants})
-    return template, options, {"out": ((*q.shape[:3], v.shape[-1]), q.dtype)}
+    return template, options, {"out": ((*q.shape[:3], v.shape[-1]), q.dtype)}, include("utils", "sdpa_vector")
 
 
 def sdpa_vector(
@@ -170,10 +162,10 @@ def sdpa_vector(
 ) -> tuple[mx.array, Traffic]:
     """Attend from q (B, H, L, D) to k, v (B, KV, S, D) in one pass, no mask: (B, H, L, D), and the traffic."""
     (b, h, rows, _), kv = q.shape, k.shape[1]
-    template, options, output = _attention(q, k, v, do_causal=causal, blocks=1)
+    template, options, output, header = _attention(q, k, v, do_causal=causal, blocks=1)
     inputs = {"queries": q, "keys": k, "values": v, "gqa_factor": h // kv, "S": k.shape[2], "scale": scale}
     more = {"groups": (b * h, rows, 1), "threadgroup": (1024, 1, 1), "template": template, "options": options}
-    return launched("sdpa_vector", inputs, output, SDPA, include(*ATTENTION), **more)
+    return launched("sdpa_vector", inputs, output, header, **more)
 
 
 def sdpa_vector_2pass(
@@ -185,15 +177,15 @@ def sdpa_vector_2pass(
     """
     (b, h, rows, _), kv = q.shape, k.shape[1]
     assert b == 1, f"{b} sequences"
-    template, options, output = _attention(q, k, v, do_causal=causal, blocks=blocks)
+    template, options, output, header = _attention(q, k, v, do_causal=causal, blocks=blocks)
     inputs = {"queries": q, "keys": k, "values": v, "S": k.shape[2], "scale": scale}
     dealt = b, h, rows, blocks
     parts = {"partials": ((*dealt, v.shape[-1]), q.dtype), "sums": (dealt, mx.float32), "maxs": (dealt, mx.float32)}
     more = {"groups": (kv, b, blocks), "threadgroup": (32, h // kv, rows), "template": template, "options": options}
-    *found, asked = launched("sdpa_vector_2pass_1", inputs, parts, SDPA_FIRST, include(*ATTENTION), **more)
+    *found, asked = launched("sdpa_vector_2pass_1", inputs, parts, header, **more)
     inputs = {**dict(zip(parts, found, strict=True)), "BLOCKS": blocks}
     more |= {"groups": (b * h, rows, 1), "threadgroup": (1024, 1, 1), "template": template[:2]}
-    y, asked_last = launched("sdpa_vector_2pass_2", inputs, output, SDPA_SECOND, include(*ATTENTION), **more)
+    y, asked_last = launched("sdpa_vector_2pass_2", inputs, output, header, **more)
     return y, asked, asked_last
 
 
@@ -219,43 +211,11 @@ def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traff
     They are 4-bit products with an (n, k) matrix, 2 of 8 experts, and attention over 128 rows with 8 heads on 2 KV
     heads.
     """
-    odd = k - 64 if k % 512 == 0 else k  # a K that qmv_fast does not take
-    return {
-        "qmv_fast": functools.partial(_matvec_case, "qmv_fast", n, k),
-        "qmv": functools.partial(_matvec_case, "qmv", n, odd),
-        "qmv_wide": functools.partial(_matvec_case, "qmv_wide", n, k),
-        "gather_qmv": functools.partial(_gather_case, n, k),
-        "sdpa_vector": _attention_case,
-    }
+    columns = {"qmv_fast": k, "qmv": k - 64 if k % 512 == 0 else k, "qmv_wide": k}  # qmv_fast takes not every K
+    products = {name: functools.partial(_matvec_case, name, n, own) for name, own in columns.items()}
+    return {**products, "gather_qmv": functools.partial(_gather_case, n, k), "sdpa_vector": _attention_case}
 
 
-# In gemv.h lanes that are done are missing at the barrier, and lanes read from ones without a row, whose value no one
-# uses. The emulator objects to both: here the others come to the barrier later, and such a lane reads itself.
-LENIENT = """
-__attribute__((noinline)) inline void meet(mem_flags flags) { threadgroup_barrier(flags); }
-inline float shuffle_down(float value, ushort delta, uint lane) {
-    bool there = simd_vote::vote_t(simd_active_threads_mask()) >> (lane + delta) & 1;
-    return simd_shuffle(value, there ? lane + delta : lane);
-}
-#define threadgroup_barrier meet
-#define simd_shuffle_down(value, delta) shuffle_down(value, delta, simd_lid)
-"""
-STRICT = "#undef threadgroup_barrier\n#undef simd_shuffle_down\n"
-GEMV = """
-    using Kernel = GEMVKernel<T, BM, BN, SM, SN, TM, 4, AXPBY>;
-    threadgroup float memory[1024];
-    size_t row = threadgroup_position_in_grid.z;
-    Kernel::run(w, x + row * K, bias, y + row * N, K, N, K, 1.0f, 1.0f, 1, memory, threadgroup_position_in_grid,
-        thread_position_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-    if (BN > 1 && thread_index_in_simdgroup > 0) {
-        meet(mem_flags::mem_none);
-    }
-"""
-DOT = """
-    size_t row = threadgroup_position_in_grid.y;
-    dot_product<T, 32, 512, 16>(x + row * STRIDE, w, partials + row, K, thread_index_in_threadgroup,
-        thread_index_in_simdgroup, simdgroup_index_in_threadgroup, threadgroup_position_in_grid.x);
-"""
 DOT_BLOCK = 512 * 32  # elements that one threadgroup sums
 
 
@@ -279,27 +239,17 @@ def gemv(
     exchanged roles, which leaves the products as they are. A shuffle counts as two collectives.
     """
     (m, k), n = x.shape, w.shape[0]
-    tiled = tile(k, n)
-    header = include("utils", "steel/utils") + LENIENT + include("gemv") + STRICT
-    options = options or EmulatorOptions()
-    return launched(
-        "gemv",
-        {"x": x, "w": w, "bias": x if bias is None else bias, "K": k, "N": n},
-        {"y": ((m, n), x.dtype)},
-        GEMV,
-        header,
-        groups=(-(-n // (tiled["BM"] * tiled["SM"] * tiled["TM"])), 1, m),
-        threadgroup=(32, tiled["BN"], tiled["BM"]),
-        template=[("T", x.dtype), ("AXPBY", bias is not None), *tiled.items()],
-        options=replace(options, allow={*options.allow, "mem_none"}),
-    )
+    tiled, options = tile(k, n), options or EmulatorOptions()
+    inputs = {"x": x, "w": w, "bias": x if bias is None else bias, "K": k, "N": n}
+    groups, group = (-(-n // (tiled["BM"] * tiled["SM"] * tiled["TM"])), 1, m), (32, tiled["BN"], tiled["BM"])
+    more: dict[str, Any] = {"template": [("T", x.dtype), ("AXPBY", bias is not None), *tiled.items()]}
+    more |= {"options": replace(options, allow={*options.allow, "mem_none"})}
+    header = (BODIES / "gemv.h").read_text()
+    return launched("gemv", inputs, {"y": ((m, n), x.dtype)}, header, groups=groups, threadgroup=group, **more)
 
 
 def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tuple[mx.array, Traffic]:
-    """Multiply each row of x (M, K) with the one of w (1, K): (M, 1), and the traffic.
-
-    Raises ValueError past 16384 values, where MLX adds several partial sums.
-    """
+    """Multiply rows of x (M, K) with that of w (1, K): (M, 1), and the traffic; ValueError where MLX splits sums."""
     m, k = x.shape
     if k > DOT_BLOCK:
         raise ValueError(f"x has rows of {k}; one threadgroup sums at most {DOT_BLOCK}")
@@ -307,5 +257,5 @@ def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tup
     inputs = {"x": mx.pad(x, [(0, 0), (0, stride - k)]), "w": w, "K": k, "STRIDE": stride}
     outputs, header = {"partials": ((m, 1), mx.float32)}, include("utils", "dot")
     more = {"groups": (1, m, 1), "threadgroup": (512, 1, 1), "template": [("T", x.dtype)], "options": options}
-    partials, traffic = launched("dot", inputs, outputs, DOT, header, **more)
+    partials, traffic = launched("dot", inputs, outputs, header, **more)
     return partials.astype(x.dtype), traffic

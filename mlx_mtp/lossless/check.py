@@ -31,11 +31,7 @@ def told(items: Sequence[Any], stage: str, progress: Progress) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is to be checked.
-
-    drafts: most of a cycle. max_tokens: of a new text.
-    draws: short texts whose distribution is tested. seed: of all draws.
-    """
+    """What is checked. drafts: most of a cycle; max_tokens: of a new text; draws: texts to test; seed: of draws."""
 
     drafts: int
     max_tokens: int = 40
@@ -139,20 +135,15 @@ def _fits(model: Target, references: list[Reference], settings: Settings, progre
     """Test draws behind the prompt whose draws tell most."""
     short = [r for r in references if len(r.prompt.tokens) <= FIT_PROMPT]
     prompt = max(short, key=_spread).prompt.tokens
-    seeds = range(settings.seed + 1000, settings.seed + 1000 + settings.draws)
-
-    def drawn(done: int) -> None:
-        progress("distribution", done, settings.draws)
-
-    options = settings.most.options | {"temp": FIT_TEMP, "draft_sampling": "coupled"}
-    texts = draw(model, prompt, options, seeds=seeds, length=FIT_TOKENS, progress=drawn)
+    first, options = settings.seed + 1000, settings.most.options | {"temp": FIT_TEMP, "draft_sampling": "coupled"}
+    plan: Any = {"seeds": range(first, first + settings.draws), "length": FIT_TOKENS}
+    texts = draw(model, prompt, options, **plan, progress=lambda n: progress("distribution", n, settings.draws))
     return [fit(model, prompt, texts, temp=FIT_TEMP, mode="coupled")]
 
 
 def _spread(reference: Reference) -> float:
-    start = len(reference.prompt.tokens)
-    places = range(start, start + min(FIT_TOKENS, len(reference.text)))
-    return sum(spread(reference.one_pass.logits(place), FIT_TEMP) for place in places)
+    places = range(len(reference.prompt.tokens), len(reference.one_pass.tokens))
+    return sum(spread(reference.one_pass.logits(place), FIT_TEMP) for place in places[:FIT_TOKENS])
 
 
 def examine(
@@ -204,9 +195,8 @@ def conclude(model: Target, verdict: Verdict) -> None:
             broken.append(f"{whose}'s guess is the target's token in {share:.1%} of cases")
     were, right_ones = verdict.kept
     if were < MISSED[0] * right_ones - MISSED[1]:
-        broken.append(
-            f"{were} drafts were kept of {right_ones} that the heads have right where they read the whole text"
-        )
+        of = f"{right_ones} that the heads have right where they read the whole text"
+        broken.append(f"{were} drafts were kept of {of}")
     for better in verdict.better[:1]:
         before, after = (" / ".join(f"{s:.0%}" for s in some) for some in (better.before, better.after))
         broken.append(f"the heads are wired or converted wrongly: right {before}, with {better.wiring} {after}")

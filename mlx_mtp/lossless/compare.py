@@ -79,10 +79,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """A way's texts over all prompts.
-
-    kept: by prompt, how many drafts of the heads were right before anything differed.
-    """
+    """A way's texts over all prompts. kept: by prompt, the heads' drafts that were right before anything differed."""
 
     way: str
     prompts: int = 0

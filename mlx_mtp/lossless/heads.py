@@ -81,10 +81,7 @@ def shares(found: list[list[mx.array]]) -> list[float]:
 
 
 def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
-    """Count the drafts that are kept along `new` greedy tokens behind the first `start` ones, k drafted a cycle.
-
-    found: of `right`, for the whole text.
-    """
+    """Count drafts kept of `new` greedy tokens behind `start` ones, k a cycle; found: of `right`, of the text."""
     rights = [np.array(depth) for depth in found[:k]]
     row, last, total = start - 1, start + new - 1, 0
     while row + 1 < last:

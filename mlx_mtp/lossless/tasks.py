@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layers.target import Target
+from ..machine.errors import one_line
 from .check import Progress, Verdict, told
 from .compare import Comparison, Reference, Way, compare
 from .prompts import Prompt, chat
@@ -46,10 +47,8 @@ def read_tasks(file: str | Path) -> list[Task]:
 
 
 def _task(where: str, line: str) -> Task:
-    try:
+    with one_line(f"{where}: not JSON", (ValueError, RecursionError)):
         found = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where}: not JSON ({e})") from None
     question, answer = (found.get(name) if isinstance(found, dict) else None for name in ("question", "answer"))
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f'{where}: expected {{"question": "...", "answer": "..."}}')

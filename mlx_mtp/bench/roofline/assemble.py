@@ -103,16 +103,10 @@ def bench_model(
         if there and not ALIKE < there / here < 1 / ALIKE:
             what = f"bench {other['bench']} of {other['model']['name']}, {there / 1e9:.3g} GB of weights"
             raise ValueError(f"measured: {what}; {subject.name} has {here / 1e9:.3g} GB: say --model or --config")
-    return result(
-        "model",
-        facts,
-        {"context": context, "rows": rows},
-        floors=floors(model, context, rows),
-        **on_chip,
-        measured=[line for other in results for line in times(other, nearest(other, context))],
-        documents=documents(fitted_chips()) if subject.name == MODEL else [],
-        validation=fitted["validation"],
-    )
+    found = {"floors": floors(model, context, rows), **on_chip}
+    found["measured"] = [line for other in results for line in times(other, nearest(other, context))]
+    found["documents"] = documents(fitted_chips()) if subject.name == MODEL else []
+    return result("model", facts, {"context": context, "rows": rows}, **found, validation=fitted["validation"])
 
 
 def contexts(found: Found) -> list[int]:

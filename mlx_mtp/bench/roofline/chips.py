@@ -5,6 +5,7 @@ import json
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,8 @@ def read_fitted() -> dict[str, Any]:
 def fitted_chips() -> dict[str, Chip]:
     """Give all of CHIPS with their two fitted shares."""
     found = read_fitted()["chips"]
-    return {
-        name: replace(chip, usable=found[name]["usable"], issue=found[name]["issue"]) for name, chip in CHIPS.items()
-    }
+    shares = {name: {share: found[name][share] for share in ("usable", "issue")} for name in CHIPS}
+    return {name: replace(chip, **shares[name]) for name, chip in CHIPS.items()}
 
 
 def find(device: str, gpu_cores: int | None = None) -> str | None:
@@ -65,9 +65,7 @@ def find(device: str, gpu_cores: int | None = None) -> str | None:
     gpu_cores: decides where a chip was sold with two GPUs; None takes the larger.
     """
     match = re.search(r"\bM\d+(?: (?:Pro|Max|Ultra))?\b", device)
-    if match is None:
-        return None
-    name = match[0]
+    name = match[0] if match else ""
     sold = {int(chip.removeprefix(name + " ")[:-1]): chip for chip in CHIPS if re.fullmatch(name + r" \d+c", chip)}
     if sold:
         return sold.get(gpu_cores or 0, sold[max(sold)])
@@ -78,10 +76,8 @@ def at_hand() -> str | None:
     """Find the name in CHIPS of this machine's chip; None where it is not there, as on Linux."""
     if platform.system() != "Darwin":
         return None
-    command = ["system_profiler", "SPDisplaysDataType"]
-    try:
+    command, shown = ["system_profiler", "SPDisplaysDataType"], ""
+    with suppress(OSError, subprocess.TimeoutExpired):
         shown = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        shown = ""
     cores = re.search(r"Total Number of Cores: (\d+)", shown)
     return find(str(mx.device_info().get("device_name", "")), int(cores[1]) if cores else None)

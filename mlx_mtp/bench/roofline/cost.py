@@ -208,9 +208,8 @@ def of_model(model: ModelOps, at: PassShape, chip: Chip) -> PassCosts:
 def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
     """Cost k drafts behind a verify of k + 1 rows; `at.m` is not looked at."""
     passes = model.draft_passes(k)
-    work = [
-        (1, op, 1 if op is head.lm_head else rows) for head, rows in passes for op in (*head.block.ops, head.lm_head)
-    ]
+    ops = [(head, op, rows) for head, rows in passes for op in (*head.block.ops, head.lm_head)]
+    work = [(1, op, 1 if op is head.lm_head else rows) for head, op, rows in ops]
     launched = sum(DRAFT_LAUNCHES + launches(head.block.kind, at.on, rows) for head, rows in passes)
     return collect(work, at, chip, launched)
 

@@ -192,6 +192,5 @@ def _formatted(part: Any, formats: dict[str, Any]) -> Any:
         return tuple(_formatted(inner, formats) for inner in part)
     if not isinstance(part, Op | LayerOps | DraftHeadOps | ModelOps):
         return part
-    return replace(
-        part, **{name: formats.get(name, _formatted(value, formats)) for name, value in vars(part).items()}
-    )
+    fields = {name: formats.get(name, _formatted(value, formats)) for name, value in vars(part).items()}
+    return replace(part, **fields)

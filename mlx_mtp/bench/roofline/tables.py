@@ -74,12 +74,10 @@ def floor_table(found: Found) -> Table:
     plain, last = {overlap: nbytes["total"] for overlap, nbytes in index[PLAIN, 1].items()}, dict(index.keys())
     unit, size = ("GB", 1e9) if plain[OVERLAPS[0]] >= 1e8 else ("MB", 1e6)
     name, context = found["model"]["name"], found["options"]["context"]
-    table = new_table(
-        f"byte floor: {name}, {context} tokens of context, {unit}",
-        *("phase", "", "shared", "experts", "LM head", "KV", "state", "all", "over a plain step"),
-        left=2,
-        caption="experts that the rows of a pass visit: routed independently / as published / all alike",
-    )
+    title = f"byte floor: {name}, {context} tokens of context, {unit}"
+    caption = "experts that the rows of a pass visit: routed independently / as published / all alike"
+    columns = "phase", "", "shared", "experts", "LM head", "KV", "state", "all", "over a plain step"
+    table = new_table(title, *columns, left=2, caption=caption)
     for (phase, rows), floors in index.items():
         cells = [_each(floors, part, size) for part in ("shared", "experts", "head", "cache", "state", "total")]
         table.add_row(*label(phase, rows), *cells, _each(floors, "total", plain), end_section=rows == last[phase])
@@ -89,21 +87,16 @@ def floor_table(found: Found) -> Table:
 def gap_table(found: Found) -> Table:
     """Show times of each phase beside its floor: predicted of stock MLX and of ours, and measured ones."""
     chip = found.get("chip")
-    lines = [(line["side"], kind) for kind in ("predicted", "measured") for line in found.get(kind, [])]
-    sides = dict.fromkeys(lines)
+    sides = dict.fromkeys((line["side"], kind) for kind in ("predicted", "measured") for line in found.get(kind, []))
     where, caption = "", "bytes of the floor over the measured time: GB/s"
     if chip:
         where, used = f" on {chip['name']}", f"{chip['bandwidth'] / 1e9:.0f} of {chip['gbps']:g} GB/s"
         over = "times the phase's floor; over the side's plain step"
         caption = f"floor: bytes over the {used} that are usable; ({over})"
-    table = new_table(
-        f"the gap to the floor: {found['model']['name']}{where}, {SHOWN_OVERLAP} routing",
-        *("phase", "", *["floor ms"] * bool(chip), *(f"{side}, {kind} ms" for side, kind in sides)),
-        left=2,
-        caption=caption,
-    )
-    times = {kind: shown_times(found[kind]) for _, kind in sides}
-    index = floors_of(found)
+    title = f"the gap to the floor: {found['model']['name']}{where}, {SHOWN_OVERLAP} routing"
+    columns = "phase", "", *["floor ms"] * bool(chip), *(f"{side}, {kind} ms" for side, kind in sides)
+    table = new_table(title, *columns, left=2, caption=caption)
+    times, index = {kind: shown_times(found[kind]) for _, kind in sides}, floors_of(found)
     last = dict(index.keys())
     for (phase, rows), floors in index.items():
         nbytes = floors[SHOWN_OVERLAP]["total"]
@@ -112,10 +105,8 @@ def gap_table(found: Found) -> Table:
         for side, kind in sides:
             seconds, plain = times[kind].get((side, phase, rows)), times[kind].get((side, PLAIN, 1))
             over = f"; {seconds / plain:.2f}" if seconds and plain and phase != PLAIN else ""
-            if seconds and floor:
-                cells.append(f"{seconds * 1e3:.2f} ({seconds / floor:.2f}x{over})")
-            else:
-                cells.append(f"{seconds * 1e3:.2f} ({nbytes / seconds / 1e9:.2f} GB/s)" if seconds else "")
+            gap = seconds and (f"{seconds / floor:.2f}x{over}" if floor else f"{nbytes / seconds / 1e9:.2f} GB/s")
+            cells.append(f"{seconds * 1e3:.2f} ({gap})" if seconds else "")
         if chip or any(cells):
             table.add_row(*label(phase, rows), *cells, end_section=rows == last[phase])
     return table
@@ -124,12 +115,9 @@ def gap_table(found: Found) -> Table:
 def kernels_table(found: Found) -> Table:
     """Show what each kind of kernels takes off a pass of stock MLX."""
     rows = sorted({line["rows"] for line in found["kernels"]})
-    table = new_table(
-        f"predicted to come off a pass of stock MLX on {found['chip']['name']}, ms",
-        *("kernels", "", *(f"M={m}" for m in rows)),
-        left=2,
-        caption="each kind alone, and all together; in brackets the share of the pass; until a Mac times it a plan",
-    )
+    title = f"predicted to come off a pass of stock MLX on {found['chip']['name']}, ms"
+    caption = "each kind alone, and all together; in brackets the share of the pass; until a Mac times it a plan"
+    table = new_table(title, "kernels", "", *(f"M={m}" for m in rows), left=2, caption=caption)
     kinds = [kind for kind in KERNELS if any(x["seconds"] for x in found["kernels"] if x["kernels"] == kind)]
     for kind in (*kinds, "all"):
         lines = {line["rows"]: line for line in found["kernels"] if line["kernels"] == kind}
@@ -141,10 +129,9 @@ def kernels_table(found: Found) -> Table:
 def documents_table(found: Found, machine: str | None = MAC) -> Table:
     """Show how far the published engine was from its machine's limit; None: all machines."""
     lines = [line for line in found["documents"] if machine in (None, line["machine"])]
-    columns = "weights", "KV", "context", "k", "plain ms", "floor", "cycle ms", "floor", "speed-up", "at the floor"
     table = new_table(
         f"another engine's {found['model']['name']} over its byte floor: {machine or 'all that is published'}",
-        *columns,
+        *("weights", "KV", "context", "k", "plain ms", "floor", "cycle ms", "floor", "speed-up", "at the floor"),
         left=2,
         caption=f"(times the floor; a cycle's: {', '.join(OVERLAPS)} routing); floor ms: {SHOWN_OVERLAP} routing. "
         f"At the floor: speed-up if plain steps and cycles both were. {MAC}: taken as an {CHIP}",
@@ -167,13 +154,10 @@ def documents_table(found: Found, machine: str | None = MAC) -> Table:
 
 def same_work_table(found: Found) -> Table:
     """Show the documents' experiment as predicted on their Mac, stock MLX and ours, beside what was published."""
-    table = new_table(
-        f"the same on an {CHIP}, predicted: MLX, 4 bits, caches in 16, {SHOWN_OVERLAP} routing",
-        *("context", "k", "published speed-up"),
-        *(f"{side}: {name}" for side in (STOCK, OURS) for name in ("plain ms", "cycle ms", "speed-up")),
-        left=0,
-        caption="speed-ups with the published tokens per cycle",
-    )
+    title = f"the same on an {CHIP}, predicted: MLX, 4 bits, caches in 16, {SHOWN_OVERLAP} routing"
+    ours = [f"{side}: {name}" for side in (STOCK, OURS) for name in ("plain ms", "cycle ms", "speed-up")]
+    columns, caption = ("context", "k", "published speed-up", *ours), "speed-ups with the published tokens per cycle"
+    table = new_table(title, *columns, left=0, caption=caption)
     lines = [line for line in found["documents"] if line["predicted"]]
     for work in sorted({(line["context"], line["drafts"]) for line in lines}):
         alike = [line for line in lines if (line["context"], line["drafts"]) == work]
