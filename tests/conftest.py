@@ -55,6 +55,15 @@ def _own_cache_directory(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _demo_is_tested_once():
+    import demo_heads  # as late as `tiny` below
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlx_mtp.checkpoint.load.self_test", demo_heads.self_test)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory):
     """(seed, config changes) -> (our model, mlx-lm's plain model) of one random checkpoint."""

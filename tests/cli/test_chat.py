@@ -17,19 +17,19 @@ import pytest
 from command_line import call
 from prompt_toolkit.data_structures import Point, Size
 from prompt_toolkit.layout.screen import Char
-from sweep import sampled
+from sweep import sampled, sweep
 
 from mlx_mtp.cli.conversation import footer
 from mlx_mtp.cli.progress import PromptProgress
 from mlx_mtp.cli.terminal import StopOnInterrupt, _reflowed
-from mlx_mtp.session import Turn
+from mlx_mtp.session import ChatSession, Turn
 
 COMMAND = [sys.executable, "-m", "mlx_mtp", "chat"]
 QUESTIONS = ["What does os.path.join do?", "What does len do?"]
 
 
 def test_piped_conversation():
-    lines = [QUESTIONS[0], "", "/stats", "/mtp off", QUESTIONS[1], "/mtp", "/wat", "h", "x" * 900, "/reset now", "r"]
+    lines = [QUESTIONS[0], "", "/stats", "/mtp off", QUESTIONS[1], "/mtp", "/wat", "h", "x" * 300, "/reset now", "r"]
     lines += ["/stats", "/exit now", "no"]
     result = call("chat", "-m", 20, "--pipeline", stdin="\n".join(lines))
     assert result.returncode == 0, result.stderr
@@ -75,6 +75,24 @@ def test_bad_flags(flags):
     assert "Traceback" not in result.stderr
 
 
+def test_an_interrupt_ends_the_answer_and_not_the_chat(monkeypatch):
+    """Pressed in the middle: the lines that wait in the pipe are read on."""
+    ask = ChatSession.ask
+
+    def pressed(session, *args):
+        for i, response in enumerate(ask(session, *args)):
+            if i == 3:
+                signal.raise_signal(signal.SIGINT)
+            yield response
+
+    monkeypatch.setattr(ChatSession, "ask", pressed)
+    result = call("chat", "-m", 60, stdin=f"{QUESTIONS[0]}\n/stats\n")
+    assert result.returncode == 0, result.stderr
+    assert "(stopped)" in result.stderr
+    assert re.search(r"\n1 turn · [4-8] tokens", result.stdout)
+
+
+@sweep
 def test_interrupted_process():
     endless = [*COMMAND, "-m", "-1", "--temp", "3", "--seed", "4"]  # some 1,400 tokens, so that the signal is in time
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -131,15 +149,31 @@ class Terminal:
         os.close(self.screen)
 
 
-@pytest.fixture
-def terminal():
-    terminal = Terminal("-m", "-1", "--temp", "3", "--prefill-step-size", "64")
+RESTLESS = ["-m", "200", "--temp", "3", "--prefill-step-size", "64"]
+
+
+@pytest.fixture(scope="module")
+def opened():
+    terminal = Terminal(*RESTLESS)
+    terminal.wait_for(READY)
     yield terminal
     terminal.close()
 
 
+@pytest.fixture
+def terminal(opened):
+    """The module's one chat, begun anew where it has ended, at an empty prompt; what it wrote before is forgotten."""
+    if opened.process.poll() is not None:
+        opened.close()
+        opened.__init__(*RESTLESS)
+        opened.wait_for(READY)
+    since = opened.type("/help\r")
+    opened.wait_for(READY, opened.wait_for("leaves.", since))
+    opened.text = ""
+    return opened
+
+
 def test_in_a_terminal(terminal):
-    terminal.wait_for(READY)
     terminal.type(f"\x1b[200~{QUESTIONS[0]}\n{QUESTIONS[1] * 200}\x1b[201~")  # a pasted page of two lines
     since = terminal.type("\r")
     terminal.wait_for("Reading", since)
@@ -156,14 +190,11 @@ def test_in_a_terminal(terminal):
         pytest.fail("no answer could be stopped")
     terminal.type("half a line\x03\x03")
     terminal.wait_for(READY, terminal.wait_for("/exit, Ctrl-D or another Ctrl-C leaves", since))
-    terminal.type("\x04")
-    assert terminal.process.wait(timeout=20) == 0
     assert "Traceback" not in terminal.text
     assert "\x1b[6n" not in terminal.text  # a terminal that does not answer this would get a warning
 
 
 def test_keys_of_the_editor(terminal):
-    terminal.wait_for(READY)
     began = terminal.type("\x1b[200~\tif\x1b[201~")
     terminal.wait_for("if", began)
     assert "^I" not in terminal.text
@@ -172,13 +203,11 @@ def test_keys_of_the_editor(terminal):
     began = terminal.type("\x03")
     terminal.wait_for(">", began)
     terminal.type("/stats\r")
-    terminal.wait_for("0 turns", began)
+    terminal.wait_for(READY, terminal.wait_for(" turn", began))
     assert "another Ctrl-C" not in terminal.text
 
 
-def test_a_paste_during_an_answer_is_one_message():
-    terminal = Terminal("-m", "200", "--temp", "3")
-    terminal.wait_for(READY)
+def test_a_paste_during_an_answer_is_one_message(terminal):
     began = terminal.wait_for(BUSY, terminal.type("def \r"))
     marked = terminal.wait_for(READY, began)
     paste = "\x1b[200~/one\n" + "two " * 1500 + "\n/end\x1b[201~"
@@ -187,21 +216,18 @@ def test_a_paste_during_an_answer_is_one_message():
     assert marked < ended
     terminal.wait_for("/end", ended)
     assert "unknown command" not in terminal.text
-    terminal.close()
+    terminal.type("\x03")
 
 
-def test_terminated_processes_leave_the_terminal_as_it_was(terminal):
-    for keys in sampled(["def \r"], ["", "def \r"]):
-        terminal.wait_for(READY)
-        began = terminal.type(keys)
-        if keys:
-            terminal.wait_for_more(60, terminal.wait_for(BUSY, began))
-        terminal.process.terminate()
-        assert terminal.process.wait(timeout=20) == 143
-        assert termios.tcgetattr(terminal.screen) == terminal.settings
-        if not keys:
-            terminal.close()
-            terminal.__init__("-m", "-1", "--temp", "3")
+@pytest.mark.parametrize("keys", sampled(["def \r"], ["", "def \r"]))
+def test_terminated_processes_leave_the_terminal_as_it_was(terminal, keys):
+    """At the prompt, and in an answer, which hides what is typed."""
+    began = terminal.type(keys)
+    if keys:
+        terminal.wait_for_more(60, terminal.wait_for(BUSY, began))
+    terminal.process.terminate()
+    assert terminal.process.wait(timeout=20) == 143
+    assert termios.tcgetattr(terminal.screen) == terminal.settings
 
 
 @pytest.mark.parametrize("env", sampled([{"TERM": "dumb"}], [{"TERM": "dumb"}, {"NO_COLOR": "1"}]), ids=str)
