@@ -56,11 +56,11 @@ def _own_cache_directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _demo_is_tested_once():
-    import demo_heads  # as late as `tiny` below
+def _quick_loads():
+    import quick_loads  # as late as `tiny` below
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_mtp.checkpoint.load.self_test", demo_heads.self_test)
+        quick_loads.shorten(patch)
         yield
 
 

@@ -10,7 +10,7 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 from published import FILES, read
-from sweep import SWEEP, sampled
+from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.bench.decode import LoopSettings, MlxLm, Reader, twin
@@ -196,10 +196,19 @@ def expected_lengths(right: list[list[bool]], k: int, first: int, n: int) -> tup
     return drafted, accepted
 
 
-@pytest.mark.parametrize("k", sampled([2], [1, 2, 3]))
-def test_as_many_are_accepted_as_were_drawn(k):
-    subject = open_subject(synth_rates=[0.8, 0.6])
-    assert subject.stop_tokens == ()  # a draft may be anything
+@pytest.fixture
+def drawn(config):
+    """rates -> a subject of three small heads; its targets are drawn, so it matters little what it computes."""
+    return lambda rates=(): open_subject(config=config(families.MIMO_V2), group_size=32, synth_rates=rates)
+
+
+def test_texts_of_drawn_acceptance_have_no_end():
+    assert open_subject(synth_rates=[0.8, 0.6]).stop_tokens == ()  # a draft may be anything
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_as_many_are_accepted_as_were_drawn(drawn, k):
+    subject = drawn([0.8, 0.6])
     right = draws([0.8, 0.6], 0).tolist()
     with subject.acceptance():
         text, stats = generated(subject.model, k, 40)
@@ -211,8 +220,8 @@ def test_as_many_are_accepted_as_were_drawn(k):
     assert len(text) == len(sampled) == 40
 
 
-def test_certain_draws_are_certain_and_the_text_is_the_drafts(config):
-    subject = open_subject()
+def test_certain_draws_are_certain_and_the_text_is_the_drafts(drawn):
+    subject = drawn()
     for rate, most in ((0.0, 0), (1.0, 3)):
         with drawn_acceptance([rate]):
             _, stats = generated(subject.model, 3, 21)
@@ -222,7 +231,7 @@ def test_certain_draws_are_certain_and_the_text_is_the_drafts(config):
         assert generated(subject.model, 0)[0] == plain[0]
 
 
-def test_the_rates_are_the_shares_that_results_state_and_fall_on():
+def test_the_rates_are_the_shares_that_results_state_and_fall_on(drawn):
     right = draws([0.9, 0.6], 7)
     shares = right.astype(mx.float32).mean(axis=0).tolist()
     assert shares == pytest.approx([0.9 * (2 / 3) ** depth for depth in range(DEPTHS)], abs=0.02)
@@ -230,15 +239,11 @@ def test_the_rates_are_the_shares_that_results_state_and_fall_on():
     assert not mx.array_equal(right, draws([0.9, 0.6], 8))
     assert [round(rate_at([0.87, 0.76, 0.69], depth), 3) for depth in (0, 1, 2, 3)] == [0.87, 0.76, 0.69, 0.626]
     assert (rate_at([0.8], 2), rate_at([0, 0], 5), rate_at([1, 1], 9)) == (pytest.approx(0.512), 0, 1)
-    _, stats = drawn_run([0.87, 0.76, 0.69], 400 if SWEEP else 200)
-    kept = [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True)]
-    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08 if SWEEP else 0.12)  # of some 120 cycles, or 60
-
-
-def drawn_run(rates, tokens):
-    subject = open_subject(synth_rates=rates)
+    subject = drawn([0.87, 0.76, 0.69])
     with subject.acceptance():
-        return generated(subject.model, 3, tokens)
+        _, stats = generated(subject.model, 3, 400)
+    kept = [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True)]
+    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08)  # of some 120 cycles
 
 
 def test_afterwards_nothing_is_drawn():
@@ -249,18 +254,18 @@ def test_afterwards_nothing_is_drawn():
     assert Picker.pick is pick
 
 
-def test_replayed_cycles_draw_anew():
-    subject = open_subject(synth_rates=[0.8, 0.6])
+def test_replayed_cycles_draw_anew(drawn):
+    subject = drawn([0.8, 0.6])
     with subject.acceptance():
         _, stats = generated(subject.model, 2, 80, compile_cycles=True)
     assert stats.compiled_cycles > 10
     assert (stats.drafted, stats.accepted) == expected_lengths(draws([0.8, 0.6], 0).tolist(), 2, len(PROMPT) + 1, 80)
 
 
-def test_a_benchmark_leaves_no_costs_behind(monkeypatch):
+def test_a_benchmark_leaves_no_costs_behind(drawn, monkeypatch):
     kept = []
     monkeypatch.setattr(RememberedCosts, "keep", lambda *args: kept.append(args))
-    subject = open_subject()
+    subject = drawn()
     generated(subject.model, 2, 30, adaptive=True)
     assert policy.learned(subject.model).recall(replayed=False) is not None
     subject.forget()

@@ -44,18 +44,15 @@ def formats(path, names) -> dict:
     return {module: {"mode": "affine"} | listed.get(module, usual) for module in modules}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"dtype": "float16"},
-        {"quantize": True},
-        {"quantize": True, "q_bits": 3, "q_group_size": 32, "dtype": "float32"},
-        {"quantize": True, "q_mode": "mxfp4"},
-        {"quantize": True, "quant_predicate": "mixed_3_6", "q_group_size": 64},
-    ],
-    ids=str,
+FEW = (
+    {},
+    {"quantize": True, "q_bits": 3, "q_group_size": 32, "dtype": "float32"},
+    {"quantize": True, "q_mode": "mxfp4"},
+    {"quantize": True, "quant_predicate": "mixed_3_6", "q_group_size": 64},
 )
+
+
+@pytest.mark.parametrize("options", sampled(FEW, [*FEW, {"dtype": "float16"}, {"quantize": True}]), ids=str)
 def test_the_target_is_that_of_mlx_lms_conversion(tmp_path, options):
     mlx_lm_convert(str(demo_path()), tmp_path / "theirs", **options)
     convert(demo_path(), tmp_path / "ours", **options)

@@ -8,6 +8,7 @@ import pytest
 import tiny
 from layouts import in_8_bits
 from mlx.utils import tree_flatten
+from sweep import paired
 
 import mlx_mtp
 
@@ -72,8 +73,10 @@ def test_a_vision_wrappers_conversion(tmp_path):
     assert same(parameters(tmp_path / "a", config, moved), parameters(tmp_path / "b", config, weights))
 
 
-@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
-@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "qwen3_5", "mimo", "deepseek_v3"])
+EIGHT_BIT = paired(["glm4_moe", "qwen3_next", "qwen3_5", "mimo", "deepseek_v3"], ["block", "row", "tensor"])
+
+
+@pytest.mark.parametrize(("name", "scales"), EIGHT_BIT)
 def test_8_bit_floats(tmp_path, name, scales):
     config, weights = built(name, tmp_path / "a")
     if scales == "row":

@@ -13,7 +13,7 @@ import pytest
 import results
 from fuzzing import LONG, count, tree
 
-RUNS = count(2, 100)
+RUNS = count(1, 100)
 START = """if True:
     import sys
     from mlx_mtp.__main__ import main

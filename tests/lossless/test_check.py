@@ -49,9 +49,11 @@ def references(model):
 
 
 def found(references, way: Way) -> Comparison:
+    """What differs, up to the first text that diverges."""
     comparison = Comparison(way.name)
     for reference in references:
-        compare(reference, way, comparison)
+        if not comparison.diverged:
+            compare(reference, way, comparison)
     return comparison
 
 
@@ -64,12 +66,12 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 
 def test_a_right_product_passes(model):
-    verdict = verify(model, Letters(), Settings(3, max_tokens=16, draws=10, diagnose=False), quiet)
+    verdict = verify(model, Letters(), Settings(3, max_tokens=8, draws=10, diagnose=False), quiet)
     names = ["one pass", "1 draft", "2 drafts", "3 drafts", "lookups", "p_min", "adaptive"]
     assert [c.way for c in verdict.greedy] == names
     assert [c.way for c in verdict.sampled] == ["3 drafts, coupled", "3 drafts, greedy", "adaptive, coupled"]
     texts = {c.prompts for c in verdict.greedy}
-    assert texts == {len(built_in(model, Letters(), 16))}
+    assert texts == {len(built_in(model, Letters(), 8))}
     assert {c.tokens for c in verdict.greedy} == {verdict.greedy[0].tokens}
     assert not any(c.differences for c in (*verdict.greedy, *verdict.sampled))
     assert not verdict.diverged
@@ -191,7 +193,7 @@ def drawn(model):
 
 @pytest.mark.parametrize("mode", ["coupled", "greedy"])
 def test_one_seed_gives_one_text(drawn, mode):
-    for way in sampled(all_ways()[mode == "greedy" :: 2], all_ways()):
+    for way in sampled(all_ways()[mode == "greedy" :: 3], all_ways()):
         assert not found(drawn, way.sampled(0.8, 3, mode)).differences
 
 
@@ -226,7 +228,7 @@ def other_twin(picker, model, hidden, position, history, drafts):
 
 
 def test_behind_a_near_tie_the_comparison_goes_on(twins, monkeypatch):
-    texts = (Reference(twins, Prompt("p", [1, 2, seed], stops=False), NEW, ()) for seed in range(6))
+    texts = (Reference(twins, Prompt("p", [1, 2, seed], stops=False), NEW, ()) for seed in range(4, 10))
     reference = next(r for r in texts if r.text[1:].count(4) > 3)
     fours = [i for i, token in enumerate(reference.text) if token == 4 and i]
     monkeypatch.setattr(sampling.Picker, "pick", other_twin)
