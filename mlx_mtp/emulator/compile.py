@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -148,14 +148,14 @@ def runtime_library() -> Path:
     return target
 
 
-def _parsed(library: str, command: list[str], version: str) -> Path:
-    """Parse Metal's library, preprocessed, once for all kernels: for most of them that is most of the work."""
-    target = cache_directory() / f"library-{_digest(library, command, version)}.pch"
+def _parsed(library: str, name: str, command: list[str], version: str) -> Path:
+    """Lower and parse a library, preprocessed, once for all kernels: for most of them that is most of the work."""
+    target = cache_directory() / f"library-{_digest(library, command, version, LOWERING.read_text())}.pch"
     if not target.exists():
         with _unfinished(target) as work:
-            (work / "library.h").write_text(library)
+            (work / "library.h").write_text(_lowered(library))
             embedded = ["-Xclang", "-fmodules-embed-all-files"]  # needs no library.h afterwards
-            _run([*command, *embedded, "-x", "c++-header", f"{work}/library.h", "-o", f"{work}/out"], "library")
+            _run([*command, *embedded, "-x", "c++-header", f"{work}/library.h", "-o", f"{work}/out"], name)
     return target
 
 
@@ -174,8 +174,8 @@ def _file(name: str) -> str:
     return name.replace("\\", "/").replace('"', "'")
 
 
-def _lowered(preprocessed: str) -> str:
-    return lower_literals(lower_threadgroup(preprocessed))
+def _lowered(preprocessed: str, constants: Mapping[str, object] | None = None) -> str:
+    return lower_function_constants(lower_literals(lower_threadgroup(preprocessed)), constants or {})
 
 
 def translation_unit(signature: Signature, source: str, header: str, name: str) -> str:
@@ -204,9 +204,11 @@ def build(signature: Signature, source: str, header: str, name: str, options: Em
             cpp, preprocessed, made = (str(work / f"kernel.{suffix}") for suffix in ("cpp", "ii", "o"))
             Path(cpp).write_text(text)
             _run([*parse, optimize, *includes, "-E", cpp, "-o", preprocessed], name)
-            library, first_line, kernel = Path(preprocessed).read_text().partition(f'# 1 "{_file(name)}.h"')
-            precompiled = _parsed(_lowered(library.replace(cpp, "kernel.cpp")), parse, version)
-            Path(preprocessed).write_text(lower_function_constants(_lowered(first_line + kernel), constants))
+            # MLX's headers are parsed with the library, but where they name function constants.
+            first = " signature" if "#include" in header and not constants else ".h"
+            library, first_line, kernel = Path(preprocessed).read_text().partition(f'# 1 "{_file(name)}{first}"')
+            precompiled = _parsed(library.replace(cpp, "kernel.cpp"), name, parse, version)
+            Path(preprocessed).write_text(_lowered(first_line + kernel, constants))
             # Clang would refuse what was parsed for another level of optimising, on which parsing does not depend.
             parsed = ["-Xclang", "-fno-validate-pch", "-include-pch", str(precompiled), "-x", "c++"]
             _run([*parse, optimize, *parsed, "-c", preprocessed, "-o", made], name)

@@ -165,6 +165,7 @@ def metal_kernel(
     return MetalKernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs)
 
 
+@functools.cache  # to look through all modules, and to run some again, takes longer than most launches
 def _makes_kernels(module: ModuleType) -> bool:
     name, spec = getattr(module, "__name__", ""), getattr(module, "__spec__", None)
     if name.split(".")[0] == "mlx" or name.startswith("mlx_mtp.emulator") or name == "__main__":
@@ -183,6 +184,7 @@ def _holds_kernel(value: object) -> bool:
     return isinstance(value, MetalKernel) or any(map(_holds_kernel, inside))
 
 
+@functools.cache
 def _made_again(module: ModuleType) -> dict[str, object]:
     """The module's kernels, and its cached functions, from a second run of its source."""
     spec: Any = module.__spec__
