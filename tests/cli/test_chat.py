@@ -264,11 +264,14 @@ def test_progress_fits_the_terminal_and_says_stopping(monkeypatch, columns, part
         assert progress._bar is None
 
 
-def test_a_stop_is_seen_at_once():
-    seen = threading.Event()
-    with StopOnInterrupt(SimpleNamespace(stopping=False), seen.set):
+def test_a_stop_is_seen_at_once_and_a_second_does_not_wait():
+    seen, session = threading.Event(), SimpleNamespace(stopping=False)
+    with StopOnInterrupt(session, seen.set):
         signal.raise_signal(signal.SIGINT)
         assert seen.wait(10)
+        assert session.stopping
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_footer_says_why_drafting_is_paused_and_only_then():
