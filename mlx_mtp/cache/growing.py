@@ -6,12 +6,13 @@ from positions, and only `limit`, a host-side upper bound of the offset, decides
 """
 
 import copy
+import operator
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from .layer_cache import LayerCache, Parts
+from .layer_cache import LayerCache, OncePerPass, Parts
 
 STEP = 256  # buffers grow, and views are cut, at multiples of this many rows
 
@@ -33,6 +34,7 @@ class LinearKVCache(LayerCache):
         self.offset: int | mx.array = 0
         self.limit = 0
         self.parts: Parts = ()
+        self.once = OncePerPass()
         self._reserved = 0
 
     # Storage: what a row's keys, values and perhaps more become, and how attention gets them back.
@@ -89,7 +91,7 @@ class LinearKVCache(LayerCache):
         self._grow(rows, new)
         self._write(new)
         view, parts = self._visible(rows), self.parts
-        self.offset = self.offset + rows
+        self.offset = self.once(operator.add, self.offset, rows)
         self.limit += rows
         if view.start or view.stop < self.capacity:
             parts = tuple([part[:, :, view] for part in parts])  # an ellipsis takes four times as long

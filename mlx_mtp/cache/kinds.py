@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .growing import LinearKVCache, QuantizedLinearKVCache
-from .layer_cache import CacheKind, LayerCache
+from .layer_cache import CacheKind, LayerCache, OncePerPass
 from .mlx_lm_caches import MlxLmCaches
 from .recurrent import RecurrentCache
 from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
@@ -35,7 +35,7 @@ def make_caches(windows: Sequence[CacheKind | Ring], *, starts: list[int], **qua
     """Make one cache per layer; layers of the same window share one Ring."""
     rings: dict[Any, Ring] = {window: Ring(window) for window in windows if isinstance(window, int)}
     pairs = zip(windows, starts, strict=True)
-    return [make_cache(rings.get(window, window), start=start, **quantization) for window, start in pairs]
+    return sharing([make_cache(rings.get(window, window), start=start, **quantization) for window, start in pairs])
 
 
 def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
@@ -50,4 +50,12 @@ def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
         if window is not None:
             window = rings.setdefault((window, keep), Ring(window, keep))
         caches.append(make_cache(**{**config, "window": window}))
+    return sharing(caches)
+
+
+def sharing(caches: list[Any]) -> list[Any]:
+    """Let the caches of one text's layers, which stand at one position, compute what follows from it once."""
+    once = OncePerPass()
+    for cache in caches:
+        cache.once = once
     return caches

@@ -1,11 +1,27 @@
 """State what the cache of one layer offers, and what caches ask of the model that they belong to."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 Parts = tuple[mx.array, ...]
+
+
+class OncePerPass:
+    """Compute what follows from the position alone once for all layers of a pass: the layers of a text share one."""
+
+    def __init__(self):
+        self._last: dict[Callable, tuple] = {}
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Return fn(*args), as the last time where these are the very same objects."""
+        known, found = self._last.get(fn, ((), None))
+        if len(known) != len(args) or not all(map(operator.is_, known, args)):
+            found = fn(*args)
+            self._last[fn] = args, found
+        return found
 
 
 class LayerCache:
@@ -17,6 +33,7 @@ class LayerCache:
     start:  positions below it hold nothing.
     window: how many last positions it holds, None for all; keep: first positions that it holds beside these.
     config: arguments of `kinds.from_configs` that make this cache again, but for its `parts`; kept in files as JSON.
+    once:   what it shares with the text's other layers.
 
     Facts of a kind: `is_state` (one state of the whole text, no rows), `wraps` (new rows overwrite old ones, so that
     a lower offset does not bring them back), `is_mlx_lm` (mlx-lm's own caches, on which nothing is built ahead).
@@ -28,6 +45,7 @@ class LayerCache:
     limit: int
     parts: Any
     config: Any
+    once: OncePerPass
 
     @property
     def nbytes(self) -> int:

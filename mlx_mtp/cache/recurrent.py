@@ -5,12 +5,13 @@ call replays the rows that were accepted, however many, and then adds its own. N
 and the number of accepted rows stays on the device.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
-from .layer_cache import LayerCache
+from .layer_cache import LayerCache, OncePerPass
 
 Replay = Callable[..., mx.array]
 
@@ -29,12 +30,13 @@ class RecurrentCache(LayerCache):
         self.offset: int | mx.array = 0
         self.limit = 0
         self.parts: tuple[Any, ...] = ()
+        self.once = OncePerPass()
 
     def convolved(self, rows: mx.array, taps: int) -> mx.array:
         """Return the input of a causal convolution of `taps` taps over new rows [1, S, C]: [1, taps-1+S, C]."""
         before, accepted = self.behind(rows, taps), self.accepted
         if accepted is not None:
-            before = mx.take(before, accepted + mx.arange(taps - 1), axis=1)
+            before = mx.take(before, self.once(positions_from, accepted, taps - 1), axis=1)
         return mx.concatenate([before, rows], axis=1)
 
     def behind(self, rows: mx.array, taps: int) -> mx.array:
@@ -46,7 +48,7 @@ class RecurrentCache(LayerCache):
         accepted = self.accepted
         if accepted is None:
             return self.committed
-        return replay(self.committed, mx.arange(self.tape[0].shape[1])[None] < accepted, *self.tape)
+        return replay(self.committed, self.once(first, accepted, self.tape[0].shape[1]), *self.tape)
 
     @property
     def committed(self) -> mx.array | None:
@@ -61,7 +63,7 @@ class RecurrentCache(LayerCache):
     @property
     def accepted(self) -> mx.array | None:
         """How many rows of the tape are accepted, [1]; None without a tape."""
-        return self.offset - self.parts[0] if self.tape else None
+        return self.once(operator.sub, self.offset, self.parts[0]) if len(self.parts) > 3 else None
 
     @property
     def final(self) -> bool:
@@ -77,14 +79,11 @@ class RecurrentCache(LayerCache):
         if isinstance(self.offset, int):
             self.offset += rows
             # A copy: a slice would keep the rows of the whole prompt alive.
-            self.parts = (
-                mx.array([self.offset]),
-                after,
-                mx.take(convolved, mx.arange(rows, convolved.shape[1]), axis=1),
-            )
+            kept = mx.take(convolved, self.once(mx.arange, rows, convolved.shape[1]), axis=1)
+            self.parts = (self.once(on_device, self.offset), after, kept)
         else:
             self.parts = (self.offset, before, convolved, *tape)
-            self.offset = self.offset + rows
+            self.offset = self.once(operator.add, self.offset, rows)
         self.limit += rows
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
@@ -94,3 +93,18 @@ class RecurrentCache(LayerCache):
     @property
     def config(self) -> dict:
         return {"window": self.name}
+
+
+def positions_from(start: mx.array, rows: int) -> mx.array:
+    """Return the positions [rows] of `rows` rows from `start`, int32 [1]."""
+    return start + mx.arange(rows)
+
+
+def first(n: mx.array, rows: int) -> mx.array:
+    """Mark the first n of `rows` rows, for n int32 [1]: [1, rows]."""
+    return mx.arange(rows)[None] < n
+
+
+def on_device(position: int) -> mx.array:
+    """Put a position on the device, int32 [1]."""
+    return mx.array([position])

@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
+from mlx_lm.models.gated_delta import compute_g, gated_delta_kernel
 
-from ..kernels import Gates, delta_inputs, gated_delta_verify, gated_norm
+from ..kernels import Gates, delta_inputs, gated_delta_verify, gated_norm, on_metal
 from .kernel_site import Site
 
 
@@ -45,15 +45,15 @@ class GatedDelta:
         return self.out_proj(y.reshape(B, S, -1))
 
     def plain(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
-        """Compute the gated output of the recurrence [1, S, Hv, Dv] from `inputs`, by mlx-lm's functions."""
+        """Compute the gated output of the recurrence [1, S, Hv, Dv] from `inputs`, by mlx-lm's arithmetic."""
         rows = cache.convolved(qkv, self.conv_kernel_size)
-        q, k, v = mx.split(nn.silu(self.conv1d(rows)), [self.key_dim, 2 * self.key_dim], axis=-1)
-        q, k = (t.reshape(*t.shape[:2], self.num_k_heads, self.head_k_dim) for t in (q, k))
-        q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
+        qk, v = mx.split(nn.silu(self.conv1d(rows)), [2 * self.key_dim], axis=-1)
+        q, k = self._normed(qk.reshape(*qk.shape[:2], 2 * self.num_k_heads, self.head_k_dim))
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
+        g, beta = self._gates(a, b)
         before = cache.state(self._replay)
-        y, after = self._update(q, k, v, a, b, before)
-        cache.advance(mx.zeros_like(after) if before is None else before, after, rows, (k, v, a, b))
+        y, after = self._update(q, k, v, g, beta, before)
+        cache.advance(mx.zeros_like(after) if before is None else before, after, rows, (k, v, a, b, g, beta))
         return self.norm(y, z)
 
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
@@ -66,7 +66,7 @@ class GatedDelta:
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
         if accepted is not None:
             old_k, old_v, old_a, old_b, *old_gates = cache.tape
-            old_g, old_beta = old_gates or (compute_g(self.A_log, old_a, self.dt_bias), mx.sigmoid(old_b))
+            old_g, old_beta = old_gates or self._gates(old_a, old_b)
             tape = (old_k, old_v, old_g, old_beta)
         state = cache.committed
         if state is None:
@@ -76,15 +76,31 @@ class GatedDelta:
         cache.advance(state, state, rows, kept)  # the one of the two states that it keeps
         return gated_norm(y, z, self.norm.weight, self.norm.eps)
 
-    def _replay(self: Any, state: mx.array, mask: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, *_):
-        """Compute the state after the masked rows of a tape; the output, which needs q, is not wanted."""
-        return self._update(None, k, v, a, b, state, mask)[1]
+    def _normed(self: Any, qk: mx.array) -> list[mx.array]:
+        """Norm and scale queries and keys [1, S, 2 Hk, Dk] as mlx-lm's `normalize_qk`, by one norm: [1, S, Hk, Dk]."""
+        scale = self.head_k_dim**-0.5
+        q, k = mx.split(mx.fast.rms_norm(qk, None, 1e-6 * scale**2), 2, axis=2)
+        return [q * scale**2, k * scale]
 
-    def _update(self: Any, q: Any, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: Any, mask: Any = None):
+    def _gates(self: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
+        """Compute g and beta, [1, S, Hv]."""
+        return compute_g(self.A_log, a, self.dt_bias), mx.sigmoid(b)
+
+    def _replay(
+        self: Any, state: mx.array, mask: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, *gates
+    ):
+        """Compute the state after the masked rows of a tape; the output, which needs q, is not wanted."""
+        return self._update(None, k, v, *(gates or self._gates(a, b)), state, mask)[1]
+
+    def _update(
+        self: Any, q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None
+    ):
         """Run the recurrence over rows as mlx-lm does: outputs [1, S, Hv, Dv], none without q, and the state."""
-        if mx.default_device() == mx.gpu:
-            return gated_delta_update(k if q is None else q, k, v, a, b, self.A_log, self.dt_bias, state, mask)
-        return row_by_row(q, k, v, compute_g(self.A_log, a, self.dt_bias), mx.sigmoid(b), state, mask)
+        if state is None:
+            state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
+        if on_metal() and self.head_k_dim % 32 == 0:
+            return gated_delta_kernel(k if q is None else q, k, v, g, beta, state, mask)
+        return row_by_row(q, k, v, g, beta, state, mask)
 
 
 def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None):
@@ -94,13 +110,19 @@ def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
     state [1, Hv, Dv, Dk], None at the start.
     """
     (_, S, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
-    if state is None:
-        state = mx.zeros((1, Hv, Dv, Dk))
-    ks, qs = (x if x is None or Hv == Hk else mx.repeat(x, Hv // Hk, -2) for x in (k, q))
-    forms = [(ks, (1, Dk)), (v, (Dv, 1)), (g, (1, g.size // S // Hv)), (beta, (1, 1))]
-    rows = [mx.split(x.reshape(S, Hv, *form), S) for x, form in forms]
-    asked = [None] * S if qs is None else mx.split(qs.reshape(S, Hv, 1, Dk), S)
-    counts = [None] * S if mask is None else mx.split(mask.reshape(S, 1, 1, 1), S)
+    groups = S, Hk, Hv // Hk  # value heads by the key head that they share
+    whole, column = (*groups, Dv, Dk), (*groups, Dv, 1)
+    state = mx.zeros((1, *whole[1:])) if state is None else state.reshape(1, *whole[1:])
+    # Broadcast for all rows at once: MLX would do so in every operation on each.
+    stacks = [
+        mx.broadcast_to(k.reshape(S, Hk, 1, 1, Dk), whole),
+        v.reshape(column),
+        mx.broadcast_to(g.reshape(*groups, 1, -1), whole),
+        mx.broadcast_to(beta.reshape(*groups, 1, 1), column),
+    ]
+    rows = [mx.split(stack, S) for stack in stacks]
+    asked = [None] * S if q is None else mx.split(mx.broadcast_to(q.reshape(S, Hk, 1, 1, Dk), whole), S)
+    counts = [None] * S if mask is None else mx.split(mx.broadcast_to(mask.reshape(S, 1, 1, 1, 1), whole), S)
     outputs = []
     for key, value, decay, rate, query, count in zip(*rows, asked, counts, strict=True):
         decayed = state * decay
@@ -110,7 +132,7 @@ def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
         if query is not None:
             outputs.append((after * query).sum(-1))
     y = mx.concatenate(outputs).reshape(1, S, Hv, Dv).astype(q.dtype) if outputs else None
-    return y, state
+    return y, state.reshape(1, Hv, Dv, Dk)
 
 
 class Recurrence(Site):
