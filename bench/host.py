@@ -10,10 +10,16 @@ MLX's own threads, hardly what else the machine does. On a CPU mx.async_eval ret
 operations are done, and its CPU is that of waking up for them: there, `build` is the host's. Random weights:
 acceptance means nothing here.
 
-The second table is the graph building alone as on a Mac, without and with kernels in the modules' place (nothing is
-computed, no GPU is needed, mx.compile is off), by thread time. The last line is one JSON object.
+On a CPU both sides take MLX's forms for it of norms, RoPE, attention and gated delta, tens of operations each.
+
+The second and third tables are thread time of graphs as on a Mac, where each of these is one operation; nothing is
+computed. Replaying cycles from a record (`mx.compile`; launches are stood in for, so that mlx-lm's step, built beside
+them, does not write its kernels' sources), then building them, without and with kernels in the modules' place
+(mx.compile is off, sources are written). The last line is one JSON object.
 """
 
+import copy
+import functools
 import itertools
 import json
 import statistics
@@ -27,21 +33,27 @@ from typing import Any
 from unittest import mock
 
 import click
+import launches
 import mlx.core as mx
 import mlx.nn as nn
 from launches import MODELS, WIDTH, as_on_a_mac, make, reached
-from launches import built as graph
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.generate import speculative_generate_step
-from mlx_lm.models import deepseek_v3, glm4_moe, qwen3_5, qwen3_5_moe, step3p5
+from mlx_lm.models import deepseek_v3, gated_delta, glm4_moe, qwen3_5, qwen3_5_moe, step3p5
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp.bench.result import environment
+from mlx_mtp.decoding.draft import NO_DRAFTS, Run
+from mlx_mtp.decoding.replay import Compiled, Recorder
+from mlx_mtp.decoding.sampling import Picker
+from mlx_mtp.decoding.step import Frame, step
 from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning.plan import Plan
+from mlx_mtp.tuning.replay_choice import CompileChoice
 
 THEIRS = {
     "Step-3.5-Flash": step3p5.Model,
@@ -52,6 +64,7 @@ THEIRS = {
 }
 DRAFTS = (0, 1, 3)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+RECORDED = 3  # cycles until those of a kind are replayed
 WARM = 4  # cycles before those that count: heads read the prompt, buffers grow
 PARTS = ("build", "submit", "wait", "total", "CPU build", "CPU total")
 GPU = mx.Device(mx.gpu)
@@ -176,42 +189,144 @@ def measure(runs: dict[str, Callable[[], Iterator[bool]]], times: int, cycles: i
     return found
 
 
-def _answer(value: Any) -> Any:
+def _answer(value: Any, **_: Any) -> Any:
     return value
 
 
-def built(model: Any, k: int, times: int) -> list[float]:
-    """Thread milliseconds of building one cycle's graph as on a Mac; it is traced, for it could not run here."""
-    cache, rows = reached(model, 4), k + 1
-    hidden, tokens = mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros(rows, mx.int32)
-    accepted, mark, found = mx.zeros(1, mx.int32), cache.mark(), []
-    mx.eval(hidden, tokens, accepted)
+@dataclass
+class Build:
+    """What builds, or replays, the graph of a step; `reset` brings its caches back to where they were."""
 
-    def run(hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
+    reset: Callable[[], None]
+    run: Callable[[], list[mx.array]]
+    ms: list[float] = field(default_factory=list)
+
+    def timed(self) -> list[mx.array]:
+        """Note the thread milliseconds of a run."""
+        self.reset()
         tic = time.thread_time()
-        outputs = graph(model, cache, hidden, tokens, accepted)
-        found.append(1000 * (time.thread_time() - tic))
-        cache.restore(mark)
+        outputs = self.run()
+        self.ms.append(1000 * (time.thread_time() - tic))
         return outputs
 
+
+@contextmanager
+def on_a_mac() -> Iterator[None]:
+    """Let what is built be as on a Mac."""
     with ExitStack() as stack:
         stack.enter_context(as_on_a_mac())
         for owner, name, answer in ((mx.metal, "is_available", True), (mx, "default_device", GPU)):
             stack.enter_context(mock.patch.object(owner, name, partial(_answer, answer)))  # a Mock's call is slow
+        yield
+
+
+def traced(build: Build, times: int) -> list[float]:
+    """Milliseconds of building a graph as on a Mac; it is traced, for it could not run here."""
+    with on_a_mac(), ExitStack() as stack:
         mx.disable_compile()  # what it makes cannot be traced
         stack.callback(mx.enable_compile)
         for _ in range(times + 1):
-            mx.export_function(lambda _: None, run, hidden, tokens, accepted)
-    return found[1:]
+            mx.export_function(lambda _: None, lambda _: build.timed(), mx.array(0))
+    return build.ms[1:]
+
+
+def plain_step(target: Any) -> Build:
+    """Build a plain step of mlx-lm's loop."""
+    caches, newest = make_prompt_cache(target), mx.array([1])
+    target(mx.array(PROMPT)[None], cache=caches)
+    mx.eval([c.state for c in caches], newest)
+    held = copy.deepcopy([vars(c) for c in caches])
+
+    def reset() -> None:
+        for cache, state in zip(caches, copy.deepcopy(held), strict=True):
+            vars(cache).update(state)
+
+    def run() -> list[mx.array]:
+        logits = target(newest[None], cache=caches)[:, -1]
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        return [mx.argmax(logprobs, axis=-1), logprobs.squeeze(0)]
+
+    return Build(reset, run)
+
+
+def cycle(model: Any, k: int, *, replayed: bool = False) -> Build:
+    """Build, or replay, a cycle behind one of as many drafts."""
+    cache, rows = reached(model, 4), k + 1
+    if not k:
+        cache.idle(4)
+        cache.to_host(5)
+    if replayed:
+        cache.to_device()
+    hidden = mx.zeros((1, rows, WIDTH), model.no_hidden().dtype)
+    before = Run(hidden, mx.zeros(rows, mx.int32), mx.zeros(1, mx.int32)).given
+    frame = Frame(model, cache, Plan("heads", k) if k else Plan(), Picker(), base=4)
+    mx.eval(hidden, before.tokens, cache.arrays)
+    compiled, mark = Compiled(Recorder(), CompileChoice(True)), cache.mark()
+
+    def run() -> list[mx.array]:
+        recorded = compiled.find(frame, rows) if replayed else None
+        new, arrays = (recorded or partial(step, frame))(before, cache.unload(), NO_DRAFTS)
+        if recorded:
+            cache.load(arrays, 5 + rows, 5)
+        return [new.packed, *cache.arrays]
+
+    return Build(lambda: cache.restore(mark), run)
 
 
 def builds(name: str, times: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of building a cycle, by k, of a model without and with kernels."""
+    """Milliseconds of building mlx-lm's step and, by k, cycles of a model without and with kernels."""
     model = make(MODELS[name][0])
-    stock = {f"k={k}": built(model, k, times) for k in DRAFTS}
+    found = {"mlx-lm": {"k=0": traced(plain_step(mlx_lm_model(name, model)), times)}}
+    found["stock"] = {f"k={k}": traced(cycle(model, k), times) for k in DRAFTS}
     for site in switch.place(model):
         site.rows = frozenset(site.candidates)
-    return {"stock": stock, "kernels": {f"k={k}": built(model, k, times) for k in DRAFTS}}
+    return found | {"kernels": {f"k={k}": traced(cycle(model, k), times) for k in DRAFTS}}
+
+
+@functools.cache
+def blank(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    made = mx.zeros(shape, dtype)
+    mx.eval(made)
+    return made
+
+
+def launch(*, inputs: list[Any], output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+    """Stand in for a kernel's launch: one operation per output, of these inputs."""
+    arrays = [each for each in inputs if isinstance(each, mx.array)]
+    outputs = [blank(tuple(shape), dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+    return [mx.depends(output, arrays) for output in outputs]
+
+
+@contextmanager
+def recordable() -> Iterator[None]:
+    """Let mx.compile record what would run on a Mac, launches stood in for."""
+    kernels = [(launches, "ATTENTION"), (launches, "DEQUANTIZE")]
+    kernels += [(gated_delta, name) for name in vars(gated_delta) if name.startswith("_gated_delta_kernel")]
+    with on_a_mac(), ExitStack() as stack:
+        stack.enter_context(mock.patch.object(mx.fast, "metal_kernel", partial(_answer, launch)))
+        for owner, name in kernels:
+            if name != "_gated_delta_kernel_impl":
+                stack.enter_context(mock.patch.object(owner, name, launch))
+        yield
+
+
+def replays(name: str, times: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of building mlx-lm's step and, by k, of replaying cycles without and with kernels."""
+    plain, kernels = make(MODELS[name][0]), make(MODELS[name][0])
+    for site in switch.place(kernels):
+        site.rows = frozenset(site.candidates)
+    with recordable():
+        found = {"mlx-lm": {"k=0": repeated(plain_step(mlx_lm_model(name, plain)), times)}}
+        for side, model in (("stock", plain), ("kernels", kernels)):
+            found[side] = {f"k={k}": repeated(cycle(model, k, replayed=True), times) for k in DRAFTS}
+    return found
+
+
+def repeated(build: Build, times: int) -> list[float]:
+    """Milliseconds of a build that repeats itself."""
+    for _ in range(times + RECORDED):
+        build.timed()
+    return build.ms[RECORDED:]
 
 
 def print_loops(console: Console, name: str, layers: int, found: dict[str, Any], remarks: dict[str, str]) -> None:
@@ -228,14 +343,13 @@ def print_loops(console: Console, name: str, layers: int, found: dict[str, Any],
         console.print(f"{loop}: {remark}")
 
 
-def print_builds(console: Console, found: dict[str, Any]) -> None:
-    table = Table(title="building a cycle's graph as on a Mac: thread ms, without and with kernels")
-    table.add_column("family")
-    for k in DRAFTS:
-        table.add_column(f"k={k}", justify="right")
+def print_builds(console: Console, title: str, kind: str, found: dict[str, Any]) -> None:
+    table = Table(title=f"{title}: thread ms at k = 0, 1, 3")
+    for column in ("family", *next(iter(found.values()))[kind]):
+        table.add_column(column, justify="left" if column == "family" else "right")
     for name, family in found.items():
-        sides = [{k: statistics.median(ms) for k, ms in family["builds"][side].items()} for side in family["builds"]]
-        table.add_row(name, *(f"{sides[0][k]:.1f}, {sides[1][k]:.1f}" for k in sides[0]))
+        sides = (map(statistics.median, side.values()) for side in family[kind].values())
+        table.add_row(name, *(", ".join(f"{ms:.1f}" for ms in side) for side in sides))
     console.print(table)
 
 
@@ -253,8 +367,9 @@ def main(runs: int, cycles: int, families: tuple[str, ...], out: Path | None) ->
         measured = measure(loops, runs, cycles)
         print_loops(console, name, len(model.layers), measured, remarks)
         found[name] = {"layers": len(model.layers), "loops": measured, "remarks": remarks}
-        found[name]["builds"] = builds(name, 3 * runs)
-    print_builds(console, found)
+        found[name] |= {"replays": replays(name, 5 * runs), "builds": builds(name, 3 * runs)}
+    print_builds(console, "replaying a cycle as on a Mac", "replays", found)
+    print_builds(console, "building a cycle's graph as on a Mac", "builds", found)
     line = json.dumps({"environment": environment(), "cycles": cycles, "runs": runs, "families": found})
     print(line)
     if out:

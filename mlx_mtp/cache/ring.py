@@ -121,7 +121,8 @@ class SlidingKVCache(LinearKVCache):
     def _visible(self, rows: int) -> slice:
         if isinstance(self.offset, int) and self.offset < self.window:
             return slice(min(self.start, self.offset), self.offset + rows)
-        return slice(0, min(self.ring.slots, round_up(self.limit + rows)))
+        slots, stop = self.ring.slots, self.limit + rows
+        return slice(0, slots if stop >= slots else min(slots, round_up(stop)))
 
     def used(self) -> Parts:
         return self.parts

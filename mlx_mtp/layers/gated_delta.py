@@ -77,7 +77,7 @@ class GatedDelta:
         return gated_norm(y, z, self.norm.weight, self.norm.eps)
 
     def _normed(self: Any, qk: mx.array) -> list[mx.array]:
-        """Norm and scale queries and keys [1, S, 2 Hk, Dk] as mlx-lm's `normalize_qk`, by one norm: [1, S, Hk, Dk]."""
+        """Norm and scale q and k, side by side [1, S, 2 Hk, Dk], as mlx-lm's `normalize_qk`: [1, S, Hk, Dk] each."""
         scale = self.head_k_dim**-0.5
         q, k = mx.split(mx.fast.rms_norm(qk, None, 1e-6 * scale**2), 2, axis=2)
         return [q * scale**2, k * scale]
@@ -131,7 +131,7 @@ def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
         state = after if count is None else mx.where(count, after, state)
         if query is not None:
             outputs.append((after * query).sum(-1))
-    y = mx.concatenate(outputs).reshape(1, S, Hv, Dv).astype(q.dtype) if outputs else None
+    y = None if q is None else mx.concatenate(outputs).reshape(1, S, Hv, Dv).astype(q.dtype)
     return y, state.reshape(1, Hv, Dv, Dk)
 
 
