@@ -43,14 +43,14 @@ class Text:
         """Count the last tokens that have occurred before in this order: 0, or SHORTEST to LONGEST."""
         if self._size <= SHORTEST:
             return 0
-        text, runs = self.tokens, self._runs[SHORTEST - 1 : self._size]
+        runs = self._runs[SHORTEST - 1 : self._size]
         ends = np.flatnonzero(runs[:-1] == runs[-1])[-CANDIDATES:] + SHORTEST
-        length = SHORTEST if ends.size else 0
-        while ends.size and length < LONGEST:
-            ends = ends[ends > length]
-            ends = ends[text[ends - length - 1] == text[-length - 1]]
-            length += bool(ends.size)
-        return length
+        if not ends.size:
+            return 0
+        last = self.tokens[: -LONGEST - 1 : -1]
+        before = ends[:, None] - np.arange(1, last.size + 1)
+        same = (self.tokens[before] == last) & (before >= 0)
+        return int(np.logical_and.accumulate(same, axis=1).sum(axis=1).max())
 
     def continued(self, end: int, tokens: mx.array, right: mx.array, k: int) -> mx.array:
         """Draft what followed the longest match's last occurrence, int32 [k], behind `end` tokens and `tokens` [R].

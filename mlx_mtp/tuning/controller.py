@@ -9,10 +9,10 @@ import copy
 import math
 from collections import deque
 
-from .costs import FAR, FRESH, KEPT, LOST, Costs
+from .costs import FAR, KEPT, LOST, Costs
 from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 
-SHARE = 0.015  # of a plain step, what each step adds to the budget
+SHARE = 0.012  # of a plain step, what each step adds to the budget
 GUESS, WEIGHT = 0.6, 2.0  # the share of right drafts while none were seen, and as how many drafts that counts
 CURIOUS, DOUBT = 0.3, 0.7  # of its rate, by which a plan, and the plain step, is thought better while not measured
 
@@ -26,7 +26,7 @@ class Controller:
 
     def __init__(self, *, max_drafts: int, max_lookup: int = 0, p_min: bool = False, known: Costs | None = None):
         self.costs = copy.deepcopy(known) or Costs()
-        self.costs.pace, self.costs.fresh = None, FRESH
+        self.costs.pace = None
         self.costs.budget = min(self.costs.budget, LOST)
         self.heads = [Plan("heads", k) for k in ladder(max_drafts)]
         self.lookups = [Plan("lookup", k) for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]
@@ -64,7 +64,7 @@ class Controller:
         if self._risks:
             self._risks.popleft()
         did = Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
-        steps = costs.steps(did) + costs.row * cycle.caught_up
+        steps = costs.steps(did) + costs.reading(cycle.caught_up)
         if cycle.seconds is not None and plan.p_min:
             steps = min(cycle.seconds / costs.seconds, math.exp(FAR) * steps)
         elif cycle.seconds is not None:
@@ -95,7 +95,7 @@ class Controller:
 
     def _choices(self, matched: int, behind: int) -> list[Choice]:
         """List all that may be drafted now."""
-        costs, rows = self.costs, self.costs.row * behind
+        costs, rows = self.costs, self.costs.reading(behind)
         tokens = self._tokens("heads", self.heads)
         choices = [Choice(p, n, costs.steps(p), rows) for p, n in zip(self.heads, tokens, strict=True)]
         if self.confident:  # how far it goes differs from text to text: nothing tells its rate but itself

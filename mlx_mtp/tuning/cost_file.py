@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..machine.remembered import RememberedFile, machine
-from .costs import LOST, Costs
+from .costs import FEW, LOST, Costs
 from .plan import PLAIN, Plan
 
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ def to_json(costs: Costs) -> dict[str, Any]:
     """Give what `from_json` reads: seconds per plan, plain steps, counts of drafts."""
     seconds = [[p.source, p.k, math.exp(level + (costs.pace or 0.0))] for p, level in costs.levels.items()]
     kept = {"counts": costs.counts, "budget": costs.budget, "elapsed": costs.elapsed, "again": costs.again}
-    return {"seconds": seconds, "catch_up": costs.row, **kept}
+    return {"seconds": seconds, "wake": costs.wake, "catch_up": costs.row, **kept}
 
 
 def from_json(kept: Any) -> Costs:
@@ -66,13 +66,14 @@ def from_json(kept: Any) -> Costs:
         spent = {Plan(source, k): seconds for source, k, seconds in kept["seconds"]}
         costs.levels = {plan: math.log(seconds / spent[PLAIN]) for plan, seconds in spent.items()}
         costs.row, costs.counts = float(kept["catch_up"]), kept.get("counts", {})
+        costs.wake = float(kept.get("wake", FEW * costs.row))
         costs.elapsed, costs.again = float(kept.get("elapsed", 0.0)), dict(kept.get("again", {}))
         costs.budget = min(float(kept.get("budget", LOST)), LOST)
         good = all(p.source in ("heads", "lookup") and type(p.k) is int and 0 <= p.k <= 64 for p in costs.levels)
         pairs = [pair for kind in costs.counts.values() for pair in kind]
         good = good and all(len(pair) == 2 and all(0 <= n < math.inf for n in pair) for pair in pairs)
-        numbers = (costs.row, costs.budget, costs.elapsed, *costs.again.values(), *costs.levels.values())
-        good = good and all(map(math.isfinite, numbers)) and min(*spent.values(), costs.row) > 0
+        numbers = (costs.wake, costs.row, costs.budget, costs.elapsed, *costs.again.values(), *costs.levels.values())
+        good = good and all(map(math.isfinite, numbers)) and min(*spent.values(), costs.row) > 0 <= costs.wake
     except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise ValueError(f"no costs: {kept!r}") from e
     if not good:

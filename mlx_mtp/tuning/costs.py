@@ -2,7 +2,7 @@
 
 The logarithm of a cycle's seconds is the machine's pace, which is a plain step's, plus the level of what it did.
 Both follow what is measured: a level is a mean whose older cycles fade, the pace takes a share of each surprise. What
-was never measured lies straight between, or beyond, what was.
+was never measured lies straight between, or beyond, what was. Idle heads pay for waking, and for each row.
 """
 
 import math
@@ -10,9 +10,9 @@ import math
 from .plan import PLAIN, Plan
 
 LOST = 3.0  # plain steps that drafting may lose at once
-FRESH = 3  # cycles of a text, slow ones, of which the fastest tells the pace
-SLOPE, ROW = 0.25, 0.01  # plain steps of a draft, and of a row that idle heads catch up, until one is measured
-KEPT = 0.98  # of the weight of what was measured or counted, what each cycle leaves
+SLOPE, ROW = 0.25, 0.01  # plain steps of a draft, and of a row that idle heads read, until one is measured
+FEW = 10  # rows that cost as much as waking until it is measured; readings of more tell most of a row
+KEPT = 0.985  # of the weight of what was measured or counted, what each cycle leaves
 PACE = 0.15  # of a surprise, the share that is the machine's
 FAR = 1.0  # of a logarithm, from which on a cycle was too slow by accident: a pause, a kernel that is compiled
 
@@ -24,19 +24,22 @@ class Costs:
         self.levels = {PLAIN: 0.0}  # logarithms of plain steps
         self.weights = {PLAIN: 0.0}  # cycles that each rests on
         self.pace: float | None = None  # logarithm of seconds; None: this text has measured nothing
-        self.fresh = FRESH
         self.unsure = 3  # plain steps that come first: beside them all is judged
-        self.row = ROW  # plain steps per row that idle heads read
+        self.wake, self.row = FEW * ROW, ROW  # plain steps of idle heads' waking, and per row that they then read
         self.counts: dict[str, list[list[float]]] = {}  # per kind of drafts and depth: right ones, and all
         self.budget = LOST  # plain steps that drafting may lose
         self.elapsed = 0.0  # plain steps
         self.again: dict[str, float] = {}  # per kind of drafts that do not seem to pay, when they are tried again
-        self._odd: Plan | str | None = None  # what the last cycle did, if it was too slow to be believed
+        self._odd: Plan | str | None = None  # what the last cycle did, if its seconds were not to be believed
 
     @property
     def seconds(self) -> float:
         """Estimate a plain step's."""
         return math.exp(self.levels[PLAIN] + (self.pace or 0.0))
+
+    def reading(self, rows: int) -> float:
+        """Estimate the plain steps in which idle heads wake up and read what they have missed."""
+        return self.wake + self.row * rows if rows else 0.0
 
     def steps(self, plan: Plan) -> float:
         """Estimate what a cycle costs in plain steps; drafts are never free."""
@@ -52,32 +55,31 @@ class Costs:
 
     def observe(self, plan: Plan, seconds: float, caught_up: int = 0) -> float:
         """Learn from one cycle, in which idle heads read `caught_up` rows; return its plain steps, no accidents."""
-        rows, steps = self.row * caught_up, self.steps(plan)
-        if plan not in self.levels:
-            self.levels[plan], self.weights[plan] = math.log(steps) + self.levels[PLAIN], 0.5
-        took = math.log(seconds / (steps + rows)) - self.levels[PLAIN]
-        pace = took if self.pace is None else self.pace
-        if self.fresh:  # a text's first cycles are slow
-            self.fresh, pace = self.fresh - 1, min(pace, took)
-        self.pace, surprise = pace, took - pace
+        expected = self.steps(plan) + self.reading(caught_up)
+        took = math.log(seconds / expected) - self.levels[PLAIN]
+        self.pace = took if self.pace is None else self.pace
+        surprise = took - self.pace
         odd = None if abs(surprise) < FAR else plan if surprise > 0 else "too fast"
-        if odd and odd != self._odd:
-            pass
-        elif odd == "too fast":
-            self.pace = took
-        else:
-            self._learn(plan, surprise, rows / (steps + rows))
+        if odd in (None, self._odd):
+            self._learn(plan, surprise, caught_up)
         if odd or self._odd in (plan, "too fast"):
             self._odd = odd
-        return (steps + rows) * math.exp(min(surprise, FAR))
+        return expected * math.exp(min(surprise, FAR))
 
-    def _learn(self, plan: Plan, surprise: float, of_rows: float) -> None:
+    def _learn(self, plan: Plan, surprise: float, caught_up: int) -> None:
+        """Lay a surprise on pace and plan; where heads woke up for a plan that is known, on their reading alone."""
         assert self.pace is not None
-        surprise = min(surprise, FAR)
-        self.row *= math.exp(of_rows * surprise)
-        for known in self.weights:
-            self.weights[known] *= KEPT
-        gain = 1 / (1 + self.weights[plan]) if len(self.levels) > 1 else 0.0
-        self.weights[plan] += 1
-        self.levels[plan] += (1 - of_rows) * gain * surprise
-        self.pace += (1 - of_rows) * (1 - gain) * PACE * surprise
+        if surprise < -FAR:  # the pace was a pause's
+            self.pace += surprise
+            return
+        surprise, steps, reading = min(surprise, FAR), self.steps(plan), self.reading(caught_up)
+        share = 1.0 if caught_up and self.weights.get(plan, 0.0) >= 1 else reading / (steps + reading)
+        if caught_up:
+            missed, rows = share * (steps + reading) * math.expm1(surprise), caught_up / FEW
+            gain = 0.5 * missed / (1 + rows**2)
+            self.wake, self.row = max(self.wake + gain, 0.0), max(self.row + gain * rows / FEW, ROW / 10)
+        self.weights = {p: KEPT * weight for p, weight in {plan: 0.5 / KEPT, **self.weights}.items()}
+        gain = 1 / (1 + self.weights[plan]) if len(self.weights) > 1 else 0.0
+        self.weights[plan] += 1 - share
+        self.levels[plan] = math.log(steps) + self.levels[PLAIN] + (1 - share) * gain * surprise
+        self.pace += (1 - share) * (1 - gain) * PACE * surprise

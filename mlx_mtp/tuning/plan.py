@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 SHORTEST = 3  # tokens that must have occurred before
-STAY = 16  # cycles over which a catch-up of the heads is paid off
+STAY = 8  # cycles over which a catch-up of the heads is paid off
 
 
 @dataclass(frozen=True)
