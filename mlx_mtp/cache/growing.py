@@ -91,7 +91,8 @@ class LinearKVCache(LayerCache):
         self._grow(rows, new)
         self._write(new)
         view, parts = self._visible(rows), self.parts
-        self.offset = self.once(operator.add, self.offset, rows)
+        offset = self.offset
+        self.offset = offset + rows if isinstance(offset, int) else self.once(operator.add, offset, rows)
         self.limit += rows
         if view.start or view.stop < self.capacity:
             parts = tuple([part[:, :, view] for part in parts])  # an ellipsis takes four times as long

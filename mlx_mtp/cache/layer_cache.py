@@ -1,6 +1,5 @@
 """State what the cache of one layer offers, and what caches ask of the model that they belong to."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,13 +14,12 @@ class OncePerPass:
     def __init__(self):
         self._last: dict[Callable, tuple] = {}
 
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Return fn(*args), as the last time where these are the very same objects."""
-        known, found = self._last.get(fn, ((), None))
-        if len(known) != len(args) or not all(map(operator.is_, known, args)):
-            found = fn(*args)
-            self._last[fn] = args, found
-        return found
+    def __call__(self, fn: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        """Return fn(a, b), as the last time where a and b are the very same objects."""
+        known = self._last.get(fn)
+        if known is None or known[0] is not a or known[1] is not b:
+            known = self._last[fn] = a, b, fn(a, b)
+        return known[2]
 
 
 class LayerCache:

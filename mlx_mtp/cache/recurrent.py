@@ -80,7 +80,7 @@ class RecurrentCache(LayerCache):
             self.offset += rows
             # A copy: a slice would keep the rows of the whole prompt alive.
             kept = mx.take(convolved, self.once(mx.arange, rows, convolved.shape[1]), axis=1)
-            self.parts = (self.once(on_device, self.offset), after, kept)
+            self.parts = (mx.array([self.offset]), after, kept)
         else:
             self.parts = (self.offset, before, convolved, *tape)
             self.offset = self.once(operator.add, self.offset, rows)
@@ -103,8 +103,3 @@ def positions_from(start: mx.array, rows: int) -> mx.array:
 def first(n: mx.array, rows: int) -> mx.array:
     """Mark the first n of `rows` rows, for n int32 [1]: [1, rows]."""
     return mx.arange(rows)[None] < n
-
-
-def on_device(position: int) -> mx.array:
-    """Put a position on the device, int32 [1]."""
-    return mx.array([position])
