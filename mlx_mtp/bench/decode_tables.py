@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from rich import box
@@ -55,9 +56,7 @@ class Row:
         return all(m is not None and m.conclusive for m in ratios or [self.speed])
 
 
-def setting_of(measured: dict[str, Any]) -> Setting:
-    """The setting of an entry of a result, or of a difference."""
-    return measured["context"], measured["kv_bits"], measured["mtp_kv_bits"]
+setting_of = itemgetter("context", "kv_bits", "mtp_kv_bits")  # the Setting of a result's entry, or of a difference
 
 
 def settings(found: dict[str, Any]) -> list[Setting]:
@@ -178,13 +177,10 @@ def unlike(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         names = UNLIKE if part == "environment" else sorted(before[part].keys() | after[part].keys())
         pairs = [(name, before[part].get(name), after[part].get(name)) for name in names]
         lines += [f"{part}: {name} was {old!r}, is {new!r}" for name, old, new in pairs if old != new]
-    old, new = (
-        [((*setting_of(e), e["category"], e["contender"], e["prompt_tokens"]), e["text"]) for e in found["entries"]]
-        for found in (before, after)
-    )
-    texts = dict(old)
-    other = sum(texts.get(key, text) != text for key, text in new)
-    return [*lines, *([f"texts: {other} of {len(new)} are others"] if other else [])]
+    place = itemgetter("context", "kv_bits", "mtp_kv_bits", "category", "contender", "prompt_tokens")
+    texts = {place(entry): entry["text"] for entry in before["entries"]}
+    other = sum(texts.get(place(entry), entry["text"]) != entry["text"] for entry in after["entries"])
+    return [*lines, *([f"texts: {other} of {len(after['entries'])} are others"] if other else [])]
 
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> Table:

@@ -45,9 +45,8 @@ def published() -> list[Any]:
     Speeds are in tokens/s, acceptance is accepted of all drafted, a context in thousands ("32k"). kv_cache,
     mtp_kv_cache: types of the target's and of the heads' caches; the latter empty where it is the same.
     """
-    lines = [line for line in FILE.read_text().splitlines() if not line.startswith("#")]
     found = []
-    for row in csv.DictReader(lines):
+    for row in csv.DictReader(line for line in FILE.read_text().splitlines() if not line.startswith("#")):
         caches = row["kv_cache"], row["mtp_kv_cache"] or row["kv_cache"]
         figures = {name: float(row[name]) for name in (*SHOWN, "cycle_cost_in_plain_steps")}
         figures["num_draft_tokens"] = int(row["num_draft_tokens"])

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import deepseek_v3, glm4_moe, mimo_v2_flash, qwen3_5, step3p5
+from mlx_lm.models import deepseek_v3, glm4_moe, qwen3_5, step3p5
+from mlx_lm.models.mimo_v2_flash import Attention as MiMoAttention
 from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mlx_lm.models.step3p5 import Step3p5Attention
@@ -112,10 +113,7 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Qwen3.6-27B attention": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention))),
     "Qwen3.6-27B attention, 8 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=8)),
     "Qwen3.6-27B attention, 4 bits": ("verify_attention", lambda: attention(qwen(Qwen3NextAttention), bits=4)),
-    "MiMo-V2-Flash sliding attention": (
-        "verify_attention",
-        lambda: attention(mimo_v2_flash.Attention(MIMO, True), 128),
-    ),
+    "MiMo-V2-Flash sliding attention": ("verify_attention", lambda: attention(MiMoAttention(MIMO, True), 128)),
     "DeepSeek-V3 attention": ("verify_latent_attention", lambda: latent(128)),
     "DeepSeek-V3 queries per head": ("verify_qmm_heads", lambda: per_head(512, 128)),
     "Step-3.5 experts": ("verify_moe", lambda: experts(288, 1280, 4096, 8)),

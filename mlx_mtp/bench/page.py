@@ -78,9 +78,9 @@ def tables_of(found: Found) -> Iterator[Table]:
         case "kernels":
             yield speed_table([Compared(**line) for line in found["found"]])
         case "profile":
-            tokens, names = [0] * found["tokens"], found["seconds"].keys()
-            rounds = zip(zip(*found["seconds"].values(), strict=True), found["wall"], strict=True)
-            timers = [Timer(dict(zip(names, s, strict=True)), tokens, found["cycles"], wall) for s, wall in rounds]
+            tokens, cycles, phases = [0] * found["tokens"], found["cycles"], found["seconds"].items()
+            rounds = [({name: seconds[i] for name, seconds in phases}, wall) for i, wall in enumerate(found["wall"])]
+            timers = [Timer(seconds, tokens, cycles, wall) for seconds, wall in rounds]
             made = lines(Profile(timers, found["undisturbed"]), found["operations"], found["bytes"])
             title = f"{named(found['model'])}, {found['options']['k']} drafts per cycle"
             yield phase_table(made, Bandwidth(**found["bandwidth"]), title)

@@ -34,14 +34,10 @@ class Theme:
     series: tuple[str, ...]
 
 
-LIGHT = Theme(
-    *("#ffffff", "#1a1a1a", "#d4d7dc"),
-    series=("#0072b2", "#d55e00", "#009e73", "#785ef0", "#00525b", "#999933", "#4a4f57", "#9aa1ab"),
-)
-DARK = Theme(
-    *("#14171c", "#e8eaed", "#3b414a"),
-    series=("#56b4e9", "#d55e00", "#c8f08f", "#785ef0", "#cc6677", "#f0e442", "#f4f5f7", "#7c8592"),
-)
+ON_LIGHT = "#0072b2", "#d55e00", "#009e73", "#785ef0", "#00525b", "#999933", "#4a4f57", "#9aa1ab"
+ON_DARK = "#56b4e9", "#d55e00", "#c8f08f", "#785ef0", "#cc6677", "#f0e442", "#f4f5f7", "#7c8592"
+LIGHT = Theme(paper="#ffffff", ink="#1a1a1a", faint="#d4d7dc", series=ON_LIGHT)
+DARK = Theme(paper="#14171c", ink="#e8eaed", faint="#3b414a", series=ON_DARK)
 MARKERS = "osD^vP*X"
 DODGE = 0.06  # of one place on the x-axis, between series whose intervals would hide each other
 

@@ -6,7 +6,7 @@ loop itself overlaps them, and builds the next cycle while one runs; what that s
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -153,11 +153,8 @@ class Profile:
 
 def profile(work: Workload, *, rounds: int, cooldown: float = 0.0) -> Profile:
     """Time `rounds` generations of the workload phase by phase, and as many undisturbed ones, in turn."""
-    turns: dict[str, Callable[[], Any]] = {
-        "profiled": lambda: decode_in_phases(work, Timer()),
-        "undisturbed": lambda: undisturbed(work),
-    }
+    turns: list[Any] = [lambda: decode_in_phases(work, Timer()), lambda: undisturbed(work)]
     with wired_limit(work.model):
-        timers, plain = interleaved(turns, rounds, cooldown=cooldown).values()
+        timers, plain = interleaved(dict(enumerate(turns)), rounds, cooldown=cooldown).values()
     assert all(t.tokens == tokens for t in timers for tokens, _ in plain), "the profiled text is another one"
     return Profile(timers, [seconds for _, seconds in plain])

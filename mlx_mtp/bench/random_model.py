@@ -48,14 +48,18 @@ def shaped_model(
     states for them, or mlx-lm's rules for the family.
     Raises ValueError, in one line, for a file that is none, a family without a port, or sizes that do not fit.
     """
-    config = _read(file)
-    port = find_port(config)
+    try:
+        with one_line(f"{file}: not valid JSON", (ValueError, RecursionError)):
+            config = json.loads(file.read_text())
+    except OSError as e:
+        raise ValueError(f"{file}: cannot be read ({e.strerror})") from None
+    port = find_port(config := checked_config(config, file))
     if port is None:
         names = ", ".join(port_names())
         raise ValueError(f"{file}: model_type {config['model_type']!r} has no port; allowed are {names}")
     config = config if layers is None else first_layers(config, layers)
     heads = head_count(config, port.Model.SPEC) if mtp else 0
-    stated = config.get("quantization") or {}
+    stated: dict = config.get("quantization") or {}
     bits, group_size = bits or stated.get("bits", 4), group_size or stated.get("group_size", 64)
     with one_line(f"{file}: no model can be built from it", MISBUILT):
         model = port.Model(build.read_args(port, file, config), heads, port.Model.SPEC.resolve(()))
@@ -65,35 +69,23 @@ def shaped_model(
     return model, config
 
 
-def _read(file: Path) -> dict:
-    try:
-        with one_line(f"{file}: not valid JSON", (ValueError, RecursionError)):
-            config = json.loads(file.read_text())
-    except OSError as e:
-        raise ValueError(f"{file}: cannot be read ({e.strerror})") from None
-    return checked_config(config, file)
-
-
 def head_count(config: dict, spec: Any) -> int:
     """Count the heads that config.json declares, or a family usually has; 0 for a family that has none."""
     if not spec.tensors:
         return 0
-    text, usual = _text(config), UNDECLARED[spec.topology]
+    text, usual = config.get("text_config", config), UNDECLARED[spec.topology]
     return min(usual, next((text[name] for name in DECLARED if name in text), usual))
 
 
 def first_layers(config: dict, layers: int) -> dict:
     """Cut a config.json to its first layers, but for what heads behind them have; ValueError for another number."""
-    text, total = _text(config), _text(config).get("num_hidden_layers")
+    text = config.get("text_config", config)
+    total = text.get("num_hidden_layers")
     if not isinstance(total, int) or not 0 < layers <= total:
         raise ValueError(f"layers={layers}: allowed is 1 to {total}, the number that config.json has")
     cut = {name: _first(name, value, layers, total) for name, value in text.items()}
     cut["num_hidden_layers"] = layers
     return {**config, "text_config": cut} if "text_config" in config else cut
-
-
-def _text(config: dict) -> dict:
-    return config.get("text_config", config)
 
 
 def _first(name: str, value: Any, layers: int, total: int) -> Any:

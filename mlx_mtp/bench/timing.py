@@ -126,9 +126,8 @@ class Timed:
     def __call__(self) -> float:
         """Seconds of a call."""
         starts = [self.start + i * self.steps for i in range(REPEATS)]
-        own, waiting = (
-            min(chain_seconds(chain, self.steps, start) for start in starts) for chain in (self.calls, self.links)
-        )
+        chains = [[chain_seconds(chain, self.steps, at) for at in starts] for chain in (self.calls, self.links)]
+        own, waiting = map(min, chains)
         self.start += REPEATS * self.steps
         return max(own - waiting, 1e-9) / self.steps
 

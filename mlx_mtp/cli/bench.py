@@ -13,10 +13,8 @@ from .options import GIVEN
 
 MOST_ROWS, QUICK_ROWS = 8, 4
 # Which tables of `mlx-mtp emulate` set an op beside MLX's own kernels.
-BESIDE = {
-    **dict.fromkeys(("verify_qmm", "verify_glu", "verify_qmm_mma", "verify_gemv"), "products"),
-    **{"verify_attention": "attention", "verify_moe": "experts", "verify_head": "head"},
-}
+BESIDE = {"verify_attention": "attention", "verify_moe": "experts", "verify_head": "head"}
+BESIDE |= dict.fromkeys(("verify_qmm", "verify_glu", "verify_qmm_mma", "verify_gemv"), "products")
 CONTEXT = 4096
 
 

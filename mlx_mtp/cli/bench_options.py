@@ -100,8 +100,7 @@ def cooldown_of(flags: dict[str, Any]) -> float:
     """Take the rest asked for, in seconds, else one on a GPU and none on a CPU."""
     import mlx.core as mx
 
-    on_gpu = mx.default_device() != mx.Device(mx.cpu)
-    return flags["cooldown"] if flags["cooldown"] is not None else float(on_gpu)
+    return float(mx.default_device() != mx.Device(mx.cpu)) if flags["cooldown"] is None else flags["cooldown"]
 
 
 def bar() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:

@@ -49,10 +49,9 @@ def cache_prompt(**flags: Any) -> None:
     tokens = prefix.settled(tokenizer)
     if not tokens:
         raise click.UsageError("the prompt is too short: none of its tokens is certain before what follows is known")
-    stats = _save(model, tokens, prefix, flags)
+    stats, file = _save(model, tokens, prefix, flags), flags["prompt_cache_file"]
     if not flags["quiet"]:
-        size = flags["prompt_cache_file"].stat().st_size
-        click.echo(f"Prompt: {len(tokens)} tokens, {size / 1e6:.1f} MB in {flags['prompt_cache_file']}")
+        click.echo(f"Prompt: {len(tokens)} tokens, {file.stat().st_size / 1e6:.1f} MB in {file}")
         click.echo(f"Peak memory: {stats.peak_memory / 1e9:.3f} GB")
 
 

@@ -177,11 +177,8 @@ class Totals:
         drafts = [mtp_state(session)]
         if drafting.cycles:
             rates = " / ".join(f"{rate:.0%}" for rate in drafting.acceptance)
-            drafts += [
-                f"{drafting.drafts_per_cycle:.1f} verified",
-                f"{drafting.tokens_per_cycle:.2f} tokens per cycle",
-            ]
-            drafts.append(f"accepted {rates}")
+            per_cycle = f"{drafting.tokens_per_cycle:.2f} tokens per cycle"
+            drafts += [f"{drafting.drafts_per_cycle:.1f} verified", per_cycle, f"accepted {rates}"]
         caches = [f"caches {session.cache.offset:,} tokens, {session.cache.nbytes / 1e6:.1f} MB"]
         caches.append(f"peak {every.peak_memory / 1e9:.2f} GB")
         return [" · ".join(parts) for parts in (turns, drafts, caches)]

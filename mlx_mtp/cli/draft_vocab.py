@@ -72,13 +72,11 @@ def draft_vocab(
 
 def _read(names: Iterable[str]) -> Iterator[str]:
     """Read files, directories and '-', standard input; what is no UTF-8 is skipped, and said to be."""
-    for name in names:
-        for file in [None] if name == "-" else _files(Path(name)):
-            try:
-                raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
-                yield raw.decode()
-            except UnicodeDecodeError:
-                click.echo(f"skipped: {file or 'standard input'} is not UTF-8 text", err=True)
+    for file in (file for name in names for file in ([None] if name == "-" else _files(Path(name)))):
+        try:
+            yield (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode()
+        except UnicodeDecodeError:
+            click.echo(f"skipped: {file or 'standard input'} is not UTF-8 text", err=True)
 
 
 def _files(path: Path) -> list[Path]:

@@ -58,9 +58,8 @@ def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), row
     columns = ("kernel", "M", *BUFFERS, "KiB requested", "lines per access")
     title = f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated"
     table = _counts_table(title, columns, _by_kernel(_products(stock, *shape), range(1, rows + 1)))
-    table.caption = (
-        "lines per access: lines of 64 bytes that 32 lanes of a simdgroup touch in one read of the weights"
-    )
+    touched = "lines of 64 bytes that 32 lanes of a simdgroup touch in one read of the weights"
+    table.caption = f"lines per access: {touched}"
     return table
 
 

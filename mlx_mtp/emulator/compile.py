@@ -49,19 +49,7 @@ PREFIX = """\
 #include "mlx/backend/metal/kernels/utils.h"
 #pragma GCC poison double
 """
-ENTRY = """
-# 1 "emulator"
-#define EMULATED_UINT3(a) uint3(a[0], a[1], a[2])
-extern "C" {{
-extern __attribute__((visibility("hidden"))) char __ehdr_start, _end;
-__attribute__((visibility("default"), no_sanitize("kernel-address", "coverage", "undefined")))
-void emulated_entry(void** arguments, const EmulatedThread* t) {{
-  {call};
-}}
-__attribute__((visibility("default"), no_sanitize("kernel-address", "coverage", "undefined")))
-char* emulated_bound(int high) {{ return high ? &_end : &__ehdr_start; }}
-}}
-"""
+ENTRY = Path(__file__).with_name("entry.cpp").read_text()
 
 
 def cache_directory() -> Path:
@@ -183,7 +171,7 @@ def translation_unit(signature: Signature, source: str, header: str, name: str) 
     file = _file(name)
     return (
         f'{PREFIX}# 1 "{file}.h"\n{header}\n# 1 "{file} signature"\n{signature.head}'
-        f'# 1 "{file}.metal"\n{source}\n}}\n' + ENTRY.format(call=entry_call(signature))
+        f'# 1 "{file}.metal"\n{source}\n}}\n' + ENTRY.replace("KERNEL_CALL", entry_call(signature))
     )
 
 

@@ -82,13 +82,11 @@ class MetalKernel:
         if group[0] * group[1] * group[2] > MAX_THREADS:
             raise ValueError(f"threadgroup is {group}: {np.prod(group)} threads; it may have {MAX_THREADS}")
         group = tuple(min(t, g) for t, g in zip(group, threads, strict=True))
-        for what, given, names in (
-            ("inputs", inputs, self.input_names),
-            ("output_shapes", output_shapes, self.output_names),
-            ("output_dtypes", output_dtypes, self.output_names),
-        ):
-            if len(given) != len(names):
-                raise ValueError(f"{what} has {len(given)} entries; kernel {self.name} needs {len(names)}")
+        given = {"inputs": inputs, "output_shapes": output_shapes, "output_dtypes": output_dtypes}
+        for what, entries in given.items():
+            needed = len(self.input_names if what == "inputs" else self.output_names)
+            if len(entries) != needed:
+                raise ValueError(f"{what} has {len(entries)} entries; kernel {self.name} needs {needed}")
         if stream is not None and getattr(stream, "device", stream) in (mx.cpu, mx.Device(mx.cpu)):
             raise ValueError("stream is on the CPU; a Metal kernel's is on the GPU")
         arrays = _values(inputs)
@@ -215,12 +213,9 @@ def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
     with ExitStack() as undo:
         emulations.append((options or EmulatorOptions(), launches))
         undo.callback(emulations.pop)
-        for owner, name, value in (
-            (mx.fast, "metal_kernel", metal_kernel),
-            (mx.metal, "is_available", lambda: True),
-            (mx, "default_device", lambda: gpu),
-        ):
-            _replace(undo, owner, name, value)
+        _replace(undo, mx.fast, "metal_kernel", metal_kernel)
+        _replace(undo, mx.metal, "is_available", lambda: True)
+        _replace(undo, mx, "default_device", lambda: gpu)
         mx.disable_compile()
         undo.callback(mx.enable_compile)
         for module in [m for m in sys.modules.values() if _makes_kernels(m)]:

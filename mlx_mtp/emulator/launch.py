@@ -185,12 +185,9 @@ class Traffic:
     def __str__(self) -> str:
         """The report as a table, a line per buffer."""
         most = f"{self.max_barriers} barriers, {self.max_collectives} collectives"
-        lines = [
-            f"{self.kernel}: {self.threads} threads; per thread at most {most} (counts of the emulator, no times)"
-        ]
-        lines.append(
-            f"{'buffer':<24} {'read':>12} {'distinct':>12} {'re-read':>8} {'written':>12} {'lines/access':>12}"
-        )
+        first = f"{self.kernel}: {self.threads} threads; per thread at most {most} (counts of the emulator, no times)"
+        second = f"{'buffer':<24} {'read':>12} {'distinct':>12} {'re-read':>8} {'written':>12} {'lines/access':>12}"
+        lines = [first, second]
         for b in self.buffers.values():
             read = f"{b.bytes_read:>12} {b.distinct_read:>12} {b.reread:>7.2f}x"
             lines.append(f"{b.name:<24} {read} {b.bytes_written:>12} {b.lines_per_access:>12.1f}")

@@ -3,8 +3,10 @@
 The rules are those of MLX's `metal_kernel.cpp` (0.32).
 """
 
+import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -19,28 +21,8 @@ TYPE_NAMES = {
 }
 
 # Attribute: its type and how the emulator computes it from `t`, what the runtime knows of a thread.
-ATTRIBUTES = {
-    "dispatch_quadgroups_per_threadgroup": ("uint", "t->dispatch_simdgroups * 8"),
-    "dispatch_simdgroups_per_threadgroup": ("uint", "t->dispatch_simdgroups"),
-    "dispatch_threads_per_threadgroup": ("uint3", "EMULATED_UINT3(t->dispatch_size)"),
-    "grid_origin": ("uint3", "uint3(0)"),
-    "grid_size": ("uint3", "EMULATED_UINT3(t->grid_size)"),
-    "quadgroup_index_in_threadgroup": ("uint", "t->index / 4"),
-    "quadgroups_per_threadgroup": ("uint", "t->simdgroups * 8"),
-    "simdgroup_index_in_threadgroup": ("uint", "t->simdgroup"),
-    "simdgroups_per_threadgroup": ("uint", "t->simdgroups"),
-    "thread_execution_width": ("uint", "32u"),
-    "thread_index_in_quadgroup": ("uint", "t->lane % 4"),
-    "thread_index_in_simdgroup": ("uint", "t->lane"),
-    "thread_index_in_threadgroup": ("uint", "t->index"),
-    "thread_position_in_grid": ("uint3", "EMULATED_UINT3(t->grid)"),
-    "thread_position_in_threadgroup": ("uint3", "EMULATED_UINT3(t->local)"),
-    "threadgroup_position_in_grid": ("uint3", "EMULATED_UINT3(t->group)"),
-    "threadgroups_per_grid": ("uint3", "EMULATED_UINT3(t->groups)"),
-    "threads_per_grid": ("uint3", "EMULATED_UINT3(t->grid_size)"),
-    "threads_per_simdgroup": ("uint", "32u"),
-    "threads_per_threadgroup": ("uint3", "EMULATED_UINT3(t->local_size)"),
-}
+LINES = Path(__file__).with_name("attributes.csv").read_text().splitlines()[1:]
+ATTRIBUTES = {name: (type_, value) for name, type_, value in csv.reader(LINES)}
 
 
 class Parameter(NamedTuple):

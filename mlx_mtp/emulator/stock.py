@@ -131,11 +131,9 @@ def gather_qmv(
     k, n, pairs = x.shape[-1], w.shape[-2], rhs_indices.size
     form, header, inputs = _matrices(w, scales, biases)
     name = "gather_qmv_fast" if n % 8 == 0 and k % fast_alignment(bits) == 0 else "gather_qmv"
-    data, strides = (
-        ("biases", "scales_strides, biases_strides") if biases is not None else ("nullptr", "scales_strides")
-    )
+    strides = ", ".join(f"{part}_strides" for part in ("scales", "biases") if part in inputs)
     body = f"""{form}_{name}<T, GS, BITS>(
-        w, scales, {data}, x, lhs_indices, rhs_indices, y, K, N,
+        w, scales, {"biases" if "biases" in inputs else "nullptr"}, x, lhs_indices, rhs_indices, y, K, N,
         BATCH, x_shape, x_strides, BATCH, w_shape, w_strides, {strides},
         BATCH, lhs_indices_shape, lhs_indices_strides, rhs_indices_strides, {POSITION});"""
     indices = {"lhs_indices": lhs_indices.astype(mx.uint32), "rhs_indices": rhs_indices.astype(mx.uint32)}
