@@ -26,7 +26,6 @@ class Controller:
 
     def __init__(self, *, max_drafts: int, max_lookup: int = 0, p_min: bool = False, known: Costs | None = None):
         self.costs = copy.deepcopy(known) or Costs()
-        self.costs.pace = None
         self.costs.budget = min(self.costs.budget, LOST)
         self.heads = [Plan("heads", k) for k in ladder(max_drafts)]
         self.lookups = [Plan("lookup", k) for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]

@@ -23,7 +23,7 @@ class Costs:
     def __init__(self):
         self.levels = {PLAIN: 0.0}  # logarithms of plain steps
         self.weights = {PLAIN: 0.0}  # cycles that each rests on
-        self.pace: float | None = None  # logarithm of seconds; None: this text has measured nothing
+        self.pace: float | None = None  # logarithm of seconds; None: nothing was measured here
         self.unsure = 3  # plain steps that come first: beside them all is judged
         self.wake, self.row = FEW * ROW, ROW  # plain steps of idle heads' waking, and per row that they then read
         self.counts: dict[str, list[list[float]]] = {}  # per kind of drafts and depth: right ones, and all
