@@ -136,14 +136,14 @@ def runtime_library() -> Path:
     return target
 
 
-def _parsed(library: str, name: str, command: list[str], version: str) -> Path:
-    """Lower and parse a library, preprocessed, once for all kernels: for most of them that is most of the work."""
+def _parsed(library: str, command: list[str], version: str) -> Path:
+    """Lower and parse the preprocessed library once for all kernels: for most of them that is most of the work."""
     target = cache_directory() / f"library-{_digest(library, command, version, LOWERING.read_text())}.pch"
     if not target.exists():
         with _unfinished(target) as work:
             (work / "library.h").write_text(_lowered(library))
             embedded = ["-Xclang", "-fmodules-embed-all-files"]  # needs no library.h afterwards
-            _run([*command, *embedded, "-x", "c++-header", f"{work}/library.h", "-o", f"{work}/out"], name)
+            _run([*command, *embedded, "-x", "c++-header", f"{work}/library.h", "-o", f"{work}/out"], "library")
     return target
 
 
@@ -192,10 +192,8 @@ def build(signature: Signature, source: str, header: str, name: str, options: Em
             cpp, preprocessed, made = (str(work / f"kernel.{suffix}") for suffix in ("cpp", "ii", "o"))
             Path(cpp).write_text(text)
             _run([*parse, optimize, *includes, "-E", cpp, "-o", preprocessed], name)
-            # MLX's headers are parsed with the library, but where they name function constants.
-            first = " signature" if "#include" in header and not constants else ".h"
-            library, first_line, kernel = Path(preprocessed).read_text().partition(f'# 1 "{_file(name)}{first}"')
-            precompiled = _parsed(library.replace(cpp, "kernel.cpp"), name, parse, version)
+            library, first_line, kernel = Path(preprocessed).read_text().partition(f'# 1 "{_file(name)}.h"')
+            precompiled = _parsed(library.replace(cpp, "kernel.cpp"), parse, version)
             Path(preprocessed).write_text(_lowered(first_line + kernel, constants))
             # Clang would refuse what was parsed for another level of optimising, on which parsing does not depend.
             parsed = ["-Xclang", "-fno-validate-pch", "-include-pch", str(precompiled), "-x", "c++"]
