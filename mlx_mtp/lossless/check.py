@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
-
 from ..checkpoint.head_self_test import LEAST
 from ..layers.target import Target
 from .compare import PLAIN, Comparison, Drift, Reference, Way, compare, compare_one_pass, drift, ways, worst
-from .heads import LONGEST, Known, kept, right, shares, suspicions
+from .heads import LONGEST, Known, Rights, kept, right, shares, suspicions
 from .prompts import Prompt, built_in, source
 from .rounding_judge import OnePass
 from .sampled import Fit, draw, fit, spread
@@ -146,10 +144,8 @@ def _spread(reference: Reference) -> float:
     return sum(spread(reference.one_pass.logits(place), FIT_TEMP) for place in places[:FIT_TOKENS])
 
 
-def examine(
-    model: Target, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress
-) -> list[list[mx.array]]:
-    """Look at the heads alone; returns where they are `right`, by text and depth."""
+def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress) -> Rights:
+    """Look at the heads alone; returns where they are right."""
     depths = max(len(model.mtp), min(settings.drafts, 2))
     own = [right(model, text, depths) for text in told(texts, "heads", progress)]
     verdict.agreement = shares(own)
@@ -159,9 +155,7 @@ def examine(
     return own
 
 
-def _kept(
-    references: list[Reference], own: list[list[mx.array]], fixed: list[Comparison], modules: int
-) -> tuple[int, int]:
+def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], modules: int) -> tuple[int, int]:
     """Count the drafts that were kept of texts that are the plain ones, and those that the heads have right there."""
     k = min(len(fixed) - 1, modules)
     were = should = 0

@@ -142,8 +142,7 @@ class Reference:
 
 def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
     """Count a way's text of one prompt in; returns its tokens before anything was put right."""
-    done = 0
-    first, stats = reference.generated(way)
+    done, (first, stats) = 0, reference.generated(way)
     text, into.kept[reference.prompt.name] = first, sum(stats.accepted)
     while True:
         into.stats.add(stats)

@@ -16,6 +16,7 @@ from ..checkpoint.parameters import named, same
 from ..layers.target import Target
 
 ROWS = 16  # whose logits are held at a time
+Rights = list[list[mx.array]]  # by text and depth, at which positions a guess is `right`
 USUAL = 0.3  # of depth 1; released heads are right in 60-97%
 CLEARLY = 4.0  # sds
 LONGEST = 1024  # positions of a text
@@ -46,8 +47,7 @@ def right(model: Target, text: Known, depths: int) -> list[mx.array]:
     found, length = [], text.tokens.size
     hidden = model.capture(text.hidden)
     for depth, head in enumerate(model.mtp[:depths]):
-        rows = length - 1 - depth
-        if rows < 1:
+        if (rows := length - 1 - depth) < 1:
             found.append(mx.zeros(0, mx.bool_))
             continue
         (cache,) = make_caches([head.window], starts=[0])
@@ -74,7 +74,7 @@ def right_recycled(model: Target, text: Known) -> mx.array:
     return mx.concatenate(found) if found else mx.zeros(0, mx.bool_)
 
 
-def shares(found: list[list[mx.array]]) -> list[float]:
+def shares(found: Rights) -> list[float]:
     """Compute per depth, over all texts, how often the guess is right."""
     depths = [mx.concatenate(list(depth)) for depth in zip(*found, strict=True)]
     return [depth.astype(mx.float32).mean().item() if depth.size else 0.0 for depth in depths]  # type: ignore[misc]
@@ -91,7 +91,7 @@ def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
     return total
 
 
-def suspicions(model: Target, found: list[list[mx.array]]) -> list[str]:
+def suspicions(model: Target, found: Rights) -> list[str]:
     """Say in words what the shares of right guesses tell about how the heads are wired."""
     share, modules = shares(found), len(model.mtp)
     said = []
@@ -101,10 +101,9 @@ def suspicions(model: Target, found: list[list[mx.array]]) -> list[str]:
         a, b = share[depth - 1 : depth + 1]
         n = sum(text[depth].size for text in found)
         sd = math.sqrt(2 * max(b * (1 - b), 1e-9) / max(n, 1))
-        if b - a > CLEARLY * sd:
-            said.append(f"depth {depth + 1} is right more often than depth {depth} ({b:.0%}, {a:.0%})")
-        elif b < a / 2:
-            said.append(f"depth {depth + 1} is right less than half as often as depth {depth} ({b:.0%}, {a:.0%})")
+        beside = "more often than" if b - a > CLEARLY * sd else "less than half as often as" if b < a / 2 else ""
+        if beside:
+            said.append(f"depth {depth + 1} is right {beside} depth {depth} ({b:.0%}, {a:.0%})")
     for i, j in itertools.combinations(range(modules), 2):
         for part, name in (("block", "layer"), ("head", "LM head")):
             if part in model.mtp[i] and same(named(model.mtp[i][part]), named(model.mtp[j][part])):

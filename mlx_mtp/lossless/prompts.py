@@ -1,5 +1,6 @@
 """Make the prompts: questions, code and prose, one token alone, and documents that end where windows do."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,24 +9,7 @@ from ..cache.ring import MAX_ROWS
 from ..layers.target import Target
 from ..session import render
 
-CHATS = (
-    "How do I read a text file line by line in Python?",
-    "Name three rivers and say, in a sentence each, through which cities they flow.",
-)
-TEXTS = {
-    "code": 'def read_lines(path):\n    """Return the lines of a text file."""\n',
-    "prose": "The lighthouse had stood on the cliff for two hundred years when the keeper first noticed that",
-    "repeats": "name,year,copies\nalpha,1990,3\nbeta,1991,3\ngamma,1992,3\ndelta,1993,3\nepsilon,",
-}
-DOCUMENT = """Section {}. The library opens at nine in the morning and closes at six. Whoever wants to borrow a book
-brings a card to the desk; whoever returns one late pays ten cents for every day. Here is the rule as code:
-
-def fine(days):
-    if days <= {}:
-        return 0
-    return 10 * (days - {})
-
-"""
+BUILT_IN = json.loads(Path(__file__).with_name("prompts.json").read_text("utf-8"))
 SOURCE = 400  # tokens of this package's own source, which the heads alone are tried on
 LONGEST = 8192  # tokens; windows that are longer are not filled
 NO_WINDOW = 240  # tokens of a document where there is none: caches grow behind it
@@ -42,11 +26,11 @@ class Prompt:
 
 def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
     """Make prompts for a model; those through a chat template only where its tokenizer has one."""
-    prompts = []
-    if tokenizer.has_chat_template:
-        prompts = [Prompt(f"chat {i}", chat(tokenizer, question)) for i, question in enumerate(CHATS, 1)]
-    prompts += [Prompt(name, tokenizer.encode(text)) for name, text in TEXTS.items()]
-    prompts.append(Prompt("one token", tokenizer.encode(TEXTS["prose"], add_special_tokens=False)[:1], stops=False))
+    chats = enumerate(BUILT_IN["chats"] if tokenizer.has_chat_template else (), 1)
+    prompts = [Prompt(f"chat {i}", chat(tokenizer, question)) for i, question in chats]
+    prompts += [Prompt(name, tokenizer.encode(text)) for name, text in BUILT_IN["texts"].items()]
+    word = tokenizer.encode(BUILT_IN["texts"]["prose"], add_special_tokens=False)[:1]
+    prompts.append(Prompt("one token", word, stops=False))
     documents = lengths(model, max_tokens).items()
     return prompts + [Prompt(name, document(tokenizer, length), stops=False) for name, length in documents]
 
@@ -67,7 +51,8 @@ def document(tokenizer: Any, length: int) -> list[int]:
     tokens, section = [], 0
     while len(tokens) < length:
         section += 1
-        found = tokenizer.encode(DOCUMENT.format(section, section + 7, section + 7), add_special_tokens=not tokens)
+        text = BUILT_IN["document"].format(section, section + 7, section + 7)
+        found = tokenizer.encode(text, add_special_tokens=not tokens)
         if not found:
             raise ValueError("the tokenizer makes no tokens of a text")
         tokens += found

@@ -38,8 +38,7 @@ class OnePass:
     """A text of L tokens, read from empty caches: `hidden` rows [1, L, H], of the `dtype` the model computes in."""
 
     def __init__(self, model: Any, tokens: list[int]):
-        self.model, self.tokens = model, tokens
-        self.hidden = _read(model, tokens)
+        self.model, self.tokens, self.hidden = model, tokens, _read(model, tokens)
         self.dtype = self.hidden.dtype
 
     def logits(self, position: int) -> np.ndarray:

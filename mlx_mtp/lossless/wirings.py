@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..checkpoint.parameters import named
-from .heads import Known, right, shares
+from .heads import Known, Rights, right, shares
 
 # Norms that a converter may have shifted by one, or not, together.
 NORMS = {
@@ -31,6 +31,7 @@ NO_NORM = r"$"
 EVERY_ORDER = 3  # depths; of more only two at a time change places
 LOST, WON = -3.0, 4.0  # sds of the gain by which a wiring is given up, and is better
 BLOCK = 8  # positions
+Norms = list[tuple[str, mx.array]]  # of a head, by their paths in it
 LEAST_GAIN = 0.02  # of a depth's share
 
 
@@ -105,9 +106,7 @@ def alternatives(model: Any) -> list[Wiring]:
     return found
 
 
-def diagnose(
-    model: Any, texts: list[Known], own: list[list[mx.array]], progress: Callable[[int, int], None]
-) -> list[Better]:
+def diagnose(model: Any, texts: list[Known], own: Rights, progress: Callable[[int, int], None]) -> list[Better]:
     """Find the wirings that are right more often than the model's `own` is on these texts, the best one first."""
     found, wirings = [], alternatives(model)
     for i, wiring in enumerate(wirings):
@@ -115,14 +114,13 @@ def diagnose(
         # What a recycled head is fed shows in its second draft, and nothing else needs that.
         depths = len(own[0]) if "feedback" in wiring.spec else len(model.mtp)
         with wiring.on(model):
-            better = _try(model, wiring, texts, [shown[:depths] for shown in own])
-        found += [better] if better else []
-    return sorted(found, key=lambda better: -better.sds)
+            found.append(_try(model, wiring, texts, [shown[:depths] for shown in own]))
+    return sorted(filter(None, found), key=lambda better: -better.sds)
 
 
-def _try(model: Any, wiring: Wiring, texts: list[Known], own: list[list[mx.array]]) -> Better | None:
+def _try(model: Any, wiring: Wiring, texts: list[Known], own: Rights) -> Better | None:
     """Find what a wiring, which is on, gains over the `own` one; None where it does not, as soon as that is clear."""
-    found: list[list[mx.array]] = []
+    found: Rights = []
     gains, sds = np.zeros(0), 0.0
     for text, before in zip(texts, own, strict=True):
         found.append(right(model, text.shifted(wiring.hidden) if wiring.hidden else text, len(before)))
@@ -144,13 +142,11 @@ def _gains(before: list[mx.array], after: list[mx.array]) -> np.ndarray:
     return total.reshape(-1, BLOCK).sum(axis=1)
 
 
-def _norms(head: Any, path: str) -> list[tuple[str, mx.array]]:
+def _norms(head: Any, path: str) -> Norms:
     return [(name, w) for name, w in named(head).items() if name.endswith("norm.weight") and re.match(path, name)]
 
 
-def _wire(
-    model: Any, spec: Any, heads: list[Any], lm_heads: list[Any], norms: list[list[tuple[str, mx.array]]]
-) -> None:
+def _wire(model: Any, spec: Any, heads: list[Any], lm_heads: list[Any], norms: list[Norms]) -> None:
     """Give the heads their spec, their LM heads (None is the target's) and norms, by their paths."""
     model.spec, model.mtp = spec, heads
     for head, lm_head, weights in zip(heads, lm_heads, norms, strict=True):
