@@ -31,7 +31,7 @@ class LayerCache:
     start:  positions below it hold nothing.
     window: how many last positions it holds, None for all; keep: first positions that it holds beside these.
     config: arguments of `kinds.from_configs` that make this cache again, but for its `parts`; kept in files as JSON.
-    once:   what it shares with the text's other layers. ring: what those of the same window share; None without one.
+    once:   what it shares with the text's other layers.
 
     Facts of a kind: `is_state` (one state of the whole text, no rows), `wraps` (new rows overwrite old ones, so that
     a lower offset does not bring them back), `is_mlx_lm` (mlx-lm's own caches, on which nothing is built ahead).
@@ -39,7 +39,6 @@ class LayerCache:
 
     is_state = wraps = is_mlx_lm = False
     start: int = 0
-    ring: Any = None
     offset: Any
     limit: int
     parts: Any

@@ -117,7 +117,7 @@ class Port(nn.Module):
         x, masks = self.model.embed_tokens(tokens), {}
         stream = [x]
         for layer, c in zip(self.layers, cache, strict=True):
-            kind = type(c), c.ring
+            kind = type(c), getattr(c, "ring", None)
             if kind not in masks:
                 masks[kind] = c.make_mask(x.shape[1], return_array=self.MASK_ARRAY)
             x = layer(x, mask=masks[kind], cache=c)
