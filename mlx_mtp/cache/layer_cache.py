@@ -21,6 +21,10 @@ class OncePerPass:
             known = self._last[fn] = a, b, fn(a, b)
         return known[2]
 
+    def __deepcopy__(self, memo: dict) -> "OncePerPass":
+        """Begin anew: a copy of a cache shares nothing with it, and MLX's functions cannot be copied."""
+        return OncePerPass()
+
 
 class LayerCache:
     """Keys and values, or a state, of one layer for one text (B = 1); these defaults suit what holds no rows.

@@ -1,5 +1,7 @@
 """Roll recurrent layers back: their states are those of reading the accepted rows in turn."""
 
+import copy
+
 import families
 import mlx.core as mx
 import numpy as np
@@ -19,6 +21,17 @@ NAMES = ["nemotron_h", "qwen3_5", "qwen3_next"]
 def text(model, prompt: list[int], n: int, k: int, **options) -> list[int]:
     steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, adaptive=False, **options)
     return [token for token, _, _ in steps]
+
+
+def test_a_copy_of_a_cache_goes_on_by_itself(tmp_path):
+    """As `copy.deepcopy` makes it, which is how mlx-lm's users keep a cache."""
+    model = mlx_mtp.load_model(families.build("qwen3_5", tmp_path)[0])
+    cache = mlx_mtp.make_prompt_cache(model)
+    last = text(model, [1, 2, 3, 4, 5], 6, 2, prompt_cache=cache)[-1]
+    twin = copy.deepcopy(cache)
+    texts = [text(model, [last], 8, 2, prompt_cache=c) for c in (cache, twin)]
+    assert texts[0] == texts[1]
+    assert cache.tokens == twin.tokens
 
 
 @pytest.mark.parametrize("name", sampled(NAMES[::2], NAMES))
