@@ -14,6 +14,7 @@ from .plan import PLAIN, Plan
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
 # The BLAS and its threads, which on a CPU decide what a row costs.
 ENVIRONMENT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+DEAREST = 10  # plain steps per row of a cycle, which no machine takes: a process was stopped, or starved
 
 
 class RememberedCosts:
@@ -74,6 +75,8 @@ def from_json(kept: Any) -> Costs:
         good = good and all(len(pair) == 2 and all(0 <= n < math.inf for n in pair) for pair in pairs)
         numbers = (costs.wake, costs.row, costs.budget, costs.elapsed, *costs.again.values(), *costs.levels.values())
         good = good and all(map(math.isfinite, numbers)) and min(*spent.values(), costs.row) > 0 <= costs.wake
+        # Else such a cost would stay for ever: what seems that dear is not tried again.
+        good = good and all(costs.steps(plan) <= DEAREST * (plan.k + 1) for plan in spent)
     except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise ValueError(f"no costs: {kept!r}") from e
     if not good:

@@ -94,6 +94,7 @@ def costs(seconds, catch_up=0.01):
         costs([["heads", 10**9, 0.1]]),
         costs([["feet", 0, 0.1]]),
         costs([[["heads"], 0, 0.1]]),
+        costs([["heads", 0, 0.1], ["heads", 1, 2.1]]),
         costs([["heads", 0, 0.1]], catch_up=None),
         costs([["heads", 0, 0.1]], catch_up=-1.0),
     ],
