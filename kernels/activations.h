@@ -17,14 +17,10 @@ METAL_FUNC T at_least(T x, T limit) {
   return metal::isnan(x) || x > limit ? x : limit;
 }
 
-// silu(gate) * up; CLAMPED: silu(gate) at most `limit`, up between -limit and limit.
-template <typename T, bool CLAMPED>
+// silu(gate) * up, silu(gate) at most `limit` and up between -limit and limit; infinity leaves both as they are.
+template <typename T>
 METAL_FUNC T swiglu(T gate, T up, T limit) {
   T rate = sigmoid(gate);
-  T open = gate * rate;
-  if (CLAMPED) {
-    open = at_most(open, limit);
-    up = at_most(at_least(up, T(-limit)), limit);
-  }
-  return open * up;
+  T open = at_most(T(gate * rate), limit);
+  return open * at_most(at_least(up, T(-limit)), limit);
 }

@@ -2,9 +2,10 @@
 //
 // Inputs   partials [Hkv, chunks, R, Dv] float, each chunk's sum of p v; ml [Hkv, chunks, R, 2] float, its largest score
 //          and its sum of p = exp(score - largest). R = G * L: row g * L + i is head g of the KV head's G at query i
-//          sinks [Hq], read with SINKS; gate [L, Hq] (GATE 1) or [L, Hq * Dv] (GATE 2) of T, logits; Hq = Hkv * G
+//          sinks [Hq], read with SINKS; gate of T, logits: [L, Hq] where gated [1] int32 is 1, [L, Hq * Dv] where it is 2,
+//          not read where it is 0; Hq = Hkv * G
 // Output   y [L, Hq * Dv] of T
-// Template T, SINKS, GATE
+// Template T, SINKS
 // Grid     (Dv, Hq, L), any group of threads
 //
 // A chunk in which a row saw nothing (sum 0) is passed over, so that bits do not depend on how many there are.
@@ -39,7 +40,7 @@ if (SINKS) {
 // The sign of a zero may come from rows that this one does not see: + 0 makes all of them positive.
 T value = static_cast<T>(out / sum + 0.0f);
 const size_t own = size_t(i) * Hkv * G + head;
-if (GATE) {
-  value = value * sigmoid(static_cast<T>(gate[GATE == 1 ? own : own * Dv + d]));
+if (gated[0]) {
+  value = value * sigmoid(static_cast<T>(gate[gated[0] == 1 ? own : own * Dv + d]));
 }
 y[own * Dv + d] = value;

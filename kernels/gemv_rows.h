@@ -1,13 +1,13 @@
-// Four products to each of a thread's sums: sum[m * TM + t] += w[t][k + i] * x[m][k + i] for i = 0, 1, 2, 3 in turn.
-// x and w point to rows of K values, in device or constant space. TAIL: what lies past K counts as zero.
+// Four products to each of a thread's sums: sum[m * TM + t] += w[t][k + i] * x[rows[m] + k + i] for i = 0, 1, 2, 3 in turn.
+// x, and w with rows of K values, lie in device or constant space. TAIL: what lies past K counts as zero.
 template <int ROWS, int TM, bool TAIL, typename X, typename W>
-inline void add_four(thread float* sum, X x, W w, int k, int K) {
+inline void add_four(thread float* sum, X x, const thread int* rows, W w, int k, int K) {
   float value[ROWS * 4];
 #pragma clang loop unroll(full)
   for (int m = 0; m < ROWS; m++) {
 #pragma clang loop unroll(full)
     for (int i = 0; i < 4; i++) {
-      value[4 * m + i] = !TAIL || k + i < K ? float(x[m * K + k + i]) : 0.0f;
+      value[4 * m + i] = !TAIL || k + i < K ? float(x[rows[m] + k + i]) : 0.0f;
     }
   }
 #pragma clang loop unroll(full)

@@ -2,10 +2,11 @@
 //
 // Inputs   w [EXPERTS, N, K * BITS / 32] uint32; scales, biases [EXPERTS, N, K / GROUP] (floating-point formats: scales
 //          twice); h [P, K]; from moe_route: weights [P] float32, experts [P], starts [P + 1], places [P]; sizes [4] int32,
-//          the first is top_k; shared [M, N] of T; shared_gate [M] of T
+//          the first is top_k; shared [M, N] of T; shared_gate [M] of T; kind [1] int32: of what is
+//          shared 0: none, 1: it is added, 2: added times sigmoid(shared_gate)
 // Output   y [M, N]
-// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: at least M),
-//          SHARED (0: not, 1: added, 2: added times sigmoid(shared_gate)), SIMDGROUPS
+// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 4 or 8: at least M),
+//          SIMDGROUPS
 // Grid     x: 32; y: SIMDGROUPS per 4 values of N;  group of threads (32, SIMDGROUPS, 1)
 
 #include "experts.h"
@@ -41,9 +42,9 @@ if (worker == 0 && row < P / top_k) {
     sum += weights[place] * products[place * COLUMNS + lane % COLUMNS];
   }
   T total = static_cast<T>(sum);
-  if (SHARED == 1) {
+  if (kind[0] == 1) {
     total = total + shared[row * N + column];
-  } else if (SHARED == 2) {
+  } else if (kind[0] == 2) {
     const T part = sigmoid(static_cast<T>(shared_gate[row])) * shared[row * N + column];
     total = total + part;
   }

@@ -1,10 +1,10 @@
 // h = swiglu(x . gate, x . up) of each (row, expert) pair, both weights quantized: an expert's weights are requested once.
 //
 // Inputs   gate, up [EXPERTS, N, K * BITS / 32] uint32; their _scales, _biases [EXPERTS, N, K / GROUP] (floating-point
-//          formats: scales twice); x [M, K]; limit [1] of T, where the two are clamped; from moe_route: tokens [P], experts
+//          formats: scales twice); x [M, K]; limit [1] of T: infinity where nothing is clamped; from moe_route: tokens [P], experts
 //          [P], starts [P + 1]
 // Output   h [P, N], in the order of tokens
-// Template T (x, limit, h), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: at least M), CLAMPED
+// Template T (x, limit, h), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 4 or 8: at least M)
 // Grid     x: 32; y: 2 per 8 values of N; z: P, one for each distinct expert;  group of threads (32, 2, 1)
 
 #include "experts.h"
@@ -36,5 +36,5 @@ for (int i = 0; i < 2; i++) {
 }
 const int own = start + lane / COLUMNS, column = begin + lane % COLUMNS;
 if (own < end) {
-  h[size_t(own) * N + column] = swiglu<T, CLAMPED>(static_cast<T>(opened), static_cast<T>(linear), limit[0]);
+  h[size_t(own) * N + column] = swiglu<T>(static_cast<T>(opened), static_cast<T>(linear), limit[0]);
 }

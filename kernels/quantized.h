@@ -214,13 +214,14 @@ METAL_FUNC void gathered_products(
   }
 }
 
-// The same of neighbouring rows x [ROWS, K].
+// The same of neighbouring rows x [last + 1, K]; where there are fewer than ROWS, the last one stands for the others.
 template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int LANES, int ROWS, int RESULTS>
 METAL_FUNC void quantized_products(
     const device uint8_t* w,
     const device S* scales,
     const device S* biases,
     const device T* x,
+    int last,
     const thread int* outputs,
     int K,
     int lane,
@@ -228,7 +229,7 @@ METAL_FUNC void quantized_products(
   int rows[ROWS];
   UNROLL
   for (int m = 0; m < ROWS; m++) {
-    rows[m] = m * K;
+    rows[m] = min(m, last) * K;
   }
   gathered_products<T, S, BITS, FP, GROUP, VALUES, LANES>(w, scales, biases, x, rows, outputs, K, lane, result);
 }

@@ -1,15 +1,15 @@
-// Attention of a few neighbouring queries to the positions of a KV cache, CHUNK of them at a time; `attention_merge` puts
-// the chunks together. A group of threads serves all R = G * L rows of a KV head, or as many as its registers hold sums of:
+// Attention of a few neighbouring queries to the positions of a KV cache, so many at a time; `attention_merge` puts the chunks
+// together. A group of threads serves all R = G * L rows of a KV head, or as many as its registers hold sums of:
 // keys and values are asked for once for all of them.
 //
 // Inputs   q [1, Hq, L, D] of T, Hq = G * Hkv; keys [1, Hkv, S, D], values [1, Hkv, S, DV] of T, or with BITS as
 //          mx.quantize makes them, with their scales and biases (BITS 0: anything); offset [1] int32, the first query's position;
-//          sight [2] int32: no query looks before the first number (but at itself), nor at more than the second's number
-//          of positions (0: all); scale [1] float
+//          sight [3] int32: no query looks before the first number (but at itself), nor at more than the second's number
+//          of positions (0: all); positions of a chunk, a multiple of 64. scale [1] float. Position p is in slot p % S
 // Outputs  partials [Hkv, chunks, R, DV] float, the sums of p v; ml [Hkv, chunks, R, 2] float, the largest score and the
 //          sum of p = exp(score - largest); row g * L + i is head g of the KV head's G at query i
-// Template T, D, DV, BITS, GROUP; RING: position p is in slot p % S, else p; CHUNK; TILE: keys whose scores are kept;
-//          BLOCKS of 8 rows; PARTS: 8 PARTS columns of the values to a simdgroup
+// Template T, D, DV, BITS, GROUP; TILE: keys whose scores are kept; BLOCKS of 8 rows; PARTS: 8 PARTS columns of the values
+//          to a simdgroup
 // Grid     (chunks, Hkv, R / (8 BLOCKS)) groups of DV / (8 PARTS) simdgroups; the first chunk holds the oldest position
 //          that is seen
 //
@@ -30,14 +30,14 @@ const int R = q_shape[1] / Hkv * L;
 const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
 const int row = fragment_row(lane), column = fragment_column(lane);
 const int quad = thread_index_in_threadgroup / 4;
-const int kv = threadgroup_position_in_grid.y;
+const int kv = threadgroup_position_in_grid.y, reach = sight[2];
 const int own = threadgroup_position_in_grid.z * ROWS, rows = R - own;
 const device T* queries = q + (size_t(kv) * R + own) * D;
 
 const Sight sees{own, int(offset[0]), L, int(sight[0]), int(sight[1])};
 const int oldest = sees.oldest(sees.first), last = sees.last();
-const int chunk = oldest / CHUNK + threadgroup_position_in_grid.x;
-const int begin = max(chunk * CHUNK, oldest / TILE * TILE), end = min((chunk + 1) * CHUNK, last + 1);
+const int chunk = oldest / reach + threadgroup_position_in_grid.x;
+const int begin = max(chunk * reach, oldest / TILE * TILE), end = min((chunk + 1) * reach, last + 1);
 
 Fragment out[BLOCKS][PARTS];
 UNROLL
@@ -65,7 +65,7 @@ for (int tile = begin; tile < end; tile += TILE) {
     if (sees.any(tile + k, 8)) {
       const int position = tile + k + row;
       const bool there = position >= oldest && position <= last;
-      const size_t slot = size_t(kv) * S + (RING ? position % S : position);
+      const size_t slot = size_t(kv) * S + (position < S ? position : position % S);
       for (int d = 0; d < D; d += 32) {
         float key[8] = {};
         if (there) {
@@ -138,7 +138,7 @@ for (int tile = begin; tile < end; tile += TILE) {
         const int position = tile + k + row;
         float value[2 * PARTS] = {};
         if (position >= oldest && position <= last) {
-          const size_t slot = size_t(kv) * S + (RING ? position % S : position);
+          const size_t slot = size_t(kv) * S + (position < S ? position : position % S);
           const int at = 8 * PARTS * simd + PARTS * column;
           load_values<2 * PARTS, BITS, GROUP>(values, value_scales, value_biases, slot, DV, at, value);
         }

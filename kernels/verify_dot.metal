@@ -4,8 +4,13 @@
 constexpr int SPAN = 16 / sizeof(T);  // values that a lane takes at a time
 threadgroup float partial[ROWS * 16];
 const int lane = thread_index_in_simdgroup, simd_id = simdgroup_index_in_threadgroup;
-const int own_m = threadgroup_position_in_grid.x * ROWS, first_m = min(own_m, M - ROWS);
-const auto rows = x + size_t(first_m) * K;
+const int own_m = threadgroup_position_in_grid.x * ROWS, first_m = max(min(own_m, M - ROWS), 0);
+const auto rows_x = x + size_t(first_m) * K;
+int rows[ROWS];
+#pragma clang loop unroll(full)
+for (int m = 0; m < ROWS; m++) {
+  rows[m] = min(m, M - 1 - first_m) * K;
+}
 
 float4 sum[ROWS];
 #pragma clang loop unroll(full)
@@ -27,7 +32,7 @@ for (int step = 0; step < 32; step += SPAN) {
       for (int m = 0; m < ROWS; m++) {
 #pragma clang loop unroll(full)
         for (int e = 0; e < 4; e++) {
-          values[e] = float(rows[m * K + i + e]);
+          values[e] = float(rows_x[rows[m] + i + e]);
         }
         sum[m] += values * weight;
       }
@@ -38,7 +43,7 @@ for (int step = 0; step < 32; step += SPAN) {
 #pragma clang loop unroll(full)
       for (int m = 0; m < ROWS; m++) {
         if (k + j < K) {
-          sum[m][j & 3] += float(rows[m * K + k + j]) * float(w[k + j]);
+          sum[m][j & 3] += float(rows_x[rows[m] + k + j]) * float(w[k + j]);
         }
       }
     }
@@ -56,7 +61,7 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 // Simdgroup m adds what row m got in the 16 simdgroups, with 16 lanes as in MLX's kernel.
 if (simd_id < ROWS && lane < 16) {
   const float total = simd_sum(partial[16 * simd_id + lane]);
-  if (lane == 0 && first_m + simd_id >= own_m) {
+  if (lane == 0 && first_m + simd_id >= own_m && first_m + simd_id < M) {
     y[first_m + simd_id] = static_cast<T>(total);
   }
 }

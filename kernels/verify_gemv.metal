@@ -12,21 +12,26 @@ const int lane = thread_index_in_simdgroup;
 const uint3 place = thread_position_in_threadgroup;  // y along K, z along N
 
 // The last rows of x and of w are reached by blocks that begin earlier; each stores from its own first one on.
-const int own_m = threadgroup_position_in_grid.x * ROWS, first_m = min(own_m, M - ROWS);
+const int own_m = threadgroup_position_in_grid.x * ROWS, first_m = max(min(own_m, M - ROWS), 0);
 const int block = threadgroup_position_in_grid.y * threads_per_threadgroup.z + place.z;
 const int own_n = (block * (32 / LANES) + lane / LANES) * TM, first_n = min(own_n, N - TM);
 
 float sum[SUMS] = {0};
+int rows[ROWS];
+#pragma clang loop unroll(full)
+for (int m = 0; m < ROWS; m++) {
+  rows[m] = min(m, M - 1 - first_m) * K;
+}
 if (own_n < N) {
   const auto rows_x = x + size_t(first_m) * K;
   const auto rows_w = w + size_t(first_n) * K;
   const int whole = K - K % STRIDE;
   int k = 4 * (place.y * LANES + lane % LANES);
   for (; k < whole; k += STRIDE) {
-    add_four<ROWS, TM, false>(sum, rows_x, rows_w, k, K);
+    add_four<ROWS, TM, false>(sum, rows_x, rows, rows_w, k, K);
   }
   if (whole < K) {
-    add_four<ROWS, TM, true>(sum, rows_x, rows_w, k, K);
+    add_four<ROWS, TM, true>(sum, rows_x, rows, rows_w, k, K);
   }
 }
 
@@ -59,7 +64,7 @@ if (SIMDS > 1) {
 for (int i = 0; i < SUMS; i++) {
   const int m = first_m + i / TM, n = first_n + i % TM;
   const bool holds = SIMDS > 1 ? place.y == 0 && lane == i : lane % LANES == 0;
-  if (holds && m >= own_m && n >= own_n) {
+  if (holds && m >= own_m && m < M && n >= own_n) {
     const T value = static_cast<T>(SIMDS > 1 ? total : sum[i]);
     y[size_t(m) * N + n] = BIAS ? static_cast<T>(value + bias[n]) : value;
   }

@@ -1,24 +1,24 @@
 // The best of each tile of x W^T (+ bias), W quantized: rows of x together, each logit with the bits it has alone.
 //
 // Inputs   w [N, K * BITS / 32] uint32; scales, biases [N, K / GROUP] (floating-point formats: scales twice); x [M, K];
-//          bias [N] (not read without BIAS); key [2] uint32, position [1] uint32, inverse [1] float (read with DRAW);
+//          bias [N] (not read without BIAS); key [2] uint32, position [1] uint32, inverse [1] float: 1 / temperature of a draw, 0 for none;
 //          n [1] int32, at most TILE
 // Output   values [M, tiles, n (+ 1 with SUM)] float, indices [M, tiles, n] int32; see keep_first
-// Template T (x, bias), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, TILE, BIAS, DRAW, SUM
-// Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
+// Template T (x, bias), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, TILE, BIAS, SUM
+// Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
 //          y: 8 per tile of TILE weight rows;  group of threads (32, 8, 1)
 
 #include "quantized.h"
 #include "random.h"
 #include "head.h"
 
-constexpr int SIMDS = 8, RESULTS = ROWS > 5 ? 2 : 4;
+constexpr int SIMDS = 8, RESULTS = ROWS > 6 ? 2 : 4;
 constexpr int WIDTH = 32 / LANES * RESULTS; // weight rows of a simdgroup at a time
 threadgroup float logits[ROWS * TILE];
 const int M = x_shape[0], K = x_shape[1], N = w_shape[0];
 const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
 
-const int own = threadgroup_position_in_grid.x * ROWS, first = min(own, M - ROWS);
+const int own = threadgroup_position_in_grid.x * ROWS, first = max(min(own, M - ROWS), 0);
 const int tile = threadgroup_position_in_grid.y, begin = tile * TILE;
 for (int i = thread_index_in_threadgroup; i < ROWS * TILE; i += 32 * SIMDS) {
   logits[i] = -INFINITY;
@@ -33,7 +33,7 @@ for (int at = simd * WIDTH + lane / LANES * RESULTS; at < min(TILE, N - begin); 
   }
   float result[ROWS][RESULTS] = {};
   quantized_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
-      (const device uint8_t*)w, scales, biases, x + size_t(first) * K, outputs, K, lane % LANES, result);
+      (const device uint8_t*)w, scales, biases, x + size_t(first) * K, M - 1 - first, outputs, K, lane % LANES, result);
   UNROLL
   for (int r = 0; r < RESULTS; r++) {
     UNROLL
@@ -48,8 +48,8 @@ for (int at = simd * WIDTH + lane / LANES * RESULTS; at < min(TILE, N - begin); 
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 for (int m = simd; m < ROWS; m += SIMDS) {
-  if (first + m >= own) {
-    if (DRAW) {
+  if (first + m >= own && first + m < M) {
+    if (inverse[0] > 0.0f) {
       add_noise(logits + m * TILE, TILE, begin, N, lane, uint2(key[0], key[1]), position[0] + first + m, inverse[0]);
     }
     const size_t part = size_t(first + m) * ((N - 1) / TILE + 1) + tile;

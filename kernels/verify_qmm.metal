@@ -5,7 +5,7 @@
 //          added to the rounded sum
 // Output   y [M * N]: for each weight in turn its [M, N_p]
 // Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS, BIAS
-// Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
+// Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
 //          y: 2 per 2 * (32 / LANES) * RESULTS weight rows;  group of threads (32, 2, 1)
 
 #include "quantized.h"
@@ -14,7 +14,7 @@ const int M = x_shape[0], K = x_shape[1], N = ends[ends_shape[0] - 1];
 const int lane = thread_index_in_simdgroup;
 
 const int own = threadgroup_position_in_grid.x * ROWS;
-const int first = min(own, M - ROWS);
+const int first = max(min(own, M - ROWS), 0);
 const int tile = threadgroup_position_in_grid.y * 2 + simdgroup_index_in_threadgroup;
 const int begin = (tile * (32 / LANES) + lane / LANES) * RESULTS;
 if (begin >= N) {
@@ -28,7 +28,7 @@ for (int r = 0; r < RESULTS; r++) {
 }
 float result[ROWS][RESULTS] = {};
 quantized_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
-    (const device uint8_t*)w, scales, biases, x + size_t(first) * K, outputs, K, lane % LANES, result);
+    (const device uint8_t*)w, scales, biases, x + size_t(first) * K, M - 1 - first, outputs, K, lane % LANES, result);
 
 UNROLL
 for (int r = 0; r < RESULTS; r++) {
@@ -37,7 +37,7 @@ for (int r = 0; r < RESULTS; r++) {
   UNROLL
   for (int m = 0; m < ROWS; m++) {
     const float sum = lanes_sum<LANES>(result[m][r]);
-    if (lane % LANES == 0 && n < N && first + m >= own) {
+    if (lane % LANES == 0 && n < N && first + m >= own && first + m < M) {
       T value = static_cast<T>(sum);
       if constexpr (BIAS) {
         value = value + bias[n];

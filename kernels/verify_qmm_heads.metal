@@ -4,7 +4,7 @@
 //          x [1, M, H, D], of whose D >= K values the first K count
 // Output   y [H, M, N] where HEADS_FIRST, else [M, H, N]
 // Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS, HEADS_FIRST
-// Grid     x: 32 per ROWS rows of x (the last group may begin earlier, and stores its own rows only)
+// Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
 //          y: 2 per 2 * (32 / LANES) * RESULTS weight rows;  z: H;  group of threads (32, 2, 1)
 
 #include "quantized.h"
@@ -13,7 +13,7 @@ const int M = x_shape[1], H = x_shape[2], D = x_shape[3], N = w_shape[1], groups
 const int lane = thread_index_in_simdgroup, head = threadgroup_position_in_grid.z;
 
 const int own = threadgroup_position_in_grid.x * ROWS;
-const int first = min(own, M - ROWS);
+const int first = max(min(own, M - ROWS), 0);
 const int tile = threadgroup_position_in_grid.y * 2 + simdgroup_index_in_threadgroup;
 const int begin = (tile * (32 / LANES) + lane / LANES) * RESULTS;
 if (begin >= N) {
@@ -27,7 +27,7 @@ for (int r = 0; r < RESULTS; r++) {
 }
 UNROLL
 for (int m = 0; m < ROWS; m++) {
-  rows[m] = m * H * D;
+  rows[m] = min(m, M - 1 - first) * H * D;
 }
 const size_t matrix = size_t(head) * N;
 float result[ROWS][RESULTS] = {};
@@ -48,7 +48,7 @@ for (int m = 0; m < ROWS; m++) {
   UNROLL
   for (int r = 0; r < RESULTS; r++) {
     const float sum = lanes_sum<LANES>(result[m][r]);
-    if (lane % LANES == 0 && begin + r < N && first + m >= own) {
+    if (lane % LANES == 0 && begin + r < N && first + m >= own && first + m < M) {
       y[row * N + begin + r] = static_cast<T>(sum);
     }
   }

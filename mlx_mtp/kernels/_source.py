@@ -11,6 +11,7 @@ import mlx.core as mx
 from ._shorten import shorten
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
+COMPILED_ROWS = (1, 2, 4, 6, 8)  # numbers of rows with kernels of their own; each is a fraction of a second's compile
 BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
 Names = tuple[str, ...]
 Maybe = mx.array | None
@@ -76,15 +77,20 @@ def floats(*arrays: mx.array) -> bool:
     return all(array.dtype in DTYPES for array in arrays)
 
 
+def padded(m: int) -> int:
+    """Find for how many rows the kernel is compiled that serves m of them: the last row then stands for more."""
+    return next((rows for rows in COMPILED_ROWS if rows >= m), m)
+
+
 def row_groups(m: int, most: int = 5) -> tuple[int, int]:
-    """Count (groups, rows in each): the fewest groups of at most `most` rows that hold m >= 1 rows, evenly filled.
+    """Count (groups, rows that each is compiled for): the fewest groups of at most `most` rows that hold m >= 1 rows.
 
     A thread keeps sums of that many rows in registers, 5 where each has four rows of unquantized weights.
     The last group begins at m - rows, so it may share rows with the one before; only its own are its to store.
     """
     assert m >= 1, f"{m} rows"
     groups = -(-m // most)
-    return groups, -(-m // groups)
+    return groups, min(padded(-(-m // groups)), most)
 
 
 def on_metal() -> bool:

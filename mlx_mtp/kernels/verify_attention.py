@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from ._quantized import DEVICE
-from ._source import Maybe, constants, floats, launch, on_metal
+from ._source import Maybe, constants, floats, launch, on_metal, padded
 
 Stored = mx.array | tuple[mx.array, ...]  # keys or values: as they are, or what mx.quantize makes of them
 
@@ -120,10 +120,10 @@ def merge(
     heads = Hkv * R // rows
     assert gate is None or gate.size in (rows * heads, rows * heads * Dv), f"a gate of shape {gate.shape}"
     gated = 0 if gate is None else 1 if gate.size == rows * heads else 2
-    unread = ml
-    inputs = {"partials": partials, "ml": ml, "sinks": unread if sinks is None else sinks}
-    inputs["gate"] = unread if gate is None else gate.astype(dtype)
-    y, template = ((1, rows, heads * Dv), dtype), {"T": dtype, "SINKS": sinks is not None, "GATE": gated}
+    inputs = {"partials": partials, "ml": ml, "sinks": ml if sinks is None else sinks}
+    inputs["gate"] = constants(dtype, *[0.0] * DEVICE) if gate is None else gate.astype(dtype)
+    inputs["gated"] = constants(mx.int32, gated)
+    y, template = ((1, rows, heads * Dv), dtype), {"T": dtype, "SINKS": sinks is not None}
     grid, group = (Dv, heads, rows), (min(Dv, 256), 1, 1)
     return launch("attention_merge", inputs, {"y": y}, template=template, grid=grid, group=group)[0]
 
@@ -174,14 +174,14 @@ def verify_attention(
     chunks = -(-limit // chunk)
     if window is not None:
         chunks = min(chunks, (window + L - 3) // chunk + 2)  # that window + L - 1 neighbours are in, at most
-    groups, chosen = geometry(R, Dv)
+    _, chosen = geometry(Hq // Hkv * padded(L), Dv)
+    groups = -(-R // (8 * chosen["BLOCKS"]))
     threads = 32 * Dv // (8 * chosen["PARTS"])
     stored = dict(zip(NAMES, k + v if bits else k * 3 + v * 3, strict=True))
-    inputs = {"q": q, **stored, "offset": offset, "sight": constants(mx.int32, start, window or 0)}
+    inputs = {"q": q, **stored, "offset": offset, "sight": constants(mx.int32, start, window or 0, chunk)}
     inputs["scale"] = constants(mx.float32, scale)
     outputs = {"partials": ((Hkv, chunks, R, Dv), mx.float32), "ml": ((Hkv, chunks, R, 2), mx.float32)}
-    template: dict[str, object] = {"T": q.dtype, "D": D, "DV": Dv, "BITS": bits or 0, "GROUP": group_size}
-    template |= {"RING": window is not None, "CHUNK": chunk, **chosen}
+    template: dict[str, object] = {"T": q.dtype, "D": D, "DV": Dv, "BITS": bits or 0, "GROUP": group_size, **chosen}
     grid, group = (threads * chunks, Hkv, groups), (threads, 1, 1)
     partials, ml = launch("verify_attention", inputs, outputs, template=template, grid=grid, group=group)
     return merge(partials, ml, L, q.dtype, sinks=sinks, gate=gate)

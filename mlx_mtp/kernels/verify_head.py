@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ._quantized import Quantized, arrays, check_columns, format_template, lanes, small
 from ._quantized import supported as supported_format
-from ._source import DTYPES, Maybe, constants, launch, on_metal
+from ._source import DTYPES, Maybe, constants, launch, on_metal, row_groups
 from .verify_gemv import supported as supported_product
 
 Weights = Quantized | mx.array  # [N, K], quantized or not
@@ -85,14 +85,13 @@ def _verify_head_metal(
 ) -> list[mx.array]:
     """Find values and tokens [M, n] of each row's first n; behind the values the logsumexp where it is asked for."""
     x = x.astype(_dtype(x, weights, bias))
-    m, groups, tiles = x.shape[0], -(-x.shape[0] // MOST_ROWS), -(-_columns(weights) // tile(n))
+    m, (groups, rows), tiles = x.shape[0], row_groups(x.shape[0], MOST_ROWS), -(-_columns(weights) // tile(n))
     op, inputs, template = _product(x, weights)
     key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
     inputs |= {"x": x, "bias": x if bias is None else bias.astype(x.dtype), "key": key}
     inputs |= {"position": position, "inverse": inverse, "n": constants(mx.int32, n)}
     outputs = {"values": ((m, tiles, n + with_sum), mx.float32), "indices": ((m, tiles, n), mx.int32)}
-    template |= {"ROWS": -(-m // groups), "TILE": tile(n), "BIAS": bias is not None}
-    template |= {"DRAW": noise is not None, "SUM": with_sum}
+    template |= {"ROWS": rows, "TILE": tile(n), "BIAS": bias is not None, "SUM": with_sum}
     grid, group = (32 * groups, SIMDGROUPS * tiles, 1), (32, SIMDGROUPS, 1)
     values, indices = launch(op, inputs, outputs, template=template, grid=grid, group=group)
     return launch(

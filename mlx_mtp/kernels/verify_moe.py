@@ -1,5 +1,6 @@
 """Compute the experts of a few rows, from router logits to their sum; each distinct expert is read once."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from ._source import DTYPES, constants, launch, on_metal
 from .verify_qmm import activated
 
 COLUMNS = 4  # weight rows of a simdgroup
+VISITS = (1, 4, 8)  # rows that may visit an expert, compiled together with all fewer ones
 GLU_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
 
 
@@ -87,15 +89,15 @@ def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> dict[str, object]:
     """
     pack, fast = packs(weights.bits)
     values = fast if weights.k % (32 * fast) == 0 else pack
-    return {**format_template(weights, dtype), "VALUES": values, "ROWS": 1 << (m - 1).bit_length()}
+    return {**format_template(weights, dtype), "VALUES": values, "ROWS": next(rows for rows in VISITS if rows >= m)}
 
 
 def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
     n, count = experts.gate.w.shape[1], pairs.tokens.size
     inputs = {**arrays(experts.gate, x.dtype, "gate"), **arrays(experts.up, x.dtype, "up"), "x": x}
-    inputs |= {"limit": constants(x.dtype, limit or 0.0), "tokens": pairs.tokens}
+    inputs |= {"limit": constants(x.dtype, math.inf if limit is None else limit), "tokens": pairs.tokens}
     inputs |= {"experts": pairs.experts, "starts": pairs.starts}
-    template = {**_template(experts.gate, x.dtype, x.shape[0]), "CLAMPED": limit is not None}
+    template = _template(experts.gate, x.dtype, x.shape[0])
     grid, group = (32, n // COLUMNS, count), (32, GLU_SIMDGROUPS, 1)
     return launch("moe_glu", inputs, {"h": ((count, n), x.dtype)}, template=template, grid=grid, group=group)[0]
 
@@ -104,11 +106,14 @@ def _down_metal(
     h: mx.array, down: Quantized, pairs: Pairs, routing: Routing, shared: tuple[mx.array | None, mx.array | None]
 ) -> mx.array:
     m, n, kind = h.shape[0] // routing.top_k, down.w.shape[1], sum(a is not None for a in shared)
-    of_shared, of_gate = (h if a is None else a.astype(h.dtype) for a in shared)
+    of_shared, of_gate = (
+        unread if a is None else a.astype(h.dtype)
+        for a, unread in zip(shared, (h, constants(h.dtype, 0.0)), strict=True)
+    )
     inputs = {**arrays(down, h.dtype), "h": h, "weights": pairs.weights, "experts": pairs.experts}
     inputs |= {"starts": pairs.starts, "places": pairs.places}
-    inputs |= {"sizes": routing.sizes, "shared": of_shared, "shared_gate": of_gate}
-    template = {**_template(down, h.dtype, m), "SHARED": kind, "SIMDGROUPS": DOWN_SIMDGROUPS}
+    inputs |= {"sizes": routing.sizes, "shared": of_shared, "shared_gate": of_gate, "kind": constants(mx.int32, kind)}
+    template = {**_template(down, h.dtype, m), "SIMDGROUPS": DOWN_SIMDGROUPS}
     grid, group = (32, DOWN_SIMDGROUPS * n // COLUMNS, 1), (32, DOWN_SIMDGROUPS, 1)
     return launch("moe_down", inputs, {"y": ((m, n), h.dtype)}, template=template, grid=grid, group=group)[0]
 

@@ -1,5 +1,7 @@
 """Multiply a few rows with quantized weights, per head or activated too, in the bits of MLX's one-row kernels."""
 
+import math
+
 import mlx.core as mx
 
 from ._quantized import (
@@ -95,6 +97,6 @@ def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None) -> m
     if not (on_metal() and supported(x, weights)) or small(weights) or weights.bias is not None:
         gate, up = verify_qmm(x, weights)
         return activated(gate, up, limit)
-    more, template = {"limit": constants(weights.dtype(x), limit or 0.0)}, {"CLAMPED": limit is not None}
-    y = multiply("verify_glu", x, weights, columns=weights.ends[0], more=more, template=template)
+    more = {"limit": constants(weights.dtype(x), math.inf if limit is None else limit)}
+    y = multiply("verify_glu", x, weights, columns=weights.ends[0], more=more)
     return y.reshape(*x.shape[:-1], weights.ends[0])
