@@ -21,6 +21,6 @@ METAL_FUNC T at_least(T x, T limit) {
 template <typename T>
 METAL_FUNC T swiglu(T gate, T up, T limit) {
   T rate = sigmoid(gate);
-  T open = at_most(T(gate * rate), limit);
-  return open * at_most(at_least(up, T(-limit)), limit);
+  T open = gate * rate;
+  return at_most(open, limit) * at_most(at_least(up, T(-limit)), limit);
 }

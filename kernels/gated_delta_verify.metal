@@ -2,12 +2,11 @@
 //
 // Inputs:  state [B, Hv, Dv, Dk] float
 //          tape_k [B, P, Hk, Dk], tape_v [B, P, Hv, Dv], tape_g [B, P, Hv] or [B, P, Hv, Dk], tape_beta [B, P, Hv]
-//          accepted [1] int: n, from 0 to P
+//          accepted [1] int: n, from 0 to P; last [1] int
 //          q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], g and beta as on the tape
 // Outputs: y [B, T, Hv, Dv] of the new rows
-//          state_out [B, Hv, Dv, Dk] float: after the n rows, or, with LAST, after all
+//          state_out [B, Hv, Dv, Dk] float: after the n rows, or, where last is not 0, after all
 // Template: InT: the type of y. Dk. LANES that share a row of the state: 32 or 4. GATES: 1: a gate per value, else 0.
-//           LAST.
 // Grid (32, Dv * LANES / 32, B * Hv), threadgroup (32, any, 1).
 //
 // Rows beyond n are not read: they may hold anything. An array of few elements arrives in another address space, so
@@ -42,7 +41,7 @@ for (int t = 0; t < n; ++t) {
       static_cast<float>(tape_v[value * Dv + dv]),
       static_cast<float>(tape_beta[value]));
 }
-if (!LAST) {
+if (!last[0]) {
   store_row(state_out + own, values);
 }
 for (int t = 0; t < T; ++t) {
@@ -58,6 +57,6 @@ for (int t = 0; t < T; ++t) {
     y[value * Dv + dv] = static_cast<InT>(out);
   }
 }
-if (LAST) {
+if (last[0]) {
   store_row(state_out + own, values);
 }

@@ -19,6 +19,7 @@ from .decoding.stats import Stats
 from .generate import GenerationResponse, Options, default_draft_tokens, generate_step, stream_generate
 from .layers.target import Target
 from .machine.memory import wired
+from .tuning.idle_trials import IdleTrials
 
 Progress = Callable[[int, int], None]
 Responses = Generator[GenerationResponse, None, None]
@@ -116,6 +117,10 @@ class ChatSession:
         prefix.check(system_prompt=system_prompt, template_config=self.template_config)
         self._prefix_text, self.template_config = prefix.prompt, prefix.template_config
         return prefix.system_prompt
+
+    def idle(self) -> IdleTrials:
+        """Try kernels, while this is entered, that the load left untried: for whoever waits for the next message."""
+        return IdleTrials(self.model)
 
     def ask(self, text: str, progress: Progress | None = None) -> Responses:
         """Send a message and yield the answer's responses; `turn` has the counts of the whole prompt.

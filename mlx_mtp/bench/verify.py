@@ -23,7 +23,8 @@ from ..kernels import on_metal
 from ..layers.port import Port
 from ..tuning.kernel_sites import place
 from ..tuning.kernel_switch import switch, trials
-from ..tuning.kernel_trials import decide, in_words, requested
+from ..tuning.kernel_trials import decide, requested
+from ..tuning.kernel_verdict import in_words
 from ..tuning.plan import Plan
 from .profile import read_prompt
 from .subject import Subject, filler, make_prompts

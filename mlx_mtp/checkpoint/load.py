@@ -81,7 +81,7 @@ def load(
     unknown = sum(token >= model.vocab_size for token in tokenizer.get_vocab().values())
     if unknown > model.vocab_size // 100:  # a few more are usual
         warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=2)
-    _finish(model, path, vocab, tokenizer, lane, lazy=lazy)
+    _finish(model, path, vocab, tokenizer, lane, budget, lazy=lazy)
     return model, tokenizer
 
 
@@ -100,7 +100,7 @@ def load_model(
     """Do as `load` for the model alone, from a local directory; a draft vocabulary's tokenizer is not checked."""
     lane, vocab = requested(kernels), _read_vocab(draft_vocab, mtp=mtp)
     model = _load(resolve(path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
-    _finish(model, Path(path), vocab, None, lane, lazy=lazy)
+    _finish(model, Path(path), vocab, None, lane, budget, lazy=lazy)
     return model
 
 
@@ -145,14 +145,15 @@ def _adapted(model: Any, adapter_path: str) -> Any:
 
 
 def _finish(
-    model: Any, path: Path, vocab: DraftVocab | None, tokenizer: Any, lane: str | None, *, lazy: bool
+    model: Any, path: Path, vocab: DraftVocab | None, tokenizer: Any, lane: str | None, budget: Budget, *, lazy: bool
 ) -> None:
     """Test the first head, reduce the draft vocabulary, switch kernels on; the report notes what came of it."""
     if not lazy:
         self_test(model, path, {"words": tokenizer.encode(WORDS)} if tokenizer is not None else {})
     if vocab is not None:
         _reduce(model, vocab, tokenizer, lazy=lazy)
-    kernels, not_exact = switch_on(model, lane, lazy=lazy)
+    bits = {bits for name in ("kv_bits", "mtp_kv_bits") if (bits := budget.layout.get(name))}
+    kernels, not_exact = switch_on(model, lane, lazy=lazy, **({"kv_bits": bits} if bits else {}))
     model.report = replace(model.report, kernels=kernels, not_exact=not_exact)
 
 

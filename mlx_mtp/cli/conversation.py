@@ -45,7 +45,7 @@ class Chat:
             faint(f"{self.name} · {mtp_state(self.session)} · /help\n")
         if not self.session.tokenizer.has_chat_template:
             self._note("The tokenizer has no chat template: texts and answers are read on as one running text.")
-        while (line := self.read()) is not None:
+        while (line := self._next()) is not None:
             text = line.rstrip()
             text = SHORT.get(text, text)
             command = text.split() if text.startswith("/") and "\n" not in text else []
@@ -56,6 +56,10 @@ class Chat:
                     self._command(command[0], " ".join(command[1:]))
                 elif text:
                     self._answer(text)
+
+    def _next(self) -> str | None:
+        with self.session.idle() if self.interactive else contextlib.nullcontext():
+            return self.read()
 
     def _command(self, name: str, argument: str) -> None:
         if argument and name in ("/help", "/reset", "/stats"):

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
+from ..machine.progress import watcher
 from .terminal import dumb
 
 PATIENCE = 2.0  # seconds before a prompt of one chunk shows its progress
@@ -20,9 +21,18 @@ def shows_progress(*, quiet: bool) -> bool:
     return sys.stderr.isatty() and not quiet and not dumb()
 
 
-def loading(*, shown: bool) -> contextlib.AbstractContextManager:
-    """Show a spinner."""
-    return Console(stderr=True).status("Loading the model") if shown else contextlib.nullcontext()
+@contextlib.contextmanager
+def loading(*, shown: bool) -> Iterator[None]:
+    """Show a spinner, and beside it how far it is with what takes long: trying kernels, for the first time."""
+    if not shown:
+        yield
+        return
+    with Console(stderr=True).status("Loading the model") as status:
+        token = watcher.set(lambda what, done, total: status.update(f"{what}, {done} of {total}"))
+        try:
+            yield
+        finally:
+            watcher.reset(token)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,13 @@ class Quantized:
     def k(self) -> int:
         return self.scales.shape[-1] * self.group_size
 
+    @property
+    def kind(self) -> str:
+        """Name what a kernel of these weights is compiled for: the format, and how lanes share a row."""
+        values, lanes_per_row = lanes(self)
+        bias = "" if self.bias is None else " with bias"
+        return f"{self.mode} {self.bits}-bit g{self.group_size}, {lanes_per_row} lanes of {values}{bias}"
+
     def dtype(self, x: mx.array) -> mx.Dtype:
         """The type that MLX computes x times these weights in."""
         return x.dtype if self.biases is None else mx.result_type(x, self.scales, self.biases)

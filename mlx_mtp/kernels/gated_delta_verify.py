@@ -6,7 +6,7 @@ Dk = 128 and scalar float32 gates the one that packs eight rows of a state into 
 
 import mlx.core as mx
 
-from ._source import Maybe, floats, launch, on_metal
+from ._source import Maybe, constants, floats, launch, on_metal
 
 Rows = tuple[mx.array, mx.array, mx.array, mx.array]  # as NAMES
 NAMES = ("k", "v", "g", "beta")
@@ -66,11 +66,12 @@ def gated_delta_verify(
     if tape is None or accepted is None:
         tape, accepted = rows, mx.array([0])  # none of these rows counts
     taped = {f"tape_{name}": x for name, x in zip(NAMES, tape, strict=True)}
+    inputs = {"state": state, **taped, "accepted": accepted, "last": constants(mx.int32, int(last)), "q": q}
     y, state = launch(
         "gated_delta_verify",
-        {"state": state, **taped, "accepted": accepted, "q": q, **dict(zip(NAMES, rows, strict=True))},
+        {**inputs, **dict(zip(NAMES, rows, strict=True))},
         {"y": ((B, q.shape[1], Hv, Dv), q.dtype), "state_out": (state.shape, mx.float32)},
-        template={"InT": q.dtype, "Dk": Dk, "LANES": 4 if packed else 32, "GATES": int(g.ndim == 4), "LAST": last},
+        template={"InT": q.dtype, "Dk": Dk, "LANES": 4 if packed else 32, "GATES": int(g.ndim == 4)},
         grid=(32, Dv // 8 if packed else Dv, B * Hv),
         group=(32, 2 if packed else 4, 1),
     )

@@ -106,10 +106,8 @@ def _down_metal(
     h: mx.array, down: Quantized, pairs: Pairs, routing: Routing, shared: tuple[mx.array | None, mx.array | None]
 ) -> mx.array:
     m, n, kind = h.shape[0] // routing.top_k, down.w.shape[1], sum(a is not None for a in shared)
-    of_shared, of_gate = (
-        unread if a is None else a.astype(h.dtype)
-        for a, unread in zip(shared, (h, constants(h.dtype, 0.0)), strict=True)
-    )
+    of_shared = h if shared[0] is None else shared[0].astype(h.dtype)
+    of_gate = constants(h.dtype, 0.0) if shared[1] is None else shared[1].astype(h.dtype)
     inputs = {**arrays(down, h.dtype), "h": h, "weights": pairs.weights, "experts": pairs.experts}
     inputs |= {"starts": pairs.starts, "places": pairs.places}
     inputs |= {"sizes": routing.sizes, "shared": of_shared, "shared_gate": of_gate, "kind": constants(mx.int32, kind)}

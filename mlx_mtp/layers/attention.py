@@ -62,8 +62,8 @@ class Attention(CachedAttention):
 
     def __init__(self, module: Any, form: Form, make_cache: Callable[[], Any]):
         self.module, self.form, self.make_cache, cache = module, form, make_cache, make_cache()
-        self.format, self.seldom = cache_format(cache), hasattr(cache, "bits")
-        self.op = "verify_attention" + (f" of {cache.bits}-bit caches" if self.seldom else "")
+        self.format, self.asked = cache_format(cache), not hasattr(cache, "bits")
+        self.op = "verify_attention" + ("" if self.asked else f" of {cache.bits}-bit caches")
         self.width = form.heads * form.head_dim
         window, sinks = f" window {cache.window}" if cache.window else "", "" if self.sinks is None else " sinks"
         self.shape = f"{form}{window}{sinks}"
@@ -74,7 +74,10 @@ class Attention(CachedAttention):
         if getattr(cache, "keep", 0):  # mlx-lm's own have none
             return None
         wanted = cache_format(cache)
-        return next((site for site in (self, *self.quantized) if site.format == wanted), None)
+        found = next((site for site in (self, *self.quantized) if site.format == wanted), None)
+        if found:
+            found.asked = True
+        return found
 
     @property
     def sinks(self) -> mx.array | None:

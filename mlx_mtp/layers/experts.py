@@ -52,7 +52,8 @@ class Mixture(Site):
         formats = "/".join(dict.fromkeys(map(format_of, (gate, down))))
         groups = f" of {routing.topk_group}/{routing.n_group} groups" if routing.n_group > 1 else ""
         limit = "" if self.limit is None else f" limit {self.limit:g}"
-        self.shape = f"{dims} {formats} {routing.kind} top {routing.top_k}{groups}{limit}"
+        self.kind = f"{dims} {formats} {routing.kind} top {routing.top_k}{groups}"
+        self.shape = self.kind + limit
         self.width, self.ends = gate.input_dims + gate.num_experts, [gate.input_dims]
         self.parts: list[mx.array | None] = []
         self.made: Experts | None = None

@@ -41,11 +41,13 @@ class Site:
 
     op: the kernel. shape: in words, all else that decides which of the two is faster. width: K of x [M, K].
     candidates: the row counts M that the kernel may serve. rows: those for which it is on, none at first.
+    kind: in words, what of the shape the compiled kernel depends on, "" for all of it: of an op's sites of one kind
+        those with the most weights are timed for all. weights_read: by a call, about.
+    asked: False where nothing that a user does has asked for it yet, so that it is not tried.
 
     A site may also have, as an attribute or a method:
 
     alone, truth, bits: as `KernelTrial` has them.
-    seldom: True where few ask for it, so that it is tried after all else.
     own_bits: True where a row of the kernel has the same bits beside any others, but not those of MLX.
     stock_exact: True where a row of MLX's operations has the same bits beside any others.
     covers: the site whose work this one does, too, for the row counts for which it is on.
@@ -56,6 +58,9 @@ class Site:
     width: int
 
     candidates: tuple[int, ...] = (1, *VERIFY_ROWS)
+    kind: str = ""
+    weights_read: int = 1
+    asked: bool = True
     on: frozenset[int] = frozenset()
     tried: Any = None  # what a trial has made for its rows to read
 

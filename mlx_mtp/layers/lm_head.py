@@ -24,9 +24,11 @@ class LMHeadSite(Site):
 
     def __init__(self, module: Any):
         self.module, w = module, module.weight
-        self.width, text = w.shape[1], f"{w.shape[0]}x{w.shape[1]} {str(w.dtype).rpartition('.')[2]}"
+        self.width, self.weights_read = w.shape[1], w.shape[0]
+        self.kind = str(w.dtype).rpartition(".")[2]
+        text = f"{w.shape[0]}x{w.shape[1]} {self.kind}"
         if isinstance(q := self.weights, Quantized):
-            self.width, text = q.k, f"{q.ends[0]}x{q.k} {format_of(q)}"
+            self.width, self.kind, text = q.k, q.kind, f"{q.ends[0]}x{q.k} {format_of(q)}"
         self.shape = text + (" with bias" if self.bias is not None else "")
 
     @property

@@ -33,6 +33,7 @@ class Stack(Site):
         heights = "+".join(str(module.scales.shape[0]) for module in self.modules)
         bias = " with bias" if w.bias is not None else " with some biases" if self.mixed else ""
         self.shape = f"{heights}x{w.k} {format_of(w)}{bias}"
+        self.kind, self.weights_read = w.kind + (", stacked" if len(self.modules) > 1 else ""), w.k * w.ends[-1]
 
     def _stack(self) -> None:
         first = self.modules[0]
@@ -109,6 +110,7 @@ class Matrices(Site):
 
     def __init__(self, stack: Stack):
         self.stack, self.shape, self.width = stack, stack.shape, stack.width
+        self.kind, self.weights_read = stack.kind, stack.weights_read
 
     @property
     def rows(self) -> frozenset[int]:
@@ -160,6 +162,7 @@ class GLU(Site):
         self.covers, self.width = self.stack, self.stack.width
         self.limit: float | None = getattr(mlp, "limit", None)
         self.shape = self.stack.shape + ("" if self.limit is None else f" limit {self.limit:g}")
+        self.kind, self.weights_read = self.stack.kind, self.stack.weights_read
 
     def serves(self, x: mx.array) -> bool:
         """Say whether it is on for x: not where gate or up was replaced, as by an adapter, or Matrices are on."""

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,6 +39,8 @@ class KernelTrial:
     truth: for ops with an arithmetic of their own, each layer's result in float32. `alone` is then of ours, and the
         error may be twice that of stock; the other rows may not matter in any case.
     bits: False for ops that promise no bits, only that error.
+    kind, weights: of trials of an op and kind the one that reads the most weights is timed for all; "": its shape.
+    draws: of x that a check makes, 0: DRAWS.
     """
 
     op: str
@@ -49,6 +52,9 @@ class KernelTrial:
     alone: Sequence[Op] | None = None
     truth: Sequence[Op] | None = None
     bits: bool = True
+    kind: str = ""
+    weights: int = 0
+    draws: int = 0
 
     def __post_init__(self) -> None:
         assert self.pairs, f"{self.op} {self.shape}: a trial without layers"
@@ -63,13 +69,20 @@ class KernelTrial:
         return mx.random.normal((self.rows, self.width), self.dtype, key=mx.random.key(seed))
 
 
+def compile_kernel(trial: KernelTrial) -> None:
+    """Run a kernel, for one row too where bits are its own, so that nothing later waits for its compilation."""
+    ours, x = trial.pairs[0][0], trial.x(0)
+    with suppress(Exception):  # which `check` gets as well, and says
+        mx.eval(ours(x), ours(x[:1]) if trial.truth else None, trial.alone[0](x) if trial.alone else None)
+
+
 def check(trial: KernelTrial, seed: int = 0) -> str | None:
     """Say why the kernel is wrong, or None where each row has the bits it has alone and, if need be, is accurate.
 
     Several draws of x, on several layers, also with NaN and infinity in rows that the others must not depend on.
     An exception of the kernel is a reason too; one of stock MLX is raised.
     """
-    layers, count = len(trial.pairs), DRAWS * LAYERS
+    layers, count = len(trial.pairs), (trial.draws or DRAWS) * LAYERS
     try:
         for i in range(count):
             layer = i % layers if layers < count else i * layers // count  # far apart, or in turn

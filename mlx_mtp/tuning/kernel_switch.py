@@ -1,6 +1,7 @@
 """Switch on the kernels that a loaded model runs with, and report which they are."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,19 +17,34 @@ from ..layers.mamba2 import Mamba2
 from ..layers.port import Port
 from ..layers.products import Matrices, Stack
 from ..machine.remembered import digest
+from .ab_test import compile_kernel
 from .kernel_sites import place, tied
-from .kernel_trials import KernelTrial, KernelVerdict, Key, RememberedVerdicts, decide, in_words
+from .kernel_trials import (
+    NOT_TRIED,
+    RIGHT,
+    KernelTrial,
+    Key,
+    RememberedVerdicts,
+    decide,
+)
+from .kernel_verdict import KernelVerdict, in_words, off
 
+FIRST_ROWS = 4  # at most, of cycles that a load decides on: of up to three drafts
+WARM_ROWS = 6  # at most, of kernels that a load compiles where they are remembered: with three drafts heads read six
+MORE_SECONDS = 1.0  # of a load that finds all that remembered, for what is left
 FORMATS = "products in a format without a kernel"
 Lines = tuple[str, ...]
 
 
-def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Lines, Lines]:
+def switch_on(
+    model: Any, lane: str | None, *, lazy: bool = False, kv_bits: Collection[int] = ()
+) -> tuple[Lines, Lines]:
     """Switch on the model's kernels: the report's lines, and the ops whose bits may depend on the number of rows.
 
     lane: None decides by trial, "exact" and "fast" take what is right, "fast" also products by matrices where a trial
     finds them faster, "off" takes none. Without a Metal GPU, or for a model that verifies nothing, all stays as it
-    is; by trial also with `lazy` weights, which a trial would read.
+    is; by trial also with `lazy` weights, which a trial would read. kv_bits: of quantized caches that will be used.
+    By trial, what the first cycles use is decided here; the rest waits in the model's `_trials`.
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
@@ -39,30 +55,78 @@ def switch_on(model: Any, lane: str | None, *, lazy: bool = False) -> tuple[Line
         recurrent = any(isinstance(module, GatedDelta) for module in model.modules())  # type: ignore[attr-defined]
         others = [line for line in others_not_exact(model) if line != FORMATS]
         return (f"none: {why}",), ("all products", *(["the gated delta rule"] if recurrent else []), *others)
-    sites = place(model)
-    verdicts = _switched(model, sites, lane)
+    found = ModelTrials(model, place(model), kv_bits)
+    if lane is None:
+        model._trials = found
+        found.begin()
+        return found.switched()
+    found.decide(found.trials, lane=lane)
+    lines, not_exact = found.switched()
     if lane == "fast":
         # Where matrices are faster than the exact kernels, which are on by now.
-        matrices: list[Site] = [Matrices(site) for site in sites if isinstance(site, Stack)]
-        verdicts |= _switched(model, matrices, None)
-        sites += matrices
-    return in_words(verdicts), (*rows_not_exact(sites), *others_not_exact(model))
+        matrices = ModelTrials(model, [Matrices(site) for site in found.sites if isinstance(site, Stack)])
+        matrices.decide(matrices.trials)
+        lines += matrices.switched()[0]
+        not_exact = (*rows_not_exact([*found.sites, *matrices.sites]), *others_not_exact(model))
+    return lines, not_exact
 
 
-def _switched(model: Port, sites: Sequence[Site], lane: str | None) -> dict[Key, KernelVerdict]:
-    """Decide on the sites' kernels, by what an earlier load found where it is remembered, and switch them."""
-    dtype = model.no_hidden().dtype
-    tried = trials(sites, dtype)
-    shapes = digest(f"{len(trial.pairs)} {trial.key}" for trial in tried)
-    verdicts = decide(tried, lane=lane, remembered=RememberedVerdicts(shapes))
-    switch(sites, verdicts, dtype)
-    return verdicts
+class ModelTrials:
+    """The trials of a loaded model: at the load those of the first cycles, later, while nobody waits, the others.
+
+    verdicts: of all so far. Kernels change in `switched` only, so that an answer has the same ones throughout.
+    """
+
+    def __init__(self, model: Port, sites: Sequence[Site], kv_bits: Collection[int] = ()):
+        self.model, self.sites, self.dtype = model, sites, model.no_hidden().dtype
+        for site in sites:
+            site.asked = site.asked or site.format[0] in kv_bits  # type: ignore[attr-defined]
+        self.trials = trials(sites, self.dtype)
+        self.remembered = RememberedVerdicts(digest(f"{len(trial.pairs)} {trial.key}" for trial in self.trials))
+        self.verdicts = {trial.key: off(f"{NOT_TRIED}, as nothing uses it") for trial in self.trials}
+        self.verdicts |= {trial.key: off(f"{NOT_TRIED} yet") for trial in self.asked()}
+
+    def begin(self) -> None:
+        """Decide on what the first cycles use; where all of that is remembered, let it be compiled, and go on."""
+        known, first = self.remembered.recall(), [trial for trial in self.asked() if trial.rows <= FIRST_ROWS]
+        self.decide(first)
+        if known and not self.waiting(first):
+            end = time.monotonic() + MORE_SECONDS
+            self.go_on(lambda: time.monotonic() > end)
+        for trial in self.asked():
+            timed = known.get(trial.key, RIGHT) != RIGHT and trial.rows <= WARM_ROWS
+            if timed and self.verdicts[trial.key].on:
+                compile_kernel(trial)
+
+    def go_on(self, stop: Callable[[], bool]) -> None:
+        """Try what is left, until `stop` says that somebody waits."""
+        if self.waiting(asked := self.asked()):
+            self.decide(asked, stop=stop)
+
+    def asked(self) -> list[KernelTrial]:
+        """List the trials of all kernels that anything asks for."""
+        ops = {site.op for site in self.sites if site.asked}
+        return [trial for trial in self.trials if trial.op in ops]
+
+    def waiting(self, trials: Iterable[KernelTrial]) -> bool:
+        """Tell whether any of these has not been made."""
+        return any(self.verdicts[trial.key].reason.startswith(NOT_TRIED) for trial in trials)
+
+    def switched(self) -> tuple[Lines, Lines]:
+        """Let the sites serve what the verdicts allow; returns what `switch_on` does."""
+        switch(self.sites, self.verdicts, self.dtype)
+        others = others_not_exact(self.model)
+        return in_words(self.verdicts), (*rows_not_exact(self.sites), *others)
+
+    def decide(self, trials: list[KernelTrial], lane: str | None = None, **how: Any) -> None:
+        """Decide on these, by what an earlier load found where it is remembered."""
+        self.verdicts |= decide(trials, lane=lane, remembered=self.remembered, **how)
 
 
 def trials(sites: Sequence[Site], dtype: mx.Dtype) -> list[KernelTrial]:
     """Make one trial per op, shape and number of rows, over all sites of that shape, for x of `dtype`.
 
-    The fewest rows come first, and last what is asked for seldom.
+    The fewest rows come first, and last what is asked for seldom, quantized caches.
     """
     alike: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
@@ -70,17 +134,26 @@ def trials(sites: Sequence[Site], dtype: mx.Dtype) -> list[KernelTrial]:
     found = []
     for (op, shape), same in alike.items():
         first, pairs = same[0], [(site.ours, site.stock) for site in same]
-        own = {name: [getattr(site, name) for site in same] for name in ("alone", "truth") if hasattr(first, name)}
-        typed, bits = f"{shape} {str(dtype).rpartition('.')[2]}", getattr(first, "bits", True)
-        found += [KernelTrial(op, typed, n, pairs, first.width, dtype, bits=bits, **own) for n in first.candidates]
-    seldom = {site.op for site in sites if getattr(site, "seldom", False)}
+        own: dict[str, Any] = {
+            name: [getattr(site, name) for site in same] for name in ("alone", "truth") if hasattr(first, name)
+        }
+        own |= {"bits": getattr(first, "bits", True), "kind": first.kind, "weights": len(same) * first.weights_read}
+        found += [
+            KernelTrial(op, _typed(shape, dtype), n, pairs, first.width, dtype, **own) for n in first.candidates
+        ]
+    seldom = {site.op for site in sites if getattr(site, "format", None)}
     return sorted(found, key=lambda trial: (trial.op in seldom, trial.rows))
+
+
+def _typed(shape: str, dtype: mx.Dtype) -> str:
+    return f"{shape} {str(dtype).rpartition('.')[2]}"
 
 
 def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: mx.Dtype) -> None:
     """Let each site serve the row counts that its verdicts allow."""
     for site in sites:
-        site.rows = frozenset(trial.rows for trial in trials([site], dtype) if verdicts[trial.key].on)
+        shape = _typed(site.shape, dtype)
+        site.rows = frozenset(rows for rows in site.candidates if verdicts[site.op, shape, rows].on)
     mx.clear_cache()  # of what the trials made
 
 

@@ -2,40 +2,25 @@
 
 import itertools
 import os
-import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from ..kernels import padded
 from ..machine.errors import with_type
-from .ab_test import FAILS, KernelTrial, check, time_pair
+from ..machine.progress import tell
+from .ab_test import FAILS, KernelTrial, check, compile_kernel, time_pair
+from .kernel_verdict import AS_ROWS, KernelVerdict, judged, off
 from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
 
 LANES = ("off", "exact", "fast")
 VARIABLE = "MLX_MTP_KERNELS"
-MARGIN = 1.02  # of 80 trials of a thing with itself, on a busy CPU, 77 stayed below
-BUDGET = 10.0  # seconds that a load may spend on trials; the next load tries the rest
-ASKED = "asked for"
-
-
-@dataclass(frozen=True)
-class KernelVerdict:
-    """Whether a kernel is on.
-
-    right: seen to be. ratio: stock MLX's time over the kernel's, None if not timed. reason: why it is as it is.
-    """
-
-    on: bool
-    right: bool
-    ratio: float | None = None
-    reason: str = ""
-
-    def __str__(self) -> str:
-        timed = "" if self.ratio is None else f", {self.ratio:.2f}x"
-        if self.on:
-            return f"on{timed or f' ({self.reason})'}"
-        return f"off: {self.reason}{timed}"
+BUDGET = 10.0  # seconds that a load may spend on trials, compilation not counted
+FIRST = {2: 0, 4: 1, 1: 2}  # by the rows of a cycle with one draft, with three, and of a plain step
+DRAWS_OF_FOLLOWING = 2  # of a check: with NaN and with infinity
+ASKED, NOT_TRIED, TRYING = "asked for", "not tried", "Trying kernels"
+RIGHT = Found("", None)
 
 
 def requested(kernels: str | None) -> str | None:
@@ -56,66 +41,114 @@ def decide(
     timer: Callable[[KernelTrial], float] = time_pair,
     remembered: RememberedVerdicts | None = None,
     budget: float = BUDGET,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[Key, KernelVerdict]:
     """Give a verdict on each (op, shape, rows).
 
-    lane: None switches on what is right and faster by MARGIN, as is remembered, or tried within `budget` seconds;
-        "exact" and "fast" all that is right, without timing; "off" nothing.
+    lane: None switches on what is right and faster by MARGIN, as is remembered, or tried within `budget` seconds,
+        compilation not counted, before `stop` says that somebody waits; "exact" and "fast" all that is right, without
+        timing; "off" nothing.
+    By trial, what shares a compiled kernel is timed once, where it reads the most weights, for most of its rows.
     A kernel that is wrong is never on, and a warning says so.
     """
     trials = list(trials)
     assert lane in (None, *LANES), lane
     assert len({trial.key for trial in trials}) == len(trials), "two trials of one op, shape and number of rows"
     if lane == "off":
-        return {trial.key: _off(ASKED) for trial in trials}
+        return {trial.key: off(ASKED) for trial in trials}
     if lane is None:
-        return _by_trial(trials, timer, remembered, budget)
-    wrong = {trial.key: check(trial) for trial in trials}
+        return _by_trial(trials, Decisions(timer, budget, stop), remembered)
+    wrong: dict[Key, str | None] = {}
+    for done, trial in enumerate(trials):
+        tell(TRYING, done, len(trials))
+        wrong[trial.key] = check(trial)
     _warn_of_wrong(wrong)
-    return {key: _off(reason) if reason else KernelVerdict(True, True, reason=ASKED) for key, reason in wrong.items()}
+    return {key: off(reason) if reason else KernelVerdict(True, True, reason=ASKED) for key, reason in wrong.items()}
+
+
+def sharing(trials: Iterable[KernelTrial]) -> list[list[KernelTrial]]:
+    """Group trials by the compiled kernel that they share, first those of most cycles; in each the heaviest first."""
+    groups: dict[tuple[str, str, int], list[KernelTrial]] = {}
+    for trial in trials:
+        groups.setdefault((trial.op, trial.kind or trial.shape, padded(trial.rows)), []).append(trial)
+    for group in groups.values():
+        group.sort(key=lambda trial: (-trial.rows, -trial.weights))
+    return sorted(groups.values(), key=lambda group: FIRST.get(rows := padded(group[0].rows), rows))
+
+
+class Decisions:
+    """The verdicts of a load, or of a pause between two answers, as they are found.
+
+    timer, budget, stop: as `decide` has them. known: what is remembered; found: what was not.
+    """
+
+    def __init__(self, timer: Callable[[KernelTrial], float], budget: float, stop: Callable[[], bool]):
+        self.timer, self.budget, self.stop, self.end = timer, budget, stop, time.perf_counter() + budget
+        self.known: dict[Key, Found] = {}
+        self.found: dict[Key, Found] = {}
+        self.verdicts: dict[Key, KernelVerdict] = {}
+
+    def judge(self, group: Sequence[KernelTrial]) -> None:
+        """Judge trials that share a kernel: one is timed, and the others follow it where they are right."""
+        timed: KernelTrial | None = None
+        for trial in group:
+            verdict = self._timed(trial) if timed is None else self._following(trial, timed)
+            self.verdicts[trial.key] = verdict
+            timed = trial if timed is None and verdict.ratio is not None else timed
+
+    def _timed(self, trial: KernelTrial) -> KernelVerdict:
+        known = self.known.get(trial.key, RIGHT)
+        if known != RIGHT:
+            return judged(known)
+        if why := self._no_time(trial):
+            return off(why)
+        wrong = check(trial)
+        try:
+            self.found[trial.key] = Found(wrong, None if wrong else float(self.timer(trial)))
+        except Exception as e:
+            return KernelVerdict(False, True, reason=f"timing it fails with {with_type(e)}")
+        return judged(self.found[trial.key])
+
+    def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
+        """Judge as the timed one where this one is right; a number of rows less, only if the one below is on, too."""
+        verdict, known = self.verdicts[timed.key], self.known.get(trial.key)
+        below = self.verdicts.get((trial.op, trial.shape, trial.rows - 1), verdict)
+        if not verdict.on or (trial.rows < timed.rows and not below.on):
+            return off((verdict if not verdict.on else below).reason)
+        if known is None:
+            if why := self._no_time(trial):
+                return off(why)
+            known = self.found[trial.key] = Found(check(replace(trial, draws=DRAWS_OF_FOLLOWING)) or "", None)
+        as_timed = f"{AS_ROWS}{timed.rows}" if trial.shape == timed.shape else f"as {timed.shape.split()[0]}"
+        return KernelVerdict(True, True, reason=as_timed) if known == RIGHT else judged(known)
+
+    def _no_time(self, trial: KernelTrial) -> str:
+        """Compile the kernel and say "", or why it cannot be tried now."""
+        if (tic := time.perf_counter()) >= self.end:
+            return f"{NOT_TRIED}, the {self.budget:g} s for trials were over"
+        if not self.stop():
+            compile_kernel(trial)
+            self.end += time.perf_counter() - tic
+        return f"{NOT_TRIED} yet" if self.stop() else ""
 
 
 def _by_trial(
-    trials: list[KernelTrial],
-    timer: Callable[[KernelTrial], float],
-    remembered: RememberedVerdicts | None,
-    budget: float,
+    trials: list[KernelTrial], decisions: Decisions, remembered: RememberedVerdicts | None
 ) -> dict[Key, KernelVerdict]:
-    """Judge by what is remembered, else by a trial while the budget of seconds lasts; remember what is found."""
-    known = remembered.recall() if remembered else {}
-    found: dict[Key, Found] = {}
-    verdicts: dict[Key, KernelVerdict] = {}
-    end = time.perf_counter() + budget
-    for trial in trials:
-        key = trial.key
-        if key in known:
-            verdicts[key] = _judged(known[key])
-        elif time.perf_counter() >= end:
-            verdicts[key] = _off(f"not tried, the {budget:g} s for trials were over")
-        else:
-            wrong = check(trial)
-            try:
-                found[key] = Found(wrong, None if wrong else float(timer(trial)))
-                verdicts[key] = _judged(found[key])
-            except Exception as e:
-                verdicts[key] = KernelVerdict(False, True, reason=f"timing it fails with {with_type(e)}")
+    """Judge by what is remembered, else by trials; remember what is found, also if interrupted."""
+    decisions.known = remembered.recall() if remembered else {}
+    groups, found = sharing(trials), decisions.found
+    try:
+        for done, group in enumerate(groups):
+            tell(TRYING, done, len(groups))
+            decisions.judge(group)
+    finally:
+        # What failed is tried again by the next load: memory may have been short.
+        kept = {key: finding for key, finding in found.items() if not (finding.wrong or "").startswith(FAILS)}
+        if remembered and kept:
+            remembered.keep({**decisions.known, **kept})
     _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
-    # What failed is tried again by the next load: memory may have been short.
-    found = {key: finding for key, finding in found.items() if not (finding.wrong or "").startswith(FAILS)}
-    if remembered and found:
-        remembered.keep({**known, **found})
-    return verdicts
-
-
-def _judged(found: Found) -> KernelVerdict:
-    if found.ratio is None:
-        return _off(found.wrong or "")
-    on = found.ratio > MARGIN
-    return KernelVerdict(on, True, found.ratio, "" if on else "slower" if found.ratio < 1 else "no faster")
-
-
-def _off(reason: str) -> KernelVerdict:
-    return KernelVerdict(False, False, reason=reason)
+    return {trial.key: decisions.verdicts[trial.key] for trial in trials}
 
 
 def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
@@ -126,31 +159,3 @@ def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
         others = f" (and {len(more)} more)" if more else ""
         text = f"kernel {op} is wrong with mlx {MLX_VERSION} and stays off: {shape}, M={rows}: {reason}{others}"
         warnings.warn(text, stacklevel=4)
-
-
-def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
-    """Say verdicts, a line per op and shape: "verify_qmm 8x16 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
-    shapes: dict[tuple[str, str], list[tuple[int, KernelVerdict]]] = {}
-    for (op, shape, rows), verdict in verdicts.items():
-        shapes.setdefault((op, shape), []).append((rows, verdict))
-    return tuple(f"{op} {shape}: {_ranges(sorted(found))}" for (op, shape), found in shapes.items())
-
-
-def _ranges(found: list[tuple[int, KernelVerdict]]) -> str:
-    """Say the verdicts of one shape, neighbouring row counts together where they differ in numbers only."""
-    texts = []
-    for _, group in itertools.groupby(enumerate(found), key=_kind):
-        rows, verdicts = zip(*(item for _, item in group), strict=True)
-        span = f"M={rows[0]}" if len(rows) == 1 else f"M={rows[0]}-{rows[-1]}"
-        ratios = sorted(verdict.ratio for verdict in verdicts if verdict.on and verdict.ratio is not None)
-        why = verdicts[0].reason
-        if ratios:
-            why = "-".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (ratios[0], ratios[-1]))) + "x"
-        texts.append(f"{span} {'on' if verdicts[0].on else 'off'} ({why})")
-    return ", ".join(texts)
-
-
-def _kind(item: tuple[int, tuple[int, KernelVerdict]]) -> tuple[bool, str, int]:
-    """Give what neighbours have in common; the last number is that of a run of row counts without a gap."""
-    place, (rows, verdict) = item
-    return verdict.on, re.sub(r"\d+", "#", verdict.reason), rows - place

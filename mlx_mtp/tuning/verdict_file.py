@@ -17,7 +17,10 @@ Key = tuple[str, str, int]  # op, shape, rows
 
 
 class Found(NamedTuple):
-    """The finding of a kernel trial: why the kernel is wrong, or stock MLX's time over its own."""
+    """The finding of a kernel trial: why the kernel is wrong, or stock MLX's time over its own.
+
+    Where it is right and was not timed, `wrong` is "".
+    """
 
     wrong: str | None
     ratio: float | None
@@ -32,16 +35,20 @@ class RememberedVerdicts:
     def __init__(self, model: str):
         facts = {**machine(), "mlx": MLX_VERSION, "mlx_mtp": __version__, "kernels": _kernels(), "model": model}
         self._file = RememberedFile("trials", facts, "what kernels are faster cannot be kept for the next load")
+        self._found: dict[Key, Found] = {}
 
     def recall(self) -> dict[Key, Found]:
-        """Read all findings; none where there is no whole file that this machine, model, MLX and kernels wrote."""
+        """Read all findings; where there is no whole file that this machine, model, MLX and kernels wrote, those of
+        this process.
+        """
         try:
-            return dict(map(_parsed, self._file.recall()["found"]))
+            return dict(map(_parsed, self._file.recall()["found"])) | self._found
         except (ValueError, LookupError, TypeError):
-            return {}
+            return self._found
 
     def keep(self, found: Mapping[Key, Found]) -> None:
         """Replace what was kept; where it cannot be written, warn, but only the first time."""
+        self._found = dict(found)
         self._file.keep(found=[[*key, *finding] for key, finding in found.items()])
 
 

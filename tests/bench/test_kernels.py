@@ -115,7 +115,7 @@ def test_traffic_is_one_calls():
 def test_a_matrix_is_read_once_for_all_rows():
     found = list(traffic("verify_qmm", 4))
     assert [(a.rows, a.largest, a.reread) for a in found] == [(m, "w", 1.0) for m in (2, 3, 4)]
-    assert all(a.requested < b.requested for a, b in pairwise(found))
+    assert all(a.requested <= b.requested for a, b in pairwise(found))
 
 
 def test_the_tables_show_each_op_once():

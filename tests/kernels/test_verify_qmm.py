@@ -83,7 +83,7 @@ def test_sweep(contraction):
             assert_rows_exact(*fmt, k, rng.randrange(1, 40), m, dtype, contraction)
 
 
-@pytest.mark.parametrize("m", sampled((1, 7, 9, 11, 17), range(1, 18)))
+@pytest.mark.parametrize("m", sampled((1, 3, 5, 7, 9, 11, 17), range(1, 18)))
 def test_any_number_of_rows(m):
     x, weights = draw("affine", 4, 64, (24, 512), m, mx.float32)
     (y,), _ = emulated(x, weights)

@@ -23,6 +23,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp import emulator
+from mlx_mtp.cache.kinds import make_cache
 from mlx_mtp.kernels import _source
 from mlx_mtp.layers.products import GLU, Dense, Stack, VerifyRouter
 from mlx_mtp.tuning import ab_test, kernel_switch
@@ -193,7 +194,7 @@ def test_rows_that_a_glu_serves_are_exact_without_its_stack(checkpoint):
 
 
 def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, only_products, tmp_path):
-    """Where all is right, with injected timings: on up to four rows, and kept for the next load."""
+    """Where all is right, with injected timings: on up to four rows, the others later, and kept for the next load."""
     monkeypatch.setattr("mlx_mtp.tuning.kernel_trials.check", lambda trial: None)
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
     decide, timed = kernel_switch.decide, []
@@ -205,22 +206,28 @@ def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, only_products
     monkeypatch.setattr(
         kernel_switch, "decide", lambda trials, **more: decide(trials, **more, timer=timer, budget=1e9)
     )
-    reports = []
+    reports, before = [], []
     for _ in range(2):
         model = load(checkpoint)
         for layers in (model.layers, model.mtp):
             del layers[1:]
         with emulator.emulated(emulator.Options(traffic=False)), stock_ops():
-            reports.append(kernel_switch.switch_on(model, None))
+            before.append(kernel_switch.switch_on(model, None))
+            model._trials.go_on(lambda: False)
+            reports.append(model._trials.switched())
         assert model.lm_head.site.rows == {2, 3, 4}
         assert model.layers[0].self_attn.q_proj.site.rows == {1, 2, 3, 4}
-    assert reports[0] == reports[1]
+    assert reports[0] == reports[1] == before[1] != before[0]
     assert len(timed) == len(set(timed))
-    kernels, not_exact = reports[0]
-    assert "verify_qmm 5x64 4-bit affine g32 bfloat16: M=2-4 on (1.50x), M=5-8 off (slower)" in kernels
-    assert not_exact == ("11 layers' verify_qmm at M=5, 6, 7, 8",)
+    assert max(rows for *_, rows in timed[: len(timed) // 2]) == 4  # those of the first cycles come first
+    (of_heads,) = {shape for _, shape, rows in timed if rows == 8 and shape.startswith("5x64")}
+    lines = [next(line for line in found[0] if of_heads in line) for found in (before[0], reports[0])]
+    assert lines[0] == f"verify_qmm {of_heads}: M=2-4 on (1.50x), M=5-8 off (not tried yet)"
+    assert lines[1] == f"verify_qmm {of_heads}: M=2-4 on (1.50x), M=5-8 MLX's own (faster)"
+    assert reports[0][1] == ("11 layers' verify_qmm at M=5, 6, 7, 8",)
     (file,) = tmp_path.glob("*.json")
-    assert len(json.loads(file.read_text())["found"]) == len(timed)
+    found = json.loads(file.read_text())["found"]
+    assert sum(ratio is not None for *_, ratio in found) == len(timed) < len(found)
 
 
 def test_lazy_weights_are_not_read_for_a_trial(checkpoint):
@@ -257,6 +264,23 @@ def test_the_load_time_check_sees_another_order(monkeypatch):
         assert ab_test.check(ab_test.KernelTrial("verify_qmm", "8x320", 3, [same], 320, x.dtype)) is None
         wrong = ab_test.check(ab_test.KernelTrial("verify_qmm", "8x320", 3, [other], 320, x.dtype))
         assert "differs from one row alone" in wrong
+
+
+def test_caches_of_other_formats_are_tried_once_something_uses_them(checkpoint, monkeypatch):
+    monkeypatch.setattr(kernel_switch, "decide", lambda trials, **_: {})
+
+    def asked(trials):
+        return {
+            trial.op.partition("verify_attention")[2] for trial in trials.asked() if "verify_attention" in trial.op
+        }
+
+    model = load(checkpoint)
+    trials = kernel_switch.ModelTrials(model, kernel_switch.place(model), {8})
+    assert asked(trials) == {"", " of 8-bit caches"}
+    assert asked(kernel_switch.ModelTrials(model, trials.sites)) == {"", " of 8-bit caches"}
+    model.layers[0].self_attn.attention.of(make_cache(None, bits=4, group_size=32))
+    assert asked(trials) == {"", " of 8-bit caches", " of 4-bit caches"}
+    assert trials.waiting(trials.asked())
 
 
 @pytest.mark.parametrize("lane", ["exact", "fast"])

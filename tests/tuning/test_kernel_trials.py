@@ -3,25 +3,24 @@
 import math
 import time
 import warnings
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from trial_cases import SHAPE, K, fails, off_by_one_bit, trial
+from trial_cases import SHAPE, K, fails, off_by_one_bit, stock, trial
 
-from mlx_mtp.tuning import ab_test
+from mlx_mtp.tuning import ab_test, kernel_trials
 from mlx_mtp.tuning.kernel_trials import (
     BUDGET,
-    MARGIN,
     VARIABLE,
     KernelTrial,
-    KernelVerdict,
     decide,
-    in_words,
     requested,
     time_pair,
 )
-from mlx_mtp.tuning.verdict_file import MLX_VERSION
+from mlx_mtp.tuning.kernel_verdict import MARGIN, KernelVerdict, in_words, off
+from mlx_mtp.tuning.verdict_file import MLX_VERSION, RememberedVerdicts
 
 
 def never(_):
@@ -106,6 +105,101 @@ def test_the_budget_bounds_all_trials():
         "off: not tried, the 0.5 s for trials were over"
     ] * 2
     assert 1 < BUDGET < 60
+
+
+# One is timed, others follow.
+
+
+def of_a_kind(rows, shape="a", weights=1, ours=stock, kind="k"):
+    return replace(trial(ours, rows, shape=shape), kind=kind, weights=weights)
+
+
+def decided(trials, timer, **how):
+    """Verdicts by (shape, rows), and the (shape, rows) that were timed."""
+    timed = []
+    found = decide(trials, lane=None, timer=lambda t: timed.append((t.shape, t.rows)) or timer(t), **how)
+    return {key[1:]: verdict for key, verdict in found.items()}, timed
+
+
+def test_the_heaviest_of_a_kind_is_timed_for_all():
+    trials = [
+        of_a_kind(m, shape, weights) for shape, weights in (("a", 1), ("b 4-bit", 3), ("c", 2)) for m in range(1, 9)
+    ]
+    verdicts, timed = decided(trials, lambda _: 1.5)
+    assert timed == [("b 4-bit", m) for m in (2, 4, 1, 6, 8)]
+    assert all(verdict.on for verdict in verdicts.values())
+    told = {place: str(verdicts[place]) for place in (("b 4-bit", 4), ("b 4-bit", 3), ("a", 4), ("c", 7))}
+    assert list(told.values()) == ["on, 1.50x", "on (as M=4)", "on (as b)", "on (as b)"]
+
+
+def test_another_kind_is_timed_apart():
+    _, timed = decided([of_a_kind(2), of_a_kind(2, "b", kind="other")], lambda _: 1.5)
+    assert timed == [("a", 2), ("b", 2)]
+
+
+def test_rows_follow_only_between_two_numbers_that_are_on():
+    """At three rows MLX's own may be faster than at four, and ours is not."""
+    verdicts, timed = decided([of_a_kind(m) for m in (2, 3, 4, 5, 6)], lambda t: 1.01 if t.rows == 2 else 1.5)
+    assert [m for _, m in timed] == [2, 4, 6]
+    assert [(m, verdict.on) for (_, m), verdict in verdicts.items()] == [
+        (2, False), (3, False), (4, True), (5, True), (6, True)
+    ]  # fmt: skip
+    assert str(verdicts["a", 3]) == "off: no faster"
+
+
+def test_what_follows_is_right_too():
+    wrong_at_three = off_by_one_bit(2, when=lambda x, w: len(x) == 3)
+    trials = [
+        of_a_kind(m, shape, w, ours)
+        for shape, w, ours in (("a", 2, wrong_at_three), ("b", 1, off_by_one_bit()))
+        for m in (3, 4)
+    ]
+    with pytest.warns(UserWarning, match=r"kernel double is wrong .* \(and 2 more\)"):
+        verdicts, _ = decided(trials, lambda _: 1.5)
+    assert [place for place, verdict in verdicts.items() if verdict.on] == [("a", 4)]
+
+
+def test_a_wrong_one_leads_nobody_and_what_is_slower_is_not_run_elsewhere():
+    with pytest.warns(UserWarning, match="stays off"):
+        verdicts, timed = decided([of_a_kind(4, "a", 2, off_by_one_bit()), of_a_kind(4, "b")], lambda _: 1.5)
+    assert (timed, verdicts["b", 4].on) == ([("b", 4)], True)
+    slower, _ = decided([of_a_kind(4, "a", 2), of_a_kind(4, "b", 1, fails(KeyboardInterrupt()))], lambda _: 0.9)
+    assert str(slower["b", 4]) == "off: slower"
+
+
+def test_compilation_is_not_counted(monkeypatch):
+    now = [0.0]
+
+    def takes(seconds):
+        return lambda _: now.__setitem__(0, now[0] + seconds) or 1.5
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(kernel_trials, "compile_kernel", takes(100.0))
+    trials = [of_a_kind(2, shape, kind=shape) for shape in "abcd"]
+    verdicts, timed = decided(trials, takes(1.0), budget=2.5)
+    assert (len(timed), now) == (3, [303.0])
+    assert str(verdicts["d", 2]) == "off: not tried, the 2.5 s for trials were over"
+
+
+def test_whoever_waits_is_let_in_between_two_trials_and_the_rest_is_tried_later(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
+    remembered, trials, compiled = RememberedVerdicts("m"), [of_a_kind(2, shape, kind=shape) for shape in "abc"], []
+    monkeypatch.setattr(kernel_trials, "compile_kernel", lambda trial: compiled.append(trial.shape))
+    first, timed = decided(trials, lambda _: 1.5, remembered=remembered, stop=lambda: len(compiled) == 2)
+    assert (compiled, timed) == (["a", "b"], [("a", 2)])  # nothing is timed once somebody waits
+    assert [str(verdict) for verdict in first.values()] == ["on, 1.50x", *["off: not tried yet"] * 2]
+    later, timed = decided(trials, lambda _: 1.6, remembered=remembered)
+    assert timed == [("b", 2), ("c", 2)]
+    assert [verdict.ratio for verdict in later.values()] == [1.5, 1.6, 1.6]
+
+
+def test_what_was_found_is_kept_where_nothing_can_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "file"))
+    remembered = RememberedVerdicts("m")
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        decided([of_a_kind(2)], lambda _: 1.5, remembered=remembered)
+    assert decided([of_a_kind(2)], never, remembered=remembered)[1] == []
 
 
 # Right or wrong.
@@ -210,21 +304,29 @@ def test_verdicts_in_words():
     def on(ratio):
         return KernelVerdict(True, True, ratio)
 
-    slower = KernelVerdict(False, True, 0.9, "slower")
+    def following(reason):
+        return KernelVerdict(True, True, reason=reason)
+
+    slower, same = (KernelVerdict(False, True, ratio, why) for ratio, why in ((0.9, "slower"), (1.01, "no faster")))
     wrong = [KernelVerdict(False, False, reason=f"row 1 of {m} differs from one row alone") for m in (2, 3)]
     asked = KernelVerdict(True, True, reason="asked for")
     verdicts = {
         **{("qmm", "a", m): on(1.3 + m / 10) for m in (3, 5, 2, 4)},
         **{("qmm", "a", m): slower for m in (6, 7, 8)},
+        **{("qmm", "c", m): same for m in (2, 4)},
+        **{("qmm", "c", 3): off("no faster"), ("qmm", "c", 6): on(1.5), ("qmm", "c", 5): following("as M=6")},
+        **{("qmm", "d", m): following("as a") for m in (2, 3)},
         **{("qmm", "b", 2): wrong[0], ("qmm", "b", 3): wrong[1], ("qmm", "b", 4): on(2.0)},
         **{("head", "a", m): asked for m in (2, 3, 5)},
         **{("moe", "a", 2): on(1.2), ("moe", "a", 3): slower, ("moe", "a", 4): on(1.101), ("moe", "a", 5): on(1.1)},
     }
     assert in_words(verdicts) == (
-        "qmm a: M=2-5 on (1.50-1.80x), M=6-8 off (slower)",
+        "qmm a: M=2-5 on (1.50-1.80x), M=6-8 MLX's own (faster)",
+        "qmm c: M=2-4 MLX's own (as fast), M=5-6 on (1.50x)",
+        "qmm d: M=2-3 on (as a)",
         "qmm b: M=2-3 off (row 1 of 2 differs from one row alone), M=4 on (2.00x)",
         "head a: M=2-3 on (asked for), M=5 on (asked for)",
-        "moe a: M=2 on (1.20x), M=3 off (slower), M=4-5 on (1.10x)",
+        "moe a: M=2 on (1.20x), M=3 MLX's own (faster), M=4-5 on (1.10x)",
     )
     assert in_words({}) == ()
 

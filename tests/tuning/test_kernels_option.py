@@ -1,15 +1,20 @@
 """`kernels=`, `--kernels` and MLX_MTP_KERNELS reach `switch_on`, and the report shows what it did."""
 
 import importlib
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 import mlx_mtp
 from mlx_mtp.cli import main
+from mlx_mtp.cli import progress as spinner
+from mlx_mtp.decoding.memory_needs import Budget
 from mlx_mtp.demo import demo_path
 from mlx_mtp.kernels import _source
+from mlx_mtp.machine.progress import tell
 
 LINES = ("verify_qmm 64x64 4-bit: M=2-5 on (1.31-1.80x)", "verify_qmm 64x32 4-bit: M=2-8 off (slower)")
 ROWS = f"""\
@@ -106,3 +111,25 @@ def test_without_metal():
     report = mlx_mtp.load_model(demo_path(), lazy=True).report
     assert (report.kernels, report.not_exact) == (("none: no Metal GPU",), ())
     assert str(report).endswith("\nkernels    none: no Metal GPU")
+
+
+def test_quantized_caches_that_are_asked_for_are_tried(monkeypatch):
+    asked = []
+    load = importlib.import_module("mlx_mtp.checkpoint.load")
+    monkeypatch.setattr(load, "switch_on", lambda model, lane, **more: asked.append(more) or (LINES, ()))
+    for layout in ({}, {"kv_bits": None, "mtp_kv_bits": 4}, {"kv_bits": 8}):
+        mlx_mtp.load_model(demo_path(), lazy=True, budget=Budget(layout=layout))
+    assert [more.get("kv_bits") for more in asked] == [None, {4}, {8}]
+
+
+def test_the_spinner_says_how_far_the_trials_are(monkeypatch):
+    said = []
+    status = SimpleNamespace(update=said.append)
+    console = SimpleNamespace(status=lambda text: said.append(text) or nullcontext(status))
+    monkeypatch.setattr(spinner, "Console", lambda stderr: console)
+    tell("Trying kernels", 0, 30)
+    with spinner.loading(shown=True):
+        tell("Trying kernels", 3, 30)
+    with spinner.loading(shown=False):
+        tell("Trying kernels", 4, 30)
+    assert said == ["Loading the model", "Trying kernels, 3 of 30"]

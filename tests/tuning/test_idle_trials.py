@@ -1,0 +1,94 @@
+"""Try kernels while nobody waits; change them only where no answer is under way."""
+
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from mlx_mtp.tuning.idle_trials import IdleTrials
+
+
+@dataclass
+class Report:
+    kernels: tuple = ("before",)
+    not_exact: tuple = ("all",)
+
+
+class Trials:
+    """Trials that go on until they are to stop; `events` notes what is done, and in which thread."""
+
+    def __init__(self, found="after", left=True):
+        self.found, self.left, self.events, self.began = found, left, [], threading.Event()
+
+    def asked(self):
+        return []
+
+    def waiting(self, _):
+        return self.left
+
+    def go_on(self, stop):
+        self.events.append(("tried", threading.current_thread() is threading.main_thread()))
+        self.began.set()
+        while not stop():
+            threading.Event().wait(0.001)
+        if isinstance(self.found, Exception):
+            raise self.found
+
+    def switched(self):
+        self.events.append(("switched", threading.current_thread() is threading.main_thread()))
+        return (self.found,), ()
+
+
+class Model(nn.Module):
+    def __init__(self, trials):
+        super().__init__()
+        self._trials, self.report, self._learned = trials, Report(), "costs"
+        self._freqs = mx.arange(4) * 2.0
+
+
+def test_kernels_change_when_it_is_left_in_the_thread_that_generates():
+    model = Model(trials := Trials())
+    with IdleTrials(model) as idle:
+        assert trials.began.wait(10)
+        assert trials.events == [("tried", False)]
+    assert trials.events == [("tried", False), ("switched", True)]
+    assert not idle.thread.is_alive()
+    assert model.report == Report(("after",), ())
+    assert not hasattr(model, "_learned")
+
+
+def test_arrays_that_the_model_has_not_computed_yet_can_be_read(monkeypatch):
+    model = Model(trials := Trials())
+    monkeypatch.setattr(trials, "go_on", lambda stop: trials.events.append((model._freqs + 1).tolist()))
+    with IdleTrials(model):
+        pass
+    assert trials.events[0] == [1, 3, 5, 7]
+
+
+def test_costs_stay_where_kernels_do():
+    model = Model(Trials(found="before"))
+    with IdleTrials(model):
+        pass
+    assert (model.report, model._learned) == (Report(), "costs")
+
+
+@pytest.mark.parametrize("trials", [None, Trials(left=False)])
+def test_where_nothing_is_left_nothing_is_done(trials):
+    with IdleTrials(Model(trials)) as idle:
+        assert idle.thread is None
+    assert not trials or trials.events == []
+    with IdleTrials(SimpleNamespace()):  # a model that no kernel serves
+        pass
+
+
+def test_a_failure_of_stock_mlx_ends_the_trials():
+    model = Model(Trials(found=RuntimeError("[malloc] Unable to allocate")))
+    with (
+        pytest.warns(UserWarning, match=r"^no more kernels are tried: RuntimeError: \[malloc\] Unable"),
+        IdleTrials(model),
+    ):
+        pass
+    assert model._trials is None
