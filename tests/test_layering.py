@@ -16,7 +16,7 @@ FLOORS = [
     {"decoding"},
     {"checkpoint", "generate"},
     {"session"},
-    {"bench", "lossless"},
+    {"bench", "lossless", "serve"},
     {"__init__", "cli"},
     {"__main__"},
 ]

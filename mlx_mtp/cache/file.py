@@ -96,6 +96,15 @@ def saved_opening(file: str | Path) -> PromptPrefix | None:
         raise ValueError(f"{file}: damaged") from None
 
 
+def saved_tokens(file: str | Path) -> list[int]:
+    """Read the token ids that a file holds the state of, unchecked; raises ValueError where it is no such file."""
+    with Path(file).open("rb") as f:
+        tokens = _state_in(f, file)[0].get("tokens")
+    if not isinstance(tokens, list):
+        raise ValueError(f"{file}: damaged")
+    return tokens
+
+
 def _write(file: Path, arrays: dict[str, mx.array], state: dict[str, Any]) -> None:
     try:
         mx.save_safetensors(str(file), arrays, {"mlx_mtp": json.dumps(state), "checksum": BLANK})

@@ -9,6 +9,12 @@ from ..machine.errors import first_line
 # Whose tokens depend on what follows: often a mark is of one token with the letters behind it.
 LAST_RUNS = re.compile(r"(\w+|\s+|[^\w\s]+){1,2}\Z")
 PROBES = ("a", " a", "\n", ".", "1")  # what may follow; the template's own ending does not
+# The commands set these, or need the text that comes without them.
+RESERVED_KEYS = {
+    *("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+}
 
 
 @dataclass(frozen=True)

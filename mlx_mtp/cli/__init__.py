@@ -20,6 +20,7 @@ from .draft_vocab import draft_vocab
 from .emulate import emulate
 from .generate import generate
 from .inspect import inspect
+from .serve import serve
 from .terminal import printable
 from .verify_lossless import verify_lossless
 
@@ -112,5 +113,5 @@ def main(ctx: click.Context) -> None:
         sys.exit(2)
 
 
-for command in (generate, chat, cache_prompt, convert, draft_vocab, emulate, bench, inspect, verify_lossless):
+for command in (generate, chat, cache_prompt, convert, draft_vocab, emulate, bench, inspect, serve, verify_lossless):
     main.add_command(command)

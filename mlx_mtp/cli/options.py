@@ -10,14 +10,9 @@ from typing import Any
 import click
 from click import Choice, FloatRange, IntRange, option
 
+from ..cache.prompt_prefix import RESERVED_KEYS
 from ..demo import demo_path
 
-# The commands set these, or need the text that comes without them.
-RESERVED_KEYS = {
-    *("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "padding"),
-    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    "tokenizer_kwargs",
-}
 MOST_GB = 2**20
 BITS = Choice(["2", "3", "4", "5", "6", "8"])
 KERNELS = Choice(["off", "exact", "fast"])

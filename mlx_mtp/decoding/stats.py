@@ -11,7 +11,7 @@ import mlx.core as mx
 TIMED_EVERY = 16
 LARGEST, ASKED = (
     ("num_draft_tokens", "peak_memory"),
-    ("phases", "max_tokens", "paused"),
+    ("phases", "max_tokens", "paused", "crowded"),
 )  # fields that are not summed up
 WAITED = 0.05  # share of a cycle's time that the host must have waited, for it to be the device's
 
@@ -33,6 +33,7 @@ class Stats:
     peak_memory:   most bytes that MLX held, the weights included, since the generation began.
     paused:        why the last cycles were plain although drafts were allowed; empty where they were not, or drafted.
     phases:        set it to have `draft_time`: every 16th cycle is then computed in two halves, with a wait for each.
+    crowded:       set it while others' cycles run in between, so that nothing is learned from the time of this one's.
     """
 
     phases: bool = False
@@ -56,6 +57,7 @@ class Stats:
     wait_time: float = 0.0
     peak_memory: int = 0
     paused: str = ""
+    crowded: bool = False
     _halves: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _tic: float = 0.0
     _prompt_read: bool = False
@@ -170,6 +172,8 @@ class Stats:
     def _seconds(self, now: float, waited: float) -> float | None:
         """Time a cycle from the last arrival to this one; one under way meanwhile ran in the caller's time, too."""
         elapsed = now - self._arrival
+        if self.crowded:
+            return None
         if self._late:
             return elapsed - self._caller
         hidden = waited < WAITED * elapsed and self._caller > WAITED * elapsed

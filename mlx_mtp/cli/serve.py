@@ -1,0 +1,159 @@
+"""Define `mlx-mtp serve`: a model behind OpenAI's and Anthropic's APIs."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from click import FloatRange, IntRange
+
+from . import options
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+NAME = "mlx-mtp-demo"
+
+
+@click.command()
+@options.model_options
+@click.option("--host", default="127.0.0.1", help="Address to listen at; `::1` and `::` are IPv6.")
+@click.option("--port", type=IntRange(1, 65535), default=8080, help="Port to listen at.")
+@click.option("--api-key", envvar="MLX_MTP_API_KEY", show_envvar=True, help="Key that clients must send.")
+@click.option("--no-auth", is_flag=True, help="Let everybody in who can reach an address off loopback.")
+@click.option("--alias", multiple=True, help="Name by which requests may call the model, '*' for any; repeatable.")
+@click.option("--allow-host", multiple=True, help="Name by which the server may be reached; repeatable.")
+@click.option("--cors-origin", multiple=True, help="Origin of web pages that may call, '*' for all; repeatable.")
+@click.option("--root-path", default="", help="Path that a reverse proxy takes off.")
+@click.option("--max-body", type=FloatRange(0.001), default=32.0, help="Most MB of a request.")
+@click.option("--timeout", type=FloatRange(0, min_open=True), help="Most seconds of a request.  [default: none]")
+@click.option("--grace", type=FloatRange(0), default=5.0, help="Seconds that answers may go on for at the end.")
+@click.option("--parallel", type=IntRange(1), default=8, help="Requests that are answered in turn.")
+@click.option("--queue", type=IntRange(0), default=64, help="Requests that may wait.")
+@click.option(
+    "--idle-unload", type=FloatRange(0, min_open=True), help="Idle seconds after which the model is unloaded."
+)
+@click.option(
+    "--prompt-cache-size", type=FloatRange(0), default=4.0, help="Most GB of remembered prompts; 0 is none."
+)
+@click.option("--prompt-cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep them there.")
+@click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the log there, too.")
+@options.text_options(max_tokens=-1)
+@options.template_config_option
+@click.option("--use-default-chat-template", is_flag=True, help="Use the tokenizer class's own template.")
+@click.option("--extra-eos-token", multiple=True, help="One more token that ends the text; repeatable.")
+@options.cache_options
+@click.option("--quiet", is_flag=True, help="No banner, and no line for each answer.")
+@click.pass_context
+def serve(ctx: click.Context, **flags: Any) -> None:
+    """Answer HTTP requests as OpenAI's and Anthropic's APIs do, until Ctrl-C.
+
+    The first one ends when answers have, within --grace seconds, the second at once. Sampling flags hold where a
+    request says nothing, over what the checkpoint's generation_config.json advises.
+    """
+    try:
+        from ..serve.engine import Limits
+        from ..serve.guard import Rules
+        from ..serve.prefix_files import PrefixFiles
+        from ..serve.server import Settings
+        from ..serve.server import serve as run
+    except ModuleNotFoundError as e:
+        raise click.ClickException(f"{e.name} is missing: pip install 'mlx-mtp[serve]'") from None
+    if flags["host"] not in LOOPBACK and not flags["api_key"] and not flags["no_auth"]:
+        raise click.UsageError(f"--host {flags['host']} can be reached from elsewhere: give --api-key, or --no-auth")
+    _log_to(flags["log_file"], quiet=flags["quiet"])
+    size = int(flags["prompt_cache_size"] * 1e9)
+    files = PrefixFiles(flags["prompt_cache_dir"], size) if flags["prompt_cache_dir"] else None
+    body = int(flags["max_body"] * 1e6)
+    settings = Settings(
+        names=_names(flags["model"], flags["alias"]),
+        host=flags["host"],
+        port=flags["port"],
+        rules=Rules(flags["api_key"], flags["allow_host"], flags["cors_origin"], body),
+        options=_decoding(flags),
+        sampling=_sampling(ctx, flags),
+        template=flags["chat_template_config"],
+        step=flags["prefill_step_size"],
+        positions=flags["max_context"],
+        max_tokens=None if flags["max_tokens"] < 0 else flags["max_tokens"],
+        cache_bytes=size,
+        cache_files=files,
+        limits=Limits(flags["parallel"], flags["queue"] + flags["parallel"], flags["idle_unload"] or float("inf")),
+        timeout=flags["timeout"] or float("inf"),
+        grace=flags["grace"],
+        root_path=flags["root_path"],
+    )
+    run(lambda: _load(ctx, flags), settings, lambda site: _banner(site, flags))
+
+
+def _names(model: str | None, given: tuple[str, ...]) -> tuple[str, ...]:
+    """List the names of the model, the one that is shown first."""
+    own = NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model
+    return given if set(given) - {"*"} else (own, *given)
+
+
+def _log_to(file: Path | None, *, quiet: bool) -> None:
+    """Write the log to stderr, and to a file."""
+    log = logging.getLogger("mlx_mtp.serve")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers.clear()
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setLevel(logging.WARNING if quiet else logging.INFO)
+    for handler in (shown, *([logging.FileHandler(file)] if file else ())):
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+
+
+def _decoding(flags: dict[str, Any]) -> dict[str, Any]:
+    """Collect what decides how, and not what, is decoded."""
+    names = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
+    return {name: flags[name] for name in names}
+
+
+def _sampling(ctx: click.Context, flags: dict[str, Any]) -> dict[str, Any]:
+    """Collect the flags of sampling that were given."""
+    names = ("temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "seed")
+    default = click.core.ParameterSource.DEFAULT
+    return {name: flags[name] for name in names if ctx.get_parameter_source(name) != default}
+
+
+def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
+    """Load the model, on whatever thread this is."""
+    from ..checkpoint.files import resolve
+    from ..demo import demo_path
+    from ..serve.server import Loaded
+
+    with ctx.scope(cleanup=False):
+        model, tokenizer = options.load_model(flags)
+    advised = _advised(resolve(demo_path() if flags["model"] is None else flags["model"]))
+    advised["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    return Loaded(model, tokenizer, advised, options.cache_layout(model, flags))
+
+
+def _advised(path: Path) -> dict[str, Any]:
+    """Read the sampling that a checkpoint's generation_config.json advises."""
+    try:
+        found = json.loads((path / "generation_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict) or found.get("do_sample") is False:
+        return {}
+    names = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+    names["repetition_penalty"] = "repetition_penalty"
+    return {own: found[name] for name, own in names.items() if type(found.get(name)) in (int, float)}
+
+
+def _banner(site: Any, flags: dict[str, Any]) -> None:
+    """Say where the server is, what it serves, and a request that works."""
+    if flags["quiet"]:
+        return
+    door, host = site.door, flags["host"]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{flags['port']}{flags['root_path']}"
+    key = " -H 'Authorization: Bearer KEY'" if flags["api_key"] else ""
+    body = json.dumps({"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60})
+    model = site.engine.served.model if site.engine.served else None
+    click.echo(f"{door.name} at {address} · {door.positions:,} positions · a chat at {address}/", err=True)
+    if report := getattr(model, "report", None):
+        click.echo(str(report), err=True)
+    click.echo(f"curl{key} {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", err=True)

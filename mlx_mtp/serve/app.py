@@ -1,0 +1,293 @@
+"""Answer HTTP requests: find the API that a path speaks, and hand what the engine tells to the client."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from .answer import Said, ToolCall
+from .chat import ChatExchange
+from .completions import CompletionExchange
+from .engine import Engine, Full
+from .exchange import Answer, Exchange, openai_error
+from .fields import Door, Refused
+from .guard import Guard, Rules, read_body
+from .job import Begun, End, Event, Failed, Job
+from .messages import MessageExchange, anthropic_error, count_tokens
+from .metrics import Metrics
+from .responses import ResponseExchange
+
+log = logging.getLogger("mlx_mtp.serve")
+PATIENCE = 2.0  # seconds before a stream begins without a word, while its request waits
+SILENCE = 10.0  # seconds after which a stream that says nothing says that it lives
+PAGE = Path(__file__).parent / "page.html"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+Make = Callable[[dict[str, Any], Door], Exchange]
+
+
+@dataclass
+class Site:
+    """The engine and what requests are measured by, which is known when the model is loaded."""
+
+    engine: Engine
+    metrics: Metrics
+    rules: Rules
+    timeout: float = float("inf")
+    door: Door | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def ready(self) -> Door:
+        """Return the door; raises Refused while there is none."""
+        if self.door is None or self.engine.state == "failed":
+            raise Refused("the model is loading", status=503)
+        return self.door
+
+
+def application(site: Site) -> Starlette:
+    """Make the ASGI application."""
+    posts: dict[str, Make] = {
+        "/v1/chat/completions": ChatExchange,
+        "/chat/completions": ChatExchange,
+        "/v1/completions": CompletionExchange,
+        "/completions": CompletionExchange,
+        "/v1/responses": ResponseExchange,
+        "/v1/messages": MessageExchange,
+    }
+    gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
+    handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
+    app = Starlette(
+        routes=[
+            *(Route(path, partial(respond, make=make), methods=["POST"]) for path, make in posts.items()),
+            Route("/v1/messages/count_tokens", counted, methods=["POST"]),
+            *(Route(path, get) for path, get in gets.items()),
+            Route("/v1/models/{name:path}", model),
+        ],
+        middleware=[Middleware(Guard, rules=site.rules, refused=refused)],
+        exception_handlers=handlers,
+    )
+    app.state.site = site
+    return app
+
+
+def refused(request: Request, error: Refused) -> Response:
+    """Say why a request is not served, as the API of its path says it."""
+    return _error(request, error.status, str(error), error.param, error.code)
+
+
+def _error(
+    request: Request, status: int, message: str, param: str | None = None, code: str | None = None
+) -> Response:
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    if path.startswith("/v1/messages"):
+        body = anthropic_error(status, message)
+    else:
+        body = openai_error(status, message, param, code)
+    headers = {"retry-after": "1"} if status == 503 else {}
+    return JSONResponse(body, status, headers)
+
+
+def _http_error(request: Request, error: HTTPException) -> Response:
+    return _error(request, error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    return _error(request, 500, f"unexpected {type(error).__name__}")
+
+
+async def page(request: Request) -> Response:
+    return FileResponse(PAGE, headers={"content-security-policy": POLICY})
+
+
+async def health(request: Request) -> Response:
+    """Say whether requests are answered."""
+    site: Site = request.app.state.site
+    loading = site.door is None or site.engine.state in ("loading", "failed")
+    return JSONResponse({"status": site.engine.state if loading else "ok"}, 503 if loading else 200)
+
+
+async def metrics(request: Request) -> Response:
+    text = await run_in_threadpool(request.app.state.site.metrics.text)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def models(request: Request) -> Response:
+    """List the one model, by its names, in the fields of both OpenAI and Anthropic."""
+    door = request.app.state.site.ready()
+    found = [_model(door, name) for name in door.names if name != "*"]
+    ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
+    return JSONResponse({"object": "list", "data": found, **ends})
+
+
+async def model(request: Request) -> Response:
+    door, name = request.app.state.site.ready(), request.path_params["name"]
+    if not door.known(name):
+        raise Refused(f"model {name[:80]!r}: not served here", status=404, param="model", code="model_not_found")
+    return JSONResponse(_model(door, name))
+
+
+def _model(door: Door, name: str) -> dict[str, Any]:
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(door.created))
+    openai = {"id": name, "object": "model", "created": door.created, "owned_by": "mlx_mtp"}
+    return {**openai, "type": "model", "display_name": name, "created_at": made, "max_model_len": door.positions}
+
+
+async def counted(request: Request) -> Response:
+    site: Site = request.app.state.site
+    body = await read_body(request, site.rules.body)
+    return JSONResponse(await run_in_threadpool(count_tokens, body, site.ready()))
+
+
+async def respond(request: Request, make: Make) -> Response:
+    """Answer a request, as a stream or whole."""
+    site: Site = request.app.state.site
+    body = await read_body(request, site.rules.body)
+    door = site.ready()
+    exchange = await run_in_threadpool(make, body, door)
+    talk = Talk(site, exchange, request.url.path)
+    try:
+        talk.submit()
+    except Full:
+        raise Refused("too many requests wait", status=503) from None
+    try:
+        if exchange.stream:
+            first = await talk.next(PATIENCE)
+            if isinstance(first, Failed):
+                return _error(request, first.status, first.message)
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            return StreamingResponse(talk.stream(first), media_type="text/event-stream", headers=headers)
+        return await _whole(request, talk)
+    except BaseException:
+        talk.cancel()
+        raise
+
+
+async def _whole(request: Request, talk: "Talk") -> Response:
+    """Wait for the answers, or until the client is gone."""
+    answers, gone = asyncio.ensure_future(talk.whole()), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((answers, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answers.done():
+            talk.cancel()
+            return Response(status_code=499)
+        found = answers.result()
+    finally:
+        answers.cancel()
+        gone.cancel()
+    if isinstance(found, Failed):
+        return _error(request, found.status, found.message)
+    return JSONResponse(talk.exchange.whole(found))
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Talk:
+    """The answers to one request on their way from the engine's thread to a client."""
+
+    def __init__(self, site: Site, exchange: Exchange, path: str):
+        self.site, self.exchange, self.path = site, exchange, path
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        deadline = time.monotonic() + site.timeout
+        self.jobs = [Job(ask, partial(self._emit, i), deadline) for i, ask in enumerate(exchange.asks)]
+        self._left, self._begun = len(self.jobs), False
+        self.answers = [Answer() for _ in self.jobs]
+
+    def submit(self) -> None:
+        self.site.engine.submit(self.jobs)
+
+    def cancel(self) -> None:
+        """Let the engine know that nobody waits."""
+        for job in self.jobs:
+            job.cancel()
+
+    def _emit(self, choice: int, event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the client
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
+
+    async def next(self, seconds: float) -> tuple[int, Event] | Failed | None:
+        """Wait for an event at most so long; a failure of one answer is one of all."""
+        try:
+            choice, event = await asyncio.wait_for(self._events.get(), seconds)
+        except TimeoutError:
+            return None
+        if isinstance(event, Failed):
+            self.cancel()
+            self.site.metrics.requests.labels("error").inc()
+            log.warning("%s %d: %s", self.path, event.status, event.message)
+            return event
+        if isinstance(event, (Said, ToolCall)):
+            self.answers[choice].parts.append(event)
+        elif isinstance(event, End):
+            self.answers[choice].end = event
+            self._left -= 1
+            self._note(choice, event)
+        return choice, event
+
+    async def whole(self) -> list[Answer] | Failed:
+        """Wait until all answers are over."""
+        while self._left:
+            if isinstance(found := await self.next(3600), Failed):
+                return found
+        return self.answers
+
+    async def stream(self, found: tuple[int, Event] | None) -> AsyncIterator[str]:
+        """Yield the lines of the stream, whose first event may be known; with a word every so often."""
+        exchange = self.exchange
+        try:
+            if found is None:
+                yield ": waiting\n\n"
+            while True:
+                for line in self._lines(*found) if found else ():
+                    yield line
+                if not self._left:
+                    break
+                found = None
+                if (event := await self.next(SILENCE)) is None:
+                    yield exchange.keep_alive
+                elif isinstance(event, Failed):
+                    yield exchange.failed(event)
+                    return
+                else:
+                    found = event
+            for line in exchange.close():
+                yield line
+        finally:
+            self.cancel()
+
+    def _lines(self, choice: int, event: Event) -> list[str]:
+        exchange = self.exchange
+        if isinstance(event, Begun) and not self._begun:
+            self._begun = True
+            return list(exchange.begin(event))
+        if isinstance(event, (Said, ToolCall)):
+            return list(exchange.part(choice, event))
+        return list(exchange.finish(choice, event)) if isinstance(event, End) else []
+
+    def _note(self, choice: int, end: End) -> None:
+        """Count an answer, and write its line in the log."""
+        job, stats = self.jobs[choice], end.stats
+        seconds, prompt = time.monotonic() - job.begun, len(job.ask.prompt)
+        self.site.metrics.answered(end, prompt, seconds)
+        drafted, accepted = sum(stats.drafted) + stats.lookup_drafted, sum(stats.accepted) + stats.lookup_accepted
+        log.info(
+            "%s: prompt %d tokens, %d of them cached; %d tokens in %.2f s, first after %.2f s, %.2f a cycle, "
+            "%d of %d drafts right; %s",
+            *(self.path, prompt, end.cached, stats.generation_tokens, seconds, end.first_token),
+            *(stats.tokens_per_cycle, accepted, drafted, end.reason),
+        )

@@ -1,0 +1,194 @@
+"""Own MLX on one thread: load the model there, and answer all requests in turn, a step of each at a time."""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..machine.errors import first_line
+from ..machine.memory import wired
+from .job import Failed, Job, Served, answer, read
+
+log = logging.getLogger("mlx_mtp.serve")
+WAKE = object()  # ends the engine's wait for a request
+BEHIND = 4  # answers that idle time is to read again, at most
+
+
+@dataclass
+class Limits:
+    """How many requests are answered in turn, how many wait, and how many idle seconds unload the model."""
+
+    at_once: int = 8
+    waiting: int = 64
+    idle_unload: float = float("inf")
+
+
+class Full(Exception):
+    """As many requests wait as may."""
+
+
+@dataclass
+class Engine:
+    """The thread, its queue, and where it stands.
+
+    load:   makes what is served, on the engine's thread. store: keeps the tree's prefixes when the engine ends.
+    state:  "loading", "ready", "unloaded" or "failed", whose reason is `error`.
+    """
+
+    load: Callable[[], Served]
+    limits: Limits = field(default_factory=Limits)
+    store: Callable[[Served], None] = lambda served: None
+    state: str = "loading"
+    error: BaseException | None = None
+    served: Served | None = None
+    running: list[tuple[Job, Iterator[None]]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._pending = 0  # jobs that were submitted and have not begun
+        self._behind: deque[list[int]] = deque(maxlen=BEHIND)
+        self._rereads: Iterator[int] | None = None
+        self._stopping: float | None = None
+        self._lock = threading.Lock()
+        self.thread = threading.Thread(target=self._run, name="mlx-mtp engine", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Queue jobs of one request; raises Full where there is no room for them, or the engine is ending."""
+        with self._lock:
+            if self._stopping is not None or self.waiting + len(jobs) > self.limits.waiting:
+                raise Full
+            self._pending += len(jobs)
+        for job in jobs:
+            self._asked.put(job)
+
+    @property
+    def waiting(self) -> int:
+        """Count the requests that have not begun."""
+        return self._pending
+
+    def stop(self, grace: float) -> None:
+        """End: what runs may go on for `grace` seconds, then it is cancelled."""
+        with self._lock:
+            self._stopping = time.monotonic() + grace
+        self._asked.put(WAKE)
+
+    def _run(self) -> None:
+        try:
+            with wired():
+                if self._loaded():
+                    while self._turn():
+                        pass
+                if self.served:
+                    self.store(self.served)
+        except BaseException as e:
+            self.state, self.error = "failed", e
+            log.exception("the engine ended")
+        finally:
+            self._fail_all()
+            self.served = None
+            mx.clear_streams()  # else MLX's caches of this thread are destroyed when Python has ended
+
+    def _loaded(self) -> bool:
+        """Load the model, if it is not; tell whether there is one."""
+        if self.served is not None:
+            return True
+        self.state = "loading"
+        try:
+            self.served = self.load()
+        except BaseException as e:
+            self.state, self.error = "failed", e
+            return False
+        self.state = "ready"
+        return True
+
+    def _turn(self) -> bool:
+        """Advance every running job by one step, or use idle time; tell whether to go on."""
+        self._collect()
+        ending = self._stopping is not None
+        if ending and (not self.running or time.monotonic() > (self._stopping or 0)):
+            return False
+        if self._waiting and not self._loaded():
+            return False
+        while self._waiting and len(self.running) < self.limits.at_once and self.served:
+            job = self._waiting.popleft()
+            with self._lock:
+                self._pending -= 1
+            self.running.append((job, answer(self.served, job, self._crowded)))
+        self.running = [(job, steps) for job, steps in self.running if self._advanced(job, steps)]
+        if not self.running and not self._waiting and not ending:
+            self._idle()
+        return True
+
+    def _crowded(self) -> bool:
+        return len(self.running) > 1
+
+    def _collect(self, timeout: float | None = 0.0) -> None:
+        """Take new requests from the queue; wait for one at most `timeout` seconds."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._asked.get(timeout=timeout) if timeout else self._asked.get_nowait()
+                timeout = 0.0
+                if job is not WAKE:
+                    self._waiting.append(job)
+
+    def _advanced(self, job: Job, steps: Iterator[None]) -> bool:
+        """Take one step of a job; tell whether there are more. What goes wrong in it is its own."""
+        try:
+            if job.cancelled:
+                steps.close()  # type: ignore[attr-defined]
+            elif time.monotonic() > job.deadline:
+                steps.close()  # type: ignore[attr-defined]
+                job.emit(Failed(504, "the time limit of a request is over (--timeout)"))
+            else:
+                next(steps)
+                return True
+        except StopIteration:
+            if job.ask.follows:
+                self._behind.append(job.ask.follows(job.parts))
+        except ValueError as e:
+            job.emit(Failed(400, first_line(e)))
+        except Exception as e:
+            log.exception("a request failed")
+            job.emit(Failed(500, f"{type(e).__name__}: {first_line(e)}"))
+        return False
+
+    def _idle(self) -> None:
+        """Read the beginning of what may be asked next; with nothing to read wait for a request, or unload."""
+        if self._rereads is None and self._behind and self.served:
+            prompt = self._behind.popleft()
+            tree = self.served.tree
+            cache = tree.take(prompt[:-1], len(prompt))
+            self._rereads = read(self.served, cache, prompt, ()) if cache.offset + tree.step < len(prompt) else None
+        if self._rereads is not None:
+            if next(self._rereads, None) is None:
+                self._rereads = None
+        elif self.served and self.limits.idle_unload < float("inf"):
+            self._collect(self.limits.idle_unload)
+            if not self._waiting and self._stopping is None:
+                self.store(self.served)
+                self.served, self.state = None, "unloaded"
+                mx.clear_cache()
+        else:
+            self._collect(3600)
+
+    def _fail_all(self) -> None:
+        """Tell everybody who waits that there will be no answer."""
+        self._collect()
+        with self._lock:
+            self._stopping = self._stopping or 0.0
+        for _, steps in self.running:
+            steps.close()  # type: ignore[attr-defined]
+        for job in [*(job for job, _ in self.running), *self._waiting]:
+            job.emit(Failed(503, "the server is shutting down"))
+        self.running, self._waiting = [], deque()

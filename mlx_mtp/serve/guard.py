@@ -1,0 +1,139 @@
+"""Let only those requests in that may come in: key, host, origin, kind and size of the body."""
+
+import hmac
+import ipaddress
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .fields import Refused
+
+DEPTH = 64  # levels of a body's JSON, at most
+OPEN = ("/", "/health")  # paths without a key
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a request must have. key: None lets everybody in. hosts: names besides addresses and localhost.
+
+    origins: of web pages that may call, "*" for all. body: most bytes.
+    """
+
+    key: str | None = None
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    body: int = 32 * 2**20
+
+    def check(self, path: str, method: str, headers: Headers) -> None:
+        """Raise Refused where a request may not come in."""
+        host = host_of(headers.get("host", ""))
+        if not (host in ("localhost", *self.hosts) or _is_address(host)):
+            raise Refused(f"host {host[:80]!r} is not this server's; --allow-host adds it", status=403)
+        origin = headers.get("origin")
+        if origin and origin not in self.origins and "*" not in self.origins and not self._own(origin, headers):
+            raise Refused(f"origin {origin[:80]!r} may not call; --cors-origin allows it", status=403)
+        if self.key is not None and path not in OPEN and method != "OPTIONS" and not self._has_key(headers):
+            raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            raise Refused(f"content-type {kind[:80]!r}: allowed is application/json", status=415)
+
+    def _own(self, origin: str, headers: Headers) -> bool:
+        return urlsplit(origin).netloc == headers.get("host")
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
+        assert self.key is not None
+        return hmac.compare_digest(given.encode(), self.key.encode())
+
+
+def host_of(header: str) -> str:
+    """Read the name in a Host header, without its port."""
+    try:
+        return (urlsplit(f"//{header}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+class Guard:
+    """Refuses, before a route sees it, what `Rules` do not allow; `refused` answers in the route's form."""
+
+    def __init__(self, app: ASGIApp, rules: Rules, refused: Any):
+        self.app, self.rules, self.refused = app, rules, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        try:
+            self.rules.check(scope["path"].removeprefix(scope.get("root_path", "")), scope["method"], headers)
+        except Refused as e:
+            return await self.refused(Request(scope), e)(scope, receive, send)
+        return await self.app(scope, receive, _with_headers(send, self._shared(headers.get("origin"))))
+
+    def _shared(self, origin: str | None) -> list[tuple[bytes, bytes]]:
+        """Make the headers that let pages of allowed origins read answers."""
+        if not origin or not (origin in self.rules.origins or "*" in self.rules.origins):
+            return []
+        allowed = {"allow-origin": origin, "allow-headers": "*, authorization", "allow-methods": "GET, POST, OPTIONS"}
+        shared = [(f"access-control-{name}".encode(), value.encode("latin-1")) for name, value in allowed.items()]
+        return [*shared, (b"vary", b"origin")]
+
+
+def _with_headers(send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *headers]}
+        await send(message)
+
+    return sending
+
+
+async def read_body(request: Request, most: int) -> dict[str, Any]:
+    """Read a JSON object of at most so many bytes. Raises Refused."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > most:
+            raise Refused(f"the body is larger than {most} bytes", status=413)
+        chunks.append(chunk)
+    try:
+        body = json.loads(b"".join(chunks), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as e:
+        raise Refused(f"the body is not JSON: {str(e)[:200]}") from None
+    if not isinstance(body, dict):
+        raise Refused("the body is not a JSON object")
+    _check_depth(body)
+    return body
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_depth(body: Any) -> None:
+    level = [body]
+    for _ in range(DEPTH):
+        level = [
+            each
+            for value in level
+            if isinstance(value, (dict, list))
+            for each in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    raise Refused(f"the body is nested deeper than {DEPTH} levels")

@@ -1,0 +1,212 @@
+"""Answer one request, step by step: read what is new of the prompt chunk by chunk, then decode cycle by cycle."""
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import make_logits_processors
+
+from ..cache.prompt_cache import PromptCache
+from ..decoding.memory_needs import check_prompt
+from ..decoding.stats import Stats
+from ..generate import GenerationResponse, generate_step, stream_generate
+from .answer import Part, Splitter, TokenLogprob
+from .prefix_files import PrefixFiles
+from .prefixes import PrefixTree
+from .tool_formats import ToolFormat
+
+RESERVED = 4096  # tokens of an answer that a cache has room for from the start, at most
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Everything that decides one answer.
+
+    prompt:  token ids. turns: where other prompts may begin to differ from it.
+    sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
+    logprobs: how many likeliest tokens to tell beside each, None for no log probabilities.
+    chat:    reasoning and calls are told apart; thinking: the prompt ends within reasoning.
+    one_call: end behind the first call of a tool.
+    follows: makes, of the answer's parts, the beginning of the prompt that may come next; None: nothing is known.
+    """
+
+    prompt: list[int]
+    turns: tuple[int, ...] = ()
+    max_tokens: int = 256
+    sampling: dict[str, Any] = field(default_factory=dict)
+    penalties: dict[str, Any] = field(default_factory=dict)
+    stops: tuple[str, ...] = ()
+    logprobs: int | None = None
+    chat: bool = False
+    thinking: bool = False
+    tools: Any = None
+    one_call: bool = False
+    follows: Callable[[list[Part]], list[int]] | None = None
+
+
+class Begun(NamedTuple):
+    """The prompt was accepted; cached: tokens of it that need not be read again."""
+
+    cached: int
+
+
+class Read(NamedTuple):
+    """Tokens of the prompt that are read by now."""
+
+    done: int
+    total: int
+
+
+class End(NamedTuple):
+    """An answer is over.
+
+    reason: "stop", "length" or "tool_calls". stop: the string that ended it. cached: tokens of the prompt that were
+    not read again. first_token: seconds from the request to it. reasoning_tokens: how many of the answer's were that.
+    """
+
+    reason: str
+    stop: str | None
+    stats: Stats
+    cached: int
+    first_token: float
+    reasoning_tokens: int
+
+
+class Failed(NamedTuple):
+    """A request ended in an error, with this HTTP status."""
+
+    status: int
+    message: str
+
+
+Event = Begun | Read | Part | End | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way. emit: tells its client, from the engine's thread. cancelled: nobody waits for it."""
+
+    ask: Ask
+    emit: Callable[[Event], None]
+    deadline: float = float("inf")
+    cancelled: bool = False
+    begun: float = field(default_factory=time.monotonic)
+    parts: list[Part] = field(default_factory=list)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Served(NamedTuple):
+    """A loaded model, and what all its answers share. options: defaults of `stream_generate`'s keyword arguments."""
+
+    model: Any
+    tokenizer: Any
+    tree: PrefixTree
+    options: dict[str, Any]
+    tool_format: ToolFormat | None
+    files: PrefixFiles | None = None
+
+
+def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Iterator[None]:
+    """Answer a request, yielding after every step; crowded: others' steps come in between, so time tells nothing."""
+    ask = job.ask
+    if served.files:
+        served.files.load(served.tree, ask.prompt[:-1])
+    cache = served.tree.take(ask.prompt[:-1], len(ask.prompt) + min(ask.max_tokens, RESERVED))
+    most, cached = _fitting(served, cache, ask), cache.offset
+    job.emit(Begun(cached))
+    for done in read(served, cache, ask.prompt, ask.turns):
+        job.emit(Read(done, len(ask.prompt)))
+        yield
+    yield from _decode(served, job, cache, most, cached, crowded)
+
+
+def _fitting(served: Served, cache: PromptCache, ask: Ask) -> int:
+    """Cut an answer to what there is memory for; raises ValueError where there is not even for the prompt."""
+    rest, most = len(ask.prompt) - cache.offset, ask.max_tokens
+    while True:
+        try:
+            check_prompt(served.model, cache, rest, most, served.tree.step, ignore=False)
+            return most
+        except ValueError:
+            if most == 1:
+                raise
+        most //= 2
+
+
+def read(served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...]) -> Iterator[int]:
+    """Read whole chunks of a prompt but for its last token, and remember them; yield how far it has come."""
+    step = served.tree.step
+    last = (len(prompt) - 1) // step * step
+    resumes = {last, *(turn // step * step for turn in turns)}
+    while cache.offset < last:
+        chunk = prompt[cache.offset : cache.offset + step]
+        options = {**_settings(served), "prompt_cache": cache, "max_tokens": 0}
+        next(generate_step(chunk, served.model, **options), None)
+        served.tree.store(cache, resumes=cache.offset in resumes)
+        yield cache.offset
+
+
+def _settings(served: Served) -> dict[str, Any]:
+    return {**served.options, "prefill_step_size": served.tree.step, "check_memory": False}
+
+
+def _decode(
+    served: Served, job: Job, cache: PromptCache, most: int, cached: int, crowded: Callable[[], bool]
+) -> Generator[None, None, None]:
+    """Decode the answer, and tell its parts as they are known."""
+    ask, stats = job.ask, Stats()
+    splitter = Splitter(
+        served.tokenizer, ask.stops, thinking=ask.chat and served.tokenizer.has_thinking, begun=ask.thinking,
+        tool_format=served.tool_format, tools=ask.tools,
+    )  # fmt: skip
+    options = {**_settings(served), **ask.sampling, "max_tokens": most, "prompt_cache": cache}
+    options |= {"logprobs": ask.logprobs is not None, "stats": stats}
+    if ask.penalties:
+        options["logits_processors"] = make_logits_processors(**ask.penalties)
+    reasoned, first, response = 0, 0.0, None
+    responses: Any = stream_generate(served.model, served.tokenizer, ask.prompt[cache.offset :], **options)
+    with contextlib.closing(responses):
+        cycles = stats.cycles
+        for response in responses:
+            stats.crowded = crowded()
+            first = first or time.monotonic() - job.begun
+            found = splitter.feed(response.text, _logprob(served.tokenizer, response, ask.logprobs))
+            reasoned += splitter.reasoning
+            _tell(job, found)
+            if splitter.stopped is not None or (ask.one_call and splitter.called):
+                break
+            if stats.cycles != cycles:
+                cycles = stats.cycles
+                yield
+    reason = "stop" if response is None else response.finish_reason or "stop"
+    _tell(job, splitter.end(cut=reason == "length"))
+    reason = "tool_calls" if splitter.called and reason == "stop" else reason
+    job.emit(End(reason, splitter.stopped, stats, cached, first, reasoned))
+
+
+def _tell(job: Job, parts: list[Part]) -> None:
+    for part in parts:
+        job.parts.append(part)
+        job.emit(part)
+
+
+def _logprob(tokenizer: Any, response: GenerationResponse, count: int | None) -> TokenLogprob | None:
+    """Look up the log probabilities of a token and of the `count` likeliest ones."""
+    if count is None or response.logprobs is None:
+        return None
+    logprobs = np.array(response.logprobs.astype(mx.float32))
+    top = np.argsort(-logprobs, kind="stable")[:count].tolist()
+    own, *others = (_token(tokenizer, token, float(logprobs[token])) for token in (response.token, *top))
+    return TokenLogprob(own, tuple(others))
+
+
+def _token(tokenizer: Any, token: int, logprob: float) -> tuple[str, bytes, float]:
+    """Write a token as text, and as the bytes that it stands for."""
+    text = tokenizer.decode([token])
+    return text, text.encode("utf-8", "replace"), max(logprob, -9999.0)

@@ -1,0 +1,226 @@
+"""Speak Anthropic's messages: `POST /v1/messages` and `/v1/messages/count_tokens`."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from .answer import Part, ToolCall
+from .conversation import ROLES, asks_of
+from .exchange import Answer, data, figures, new_id, parsed
+from .fields import Door, Refused, boolean, integer, items, plain_text, refuse, stops, template_options, text
+from .job import Begun, End, Failed
+from .prompts import Message, encode_chat
+
+BILLING = "x-anthropic-billing-header:"  # Claude Code's first line, which differs from text to text and says nothing
+KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageExchange:
+    """One message. body: of the request, as JSON has it. Raises Refused."""
+
+    def __init__(self, body: dict[str, Any], door: Door):
+        self.model, self.stream = door.called(body), boolean(body, "stream")
+        refuse(body, "mcp_servers", "container")
+        output = body.get("output_config") or {}
+        if isinstance(output, dict) and output.get("format"):
+            raise Refused("output_config.format: a schema is not supported", param="output_config")
+        tools, one_call = _tools(body)
+        messages, template = conversation_of(body), _template(body, door)
+        self.asks = asks_of(
+            door,
+            body,
+            messages,
+            tools,
+            template,
+            most=integer(body, "max_tokens", 1, 2**31),
+            stops=stops(body, "stop_sequences"),
+            one_call=one_call,
+        )
+        self.keep_alive = data({"type": "ping"}, "ping")
+        self._id, self._open, self._index = new_id("msg_"), "", -1
+
+    def begin(self, begun: Begun) -> Iterable[str]:
+        prompt = len(self.asks[0].prompt)
+        head = {**self._message([]), "usage": {**_read(prompt, begun.cached), "output_tokens": 0}}
+        yield data({"type": "message_start", "message": head}, "message_start")
+
+    def part(self, choice: int, part: Part) -> Iterable[str]:
+        if isinstance(part, ToolCall):
+            block = {"type": "tool_use", "id": new_id("toolu_"), "name": part.name, "input": {}}
+            yield from self._start("tool_use", block, anew=True)
+            yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+        elif part.reasoning:
+            yield from self._start("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": part.text})
+        else:
+            yield from self._start("text", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": part.text})
+
+    def finish(self, choice: int, end: End) -> Iterable[str]:
+        yield from self._stop()
+        counts = {**_read(len(self.asks[0].prompt), end.cached), "output_tokens": end.stats.generation_tokens}
+        counts["mlx_mtp"] = figures([end])  # type: ignore[assignment]
+        yield data({"type": "message_delta", "delta": _reason(end), "usage": counts}, "message_delta")
+
+    def close(self) -> Iterable[str]:
+        yield data({"type": "message_stop"}, "message_stop")
+
+    def failed(self, failed: Failed) -> str:
+        return data(anthropic_error(failed.status, failed.message), "error")
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        content: list[dict[str, Any]] = []
+        for part in answer.parts:
+            kind = "tool_use" if isinstance(part, ToolCall) else "thinking" if part.reasoning else "text"
+            if isinstance(part, ToolCall):
+                given = parsed(part.arguments)
+                given = given if isinstance(given, dict) else {}
+                content.append({"type": kind, "id": new_id("toolu_"), "name": part.name, "input": given})
+            elif content and content[-1]["type"] == kind:
+                content[-1][kind] += part.text
+            elif part.text:
+                content.append({"type": kind, kind: part.text, **({"signature": ""} if part.reasoning else {})})
+        end = answer.over
+        counts = {**_read(len(self.asks[0].prompt), end.cached), "output_tokens": end.stats.generation_tokens}
+        return {**self._message(content), **_reason(end), "usage": {**counts, "mlx_mtp": figures([end])}}
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        message = {"id": self._id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+        return {**message, "stop_reason": None, "stop_sequence": None}
+
+    def _start(self, kind: str, block: dict[str, Any], *, anew: bool = False) -> Iterable[str]:
+        """Open a block, and close another one; one is open at a time."""
+        if self._open == kind and not anew:
+            return
+        yield from self._stop()
+        self._open, self._index = kind, self._index + 1
+        opened = {"type": "content_block_start", "index": self._index, "content_block": block}
+        yield data(opened, "content_block_start")
+
+    def _stop(self) -> Iterable[str]:
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": ""})
+        if self._open:
+            yield data({"type": "content_block_stop", "index": self._index}, "content_block_stop")
+        self._open = ""
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        return data({"type": "content_block_delta", "index": self._index, "delta": delta}, "content_block_delta")
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Write an error as Anthropic's clients read it."""
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": new_id("req_")}
+
+
+def count_tokens(body: dict[str, Any], door: Door) -> dict[str, int]:
+    """Count the tokens of a prompt. Raises Refused."""
+    door.called(body)
+    tools, _ = _tools(body)
+    try:
+        messages, options = conversation_of(body), _template(body, door)
+        return {
+            "input_tokens": len(encode_chat(door.tokenizer, door.marks, messages, tools, options, turns=False)[0])
+        }
+    except ValueError as e:
+        raise e if isinstance(e, Refused) else Refused(str(e), param="messages") from e
+
+
+def _read(prompt: int, cached: int) -> dict[str, int]:
+    """Count the prompt's tokens, those that were not read again apart."""
+    return {"input_tokens": prompt - cached, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+
+
+def _reason(end: End) -> dict[str, Any]:
+    reason = "stop_sequence" if end.stop is not None and end.reason == "stop" else REASONS[end.reason]
+    return {"stop_reason": reason, "stop_sequence": end.stop}
+
+
+def _template(body: dict[str, Any], door: Door) -> dict[str, Any]:
+    """Let `thinking` switch reasoning on or off, where it says so."""
+    thinking = body.get("thinking") or {}
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    if kind not in (None, "enabled", "adaptive", "disabled"):
+        raise Refused(f"thinking: type {kind!r}; allowed are enabled, adaptive and disabled", param="thinking")
+    switch = {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else {}
+    return {**template_options(body, door), **switch}
+
+
+def _tools(body: dict[str, Any]) -> tuple[list[Any] | None, bool]:
+    """Bring tools to OpenAI's form; tell whether no more than one may be called."""
+    tools = []
+    for tool in items(body, "tools"):
+        if tool.get("type") not in (None, "custom") or not text(tool, "name"):
+            raise Refused(f"tools: type {tool.get('type')!r}; allowed are tools of the client", param="tools")
+        known = {"name": tool["name"], "description": text(tool, "description") or ""}
+        schema = tool.get("input_schema") or {"type": "object", "properties": {}}
+        tools.append({"type": "function", "function": {**known, "parameters": schema}})
+    choice = body.get("tool_choice") or {"type": "auto"}
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind not in ("auto", "none"):
+        raise Refused(
+            f"tool_choice={choice!r}: allowed are auto and none, a call cannot be forced", param="tool_choice"
+        )
+    return (None if kind == "none" else tools or None), bool(choice.get("disable_parallel_tool_use"))
+
+
+def conversation_of(body: dict[str, Any]) -> list[Message]:
+    """Bring system and messages to the form that templates read."""
+    found: list[Message] = []
+    if system := _system(body.get("system")):
+        found.append({"role": "system", "content": system})
+    for message in items(body, "messages"):
+        found += _messages(message)
+    if not any(message["role"] != "system" for message in found):
+        raise Refused("messages: allowed is one or more", param="messages")
+    return found
+
+
+def _system(given: Any) -> str:
+    if given is None or isinstance(given, str):
+        return plain_text(given, "system")
+    blocks = items({"system": given}, "system")
+    texts = [plain_text([block], "system") for block in blocks]
+    return "\n".join(each for each in texts if not each.startswith(BILLING))
+
+
+def _messages(message: dict[str, Any]) -> list[Message]:
+    """Take a message's blocks apart: results of tools are messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES[:3]:
+        raise Refused(f"messages: role {role!r}; allowed are system, user and assistant", param="messages")
+    if not isinstance(content, list):
+        return [{"role": role, "content": plain_text(content, "content")}]
+    results: list[Message] = []
+    texts, thoughts, calls = [], [], []
+    for block in items(message, "content"):
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(text(block, "text") or "")
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(text(block, "thinking") or "")
+        elif kind == "redacted_thinking" and role == "assistant":
+            continue
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": text(block, "name") or "", "arguments": block.get("input") or {}}
+            calls.append({"id": text(block, "id") or "", "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            results.append(_result(block))
+        else:
+            raise Refused(f"messages: a block of type {kind!r} from {role}; allowed is text", param="messages")
+    more = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    own = {"role": role, "content": "\n".join(texts), **more, **({"tool_calls": calls} if calls else {})}
+    return [*results, own] if texts or calls or not results else results
+
+
+def _result(block: dict[str, Any]) -> Message:
+    content = block.get("content")
+    said = content if isinstance(content, (str, list)) or content is None else json.dumps(content)
+    found = plain_text(said, "tool_result")
+    return {"role": "tool", "tool_call_id": text(block, "tool_use_id") or "", "content": found}

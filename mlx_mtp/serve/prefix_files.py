@@ -1,0 +1,88 @@
+"""Keep remembered beginnings of prompts in files, so that they outlive the server."""
+
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..cache.file import load_prompt_cache, save_prompt_cache, saved_tokens
+from ..machine.errors import first_line
+from .prefixes import PrefixTree
+
+log = logging.getLogger("mlx_mtp.serve")
+ENDING = ".prefix.safetensors"
+
+
+class PrefixFiles:
+    """Prompt caches in a directory, by the tokens that they hold; those not used for longest are removed.
+
+    limit: most bytes of all.
+    """
+
+    def __init__(self, directory: Path, limit: int):
+        self.directory, self.limit = directory, limit
+        directory.mkdir(parents=True, exist_ok=True)
+        self.known: dict[Path, list[int]] = {}
+        for file in directory.glob(f"*{ENDING}"):
+            try:
+                self.known[file] = saved_tokens(file)
+            except (ValueError, OSError) as e:
+                log.warning("not used: %s", first_line(e))
+
+    def load(self, tree: PrefixTree, tokens: Sequence[int]) -> None:
+        """Put into the tree what a file holds of the beginning of `tokens`, if that is more than the tree has."""
+        held = tree.covered(tokens)
+        fitting = [f for f, own in self.known.items() if held < len(own) < len(tokens) and own == tokens[: len(own)]]
+        if not fitting:
+            return
+        file = max(fitting, key=lambda f: len(self.known[f]))
+        try:
+            tree.insert(load_prompt_cache(file, tree.blank.model))
+            file.touch()
+        except (ValueError, OSError) as e:
+            log.warning("not used: %s", first_line(e))
+            del self.known[file]
+
+    def save(self, tree: PrefixTree, until: float = float("inf")) -> None:
+        """Write the texts of a tree, the newest first, as long as time.monotonic() is not past `until`."""
+        for chunk in sorted(tree.leaves(), key=lambda c: -c.used):
+            tokens = [token for each in chunk.path() for token in each.tokens]
+            held = tree.covered(tokens)
+            file = self._file(tokens[:held])
+            if not held or file in self.known:
+                continue
+            if time.monotonic() > until:
+                log.warning("the time to end is over: not every remembered prompt was written to %s", self.directory)
+                break
+            try:
+                save_prompt_cache(file, tree.take(tokens[:held], held))
+            except OSError as e:
+                log.warning("%s", first_line(e))
+                break
+            self.known[file] = tokens[:held]
+            self._remove_shorter(tokens[:held])
+        self._shrink()
+
+    def _file(self, tokens: Sequence[int]) -> Path:
+        name = hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:32]
+        return self.directory / f"{name}{ENDING}"
+
+    def _remove_shorter(self, tokens: list[int]) -> None:
+        """Remove files that hold no more than the beginning of a text that is written."""
+        for file, own in list(self.known.items()):
+            if len(own) < len(tokens) and own == tokens[: len(own)]:
+                self._remove(file)
+
+    def _shrink(self) -> None:
+        files = sorted((f for f in self.known if f.exists()), key=lambda f: f.stat().st_mtime)
+        size = sum(file.stat().st_size for file in files)
+        for file in files:
+            if size <= self.limit:
+                break
+            size -= file.stat().st_size
+            self._remove(file)
+
+    def _remove(self, file: Path) -> None:
+        del self.known[file]
+        file.unlink(missing_ok=True)

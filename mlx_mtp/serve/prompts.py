@@ -1,0 +1,166 @@
+"""Make prompts of conversations: through the chat template, with what users wrote kept text."""
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ..cache.prompt_prefix import render, shared
+
+Message = dict[str, Any]
+# Stand in the rendered text for what a user wrote that would be read as a special token; noncharacters of Unicode.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+HELD = re.compile(f"{OPEN}(\\d+){CLOSE}")
+
+
+class Prompt(NamedTuple):
+    """The token ids of a prompt, and at which of them its system prompt and its last question begin to differ."""
+
+    tokens: list[int]
+    turns: tuple[int, ...] = ()
+
+
+class Marks(NamedTuple):
+    """The tokens of a tokenizer that are written as marks: those that no text of a user's may become."""
+
+    every: re.Pattern[str]
+    special: re.Pattern[str]
+
+
+def marks_of(tokenizer: Any) -> Marks:
+    """Collect a tokenizer's added tokens, and those among them that are special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    every = {str(token) for token in added.values() if str(token).strip()}
+    special = {str(token) for token in added.values() if getattr(token, "special", False) and str(token).strip()}
+    return Marks(*(_any_of(names | set(tokenizer.all_special_tokens)) for names in (every, special)))
+
+
+def _any_of(names: set[str]) -> re.Pattern[str]:
+    ordered = sorted((re.escape(name) for name in names if name), key=len, reverse=True)
+    return re.compile("|".join([*ordered, OPEN, CLOSE]))
+
+
+def encode_chat(
+    tokenizer: Any,
+    marks: Marks,
+    messages: list[Message],
+    tools: list[Any] | None,
+    options: dict[str, Any],
+    *,
+    turns: bool,
+) -> Prompt:
+    """Render a conversation and encode it, up to where the answer begins.
+
+    options: variables of the template. turns: find out also where turns begin. Raises ValueError where the template
+    refuses the conversation in every form that could mean the same.
+    """
+    held: list[str] = []
+    safe = [_held_in(message, marks, held) for message in messages]
+    given = {
+        **options,
+        "add_generation_prompt": True,
+        **({"tools": _held(tools, marks.every, held)} if tools else {}),
+    }
+    forms = list(_forms(safe))
+    for i, form in enumerate(forms):
+        try:
+            tokens = _encode(tokenizer, render(tokenizer, form, given), held)
+        except ValueError:
+            if i + 1 == len(forms):
+                raise
+            continue
+        return Prompt(tokens, tuple(_turns(tokenizer, form, given, held, tokens)) if turns else ())
+    raise AssertionError("a conversation has one form at least")
+
+
+def encode_text(tokenizer: Any, text: str) -> Prompt:
+    """Encode a text as it is, which is what `/v1/completions` takes."""
+    bos = tokenizer.bos_token
+    return Prompt(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
+
+
+def _held_in(message: Message, marks: Marks, held: list[str]) -> Message:
+    """Hold back marks; a model's own words may have those that are not special, such as of its reasoning."""
+    pattern = marks.special if message["role"] == "assistant" else marks.every
+    return {key: value if key == "role" else _held(value, pattern, held) for key, value in message.items()}
+
+
+def _held(value: Any, pattern: re.Pattern[str], held: list[str]) -> Any:
+    """Put a stand-in in the place of each mark, in all texts of a JSON value."""
+    if isinstance(value, dict):
+        return {_held(key, pattern, held): _held(each, pattern, held) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_held(each, pattern, held) for each in value]
+    return pattern.sub(functools.partial(_stand_in, held), value) if isinstance(value, str) else value
+
+
+def _stand_in(held: list[str], match: re.Match[str]) -> str:
+    if match[0] not in held:
+        held.append(match[0])
+    return f"{OPEN}{held.index(match[0])}{CLOSE}"
+
+
+def _encode(tokenizer: Any, text: str, held: list[str]) -> list[int]:
+    """Encode a rendered text, with the marks that were held back as the letters that they are written in."""
+    tokens: list[int] = []
+    for i, part in enumerate(HELD.split(text)):
+        if i % 2:
+            tokens += _letters(tokenizer, held[int(part)])
+        elif part:
+            tokens += tokenizer.encode(part, add_special_tokens=False)
+    return tokens
+
+
+def _letters(tokenizer: Any, mark: str) -> list[int]:
+    """Encode a mark one character at a time, so that no token of more letters can be it."""
+    ids = [token for letter in mark for token in tokenizer.encode(letter, add_special_tokens=False)]
+    assert not set(ids) & set(tokenizer.all_special_ids), f"{mark!r} has a letter that is special"
+    return ids
+
+
+def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+    """List a conversation's forms: as it is; without system turns but the first; with arguments of calls as JSON."""
+    yield messages
+    if any(message["role"] == "system" for message in messages[1:]):
+        messages = merged([_as_user(message) if i else message for i, message in enumerate(messages)])
+        yield messages
+    if any(message.get("tool_calls") for message in messages):
+        yield [_with_json_arguments(message) for message in messages]
+
+
+def _as_user(message: Message) -> Message:
+    return {**message, "role": "user"} if message["role"] == "system" else message
+
+
+def merged(messages: list[Message]) -> list[Message]:
+    """Join neighbouring texts of a user: templates may want turns to alternate."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and message["role"] == joined[-1]["role"] == "user":
+            joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _with_json_arguments(message: Message) -> Message:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _turns(
+    tokenizer: Any, messages: list[Message], options: dict[str, Any], held: list[str], tokens: list[int]
+) -> Iterator[int]:
+    """Find where the first and the last question of a user begin: other texts may go on from there."""
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    for i in sorted({users[0], users[-1]}) if users else ():
+        other = [*messages[:i], {"role": "user", "content": ""}]
+        try:
+            text = render(tokenizer, other, {**options, "add_generation_prompt": False})
+        except ValueError:
+            continue
+        yield shared(_encode(tokenizer, text, held), tokens)

@@ -1,0 +1,226 @@
+"""Speak OpenAI's responses, text and tools, without state: `POST /v1/responses`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from .answer import Part, ToolCall
+from .chat import check_format, chosen_tools, messages_of
+from .conversation import asks_of
+from .exchange import Answer, data, figures, new_id, now, openai_error
+from .fields import Door, Refused, boolean, integer, items, plain_text, refuse, template_options, text
+from .job import Begun, End, Failed
+from .prompts import Message
+
+
+class ResponseExchange:
+    """One response. body: of the request, as JSON has it. Raises Refused."""
+
+    keep_alive = ": keep-alive\n\n"
+
+    def __init__(self, body: dict[str, Any], door: Door):
+        self.model, self.stream = door.called(body), boolean(body, "stream")
+        refuse(body, "previous_response_id", "conversation", why="nothing is stored; send the whole conversation")
+        refuse(body, "background", "prompt")
+        check_format((body.get("text") or {}).get("format"), "text.format")
+        tools, one_call = chosen_tools(body, [_tool(tool) for tool in items(body, "tools")])
+        reasoning = body.get("reasoning") or {}
+        effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
+        given = {**body, "reasoning_effort": body.get("reasoning_effort") or effort}
+        self.asks = asks_of(
+            door,
+            body,
+            _messages(body),
+            tools,
+            template_options(given, door),
+            most=integer(body, "max_output_tokens", 1, 2**31),
+            one_call=one_call,
+        )
+        self._body, self._id, self._created = body, new_id("resp_"), now()
+        self._items: list[dict[str, Any]] = []
+        self._kind, self._said, self._number = "", "", 0
+
+    def begin(self, begun: Begun) -> Iterable[str]:
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+
+    def part(self, choice: int, part: Part) -> Iterable[str]:
+        if isinstance(part, ToolCall):
+            yield from self._close_item()
+            item = _call_item(part)
+            yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
+            at = {"item_id": item["id"], "output_index": len(self._items)}
+            yield self._event("response.function_call_arguments.delta", delta=part.arguments, **at)
+            done = {"arguments": part.arguments, "name": part.name}
+            yield self._event("response.function_call_arguments.done", **done, **at)
+            yield self._item_event("done", item)
+            self._items.append(item)
+            return
+        yield from self._open_item("reasoning" if part.reasoning else "message")
+        self._said += part.text
+        name = "response.reasoning_text.delta" if part.reasoning else "response.output_text.delta"
+        yield self._event(name, delta=part.text, **self._at(), **({} if part.reasoning else {"logprobs": []}))
+
+    def finish(self, choice: int, end: End) -> Iterable[str]:
+        yield from self._close_item()
+        self._end = end
+        return
+
+    def close(self) -> Iterable[str]:
+        status = _status(self._end)
+        yield self._event(f"response.{status}", response=self._response(status, self._end))
+
+    def failed(self, failed: Failed) -> str:
+        error = openai_error(failed.status, failed.message)["error"]
+        return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        reasoning, said = answer.text(reasoning=True), answer.text()
+        if reasoning:
+            self._items.append(_text_item("reasoning", new_id("rs_"), reasoning))
+        if said or not answer.calls:
+            self._items.append(_text_item("message", new_id("msg_"), said))
+        self._items += [_call_item(call) for call in answer.calls]
+        return self._response(_status(answer.over), answer.over)
+
+    def _at(self) -> dict[str, Any]:
+        return {"item_id": self._item, "output_index": len(self._items), "content_index": 0}
+
+    def _open_item(self, kind: str) -> Iterable[str]:
+        if self._kind == kind:
+            return
+        yield from self._close_item()
+        self._kind, self._said = kind, ""
+        self._item = new_id("rs_" if kind == "reasoning" else "msg_")
+        yield self._item_event("added", {**_text_item(kind, self._item, ""), "content": [], "status": "in_progress"})
+        if kind == "message":
+            yield self._event("response.content_part.added", part=_content(""), **self._at())
+
+    def _close_item(self) -> Iterable[str]:
+        if not self._kind:
+            return
+        item = _text_item(self._kind, self._item, self._said)
+        if self._kind == "message":
+            yield self._event("response.output_text.done", text=self._said, logprobs=[], **self._at())
+            yield self._event("response.content_part.done", part=_content(self._said), **self._at())
+        else:
+            yield self._event("response.reasoning_text.done", text=self._said, **self._at())
+        yield self._item_event("done", item)
+        self._items.append(item)
+        self._kind = ""
+
+    def _item_event(self, what: str, item: dict[str, Any]) -> str:
+        return self._event(f"response.output_item.{what}", output_index=len(self._items), item=item)
+
+    def _event(self, name: str, **fields: Any) -> str:
+        number, self._number = self._number, self._number + 1
+        return data({"type": name, "sequence_number": number, **fields}, name)
+
+    def _response(self, status: str, end: End | None = None) -> dict[str, Any]:
+        body = self._body
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut,
+            "instructions": body.get("instructions"),
+            "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata") or {},
+            "model": self.model,
+            "output": self._items,
+            "parallel_tool_calls": body.get("parallel_tool_calls", True),
+            "temperature": body.get("temperature"),
+            "tool_choice": body.get("tool_choice", "auto"),
+            "tools": body.get("tools") or [],
+            "top_p": body.get("top_p"),
+            "usage": end and _usage(len(self.asks[0].prompt), end),
+        }
+
+
+def _status(end: End) -> str:
+    return "incomplete" if end.reason == "length" else "completed"
+
+
+def _usage(prompt: int, end: End) -> dict[str, Any]:
+    made = end.stats.generation_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": end.cached},
+        "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
+        "total_tokens": prompt + made,
+        "mlx_mtp": figures([end]),
+    }
+
+
+def _content(said: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
+
+
+def _text_item(kind: str, name: str, said: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        content = [{"type": "reasoning_text", "text": said}]
+        return {"type": kind, "id": name, "summary": [], "content": content, "status": "completed"}
+    return {"type": kind, "id": name, "role": "assistant", "status": "completed", "content": [_content(said)]}
+
+
+def _call_item(call: ToolCall) -> dict[str, Any]:
+    known = {"call_id": new_id("call_"), "name": call.name, "arguments": call.arguments}
+    return {"type": "function_call", "id": new_id("fc_"), "status": "completed", **known}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Bring a tool to the form of chat completions, which has its facts one level down."""
+    if tool.get("type") != "function":
+        raise Refused(f"tools: type {tool.get('type')!r}; allowed is function", param="tools")
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+
+
+def _messages(body: dict[str, Any]) -> list[Message]:
+    """Read instructions and input, a text or items, as messages."""
+    instructions, given = text(body, "instructions"), body.get("input")
+    found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(given, str):
+        found.append({"role": "user", "content": given})
+    else:
+        for item in items(body, "input"):
+            _add(found, item)
+    return merged_turns(messages_of(found))
+
+
+def _add(found: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Add an item; what an assistant thought, said and called is one message."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        found.append({"role": item.get("role"), "content": item.get("content")})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        found.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    elif kind == "function_call_output":
+        output = plain_text(item.get("output"), "output")
+        found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind == "reasoning":
+        parts = [part for part in item.get("content") or () if isinstance(part, dict)]
+        found.append({"role": "assistant", "reasoning_content": "".join(str(part.get("text", "")) for part in parts)})
+    else:
+        raise Refused(
+            f"input: an item of type {kind!r}; allowed are messages, function calls and outputs", param="input"
+        )
+
+
+def merged_turns(messages: list[Message]) -> list[Message]:
+    """Join the parts of an assistant's turn."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and message["role"] == joined[-1]["role"] == "assistant":
+            last = joined[-1]
+            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+            content = "\n".join(each["content"] for each in (last, message) if each["content"])
+            joined[-1] = {**last, **message, "content": content, **({"tool_calls": calls} if calls else {})}
+        else:
+            joined.append(message)
+    return joined

@@ -1,0 +1,168 @@
+"""Run the server: load the model on the engine's thread, listen meanwhile, and end in order."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import uvicorn
+
+from ..cache.prompt_cache import make_prompt_cache
+from ..generate import default_draft_tokens
+from .app import Site, application
+from .engine import Engine, Limits
+from .fields import Door
+from .guard import Rules
+from .job import Served
+from .metrics import Metrics
+from .prefix_files import PrefixFiles
+from .prefixes import PrefixTree
+from .prompts import marks_of
+from .tool_formats import format_of
+
+log = logging.getLogger("mlx_mtp.serve")
+CHUNK, CHUNK_ON_CPU = 512, 64  # tokens: long ones are read faster, short ones leave less to be read again
+
+
+class Loaded(NamedTuple):
+    """A model, its tokenizer, the sampling that the checkpoint advises, and arguments of `make_prompt_cache`."""
+
+    model: Any
+    tokenizer: Any
+    advised: dict[str, Any]
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to serve.
+
+    names:   that requests may call the model. options: keyword arguments of `stream_generate` for all answers.
+    sampling: defaults of what a request may say itself. positions: most tokens of a text, None: the model's.
+    max_tokens: of an answer where a request says nothing, None: what fits.
+    cache_bytes: of remembered prompts, in memory and in `cache_files`. step: tokens of a chunk of a prompt.
+    grace:   seconds that answers may go on for when the server is to end.
+    """
+
+    names: tuple[str, ...]
+    host: str
+    port: int
+    rules: Rules
+    options: dict[str, Any]
+    sampling: dict[str, Any]
+    template: dict[str, Any]
+    step: int | None = None
+    positions: int | None = None
+    max_tokens: int | None = None
+    cache_bytes: int = 0
+    cache_files: PrefixFiles | None = None
+    limits: Limits = field(default_factory=Limits)
+    timeout: float = float("inf")
+    grace: float = 5.0
+    root_path: str = ""
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that ends with exit code 0 when it is told to, at once when it is told again."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float):
+        super().__init__(config)
+        self.engine, self.grace = engine, grace
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """End: what is being answered may go on for a while; a second signal ends the process."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True
+        self.engine.stop(self.grace)
+
+
+def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site], None]) -> None:
+    """Serve until a signal ends it. Raises what loading the model raised, and OSError for an address in use.
+
+    load: is called on the engine's thread, and `ready` when requests are answered.
+    """
+    engine = Engine(load=lambda: _served(load, settings, site, ready), limits=settings.limits)
+    engine.store = lambda served: _store(served, settings)
+    site = Site(engine, Metrics(engine), settings.rules, settings.timeout)
+    config = uvicorn.Config(
+        application(site),
+        host=settings.host,
+        port=settings.port,
+        root_path=settings.root_path,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.grace) + 1,
+        h11_max_incomplete_event_size=32 * 1024,
+    )
+    server = Server(config, engine, settings.grace)
+    engine.start()
+    asyncio.run(_run(server, engine))
+    engine.stop(settings.grace)
+    engine.thread.join(settings.grace + 30)
+    if engine.error is not None:
+        raise engine.error
+    if not server.started:
+        raise OSError(f"{settings.host}:{settings.port}: the address cannot be listened at")
+
+
+async def _run(server: Server, engine: Engine) -> None:
+    """Serve, and end when the engine has ended."""
+    watch = asyncio.ensure_future(_watch(server, engine))
+    try:
+        await server.serve()
+    except SystemExit:  # uvicorn's way to say that it cannot listen
+        server.should_exit = True
+    finally:
+        watch.cancel()
+
+
+async def _watch(server: Server, engine: Engine) -> None:
+    while engine.thread.is_alive():
+        await asyncio.sleep(0.2)
+    server.should_exit = True
+
+
+def _served(load: Callable[[], Loaded], settings: Settings, site: Site, ready: Callable[[Site], None]) -> Served:
+    """Load the model, and open the door for requests."""
+    model, tokenizer, advised, layout = load()
+    k = settings.options.get("num_draft_tokens")
+    k = default_draft_tokens(model) if k is None else k
+    blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
+    tree = PrefixTree(blank, settings.step or chunk_of(), settings.cache_bytes)
+    options = {**settings.options, "num_draft_tokens": k}
+    served = Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files)
+    own = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
+    sampling = {**advised, **settings.sampling}
+    first = site.door is None
+    site.door = Door(
+        names=settings.names,
+        tokenizer=tokenizer,
+        marks=marks_of(tokenizer),
+        positions=int(min(own, settings.positions or own)),
+        max_tokens=settings.max_tokens,
+        defaults=sampling,
+        template=settings.template,
+        turns=not tree.every_moment,
+        created=int(time.time()),
+        seeds=lambda: int.from_bytes(os.urandom(7)),
+    )
+    if first:
+        ready(site)
+    return served
+
+
+def chunk_of() -> int:
+    """Choose how many tokens of a prompt are read at a time, and remembered together."""
+    return CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
+
+
+def _store(served: Served, settings: Settings) -> None:
+    """Write what is remembered to files, if there is a directory for them."""
+    if settings.cache_files:
+        settings.cache_files.save(served.tree, until=time.monotonic() + 20)
