@@ -85,6 +85,7 @@ class Drafts(NamedTuple):
 
 NONE_ACCEPTED = mx.zeros(1, mx.int32)
 NO_DRAFTS = Drafts(mx.zeros(0, mx.int32))
+mx.eval(NONE_ACCEPTED, NO_DRAFTS.tokens)
 
 
 def draft(model: Target, cache: PromptCache, run: Run, k: int, chooser: Chooser) -> Drafts:

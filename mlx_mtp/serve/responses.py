@@ -66,8 +66,8 @@ class ResponseExchange:
         return
 
     def close(self) -> Iterable[str]:
-        status = _status(self._end)
-        yield self._event(f"response.{status}", response=self._response(status, self._end))
+        # Also where the answer was cut: OpenAI's client waits for this event and no other.
+        yield self._event("response.completed", response=self._response(_status(self._end), self._end))
 
     def failed(self, failed: Failed) -> str:
         error = openai_error(failed.status, failed.message)["error"]

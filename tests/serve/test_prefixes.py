@@ -1,0 +1,192 @@
+"""Reuse beginnings of prompts: an answer is what it is without, in every family; memory is bounded; files outlive it."""
+
+import sys
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+from sweep import sampled
+
+import mlx_mtp
+from mlx_mtp.cache.pieces import has_rows
+from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer
+from mlx_mtp.serve.prefix_files import PrefixFiles
+from mlx_mtp.serve.prefixes import PrefixTree
+
+STEP = 8
+KINDS = ["deepseek_v32", "mimo_v2_flash", "nemotron_h", "qwen3_5"]  # sparse rows, windows, Mamba2, gated delta
+
+
+class Letters:
+    """As much of a tokenizer as an answer needs."""
+
+    has_thinking = False
+    eos_token_ids = frozenset()
+    bos_token = None
+
+    class _Detokenizer:
+        last_segment = ""
+
+        def add_token(self, token):
+            self.last_segment = chr(97 + token % 26)
+
+        def finalize(self):
+            pass
+
+    @property
+    def detokenizer(self):
+        return self._Detokenizer()
+
+
+@pytest.fixture(autouse=True)
+def wrapped(monkeypatch):
+    monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
+
+
+def serve(model, limit=1 << 30, **layout):
+    k = min(2, model.max_draft_tokens)
+    blank = mlx_mtp.make_prompt_cache(model, num_draft_tokens=k, **layout)
+    tree = PrefixTree(blank, STEP, limit)
+    return Served(model, Letters(), tree, {"num_draft_tokens": k, "adaptive": False}, None)
+
+
+def ask(served, prompt, n=12, turns=(), **sampling):
+    """(text, tokens of the prompt that were remembered)."""
+    events = []
+    for _ in answer(served, Job(Ask(prompt, turns, n, sampling=sampling), events.append), lambda: False):
+        pass
+    (begun,) = [e for e in events if isinstance(e, Begun)]
+    assert isinstance(events[-1], End)
+    assert events[-1].stats.generation_tokens == n
+    return "".join(getattr(e, "text", "") for e in events), begun.cached
+
+
+def prompts(vocab, seed=0):
+    rng = np.random.default_rng(seed)
+    first = rng.integers(0, vocab, 45).tolist()
+    return first, [*first[:35], *rng.integers(0, vocab, 20).tolist()]
+
+
+@pytest.fixture(scope="module", params=["step3p5", *sampled(KINDS, sorted(families.FAMILIES))])
+def model(request, tmp_path_factory, tiny_models):
+    if request.param == "step3p5":
+        return tiny_models(vocab_size=40)[0]
+    return mlx_mtp.load_model(families.build(request.param, tmp_path_factory.mktemp("family"))[0])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temp": 0.8, "seed": 3}], ids=["greedy", "seeded"])
+def test_an_answer_does_not_depend_on_what_is_remembered(model, sampling):
+    first, second = prompts(model.vocab_size)
+    fresh = ask(serve(model), second, **sampling)
+    served = serve(model)
+    ask(served, first, turns=(35,), **sampling)
+    again = ask(served, second, turns=(35,), **sampling)
+    assert fresh[1] == 0
+    assert again == (fresh[0], 32)
+    assert ask(served, second, **sampling) == (fresh[0], 48)
+
+
+def test_states_after_reuse_have_the_bits_of_those_without(model):
+    first, second = prompts(model.vocab_size)
+    caches = []
+    for before in ([], [first]):
+        served = serve(model)
+        for prompt in [*before, second]:
+            ask(served, prompt, turns=(35,))
+        caches.append(served.tree.take(second, 64))
+    for a, b in zip(caches[0].caches, caches[1].caches, strict=True):
+        assert a.start == b.start
+        for x, y in zip(a.parts, b.parts, strict=True):
+            assert mx.array_equal(x, y)
+    assert caches[0].tokens == caches[1].tokens == second[:48]
+    assert caches[0].primed == caches[1].primed
+
+
+def test_only_where_states_were_noted_texts_go_on(tiny_models):
+    """Windows have wrapped at 35: without a turn there the second prompt finds nothing behind the first one's end."""
+    model = tiny_models(vocab_size=40)[0]
+    first, second = prompts(40)
+    served = serve(model)
+    assert not served.tree.every_moment
+    ask(served, first)
+    assert ask(served, second)[1] == 0
+
+
+def test_all_rows_can_be_cut_where_there_are_no_states(tmp_path):
+    model = mlx_mtp.load_model(families.build("glm4_moe", tmp_path)[0])
+    served = serve(model)
+    assert all(has_rows(c) for c in served.tree.blank.caches)
+    first, second = prompts(model.vocab_size)
+    ask(served, first)
+    assert ask(served, second)[1] == 32
+
+
+def test_quantized_caches_are_reused_as_they_are(tiny_models):
+    model = tiny_models(vocab_size=40, head_dim=32, attention_other_setting={
+        **tiny.CONFIG["attention_other_setting"], "head_dim": 32})[0]  # fmt: skip
+    layout = {"kv_bits": 8, "mtp_kv_bits": 8, "kv_group_size": 32}
+    first, second = prompts(40)
+    fresh, served = ask(serve(model, **layout), second), serve(model, **layout)
+    ask(served, first, turns=(35,))
+    assert ask(served, second, turns=(35,)) == (fresh[0], 32)
+
+
+def test_least_recently_used_ends_go_first_and_no_more_is_held_than_allowed(tiny_models):
+    model = tiny_models(vocab_size=40)[0]
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(0, 40, 20).tolist() for _ in range(6)]
+    one = serve(model)
+    ask(one, texts[0])
+    served = serve(model, limit=int(3.5 * one.tree.nbytes))
+    for text in texts[:3]:
+        ask(served, text)
+    ask(served, texts[0])
+    for text in texts[3:5]:
+        ask(served, text)
+        assert served.tree.nbytes <= served.tree.limit
+    held = [served.tree.covered(text[:-1]) for text in texts]
+    assert held[0] == 16
+    assert held[4] == 16
+    assert held[1] == held[5] == 0
+    assert served.tree.nbytes == sum(c.nbytes for leaf in served.tree.leaves() for c in leaf.path())
+    nothing = serve(model, limit=0)
+    ask(nothing, texts[0])
+    assert nothing.tree.nbytes == nothing.tree.chunks == 0
+
+
+def test_files_outlive_the_server(tiny_models, tmp_path):
+    model = tiny_models(vocab_size=40)[0]
+    first, second = prompts(40)
+    served = serve(model)
+    fresh = ask(serve(model), second)
+    ask(served, first, turns=(35,))
+    files = PrefixFiles(tmp_path, 1 << 30)
+    files.save(served.tree)
+    assert len(files.known) == 1
+    again = serve(model)._replace(files=PrefixFiles(tmp_path, 1 << 30))
+    assert ask(again, first)[1] == 40
+    ask(again, second)
+    assert ask(again, second) == (fresh[0], 48)
+    again.files.save(again.tree)
+    assert len(list(tmp_path.iterdir())) == 2
+    damaged = next(iter(again.files.known))
+    damaged.write_bytes(damaged.read_bytes()[:-9] + b"123456789")
+    third = serve(model)._replace(files=PrefixFiles(tmp_path, 1 << 30))
+    for prompt in (first, second):
+        ask(third, prompt)
+    assert len(third.files.known) == 1
+    third.files.limit = 0
+    third.files.save(third.tree)
+    assert not third.files.known
+
+
+def test_a_file_of_another_model_is_left_alone(tiny_models, tmp_path):
+    model, other = (tiny_models(seed, vocab_size=40)[0] for seed in (0, 1))
+    first, _ = prompts(40)
+    served = serve(model)
+    ask(served, first)
+    PrefixFiles(tmp_path, 1 << 30).save(served.tree)
+    assert ask(serve(other)._replace(files=PrefixFiles(tmp_path, 1 << 30)), first)[1] == 0
+    assert len(list(tmp_path.iterdir())) == 1
