@@ -38,12 +38,14 @@ class Full(Exception):
 class Engine:
     """The thread, its queue, and where it stands.
 
-    load:   makes what is served, on the engine's thread. store: keeps the tree's prefixes when the engine ends.
+    load:   makes what is served, on the engine's thread; ready: is called there when it was made first.
+    store:  keeps the tree's prefixes when the engine ends.
     state:  "loading", "ready", "unloaded" or "failed", whose reason is `error`.
     """
 
     load: Callable[[], Served]
     limits: Limits = field(default_factory=Limits)
+    ready: Callable[[], None] = lambda: None
     store: Callable[[Served], None] = lambda served: None
     state: str = "loading"
     error: BaseException | None = None
@@ -57,6 +59,7 @@ class Engine:
         self._behind: deque[list[int]] = deque(maxlen=BEHIND)
         self._rereads: Iterator[int] | None = None
         self._stopping: float | None = None
+        self._opened = False
         self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._run, name="mlx-mtp engine", daemon=True)
 
@@ -109,7 +112,10 @@ class Engine:
         except BaseException as e:
             self.state, self.error = "failed", e
             return False
-        self.state = "ready"
+        first, self.state = not self._opened, "ready"
+        self._opened = True
+        if first:
+            self.ready()
         return True
 
     def _turn(self) -> bool:

@@ -25,6 +25,7 @@ from .prompts import marks_of
 from .tool_formats import format_of
 
 log = logging.getLogger("mlx_mtp.serve")
+STORING = 20.0  # seconds at the end in which what is remembered is written to files
 CHUNK, CHUNK_ON_CPU = 512, 64  # tokens: long ones are read faster, short ones leave less to be read again
 
 
@@ -86,8 +87,8 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site]
 
     load: is called on the engine's thread, and `ready` when requests are answered.
     """
-    engine = Engine(load=lambda: _served(load, settings, site, ready), limits=settings.limits)
-    engine.store = lambda served: _store(served, settings)
+    engine = Engine(load=lambda: opened(load(), settings, site), limits=settings.limits)
+    engine.ready, engine.store = (lambda: ready(site)), _store
     site = Site(engine, Metrics(engine), settings.rules, settings.timeout)
     config = uvicorn.Config(
         application(site),
@@ -128,9 +129,9 @@ async def _watch(server: Server, engine: Engine) -> None:
     server.should_exit = True
 
 
-def _served(load: Callable[[], Loaded], settings: Settings, site: Site, ready: Callable[[Site], None]) -> Served:
-    """Load the model, and open the door for requests."""
-    model, tokenizer, advised, layout = load()
+def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
+    """Open the site's door for requests to a model that is loaded."""
+    model, tokenizer, advised, layout = loaded
     k = settings.options.get("num_draft_tokens")
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
@@ -138,22 +139,18 @@ def _served(load: Callable[[], Loaded], settings: Settings, site: Site, ready: C
     options = {**settings.options, "num_draft_tokens": k}
     served = Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files)
     own = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
-    sampling = {**advised, **settings.sampling}
-    first = site.door is None
     site.door = Door(
         names=settings.names,
         tokenizer=tokenizer,
         marks=marks_of(tokenizer),
         positions=int(min(own, settings.positions or own)),
         max_tokens=settings.max_tokens,
-        defaults=sampling,
+        defaults={**advised, **settings.sampling},
         template=settings.template,
         turns=not tree.every_moment,
         created=int(time.time()),
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )
-    if first:
-        ready(site)
     return served
 
 
@@ -162,7 +159,7 @@ def chunk_of() -> int:
     return CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
 
 
-def _store(served: Served, settings: Settings) -> None:
+def _store(served: Served) -> None:
     """Write what is remembered to files, if there is a directory for them."""
-    if settings.cache_files:
-        settings.cache_files.save(served.tree, until=time.monotonic() + 20)
+    if served.files:
+        served.files.save(served.tree, until=time.monotonic() + STORING)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,14 +60,14 @@ def format_of(tokenizer: Any) -> ToolFormat | None:
     if "<｜tool▁calls▁begin｜>" in template:
         return ToolFormat("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _parse_v3)
     if "<|python_tag|>" in template or "<|python_tag|>" in tokenizer.get_vocab():
-        return ToolFormat("<|python_tag|>", "", _parse_llama, whole=True)
+        return ToolFormat("<|python_tag|>", "", _parse_python, whole=True)
     return None
 
 
 def _renders_dsml(tokenizer: Any) -> bool:
-    """Tell whether mlx-lm renders the chat with its module for DeepSeek-V3.2."""
+    """Tell whether mlx-lm renders the chat with a module of its own that writes DSML."""
     renderer = getattr(tokenizer, "_chat_template", None)
-    return "deepseek_v32" in getattr(renderer, "__module__", "")
+    return hasattr(sys.modules.get(getattr(renderer, "__module__", "")), "dsml_token")
 
 
 def _parse_v3(text: str, _tools: Any) -> list[dict[str, Any]]:
@@ -88,7 +89,7 @@ def _parse_dsml(text: str, _tools: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _parse_llama(text: str, _tools: Any) -> list[dict[str, Any]]:
+def _parse_python(text: str, _tools: Any) -> list[dict[str, Any]]:
     calls, decoder, rest = [], json.JSONDecoder(), text.strip().removesuffix("<|eom_id|>")
     while rest := rest.lstrip(" \n;"):
         call, end = decoder.raw_decode(rest)

@@ -1,4 +1,4 @@
-"""Reuse beginnings of prompts: an answer is what it is without, in every family; memory is bounded; files outlive it."""
+"""Reuse beginnings of prompts: an answer is what it is without; memory is bounded; files outlive the server."""
 
 import sys
 

@@ -1,0 +1,28 @@
+"""Serve the demo once to clients in this process."""
+
+import pytest
+from served import start
+from starlette.testclient import TestClient
+
+
+@pytest.fixture(scope="session")
+def served():
+    site, app = start()
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+        while site.engine.state == "loading":
+            pass
+        client.site = site
+        yield client
+    site.engine.stop(0)
+    site.engine.thread.join()
+
+
+@pytest.fixture
+def chat(served):
+    """POST a chat completion; `said` is the question where there are no messages."""
+
+    def post(said="What does len do?", **body):
+        body = {"messages": [{"role": "user", "content": said}], "max_tokens": 30, **body}
+        return served.post("/v1/chat/completions", json=body)
+
+    return post

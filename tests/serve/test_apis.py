@@ -1,0 +1,230 @@
+"""Speak the APIs: every answer is the one that `mlx_mtp.generate` gives; what cannot be done is refused by name."""
+
+import json
+
+import pytest
+
+import mlx_mtp
+from mlx_mtp.serve.exchange import parsed
+
+
+def events(response):
+    """The data of a stream's events; with the event's name where it has one."""
+    found = []
+    for block in response.text.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if lines and lines["data"] != "[DONE]":
+            data = json.loads(lines["data"])
+            assert lines.get("event", data.get("type")) == data.get("type")
+            found.append(data)
+    return found
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """What the demo answers, by the API of Python, on a copy of its own."""
+    from mlx_mtp.demo import demo_path
+
+    model, tokenizer = mlx_mtp.load(demo_path())
+
+    def answer(said, n=30, **options):
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True)
+        return mlx_mtp.generate(model, tokenizer, prompt, max_tokens=n, kv_group_size=32, **options)
+
+    return answer
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}], ids=["greedy", "seeded"])
+def test_the_answer_is_that_of_generate(chat, truth, options):
+    ours = {"temp" if name == "temperature" else name: value for name, value in options.items()}
+    want = truth("Write a function that sorts.", **ours)
+    whole = chat("Write a function that sorts.", **options).json()
+    assert whole["choices"][0]["message"]["content"] == want
+    streamed = chat("Write a function that sorts.", stream=True, **options)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    chunks = events(streamed)
+    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == want
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert len({c["id"] for c in chunks}) == 1
+
+
+def test_usage_counts(chat):
+    whole = chat().json()["usage"]
+    chunks = events(chat(stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1]["choices"] == []
+    for usage in (whole, chunks[-1]["usage"]):
+        assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
+        assert usage["mlx_mtp"]["tokens_per_cycle"] >= 1
+
+
+def test_choices_differ_by_their_seeds(chat, truth):
+    choices = chat(n=2, temperature=1.5, seed=7).json()["choices"]
+    assert [c["index"] for c in choices] == [0, 1]
+    assert [c["message"]["content"] for c in choices] == [
+        truth("What does len do?", temp=1.5, seed=seed) for seed in (7, 8)
+    ]
+
+
+def test_length_and_stop_strings(chat, truth):
+    full = truth("What does len do?")
+    assert chat(max_tokens=3).json()["choices"][0]["finish_reason"] == "length"
+    stop = full.split()[3]
+    choice = chat(stop=[stop]).json()["choices"][0]
+    assert choice["message"]["content"] == full[: full.index(stop)]
+    assert choice["finish_reason"] == "stop"
+    assert "".join(
+        c["choices"][0]["delta"].get("content") or "" for c in events(chat(stop=stop, stream=True))
+    ) == full[: full.index(stop)]  # fmt: skip
+
+
+def test_logprobs(chat):
+    choice = chat(logprobs=True, top_logprobs=3, max_tokens=5).json()["choices"][0]
+    told = choice["logprobs"]["content"]
+    assert "".join(each["token"] for each in told) == choice["message"]["content"]
+    for each in told:
+        assert each["logprob"] == each["top_logprobs"][0]["logprob"]
+        assert len(each["top_logprobs"]) == 3
+        assert bytes(each["bytes"]).decode() == each["token"]
+    streamed = events(chat(logprobs=True, max_tokens=5, stream=True))
+    assert [e["token"] for c in streamed for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]] == [
+        each["token"] for each in told
+    ]
+
+
+def test_penalties_and_bias_change_the_answer(chat, truth):
+    said = "Write a function that sorts."
+    plain = truth(said)
+    for options in ({"logit_bias": {"5": 100}}, {"repetition_penalty": 5.0}, {"presence_penalty": 2.0}):
+        assert chat(said, **options).json()["choices"][0]["message"]["content"] != plain, options
+    assert chat(said, repetition_penalty=1.0).json()["choices"][0]["message"]["content"] == plain
+
+
+def test_completions(served, truth):
+    body = {"prompt": "def read_lines(path):", "max_tokens": 20}
+    whole = served.post("/v1/completions", json={**body, "logprobs": 2}).json()
+    told = whole["choices"][0]["logprobs"]
+    assert "".join(told["tokens"]) == whole["choices"][0]["text"]
+    assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["text_offset"]) == 20
+    chunks = events(served.post("/v1/completions", json={**body, "stream": True}))
+    assert "".join(c["choices"][0]["text"] for c in chunks) == whole["choices"][0]["text"]
+    several = served.post("/v1/completions", json={**body, "prompt": [body["prompt"], [5, 6, 7]], "n": 2}).json()
+    assert [c["text"] for c in several["choices"][:2]] == [whole["choices"][0]["text"]] * 2
+    assert len(several["choices"]) == 4
+
+
+def test_messages(served, truth):
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "What does len do?"}]}]}
+    body |= {"max_tokens": 30, "metadata": {"user_id": "x"}, "context_management": {"edits": []}}
+    want = truth("What does len do?")
+    whole = served.post("/v1/messages?beta=true", json=body).json()
+    assert [(b["type"], b["text"]) for b in whole["content"]] == [("text", want)]
+    assert whole["stop_reason"] == "end_turn"
+    found = events(served.post("/v1/messages", json={**body, "stream": True}))
+    names = [e["type"] for e in found]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert "".join(e["delta"]["text"] for e in found if e["type"] == "content_block_delta") == want
+    counted = served.post("/v1/messages/count_tokens", json={**body, "max_tokens": None}).json()["input_tokens"]
+    usage = found[-2]["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
+    stop = want.split()[2]
+    ended = served.post("/v1/messages", json={**body, "stop_sequences": [stop]}).json()
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", stop)
+
+
+def test_claude_code_s_first_line_is_no_part_of_the_prompt(served):
+    said = {"messages": [{"role": "user", "content": "hi"}, {"role": "system", "content": "skills"}], "max_tokens": 1}
+    blocks = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.123;"}
+    counts = [
+        served.post("/v1/messages/count_tokens", json={**said, "system": system}).json()["input_tokens"]
+        for system in (blocks, [billing, *blocks], "Be brief.")
+    ]
+    assert len(set(counts)) == 1
+
+
+def test_responses(served, truth):
+    want = truth("What does len do?")
+    body = {"input": "What does len do?", "max_output_tokens": 30}
+    whole = served.post("/v1/responses", json=body).json()
+    assert whole["output"][0]["content"][0]["text"] == want
+    assert whole["status"] == "completed"
+    found = events(served.post("/v1/responses", json={**body, "stream": True, "max_output_tokens": 3}))
+    assert [e["sequence_number"] for e in found] == list(range(len(found)))
+    assert [e["type"] for e in found[:4]] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert found[-1]["type"] == "response.completed"
+    assert found[-1]["response"]["status"] == "incomplete"
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "What does len do?"}]}]
+    assert (
+        served.post("/v1/responses", json={**body, "input": items}).json()["output"][0]["content"][0]["text"] == want
+    )
+
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+LONG = [{"role": "user", "content": "hello " * 2100}]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "name"),
+    [
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"functions": [{}]}, "functions"),
+        (CHAT, {"n": 0}, "n=0"),
+        (CHAT, {"temperature": "hot"}, "temperature='hot'"),
+        (CHAT, {"temperature": True}, "temperature=True"),
+        (CHAT, {"top_p": 2}, "top_p=2"),
+        (CHAT, {"seed": 1.5}, "seed"),
+        (CHAT, {"stop": [""]}, "stop"),
+        (CHAT, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logit_bias": {"-1": 2}}, "logit_bias"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "robot"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "Unicode"),
+        (CHAT, {"messages": LONG}, "prompt is too long"),
+        (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, "web_search"),
+        ("/v1/completions", {"prompt": "x", "echo": True}, "echo"),
+        ("/v1/completions", {"prompt": [99999]}, "prompt"),
+        ("/v1/completions", {"prompt": ""}, "empty"),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (MESSAGES, {"messages": LONG}, "prompt is too long"),
+        (RESPONSES, {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(served, path, change, name):
+    response = served.post(path, content=json.dumps({**HI, **change}), headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert name in response.json()["error"]["message"]
+
+
+def test_hints_are_ignored(served):
+    hints = {"store": True, "user": "u", "metadata": {}, "service_tier": "auto", "prediction": {}, "parallel": 1}
+    assert served.post(CHAT, json={**HI, **hints}).status_code == 200
+    hints = {"output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}, "service_tier": "auto"}
+    assert served.post(MESSAGES, json={**HI, **hints}).status_code == 200
+
+
+def test_more_tokens_than_fit_are_cut(chat):
+    assert chat(max_tokens=32000, stop=["."]).status_code == 200
+
+
+def test_prompts_are_reused(chat):
+    long = " ".join(f"word{i}" for i in range(60))
+    first, second = (chat(long, max_tokens=1).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] > 100
+
+
+def test_arguments_of_calls():
+    assert parsed('{"x": 1}') == {"x": 1}
+    assert parsed("[1") == "[1"
+    assert parsed({"x": 1}) == {"x": 1}

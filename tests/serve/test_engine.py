@@ -1,0 +1,153 @@
+"""Answer many at once: in turn, each for itself; who goes frees the engine; what fails fails alone."""
+
+import threading
+import time
+
+import pytest
+
+from mlx_mtp.serve.engine import Engine, Full, Limits
+from mlx_mtp.serve.job import Ask, End, Failed, Job
+
+
+class Steps:
+    """Stands in for `answer`: a job's steps are as many as its prompt has tokens; -1 raises."""
+
+    def __init__(self, monkeypatch):
+        self.order, self.closed, self.hold = [], [], threading.Event()
+        self.hold.set()
+        monkeypatch.setattr("mlx_mtp.serve.engine.answer", self.answer)
+
+    def answer(self, served, job, crowded):
+        try:
+            for token in job.ask.prompt:
+                self.hold.wait()
+                if token < 0:
+                    raise {-1: RuntimeError("broken"), -2: ValueError("wrong")}[token]
+                self.order.append(job.ask.prompt[0])
+                yield
+            job.emit("end")
+        finally:
+            self.closed.append(job.ask.prompt[0])
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    return Steps(monkeypatch)
+
+
+@pytest.fixture
+def engine(steps):
+    made = []
+
+    def make(**limits):
+        made.append(Engine(load=lambda: object(), limits=Limits(**limits)))  # type: ignore[arg-type]
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for each in made:
+        steps.hold.set()
+        each.stop(0)
+        each.thread.join(5)
+        assert not each.thread.is_alive()
+
+
+class Client(list):
+    """Collects a job's events."""
+
+    def __init__(self, prompt, **more):
+        super().__init__()
+        self.over = threading.Event()
+        self.job = Job(Ask(prompt), self.take, **more)
+
+    def take(self, event):
+        self.append(event)
+        if event == "end" or isinstance(event, (End, Failed)):
+            self.over.set()
+
+
+def submit(engine, *prompts, **more):
+    clients = [Client(prompt, **more) for prompt in prompts]
+    for client in clients:
+        engine.submit([client.job])
+    return clients
+
+
+def wait(clients):
+    assert all(client.over.wait(5) for client in clients)
+
+
+def test_steps_are_taken_in_turn(engine, steps):
+    steps.hold.clear()
+    clients = submit(engine(), [1] * 4, [2] * 4, [3] * 2)
+    time.sleep(0.05)
+    steps.hold.set()
+    wait(clients)
+    turn = steps.order[1:]  # the first step is taken before the others had come
+    assert turn[:6] == [1, 2, 3] * 2 or turn[:6] == [2, 3, 1] * 2
+
+
+def test_what_fails_fails_alone(engine, steps):
+    one = engine()
+    clients = submit(one, [1, 1, -1], [2, 2, -2], [3, 3, 3])
+    wait(clients)
+    assert [type(c[0]) for c in clients[:2]] == [Failed, Failed]
+    assert [c[0].status for c in clients[:2]] == [500, 400]
+    assert clients[2] == ["end"]
+    wait(submit(one, [4]))
+
+
+def test_who_goes_frees_the_engine(engine, steps):
+    one = engine(at_once=1)
+    first, second = submit(one, [1] * 10**7, [2])
+    while not steps.order:
+        time.sleep(0.001)
+    first.job.cancel()
+    wait([second])
+    assert steps.closed == [1, 2]
+    assert not first
+
+
+def test_a_full_queue_and_an_ending_engine_take_nobody(engine, steps):
+    steps.hold.clear()
+    one = engine(at_once=1, waiting=2)
+    clients = submit(one, [1])
+    while one.waiting:
+        time.sleep(0.001)
+    clients += submit(one, [2], [3])
+    with pytest.raises(Full):
+        submit(one, [4])
+    one.stop(0)
+    steps.hold.set()
+    one.thread.join(5)
+    assert [type(c[-1]) for c in clients[1:]] == [Failed, Failed]
+    with pytest.raises(Full):
+        submit(one, [5])
+
+
+def test_an_ending_engine_finishes_what_runs_while_there_is_time(engine, steps):
+    steps.hold.clear()
+    one = engine()
+    clients = submit(one, [1] * 20)
+    time.sleep(0.02)
+    one.stop(30)
+    steps.hold.set()
+    wait(clients)
+    assert clients[0] == ["end"]
+
+
+def test_time_limits(engine, steps):
+    (client,) = submit(engine(), [1] * 10, deadline=time.monotonic() - 1)
+    wait([client])
+    assert client[0].status == 504
+
+
+def test_an_idle_model_is_unloaded_and_loaded_again(engine, steps):
+    one = engine(idle_unload=0.01)
+    wait(submit(one, [1]))
+    until = time.monotonic() + 5
+    while one.state != "unloaded" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert one.served is None
+    wait(submit(one, [2]))
+    assert steps.order == [1, 2]

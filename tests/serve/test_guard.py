@@ -1,0 +1,117 @@
+"""Keep out who may not come in: keys, hosts, origins, kinds and sizes of bodies; errors in the API's own form."""
+
+import json
+import threading
+
+import pytest
+from served import KEY, start
+from starlette.testclient import TestClient
+
+from mlx_mtp.serve.app import Site, application
+from mlx_mtp.serve.guard import DEPTH, Rules
+
+JSON = {"content-type": "application/json"}
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def closed(served):
+    """A site with a key, in front of the same engine."""
+    rules = Rules("secret", hosts=("mac.local",), origins=("https://chat.example",), body=1000)
+    site = Site(served.site.engine, served.site.metrics, rules, door=served.site.door)
+    with TestClient(application(site), base_url="http://localhost") as client:
+        yield client
+
+
+def test_keys(closed):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}, {"x-api-key": "é"}):
+        assert closed.get("/v1/models", headers={k: v.encode() for k, v in headers.items()}).status_code == 401
+    for headers in (KEY, {"Authorization": "bearer secret"}, {"x-api-key": "secret"}):
+        assert closed.get("/v1/models", headers=headers).status_code == 200
+    assert closed.get("/health").status_code == closed.get("/").status_code == 200
+    assert closed.head("/").status_code == 200
+    error = closed.post("/v1/messages", json=HI).json()
+    assert error["error"]["type"] == "authentication_error"
+    assert error["type"] == "error"
+    assert closed.post("/v1/chat/completions", json=HI).json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost:8080", "127.0.0.1", "[::1]:8080", "mac.local", "192.168.1.7:80")),
+        *((host, 403) for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::1")),
+    ],
+)
+def test_hosts(closed, host, status):
+    assert closed.get("/v1/models", headers={**KEY, "Host": host}).status_code == status
+
+
+def test_origins(closed):
+    for origin, status in (("https://evil.example", 403), ("http://localhost", 200), ("https://chat.example", 200)):
+        found = closed.get("/v1/models", headers={**KEY, "Origin": origin})
+        assert found.status_code == status
+        allowed = origin if origin == "https://chat.example" else None
+        assert found.headers.get("access-control-allow-origin") == allowed
+
+
+def test_bodies(closed):
+    path = "/v1/chat/completions"
+    assert closed.post(path, content="{}", headers={**KEY, "content-type": "text/plain"}).status_code == 415
+    big = closed.post(path, json={**HI, "user": "x" * 2000}, headers=KEY)
+    assert big.status_code == 413
+    deep = "[" * (DEPTH + 1) + "]" * (DEPTH + 1)
+    for content in ("", "{", "[]", "null", '{"top_p": NaN}', b"\xff\xfe", f'{{"a": {deep}}}', "[" * 900):
+        response = closed.post(path, content=content, headers={**KEY, **JSON})
+        assert response.status_code == 400, content
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_unknown_paths_and_methods(served):
+    for method, path, status in (("GET", "/v1/embeddings", 404), ("GET", "/v1/messages", 405), ("PUT", "/", 405)):
+        response = served.request(method, path)
+        assert response.status_code == status
+        assert path in json.dumps(response.json())
+
+
+def test_models(served):
+    (model,) = served.get("/v1/models").json()["data"]
+    assert model["id"] == "demo"
+    assert served.get("/v1/models/demo").json() == model
+    assert served.get("/v1/models/org%2Fother").status_code == 404
+    assert served.post("/v1/chat/completions", json={**HI, "model": "other"}).json()["error"]["code"] == (
+        "model_not_found"
+    )
+
+
+def test_the_page_asks_nobody_else(served):
+    page = served.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+
+
+def test_metrics(served):
+    served.post("/v1/chat/completions", json=HI)
+    text = served.get("/metrics").text
+    assert 'mlx_mtp:requests_total{reason="length"}' in text
+    assert "mlx_mtp:spec_decode_num_accepted_tokens_per_pos_total" in text
+
+
+def test_nobody_is_served_before_the_model_is_loaded():
+    go = threading.Event()
+
+    def never():
+        go.wait()
+        raise ValueError("no such model")
+
+    site, app = start(never)
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+        assert client.get("/health").status_code == 503
+        answer = client.post("/v1/chat/completions", json=HI)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        go.set()
+        site.engine.thread.join()
+        assert client.get("/health").json()["status"] == "failed"
+    assert str(site.engine.error) == "no such model"

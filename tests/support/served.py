@@ -1,0 +1,33 @@
+"""Make sites that serve the demo, on an engine's thread of their own."""
+
+import mlx.core as mx
+from compile_mode import NO_FUSE, set_mode
+
+import mlx_mtp
+from mlx_mtp.demo import demo_path
+from mlx_mtp.serve.app import Site, application
+from mlx_mtp.serve.engine import Engine, Limits
+from mlx_mtp.serve.guard import Rules
+from mlx_mtp.serve.metrics import Metrics
+from mlx_mtp.serve.server import Loaded, Settings, opened
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+def settings(**changes):
+    defaults = {"names": ("demo",), "host": "localhost", "port": 1, "rules": Rules(), "options": {"adaptive": False}}
+    return Settings(**{**defaults, "sampling": {}, "template": {}, "cache_bytes": 1 << 28, **changes})
+
+
+def demo():
+    set_mode(NO_FUSE)
+    with mx.stream(mx.cpu):
+        return Loaded(*mlx_mtp.load(demo_path()), {}, {"kv_group_size": 32})
+
+
+def start(load=demo, limits=None, **changes):
+    """(site, application) of an engine that is starting."""
+    engine = Engine(lambda: opened(load(), settings(**changes), site), limits or Limits())
+    site = Site(engine, Metrics(engine), changes.get("rules", Rules()))
+    engine.start()
+    return site, application(site)
