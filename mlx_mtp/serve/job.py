@@ -146,14 +146,16 @@ def read(served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int
     resumes = {last, *(turn // step * step for turn in turns)}
     while cache.offset < last:
         chunk = prompt[cache.offset : cache.offset + step]
-        options = {**_settings(served), "prompt_cache": cache, "max_tokens": 0}
-        next(generate_step(chunk, served.model, **options), None)
+        k = served.options["num_draft_tokens"]
+        options: Any = {
+            "prompt_cache": cache,
+            "num_draft_tokens": k,
+            "prefill_step_size": step,
+            "check_memory": False,
+        }
+        next(generate_step(chunk, served.model, max_tokens=0, **options), None)
         served.tree.store(cache, resumes=cache.offset in resumes)
         yield cache.offset
-
-
-def _settings(served: Served) -> dict[str, Any]:
-    return {**served.options, "prefill_step_size": served.tree.step, "check_memory": False}
 
 
 def _decode(
@@ -165,8 +167,8 @@ def _decode(
         served.tokenizer, ask.stops, thinking=ask.chat and served.tokenizer.has_thinking, begun=ask.thinking,
         tool_format=served.tool_format, tools=ask.tools,
     )  # fmt: skip
-    options = {**_settings(served), **ask.sampling, "max_tokens": most, "prompt_cache": cache}
-    options |= {"logprobs": ask.logprobs is not None, "stats": stats}
+    options = {**served.options, **ask.sampling, "max_tokens": most, "prompt_cache": cache, "stats": stats}
+    options |= {"prefill_step_size": served.tree.step, "check_memory": False, "logprobs": ask.logprobs is not None}
     if ask.penalties:
         options["logits_processors"] = make_logits_processors(**ask.penalties)
     reasoned, first, response = 0, 0.0, None

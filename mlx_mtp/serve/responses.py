@@ -112,7 +112,7 @@ class ResponseExchange:
     def _item_event(self, what: str, item: dict[str, Any]) -> str:
         return self._event(f"response.output_item.{what}", output_index=len(self._items), item=item)
 
-    def _event(self, name: str, **fields: Any) -> str:
+    def _event(self, name: str, /, **fields: Any) -> str:
         number, self._number = self._number, self._number + 1
         return data({"type": name, "sequence_number": number, **fields}, name)
 
