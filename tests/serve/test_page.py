@@ -1,0 +1,71 @@
+"""Use the chat page in a real browser: it streams, stops, counts, asks for the key, and fits a phone."""
+
+import asyncio
+import threading
+
+import pytest
+import uvicorn
+from browser import CHROMIUM, Browser
+
+from mlx_mtp.serve.app import Site, application
+from mlx_mtp.serve.guard import Rules
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def address(served):
+    """Where a real server listens, in front of the same engine; it wants a key."""
+    site = Site(served.site.engine, served.site.metrics, Rules("secret"), door=served.site.door)
+    server = uvicorn.Server(uvicorn.Config(application(site), port=0, log_level="error"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    while not server.started:
+        pass
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def page(address, tmp_path):
+    browser = Browser(tmp_path, size=(400, 700))
+    browser.send("Page.navigate", url=address)
+    browser.wait("document.readyState === 'complete' && !document.getElementById('key').hidden")
+    browser.run("key.value = 'secret'; key.dispatchEvent(new Event('change'))")
+    browser.wait("document.getElementById('model').textContent === 'demo'")
+    yield browser
+    browser.close()
+
+
+def ask(page, text):
+    page.run(f"text.value = {text!r}; find('form').requestSubmit()")
+
+
+def test_a_conversation(page):
+    ask(page, "What does len do?")
+    page.wait("document.querySelector('.assistant .figures')")
+    assert page.run("document.querySelector('.assistant .said').textContent") == (
+        "Return the number of items in a container."
+    )
+    assert "a cycle" in page.run("document.querySelector('.figures').textContent")
+    assert page.run("messages.length") == 2
+    assert page.run("find('meter').value") > 0
+    ask(page, "<b>What</b> does sorted do?")
+    page.wait("document.querySelectorAll('.figures').length === 2")
+    assert page.run("document.querySelectorAll('.user')[1].textContent") == "<b>What</b> does sorted do?"
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.picture()[:4] == b"\x89PNG"
+    page.run("find('clear').click()")
+    assert page.run("talk.childElementCount + messages.length") == 0
+
+
+def test_stop_and_errors(page):
+    ask(page, "hello " * 2500)
+    page.wait("document.querySelector('.error')")
+    assert "too long" in page.run("document.querySelector('.error').textContent")
+    assert page.run("messages.length") == 0
+    ask(page, "Write a class.")
+    page.run("find('stop').click()")
+    page.wait("find('stop').hidden")
+    assert "(stopped)" in page.run("talk.lastElementChild.textContent")
