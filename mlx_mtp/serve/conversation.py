@@ -1,7 +1,7 @@
 """Turn a conversation, in the form that all APIs are brought to, into what is to be answered."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .answer import Part
@@ -39,7 +39,7 @@ def asks_of(
         "chat": True,
         "thinking": begun,
         "tools": tools,
-        "follows": _next(door, messages, tools, template),
+        "follows": partial(_next_prompt, door, messages, tools, template),
         **more,
     }
     ask = door.ask(prompt, body, most, **more)
@@ -52,16 +52,9 @@ def _within_reasoning(tokenizer: Any, tokens: list[int]) -> bool:
     return tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
 
 
-def _next(
-    door: Door, messages: list[Message], tools: list[Any] | None, template: dict[str, Any]
-) -> Callable[[list[Part]], list[int]]:
-    """Make what renders the conversation with its answer, as the next turn will begin."""
-
-    def follows(parts: list[Part]) -> list[int]:
-        try:
-            asked = [*messages, said(parts), {"role": "user", "content": ""}]
-            return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False).tokens
-        except ValueError:
-            return []
-
-    return follows
+def _next_prompt(
+    door: Door, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], parts: list[Part]
+) -> list[int]:
+    """Encode the conversation with its answer, as the next turn will begin."""
+    asked = [*messages, said(parts), {"role": "user", "content": ""}]
+    return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False).tokens

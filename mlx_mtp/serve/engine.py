@@ -56,7 +56,7 @@ class Engine:
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._pending = 0  # jobs that were submitted and have not begun
-        self._behind: deque[list[int]] = deque(maxlen=BEHIND)
+        self._behind: deque[Job] = deque(maxlen=BEHIND)
         self._rereads: Iterator[int] | None = None
         self._stopping: float | None = None
         self._opened = False
@@ -160,8 +160,7 @@ class Engine:
                 next(steps)
                 return True
         except StopIteration:
-            if job.ask.follows:
-                self._behind.append(job.ask.follows(job.parts))
+            self._behind.append(job)
         except ValueError as e:
             job.emit(Failed(400, first_line(e)))
         except Exception as e:
@@ -172,10 +171,7 @@ class Engine:
     def _idle(self) -> None:
         """Read the beginning of what may be asked next; with nothing to read wait for a request, or unload."""
         if self._rereads is None and self._behind and self.served:
-            prompt = self._behind.popleft()
-            tree = self.served.tree
-            cache = tree.take(prompt[:-1], len(prompt))
-            self._rereads = read(self.served, cache, prompt, ()) if cache.offset + tree.step < len(prompt) else None
+            self._rereads = _reread(self.served, self._behind.popleft())
         if self._rereads is not None:
             if next(self._rereads, None) is None:
                 self._rereads = None
@@ -198,3 +194,13 @@ class Engine:
         for job in [*(job for job, _ in self.running), *self._waiting]:
             job.emit(Failed(503, "the server is shutting down"))
         self.running, self._waiting = [], deque()
+
+
+def _reread(served: Served, job: Job) -> Iterator[int]:
+    """Read a conversation with its answer as a prompt, a chunk at a time: it is what the next one begins with."""
+    try:
+        prompt = job.ask.follows(job.parts) if job.ask.follows else []
+        if served.tree.covered(prompt) + served.tree.step < len(prompt):
+            yield from read(served, served.tree.take(prompt[:-1], len(prompt)), prompt, ())
+    except Exception as e:  # nobody has asked for it, and nobody is told
+        log.warning("not read ahead: %s", first_line(e))

@@ -105,7 +105,9 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site]
     engine.start()
     asyncio.run(_run(server, engine))
     engine.stop(settings.grace)
-    engine.thread.join(settings.grace + 30)
+    engine.thread.join(0 if engine.state == "loading" else settings.grace + STORING)
+    if engine.thread.is_alive():  # nothing interrupts MLX while it reads weights or computes
+        os._exit(0)
     if engine.error is not None:
         raise engine.error
     if not server.started:
