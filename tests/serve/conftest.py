@@ -1,5 +1,7 @@
 """Serve the demo once to clients in this process."""
 
+import time
+
 import pytest
 from served import start
 from starlette.testclient import TestClient
@@ -10,7 +12,7 @@ def served():
     site, app = start()
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
         while site.engine.state == "loading":
-            pass
+            time.sleep(0.01)
         client.site = site
         yield client
     site.engine.stop(0)

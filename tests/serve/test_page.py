@@ -27,9 +27,9 @@ def address(served):
     thread.join()
 
 
-@pytest.fixture
-def page(address, tmp_path):
-    browser = Browser(tmp_path, size=(400, 700))
+@pytest.fixture(scope="module")
+def page(address, tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"), size=(400, 700))
     browser.send("Page.navigate", url=address)
     browser.wait("document.readyState === 'complete' && !document.getElementById('key').hidden")
     browser.run("key.value = 'secret'; key.dispatchEvent(new Event('change'))")

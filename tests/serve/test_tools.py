@@ -1,13 +1,21 @@
 """Offer tools: a model whose words are dictated calls them, and every API tells the call; results come back."""
 
 import json
+import time
 
 import mlx.core as mx
 import pytest
+import tiny
+from compile_mode import NO_FUSE, set_mode
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tool_parsers import json_tools
-from served import demo, start
+from served import start
 from starlette.testclient import TestClient
+
+import mlx_mtp
+from mlx_mtp.demo import demo_path
+from mlx_mtp.serve.server import Loaded
 
 TEMPLATE = (
     "{% if tools %}{{ 'tools ' + (tools | tojson) + '\\n' }}{% endif %}{% for m in messages %}"
@@ -42,23 +50,26 @@ class Dictated:
 
 
 @pytest.fixture(scope="module")
-def client():
+def client(tmp_path_factory):
+    config = {**tiny.CONFIG, **tiny.SHORTER, "vocab_size": 2048}
+    path = tiny.save(tmp_path_factory.mktemp("tiny"), config, tiny.random_weights(config))
+
     def load():
-        loaded = demo()
-        plain = loaded.tokenizer._tokenizer
+        set_mode(NO_FUSE)
+        model, plain = mlx_mtp.load_model(path), load_tokenizer(demo_path())._tokenizer
         plain.chat_template = TEMPLATE
         marks = ("<tool_call>", "</tool_call>", json_tools.parse_tool_call)
         tokenizer = TokenizerWrapper(plain, BPEStreamingDetokenizer, None, None, *marks)
         tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
         tokenizer._think_start_tokens, tokenizer._think_end_tokens = (1, 1, 1), (1, 1, 1, 1)
         options["logits_processors"] = [Dictated(tokenizer)]
-        return loaded._replace(tokenizer=tokenizer)
+        return Loaded(model, tokenizer, {}, {})
 
     options = {"adaptive": False}
     site, app = start(load, options=options)
     with TestClient(app, base_url="http://localhost") as client:
         while site.engine.state == "loading":
-            pass
+            time.sleep(0.01)
         yield client
     site.engine.stop(0)
     site.engine.thread.join()
