@@ -24,7 +24,7 @@ from .files import Header, dequantized, read_header, read_tensors, resolve
 from .head_self_test import blaming_config
 from .norm_conventions import conventions, warn_of_unusual
 from .parameters import check_numbers, expected, named, origin, same
-from .report import make_report
+from .report import make_report, with_heads
 from .sort_tensors import Contents, Drafting, sort_tensors
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
@@ -35,16 +35,18 @@ MISBUILT = TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, V
 def load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
     """Build a port's model with the heads or the drafter that are asked for, and its report; ValueError if damaged.
 
-    lazy: weights stay on disk; their names, shapes and the norms are checked.
+    lazy: weights stay on disk; their names, shapes and the norms are checked. Else those of heads wait in
+    `model.untested` to be read, and what is expanded is so when it is used.
     """
     model, contents, raw = read_port(port, path, config, drafting)
+    stored = _stored(model, contents)
     expanded = _expand_experts(model)
     if not lazy:
         with blaming_config(path):
             budget.check(model, path)
-        mx.eval(model.parameters())
-        check_weights(model, contents)
-        _tie(model)
+        heads = {name: stored.pop(name) for name in list(stored) if name.startswith("mtp.")}
+        check_numbers(stored, partial(origin, model, contents))
+        model.untested = partial(_read_heads, model, contents, heads)
     check_norms(model, contents, raw)
     source, ignored = contents.source, contents.ignored
     if drafting.draft_model is not None:
@@ -151,10 +153,17 @@ def _expand_experts(model: nn.Module) -> bool:
     return True
 
 
-def check_weights(model: Any, contents: Contents, *, vectors: bool = False) -> None:
-    """Raise for NaN, and for a head's zeros: it would never be right. vectors: of these alone, which are small."""
-    found = _stored(model, contents).items()
-    check_numbers({name: w for name, w in found if w.ndim < 2 or not vectors}, partial(origin, model, contents))
+def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
+    """Read the heads' weights, as stored, and check them; drop what repeats the target's. ValueError if damaged."""
+    check_numbers(stored, partial(origin, model, contents))
+    _tie(model)
+    model.report = with_heads(model.report, model)
+
+
+def check_vectors(model: Any, contents: Contents) -> None:
+    """Raise for NaN in vectors, which are small, and where a head's are nothing but zeros."""
+    vectors = {name: array for name, array in _stored(model, contents).items() if array.ndim < 2}
+    check_numbers(vectors, partial(origin, model, contents))
 
 
 def check_norms(model: Any, contents: Contents, raw: Raw) -> None:
@@ -258,8 +267,8 @@ def _load_drafter(head: nn.Module, spec: Any, header: Header, path: Path, target
         raise ValueError(f"{path}: tensor {names[inside]} is not part of the drafter that config.json describes")
     head.load_weights(list(weights.items()))
     mx.eval(head.parameters())
-    trained = {f"mtp.{at}": array for at, array in weights.items() if not at.endswith(".biases")}
-    check_numbers(trained, lambda at: (header[names[at[4:]]].file, names[at[4:]]))
+    checked = {f"mtp.0.{at}": array for at, array in weights.items() if not at.endswith(".biases")}
+    check_numbers(checked, lambda at: (header[names[at[6:]]].file, names[at[6:]]))
 
 
 def _check_drafter_fits(model: Any, head: Any, path: Path) -> None:

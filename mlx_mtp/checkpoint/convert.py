@@ -25,7 +25,7 @@ from .build import check_norms, read_args, read_port
 from .convert_precision import Precision, format_of, format_of_heads, listed
 from .convert_writer import Tensors
 from .files import CONVERTED, INDEX, SIDECAR_FILES, TRUNK_FILES, read_config, read_index, read_tensors, resolve
-from .parameters import named
+from .parameters import named, trained
 from .report import Report, make_report
 from .sort_tensors import Contents, Drafting
 
@@ -61,7 +61,8 @@ class Source:
                 name = self._stored(path) if head else path
                 if precision.dequantize:
                     name = re.sub(r"\.scales$", ".weight", name)
-                self.trained[name] = mx.isnan(w).any(), w.any() if head else mx.array(True)
+                nan, value = trained(w)
+                self.trained[name] = nan, value if head else mx.array(True)
         declared = self.config.get("torch_dtype") or self.config.get("text_config", {}).get("dtype")
         precision.apply(self.model, declared)
         self.dtype = precision.dtype

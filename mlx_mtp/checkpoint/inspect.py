@@ -23,7 +23,7 @@ from ..decoding.memory_needs import kv_bytes, largest_context, needs
 from ..machine.errors import first_line, with_type
 from ..machine.memory import available
 from ..models import find_port
-from .build import check_weights, is_drafter, read_args
+from .build import check_vectors, is_drafter, read_args
 from .files import TRUNK_FILES, Header, read_config, read_header, sidecar_files
 from .load import load_model
 from .norm_conventions import conventions, mean
@@ -116,7 +116,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
     contents = contents or Contents(header, {}, 0, "", (), None)  # type: ignore[arg-type] - no heads, no spec
     centred = port.Model.ZERO_CENTRED if port and values else None
     if model is not None and values:
-        tried(check_weights, model, contents, vectors=True)
+        tried(check_vectors, model, contents)
         said += tried(_repeated, model, path) or []
     if model is None and is_drafter(path):
         problems.insert(0, f"{path}: a drafter, for --draft-model beside its target; not a model")

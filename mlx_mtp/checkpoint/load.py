@@ -7,7 +7,7 @@ and caches in the same loop, without drafts.
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from ..cache.layer_cache import CacheKind
 from ..cache.mlx_lm_caches import MlxLmCaches
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
+from ..decoding.prefill import test_heads
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..models import find_port, port_names
@@ -31,7 +32,7 @@ from .build import load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config, read_header, resolve, trunk_header
-from .head_self_test import WORDS, self_test
+from .head_self_test import WORDS, self_test, waits
 from .parameters import check_numbers, named
 from .report import make_report
 from .sort_tensors import Drafting
@@ -149,12 +150,23 @@ def _finish(
 ) -> None:
     """Test the first head, reduce the draft vocabulary, switch kernels on; the report notes what came of it."""
     if not lazy:
-        self_test(model, path, {"words": tokenizer.encode(WORDS)} if tokenizer is not None else {})
+        texts = {"words": tokenizer.encode(WORDS)} if tokenizer is not None else {}
+        model.untested = partial(_test_heads, model, model.untested, path, texts)
+        if vocab is None and waits(model):
+            model.report = replace(model.report, untested=True)
+        else:
+            test_heads(model)
     if vocab is not None:
         _reduce(model, vocab, tokenizer, lazy=lazy)
     bits = {bits for name in ("kv_bits", "mtp_kv_bits") if (bits := budget.layout.get(name))}
     kernels, not_exact = switch_on(model, lane, lazy=lazy, **({"kv_bits": bits} if bits else {}))
     model.report = replace(model.report, kernels=kernels, not_exact=not_exact)
+
+
+def _test_heads(model: Any, read: Callable[[], None] | None, path: Path, texts: dict[str, list[int]]) -> None:
+    if read is not None:
+        read()
+    self_test(model, path, texts)
 
 
 def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> None:
@@ -173,6 +185,7 @@ class Plain:
     """Mixin in front of mlx-lm's Model: the part of a port's contract that needs no knowledge of the model."""
 
     mtp: tuple = ()
+    untested: Any = None
     max_draft_tokens = 0
     NO_KV_BITS = "a family that has no port"
     vocab_size: int
@@ -208,7 +221,6 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
         model = _build(path, name, known, ignored)
         if not lazy:
             budget.check(model, path)
-            mx.eval(model.parameters())
             check_numbers(named(model), lambda name: (path, name))
     source = f"model_type {name!r} has no MTP port"
     model.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))

@@ -1,5 +1,7 @@
 """Look at a model's parameters: what is in them, and which tensor each came from, or should have come from."""
 
+import re
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,14 @@ from mlx.utils import tree_flatten
 
 from .sort_tensors import NUMBER, Contents, layerless, only
 
+HEAD = re.compile(r"mtp\.\d+\.")
+ROWS = 4096  # of two arrays that are compared at a time
+BITS = {  # integers of a type's size, and what they see in its infinity
+    mx.float32: (mx.int32, mx.uint32, 0x7F800000),
+    mx.bfloat16: (mx.int16, mx.uint16, 0x7F80),
+    mx.float16: (mx.int16, mx.uint16, 0x7C00),
+}
+
 
 def named(module: nn.Module) -> dict[str, Any]:
     """Return a module's arrays by their paths, such as "mtp.0.norm.weight"."""
@@ -18,17 +28,50 @@ def named(module: nn.Module) -> dict[str, Any]:
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Tell whether two modules' `named` arrays are the same, value for value."""
-    return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]) for name in a)
+    return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+
+
+def equal(a: mx.array, b: mx.array) -> bool:
+    """Tell whether two arrays hold the same values; looks at ROWS of them at a time, up to the first that differ."""
+    if a.shape != b.shape or a.ndim < 2:
+        return bool(mx.array_equal(a, b))
+    return all(mx.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS))
+
+
+def trained(array: mx.array) -> tuple[mx.array, mx.array]:
+    """Tell whether floating-point numbers hold NaN, and any that is not zero: two bools [], not computed yet.
+
+    By the greatest of their bits as integers, those of positive and of negative numbers, so that no mask is made.
+    """
+    if array.dtype not in BITS or not array.size:
+        return mx.isnan(array).any(), array.any()
+    signed, unsigned, infinity = BITS[array.dtype]
+    sign = 1 << (8 * array.itemsize - 1)
+    positive, negative = array.view(signed).max(), array.view(unsigned).max()
+    nan = (positive > infinity) | (negative > mx.array(sign + infinity, unsigned))
+    return nan, (positive > 0) | (negative > mx.array(sign, unsigned))
 
 
 def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, str]]) -> None:
-    """Raise for a parameter that holds NaN, or a head's of nothing but zeros; `place` is its file and name there."""
-    for name, array in parameters.items():
-        if mx.issubdtype(array.dtype, mx.floating):
-            state = "NaN" if mx.isnan(array).any() else "only zeros"
-            if state == "NaN" or (name.startswith("mtp.") and not name.endswith(".biases") and not array.any()):
-                file, raw = place(name)
-                raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
+    """Compute parameters, and raise for one that holds NaN, or a head's of nothing but zeros; warn of a whole head
+    of zeros, which drafts and is never right. `place` is a parameter's file and name there.
+    """
+    found = {name: trained(array) for name, array in parameters.items() if mx.issubdtype(array.dtype, mx.floating)}
+    mx.eval(list(parameters.values()), list(found.values()))
+    values = {name: value.item() for name, (_, value) in found.items() if HEAD.match(name) and name[-7:] != ".biases"}
+    whole: dict[str, list[bool]] = {}  # by depth, of its matrices
+    for name, value in values.items():
+        if parameters[name].ndim > 1:
+            whole.setdefault(name.split(".")[1], []).append(value)
+    empty = {depth for depth, matrices in whole.items() if not any(matrices)}
+    for depth in sorted(empty):
+        file = place(next(name for name in values if name.startswith(f"mtp.{depth}.")))[0]
+        warnings.warn(f"{file}: MTP depth {depth} holds only zeros, expected trained weights", stacklevel=5)
+    for name, (nan, _) in found.items():
+        zeros = not values.get(name, True) and name.split(".")[1] not in empty
+        if nan.item() or zeros:
+            file, raw = place(name)
+            raise ValueError(f"{file}: tensor {raw} holds {'only zeros' if zeros else 'NaN'}, expected trained weights")
 
 
 def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:

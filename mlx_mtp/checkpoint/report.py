@@ -3,7 +3,7 @@
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +12,8 @@ import mlx.nn as nn
 from ..decoding.graph_memory import nbytes
 from .files import DECLARED
 
+FEW = 0.4  # right guesses of a text, which most trained heads have more of
+ADVICE = "mlx-mtp verify-lossless tells whether it is wired or converted wrongly"
 LISTED = 8  # names of tensors that are not used
 COLUMNS = 100  # of the report, where a line of it can be broken
 
@@ -22,6 +24,7 @@ class Report:
 
     heads: depths found; declared: what config.json says; source: file or directory the heads came from.
     agreement: by kind of text, how often the first head guesses the target's greedy token; empty where not tested.
+    untested: that test, and the heads' weights, wait for the first draft.
     drafted_from: rows of the LM heads that a draft vocabulary leaves, and how many there were; None without one.
     saved_bytes: of the heads, by that; negative where rows of a shared LM head had to be copied.
     kernels: which Metal kernels are on, a line each; not_exact: ops whose bits may depend on the number of rows.
@@ -41,6 +44,7 @@ class Report:
     ignored: tuple[str, ...] = ()
     expanded: bool = False
     agreement: tuple[tuple[str, float], ...] = ()
+    untested: bool = False
     drafted_from: tuple[int, int] | None = None
     saved_bytes: int = 0
     kernels: tuple[str, ...] = ()
@@ -51,6 +55,7 @@ class Report:
         shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
         left, before = self.drafted_from or (0, 0)
         whole, saved = ", by its whole LM head" * bool(before), size(abs(self.saved_bytes))
+        few = f"; few: {ADVICE}" if self.agreement and self.agreement[-1][1] < FEW else ""
         exact, change = (
             ", ".join(self.not_exact),
             f"{saved} {'more for a copy of their rows' if self.saved_bytes < 0 else 'less'}",
@@ -64,7 +69,8 @@ class Report:
             ("MTP heads", f"{found}, {self.source}"),
             ("heads", self.heads and f"{size(self.head_bytes)}, {self.head_quantization}"),
             ("LM heads", self.heads and self.lm_head),
-            ("self-test", shares and f"the first head agrees with the target on {shares}{whole}"),
+            ("self-test", shares and f"the first head agrees with the target on {shares}{whole}{few}"),
+            ("self-test", self.untested and "before the first draft, when the heads' weights are read and checked"),
             ("drafts", before and f"from {left:,} of {before:,} tokens, {change}"),
             ("norms", self.norms),
             ("precision", self.expanded and "expanded to float32: MLX multiplies experts on a CPU in nothing else"),
@@ -111,6 +117,11 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
         lm_head=_lm_heads(model.mtp),
         **load,
     )
+
+
+def with_heads(report: Report, model: Any) -> Report:
+    """Renew what a report says of the heads' modules, some of which may be gone."""
+    return replace(report, head_bytes=nbytes(model.get("mtp", [])), lm_head=_lm_heads(model.mtp))
 
 
 def declared_heads(config: dict) -> int | None:

@@ -24,6 +24,8 @@ def prefill(
 
     Heads with a window wait until that token is out: what they can see of a prompt is bounded (`PromptCache.reach`).
     """
+    if heads:
+        test_heads(model)
     hidden = model.no_hidden()
     done = 0
     while done < len(prompt):
@@ -42,6 +44,13 @@ def prefill(
     row = hidden[:, -1:]
     tokens, logprobs = picker.pick(model, row, cache.offset, cache.tokens, NO_DRAFTS.tokens)
     return Run.of(row, tokens, NONE_ACCEPTED, NO_DRAFTS.tokens, logprobs)
+
+
+def test_heads(model: Target) -> None:
+    """Do what a load put off until the heads are needed; it warns of heads that look wrong."""
+    if model.untested is not None:
+        model.untested()
+        model.untested = None
 
 
 def _read_chunk(model: Target, cache: PromptCache, chunk: list[int]) -> mx.array:

@@ -1,7 +1,7 @@
 """Share between ports the mixin in front of mlx-lm's Model, which adds MTP heads and the decode loop's contract."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -71,6 +71,7 @@ class Port(nn.Module):
     model: Any
     layers: Any
     mtp: Sequence[Any]
+    untested: Callable[[], None] | None = None
     report: Any
     _learned: Any
     _recorder: Any

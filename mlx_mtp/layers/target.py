@@ -1,6 +1,6 @@
 """State what the decode loop asks of a model, whichever port or mlx-lm model it is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -29,9 +29,11 @@ class Target(CachedModel, Protocol):
 
     Without heads `max_draft_tokens` is 0, and what only drafting asks for (from `embed` on) is never called.
     max_draft_tokens: most drafts of its heads in a cycle. report: the facts of its load (`checkpoint.report.Report`).
+    untested: what of the load is put off until the heads first draft; it may warn, or raise ValueError.
     """
 
     layers: Sequence[Any]
+    untested: Callable[[], None] | None
     report: Any
     _learned: Any  # what its cycles cost here
     _recorder: Any  # its recorded cycles
