@@ -8,9 +8,10 @@ import os
 import re
 import struct
 import uuid
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import UnionType
+from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +28,7 @@ FORMAT = 2
 DIGITS = 64
 BLANK = "0" * DIGITS  # where the checksum is to be, while it is taken
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
+NUMBERS = ("start", "keep", "bits", "group_size", "offset")  # of layers' configs
 PIECE = 1 << 24  # bytes read at a time
 
 
@@ -91,7 +93,7 @@ def saved_opening(file: str | Path) -> PromptPrefix | None:
     with Path(file).open("rb") as f:
         opening = _checked(f, file).get("opening")
     try:
-        return opening and PromptPrefix(**opening)
+        return _filled(PromptPrefix, opening)
     except TypeError:
         raise ValueError(f"{file}: damaged") from None
 
@@ -131,6 +133,9 @@ def _state(cache: PromptCache) -> dict[str, Any]:
 def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
     """Rebuild the cache; for a model that was loaded without heads without their state."""
     layers, heads = state["layers"], state["heads"] if model.mtp else []
+    numbers = [state["primed"], state["reach"]] + [c.get(name) for c in (*layers, *heads) for name in NUMBERS]
+    if not all(value is None or (type(value) is int and value >= 0) for value in numbers):
+        raise ValueError("a number in it is none")
     caches = from_configs([*layers, *heads])
     for i, c in enumerate(caches):
         names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
@@ -139,10 +144,23 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
     cache = PromptCache(model, caches[: len(layers)], caches[len(layers) :], state["reach"], kept)
     cache.primed = state["primed"]
     cache.backlog = [arrays["backlog"]] if heads and "backlog" in arrays else []
-    cache.quantizing = state["quantizing"] and Quantizing(**state["quantizing"])
-    cache.prefix = state["opening"] and PromptPrefix(**state["opening"])
+    cache.quantizing = _filled(Quantizing, state["quantizing"])
+    cache.prefix = _filled(PromptPrefix, state["opening"])
     cache.settle(state["tokens"])
     return cache
+
+
+def _filled(kind: type[Any], values: dict[str, Any] | None) -> Any:
+    """Make a dataclass of a file's values, or None of none; TypeError where one is not of its field's type."""
+    if values is None:
+        return None
+    hints, made = get_type_hints(kind), kind(**values)
+    for field in fields(made):
+        hint, value = hints[field.name], getattr(made, field.name)
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if type(value) not in [get_origin(kind) or kind for kind in kinds]:
+            raise TypeError(f"{field.name} is {value!r}")
+    return made
 
 
 def _check(cache: PromptCache) -> None:

@@ -6,9 +6,10 @@ A drafter of a directory of its own takes the place of heads.
 import json
 import re
 import warnings
+from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +19,13 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
 from ..decoding.memory_needs import Budget
+from ..layers.mtp_spec import MTPSpec
 from ..machine.errors import first_line, one_line
 from ..models import drafter_kinds
-from .files import Header, dequantized, read_header, read_tensors, resolve
+from .config_types import check_types
+from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve
 from .head_self_test import blaming_config
+from .heads_beside import is_split
 from .norm_conventions import conventions, warn_of_unusual
 from .parameters import check_numbers, expected, named, origin, same
 from .report import make_report, with_heads
@@ -29,6 +33,7 @@ from .sort_tensors import Contents, Drafting, sort_tensors
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
 Raw = tuple[bool, bool]  # whether the trunk's norms, and the heads', are stored zero-centred
+CANNOT = "the model cannot be built from it"
 MISBUILT = TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError
 
 
@@ -86,12 +91,15 @@ def read_args(port: ModuleType, path: Path, config: dict) -> Any:
             raise TypeError(f"num_hidden_layers is {args.num_hidden_layers!r}, expected an integer")
     except (TypeError, KeyError, AttributeError, ValueError) as e:
         raise ValueError(f"{path}/config.json: {first_line(e)}") from e
+    with one_line(f"{path}/config.json: {CANNOT}"):
+        for part in (args, *filter(is_dataclass, vars(args).values())):
+            check_types(part)
     return args
 
 
 def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, args: Any) -> nn.Module:
     """Make the model that mlx-lm fills, with checks in place of its ways to rename and load tensors."""
-    with one_line(f"{path}/config.json: the model cannot be built from it", MISBUILT):
+    with one_line(f"{path}/config.json: {CANNOT}", MISBUILT):
         model = port.Model(args, contents.depths, contents.spec)
     _check_names(model, contents)
     model.sanitize = partial(_sanitize, model, contents, path, raw)
@@ -191,27 +199,64 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
     Raises ValueError for a directory that holds no drafter, or one for another target.
     """
     path = resolve(path_or_hf_repo)
+    layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
+    _, contents, head = _open_drafter(path, layers, size, overrides)
+    spec = contents.spec
+    checked = {f"mtp.0.{at}": array for at, array in named(head).items() if not at.endswith(".biases")}
+    check_numbers(checked, partial(_place_in_drafter, contents))
+    _check_drafter_fits(model, head, path)
+    head.set_dtype(model.model.norm.weight.dtype)
+    head.eval()
+    model.spec, model.mtp = spec, [head]
+    return f"{path}, reading the target after layers {', '.join(map(str, spec.capture))}", contents.ignored
+
+
+class DrafterAlone(nn.Module):
+    """Stand in for a model whose only part is its one head, a drafter."""
+
+    ZERO_CENTRED = None
+
+    def __init__(self, spec: MTPSpec, head: nn.Module):
+        super().__init__()
+        self.spec, self.args, self.layers = spec, SimpleNamespace(num_hidden_layers=0), ()
+        self.mtp = [head]
+
+
+def open_drafter(path: Path) -> tuple[dict, DrafterAlone, Contents]:
+    """Open a drafter without a target, no array computed: (config.json, the model that it is, its tensors)."""
+    config, contents, head = _open_drafter(path, MOST_LAYERS, None, {})
+    spelled = tuple(pair for pair in contents.spec.tensors if any(f"{pair[0]}." in f"{n}." for n in contents.heads))
+    return config, DrafterAlone(replace(contents.spec, tensors=spelled), head), contents
+
+
+def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) -> tuple[dict, Contents, Any]:
+    """Build a drafter for a target of `layers` layers and `size` features (None: its own), no array computed."""
     config, header, kind = _read_drafter(path)
     ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
     header = {name: tensor for name, tensor in header.items() if name not in ignored}
-    layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
     try:
         spec = kind.make_spec(config, header.keys(), layers, overrides)
+        size = size or kind.features(header) // len(spec.capture)
         head = kind.make_head(spec, config, header.keys(), size)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise ValueError(f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {e})") from e
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from e
     _load_drafter(head, spec, header, path, f"its target has {len(spec.capture)} x {size} features")
-    _check_drafter_fits(model, head, path)
-    head.set_dtype(model.model.norm.weight.dtype)
-    head.eval()
-    model.spec, model.mtp = spec, [head]
-    return f"{path}, reading the target after layers {', '.join(map(str, spec.capture))}", ignored
+    return config, Contents({}, header, 1, str(path), ignored, spec), head
+
+
+def _place_in_drafter(contents: Contents, path: str) -> tuple[Path, str]:
+    """Find the file and the name in it of a drafter's parameter mtp.0.<path>."""
+    inside = path.split(".", 2)[2]
+    name = next(name for name in contents.heads if contents.spec.locate(name, 0) == (0, inside))
+    return contents.heads[name].file, name
 
 
 def is_drafter(path: Path) -> bool:
-    """Tell whether a directory holds a drafter."""
+    """Tell whether a directory holds a drafter, of a kind here or mlx-vlm's MTP heads."""
+    if is_split(path):
+        return True
     try:
         _read_drafter(path)
     except (ValueError, OSError):
@@ -266,9 +311,6 @@ def _load_drafter(head: nn.Module, spec: Any, header: Header, path: Path, target
     for inside in weights.keys() - expected.keys():
         raise ValueError(f"{path}: tensor {names[inside]} is not part of the drafter that config.json describes")
     head.load_weights(list(weights.items()))
-    mx.eval(head.parameters())
-    checked = {f"mtp.0.{at}": array for at, array in weights.items() if not at.endswith(".biases")}
-    check_numbers(checked, lambda at: (header[names[at[6:]]].file, names[at[6:]]))
 
 
 def _check_drafter_fits(model: Any, head: Any, path: Path) -> None:

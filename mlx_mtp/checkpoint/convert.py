@@ -21,10 +21,12 @@ from mlx_lm.utils import get_total_parameters, save_config
 from ..machine import atomic
 from ..models import find_port, port_names
 from . import convert_writer as writer
-from .build import check_norms, read_args, read_port
+from .build import check_norms, is_drafter, open_drafter, read_args, read_port
 from .convert_precision import Precision, format_of, format_of_heads, listed
 from .convert_writer import Tensors
 from .files import CONVERTED, INDEX, SIDECAR_FILES, TRUNK_FILES, read_config, read_index, read_tensors, resolve
+from .head_self_test import check_runs
+from .heads_beside import is_split
 from .parameters import named, trained
 from .report import Report, make_report
 from .sort_tensors import Contents, Drafting
@@ -105,9 +107,15 @@ class Source:
 
 
 def open_source(path: Path, *, alone: bool = False) -> Source:
-    """Open a checkpoint directory, or its heads `alone`; ValueError where no port knows it, or it is damaged."""
+    """Open a checkpoint, a drafter, or heads `alone`; ValueError where no port knows it, or it is damaged."""
+    if not alone and is_drafter(path) and not is_split(path):
+        config, drafter, contents = open_drafter(path)
+        return Source(path, config, drafter, contents, (False, False))
     config = read_config(path)
-    return Source(path, config, *read_port(_port(path, config), path, config, Drafting(True, None, {}, None, alone)))
+    model, *found = read_port(_port(path, config), path, config, Drafting(True, None, {}, None, alone))
+    if not alone:
+        check_runs(model, path)
+    return Source(path, config, model, *found)
 
 
 def files_of_heads(path: Path) -> list[str]:
@@ -140,6 +148,8 @@ def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 
 def _drop_repeated(model: Any, contents: Contents) -> None:
     """Drop a head's embedding and LM head where they only repeat the target's: in other bits they would be others."""
+    if not contents.trunk:
+        return
     spec, layers = type(model).SPEC, model.args.num_hidden_layers
     for module, shared in (("head", "lm_head"), ("embed_tokens", "embed_tokens")):
         own: dict[int, dict[str, str]] = {}
@@ -208,6 +218,9 @@ def convert(
         raise ValueError(f"mlx_path={mlx_path}: in the directory that is to be converted, {path}")
     atomic.check_new(new)
     source = open_source(path)
+    if not source.contents.trunk:  # a drafter, which is a head
+        form = heads[0] if heads[1] or q_bits is None else target
+        precision = Precision(heads=form, heads_named=form is not None, dequantize=dequantize, dtype=dtype)
     source.prepare(precision)
     facts = source.facts(SIDECAR if mtp_layout == "sidecar" else "in the model's shards")
     files = _files(source, mtp_layout, shard_bytes)
@@ -270,6 +283,8 @@ def extract_heads(
 def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
     """Decide what goes into which file; ValueError where mlx-lm would stumble over heads among its own tensors."""
     trunk, heads = source.tensors()
+    if not trunk:
+        return writer.shards(heads, shard_bytes)
     if layout == "sidecar":
         return ({SIDECAR: heads} if heads else {}) | writer.shards(trunk, shard_bytes)
     read = source.model.BASE.sanitize(source.model, trunk | heads)

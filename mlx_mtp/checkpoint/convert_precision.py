@@ -28,7 +28,7 @@ RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx-lm's
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_BITS = 8
 UNQUANTIZED = 16  # bits of heads that stay as they are
-KEPT = re.compile(r"(^|\.)(eh_proj|gate|shared_expert_gate)$")  # of a head: what fuses its inputs, and routers
+KEPT = re.compile(r"(^|\.)(eh_proj|fc|gate|shared_expert_gate)$")  # of a head: what fuses its inputs, and routers
 PLAIN = {
     nn.QuantizedLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,
@@ -82,6 +82,8 @@ class Precision:
         before = formats(model)
         if self.target and not _quantize_target(model, self.target, self.recipe):
             raise ValueError(f"quantize=True: {_nothing_left(before, heads=False)}")
+        if self.heads and self.heads_named and not model.mtp:
+            raise ValueError(f"mtp_q_bits={self.heads.bits}: the checkpoint has no MTP heads")
         if self.heads:
             count = sum(_quantize(head, self.heads, lambda at, _: KEPT.search(at) is None) for head in model.mtp)
             if not count and self.heads_named:

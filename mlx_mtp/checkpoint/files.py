@@ -32,6 +32,7 @@ DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # and their nu
 MOST_LAYERS = 1024  # a model is built, layer by layer, before its tensors are looked at
 FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
 FP8_BLOCK = 128
+FP4_GROUP = 16
 CONVERTED = {"format": "mlx", "norms": "converted"}  # metadata of files that `mlx-mtp convert` writes
 SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", "*.safetensors.index.json")
 AT_ONCE = 8  # headers that are fetched side by side
@@ -41,7 +42,7 @@ AT_ONCE = 8  # headers that are fetched side by side
 class Tensor:
     """One entry of a safetensors header; `format` is the file's metadata entry ("pt", "mlx") or None.
 
-    converted: no norm in the file is zero-centred, says its metadata.
+    converted: no norm in the file is zero-centred, says its metadata. stored: its name there, if that is another.
     """
 
     file: Path
@@ -49,6 +50,7 @@ class Tensor:
     dtype: str  # as the format spells it: "BF16", "F8_E4M3", ...
     format: str | None
     converted: bool
+    stored: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +117,10 @@ def checked_config(config: Any, file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: quantization_config is {stored!r}, expected an object")
     for names, least, said in ((DECLARED, -math.inf, 0), (LAYERS, 1, 1)):
         for name in names:
-            if isinstance(count := text.get(name), int) and not least <= count <= MOST_LAYERS:
+            count = text.get(name)
+            if count is not None and type(count) is not int:
+                raise ValueError(f"{file}: {name} is {count!r}, expected an integer")
+            if count is not None and not least <= count <= MOST_LAYERS:
                 raise ValueError(f"{file}: {name} is {count}; allowed are {said} to {MOST_LAYERS}")
     return config
 
@@ -191,13 +196,14 @@ def sidecar_files(path: Path, mtp_path: str | Path | None) -> list[Path]:
 def read_tensors(header: Header) -> dict[str, mx.array]:
     """Return the header's tensors as lazy arrays."""
     loaded: Any = {file: mx.load(str(file)) for file in {tensor.file for tensor in header.values()}}
-    return {name: loaded[tensor.file][name] for name, tensor in header.items()}
+    return {name: loaded[tensor.file][tensor.stored or name] for name, tensor in header.items()}
 
 
 def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.array]:
     """Multiply 8-bit floats [rows, columns], held as uint8, with their scales to bfloat16; all else stays as it is.
 
     Scales are one, one a row, or one for each block of FP8_BLOCK x FP8_BLOCK; ValueError for other shapes.
+    Scales of 8 bits are modelopt's for groups of 4-bit floats (NVFP4), whose weights hold pairs [rows, columns / 2].
     """
     plain = dict(weights)
     for name, weight in weights.items():
@@ -206,6 +212,9 @@ def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.ar
             continue
         scale = plain.pop(name + suffix)
         rows, columns = weight.shape[0], weight.shape[-1]
+        if scale.dtype == mx.uint8 and header[name].dtype != "F8_E4M3":
+            plain[name] = _from_fp4(name, weight, scale, plain.pop(f"{name}_scale_2", mx.array(1.0)), header)
+            continue
         blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
         if scale.shape == blocks:
             scale = mx.repeat(mx.repeat(scale, FP8_BLOCK, 0)[:rows], FP8_BLOCK, 1)[:, :columns]
@@ -218,6 +227,16 @@ def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.ar
             scale = scale.reshape(-1, 1)
         plain[name] = (mx.from_fp8(weight, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
     return plain
+
+
+def _from_fp4(name: str, pairs: mx.array, scales: mx.array, scale: mx.array, header: Header) -> mx.array:
+    """Multiply pairs of 4-bit floats with their groups' scales and the tensor's one: bfloat16."""
+    expected = (*pairs.shape[:-1], 2 * pairs.shape[-1] // FP4_GROUP)
+    if scales.shape != expected or scale.size != 1:
+        found = f"{scales.shape} and {scale.shape}; expected {expected} and one"
+        raise ValueError(f"{header[name].file}: the scales of tensor {name} have shapes {found}")
+    weight = mx.dequantize(pairs.view(mx.uint32), scales, None, FP4_GROUP, 4, "nvfp4", dtype=mx.float32)
+    return (weight * scale.reshape(())).astype(mx.bfloat16)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ from .build import load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config, read_header, resolve, trunk_header
-from .head_self_test import WORDS, self_test, waits
+from .head_self_test import FEW_TOKENS, WORDS, random_tokens, self_test, waits
+from .heads_beside import is_split
 from .parameters import check_numbers, named
 from .report import make_report
 from .sort_tensors import Drafting
@@ -124,6 +125,8 @@ def _read_vocab(draft_vocab: Any, *, mtp: bool) -> DraftVocab | None:
 def _load(path: Path, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
     config = read_config(path)
     drafting.check()
+    if drafting.draft_model is not None and is_split(drafter := resolve(drafting.draft_model)):
+        drafting = replace(drafting, draft_model=None, mtp_path=drafter)
     port = find_port(config)
     if port is None:
         return load_plain(path, config, drafting, budget, lazy=lazy)
@@ -150,11 +153,13 @@ def _finish(
 ) -> None:
     """Test the first head, reduce the draft vocabulary, switch kernels on; the report notes what came of it."""
     if not lazy:
-        texts = {"words": tokenizer.encode(WORDS)} if tokenizer is not None else {}
+        words = {"words": tokenizer.encode(WORDS)} if tokenizer is not None else {}
+        texts = {"random tokens": random_tokens(model.vocab_size), **words}
+        if put_off := vocab is None and waits(model):
+            texts = {kind: tokens[:FEW_TOKENS] for kind, tokens in texts.items()}
         model.untested = partial(_test_heads, model, model.untested, path, texts)
-        if vocab is None and waits(model):
-            model.report = replace(model.report, untested=True)
-        else:
+        model.report = replace(model.report, untested=put_off)
+        if not put_off:
             test_heads(model)
     if vocab is not None:
         _reduce(model, vocab, tokenizer, lazy=lazy)

@@ -71,7 +71,9 @@ def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, 
         zeros = not values.get(name, True) and name.split(".")[1] not in empty
         if nan.item() or zeros:
             file, raw = place(name)
-            raise ValueError(f"{file}: tensor {raw} holds {'only zeros' if zeros else 'NaN'}, expected trained weights")
+            raise ValueError(
+                f"{file}: tensor {raw} holds {'only zeros' if zeros else 'NaN'}, expected trained weights"
+            )
 
 
 def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:

@@ -65,7 +65,7 @@ class Report:
         lines = [line for kernel in self.kernels for line in wrap(kernel)]
         return table(
             ("family", f"{self.family}, {self.layers} layers"),
-            ("target", f"{size(self.target_bytes)}, {self.target_quantization}"),
+            ("target", self.target_bytes and f"{size(self.target_bytes)}, {self.target_quantization}"),
             ("MTP heads", f"{found}, {self.source}"),
             ("heads", self.heads and f"{size(self.head_bytes)}, {self.head_quantization}"),
             ("LM heads", self.heads and self.lm_head),
@@ -106,7 +106,7 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
     target = {path: m for path, m in modules.items() if path not in heads}
     head_bytes = nbytes(model.get("mtp", []))
     return Report(
-        family=config["model_type"],
+        family=config.get("model_type", "eagle3"),
         layers=len(model.layers),
         target_bytes=nbytes(model.parameters()) - head_bytes,
         target_quantization=quantization(target),

@@ -8,9 +8,11 @@ from types import ModuleType
 from typing import Any
 
 from ..layers.mtp_spec import MTPSpec
-from .files import FP8_SCALES, Header, read_header, sidecar_files, trunk_header
+from .files import FP8_SCALES, Header, trunk_header
+from .heads_beside import read_heads_beside
 
 NUMBER = re.compile(r"\.(\d+)\.")  # of a layer, in a tensor's name
+OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")  # scales that modelopt writes beside those of weights
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 
@@ -57,7 +59,7 @@ class Contents:
         """Change what mlx-lm shall read of config.json: a head's quantization is read off its tensors' shapes."""
         found: dict[str, Any] = {}
         stored = (config | config.get("text_config", {})).get("quantization_config") or {}
-        if stored.get("format") == "float-quantized":
+        if not stored or "float-quantized" in stored.values() or "modelopt" in stored.values():
             found["quantization_config"] = {}  # mlx-lm refuses what `dequantized` deals with
         if isinstance(listed := config.get("quantization"), dict):  # of heads that others may have replaced
             found["quantization"] = {path: value for path, value in listed.items() if not path.startswith("mtp.")}
@@ -68,8 +70,7 @@ class Contents:
 
 def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) -> Contents:
     """Sort every tensor of the checkpoint; ValueError for one that belongs nowhere."""
-    sidecars = sidecar_files(path, drafting.mtp_path) if drafting.heads else []
-    beside = read_header(sidecars)
+    beside = read_heads_beside(port, path, layers, drafting.mtp_path) if drafting.heads else {}
     spec = port.Model.SPEC
     trunk, heads, ignored = {}, {}, set()
     for name, tensor in trunk_header(path, whole=not drafting.alone).items():
@@ -89,7 +90,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
     source = "in the model's shards"
     if beside:
-        source = ", ".join(relative(file, path) for file in sidecars)
+        source = ", ".join(relative(file, path) for file in sorted({tensor.file for tensor in beside.values()}))
         kept = {} if drafting.mtp_path is not None else _missing_in(beside, heads, spec, layers)
         ignored |= {f"{name} of the shards" for name in heads.keys() - kept.keys()}
         heads, source = kept | beside, f"{source} and the model's shards" if kept else source
@@ -119,7 +120,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
 
 def ignored_by(port: ModuleType, name: str) -> str | None:
     """Find the beginning or the end of a tensor's name by which text decoding does not use it."""
-    return next((a for a in port.Model.IGNORED if name.startswith(a) or name.endswith(a)), None)
+    affixes = (*port.Model.IGNORED, *OF_ACTIVATIONS)
+    return next((a for a in affixes if name.startswith(a) or name.endswith(a)), None)
 
 
 def _missing_in(beside: Header, shards: Header, spec: MTPSpec, layers: int) -> Header:
@@ -140,6 +142,8 @@ def _check_types(header: Header) -> None:
         allowed, said = FLOATS, "floating-point numbers"
         if kind == "weight" and f"{module}.scales" in header:
             allowed, said = ("U32",), "U32, because it has scales"
+        elif kind.endswith("_scale"):
+            allowed, said = (*FLOATS, "F8_E4M3"), "floating-point numbers, or F8_E4M3"
         elif kind == "scales":
             allowed, said = (*FLOATS, "U8"), "floating-point numbers, or U8"
         elif any(name + suffix in header for suffix in FP8_SCALES):

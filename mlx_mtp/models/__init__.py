@@ -6,7 +6,7 @@ A port `mlx_mtp/models/<model_type>.py` defines `ModelArgs`, mlx-lm's dataclass 
 knows a family by name.
 
 A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,
-num_hidden_layers, overrides)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED.
+num_hidden_layers, overrides)`, `features(header)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED.
 """
 
 import importlib

@@ -48,6 +48,11 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
     return f"no drafter, model_type {config.get('model_type')!r}"
 
 
+def features(header: dict[str, Any]) -> int:
+    """Tell how many features of the target `fc` reads, by its tensor."""
+    return next(t.shape[-1] for name, t in header.items() if name.removeprefix("model.") == "fc.weight")
+
+
 def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, overrides: dict[str, Any]) -> MTPSpec:
     """Make a drafter's spec; `overrides`: feedback, fuse, and as capture numbers of layers. Raises ValueError."""
     if not _option(config, "use_aux_hidden_state", True):

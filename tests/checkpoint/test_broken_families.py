@@ -117,7 +117,9 @@ def test_nothing_but_zeros_or_nan(broken):
     """Of a whole head there is a warning, for it changes no text; a part of one is damage."""
     zeros = {name: mx.zeros_like(w) for name, w in broken.weights.items() if name in broken.heads}
     tiny.save(broken.path, broken.config, broken.weights | zeros)
-    with pytest.warns(UserWarning, match=r"model\.safetensors: MTP depth 0 holds only zeros, expected trained weights"):
+    with pytest.warns(
+        UserWarning, match=r"model\.safetensors: MTP depth 0 holds only zeros, expected trained weights"
+    ):
         mlx_mtp.load_model(broken.path)
     for pattern in (r"(eh_proj|fc|input_proj)\.weight$", r"\.o_proj", r"(final_layernorm|norm)\.weight$"):
         name = broken.first(pattern)
