@@ -112,10 +112,10 @@ def open_source(path: Path, *, alone: bool = False) -> Source:
         config, drafter, contents = open_drafter(path)
         return Source(path, config, drafter, contents, (False, False))
     config = read_config(path)
-    model, *found = read_port(_port(path, config), path, config, Drafting(True, None, {}, None, alone))
+    model, contents, raw = read_port(_port(path, config), path, config, Drafting(True, None, {}, None, alone))
     if not alone:
         check_runs(model, path)
-    return Source(path, config, model, *found)
+    return Source(path, config, model, contents, raw)
 
 
 def files_of_heads(path: Path) -> list[str]:

@@ -31,9 +31,9 @@ SUSPECT = {"random tokens": 0.05, "words": 0.1}  # damaged heads still guess wha
 AT_LOAD = 1 << 29  # bytes of a model; on a CPU two passes of a larger one take longer than reading it
 
 
-def waits(model: Target) -> bool:
-    """Tell whether the heads are to be read and tested before they first draft, not while the model is loaded."""
-    return bool(model.mtp) and mx.default_device() == mx.cpu and nbytes(model.parameters()) > AT_LOAD
+def is_large(model: Target) -> bool:
+    """Tell whether a load leaves to later what is not needed yet: to read, test and expand."""
+    return mx.default_device() == mx.cpu and nbytes(model.parameters()) > AT_LOAD
 
 
 def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
@@ -45,7 +45,7 @@ def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
         return
     with blaming_config(path):
         shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
-    model.report = replace(model.report, agreement=tuple(shares.items()), untested=False)
+    model.report = replace(model.report, agreement=tuple(shares.items()))
     kind, share = list(shares.items())[-1]
     if share < SUSPECT[kind]:
         kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())

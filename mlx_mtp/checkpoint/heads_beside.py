@@ -1,7 +1,7 @@
 """List the tensors of heads that lie beside the target: in a sidecar, a checkpoint, or a directory of mlx-vlm's.
 
-mlx-vlm's MTP drafters, of a model_type such as `glm4_moe_lite_mtp`, are a family's heads under other names
-(its `speculative/drafters/*/split.py`).
+mlx-vlm's MTP drafters, whose model_type is a family's and `_mtp`, are that family's heads under other names (its
+`speculative/drafters/*/split.py`).
 """
 
 import json

@@ -32,7 +32,7 @@ from .build import load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config, read_header, resolve, trunk_header
-from .head_self_test import FEW_TOKENS, WORDS, random_tokens, self_test, waits
+from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
 from .heads_beside import is_split
 from .parameters import check_numbers, named
 from .report import make_report
@@ -58,11 +58,13 @@ def load(
 ) -> tuple[Any, TokenizerWrapper]:
     """Load a checkpoint with its MTP heads; returns (model, tokenizer).
 
+    On a CPU the heads of a large model are read, checked and tested before they first draft.
     mtp: False neither loads nor allocates the heads.
-    mtp_path: file or directory to take the heads from, instead of the checkpoint's own.
+    mtp_path: file or directory to take the heads from, the released checkpoint's too, instead of its own.
     mtp_overrides: values of MTPSpec's topology, capture, feedback, fuse and head to use in place of the family's,
         for an A/B of what only trained weights can settle.
-    draft_model: directory or hub name of a drafter (EAGLE-3) to draft with, instead of heads of the checkpoint's.
+    draft_model: directory or hub name of a drafter to draft with, instead of heads of the checkpoint's: EAGLE-3, or
+        MTP heads that mlx-vlm split off.
     draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, that the heads choose their drafts from.
     revision: branch, tag or commit on the hub.
     lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros, and no
@@ -155,12 +157,13 @@ def _finish(
     if not lazy:
         words = {"words": tokenizer.encode(WORDS)} if tokenizer is not None else {}
         texts = {"random tokens": random_tokens(model.vocab_size), **words}
-        if put_off := vocab is None and waits(model):
+        if later := vocab is None and is_large(model):
             texts = {kind: tokens[:FEW_TOKENS] for kind, tokens in texts.items()}
         model.untested = partial(_test_heads, model, model.untested, path, texts)
-        model.report = replace(model.report, untested=put_off)
-        if not put_off:
+        model.report = replace(model.report, untested=later and bool(model.mtp))
+        if not later:
             test_heads(model)
+            mx.eval(model.parameters())
     if vocab is not None:
         _reduce(model, vocab, tokenizer, lazy=lazy)
     bits = {bits for name in ("kv_bits", "mtp_kv_bits") if (bits := budget.layout.get(name))}
@@ -172,6 +175,7 @@ def _test_heads(model: Any, read: Callable[[], None] | None, path: Path, texts: 
     if read is not None:
         read()
     self_test(model, path, texts)
+    model.report = replace(model.report, untested=False)
 
 
 def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> None:

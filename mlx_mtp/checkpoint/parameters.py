@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from .sort_tensors import NUMBER, Contents, layerless, only
 
-HEAD = re.compile(r"mtp\.\d+\.")
+OF_HEAD = re.compile(r"mtp\.\d+\.(?!.*\.biases$)")  # biases of quantized matrices may be zeros
 ROWS = 4096  # of two arrays that are compared at a time
 BITS = {  # integers of a type's size, and what they see in its infinity
     mx.float32: (mx.int32, mx.uint32, 0x7F800000),
@@ -58,22 +58,23 @@ def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, 
     """
     found = {name: trained(array) for name, array in parameters.items() if mx.issubdtype(array.dtype, mx.floating)}
     mx.eval(list(parameters.values()), list(found.values()))
-    values = {name: value.item() for name, (_, value) in found.items() if HEAD.match(name) and name[-7:] != ".biases"}
-    whole: dict[str, list[bool]] = {}  # by depth, of its matrices
-    for name, value in values.items():
-        if parameters[name].ndim > 1:
-            whole.setdefault(name.split(".")[1], []).append(value)
-    empty = {depth for depth, matrices in whole.items() if not any(matrices)}
-    for depth in sorted(empty):
-        file = place(next(name for name in values if name.startswith(f"mtp.{depth}.")))[0]
-        warnings.warn(f"{file}: MTP depth {depth} holds only zeros, expected trained weights", stacklevel=5)
+    zeros = {name for name, (_, value) in found.items() if OF_HEAD.match(name) and not value.item()}
+    matrices = {name for name in found if parameters[name].ndim > 1 and OF_HEAD.match(name)}
+    used = {_depth(name) for name in matrices - zeros}
+    for name in sorted({_depth(name): name for name in matrices & zeros if _depth(name) not in used}.values()):
+        text = f"{place(name)[0]}: MTP depth {_depth(name)} holds only zeros, expected trained weights"
+        warnings.warn(text, stacklevel=5)
+        zeros = {other for other in zeros if _depth(other) != _depth(name)}
     for name, (nan, _) in found.items():
-        zeros = not values.get(name, True) and name.split(".")[1] not in empty
-        if nan.item() or zeros:
+        if nan.item() or name in zeros:
             file, raw = place(name)
             raise ValueError(
-                f"{file}: tensor {raw} holds {'only zeros' if zeros else 'NaN'}, expected trained weights"
+                f"{file}: tensor {raw} holds {'NaN' if nan.item() else 'only zeros'}, expected trained weights"
             )
+
+
+def _depth(name: str) -> str:
+    return name.split(".")[1]
 
 
 def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:

@@ -106,7 +106,7 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
     target = {path: m for path, m in modules.items() if path not in heads}
     head_bytes = nbytes(model.get("mtp", []))
     return Report(
-        family=config.get("model_type", "eagle3"),
+        family=config.get("model_type", "a drafter"),
         layers=len(model.layers),
         target_bytes=nbytes(model.parameters()) - head_bytes,
         target_quantization=quantization(target),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Generator
 import mlx.core as mx
 
 from .cycle import Decoder, Flight, begin, builds_ahead, learn, read, read_prompt, settle, submit
+from .prefill import test_heads
 
 Yielded = tuple[int, mx.array | None, bool]
 
@@ -27,6 +28,8 @@ def decode(
 
     However it ends, the cache then holds all tokens but the last one yielded.
     """
+    if d.k:
+        test_heads(d.model)
     d.stats.start()
     cycle, left = read_prompt(d, prompt, progress), max_tokens
     try:

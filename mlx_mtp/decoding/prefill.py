@@ -24,8 +24,6 @@ def prefill(
 
     Heads with a window wait until that token is out: what they can see of a prompt is bounded (`PromptCache.reach`).
     """
-    if heads:
-        test_heads(model)
     hidden = model.no_hidden()
     done = 0
     while done < len(prompt):

@@ -6,9 +6,11 @@ import warnings
 
 import mlx.core as mx
 import pytest
+import tiny
 from mlx_lm.models.base import create_causal_mask
 
 import mlx_mtp
+from mlx_mtp.checkpoint import head_self_test
 from mlx_mtp.checkpoint.head_self_test import LEAST, WORDS, agreement, random_tokens
 from mlx_mtp.demo import demo_path
 
@@ -80,3 +82,54 @@ def test_norms_converted_wrongly_are_visible(tmp_path):
 
 def test_not_where_weights_stay_on_disk():
     assert mlx_mtp.load_model(demo_path(), lazy=True).report.agreement == ()
+
+
+@pytest.fixture
+def put_off(monkeypatch):
+    """Let a model of any size be too large to be tested while it is loaded."""
+    monkeypatch.setattr(head_self_test, "AT_LOAD", 0)
+
+
+def first_draft(model, k=2):
+    return [token for token, *_ in mlx_mtp.generate_step([1, 2, 3], model, max_tokens=3, num_draft_tokens=k)]
+
+
+def test_of_a_large_model_before_the_first_draft(put_off, demo):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, _ = mlx_mtp.load(demo_path(), mtp_overrides={"head": "shared"})
+    assert (model.report.untested, model.report.agreement) == (True, ())
+    assert "before the first draft, when the heads' weights are read and checked" in str(model.report)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first_draft(model, 0)
+    with pytest.warns(UserWarning, match=r"the first head agrees with the target on .* of words; expect no speed-up"):
+        assert first_draft(model) == first_draft(demo[0])
+    assert [kind for kind, _ in model.report.agreement] == ["random tokens", "words"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first_draft(model)
+
+
+def test_damage_of_heads_that_were_put_off(put_off, tmp_path):
+    weights = tiny.random_weights(tiny.CONFIG)
+    name = "model.layers.5.hnorm.weight"
+    path = tiny.save(tmp_path, tiny.CONFIG, weights | {name: weights[name] * mx.nan})
+    model = mlx_mtp.load_model(path)
+    first_draft(model, 0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"tensor {name} holds NaN, expected trained weights"):
+            first_draft(model)
+
+
+@pytest.mark.parametrize(
+    ("words", "warned", "advised"), [(0.09, True, True), (0.2, False, True), (0.5, False, False)]
+)
+def test_heads_that_are_hardly_ever_right(tmp_path, monkeypatch, words, warned, advised):
+    """On a text damaged heads still guess what is frequent, and on random tokens what is last."""
+    shares = {head_self_test.RANDOM_TOKENS: 0.3}
+    monkeypatch.setattr(head_self_test, "agreement", lambda model, tokens: shares.get(len(tokens), words))
+    with warnings.catch_warnings(record=True) as said:
+        model, _ = mlx_mtp.load(shutil.copytree(demo_path(), tmp_path / "demo"))
+    assert bool(said) == warned
+    assert ("mlx-mtp verify-lossless" in str(model.report)) == advised
