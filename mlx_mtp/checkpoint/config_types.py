@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
-NO_NUMBERS = str, bool, dict, type(None)  # of JSON's types; some families list a number's values by layer
+NO_NUMBERS = str, bool, dict  # of JSON's types; a list may hold a number's values by layer, and null mean none
 
 
 def check_types(args: Any) -> None:

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.graph_memory import nbytes
+from ..decoding.memory_needs import needs
 from ..layers.target import Target
 from ..machine.errors import one_line
 
@@ -64,8 +65,7 @@ def check_runs(model: Target, path: Path) -> None:
     Numbers that do not fit each other are left to a load to tell.
     """
     with blaming_config(path), suppress(ValueError):
-        cache = make_prompt_cache(model)
-        model.logits(model.hidden(mx.zeros((1, 2), mx.int32), cache.layers))
+        needs(model, 1)
 
 
 def agreement(model: Target, tokens: list[int]) -> float:

@@ -149,7 +149,8 @@ def test_a_drafter_is_converted(tmp_path, bits):
         ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1', expected an integer"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers is '3', expected an integer"),
         ({"hidden_size": "32"}, "hidden_size is '32', expected an integer"),
-        ({"routed_scaling_factor": None}, "routed_scaling_factor is None, expected a number"),
+        ({"routed_scaling_factor": None}, "the model that it describes cannot run"),
+        ({"routed_scaling_factor": "2"}, "routed_scaling_factor is '2', expected a number"),
         ({"n_routed_experts": True}, "n_routed_experts is True, expected an integer"),
     ],
 )
