@@ -218,7 +218,7 @@ class DrafterAlone(nn.Module):
 
     def __init__(self, spec: MTPSpec, head: nn.Module):
         super().__init__()
-        self.spec, self.args, self.layers = spec, SimpleNamespace(num_hidden_layers=0), ()
+        self.spec, self.args, self.layers = spec, SimpleNamespace(num_hidden_layers=0), range(1)
         self.mtp = [head]
 
 

@@ -198,7 +198,8 @@ def convert(
     shard_bytes: int = writer.SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write a checkpoint for MLX, heads included, to the new directory `mlx_path`.
+    """Write a checkpoint for MLX, heads included, to the new directory `mlx_path`; of an EAGLE-3 drafter, which is a
+    head, another such drafter.
 
     quantize, q_group_size, q_bits, q_mode, quant_predicate (a recipe's name), dtype, dequantize, revision: as
         mlx-lm's, for the target.
@@ -222,7 +223,8 @@ def convert(
         form = heads[0] if heads[1] or q_bits is None else target
         precision = Precision(heads=form, heads_named=form is not None, dequantize=dequantize, dtype=dtype)
     source.prepare(precision)
-    facts = source.facts(SIDECAR if mtp_layout == "sidecar" else "in the model's shards")
+    place = SIDECAR if mtp_layout == "sidecar" else "in the model's shards"
+    facts = source.facts(place if source.contents.trunk else "a drafter")
     files = _files(source, mtp_layout, shard_bytes)
     places = sorted((name, file) for file, tensors in files.items() for name in tensors)
     metadata = {"total_size": _size(files), "total_parameters": get_total_parameters(source.model)}

@@ -100,9 +100,11 @@ model_options = options(
     checkpoint_options,
     option("--adapter-path", help="Directory of LoRA adapters."),
     option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
-    option("--draft-model", help="Directory or Hugging Face repository of an EAGLE-3 head for the model."),
+    option(
+        "--draft-model", help="Directory or Hugging Face repository of a drafter: EAGLE-3, or mlx-vlm's MTP heads."
+    ),
     option("--draft-vocab", help="File of tokens to draft from; `mlx-mtp draft-vocab` writes one."),
-    option("--mtp-path", help="File or directory to take the heads from."),
+    option("--mtp-path", help="File or directory to take the heads from, also the released checkpoint."),
     typed(
         "--kernels",
         KERNELS,

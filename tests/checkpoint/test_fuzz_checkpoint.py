@@ -33,6 +33,8 @@ SPOKEN = ("inspect", "chat", "verify-lossless")  # what they say has a value tho
 CORPUS: list[list] = [  # each with the draws that it took
     ["step3p5", "inspect PATH", ["junk"], "model.safetensors", b"{}", False],
     ["step3p5", COMMANDS[2], ["config_entry"], "config.json", "rms_norm_eps", "\ud800"],
+    ["step3p5", COMMANDS[5], ["config_entry"], "config.json", "moe_router_scaling_factor", None],
+    ["step3p5", "inspect PATH", ["config_entry"], "config.json", "num_nextn_predict_layers", "1"],
     ["step3p5", "inspect PATH", ["config_entry"], "config.json", "num_nextn_predict_layers", 10**9],
     ["step3p5", COMMANDS[-1], ["odd_file"], "tokenizer.json", b"->tokenizer.json"],
     ["qwen3_5", "draft-vocab --out NEW --model PATH", ["odd_file"], "tokenizer.json", None],

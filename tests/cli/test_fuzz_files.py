@@ -44,6 +44,7 @@ CACHE, ADAPTER_OF_QWEN = COMMANDS["cache"][0], COMMANDS["adapter"][0]
 CORPUS: list[list] = [  # each with the draws that it took
     ["config", COMMANDS["config"][0], ["entry"], "config.json", "moe_top_k", None],
     ["cache", CACHE, ["entry"], "cache.safetensors", "format", None, True],
+    ["cache", CACHE, ["entry"], "cache.safetensors", "quantizing", False, True],
     ["adapter", ADAPTER_OF_QWEN, ["odd_file"], "adapter_config.json", b"->/dev/zero"],
     ["adapter", ADAPTER_OF_QWEN, ["odd_file"], "adapter_config.json", b"|"],
     ["adapter", ADAPTER_OF_QWEN, ["header_entry"], "adapters.safetensors", f"{QUERY}.lora_a", "metadata", 7],
