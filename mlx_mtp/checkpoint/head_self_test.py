@@ -29,6 +29,7 @@ FEW_TOKENS = 32  # of each text, while somebody waits for an answer
 ROWS = 16  # whose logits are held at a time
 LEAST = 0.02  # trained heads agree on far more, even on random tokens; untrained ones on 1 of vocab_size
 SUSPECT = {"random tokens": 0.05, "words": 0.1}  # damaged heads still guess what is frequent in a text
+SMALL = 1000  # a vocabulary, of which chance alone is right as often
 AT_LOAD = 1 << 29  # bytes of a model; on a CPU two passes of a larger one take longer than reading it
 
 
@@ -40,15 +41,16 @@ def is_large(model: Target) -> bool:
 def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
     """Note in the report how often the first head is right, and warn where it hardly ever is.
 
-    texts: token ids by the kind of text, the most telling kind last.
+    texts: token ids by the kind of text, the most telling kind last; random ones are tried besides.
     """
     if not model.mtp:
         return
+    texts = {"random tokens": random_tokens(model.vocab_size), **texts}
     with blaming_config(path):
         shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
     model.report = replace(model.report, agreement=tuple(shares.items()))
     kind, share = list(shares.items())[-1]
-    if share < SUSPECT[kind]:
+    if share < SUSPECT[kind] if model.vocab_size >= SMALL else max(shares.values()) < LEAST:
         kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
         warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=5)
 
