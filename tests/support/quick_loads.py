@@ -30,7 +30,7 @@ def self_test(model, path: Path, texts: dict[str, list[int]]) -> None:
         model.report = replace(model.report, agreement=SHARES[key])
         return
     head_self_test.self_test(model, path, texts)
-    if model.mtp and all(share > head_self_test.LEAST for _, share in model.report.agreement):
+    if model.mtp and all(s > head_self_test.SUSPECT[kind] for kind, s in model.report.agreement):
         SHARES[key] = model.report.agreement
 
 
