@@ -127,11 +127,11 @@ def _read_vocab(draft_vocab: Any, *, mtp: bool) -> DraftVocab | None:
 def _load(path: Path, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
     config = read_config(path)
     drafting.check()
-    if drafting.draft_model is not None and is_split(drafter := resolve(drafting.draft_model)):
-        drafting = replace(drafting, draft_model=None, mtp_path=drafter)
     port = find_port(config)
     if port is None:
         return load_plain(path, config, drafting, budget, lazy=lazy)
+    if drafting.draft_model is not None and is_split(drafter := resolve(drafting.draft_model)):
+        drafting = replace(drafting, draft_model=None, mtp_path=drafter)
     model = load_port(port, path, config, drafting, budget, lazy=lazy)
     if mx.default_device() == mx.cpu:
         share_angles(model)
