@@ -80,7 +80,9 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
             cache = _restored(model, state, loaded)
             _check(cache)
             mx.eval(cache.arrays)
-        except (RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
+        except RuntimeError as e:  # MLX's, whose text is that of its JSON library
+            raise ValueError(f"{file}: damaged (its arrays cannot be read)") from e
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
             raise ValueError(f"{file}: damaged ({first_line(e)})") from e
     return cache
 
