@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .checkpoint.report import Report
     from .decoding.memory_needs import Budget
     from .decoding.stats import Stats
-    from .generate import GenerationResponse, generate, generate_step, stream_generate
+    from .generate import GenerationResponse, batch_generate, generate, generate_step, stream_generate
 
 __all__ = [
     "Budget",
@@ -22,6 +22,8 @@ __all__ = [
     "PromptCache",
     "Report",
     "Stats",
+    "__version__",
+    "batch_generate",
     "generate",
     "generate_step",
     "load",
@@ -34,7 +36,9 @@ __all__ = [
 
 # MLX and transformers take a second to import, which `mlx-mtp --help` need not wait for.
 _HOMES = {
-    **dict.fromkeys(("GenerationResponse", "generate", "generate_step", "stream_generate"), "generate"),
+    **dict.fromkeys(
+        ("GenerationResponse", "batch_generate", "generate", "generate_step", "stream_generate"), "generate"
+    ),
     **dict.fromkeys(("load", "load_model"), "checkpoint.load"),
     **dict.fromkeys(("PromptCache", "make_prompt_cache"), "cache.prompt_cache"),
     **dict.fromkeys(("load_prompt_cache", "save_prompt_cache"), "cache.file"),
@@ -52,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__
 
 
 class _Package(ModuleType):

@@ -1,61 +1,41 @@
-"""Generate tokens (`generate_step`), text pieces (`stream_generate`) or a whole text (`generate`): the public API."""
+"""Generate tokens (`generate_step`), text pieces (`stream_generate`), a text (`generate`) or several: the public API.
 
-import contextlib
+Any thread may call these, and any may advance, close or drop a generator. Work on models is done by turns, one cycle
+(or load, or prompt) at a time, in the order in which it was asked for: texts that are generated at once share the
+machine cycle by cycle, and a generator that nobody advances keeps nobody waiting.
+"""
+
+import sys
+import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from itertools import repeat
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
+from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import GenerationResponse as MLXResponse
+from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .cache.from_mlx_lm import from_mlx_lm
 from .cache.prompt_cache import PromptCache, make_prompt_cache
+from .decoding import options as checked
 from .decoding.cycle import Decoder
 from .decoding.loop import Yielded, decode
 from .decoding.memory_needs import check_prompt, within
 from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
-from .decoding.sampling import DRAFT_SAMPLING, LogitsProcessor, Picker, Sampler, Sampling, random_key
+from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.stats import Stats
 from .layers.target import Target
 from .machine.memory import wired
+from .machine.stream import in_turn, in_turns
 
-
-class Options(TypedDict, total=False):
-    """Keyword arguments of `generate_step`."""
-
-    max_tokens: int
-    num_draft_tokens: int | None
-    adaptive: bool
-    draft_p_min: float
-    prompt_lookup: bool | None
-    compile_cycles: bool | None
-    sampler: Sampler | None
-    logits_processors: Sequence[LogitsProcessor] | None
-    prompt_cache: PromptCache | None
-    prefill_step_size: int
-    kv_bits: int | None
-    mtp_kv_bits: int | None
-    kv_group_size: int
-    quantized_kv_start: int
-    max_kv_size: int | None
-    max_context: int | None
-    check_memory: bool
-    temp: float
-    top_p: float
-    top_k: int
-    min_p: float
-    min_tokens_to_keep: int
-    xtc_probability: float
-    xtc_threshold: float
-    xtc_special_tokens: Sequence[int]
-    seed: int | None
-    draft_sampling: str
-    logprobs: bool
-    stop_tokens: Collection[int]
-    prompt_progress_callback: Callable[[int, int], None] | None
-    stats: Stats | None
+Prompt = str | mx.array | Sequence[int]
+RULE = "=" * 10
+RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; more is added as it is needed
 
 
 @dataclass
@@ -65,6 +45,8 @@ class GenerationResponse(MLXResponse):
     stats: Stats | None = None
 
 
+@checked.explained
+@in_turn()
 def generate_step(
     prompt: mx.array | Sequence[int],
     model: Target,
@@ -77,12 +59,12 @@ def generate_step(
     compile_cycles: bool | None = None,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
-    prompt_cache: PromptCache | None = None,
-    prefill_step_size: int = 2048,
+    prompt_cache: PromptCache | list[Any] | None = None,
+    prefill_step_size: int | None = None,
     kv_bits: int | None = None,
     mtp_kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = 0,
+    kv_group_size: int | None = None,
+    quantized_kv_start: int = checked.QUANTIZED_KV_START,
     max_kv_size: int | None = None,
     max_context: int | None = None,
     check_memory: bool = True,
@@ -103,47 +85,31 @@ def generate_step(
 ) -> Generator[Yielded, None, None]:
     """Yield (token, logprobs [V] or None, from_draft) for a prompt of token ids [T].
 
-    num_draft_tokens: most tokens that the heads draft per cycle; 0 is plain decoding, None one per head, or two with
-        a head that is recycled. It changes the speed, never the text; nor do the next four.
-    adaptive: draft as many as pays by measured costs and acceptance, perhaps none; False: always num_draft_tokens.
-    draft_p_min: where it pays (without `adaptive`: always), drafts from the first on whose probability, to the head,
-        is less are not verified, at the price of one more wait in such a cycle. 0: never.
-    prompt_lookup: draft up to seven tokens that followed the last ones before. None: where it pays, with `adaptive`.
-    compile_cycles: record cycles that come again, and replay them. None: on a GPU, unless a trial finds that slower.
-    max_tokens: -1 means no limit but `max_context`, 0 only reads the prompt into `prompt_cache`.
-    sampler, logits_processors: mlx-lm's callables; a sampler stands in for temp .. xtc_threshold.
-    prompt_cache: from `make_prompt_cache`; continued where it stands and left holding every token but the last
-        one yielded, wherever the generator is stopped.
-    max_context: most tokens, those held and max_tokens included. check_memory: that there is room for over 4,096.
-    seed: makes draws reproducible, for every num_draft_tokens alike (not with an own `sampler` that draws).
-    draft_sampling: at a temperature drafts are the heads' likeliest tokens ("greedy"), or draws with the noise of the
-        target's own ("coupled").
-    stop_tokens: yielded, then the generation ends. stats: filled while generating.
-    Raises ValueError (at the call) for an argument out of range.
+    Raises ValueError (at the call) for an option out of range.
     """
+    checked.check_model(model)
+    step = checked.default_step() if prefill_step_size is None else prefill_step_size
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
     sampling.validate(model.vocab_size)
-    _check_sampling(sampling, sampler, draft_sampling)
-    _check_numbers(max_tokens, prefill_step_size, seed, draft_p_min)
-    tokens = _token_ids(prompt, model.vocab_size)
-    k = _draft_count(num_draft_tokens, model, prompt_cache)
+    checked.check_sampling(sampling, sampler, draft_sampling)
+    checked.check_numbers(max_tokens, step, seed, draft_p_min)
+    tokens, given = checked.token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
+    k = checked.draft_count(num_draft_tokens, model, given)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
-    cache = _cache_for(model, prompt_cache, k, kv_group_size, quantized_kv_start, layout)
+    cache = checked.cache_for(model, given, k, kv_group_size, quantized_kv_start, layout)
     max_tokens = within(max_context, cache.offset, len(tokens), max_tokens)
-    check_prompt(model, cache, len(tokens), max_tokens, prefill_step_size, ignore=not check_memory)
+    check_prompt(model, cache, len(tokens), max_tokens, step, ignore=not check_memory)
     cache.reserve(cache.offset + len(tokens) + min(max_tokens % 2**31, RESERVED_TOKENS))
-    if seed is not None and sampler is not None:
-        mx.random.seed(seed)
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed), draft_sampling)
     compiled = compiled_for(model, cache, picker, compile_cycles)
     control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
-    decoder = Decoder(model, cache, picker, control, stats, prefill_step_size, k, lookup, draft_p_min, compiled)
+    decoder = Decoder(model, cache, picker, control, stats, step, k, lookup, draft_p_min, compiled)
     steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return _closed_by(steps, partial(remember, model, control, compiled, stats))
+    return in_turns(_closed_by(steps, partial(remember, model, control, compiled, stats)))
 
 
 def _closed_by(
@@ -156,84 +122,17 @@ def _closed_by(
         remember_costs()
 
 
-DEFAULT_DRAFTS = 2  # of a recycled head, which is right less and less often
-RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; more is added as it is needed
-
-
-def _check_numbers(max_tokens: int, prefill_step_size: int, seed: int | None, draft_p_min: float) -> None:
-    for name, value, least in (("max_tokens", max_tokens, -1), ("prefill_step_size", prefill_step_size, 1)):
-        if value < least:
-            raise ValueError(f"{name}={value}: allowed is {least} or more")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed}: allowed is 0 to 2**63 - 1")
-    if not 0 <= draft_p_min <= 1:
-        raise ValueError(f"draft_p_min={draft_p_min}: allowed is between 0 and 1")
-
-
-def _check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> None:
-    if sampler is not None and sampling != Sampling():
-        raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
-    if mode not in DRAFT_SAMPLING:
-        raise ValueError(f"draft_sampling={mode!r}: allowed are {', '.join(DRAFT_SAMPLING)}")
-
-
-def default_draft_tokens(model: Target) -> int:
-    """Return the drafts per cycle where nothing is said: one per head, or DEFAULT_DRAFTS with a recycled one."""
-    return min(model.max_draft_tokens, max(DEFAULT_DRAFTS, len(model.mtp)))
-
-
-def _token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
-    tokens = np.array(prompt)
-    if tokens.ndim != 1 or tokens.size == 0:
-        raise ValueError(f"prompt: shape {tokens.shape}; expected at least one token id, in one dimension")
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"prompt: {tokens.tolist()[0]!r} is not a token id (an integer)")
-    for token in (tokens.min(), tokens.max()):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"prompt: {token} is not a token id between 0 and {vocab_size - 1}")
-    return tokens.tolist()
-
-
-def _cache_for(
-    model: Target, given: PromptCache | None, k: int, group_size: int, start: int, layout: dict[str, int | None]
-) -> PromptCache:
-    """Make a cache with the layout asked for, or take the caller's own, whose layout is what it is."""
-    if given is None:
-        return make_prompt_cache(
-            model, num_draft_tokens=k, kv_group_size=group_size, quantized_kv_start=start, **layout
-        )
-    if asked := [f"{name}={value}" for name, value in layout.items() if value is not None]:
-        raise ValueError(f"{asked[0]}: fixed when a prompt_cache is made; give it to make_prompt_cache")
-    if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.mtp):
-        raise ValueError("prompt_cache: made for another model (its layers or heads do not match)")
-    return given
-
-
-def _draft_count(requested: int | None, model: Target, cache: PromptCache | None) -> int:
-    """Choose the drafts per cycle: at most one per head that the model and the cache have, or as many as a
-    recycled head may make."""
-    if cache is not None and not isinstance(cache, PromptCache):
-        raise ValueError(f"prompt_cache: a {type(cache).__name__}; expected one from mlx_mtp.make_prompt_cache")
-    most, where = model.max_draft_tokens, "the model"
-    if cache is not None and len(cache.heads) < len(model.mtp):
-        most, where = len(cache.heads), "prompt_cache"
-    if requested is None:
-        return min(most, default_draft_tokens(model))
-    if type(requested) is not int or not 0 <= requested <= most:
-        raise ValueError(f"num_draft_tokens={requested}: allowed is 0 to {most} with the MTP heads of {where}")
-    return requested
-
-
+@checked.explained
 def stream_generate(
-    model: Target, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]
+    model: Target, tokenizer: Any, prompt: Prompt, max_tokens: int = 256, **options: Any
 ) -> Iterator[GenerationResponse]:
     """Yield GenerationResponses (text segment, token, speeds, stats) for a prompt of text or token ids.
 
-    Options are those of `generate_step`; the tokenizer's end-of-text tokens always stop. Raises ValueError (at
-    the call) for an argument out of range.
+    The tokenizer's end-of-text tokens always stop. Raises ValueError (at the call) for an argument out of range.
     """
-    if options.get("max_tokens", 256) == 0:
+    if max_tokens == 0:
         raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
+    checked.check_names(options)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     if isinstance(prompt, str):
@@ -243,15 +142,15 @@ def stream_generate(
         ids = prompt
     stats = options.setdefault("stats", None) or Stats()
     stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
-    steps = generate_step(ids, model, **{**options, "stats": stats, "stop_tokens": stops})
-    return _responses(tokenizer.detokenizer, steps, stats, stops)
+    steps = generate_step(ids, model, **{**options, "max_tokens": max_tokens, "stats": stats, "stop_tokens": stops})
+    return in_turns(_responses(tokenizer.detokenizer, steps, stats, stops))
 
 
 def _responses(
     detokenizer: Any, steps: Generator[Yielded, None, None], stats: Stats, stops: Collection[int]
-) -> Iterator[GenerationResponse]:
+) -> Generator[GenerationResponse, None, None]:
     """Detokenize; as in mlx-lm a stop token has no text, and the last response has the reason."""
-    with wired(), contextlib.closing(steps):
+    with wired(), closing(steps):
         for step in steps:
             reason = "length" if stats.generation_tokens == stats.max_tokens else None
             if step[0] in stops:
@@ -280,8 +179,81 @@ def _response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | None)
     )
 
 
-def generate(
-    model: Target, tokenizer: Any, prompt: str | mx.array | Sequence[int], **options: Unpack[Options]
-) -> str:
-    """Return the whole text of `stream_generate`."""
-    return "".join(response.text for response in stream_generate(model, tokenizer, prompt, **options))
+@checked.explained
+def generate(model: Target, tokenizer: Any, prompt: Prompt, verbose: bool = False, **options: Any) -> str:
+    """Return the whole text of `stream_generate`; verbose: write it as it comes, and its speeds, as mlx_lm does."""
+    responses = stream_generate(model, tokenizer, prompt, **options)
+    return "".join(response.text for response in (_shown(responses) if verbose else responses))
+
+
+def _shown(responses: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
+    out, last = sys.stdout, None
+    out.write(f"{RULE}\n")
+    for last in responses:
+        out.write(last.text)
+        out.flush()
+        yield last
+    assert last is not None
+    out.write(f"\n{RULE}\nPrompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n")
+    out.write(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec\n")
+    out.write(f"Peak memory: {last.peak_memory:.3f} GB\n")
+
+
+@checked.explained
+def batch_generate(
+    model: Target,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    prompt_caches: Sequence[Any] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    **options: Any,
+) -> BatchResponse:
+    """Generate a text for each prompt, one after the other for now, with mlx_lm's arguments and response.
+
+    prompts: token ids, or texts. prompt_caches: one for each, left as it is. max_tokens: of all, or one for each.
+    return_logprobs: of the chosen tokens. How many prompts mlx_lm would read or answer at once is of no account.
+    """
+    limits = repeat(max_tokens, len(prompts)) if isinstance(max_tokens, int) else max_tokens
+    total, start = options.pop("stats", None) or Stats(), time.perf_counter()
+    for name in ("completion_batch_size", "prefill_batch_size"):
+        options.pop(name, None)
+    if prompt_caches is not None:
+        caches: Any = [from_mlx_lm(model, [*cache]).copy() for cache in prompt_caches]
+    elif return_prompt_caches:
+        layout = checked.cache_options(options)
+        caches = [make_prompt_cache(model, **layout) for _ in prompts]
+    else:
+        caches = repeat(None, len(prompts))
+    answers: list[list[Any]] = []
+    for prompt, cache, most in zip(prompts, caches, limits, strict=True):
+        each = {"max_tokens": most, "prompt_cache": cache, "logprobs": return_logprobs, "stats": Stats()}
+        responses = list(stream_generate(model, tokenizer, prompt, **{**options, **each}))
+        total.add(each["stats"])
+        answers.append([r for r in responses if r.finish_reason != "stop"])
+        if verbose:
+            sys.stdout.write(f"[batch_generate] Finished processing {len(answers)}/{len(prompts)} ...\n")
+            sys.stdout.flush()
+    ids = [[r.token for r in answer] for answer in answers]
+    return BatchResponse(
+        texts=[tokenizer.decode(tokens) for tokens in ids],
+        stats=_batch_stats(total, time.perf_counter() - start),
+        caches=caches if return_prompt_caches else None,
+        token_ids=ids if return_token_ids else None,
+        logprobs=[[float(r.logprobs[r.token]) for r in a] for a in answers] if return_logprobs else None,
+    )
+
+
+def _batch_stats(total: Stats, seconds: float) -> BatchStats:
+    return BatchStats(
+        prompt_tokens=total.prompt_tokens,
+        prompt_time=total.prefill_time,
+        generation_tokens=total.generation_tokens,
+        generation_steps=total.cycles,
+        decode_time=total.decode_time,
+        wall_time=seconds,
+        peak_memory=total.peak_memory / 1e9,
+    )

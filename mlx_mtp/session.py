@@ -10,21 +10,23 @@ from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
+from .cache.from_mlx_lm import from_mlx_lm
 from .cache.prompt_cache import Mark, PromptCache, Quantizing, make_prompt_cache
 from .cache.prompt_prefix import render, shared
-from .decoding.memory_needs import STEP, check_prompt, within
+from .decoding.memory_needs import check_prompt, within
+from .decoding.options import cache_options, default_draft_tokens, default_step
 from .decoding.stats import Stats
-from .generate import GenerationResponse, Options, default_draft_tokens, generate_step, stream_generate
+from .generate import GenerationResponse, generate_step, stream_generate
 from .layers.target import Target
 from .machine.memory import wired
+from .machine.stream import in_turns
 from .tuning.idle_trials import IdleTrials
 
 Progress = Callable[[int, int], None]
 Responses = Generator[GenerationResponse, None, None]
 KEPT_SNAPSHOTS = 3  # each costs one copy of the wrapped windows
-CACHE_OPTIONS = ("kv_bits", "mtp_kv_bits", "kv_group_size", "quantized_kv_start", "max_kv_size")
 
 
 class Stopped(Exception):
@@ -66,7 +68,7 @@ class ChatSession:
         *,
         system_prompt: str | None = None,
         template_config: dict[str, Any] | None = None,
-        **options: Unpack[Options],
+        **options: Any,
     ):
         """options: those of `stream_generate`; the first message begins with what a `prompt_cache` holds of it.
 
@@ -76,8 +78,8 @@ class ChatSession:
         generate_step([0], model, **options).close()  # checks the options, computes nothing
         k = options.pop("num_draft_tokens", None)
         self.num_draft_tokens = default_draft_tokens(model) if k is None else k
-        layout: dict[str, Any] = {n: options.pop(n) for n in CACHE_OPTIONS if n in options}
-        self._given, self._prefix_text = options.pop("prompt_cache", None), ""
+        layout = cache_options(options)
+        self._given, self._prefix_text = from_mlx_lm(model, options.pop("prompt_cache", None)), ""
         if self._given is not None:
             system_prompt = self._continue(self._given, system_prompt)
             self._begun = (self._given.snapshot(), self._given.quantizing)
@@ -128,6 +130,10 @@ class ChatSession:
         Closing the iterator or setting `stopping` ends the answer, which stays in the conversation as far as it
         was yielded; where nothing was, the message is left out. Raises ValueError where the template does.
         """
+        return in_turns(self._answer(text, progress))
+
+    def _answer(self, text: str, progress: Progress | None) -> Responses:
+        """Make the answer of `ask`."""
         text = text if len(self.messages) > len(self._system) else self._prefix_text + text
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt, end = self._tokens(messages)
@@ -159,7 +165,7 @@ class ChatSession:
         self._at_rest = True  # should this raise
         self._check(total)
         self._at_rest = False
-        options: Options = {**self.options, "check_memory": False}  # of each part of the prompt
+        options: dict[str, Any] = {**self.options, "check_memory": False}  # of each part of the prompt
         options |= {"prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
         if not self.num_draft_tokens and self.model.mtp:
             options["prompt_lookup"] = False  # switched off with the heads
@@ -180,7 +186,7 @@ class ChatSession:
     def _check(self, new: int) -> None:
         """Raise ValueError where `new` tokens and an answer do not fit."""
         options = self.options
-        step, ignore = options.get("prefill_step_size", STEP), not options.get("check_memory", True)
+        step, ignore = options.get("prefill_step_size") or default_step(), not options.get("check_memory", True)
         limit = within(options.get("max_context"), self.cache.offset, new, options.get("max_tokens", 256))
         check_prompt(self.model, self.cache, new, limit, step, ignore=ignore)
 

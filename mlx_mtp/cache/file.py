@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from ..machine.errors import first_line
 from ..machine.memory import check_room
+from ..machine.stream import in_turn
 from .kinds import from_configs
 from .layer_cache import CachedModel, CacheKind, LayerCache
 from .prompt_cache import PromptCache, Quantizing
@@ -32,6 +33,7 @@ NUMBERS = ("start", "keep", "bits", "group_size", "offset")  # of layers' config
 PIECE = 1 << 24  # bytes read at a time
 
 
+@in_turn()
 def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
     """Write a cache that is at rest, heads and their pending rows included, in the safetensors format.
 
@@ -61,6 +63,7 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
         raise
 
 
+@in_turn()
 def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: bool = True) -> PromptCache:
     """Read a cache that `save_prompt_cache` wrote.
 

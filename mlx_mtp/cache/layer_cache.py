@@ -67,6 +67,11 @@ class LayerCache:
         return True
 
     @property
+    def trims(self) -> bool:
+        """Whether `seek` can go back to any position, and needs nothing else for it."""
+        return not self.is_state and self.rewinds
+
+    @property
     def empty_config(self) -> dict[str, Any]:
         """The `config` of an empty cache of this layout."""
         return self.config

@@ -1,4 +1,4 @@
-"""Wrap mlx-lm's own caches of a whole model without a port: they step back only if mlx-lm's classes can."""
+"""Wrap mlx-lm's own caches of a whole model without a port, and let mlx-lm's functions on caches take ours."""
 
 from typing import Any
 
@@ -88,6 +88,23 @@ class MlxLmCaches(LayerCache):
     @property
     def empty_config(self) -> dict:
         return {"window": self.name}
+
+
+class ListOfOne:
+    """Mixin that makes a PromptCache the only member of a list, for mlx-lm's functions on lists of caches."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return (self,)[index]
+
+    @property
+    def state(self) -> Any:
+        """Refuse to be saved or computed by mlx_lm, which knows neither the heads' caches nor what joins them."""
+        raise ValueError(
+            "prompt_cache: mlx_mtp's, with MTP heads; use mlx_mtp.save_prompt_cache and mlx_mtp.generate"
+        )
 
 
 def _kind(name: str) -> Any:

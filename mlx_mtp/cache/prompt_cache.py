@@ -4,15 +4,17 @@ Depth j's slot p (see `draft.py`) lives at position p + j of its cache, so every
 position i of depth j reads token x_{i+1}, and all heads stand at the same offset, `primed`.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..machine.stream import in_turn
 from .kinds import from_configs, make_caches
 from .layer_cache import CachedModel, LayerCache
-from .mlx_lm_caches import MlxLmCaches
+from .mlx_lm_caches import ListOfOne, MlxLmCaches
 from .prompt_prefix import PromptPrefix
 from .ring import Ring
 
@@ -63,11 +65,12 @@ class Quantizing:
     group_size: int
 
 
-class PromptCache:
+class PromptCache(ListOfOne):
     """Caches of the target (`layers`) and of its heads (`heads`), and the tokens they hold.
 
     After a generation it holds every token of the conversation except the last one yielded, exactly as if the
-    tokens had been decoded one by one. To go on, pass that token and what follows it as the next prompt.
+    tokens had been decoded one by one. To go on, pass that token and what follows it as the next prompt; to go back,
+    `rewind` to a `snapshot`, or `trim`.
 
     primed:  positions that the heads have read.
     live:    the heads follow the target, cycle by cycle; otherwise hidden rows wait in the backlog.
@@ -105,6 +108,15 @@ class PromptCache:
         """The target's, and behind them the heads'."""
         return [*self.layers, *self.heads]
 
+    def copy(self) -> "PromptCache":
+        """Make a cache of the same contents, at rest, that goes its own way."""
+        new = copy.copy(self)
+        new.layers = [copy.deepcopy(c) if c.is_mlx_lm else copy.copy(c) for c in self.layers]
+        new.heads = [copy.copy(c) for c in self.heads]
+        new.backlog = list(self.backlog)
+        return new
+
+    @in_turn()
     def like_new(self) -> "PromptCache":
         """Make an empty cache of the same layout; what has been quantized begins so."""
         heads = [{**c.empty_config, "start": depth} for depth, c in enumerate(self.heads)]
@@ -255,6 +267,22 @@ class PromptCache:
         self.restore(to)
         self.settle(self.tokens[: to.length])
 
+    def is_trimmable(self) -> bool:
+        """Tell whether `trim` can forget any tokens: not of a state, and not once a window has wrapped."""
+        return all(c.trims for c in self.caches)
+
+    def trim(self, n: int) -> int:
+        """Forget the last n tokens, or all; return how many, 0 where that cannot be.
+
+        A head may keep one row that it read with the token behind it, now forgotten: no text depends on it.
+        """
+        n = min(n, self.offset) if self.is_trimmable() else 0
+        left, waiting = self.offset - n, max(0, self.behind - n)
+        self.backlog = [mx.concatenate(self.backlog, axis=1)[:, :waiting]] if waiting else []
+        self.primed = min(self.primed, left)
+        self.settle(self.tokens[:left])
+        return n
+
     def room(self, position: int) -> float:
         """Count the rows that one call may read from `position` on: none past a start of quantizing that is due."""
         return math.inf if self.quantizing is None else self.quantizing.start - position
@@ -295,13 +323,14 @@ def _seek(caches: list, offset: int | mx.array, limit: int) -> None:
         c.seek(offset, limit)
 
 
+@in_turn()
 def make_prompt_cache(
     model: CachedModel,
     *,
     num_draft_tokens: int | None = None,
     kv_bits: int | None = None,
     mtp_kv_bits: int | None = None,
-    kv_group_size: int = 64,
+    kv_group_size: int | None = None,
     quantized_kv_start: int = 0,
     max_kv_size: int | None = None,
 ) -> PromptCache:
@@ -309,11 +338,13 @@ def make_prompt_cache(
 
     kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values (None: not quantized). The attention
         kernel, and with it a row's bits whatever is drafted, is for None, 4 and 8.
+    kv_group_size: 32, 64 or 128; None is 64, or 32 where the head size needs it.
     quantized_kv_start: with kv_bits, positions before this one are read unquantized, as in mlx-lm; the switch
         comes exactly there, so that it does not depend on drafting.
     max_kv_size: full-attention layers keep this many positions, the first SINKS and the last ones, as mlx_lm's
         rotating cache when it decodes; no kernel reads it, MLX does. Raises ValueError on a bad value.
     """
+    kv_group_size = group_size_for(model) if kv_group_size is None else kv_group_size
     if kv_group_size not in GROUP_SIZES:
         raise ValueError(f"kv_group_size={kv_group_size}: allowed are 32, 64 and 128")
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):

@@ -90,6 +90,10 @@ class SlidingKVCache(LinearKVCache):
         return self.ring.keep
 
     @property
+    def trims(self) -> bool:
+        return self.limit <= self.ring.slots
+
+    @property
     def config(self) -> dict:
         return {"window": self.window, "keep": self.keep, "start": self.start}
 

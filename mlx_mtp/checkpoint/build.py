@@ -63,7 +63,7 @@ def load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, bu
     model.report = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
-        warnings.warn(f"{path}: {found}", stacklevel=4)
+        warnings.warn(f"{path}: {found}", stacklevel=5)
     return model
 
 
@@ -76,7 +76,7 @@ def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) ->
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     raw = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
     classes = partial(_build, port, path, contents, raw), port.ModelArgs
-    options: Any = {"model_config": contents.overrides(config), "get_model_classes": lambda config: classes}
+    options: Any = {"model_config": config | contents.overrides(config), "get_model_classes": lambda config: classes}
     with one_line(f"{path}: cannot be loaded", keep=True):
         model, _ = mlx_lm_utils.load_model(path, lazy=True, strict=False, **options)
     del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint

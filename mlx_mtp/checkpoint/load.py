@@ -25,6 +25,7 @@ from ..decoding.memory_needs import Budget
 from ..decoding.prefill import test_heads
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
+from ..machine.stream import in_turn
 from ..models import find_port, port_names
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
@@ -41,24 +42,35 @@ from .sort_tensors import Drafting
 WEIGHTS_ALONE = Budget()
 
 
+@in_turn()
 def load(
     path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
     *,
     mtp: bool = True,
     mtp_path: str | Path | None = None,
     mtp_overrides: dict[str, Any] | None = None,
     draft_model: str | Path | None = None,
     draft_vocab: str | Path | Sequence[int] | None = None,
-    revision: str | None = None,
-    lazy: bool = False,
-    tokenizer_config: dict[str, Any] | None = None,
-    adapter_path: str | None = None,
     kernels: str | None = None,
     budget: Budget = WEIGHTS_ALONE,
-) -> tuple[Any, TokenizerWrapper]:
-    """Load a checkpoint with its MTP heads; returns (model, tokenizer).
+) -> Any:
+    """Load a checkpoint with its MTP heads, in mlx_lm's way; returns (model, tokenizer), or (.., .., config).
 
     On a CPU the heads of a large model are read, checked and tested before they first draft.
+    Threads wait for their turn to load, and once it is loaded any may use the model.
+
+    tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
+    model_config: values to use in place of config.json's. return_config: return what then was used, too.
+    revision: branch, tag or commit on the hub. trust_remote_code: let the tokenizer run code of the checkpoint.
+    lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros, and no
+        kernel is on by trial.
     mtp: False neither loads nor allocates the heads.
     mtp_path: file or directory to take the heads from, the released checkpoint's too, instead of its own.
     mtp_overrides: values of MTPSpec's topology, capture, feedback, fuse and head to use in place of the family's,
@@ -66,10 +78,6 @@ def load(
     draft_model: directory or hub name of a drafter to draft with, instead of heads of the checkpoint's: EAGLE-3, or
         MTP heads that mlx-vlm split off.
     draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, that the heads choose their drafts from.
-    revision: branch, tag or commit on the hub.
-    lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros, and no
-        kernel is on by trial.
-    tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
     kernels: "off", "exact" or "fast" Metal kernels in place of MLX's own ("fast" has products by matrices, too,
         whose bits are not MLX's); None is MLX_MTP_KERNELS, and where that is not set those that a trial here finds
         right and faster.
@@ -78,17 +86,20 @@ def load(
     """
     lane, vocab = requested(kernels), _read_vocab(draft_vocab, mtp=mtp)
     path = resolve(path_or_hf_repo, revision)
-    model = _load(path, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
+    config = read_config(path) | (model_config or {})
+    model = _load(path, config, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
     if adapter_path is not None:
         model = _adapted(model, adapter_path)
-    tokenizer = load_tokenizer(path, tokenizer_config)
+    trusted = {"trust_remote_code": True} if trust_remote_code else {}
+    tokenizer = load_tokenizer(path, trusted | (tokenizer_config or {}), config)
     unknown = sum(token >= model.vocab_size for token in tokenizer.get_vocab().values())
     if unknown > model.vocab_size // 100:  # a few more are usual
-        warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=2)
+        warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=3)
     _finish(model, path, vocab, tokenizer, lane, budget, lazy=lazy)
-    return model, tokenizer
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
+@in_turn()
 def load_model(
     path: str | Path,
     *,
@@ -103,15 +114,21 @@ def load_model(
 ) -> Any:
     """Do as `load` for the model alone, from a local directory; a draft vocabulary's tokenizer is not checked."""
     lane, vocab = requested(kernels), _read_vocab(draft_vocab, mtp=mtp)
-    model = _load(resolve(path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
-    _finish(model, Path(path), vocab, None, lane, budget, lazy=lazy)
+    path = resolve(path)
+    model = _load(
+        path, read_config(path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy
+    )
+    _finish(model, path, vocab, None, lane, budget, lazy=lazy)
     return model
 
 
-def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -> TokenizerWrapper:
-    """Load the tokenizer of a checkpoint's directory, with config.json's stop tokens; ValueError where it is none."""
+def load_tokenizer(
+    path: Path, tokenizer_config: dict[str, Any] | None = None, config: dict | None = None
+) -> TokenizerWrapper:
+    """Load the tokenizer of a checkpoint's directory, with the stop tokens of `config` (None: of config.json);
+    ValueError where it is none."""
     with one_line(f"{path}: no usable tokenizer"):
-        eos = read_config(path).get("eos_token_id")
+        eos = (read_config(path) if config is None else config).get("eos_token_id")
         tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
         if not tokenizer.get_vocab():  # what transformers makes of a file that it does not find
             raise ValueError("it has no tokens")
@@ -124,9 +141,10 @@ def _read_vocab(draft_vocab: Any, *, mtp: bool) -> DraftVocab | None:
     return None if draft_vocab is None else read_vocab(draft_vocab)
 
 
-def _load(path: Path, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
-    config = read_config(path)
+def _load(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
     drafting.check()
+    if program := config.get("model_file"):
+        raise ValueError(f"{path}/config.json: model_file={program}: mlx_mtp runs no checkpoint's own model code")
     port = find_port(config)
     if port is None:
         return load_plain(path, config, drafting, budget, lazy=lazy)
@@ -136,7 +154,7 @@ def _load(path: Path, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
     if mx.default_device() == mx.cpu:
         share_angles(model)
     if drafting.heads and not model.mtp:
-        warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
+        warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=5)
     return model
 
 
@@ -227,19 +245,20 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
             raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; ports are {known}")
     ignored: list[str] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
-        model = _build(path, name, known, ignored)
+        model = _build(path, config, known, ignored)
         if not lazy:
             budget.check(model, path)
             check_numbers(named(model), lambda name: (path, name))
     source = f"model_type {name!r} has no MTP port"
     model.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
     if drafting.mtp:
-        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=4)
+        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=5)
     return model
 
 
-def _build(path: Path, name: str, ports: str, ignored: list[str]) -> Any:
+def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
     """Build mlx-lm's model, its weights not read; tensors that it does not know are appended to `ignored`."""
+    name = config["model_type"]
     try:
         family = importlib.import_module(f"mlx_lm.models.{mlx_lm_utils.MODEL_REMAPPING.get(name, name)}")
     except ModuleNotFoundError:
@@ -255,7 +274,8 @@ def _build(path: Path, name: str, ports: str, ignored: list[str]) -> Any:
         return model
 
     classes: Any = (build, family.ModelArgs)
-    model, _ = mlx_lm_utils.load_model(path, lazy=True, strict=False, get_model_classes=lambda config: classes)
+    options: Any = {"model_config": config, "get_model_classes": lambda config: classes}
+    model, _ = mlx_lm_utils.load_model(path, lazy=True, strict=False, **options)
     del model.load_weights  # what loads later, as adapters, is not a checkpoint
     model.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # its shape only: nothing is computed
     return model

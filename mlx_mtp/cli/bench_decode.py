@@ -8,7 +8,7 @@ import click
 from click import Choice, FloatRange, IntRange, option
 
 from . import bench_options as shared
-from .options import BITS, GIVEN, default_step
+from .options import BITS, GIVEN
 
 SHOWN = 20  # differences of texts that are listed
 DOCUMENTS = ("stepwise_math",)  # asked behind a context of source code
@@ -69,6 +69,7 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     from ..bench.decode import LoopSettings, as_result, measure, open_session
     from ..bench.subject import make_prompts
     from ..cache.prompt_cache import group_size_for
+    from ..decoding.options import default_step
 
     subject, quick = shared.subject_of(flags), flags["quick"]
     rounds = flags["rounds"] or (3 if quick else 5)
@@ -158,6 +159,7 @@ def verify(**flags: Any) -> None:
     """
     from ..bench import result
     from ..bench.verify import OURS, STOCK, CurvePlan, Kernels, curve_table, measure, remarks, text_of
+    from ..decoding.options import default_step
 
     rows = tuple(sorted({1, *(flags["rows"] or range(1, MOST_ROWS + 1))}))
     rounds = flags["rounds"] or (5 if flags["quick"] else 11)
@@ -200,7 +202,7 @@ def profile(**flags: Any) -> None:
     from ..bench.profile import Workload
     from ..bench.profile import profile as measure
     from ..bench.subject import make_prompts
-    from ..generate import default_draft_tokens
+    from ..decoding.options import default_draft_tokens, default_step
 
     trace = flags["capture"], flags["capture_path"], flags["capture_cycles"]
     if flags["capture"]:

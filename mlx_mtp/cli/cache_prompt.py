@@ -59,13 +59,14 @@ def _save(model: Any, tokens: list[int], prefix: Any, flags: dict[str, Any]) -> 
     """Read the tokens and write the file; return how it went."""
     from ..cache.file import save_prompt_cache
     from ..cache.prompt_cache import make_prompt_cache
+    from ..decoding.options import default_step
     from ..decoding.stats import Stats
     from ..generate import generate_step
     from ..machine.memory import wired
     from .progress import PromptProgress, shows_progress
 
-    drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or options.default_step(), Stats()
-    cache = make_prompt_cache(model, num_draft_tokens=drafts, **options.cache_layout(model, flags))
+    drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or default_step(), Stats()
+    cache = make_prompt_cache(model, num_draft_tokens=drafts, **options.cache_layout(flags))
     kept = {"max_context": flags["max_context"], "check_memory": not flags["ignore_memory"], "prompt_cache": cache}
     kept |= {"prefill_step_size": step, "num_draft_tokens": drafts, "stats": stats}
     with PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=step) as progress, wired():

@@ -24,7 +24,7 @@ def chat(**flags: Any) -> None:
     from ..session import ChatSession
     from .conversation import Chat
 
-    kept = options.generation_options(model, tokenizer, flags, options.saved_cache(model, flags))
+    kept = options.generation_options(tokenizer, flags, options.saved_cache(model, flags))
     kept |= {"system_prompt": flags["system_prompt"], "template_config": flags["chat_template_config"]}
     session = ChatSession(model, tokenizer, **kept)
     name = flags["model"] or "the demo"

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import click
 
+from ..decoding.options import default_draft_tokens, default_step
 from ..decoding.stats import Stats
-from ..generate import GenerationResponse, default_draft_tokens
+from ..generate import GenerationResponse
 from ..machine.errors import first_line
 from ..session import ChatSession, Turn
 from .progress import PromptProgress, shows_progress
@@ -109,7 +110,9 @@ class Chat:
 
     def _stream(self, text: str) -> None:
         session = self.session
-        progress = PromptProgress(shown=self.progress, chunk=session.options.get("prefill_step_size", 2048))
+        progress = PromptProgress(
+            shown=self.progress, chunk=session.options.get("prefill_step_size") or default_step()
+        )
         typing = hidden_typing() if self.interactive else contextlib.nullcontext()
         responses = contextlib.closing(session.ask(text, progress))
         with StopOnInterrupt(session, progress.stopping), typing, progress, responses as answer:

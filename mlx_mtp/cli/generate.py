@@ -34,7 +34,7 @@ def generate(**flags: Any) -> None:
         click.echo(str(model.report))
     cache = options.saved_cache(model, flags)
     prompt = _tokens(tokenizer, text, flags) if cache is None else _following(tokenizer, text, flags, cache)
-    kept = options.generation_options(model, tokenizer, flags, cache)
+    kept = options.generation_options(tokenizer, flags, cache)
     progress = PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=kept["prefill_step_size"])
     responses = stream_generate(model, tokenizer, prompt, **kept, prompt_progress_callback=progress)
     figures = flags["verbose"] and not flags["quiet"]

@@ -196,17 +196,21 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
         from ..checkpoint.files import resolve
         from ..checkpoint.load import load
         from ..decoding.memory_needs import UNCHECKED, Budget
+        from ..decoding.options import default_step
         from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     path = resolve(demo_path() if flags["model"] is None else flags["model"])  # a download shows progress of its own
     context, ignore = flags.get("max_context") or UNCHECKED, flags.get("ignore_memory", False)
-    step = flags.get("prefill_step_size") or default_step()
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
         extra = ("trust_remote_code", "eos_token", "use_default_chat_template")
         given = ("mtp", "mtp_path", "draft_model", "draft_vocab", "adapter_path", "kernels")
+        step = flags.get("prefill_step_size") or default_step()
         kept: dict[str, Any] = {"tokenizer_config": {name: flags[name] for name in extra if flags.get(name)}}
-        kept |= {"budget": Budget(context, step, _layout(flags), ignore), **{name: flags[name] for name in given}}
+        kept |= {
+            "budget": Budget(context, step, cache_layout(flags), ignore),
+            **{name: flags[name] for name in given},
+        }
         model, tokenizer = load(path, **kept)
     for token in flags.get("extra_eos_token", ()):
         try:
@@ -217,8 +221,8 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _layout(flags: dict[str, Any]) -> dict[str, Any]:
-    """Say how the flags lay caches out; {} for a command without such flags."""
+def cache_layout(flags: dict[str, Any]) -> dict[str, Any]:
+    """Collect the arguments of `make_prompt_cache`; {} for a command without such flags."""
     numbers = ("kv_bits", "mtp_kv_bits", "kv_group_size", "max_kv_size", "quantized_kv_start")
     return {name: flags[name] and int(flags[name]) for name in numbers if name in flags}
 
@@ -231,7 +235,7 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
     from ..cache.file import load_prompt_cache
 
     cache = load_prompt_cache(file, model, check_memory=not flags["ignore_memory"])
-    asked = {name: value for name, value in _layout(flags).items() if value is not None}
+    asked = {name: value for name, value in cache_layout(flags).items() if value is not None}
     for name, found in cache.layout.items():
         if asked.get(name, found) != found:
             flag = f"--{name.replace('_', '-')} {asked[name]}"
@@ -241,8 +245,10 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
     return cache
 
 
-def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
+def generation_options(tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
     """Collect the keyword arguments of `stream_generate`; `cache` has been loaded, or is None."""
+    from ..decoding.options import default_step
+
     names = ("max_tokens", "max_context", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min")
     names += ("prompt_lookup", "compile_cycles")
@@ -251,20 +257,5 @@ def generation_options(model: Any, tokenizer: Any, flags: dict[str, Any], cache:
         "check_memory": not flags["ignore_memory"],
         "prefill_step_size": flags["prefill_step_size"] or default_step(),
         "xtc_special_tokens": [*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
-        **({"prompt_cache": cache} if cache is not None else cache_layout(model, flags)),
+        **({"prompt_cache": cache} if cache is not None else cache_layout(flags)),
     }
-
-
-def cache_layout(model: Any, flags: dict[str, Any]) -> dict[str, Any]:
-    """Collect the arguments of `make_prompt_cache`."""
-    from ..cache.prompt_cache import group_size_for
-
-    layout = _layout(flags)
-    return {**layout, "kv_group_size": layout["kv_group_size"] or group_size_for(model)}
-
-
-def default_step() -> int:
-    """Choose a chunk of a prompt: long for GPUs; on a CPU short ones are faster, and soon interrupted."""
-    import mlx.core as mx
-
-    return 256 if mx.default_device() == mx.cpu else 2048

@@ -91,7 +91,7 @@ def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
 
 def _drafts(model: Any, asked: int | None) -> int:
     """Count the most drafts of a cycle; 0 for a model without heads, which has lookups alone."""
-    from ..generate import default_draft_tokens
+    from ..decoding.options import default_draft_tokens
 
     most = model.max_draft_tokens
     if not hasattr(model, "spec"):

@@ -56,6 +56,14 @@ class Run(NamedTuple):
         """Return the token that the target has not read yet, int32 [1]."""
         return mx.take(self.tokens, self.accepted) if self.size > 1 else self.tokens
 
+    def logprobs_of(self, row: int) -> mx.array | None:
+        """Return the logprobs [V] of a row, None where nobody asked for them."""
+        if self.logprobs is None:
+            return None
+        logprobs = self.logprobs[row]
+        mx.async_eval(logprobs)  # now, in this turn: the caller has none
+        return logprobs
+
     def read(self) -> tuple[list[int], int]:
         """Wait for the run; return its right tokens and how many of them are drafts."""
         values: Any = self.packed.tolist()
@@ -83,9 +91,9 @@ class Drafts(NamedTuple):
         return Drafts(self.tokens[:n])
 
 
-NONE_ACCEPTED = mx.zeros(1, mx.int32)
-NO_DRAFTS = Drafts(mx.zeros(0, mx.int32))
-mx.eval(NONE_ACCEPTED, NO_DRAFTS.tokens)
+# Of values, not of an operation, whose stream would be that of the thread that imports this.
+NONE_ACCEPTED = mx.array([0], mx.int32)
+NO_DRAFTS = Drafts(mx.array([], mx.int32))
 
 
 def draft(model: Target, cache: PromptCache, run: Run, k: int, chooser: Chooser) -> Drafts:

@@ -42,7 +42,7 @@ def decode(
             for i, token in enumerate(tokens):
                 d.shown, d.rows = cycle, i + 1
                 d.stats.yields()
-                yield token, None if cycle.run.logprobs is None else cycle.run.logprobs[i], i < cycle.accepted
+                yield token, cycle.run.logprobs_of(i), i < cycle.accepted
                 d.stats.resumed()
             if last:
                 return

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.prompt_cache import PromptCache, group_size_for, make_prompt_cache
+from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..layers.target import Target
 from ..machine import memory
 from ..machine.memory import IGNORE, check_room, ignored, in_gb
@@ -65,7 +65,7 @@ class Budget:
 
         Also where it cannot have caches of that layout.
         """
-        have, cache = memory.available(), _cache(model, self.layout)
+        have, cache = memory.available(), make_prompt_cache(model, **self.layout)
         weights = nbytes(model.parameters())
         rough = weights + _rough(model, cache, self.context, min(self.step, self.context))
         if rough <= have.bytes or self.ignore or ignored():
@@ -85,15 +85,9 @@ def needs(model: Target, context: int, *, step: int = STEP, **layout: Any) -> Ne
     model:  loaded, or with `lazy=True`, or built from a configuration: only shapes and types are looked at.
     layout: `make_prompt_cache`'s arguments. Raises its ValueError.
     """
-    cache, heads = _cache(model, layout), nbytes(model.get("mtp", []))
+    cache, heads = make_prompt_cache(model, **layout), nbytes(model.get("mtp", []))
     beside = _beside(model, cache, context, min(step, context)) if context else ()
     return Needs(nbytes(model.parameters()) - heads, heads, *beside)
-
-
-def _cache(model: Target, layout: Mapping[str, Any]) -> PromptCache:
-    """Make an empty cache, by default of the largest group size that fits."""
-    group_size = layout.get("kv_group_size") or group_size_for(model)
-    return make_prompt_cache(model, **{**layout, "kv_group_size": group_size})
 
 
 def _beside(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
@@ -151,7 +145,7 @@ def _logits(model: Target) -> int:
 
 def largest_context(model: Target, budget: int, *, step: int = STEP, **layout: Any) -> int:
     """Find the most positions, in steps of GRAIN, whose `needs` are within `budget` bytes; 0 where none is."""
-    return _largest(model, _cache(model, layout), budget - nbytes(model.parameters()), step)
+    return _largest(model, make_prompt_cache(model, **layout), budget - nbytes(model.parameters()), step)
 
 
 def _largest(model: Target, cache: PromptCache, room: int, step: int) -> int:

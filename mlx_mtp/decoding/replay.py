@@ -5,7 +5,6 @@ a buffer's STEP, so that one record serves every cycle until there, in this conv
 rarely stays outside: buffers grow, idle heads wake up and read. So does the search of the text.
 """
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from ..cache.growing import round_up
 from ..cache.kinds import from_configs
 from ..cache.prompt_cache import CacheArrays, PromptCache
 from ..layers.target import Target
+from ..machine.stream import thread_number
 from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
 from .draft import Drafts, Run
@@ -26,7 +26,8 @@ from .sampling import Picker, Sampling
 from .step import Frame, step
 
 OFTEN = 2  # times that a kind of cycle has come when it is recorded: one that comes once is not worth it
-KEPT = 4  # recorded kinds: on a GPU each holds its launches' sources, 13 MB of Step-3.5's (bench/launches_text.py)
+KEPT = 4  # kinds recorded in a thread: on a GPU each holds its launches' sources, 13 MB of Step-3.5's
+THREADS = 4  # whose records are kept: what MLX compiles in one thread, others cannot call
 COUNTED = 256  # kinds whose occurrences are counted
 
 
@@ -82,14 +83,14 @@ def recorded(
 
 
 class Recorder:
-    """The recorded steps of one model, the one used last at the end, and whether replaying them is faster.
+    """The recorded steps of one model by thread, the one used last at the end, and whether replaying them is faster.
 
     They hold the model's parameters: those of a model that has changed are let go when it next generates.
     """
 
     def __init__(self):
-        self.cycles: dict[Kind, Callable] = {}
-        self.seen: Counter[Kind] = Counter()
+        self.cycles: dict[tuple[int, Kind], Callable] = {}
+        self.seen: Counter[tuple[int, Kind]] = Counter()
         self.verdict: bool | None = None
         self._state: list = []
 
@@ -97,26 +98,28 @@ class Recorder:
         return Recorder, ()  # a copy of the model records its own
 
     def fit(self, model: Target) -> None:
-        """Forget what was recorded of another state of the model, or in another thread, which has its own streams."""
-        state = [threading.get_ident(), str(mx.default_device()), *_state(model)]
+        """Forget what was recorded of another state of the model, or for another device."""
+        state = [str(mx.default_device()), *_state(model)]
         if len(state) != len(self._state) or not all(map(_same, state, self._state)):
             self.cycles.clear()
             self._state = state
 
     def find(self, model: Target, kind: Kind) -> tuple[Callable | None, bool]:
-        """Find the step of a kind, None where it has not come often enough, and whether this call records it."""
-        found = self.cycles.pop(kind, None)
+        """Find the step of a kind, None where it has not come often enough here, and whether this call records it."""
+        thread = thread_number()
+        found = self.cycles.pop(key := (thread, kind), None)
         new = found is None
         if found is None:
             if len(self.seen) > COUNTED:
                 self.seen.clear()
-            self.seen[kind] += 1
-            if self.seen[kind] < OFTEN:
+            self.seen[key] += 1
+            if self.seen[key] < OFTEN:
                 return None, False
             found = mx.compile(partial(recorded, weakref.ref(model), kind))
-        self.cycles[kind] = found
-        if len(self.cycles) > KEPT:
-            oldest = next(iter(self.cycles))
+        self.cycles[key] = found
+        here = [key for key in self.cycles if key[0] == thread]
+        if len(here) > KEPT or len(self.cycles) > THREADS * KEPT:
+            oldest = here[0] if len(here) > KEPT else next(iter(self.cycles))
             self.seen[oldest] = 0
             del self.cycles[oldest]
         return found, new

@@ -4,7 +4,8 @@ Draws are keyed by position: with a seed the token at position t depends on the 
 else, so the same seed gives the same text whatever was drafted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +108,7 @@ class Sampling:
 class Picker:
     """How the target's token is chosen in every row of a verify.
 
-    sampler:    the user's own, logprobs [1, V] -> token [1]; None means `options`.
+    sampler:    the user's own, logprobs [1, V] -> token [1], drawing from MLX's random state; None means `options`.
     processors: mlx-lm's logits processors, (tokens [T], logits [1, V]) -> logits [1, V].
     key:        uint32 [2]; the draw at position t uses key + t.
     draft_sampling: how drafts are chosen, of DRAFT_SAMPLING; see `draft_sampling.py`.
@@ -165,7 +166,27 @@ class Picker:
         return mx.concatenate(tokens).astype(mx.int32), mx.concatenate(logprobs) if self.logprobs else None
 
     def _draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
-        return self.options.draw(logprobs, key) if self.sampler is None else self.sampler(logprobs)
+        if self.sampler is None:
+            return self.options.draw(logprobs, key)
+        with random_state(key):
+            return self.sampler(logprobs)
+
+
+@contextmanager
+def random_state(key: mx.array) -> Iterator[None]:
+    """Let what draws from MLX's random state of this thread begin at `key`, uint32 [2]; bring back what it was."""
+    state = _random_state()
+    before, state[0] = state[0], key
+    try:
+        yield
+    finally:
+        state[0] = before
+
+
+def _random_state() -> list[mx.array]:
+    """Find the list that holds this thread's key: `mx.random.state` can be iterated over, but takes no new value."""
+    items: Any = iter(mx.random.state)  # type: ignore[call-overload]
+    return items.__reduce__()[1][0]
 
 
 def gumbel_max(scores: mx.array, key: mx.array) -> mx.array:
@@ -192,8 +213,10 @@ def key_at(key: mx.array, position: Any) -> mx.array:
 
 
 def random_key(seed: int | None) -> mx.array:
-    """Make a base key, uint32 [2], from the seed, or from MLX's global random state where there is none."""
+    """Make a base key, uint32 [2], from the seed, or from MLX's random state of this thread where there is none."""
     if seed is None:
-        return mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
+        key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
+        mx.async_eval(key, _random_state())  # now: what the thread draws next is not in this turn
+        return key
     # Hashed, so that neighbouring seeds do not share keys at neighbouring positions.
     return mx.random.split(mx.random.key(seed))[0]

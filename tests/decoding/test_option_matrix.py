@@ -68,7 +68,14 @@ class Subjects:
         )
 
     def text(self, case: dict, stats: Stats, n: int = 18) -> list[int]:
-        options = {**case, **TEMPERATURES[case["sampling"]], "kv_group_size": 32, "seed": 5, "max_tokens": n}
+        options = {
+            **case,
+            **TEMPERATURES[case["sampling"]],
+            "kv_group_size": 32,
+            "quantized_kv_start": 0,
+            "seed": 5,
+            "max_tokens": n,
+        }
         model = self.models[options.pop("draft_vocab")]
         del options["sampling"]
         return [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, stats=stats, **options)]
