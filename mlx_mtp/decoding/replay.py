@@ -5,6 +5,7 @@ a buffer's STEP, so that one record serves every cycle until there, in this conv
 rarely stays outside: buffers grow, idle heads wake up and read. So does the search of the text.
 """
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from ..cache.growing import round_up
 from ..cache.kinds import from_configs
 from ..cache.prompt_cache import CacheArrays, PromptCache
 from ..layers.target import Target
-from ..machine.stream import thread_number
 from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
 from .draft import Drafts, Run
@@ -89,8 +89,8 @@ class Recorder:
     """
 
     def __init__(self):
-        self.cycles: dict[tuple[int, Kind], Callable] = {}
-        self.seen: Counter[tuple[int, Kind]] = Counter()
+        self.cycles: dict[tuple[threading.Thread, Kind], Callable] = {}
+        self.seen: Counter[tuple[threading.Thread, Kind]] = Counter()
         self.verdict: bool | None = None
         self._state: list = []
 
@@ -106,7 +106,7 @@ class Recorder:
 
     def find(self, model: Target, kind: Kind) -> tuple[Callable | None, bool]:
         """Find the step of a kind, None where it has not come often enough here, and whether this call records it."""
-        thread = thread_number()
+        thread = threading.current_thread()  # no number, which another thread may have when this one has ended
         found = self.cycles.pop(key := (thread, kind), None)
         new = found is None
         if found is None:

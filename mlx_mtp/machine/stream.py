@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import count
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -22,7 +21,7 @@ T = TypeVar("T")
 LAST_TURN, LAST_LINE = 10, 0.2  # seconds that the end of the process gives daemon threads to end a turn, to line up
 
 _line, _turn = threading.RLock(), threading.RLock()  # a finalizer may come in between
-_thread, _numbers = threading.local(), count()
+_thread = threading.local()
 _users: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have had a turn, but for the main one
 
 
@@ -39,12 +38,11 @@ def in_turn() -> Iterator[None]:
         _turn.acquire()
     _thread.in_turn = True
     try:
-        streams, maker = _shared_streams()
-        _clean_up_behind(threading.current_thread(), maker if len(streams) > 1 else None)
+        streams = _shared_streams()
         before = [mx.default_stream(stream.device) for stream in streams]
+        for stream in streams:
+            mx.set_default_stream(stream)
         try:
-            for stream in streams:
-                mx.set_default_stream(stream)
             yield
         finally:
             for stream in before:
@@ -69,44 +67,41 @@ def in_turns(steps: Generator[T, None, None]) -> Generator[T, None, None]:
             steps.close()
 
 
-def thread_number() -> int:
-    """Number this thread, as no other has been."""
-    if not hasattr(_thread, "number"):
-        _thread.number = next(_numbers)
-    return _thread.number
+def _shared_streams() -> list[mx.Stream]:
+    """Return the streams, one per device, and see to it that this thread leaves nothing behind that needs Python.
+
+    MLX's main thread keeps what it has: `mx.clear_streams` would take a GPU's shared stream from all others.
+    """
+    streams, maker = _made()
+    thread = threading.current_thread()
+    keeps = thread is threading.main_thread() or (len(streams) > 1 and thread.ident == maker)
+    if not (keeps or hasattr(_thread, "cleanup")):
+        _thread.cleanup = _Cleanup()
+        _users.add(thread)
+    return streams
 
 
 @cache
-def _shared_streams() -> tuple[list[mx.Stream], int | None]:
-    """Make a stream for each device; return also which thread did, and is MLX's main one if none was before."""
-    devices = [device for device in (mx.cpu, mx.gpu) if mx.is_available(device)]
-    streams = [mx.new_thread_unsafe_stream(device) for device in devices]
+def _made() -> tuple[list[mx.Stream], int | None]:
+    """Make the streams; return also which thread did, and is MLX's main one if none was before."""
+    streams = [mx.new_thread_unsafe_stream(device) for device in (mx.cpu, mx.gpu) if mx.is_available(device)]
     mx.synchronize(streams[0])
     return streams, threading.get_ident()
 
 
-def _clean_up_behind(thread: threading.Thread, but: int | None) -> None:
-    """Have MLX drop what it compiled in a thread when that ends: its own destructor takes Python's lock for it, which
-    aborts a process that is about to end.
+class _Cleanup:
+    """Drops what MLX has compiled in a thread when the thread's own variables go.
 
-    but: the thread that keeps it, MLX's main one, for which `mx.clear_streams` drops the GPU's shared streams, too.
+    MLX's destructor of it, which comes later, takes Python's lock, and aborts a process that is about to end.
     """
-    if not hasattr(_thread, "cleanup") and thread is not threading.main_thread() and thread.ident != but:
-        _thread.cleanup = _Cleanup()
-        _users.add(thread)
+
+    def __del__(self, clear: Any = mx.clear_streams) -> None:
+        clear()
 
 
 @atexit.register
 def _keep_last_turn() -> None:
-    """Take the turn for good: a daemon thread that Python's end stops while it runs, and not in the line, aborts the
-    process by MLX's destructors."""
+    """Take the turn for good: a daemon thread that is stopped while it runs, and not in the line, aborts as above."""
     _turn.acquire(timeout=LAST_TURN)
     if any(thread.is_alive() for thread in _users):
         time.sleep(LAST_LINE)
-
-
-class _Cleanup:
-    """Clears what MLX keeps of a thread, when the thread's own variables go."""
-
-    def __del__(self, clear: Any = mx.clear_streams) -> None:
-        clear()

@@ -7,7 +7,7 @@ import time
 import mlx.core as mx
 
 from mlx_mtp.machine import stream
-from mlx_mtp.machine.stream import in_turn, in_turns, thread_number
+from mlx_mtp.machine.stream import in_turn, in_turns
 
 
 def in_thread(call, *args):
@@ -83,7 +83,3 @@ def test_threads_that_end_are_cleaned_up_behind(monkeypatch):
     with in_turn():  # the main thread keeps what it has compiled
         pass
     assert len(cleared) == 1
-
-
-def test_numbers_of_threads_are_never_used_again():
-    assert len({thread_number(), *(in_thread(thread_number) for _ in range(4))}) == 5
