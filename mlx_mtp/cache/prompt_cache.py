@@ -271,15 +271,18 @@ class PromptCache(ListOfOne):
         """Tell whether `trim` can forget any tokens: not of a state, and not once a window has wrapped."""
         return all(c.trims for c in self.caches)
 
+    @in_turn()
     def trim(self, n: int) -> int:
         """Forget the last n tokens, or all; return how many, 0 where that cannot be.
 
         A head may keep one row that it read with the token behind it, now forgotten: no text depends on it.
         """
-        n = min(n, self.offset) if self.is_trimmable() else 0
+        n = min(n, self.offset)
+        if n <= 0 or not self.is_trimmable():
+            return 0
         left, waiting = self.offset - n, max(0, self.behind - n)
         self.backlog = [mx.concatenate(self.backlog, axis=1)[:, :waiting]] if waiting else []
-        self.primed = min(self.primed, left)
+        self.primed, self.prefix = min(self.primed, left), None
         self.settle(self.tokens[:left])
         return n
 

@@ -63,7 +63,7 @@ def load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, bu
     model.report = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
-        warnings.warn(f"{path}: {found}", stacklevel=5)
+        warnings.warn(f"{path}: {found}", stacklevel=4)
     return model
 
 

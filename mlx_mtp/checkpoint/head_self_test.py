@@ -52,7 +52,7 @@ def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
     kind, share = list(shares.items())[-1]
     if share < SUSPECT[kind] if model.vocab_size >= SMALL else max(shares.values()) < LEAST:
         kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
-        warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=5)
+        warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=4)
 
 
 def blaming_config(path: Path) -> AbstractContextManager[None]:

@@ -42,7 +42,6 @@ from .sort_tensors import Drafting
 WEIGHTS_ALONE = Budget()
 
 
-@in_turn()
 def load(
     path_or_hf_repo: str | Path,
     tokenizer_config: dict[str, Any] | None = None,
@@ -64,7 +63,7 @@ def load(
     """Load a checkpoint with its MTP heads, in mlx_lm's way; returns (model, tokenizer), or (.., .., config).
 
     On a CPU the heads of a large model are read, checked and tested before they first draft.
-    Threads wait for their turn to load, and once it is loaded any may use the model.
+    Any thread may load, when it is its turn, and any may use what has been loaded.
 
     tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
     model_config: values to use in place of config.json's. return_config: return what then was used, too.
@@ -86,20 +85,20 @@ def load(
     """
     lane, vocab = requested(kernels), _read_vocab(draft_vocab, mtp=mtp)
     path = resolve(path_or_hf_repo, revision)
-    config = read_config(path) | (model_config or {})
-    model = _load(path, config, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
-    if adapter_path is not None:
-        model = _adapted(model, adapter_path)
-    trusted = {"trust_remote_code": True} if trust_remote_code else {}
-    tokenizer = load_tokenizer(path, trusted | (tokenizer_config or {}), config)
-    unknown = sum(token >= model.vocab_size for token in tokenizer.get_vocab().values())
-    if unknown > model.vocab_size // 100:  # a few more are usual
-        warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=3)
-    _finish(model, path, vocab, tokenizer, lane, budget, lazy=lazy)
+    with in_turn():
+        config = read_config(path) | (model_config or {})
+        model = _load(path, config, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
+        if adapter_path is not None:
+            model = _adapted(model, adapter_path)
+        trusted = {"trust_remote_code": True} if trust_remote_code else {}
+        tokenizer = load_tokenizer(path, trusted | (tokenizer_config or {}), config)
+        unknown = sum(token >= model.vocab_size for token in tokenizer.get_vocab().values())
+        if unknown > model.vocab_size // 100:  # a few more are usual
+            warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=2)
+        _finish(model, path, vocab, tokenizer, lane, budget, lazy=lazy)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-@in_turn()
 def load_model(
     path: str | Path,
     *,
@@ -115,10 +114,10 @@ def load_model(
     """Do as `load` for the model alone, from a local directory; a draft vocabulary's tokenizer is not checked."""
     lane, vocab = requested(kernels), _read_vocab(draft_vocab, mtp=mtp)
     path = resolve(path)
-    model = _load(
-        path, read_config(path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy
-    )
-    _finish(model, path, vocab, None, lane, budget, lazy=lazy)
+    with in_turn():
+        drafting = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
+        model = _load(path, read_config(path), drafting, budget, lazy=lazy)
+        _finish(model, path, vocab, None, lane, budget, lazy=lazy)
     return model
 
 
@@ -154,7 +153,7 @@ def _load(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy:
     if mx.default_device() == mx.cpu:
         share_angles(model)
     if drafting.heads and not model.mtp:
-        warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=5)
+        warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
     return model
 
 
@@ -252,7 +251,7 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
     source = f"model_type {name!r} has no MTP port"
     model.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
     if drafting.mtp:
-        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=5)
+        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=4)
     return model
 
 

@@ -86,7 +86,7 @@ def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: 
             warnings.warn(
                 f"{file}: {len(weights)} norms of {part} ({name} ...) have mean {mean:.2f} once loaded, expected "
                 f"near 1; they look {state}",
-                stacklevel=8,
+                stacklevel=7,
             )
         elif depth is not None:
             path = f"mtp.{depth}.norm.weight"
@@ -97,5 +97,5 @@ def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: 
                 warnings.warn(
                     f"{file}: tensor {name} of MTP depth {depth} has mean {last - raw[1]:.2f}, the norms of its "
                     f"layer {mean - raw[1]:.2f}: two conventions in one head; {done}",
-                    stacklevel=8,
+                    stacklevel=7,
                 )
