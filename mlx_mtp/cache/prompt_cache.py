@@ -384,5 +384,7 @@ def make_prompt_cache(
 
 def group_size_for(model: CachedModel) -> int:
     """Find the largest usual group size that quantized keys and values of `model` can have, else 64."""
-    head_dim = getattr(model.args, "head_dim", None) or 64  # latent attention has none, and nothing to quantize
+    head_dim = (
+        getattr(getattr(model, "args", None), "head_dim", None) or 64
+    )  # latent attention has none, and nothing to quantize
     return next((size for size in (64, 32) if head_dim % size == 0), 64)
