@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from ..layers.target import Target
@@ -216,7 +217,7 @@ def random_key(seed: int | None) -> mx.array:
     """Make a base key, uint32 [2], from the seed, or from MLX's random state of this thread where there is none."""
     if seed is None:
         key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
-        mx.async_eval(key, _random_state())  # now: what the thread draws next is not in this turn
-        return key
+        # Computed here: what the thread draws next is not in this turn.
+        return mx.array([np.array(array) for array in (key, *_random_state())][0])
     # Hashed, so that neighbouring seeds do not share keys at neighbouring positions.
     return mx.random.split(mx.random.key(seed))[0]
