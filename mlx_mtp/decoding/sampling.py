@@ -218,6 +218,7 @@ def random_key(seed: int | None) -> mx.array:
     if seed is None:
         key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
         # Computed here: what the thread draws next is not in this turn.
-        return mx.array([np.array(array) for array in (key, *_random_state())][0])
+        drawn, _ = (np.array(array) for array in (key, *_random_state()))
+        return mx.array(drawn)
     # Hashed, so that neighbouring seeds do not share keys at neighbouring positions.
     return mx.random.split(mx.random.key(seed))[0]
