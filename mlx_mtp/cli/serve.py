@@ -128,7 +128,7 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
         model, tokenizer = options.load_model(flags)
     advised = _advised(resolve(demo_path() if flags["model"] is None else flags["model"]))
     advised["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-    return Loaded(model, tokenizer, advised, options.cache_layout(model, flags))
+    return Loaded(model, tokenizer, advised, options.cache_layout(flags))
 
 
 def _advised(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from ..machine.errors import first_line
 from ..machine.memory import wired
+from ..machine.stream import in_turn
 from .job import Failed, Job, Served, answer, read
 
 log = logging.getLogger("mlx_mtp.serve")
@@ -100,7 +101,6 @@ class Engine:
         finally:
             self._fail_all()
             self.served = None
-            mx.clear_streams()  # else MLX's caches of this thread are destroyed when Python has ended
 
     def _loaded(self) -> bool:
         """Load the model, if it is not; tell whether there is one."""
@@ -108,7 +108,8 @@ class Engine:
             return True
         self.state = "loading"
         try:
-            self.served = self.load()
+            with in_turn():
+                self.served = self.load()
         except BaseException as e:
             self.state, self.error = "failed", e
             return False
@@ -151,14 +152,13 @@ class Engine:
     def _advanced(self, job: Job, steps: Iterator[None]) -> bool:
         """Take one step of a job; tell whether there are more. What goes wrong in it is its own."""
         try:
-            if job.cancelled:
+            with in_turn():
+                if not (job.cancelled or time.monotonic() > job.deadline):
+                    next(steps)
+                    return True
                 steps.close()  # type: ignore[attr-defined]
-            elif time.monotonic() > job.deadline:
-                steps.close()  # type: ignore[attr-defined]
+            if not job.cancelled:
                 job.emit(Failed(504, "the time limit of a request is over (--timeout)"))
-            else:
-                next(steps)
-                return True
         except StopIteration:
             self._behind.append(job)
         except ValueError as e:
@@ -173,8 +173,8 @@ class Engine:
         if self._rereads is None and self._behind and self.served:
             self._rereads = _reread(self.served, self._behind.popleft())
         if self._rereads is not None:
-            if next(self._rereads, None) is None:
-                self._rereads = None
+            with in_turn():
+                self._rereads = self._rereads if next(self._rereads, None) else None
         elif self.served and self.limits.idle_unload < float("inf"):
             self._collect(self.limits.idle_unload)
             if not self._waiting and self._stopping is None:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
-from ..generate import default_draft_tokens
+from ..decoding.options import default_draft_tokens
 from .app import Site, application
 from .engine import Engine, Limits
 from .fields import Door
