@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,8 +93,6 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site]
     site = Site(engine, Metrics(engine), settings.rules, settings.timeout)
     config = uvicorn.Config(
         application(site),
-        host=settings.host,
-        port=settings.port,
         root_path=settings.root_path,
         log_level="warning",
         access_log=False,
@@ -101,26 +100,31 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site]
         timeout_graceful_shutdown=int(settings.grace) + 1,
         h11_max_incomplete_event_size=32 * 1024,
     )
-    server = Server(config, engine, settings.grace)
+    server, sockets = Server(config, engine, settings.grace), listening(settings.host, settings.port)
     engine.start()
-    asyncio.run(_run(server, engine))
+    asyncio.run(_run(server, sockets, engine))
     engine.stop(settings.grace)
     engine.thread.join(0 if engine.state == "loading" else settings.grace + STORING)
     if engine.thread.is_alive():  # nothing interrupts MLX while it reads weights or computes
         os._exit(0)
     if engine.error is not None:
         raise engine.error
-    if not server.started:
-        raise OSError(f"{settings.host}:{settings.port}: the address cannot be listened at")
 
 
-async def _run(server: Server, engine: Engine) -> None:
+def listening(host: str, port: int) -> list[socket.socket]:
+    """Listen at an address, before seconds go into a model; raises OSError that names it."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [socket.create_server(address[:2], family=family) for family, _, _, _, address in found]
+    except OSError as e:
+        raise OSError(f"{host}:{port}: {e.strerror or e}") from None
+
+
+async def _run(server: Server, sockets: list[socket.socket], engine: Engine) -> None:
     """Serve, and end when the engine has ended."""
     watch = asyncio.ensure_future(_watch(server, engine))
     try:
-        await server.serve()
-    except SystemExit:  # uvicorn's way to say that it cannot listen
-        server.should_exit = True
+        await server.serve(sockets)
     finally:
         watch.cancel()
 

@@ -189,7 +189,7 @@ def tokenizer():
 def test_the_command_lines_defaults_suit_every_family(tmp_path, tokenizer, name):
     path, _, _ = families.build(name, tmp_path)
     model = mlx_mtp.load_model(path)
-    options = generation_options(model, tokenizer, chat.make_context("chat", []).params, None)
+    options = generation_options(tokenizer, chat.make_context("chat", []).params, None)
     kept = {option: options[option] for option in ("num_draft_tokens", "kv_group_size", "prefill_step_size")}
     assert len(list(mlx_mtp.generate_step(PROMPT, model, max_tokens=4, **kept))) == 4
 
