@@ -10,6 +10,7 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from .cache.file import load_prompt_cache, save_prompt_cache
     from .cache.prompt_cache import PromptCache, make_prompt_cache
+    from .checkpoint.convert import convert
     from .checkpoint.load import load, load_model
     from .checkpoint.report import Report
     from .decoding.memory_needs import Budget
@@ -24,6 +25,7 @@ __all__ = [
     "Stats",
     "__version__",
     "batch_generate",
+    "convert",
     "generate",
     "generate_step",
     "load",
@@ -42,6 +44,7 @@ _HOMES = {
     **dict.fromkeys(("load", "load_model"), "checkpoint.load"),
     **dict.fromkeys(("PromptCache", "make_prompt_cache"), "cache.prompt_cache"),
     **dict.fromkeys(("load_prompt_cache", "save_prompt_cache"), "cache.file"),
+    "convert": "checkpoint.convert",
     "Budget": "decoding.memory_needs",
     "Report": "checkpoint.report",
     "Stats": "decoding.stats",

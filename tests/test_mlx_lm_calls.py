@@ -1,6 +1,7 @@
 """Programs that call mlx_lm run with the import changed, or are told in one line what to change."""
 
 import inspect
+import itertools
 
 import mlx.core as mx
 import mlx_lm
@@ -131,9 +132,22 @@ def test_what_is_done_elsewhere(demo):
     model, tokenizer, theirs = demo
     with pytest.raises(ValueError, match=r"^model: mlx_lm loaded it.*mlx_mtp\.load"):
         mlx_mtp.generate(theirs, tokenizer, PROMPT)
-    for name in ("draft_model", "stream", "input_embeddings"):
+    for name in ("draft_model", "stream", "input_embeddings", "formatter"):
         with pytest.raises(ValueError, match=rf"^{name}: not taken here"):
             mlx_mtp.generate(model, tokenizer, PROMPT, **{name: theirs})
+    assert mlx_mtp.generate(model, tokenizer, PROMPT, max_tokens=1, formatter=None)  # as LangChain calls it
+    with pytest.raises(ValueError, match=r"^upload_repo='a/b': not taken here"):
+        mlx_mtp.convert(demo_path(), quantize=True, upload_repo="a/b")
+
+
+def test_mlx_lm_does_not_read_our_caches(demo):
+    """It is told what does, whoever loaded the model, and also where our cache took the place of a list's members."""
+    model, tokenizer, theirs = demo
+    cache = mlx_mtp.make_prompt_cache(model)
+    for loaded, given in itertools.product((model, theirs), (cache, [cache])):
+        with pytest.raises(ValueError, match=r"^prompt_cache: mlx_mtp's.*mlx_mtp\.generate"):
+            mlx_lm.generate(loaded, tokenizer, PROMPT, prompt_cache=given)
+    assert [*cache] == [cache[0]] == [cache[-1]] == [cache]
 
 
 def test_defaults_are_those_of_the_command_line(demo):

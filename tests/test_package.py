@@ -29,8 +29,13 @@ def test_every_kernel_has_its_row():
 
 
 def test_version_is_stated_once():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == mlx_mtp.__version__
+    """In `_version.py`, from which the build takes it; the changelog's newest release is this one, or the next."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert settings["project"]["dynamic"] == ["version"]
+    assert (ROOT / settings["tool"]["hatch"]["version"]["path"]) == Path(mlx_mtp._version.__file__)
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] in (mlx_mtp.__version__, "Unreleased")
 
 
 def test_the_demo_is_a_raw_checkpoint_of_at_most_16_mb():
@@ -57,6 +62,7 @@ def test_wheel_from_sdist(tmp_path):
         pytest.skip("needs the package `build` (the dev extra)")
     subprocess.run(["pyproject-build", "--outdir", tmp_path, ROOT], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.split("-")[1] == mlx_mtp.__version__
     names = zipfile.ZipFile(wheel).namelist()
     assert "mlx_mtp/kernels/metal/README.md" in names
     assert "mlx_mtp/demo/checkpoint/model.safetensors" in names

@@ -1,6 +1,6 @@
 """Wrap mlx-lm's own caches of a whole model without a port, and let mlx-lm's functions on caches take ours."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
@@ -96,12 +96,23 @@ class ListOfOne:
     def __len__(self) -> int:
         return 1
 
+    def __iter__(self) -> Any:
+        return iter((self,))
+
     def __getitem__(self, index: int) -> Any:
-        return (self,)[index]
+        return self if index in (0, -1) else self._refuse()  # what a model of mlx_lm's takes for another layer's
 
     @property
-    def state(self) -> Any:
-        """Refuse to be saved or computed by mlx_lm, which knows neither the heads' caches nor what joins them."""
+    def state(self) -> NoReturn:
+        """Refuse to be saved or computed by mlx_lm."""
+        self._refuse()
+
+    def make_mask(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to be read by a model of mlx_lm's, which asks for a mask first."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        """Raise ValueError: mlx_lm knows neither the heads' caches nor what joins them."""
         raise ValueError(
             "prompt_cache: mlx_mtp's, with MTP heads; use mlx_mtp.save_prompt_cache and mlx_mtp.generate"
         )

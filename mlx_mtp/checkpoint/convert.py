@@ -197,6 +197,8 @@ def convert(
     revision: str | None = None,
     shard_bytes: int = writer.SHARD_BYTES,
     progress: Progress | None = None,
+    upload_repo: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Converted:
     """Write a checkpoint for MLX, heads included, to the new directory `mlx_path`; of an EAGLE-3 drafter, which is a
     head, another such drafter.
@@ -207,8 +209,13 @@ def convert(
         they are. The matrix that fuses a head's inputs, norms and routers are never quantized.
     mtp_layout: the heads in `mtp.safetensors`, or in the target's files by the hub's names.
     shard_bytes: most bytes of a file of several. progress: called with bytes written, and to write.
+    upload_repo, trust_remote_code: of mlx-lm's; nothing is uploaded, which is refused, and none of its code is run.
     Raises ValueError, in one line, and leaves nothing behind.
     """
+    if upload_repo is not None:
+        raise ValueError(
+            f"upload_repo={upload_repo!r}: not taken here; upload with `hf upload {upload_repo} {mlx_path}`"
+        )
     target = format_of(q_group_size, q_bits, q_mode) if quantize else None
     heads = format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantize)
     precision = Precision(target, quant_predicate, *heads, dequantize, dtype)

@@ -54,6 +54,7 @@ ELSEWHERE = {
     "draft_model": "give a drafter's directory to mlx_mtp.load",
     "stream": "leave it out, all work goes to one stream that any thread may use",
     "input_embeddings": "leave it out, a prompt is text or token ids",
+    "formatter": "leave it out, a text comes as it is",
 }
 
 
