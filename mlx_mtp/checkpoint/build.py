@@ -22,6 +22,8 @@ from ..decoding.memory_needs import Budget
 from ..layers.mtp_spec import MTPSpec
 from ..machine.errors import first_line, one_line
 from ..models import drafter_kinds
+from ..ranks.group import Ranks
+from ..ranks.split import read_parts, split
 from .config_types import check_types
 from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve
 from .head_self_test import blaming_config
@@ -37,19 +39,33 @@ CANNOT = "the model cannot be built from it"
 MISBUILT = TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError
 
 
-def load_port(port: ModuleType, path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
+def load_port(
+    port: ModuleType,
+    path: Path,
+    config: dict,
+    drafting: Drafting,
+    budget: Budget,
+    ranks: Ranks | None = None,
+    *,
+    lazy: bool,
+) -> Any:
     """Build a port's model with the heads or the drafter that are asked for, and its report; ValueError if damaged.
 
     lazy: weights stay on disk; their names, shapes and the norms are checked. Else those of heads wait in
     `model.untested` to be read, and what is expanded is so when it is used.
     """
     model, contents, raw = read_port(port, path, config, drafting)
+    if ranks:
+        split(model, ranks.group, config["model_type"])
+        model.ranks = ranks
     stored = _stored(model, contents)
     expanded = _expand_experts(model)
     if not lazy:
         with blaming_config(path):
             budget.check(model, path)
         heads = {name: stored.pop(name) for name in list(stored) if name.startswith("mtp.")}
+        if ranks:
+            read_parts(stored)
         check_numbers(stored, partial(origin, model, contents))
         model.untested = partial(_read_heads, model, contents, heads)
     check_norms(model, contents, raw)

@@ -27,6 +27,7 @@ from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..machine.stream import in_turn
 from ..models import find_port, port_names
+from ..ranks.group import Ranks, ranks_of
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
 from .build import load_port
@@ -59,6 +60,7 @@ def load(
     draft_vocab: str | Path | Sequence[int] | None = None,
     kernels: str | None = None,
     budget: Budget = WEIGHTS_ALONE,
+    tensor_group: mx.distributed.Group | None = None,
 ) -> Any:
     """Load a checkpoint with its MTP heads, in mlx_lm's way; returns (model, tokenizer), or (.., .., config).
 
@@ -81,13 +83,18 @@ def load(
         whose bits are not MLX's); None is MLX_MTP_KERNELS, and where that is not set those that a trial here finds
         right and faster.
     budget: what there must be memory for, before any weight is read.
+    tensor_group: of `mx.distributed.init()`: the target is split over its ranks, all of which have to load it, and
+        from then on generate together, each with the same calls; heads are whole on each. Not with adapters.
     Raises ValueError, in one line, for a checkpoint that is damaged, of an unknown kind, or too large.
     """
-    lane, vocab = requested(kernels), _read_vocab(draft_vocab, mtp=mtp)
+    lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=mtp), ranks_of(tensor_group)
+    if ranks and adapter_path is not None:
+        raise ValueError(f"adapter_path={adapter_path}: not on {ranks.size} ranks; fuse the adapters first")
     path = resolve(path_or_hf_repo, revision)
     with in_turn():
         config = read_config(path) | (model_config or {})
-        model = _load(path, config, Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), budget, lazy=lazy)
+        drafting = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
+        model = _load(path, config, drafting, budget, ranks, lazy=lazy)
         if adapter_path is not None:
             model = _adapted(model, adapter_path)
         trusted = {"trust_remote_code": True} if trust_remote_code else {}
@@ -110,13 +117,14 @@ def load_model(
     lazy: bool = False,
     kernels: str | None = None,
     budget: Budget = WEIGHTS_ALONE,
+    tensor_group: mx.distributed.Group | None = None,
 ) -> Any:
     """Do as `load` for the model alone, from a local directory; a draft vocabulary's tokenizer is not checked."""
-    lane, vocab = requested(kernels), _read_vocab(draft_vocab, mtp=mtp)
+    lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=mtp), ranks_of(tensor_group)
     path = resolve(path)
     with in_turn():
         drafting = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
-        model = _load(path, read_config(path), drafting, budget, lazy=lazy)
+        model = _load(path, read_config(path), drafting, budget, ranks, lazy=lazy)
         _finish(model, path, vocab, None, lane, budget, lazy=lazy)
     return model
 
@@ -140,16 +148,18 @@ def _read_vocab(draft_vocab: Any, *, mtp: bool) -> DraftVocab | None:
     return None if draft_vocab is None else read_vocab(draft_vocab)
 
 
-def _load(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
+def _load(path: Path, config: dict, drafting: Drafting, budget: Budget, ranks: Ranks | None, *, lazy: bool) -> Any:
     drafting.check()
     if program := config.get("model_file"):
         raise ValueError(f"{path}/config.json: model_file={program}: mlx_mtp runs no checkpoint's own model code")
     port = find_port(config)
     if port is None:
+        if ranks:
+            raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} has no port; allowed is 1")
         return load_plain(path, config, drafting, budget, lazy=lazy)
     if drafting.draft_model is not None and is_split(drafter := resolve(drafting.draft_model)):
         drafting = replace(drafting, draft_model=None, mtp_path=drafter)
-    model = load_port(port, path, config, drafting, budget, lazy=lazy)
+    model = load_port(port, path, config, drafting, budget, ranks, lazy=lazy)
     if mx.default_device() == mx.cpu:
         share_angles(model)
     if drafting.heads and not model.mtp:

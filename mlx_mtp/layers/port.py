@@ -72,6 +72,7 @@ class Port(nn.Module):
     layers: Any
     mtp: Sequence[Any]
     untested: Callable[[], None] | None = None
+    ranks: Any = None  # those that the layers are split over
     report: Any
     _learned: Any
     _recorder: Any

@@ -82,6 +82,14 @@ class Model(Port, qwen3_5.Model):
     def language(self) -> Any:
         return self.language_model
 
+    def shard(self, group: Any = None) -> None:
+        """Split the layers as mlx-lm does, and leave the LM head whole, as in other families."""
+        inner = self.language_model
+        text = inner.args
+        inner.args = replace(text, tie_word_embeddings=True)
+        super().shard(group)
+        inner.args = text
+
     def windows(self) -> list[CacheKind]:
         return [RecurrentCache if layer.is_linear else None for layer in self.layers]
 

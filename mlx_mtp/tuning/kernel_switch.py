@@ -17,6 +17,7 @@ from ..layers.mamba2 import Mamba2
 from ..layers.port import Port
 from ..layers.products import Matrices, Stack
 from ..machine.remembered import digest
+from ..ranks.ordered_sum import parts_alone, sum_over
 from .ab_test import compile_kernel
 from .kernel_sites import place, tied
 from .kernel_trials import (
@@ -55,7 +56,10 @@ def switch_on(
         recurrent = any(isinstance(module, GatedDelta) for module in model.modules())  # type: ignore[attr-defined]
         others = [line for line in others_not_exact(model) if line != FORMATS]
         return (f"none: {why}",), ("all products", *(["the gated delta rule"] if recurrent else []), *others)
+    summed = parts_alone(model.modules())  # so that kernels are placed as on one machine
     found = ModelTrials(model, place(model), kv_bits)
+    for module in summed:
+        sum_over(module, module.ranks_group)
     if lane is None:
         model._trials = found
         found.begin()

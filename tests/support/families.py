@@ -26,7 +26,8 @@ class Family:
 
 
 def glm_layer(prefix: str, config: dict, dense: bool) -> Shapes:
-    attention = gqa(f"{prefix}.self_attn", 4, 2, 16, bias=True, qk_norm=config["use_qk_norm"])
+    heads = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    attention = gqa(f"{prefix}.self_attn", *heads, bias=True, qk_norm=config["use_qk_norm"])
     inner = mlp(f"{prefix}.mlp", config["intermediate_size"]) if dense else moe(f"{prefix}.mlp", config)
     return attention | inner | layer_norms(prefix)
 

@@ -49,9 +49,9 @@ def qwen_ffn(prefix: str, config: dict) -> Shapes:
 
 
 def qwen_attention(prefix: str, config: dict) -> Shapes:
-    D = config["head_dim"]
-    shapes = gqa(prefix, 4, 2, D, bias=False, qk_norm=True)
-    return shapes | {f"{prefix}.q_proj.weight": (2 * 4 * D, H)}  # queries and gates
+    heads, D = config["num_attention_heads"], config["head_dim"]
+    shapes = gqa(prefix, heads, config["num_key_value_heads"], D, bias=False, qk_norm=True)
+    return shapes | {f"{prefix}.q_proj.weight": (2 * heads * D, H)}  # queries and gates
 
 
 def qwen_recurrent(prefix: str, config: dict) -> Shapes:

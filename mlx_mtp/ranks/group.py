@@ -1,0 +1,47 @@
+"""Talk to the other ranks: hear what rank 0 decides, and check that all ranks hold the same."""
+
+import hashlib
+import json
+from typing import Any
+
+import mlx.core as mx
+
+from ..machine.stream import in_turn
+
+
+class Ranks:
+    """The processes that hold a model together, of which this one is number `rank` of `size`.
+
+    Its methods wait for all ranks, each of which has to call the same ones in the same order.
+    """
+
+    def __init__(self, group: Any):
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        """Return every rank's numbers, int32 and as many from each, in the order of ranks."""
+        with in_turn():
+            found: Any = mx.distributed.all_gather(mx.array([numbers], mx.int32), group=self.group).tolist()
+        return found
+
+    def told(self, value: Any = None) -> Any:
+        """Return rank 0's `value`, which JSON can write; what the others pass is not looked at."""
+        text = json.dumps(value).encode() if self.rank == 0 else b""
+        length = self.gather([len(text)])[0][0]
+        with in_turn():
+            sent = mx.array(list(text) if text else [0] * length, mx.uint8)
+            received = mx.distributed.all_gather(sent[None], group=self.group)[0]
+            return json.loads(bytes(memoryview(received)))
+
+    def check_alike(self, what: str, value: Any) -> None:
+        """Raise ValueError on every rank where `value`, whose text is compared, is not the same on all."""
+        digest = hashlib.sha256(str(value).encode()).digest()[:4]
+        found = self.gather([int.from_bytes(digest, signed=True)])
+        odd = [str(rank) for rank, number in enumerate(found) if number != found[0]]
+        if odd:
+            raise ValueError(f"ranks: {what} differs on rank {', '.join(odd)} from rank 0's; expected the same on all")
+
+
+def ranks_of(group: Any) -> Ranks | None:
+    """Make the ranks of a group of `mx.distributed`; None where there is none, or this process is alone in it."""
+    return Ranks(group) if group is not None and group.size() > 1 else None

@@ -1,0 +1,58 @@
+"""Run a command as several ranks over loopback, as `mlx.launch` does, and gather what each says."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+ROOT = Path(__file__).parents[2]
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports that nobody listens on, though somebody might a moment later."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def environments(n: int, folder: Path, **more: str) -> list[dict[str, str]]:
+    """What the processes of a ring of n ranks find in their environments; a single one finds nothing there."""
+    hostfile = folder / f"hosts-{n}.json"
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(n)]))
+    path = os.pathsep.join([str(ROOT), str(WORKER.parent), os.environ.get("PYTHONPATH", "")])
+    shared = {**os.environ, "PYTHONPATH": path, "MLX_HOSTFILE": str(hostfile), **more}
+    return [{**shared, "MLX_RANK": str(rank)} for rank in range(n)] if n > 1 else [{**shared, "MLX_HOSTFILE": ""}]
+
+
+def start(n: int, folder: Path, argv: list[str], **more: str) -> list[subprocess.Popen]:
+    """Start n ranks of one command."""
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    return [subprocess.Popen(argv, env=env, text=True, **pipes) for env in environments(n, folder, **more)]
+
+
+def ended(ranks: list[subprocess.Popen], stdin: str = "", timeout: float = 120) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each rank, once all have ended; rank 0 alone is given input."""
+    try:
+        for rank in ranks[1:]:
+            rank.stdin.close()
+            rank.stdin = None
+        first = ranks[0].communicate(stdin, timeout=timeout)
+        others = [rank.communicate(timeout=timeout) for rank in ranks[1:]]
+        return [(rank.returncode, *said) for rank, said in zip(ranks, [first, *others], strict=True)]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def work(n: int, folder: Path, name: str, **options) -> list:
+    """What `rank_worker`'s function of this name returns on each of n ranks."""
+    argv = [sys.executable, str(WORKER), name, json.dumps(options)]
+    found = ended(start(n, folder, argv), timeout=600)
+    for rank, (code, _, stderr) in enumerate(found):
+        assert code == 0, f"rank {rank}: {stderr}"
+    return [json.loads(stdout.splitlines()[-1]) for _, stdout, _ in found]

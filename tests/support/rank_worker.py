@@ -1,0 +1,85 @@
+"""Do a test's work as one rank, in a process of its own: a function's name and its options as JSON."""
+
+import hashlib
+import json
+import os
+import sys
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from oracle import Oracle
+
+import mlx_mtp
+from mlx_mtp.decoding import step as one_step
+
+PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2, 4, 4, 1]
+
+
+def bits(x: mx.array) -> str:
+    """A digest of an array's bits."""
+    return hashlib.sha256(np.array(x.astype(mx.float32)).tobytes()).hexdigest()
+
+
+def generated(model, n: int = 24, **options) -> list[int]:
+    return [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, adaptive=False, **options)]
+
+
+def rows_apart(model, rows: int = 8) -> int:
+    """Count values of hidden rows that depend on how many rows are read with them."""
+    caches = [mlx_mtp.make_prompt_cache(model) for _ in range(2)]
+    for cache in caches:
+        list(mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, max_tokens=0, num_draft_tokens=0))
+    tokens, found = mx.array([[1, 0, 2, 3, 3, 1, 0, 4][:rows]]), []
+    for cache, width in zip(caches, (rows, 1), strict=True):
+        parts = []
+        for i in range(0, rows, width):
+            at = len(PROMPT) + i
+            for layer in cache.layers:
+                layer.seek(mx.array([at]), at)
+            parts.append(model.hidden(tokens[:, i : i + width], cache.layers))
+            mx.eval(parts[-1])
+        found.append(np.array(mx.concatenate(parts, axis=1).astype(mx.float32)))
+    return int((found[0] != found[1]).sum())
+
+
+def load(path: str, group):
+    return mlx_mtp.load_model(path, tensor_group=group)
+
+
+def texts(path: str, group, dtype: str = "float32") -> dict:
+    """Texts by how they were decoded, with drafts right, wrong and partly right; rows; bytes."""
+    model = load(path, group)
+    most = model.max_draft_tokens
+    found = {"plain": generated(model, num_draft_tokens=0), "seeded": generated(model, num_draft_tokens=0, temp=1.0, seed=7)}
+    real = one_step.draft
+    for k in {1, min(3, most)} if most else ():
+        found[f"seeded {k}"] = generated(model, num_draft_tokens=k, temp=1.0, seed=7)
+        found[f"plain {k}"] = generated(model, num_draft_tokens=k)
+        start = len(PROMPT)
+        for name, wrong in (("right", set()), ("wrong", set(range(99))), ("partly", set(range(1, 99, 3)))):
+            one_step.draft = Oracle([0] * start + found["plain"], {start + i for i in wrong}, model.vocab_size)
+            found[f"plain {k} {name}"] = generated(model, num_draft_tokens=k)
+        one_step.draft = real
+    found["plain looked up"] = generated(model, prompt_lookup=True, **({"num_draft_tokens": 1} if most else {}))
+    parameters = dict(tree_flatten(model.parameters()))
+    logits = model.logits(model.hidden(mx.array([PROMPT]), mlx_mtp.make_prompt_cache(model).layers))
+    return {
+        "texts": found,
+        "rows apart": rows_apart(model),
+        "bytes": sum(a.nbytes for name, a in parameters.items() if not name.startswith("mtp.")),
+        "split": sum(a.nbytes for name, a in parameters.items() if ".layers." in name and not name.startswith("mtp.")),
+        "logits": np.array(logits.astype(mx.float32)).tolist(),
+        "bits": bits(logits),
+    }
+
+
+def each(paths: dict[str, str], group) -> dict:
+    """`texts` of each checkpoint."""
+    return {name: texts(path, group) for name, path in paths.items()}
+
+
+if __name__ == "__main__":
+    function, options = sys.argv[1:]
+    found = globals()[function](group=mx.distributed.init() if "MLX_RANK" in os.environ else None, **json.loads(options))
+    print(json.dumps(found))
