@@ -30,8 +30,8 @@ class Ranks:
         length = self.gather([len(text)])[0][0]
         with in_turn():
             sent = mx.array(list(text) if text else [0] * length, mx.uint8)
-            received = mx.distributed.all_gather(sent[None], group=self.group)[0]
-            return json.loads(bytes(memoryview(received)))
+            received: Any = mx.distributed.all_gather(sent[None], group=self.group)[0].tolist()
+        return json.loads(bytes(received))
 
     def check_alike(self, what: str, value: Any) -> None:
         """Raise ValueError on every rank where `value`, whose text is compared, is not the same on all."""
@@ -39,7 +39,9 @@ class Ranks:
         found = self.gather([int.from_bytes(digest, signed=True)])
         odd = [str(rank) for rank, number in enumerate(found) if number != found[0]]
         if odd:
-            raise ValueError(f"ranks: {what} differs on rank {', '.join(odd)} from rank 0's; expected the same on all")
+            raise ValueError(
+                f"ranks: {what} differs on rank {', '.join(odd)} from rank 0's; expected the same on all"
+            )
 
 
 def ranks_of(group: Any) -> Ranks | None:

@@ -1,15 +1,21 @@
 """Write tiny checkpoints of every family that can be split, whose sizes divide by two, three and four ranks."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import drafters
 import families
 import tiny
-from qwen import QWEN_TEXT
+from quantized_models import STEP as QUANTIZED
+from quantized_models import quantized
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12}
-LINEAR = {"linear_num_value_heads": 24, "linear_num_key_heads": 12, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
-TEXT = {**QWEN_TEXT, **HEADS, **LINEAR}
+LINEAR = {
+    "linear_num_value_heads": 24,
+    "linear_num_key_heads": 12,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}
 OTHER = {**tiny.CONFIG["attention_other_setting"], "num_attention_heads": 24, "num_attention_groups": 12}
 STEP = {
     **tiny.CONFIG,
@@ -28,19 +34,34 @@ CHANGES = {
     "qwen3_5": {"text_config": {**families.FAMILIES["qwen3_5"].config["text_config"], **HEADS, **LINEAR}},
     "qwen3_5_moe": {"text_config": {**families.FAMILIES["qwen3_5_moe"].config["text_config"], **HEADS, **LINEAR}},
 }
-HEADLESS = {
-    "llama": {**GQA, "model_type": "llama"},
-    "qwen2": {**GQA, "model_type": "qwen2", "head_dim": 32 // 4, "num_attention_heads": 4, "num_key_value_heads": 1},
-    "qwen3": {**GQA, "model_type": "qwen3"},
-}
 MOE = {**GQA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+HEADLESS = {
+    "llama": {**GQA, "model_type": "llama"},
+    "qwen2": {**GQA, "model_type": "qwen2", "num_key_value_heads": 1},
+    "qwen3": {**GQA, "model_type": "qwen3"},
+    "qwen3_moe": MOE,
+}
+STEPS = {"step3p5": {}, "step3p7": {"model_type": "step3p7"}}
+
+FOUR_BITS = {  # whole groups of 32 columns on each of two and of four ranks
+    **{**STEP, **QUANTIZED, "vocab_size": 16, "head_dim": 32, "num_attention_heads": 8, "num_attention_groups": 4},
+    **{"intermediate_size": 128, "moe_intermediate_size": 128, "share_expert_dim": 128},
+    "attention_other_setting": {**OTHER, "num_attention_heads": 8, "num_attention_groups": 4, "head_dim": 32},
+    "quantization": {"group_size": 32, "bits": 4},
+}
 
 
-def write(folder: Path) -> dict[str, str]:
-    """Directories by family."""
-    found = {name: families.build(name, folder / name, **changes)[0] for name, changes in CHANGES.items()}
-    found |= {name: families.headless(folder / name, config)[0] for name, config in {**HEADLESS, "qwen3_moe": MOE}.items()}
-    for name, kind in (("step3p5", {}), ("step3p7", {"model_type": "step3p7"})):
-        found[name] = tiny.save(folder / name, {**STEP, **kind}, tiny.random_weights(STEP))
+def write(folder: Path, names: Collection[str] | None = None) -> dict[str, str]:
+    """Directories by family: of these, or of all."""
+    wanted = {*CHANGES, *HEADLESS, *STEPS} if names is None else set(names)
+    found = {name: families.build(name, folder / name, **CHANGES[name])[0] for name in CHANGES.keys() & wanted}
+    found |= {name: families.headless(folder / name, HEADLESS[name])[0] for name in HEADLESS.keys() & wanted}
+    for name in STEPS.keys() & wanted:
+        found[name] = tiny.save(folder / name, {**STEP, **STEPS[name]}, tiny.random_weights(STEP))
     return {name: str(path) for name, path in found.items()}
+
+
+def write_quantized(folder: Path) -> str:
+    """A directory whose matrices are in 4 bits."""
+    return str(tiny.save(folder, FOUR_BITS, quantized(tiny.random_weights(FOUR_BITS))))

@@ -21,17 +21,17 @@ def free_ports(n: int) -> list[int]:
 
 
 def environments(n: int, folder: Path, **more: str) -> list[dict[str, str]]:
-    """What the processes of a ring of n ranks find in their environments; a single one finds nothing there."""
+    """What the processes of a ring of n ranks find in their environments."""
     hostfile = folder / f"hosts-{n}.json"
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(n)]))
     path = os.pathsep.join([str(ROOT), str(WORKER.parent), os.environ.get("PYTHONPATH", "")])
     shared = {**os.environ, "PYTHONPATH": path, "MLX_HOSTFILE": str(hostfile), **more}
-    return [{**shared, "MLX_RANK": str(rank)} for rank in range(n)] if n > 1 else [{**shared, "MLX_HOSTFILE": ""}]
+    return [{**shared, "MLX_RANK": str(rank)} for rank in range(n)]
 
 
 def start(n: int, folder: Path, argv: list[str], **more: str) -> list[subprocess.Popen]:
     """Start n ranks of one command."""
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return [subprocess.Popen(argv, env=env, text=True, **pipes) for env in environments(n, folder, **more)]
 
 
