@@ -131,8 +131,7 @@ CASES = {
         and (name, norms) != ("mimo", "last norm")  # three in four above one: less one they choose the same
     },
     **{f"{name}: hidden and embedding": (name, other_order) for name in sampled(["mimo"], trained.NAMES)},
-    **({"step3p5: hidden state before the norm": ("step3p5", behind_the_norm)} if SWEEP else {}),
-    "mimo: hidden state before the norm": ("mimo", behind_the_norm),
+    **{f"{name}: hidden state before the norm": (name, behind_the_norm) for name in sampled([], ["step3p5", "mimo"])},
     "step3p5: feedback before the norm": ("step3p5", fed_behind_the_norm),
     **{
         f"{name}: depths {order}": (name, lambda tensors, order=order: tensors.swap("", order))
