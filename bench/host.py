@@ -33,14 +33,14 @@ from typing import Any
 from unittest import mock
 
 import click
-import launches
 import mlx.core as mx
 import mlx.nn as nn
-from launches import MODELS, WIDTH, as_on_a_mac, make, reached
+from launches import MODELS, WIDTH, make, reached
+from launches_graph import as_on_a_mac
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.generate import speculative_generate_step
-from mlx_lm.models import deepseek_v3, gated_delta, glm4_moe, qwen3_5, qwen3_5_moe, step3p5
+from mlx_lm.models import deepseek_v3, glm4_moe, qwen3_5, qwen3_5_moe, step3p5
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from rich.console import Console
 from rich.table import Table
@@ -67,7 +67,6 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 RECORDED = 3  # cycles until those of a kind are replayed
 WARM = 4  # cycles before those that count: heads read the prompt, buffers grow
 PARTS = ("build", "submit", "wait", "total", "CPU build", "CPU total")
-GPU = mx.Device(mx.gpu)
 
 
 Moment = tuple[float, float, float, float, float]
@@ -210,19 +209,9 @@ class Build:
         return outputs
 
 
-@contextmanager
-def on_a_mac() -> Iterator[None]:
-    """Let what is built be as on a Mac."""
-    with ExitStack() as stack:
-        stack.enter_context(as_on_a_mac())
-        for owner, name, answer in ((mx.metal, "is_available", True), (mx, "default_device", GPU)):
-            stack.enter_context(mock.patch.object(owner, name, partial(_answer, answer)))  # a Mock's call is slow
-        yield
-
-
 def traced(build: Build, times: int) -> list[float]:
     """Milliseconds of building a graph as on a Mac; it is traced, for it could not run here."""
-    with on_a_mac(), ExitStack() as stack:
+    with as_on_a_mac(), ExitStack() as stack:
         mx.disable_compile()  # what it makes cannot be traced
         stack.callback(mx.enable_compile)
         for _ in range(times + 1):
@@ -297,25 +286,12 @@ def launch(*, inputs: list[Any], output_shapes: Any, output_dtypes: Any, **_: An
     return [mx.depends(output, arrays) for output in outputs]
 
 
-@contextmanager
-def recordable() -> Iterator[None]:
-    """Let mx.compile record what would run on a Mac, launches stood in for."""
-    kernels = [(launches, "ATTENTION"), (launches, "DEQUANTIZE")]
-    kernels += [(gated_delta, name) for name in vars(gated_delta) if name.startswith("_gated_delta_kernel")]
-    with on_a_mac(), ExitStack() as stack:
-        stack.enter_context(mock.patch.object(mx.fast, "metal_kernel", partial(_answer, launch)))
-        for owner, name in kernels:
-            if name != "_gated_delta_kernel_impl":
-                stack.enter_context(mock.patch.object(owner, name, launch))
-        yield
-
-
 def replays(name: str, times: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of building mlx-lm's step and, by k, of replaying cycles without and with kernels."""
     plain, kernels = make(MODELS[name][0]), make(MODELS[name][0])
     for site in switch.place(kernels):
         site.rows = frozenset(site.candidates)
-    with recordable():
+    with as_on_a_mac(partial(_answer, launch)):  # which mx.compile can record
         found = {"mlx-lm": {"k=0": repeated(plain_step(mlx_lm_model(name, plain)), times)}}
         for side, model in (("stock", plain), ("kernels", kernels)):
             found[side] = {f"k={k}": repeated(cycle(model, k, replayed=True), times) for k in DRAFTS}

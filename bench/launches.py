@@ -1,18 +1,19 @@
-"""Count the operations of a layer's verify, a cycle and a plain step, before and after the kernels.
+"""Count the launches of a layer's verify, a cycle and a plain step, before and after the kernels.
 
     python bench/launches.py [--rows 4] [--out mlx_mtp/bench/roofline/launches.csv]
 
-Counted in recorded graphs of the families at their real depth, in tiny widths, quantized to 4 bits: nothing is
-computed, no GPU is needed. An operation is a launch or more on a GPU. Views are not counted; elementwise operations
-count singly, though mx.compile fuses some (SwiGLU, gates, routing weights); MLX's fused norms, RoPE and attention
-count one each. A layer is what it adds to the one before it. A cycle drafts rows - 1 tokens and verifies them.
-What is written is what `mlx-mtp bench model` reads: with no kernels, those of each kind alone, and all of them.
+Counted in the graphs of the families at their real depth, in tiny widths, quantized to 4 bits: nothing is computed,
+no GPU is needed (`launches_graph.py` says how). What mlx-lm compiles counts as mx.compile fuses it; views are not
+counted, the copies that they cost are; MLX's fused norms, RoPE and attention count one each. A layer is what it adds
+to the one before it. mlx-lm: its own model and caches, at one row, as it decodes; stock: our loop with its modules.
+A cycle drafts rows - 1 tokens and verifies them.
+What is written is what `mlx-mtp bench model` reads: with no kernels, those of each kind alone, and all of them. Its
+constants are fitted to that file: after another one, run `python -m bench.cost_model.fit` and look at what it says.
 """
 
+import copy
 import csv
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,14 @@ from unittest import mock
 import click
 import mlx.core as mx
 import mlx.nn as nn
-
-with mock.patch.object(mx.metal, "is_available", return_value=True):
-    from mlx_lm.models import gated_delta  # noqa: F401 makes its kernels when it is imported
-
+from launches_graph import launches
 from launches_models import KINDS, MODELS, WIDTH
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache as mlx_lm_make_prompt_cache
 from rich.console import Console
 from rich.table import Table
 
-from mlx_mtp.bench.census import VIEWS
+from mlx_mtp.bench.decode import twin
 from mlx_mtp.bench.roofline.cost import KERNELS
 from mlx_mtp.cache.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.decoding.draft import Run, prime
@@ -37,52 +37,6 @@ from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.step import Frame, step
 from mlx_mtp.tuning import kernel_switch as switch
 from mlx_mtp.tuning.plan import Plan
-
-ATTENTION = mx.fast.metal_kernel(name="attention", input_names=["q", "k", "v"], output_names=["out"], source=";")
-
-
-def attention(q: mx.array, k: mx.array, v: mx.array, **_: Any) -> mx.array:
-    shape = (*q.shape[:-1], v.shape[-1])
-    (out,) = ATTENTION(
-        inputs=[q, k, v], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[shape], output_dtypes=[q.dtype]
-    )
-    return out
-
-
-DEQUANTIZE = mx.fast.metal_kernel(name="dequantize", input_names=["w", "scales"], output_names=["out"], source=";")
-
-
-def dequantize(w: mx.array, scales: mx.array, *_: Any, group_size: int, **__: Any) -> mx.array:
-    shape = (*scales.shape[:-1], scales.shape[-1] * group_size)
-    (out,) = DEQUANTIZE(
-        inputs=[w, scales], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[shape], output_dtypes=[scales.dtype]
-    )
-    return out
-
-
-def one(x: mx.array, *_: Any, **__: Any) -> mx.array:
-    return mx.negative(x)
-
-
-@contextmanager
-def as_on_a_mac() -> Iterator[None]:
-    """Kernels are chosen, and what is one launch on a GPU (on a CPU a graph of its own) is one operation."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(mx.metal, "is_available", return_value=True))
-        stack.enter_context(mock.patch.object(mx, "default_device", return_value=mx.Device(mx.gpu)))
-        for name, stand_in in (("rms_norm", one), ("rope", one), ("scaled_dot_product_attention", attention)):
-            stack.enter_context(mock.patch.object(mx.fast, name, stand_in))
-        stack.enter_context(mock.patch.object(mx, "dequantize", dequantize))
-        yield
-
-
-def operations(fn: Callable[..., Any], *arrays: mx.array) -> Counter:
-    """The primitives of a graph that are no views, by name."""
-    names: list[str] = []
-    mx.export_function(
-        lambda event: names.append(event["name"]) if event["type"] == "primitive" else None, fn, *arrays
-    )
-    return Counter(name for name in names if name not in VIEWS)
 
 
 def make(build: Callable[[], Any]) -> Any:
@@ -117,35 +71,51 @@ def _seek(caches: list[Any], offset: int, limit: int) -> None:
         cache.seek(at, limit)
 
 
-def up_to(model: Any, last: int, rows: int) -> Counter:
-    """The verify of all layers up to `last`."""
-    cache, x = reached(model, rows).layers, mx.zeros((1, rows, WIDTH), mx.bfloat16)
+class Behind:
+    """A model's caches behind a prompt and a verify of so many rows, to be stepped from again and again."""
 
-    def run(x: mx.array) -> list[mx.array]:
+    def __init__(self, model: Any, rows: int):
+        with mock.patch.object(mx, "eval"):  # of what is in the caches only shapes are looked at
+            cache = reached(model, rows)
+        blank = {id(part): mx.zeros_like(part) for c in cache.caches for part in c.parts}  # layers share positions
+        for c in cache.caches:
+            c.parts = tuple(blank[id(part)] for part in c.parts)
+        mx.eval(cache.arrays)
+        self.model, self.rows, self.cache, self.mark = model, rows, cache, cache.mark()
+
+    def again(self) -> PromptCache:
+        self.cache.restore(self.mark)
+        return self.cache
+
+    def up_to(self, last: int) -> int:
+        """Count the verify of all layers up to `last`."""
+        return launches(partial(self._run, last), self._zeros).total()
+
+    def _zeros(self) -> list[mx.array]:
+        self.again()
+        x = mx.zeros((1, self.rows, WIDTH), mx.bfloat16)
+        mx.eval(x)
+        return [x]
+
+    def _run(self, last: int, x: mx.array) -> list[mx.array]:
         masks: dict[Any, Any] = {}
-        for layer, kv in zip(model.layers[: last + 1], cache, strict=False):
+        caches = self.cache.layers[: last + 1]
+        for layer, kv in zip(self.model.layers[: last + 1], caches, strict=True):
             if kv.window not in masks:
-                masks[kv.window] = kv.make_mask(rows, return_array=True)
+                masks[kv.window] = kv.make_mask(self.rows, return_array=True)
             x = layer(x, mask=masks[kv.window], cache=kv)
-        return [x, *(part for kv in cache[: last + 1] for part in kv.parts)]
-
-    with as_on_a_mac():
-        return operations(run, x)
+        return [x, *(part for kv in caches for part in kv.parts)]
 
 
-def of_cycle(model: Any, rows: int) -> Counter:
-    """Count those of a cycle."""
-    cycle, arrays = cycle_of(model, rows)
-    with as_on_a_mac():
-        return operations(cycle, *arrays)
-
-
-def cycle_of(model: Any, rows: int) -> tuple[Callable[..., Any], list[mx.array]]:
+def cycle_of(model: Any, rows: int) -> tuple[Callable[..., list[mx.array]], list[mx.array]]:
     """Make a cycle that drafts rows - 1 tokens, and what it is called with; rows = 1: a plain step, without heads."""
-    cache = reached(model, 4)
+    return partial(built, model, Behind(model, 4).cache), _before(rows)
+
+
+def _before(rows: int) -> list[mx.array]:
     arrays = [mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros(rows, mx.int32), mx.zeros(1, mx.int32)]
     mx.eval(arrays)
-    return partial(built, model, cache), arrays
+    return arrays
 
 
 def built(model: Any, cache: PromptCache, hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
@@ -157,38 +127,83 @@ def built(model: Any, cache: PromptCache, hidden: mx.array, tokens: mx.array, ac
 
 EVERY_OP = [op for ops in KERNELS.values() for op in ops]
 CYCLE = "a plain step, a cycle"
+MLX_LM = "mlx-lm"
 Pair = tuple[int, int]
 
 
-def of_layers(model: Any, layers: dict[str, int], rows: int) -> dict[str, Pair]:
-    """Operations of a layer of each kind: at one row, and at `rows`."""
-    return {kind: _pair(lambda m, i=i: _added(model, i, m), rows) for kind, i in layers.items()}
+class MlxLm:
+    """mlx-lm's own model and caches, behind a prompt, to be stepped from at one row again and again."""
+
+    def __init__(self, model: Any):
+        self.model = twin(model)
+        self.caches = mlx_lm_make_prompt_cache(self.model)
+        self.model(mx.array([[1, 1, 1, 1]]), cache=self.caches)
+        mx.eval(self._written())
+        self.held = copy.deepcopy([vars(c) for c in self.caches])
+
+    def up_to(self, last: int) -> int:
+        """Count a step of all layers up to `last`."""
+
+        def run(x: mx.array) -> list[Any]:
+            for layer, cache in zip(self.model.layers[: last + 1], self.caches, strict=False):
+                x = layer(x, mask=None, cache=cache)
+            return [x, *self._written()]
+
+        return launches(run, lambda: self._again(mx.zeros((1, 1, WIDTH), mx.bfloat16))).total()
+
+    def step(self) -> int:
+        """Count a greedy step of mlx-lm's loop."""
+
+        def run(newest: mx.array) -> list[Any]:
+            logits = self.model(newest[None], cache=self.caches)[:, -1]
+            logprobs = logits - mx.logsumexp(logits, keepdims=True)
+            return [mx.argmax(logprobs, axis=-1), logprobs.squeeze(0), *self._written()]
+
+        return launches(run, lambda: self._again(mx.array([1]))).total()
+
+    def _again(self, x: mx.array) -> list[mx.array]:
+        for cache, state in zip(self.caches, copy.deepcopy(self.held), strict=True):
+            vars(cache).update(state)
+        mx.eval(x, self._written())
+        return [x]
+
+    def _written(self) -> list[Any]:
+        return [a for _, a in tree_flatten([list(vars(c).values()) for c in self.caches]) if isinstance(a, mx.array)]
 
 
-def of_cycles(model: Any, rows: int) -> dict[str, Pair]:
-    """Operations of a plain step, and of a cycle that verifies `rows`."""
-    return {CYCLE: _pair(lambda m: of_cycle(model, m).total(), rows)}
+def of_layers(steps: Sequence[Behind | MlxLm], layers: dict[str, int]) -> dict[str, Pair]:
+    """Count the launches of a layer of each kind, in two kinds of steps."""
+    one, more = steps
+    return {kind: (one.up_to(i) - one.up_to(i - 1), more.up_to(i) - more.up_to(i - 1)) for kind, i in layers.items()}
 
 
-def _added(model: Any, i: int, rows: int) -> int:
-    return up_to(model, i, rows).total() - up_to(model, i - 1, rows).total()
+def of_cycles(behind: Behind, rows: int) -> dict[str, Pair]:
+    """Count the launches of a plain step, and of a cycle that verifies `rows`."""
+
+    def run(*arrays: mx.array) -> list[mx.array]:
+        return built(behind.model, behind.again(), *arrays)
+
+    one, more = (launches(run, partial(_before, m)).total() for m in (1, rows))
+    return {CYCLE: (one, more)}
 
 
-def _pair(count: Callable[[int], int], rows: int) -> Pair:
-    return count(1), count(rows)
+def of_model(name: str, rows: int, alone: bool = False) -> dict[str, dict[str, Pair]]:
+    """Count by who runs it: mlx-lm at one row, our loop with no kernels, with all, and with each kind of KERNELS.
 
-
-def of_model(name: str, rows: int) -> dict[str, dict[str, Pair]]:
-    """Counts by what kernels are on: "none", each kind of KERNELS alone (layers only), and "all"."""
+    alone: with each kind alone, too, whose cycles are not counted.
+    """
     build, layers = MODELS[name]
     model = make(build)
-    found = {"none": of_layers(model, layers, rows) | of_cycles(model, rows)}
+    theirs = MlxLm(model)
+    found = {MLX_LM: {**of_layers([theirs, theirs], layers), CYCLE: (theirs.step(),) * 2}}
     sites = switch.place(model)
-    for kind, ops in KERNELS.items():
+    behind = [Behind(model, m) for m in (1, rows)]
+    cycles = behind[1] if rows == 4 else Behind(model, 4)
+    kinds = {"none": (), **(KERNELS if alone else {}), "all": EVERY_OP}
+    for on, ops in kinds.items():
         _switch(sites, ops)
-        found[kind] = of_layers(model, layers, rows)
-    _switch(sites, EVERY_OP)
-    return found | {"all": of_layers(model, layers, rows) | of_cycles(model, rows)}
+        found[on] = of_layers(behind, layers) | ({} if on in KERNELS else of_cycles(cycles, rows))
+    return found
 
 
 def with_kernels(name: str) -> Any:
@@ -209,7 +224,7 @@ def write(file: Path, found: dict[str, dict[str, dict[str, Pair]]], rows: int) -
         lines = csv.writer(out, lineterminator="\n")
         lines.writerow(("model", "of", "kind", "kernels", "one_row", "more_rows"))
         for name, states in found.items():
-            counted = [(of, on, pair) for on, counts in states.items() for of, pair in counts.items()]
+            counted = [(of, on, pair) for on, counts in states.items() if on != MLX_LM for of, pair in counts.items()]
             lines.writerows((name, of, KINDS.get((name, of), ""), on, *pair) for of, on, pair in counted)
 
 
@@ -218,16 +233,16 @@ def write(file: Path, found: dict[str, dict[str, dict[str, Pair]]], rows: int) -
 @click.option("--model", "names", multiple=True, type=click.Choice(list(MODELS)), help="Only this one.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the counts to this file, as CSV.")
 def main(rows: int, names: tuple[str, ...], out: Path | None) -> None:
-    table = Table(title=f"operations at one row, and at {rows}")
-    for column in ("model", "of", "stock MLX", "with the kernels"):
-        table.add_column(column, justify="right" if "MLX" in column or "kernels" in column else "left")
-    mx.disable_compile()
+    table = Table(title=f"launches at one row, and at {rows}")
+    columns = {"mlx-lm, one row": MLX_LM, "our loop, stock modules": "none", "with the kernels": "all"}
+    for column in ("model", "of", *columns):
+        table.add_column(column, justify="right" if column in columns else "left")
     found = {}
     for name in names or MODELS:
-        found[name] = of_model(name, rows)
-        before, after = found[name]["none"], found[name]["all"]
-        for i, of in enumerate(before):
-            cells = ("{}, {}".format(*side[of]) for side in (before, after))
+        found[name] = of_model(name, rows, alone=out is not None)
+        own, before, after = (found[name][on] for on in columns.values())
+        for i, of in enumerate(own):
+            cells = (str(own[of][0]), *("{}, {}".format(*side[of]) for side in (before, after)))
             table.add_row("" if i else name, of, *cells, end_section=of == CYCLE)
     Console().print(table)
     if out:

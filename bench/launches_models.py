@@ -11,7 +11,7 @@ from mlx_mtp.models import qwen3_5 as qwen_port
 from mlx_mtp.models import qwen3_5_moe as qwen_moe_port
 from mlx_mtp.models import step3p5 as step_port
 
-WIDTH = 128
+WIDTH = 256  # less, and the one row of a gate has too few scales for a kernel to read them as they lie
 SIZES = {"hidden_size": WIDTH, "vocab_size": 64, "intermediate_size": 128, "rms_norm_eps": 1e-5}
 HEADS = {"num_attention_heads": 4, "head_dim": 32}
 EXPERTS = {

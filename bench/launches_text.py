@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import click
 import mlx.core as mx
-from launches import MODELS, as_on_a_mac, cycle_of, with_kernels
+from launches import MODELS, cycle_of, with_kernels
+from launches_graph import as_on_a_mac
 from rich.console import Console
 from rich.table import Table
 

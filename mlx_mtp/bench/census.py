@@ -21,7 +21,7 @@ from ..cache.prompt_cache import make_prompt_cache
 from .profile import Timer, Workload, decode_in_phases
 
 VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"}
-VIEWS |= {"Unflatten"}
+VIEWS |= {"Unflatten", "StopGradient", "Depends"}
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 NODE = re.compile(r'\[label ="(\w+)"')

@@ -59,15 +59,16 @@ def test_bytes_of_experts_are_those_of_the_modules():
     assert cost.cost(op, replace(at, on=cost.ALL), M3_ULTRA).nbytes == pytest.approx(visited * op.nbytes)
 
 
-EXPERTS, FFN = models.moe(128, 64, 8, 2), models.mlp(128, 128)
+WIDTH = launched.WIDTH
+EXPERTS, FFN = models.moe(WIDTH, 64, 8, 2), models.mlp(WIDTH, 128)
 LAYERS = {
-    "step dense": (launched.step, 1, (*models.gqa(128, 4, 2, 32, gate=4), *FFN)),
-    "step experts": (launched.step, 5, (*models.gqa(128, 4, 2, 32, gate=4), *EXPERTS)),
-    "glm experts": (launched.glm, 4, (*models.gqa(128, 4, 2, 32), *EXPERTS)),
-    "qwen delta": (launched.qwen, 1, (*models.delta(128, 2, 4, 32), *FFN)),
-    "qwen attention": (launched.qwen, 3, (*models.gqa(128, 4, 2, 32, gate=128), *FFN)),
-    "qwen attention experts": (launched.qwen_moe, 3, (*models.gqa(128, 4, 2, 32, gate=128), *EXPERTS)),
-    "deepseek experts": (launched.deepseek, 4, (*models.mla(128, 4, 64, 64, 32, 32, 32), *EXPERTS)),
+    "step dense": (launched.step, 1, (*models.gqa(WIDTH, 4, 2, 32, gate=4), *FFN)),
+    "step experts": (launched.step, 5, (*models.gqa(WIDTH, 4, 2, 32, gate=4), *EXPERTS)),
+    "glm experts": (launched.glm, 4, (*models.gqa(WIDTH, 4, 2, 32), *EXPERTS)),
+    "qwen delta": (launched.qwen, 1, (*models.delta(WIDTH, 2, 4, 32), *FFN)),
+    "qwen attention": (launched.qwen, 3, (*models.gqa(WIDTH, 4, 2, 32, gate=128), *FFN)),
+    "qwen attention experts": (launched.qwen_moe, 3, (*models.gqa(WIDTH, 4, 2, 32, gate=128), *EXPERTS)),
+    "deepseek experts": (launched.deepseek, 4, (*models.mla(WIDTH, 4, 64, 64, 32, 32, 32), *EXPERTS)),
 }
 
 

@@ -9,7 +9,8 @@ come from memory once a pass on either side: caches serve what a launch requests
 has timed it.
 
 Launches are those that were counted in recorded graphs: `launches.csv`, which `python bench/launches.py --out
-mlx_mtp/bench/roofline/launches.csv` writes.
+mlx_mtp/bench/roofline/launches.csv` writes. The constants were fitted to the file that is there, which counts what
+mx.compile fuses singly; the script counts it fused by now.
 """
 
 import csv

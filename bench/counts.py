@@ -1,0 +1,107 @@
+"""Compare the counts that the READMEs state with what is counted now, or write them there.
+
+    python bench/counts.py [--write]
+
+Launches are those of `launches.py`, bytes of source those of `launches_text.py`. Exit code 1, and a line for each
+place that differs, unless they are written. README.md need not state any; numbers of launches that it has must be
+among those counted.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import launches_text
+from launches import CYCLE, MLX_LM, MODELS, Pair, of_model, with_kernels
+
+ROOT = Path(__file__).parents[1]
+KERNELS, BENCH, README = (ROOT / name for name in ("kernels/README.md", "bench/README.md", "README.md"))
+ROWS = 4
+Counts = dict[str, dict[str, dict[str, Pair]]]  # by model, by who runs it, by layer or CYCLE: at one row, and at ROWS
+TOLD = re.compile(r"(?:(\d[\d,]{2,}) (?:to|->|→|instead of) )?(\d[\d,]{2,}) launches")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place of a file, which a pattern finds once, and the text that belongs there."""
+
+    file: Path
+    pattern: str
+    text: str
+
+    def found(self) -> str:
+        """Read what stands there; ValueError where nothing like it does."""
+        found = re.findall(self.pattern, self.file.read_text(), re.MULTILINE)
+        if len(found) != 1:
+            raise ValueError(f"{self.file}: {len(found)} places like {self.pattern!r}; there has to be one")
+        return found[0]
+
+    def write(self) -> None:
+        text = self.file.read_text()
+        self.file.write_text(re.sub(self.pattern, lambda _: self.text, text, flags=re.MULTILINE))
+
+
+def places(counts: Counts) -> Iterator[Place]:
+    """Yield where the files state counts, and these."""
+    for name, states in counts.items():
+        yield Place(KERNELS, rf"^\| {re.escape(name)} \| .*$", row(name, states))
+    experts = [
+        (states[MLX_LM][of][0], states["all"][of][1])
+        for states in counts.values()
+        for of in states["all"]
+        if "experts" in of
+    ]
+    theirs, ours = (f"{min(side)} to {max(side)}" for side in zip(*experts, strict=True))
+    gain = f"a layer with experts is {theirs} launches in mlx-lm and {ours} with the kernels"
+    yield Place(
+        KERNELS, r"a layer with experts is \d+ to \d+ launches in mlx-lm and \d+ to \d+ with the kernels", gain
+    )
+    step, cycle = counts["Step-3.5-Flash"], CYCLE
+    more = f"{gain}; a cycle of Step-3.5-Flash at k = 3 {step['none'][cycle][1]} and {step['all'][cycle][1]}"
+    yield Place(BENCH, r"a layer with experts is \d+ .* a cycle of Step-3.5-Flash at k = 3 \d+ and \d+", more)
+    sizes = [megabytes(name) for name in ("Step-3.5-Flash", "GLM-4.5")]
+    source = "{:.1f} MB in a cycle of Step-3.5-Flash at k = 3, {:.1f} MB in one of GLM-4.5".format(*sizes)
+    yield Place(KERNELS, r"[\d.]+ MB in a cycle of Step-3.5-Flash at k = 3, [\d.]+ MB in one of GLM-4.5", source)
+
+
+def row(name: str, states: dict[str, dict[str, Pair]]) -> str:
+    """Make a model's line of the table: mlx-lm at one row or our loop with its modules, then the kernels."""
+    theirs, stock, ours = (states[on] for on in (MLX_LM, "none", "all"))
+    shown = "; ".join(f"{of} {theirs[of][0]}, {ours[of][1]}" for of in theirs if of != CYCLE)
+    return f"| {name} | {shown} | {theirs[CYCLE][0]}, {ours[CYCLE][0]} | {stock[CYCLE][1]}, {ours[CYCLE][1]} |"
+
+
+def megabytes(name: str) -> float:
+    """Count the source that the launches of a cycle with three drafts carry."""
+    return sum(launch.ours for launch in launches_text.launches(with_kernels(name), ROWS)) / 1e6
+
+
+def unknown(counts: Counts) -> Iterator[str]:
+    """Say which numbers of launches in README.md are none that was counted."""
+    known = {n for states in counts.values() for of in states.values() for pair in of.values() for n in pair}
+    for match in TOLD.finditer(README.read_text()):
+        if not {int(n.replace(",", "")) for n in match.groups() if n} <= known:
+            yield f"README.md: {match[0]!r} stated, and nothing has so many"
+
+
+@click.command(help=__doc__)
+@click.option("--write", is_flag=True, help="Write what is counted.")
+def main(write: bool) -> None:
+    counts = {name: of_model(name, ROWS) for name in MODELS}
+    wrong = list(unknown(counts))
+    for place in places(counts):
+        if (stated := place.found()) != place.text:
+            if write:
+                place.write()
+            else:
+                wrong.append(f"{place.file.relative_to(ROOT)}: {stated!r} stated, {place.text!r} counted")
+    for line in wrong:
+        click.echo(line)
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
