@@ -29,7 +29,8 @@ struct Sight {
   METAL_FUNC bool all(int begin, int N) const thread { return begin + N - 1 <= first && begin >= oldest(last()); }
 };
 
-// N neighbouring values of a row from column `at` on, N | at, as floats. BITS 0: they are of type W; else quantized.
+// N neighbouring values of a row from column `at` on, N | at, as floats. BITS 0: they are of type W, and loaded one by one,
+// as a slice of a larger array may begin at any of them; else quantized.
 template <int N, int BITS, int GROUP, typename W, typename S>
 METAL_FUNC void load_values(
     const device W* w,
@@ -41,12 +42,8 @@ METAL_FUNC void load_values(
     thread float* values) {
   if constexpr (BITS == 0) {
     UNROLL
-    for (int i = 0; i < N; i += 4) {
-      const vec<W, 4> four = *reinterpret_cast<const device vec<W, 4>*>(w + row * width + at + i);
-      UNROLL
-      for (int j = 0; j < 4; j++) {
-        values[i + j] = float(four[j]);
-      }
+    for (int i = 0; i < N; i++) {
+      values[i] = float(w[row * width + at + i]);
     }
   } else {
     using Word = conditional_t<(N * BITS < 32), ushort, uint>;
@@ -80,8 +77,8 @@ METAL_FUNC void add_scores(
   for (int b = 0; b < BLOCKS; b++) {
     const int row = 8 * b + fragment_column(lane);
     const device T* from = q + 4 * fragment_row(lane);
-    const vec<T, 4> even = *reinterpret_cast<const device vec<T, 4>*>(from + min(row, rows - 1) * D);
-    const vec<T, 4> odd = *reinterpret_cast<const device vec<T, 4>*>(from + min(row + 1, rows - 1) * D);
+    const device T* even = from + min(row, rows - 1) * D;
+    const device T* odd = from + min(row + 1, rows - 1) * D;
     UNROLL
     for (int t = 0; t < 4; t++) {
       Fragment queries;

@@ -2,8 +2,8 @@
 //
 // Inputs   partials [Hkv, chunks, R, Dv] float, each chunk's sum of p v; ml [Hkv, chunks, R, 2] float, its largest score
 //          and its sum of p = exp(score - largest). R = G * L: row g * L + i is head g of the KV head's G at query i
-//          sinks [Hq], read with SINKS; gate of T, logits: [L, Hq] where gated [1] int32 is 1, [L, Hq * Dv] where it is 2,
-//          not read where it is 0; Hq = Hkv * G
+//          of any strides: sinks [Hq], read with SINKS; gate of T, logits: [1, L, Hq, 1] where gated [1] int32 is 1,
+//          [1, L, Hq, Dv] where it is 2, not read where it is 0; Hq = Hkv * G
 // Output   y [L, Hq * Dv] of T
 // Template T, SINKS
 // Grid     (Dv, Hq, L), any group of threads
@@ -17,7 +17,7 @@ const int L = threads_per_grid.z, G = R / L;
 const int d = thread_position_in_grid.x, head = thread_position_in_grid.y, i = thread_position_in_grid.z;
 const size_t first = size_t(head / G) * chunks * R + head % G * L + i;
 
-float largest = SINKS ? float(sinks[head]) : -INFINITY;
+float largest = SINKS ? float(sinks[head * sinks_strides[0]]) : -INFINITY;
 for (int c = 0; c < chunks; c++) {
   const size_t row = first + size_t(c) * R;
   const float m = ml[2 * row];
@@ -34,13 +34,13 @@ for (int c = 0; c < chunks; c++) {
   }
 }
 if (SINKS) {
-  sum += metal::fast::exp(float(sinks[head]) - largest);
+  sum += metal::fast::exp(float(sinks[head * sinks_strides[0]]) - largest);
 }
 
 // The sign of a zero may come from rows that this one does not see: + 0 makes all of them positive.
 T value = static_cast<T>(out / sum + 0.0f);
-const size_t own = size_t(i) * Hkv * G + head;
 if (gated[0]) {
-  value = value * sigmoid(static_cast<T>(gate[gated[0] == 1 ? own : own * Dv + d]));
+  const int64_t at = i * gate_strides[1] + head * gate_strides[2] + (gated[0] == 2 ? d * gate_strides[3] : 0);
+  value = value * sigmoid(static_cast<T>(gate[at]));
 }
-y[own * Dv + d] = value;
+y[(size_t(i) * Hkv * G + head) * Dv + d] = value;

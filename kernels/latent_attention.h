@@ -20,10 +20,10 @@ inline void set(thread Fragment& to, float2 pair) {
   to.thread_elements()[1] = pair.y;
 }
 
+// Device memory is read value by value: a slice of a larger array may begin at any of them.
 template <typename T>
 float2 device_pair(const device T* from) {
-  const vec<T, 2> pair = *reinterpret_cast<const device vec<T, 2>*>(from);
-  return float2(static_cast<float>(pair.x), static_cast<float>(pair.y));
+  return float2(static_cast<float>(from[0]), static_cast<float>(from[1]));
 }
 
 template <typename T>
@@ -38,7 +38,8 @@ vec<T, 4> row_quad(const device T* rows, int width, int position, int column, in
   if (position >= end) {
     return vec<T, 4>(T(0));
   }
-  return *reinterpret_cast<const device vec<T, 4>*>(rows + size_t(position) * width + column);
+  const device T* from = rows + size_t(position) * width + column;
+  return vec<T, 4>(from[0], from[1], from[2], from[3]);
 }
 
 // Where a tile [D, KEYS] holds a key's d-th value; keys change places, in pairs, so that writes meet few banks twice.

@@ -1,24 +1,27 @@
 // Of a chunk of keys and a slice of the values: exp(scores - their largest) times values, for every row.
 //
 // Inputs   scores [blocks of 8 keys, R, 8] float, -infinity where a row does not see a key; peaks [tiles, R] float, the
-//          largest of each tile of KEYS keys; latent [1, 1, S, DV]; offset, rows [1] int: slots from offset + rows on
-//          are not read
+//          largest of each tile of KEYS keys; latent [1, 1, S, DV]; offset [1] int; sizes [2] int: rows (slots from offset +
+//          rows on are not read), and keys of the smallest chunk, a multiple of 32
 // Outputs  out [1, chunks, R, DV] float, not divided by the sum; ml [1, chunks, R, 2] float: largest score and sum of
 //          the weights, -infinity and 0 where a row sees nothing
-// Template T (latent), DV, KEYS, CHUNK (keys), SLICE (values)
+// Template T (latent), DV, KEYS, CHUNK (keys of the largest), SLICE (values)
 // Grid     x: 32 per slice; y: simdgroups per chunk;  group of threads (32, simdgroups, 1)
 //
 // Values that are not finite count as 0: a row that sees one has a score that is not finite either, and to a row that
 // does not see it, it must not matter.
 
+#include "chunks.h"
 #include "latent_attention.h"
 
 constexpr int FRAGMENTS = 2, ROWS = 8 * FRAGMENTS, COLUMNS = SLICE / 8;
 threadgroup T values[CHUNK * SLICE];
 const int R = scores_shape[1], simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;
 const int chunk = threadgroup_position_in_grid.y, slice = threadgroup_position_in_grid.x * SLICE;
-const int first = chunk * CHUNK, end = min(offset[0] + rows[0], min(latent_shape[2], 8 * scores_shape[0]));
-const int blocks = clamp((end - first + 7) / 8, 0, CHUNK / 8), tiles = (8 * blocks + KEYS - 1) / KEYS;
+const Chunks chunks{int(sizes[1]), CHUNK};
+const int first = chunks.begin(chunk), keys = chunks.begin(chunk + 1) - first;
+const int end = min(offset[0] + sizes[0], min(latent_shape[2], 8 * scores_shape[0]));
+const int blocks = clamp((end - first + 7) / 8, 0, keys / 8), tiles = (8 * blocks + KEYS - 1) / KEYS;
 
 for (int i = 4 * thread_index; i < 8 * blocks * SLICE; i += 4 * 32 * simdgroups) {
   const int key = i / SLICE, column = i % SLICE;

@@ -4,8 +4,9 @@
 //
 // Inputs   q [1, Hq, L, D] of T, Hq = G * Hkv; keys [1, Hkv, S, D], values [1, Hkv, S, DV] of T, or with BITS as
 //          mx.quantize makes them, with their scales and biases (BITS 0: anything); offset [1] int32, the first query's position;
-//          sight [3] int32: no query looks before the first number (but at itself), nor at more than the second's number
-//          of positions (0: all); positions of a chunk, a multiple of 64. scale [1] float. Position p is in slot p % S
+//          sight [4] int32: no query looks before the first number (but at itself), nor at more than the second's number
+//          of positions (0: all); positions of the smallest and largest chunk, multiples of 32. scale [1] float. Position p
+//          is in slot p % S
 // Outputs  partials [Hkv, chunks, R, DV] float, the sums of p v; ml [Hkv, chunks, R, 2] float, the largest score and the
 //          sum of p = exp(score - largest); row g * L + i is head g of the KV head's G at query i
 // Template T, D, DV, BITS, GROUP; TILE: keys whose scores are kept; BLOCKS of 8 rows; PARTS: 8 PARTS columns of the values
@@ -17,6 +18,7 @@
 // float, in an order of positions alone; exponentials are the fast ones, as in MLX's attention, of arguments up to 0.
 // Positions that no row sees are not read.
 
+#include "chunks.h"
 #include "attention.h"
 
 constexpr int SIMDGROUPS = DV / (8 * PARTS), QUADS = 8 * SIMDGROUPS, ROWS = 8 * BLOCKS;
@@ -30,14 +32,15 @@ const int R = q_shape[1] / Hkv * L;
 const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
 const int row = fragment_row(lane), column = fragment_column(lane);
 const int quad = thread_index_in_threadgroup / 4;
-const int kv = threadgroup_position_in_grid.y, reach = sight[2];
+const int kv = threadgroup_position_in_grid.y;
 const int own = threadgroup_position_in_grid.z * ROWS, rows = R - own;
 const device T* queries = q + (size_t(kv) * R + own) * D;
 
 const Sight sees{own, int(offset[0]), L, int(sight[0]), int(sight[1])};
 const int oldest = sees.oldest(sees.first), last = sees.last();
-const int chunk = oldest / reach + threadgroup_position_in_grid.x;
-const int begin = max(chunk * reach, oldest / TILE * TILE), end = min((chunk + 1) * reach, last + 1);
+const Chunks chunks{int(sight[2]), int(sight[3])};
+const int chunk = chunks.holding(oldest) + threadgroup_position_in_grid.x;
+const int begin = max(chunks.begin(chunk), oldest / 32 * 32), stop = chunks.begin(chunk + 1), end = min(stop, last + 1);
 
 Fragment out[BLOCKS][PARTS];
 UNROLL
@@ -55,8 +58,10 @@ for (int pass = 0; pass < PASSES; pass++) {
 }
 
 for (int tile = begin; tile < end; tile += TILE) {
+  const int units = min(UNITS, (stop - tile) / 32); // the chunk may end within the tile
+
   // Scores: 8 keys to a simdgroup.
-  for (int k = 8 * simd; k < TILE; k += 8 * SIMDGROUPS) {
+  for (int k = 8 * simd; k < 32 * units; k += 8 * SIMDGROUPS) {
     Fragment products[BLOCKS];
     UNROLL
     for (int b = 0; b < BLOCKS; b++) {
@@ -91,6 +96,9 @@ for (int tile = begin; tile < end; tile += TILE) {
       const int position = sees.position(r), from = sees.oldest(position);
       UNROLL
       for (int u = 0; u < UNITS; u++) {
+        if (u >= units) {
+          break;
+        }
         threadgroup float* p = scores + r * STRIDE + 32 * u + lane % 4;
         float score[8], top = largest[pass], unit = 0.0f;
         UNROLL
@@ -120,7 +128,7 @@ for (int tile = begin; tile < end; tile += TILE) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // Values: 8 PARTS columns to a simdgroup.
-  for (int u = 0; u < UNITS; u++) {
+  for (int u = 0; u < units; u++) {
     if (!sees.any(tile + 32 * u, 32)) {
       continue;
     }

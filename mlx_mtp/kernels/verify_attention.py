@@ -1,5 +1,7 @@
 """Attend from a few queries to a KV cache in one pass, each in the bits that it has alone."""
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from ._quantized import DEVICE
@@ -8,8 +10,37 @@ from ._source import Maybe, constants, floats, launch, on_metal, padded
 Stored = mx.array | tuple[mx.array, ...]  # keys or values: as they are, or what mx.quantize makes of them
 
 NAMES = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
-CHUNK, CHUNK_OF_WINDOW = 256, 128  # positions that one group of threads takes; a window has few, for all cores
+FIRST_CHUNKS = 1024  # positions that have the smallest chunks
+LEAST_CHUNK, MOST_LEAST, MOST_CHUNK = 32, 256, 512  # positions of one
+GROUPS = 64  # of threads, at least, where there are FIRST_CHUNKS positions: for GPUs of many cores
 MEMORY = 32768  # bytes that a group of threads may share
+
+
+class Chunks(NamedTuple):
+    """Cut positions into chunks, one to a group of threads: `least` each below FIRST_CHUNKS, and for each doubling
+    of the position twice as many, up to `most`. See kernels/chunks.h.
+
+    A constant of the model, by its KV heads and window. It depends neither on the length, which grows within an
+    answer and differs between a plain step and a verify, nor on the GPU, so bits do not. Few positions get many
+    groups, for the cores; many get large chunks, whose sums are a small part of what is written and read.
+    """
+
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, kv_heads: int, window: int | None = None) -> "Chunks":
+        """Choose chunks that make GROUPS groups of FIRST_CHUNKS positions, or of a window, as far as can be."""
+        least = min(window or FIRST_CHUNKS, FIRST_CHUNKS) * kv_heads // GROUPS
+        least = min(max(1 << least.bit_length() >> 1, LEAST_CHUNK), MOST_LEAST)
+        return cls(least, MOST_CHUNK if window is None else least)
+
+    def up_to(self, limit: int) -> int:
+        """Count the chunks of positions below `limit`."""
+        count, begin, size, end = 0, 0, self.least, FIRST_CHUNKS
+        while size < self.most and limit > end:
+            count, begin, size, end = count + (end - begin) // size, end, 2 * size, 2 * end
+        return count - (begin - limit) // size
 
 
 def _parts(stored: Stored) -> tuple[mx.array, ...]:
@@ -101,9 +132,10 @@ def _check(
         raise ValueError(f"q has shape {q.shape}, keys {k[0].shape}; one sequence, and whole groups of heads")
     if q.shape[-1] != _width(k, bits):
         raise ValueError(f"q has {q.shape[-1]} columns; the keys have {_width(k, bits)}")
-    rows, width = q.shape[2], heads * _width(v, bits)
-    if gate is not None and gate.shape not in ((1, rows, heads), (1, rows, width)):
-        raise ValueError(f"gate has shape {gate.shape}; it must be {(1, rows, heads)} or {(1, rows, width)}")
+    rows, width = q.shape[2], _width(v, bits)
+    shapes = (1, rows, heads), (1, rows, heads * width), (1, rows, heads, width)
+    if gate is not None and gate.shape not in shapes:
+        raise ValueError(f"gate has shape {gate.shape}; it must be {shapes[0]}, {shapes[1]} or {shapes[2]}")
 
 
 def merge(
@@ -113,7 +145,7 @@ def merge(
 
     partials: [Hkv, chunks, R, Dv] float32, the sums of p v of each chunk; R = G * L, row g * L + i, Hq = Hkv * G.
     ml: [Hkv, chunks, R, 2] float32, a chunk's largest score and its sum of p, which is 0 where a row sees nothing.
-    sinks: [Hq]. gate: logits, [1, L, Hq] or [1, L, Hq * Dv].
+    sinks: [Hq]. gate: logits, [1, L, Hq], [1, L, Hq * Dv], or [1, L, Hq, Dv] of any strides, which is not copied.
     """
     Hkv, _, R, Dv = partials.shape
     assert R % rows == 0, f"{R} rows of {rows} queries"
@@ -121,10 +153,12 @@ def merge(
     assert gate is None or gate.size in (rows * heads, rows * heads * Dv), f"a gate of shape {gate.shape}"
     gated = 0 if gate is None else 1 if gate.size == rows * heads else 2
     inputs = {"partials": partials, "ml": ml, "sinks": ml if sinks is None else sinks}
-    inputs["gate"] = constants(dtype, *[0.0] * DEVICE) if gate is None else gate.astype(dtype)
+    inputs["gate"] = (
+        constants(dtype, *[0.0] * DEVICE) if gate is None else gate.astype(dtype).reshape(1, rows, heads, -1)
+    )
     inputs["gated"] = constants(mx.int32, gated)
     y, template = ((1, rows, heads * Dv), dtype), {"T": dtype, "SINKS": sinks is not None}
-    grid, group = (Dv, heads, rows), (min(Dv, 256), 1, 1)
+    grid, group = (Dv, heads, rows), (min(Dv, 64), 1, 1)
     return launch("attention_merge", inputs, {"y": y}, template=template, grid=grid, group=group)[0]
 
 
@@ -157,7 +191,7 @@ def verify_attention(
     offset: [1] int32, the position of the first query, and `limit` >= offset + L. Position p is in slot p, with a
         `window` in slot p % S, S >= window + L - 1.
     start: positions below are not seen, but by themselves. sinks: [Hq], logits that join each softmax.
-    gate: logits [1, L, Hq] or [1, L, Hq * Dv]; the rounded output is multiplied with their sigmoid.
+    gate: logits [1, L, Hq], [1, L, Hq * Dv] or [1, L, Hq, Dv]; the rounded output is multiplied with their sigmoid.
 
     On Metal a row's bits are those of its query alone, and keys and values are asked for once for all queries and
     heads of a KV head (of up to 128 rows; Dv = 256: 64); elsewhere the reference. Raises ValueError where heads,
@@ -170,15 +204,15 @@ def verify_attention(
         stored = {"group_size": group_size, "bits": bits}
         return verify_attention_ref(q, keys, values, offset, scale=scale, **seen, **stored)
     (_, Hq, L, D), Hkv, Dv = q.shape, k[0].shape[1], _width(v, bits)
-    R, chunk = Hq // Hkv * L, CHUNK if window is None else CHUNK_OF_WINDOW
-    chunks = -(-limit // chunk)
+    R, cut = Hq // Hkv * L, Chunks.of(Hkv, window)
+    chunks = cut.up_to(limit)
     if window is not None:
-        chunks = min(chunks, (window + L - 3) // chunk + 2)  # that window + L - 1 neighbours are in, at most
+        chunks = min(chunks, (window + L - 3) // cut.least + 2)  # that window + L - 1 neighbours are in, at most
     _, chosen = geometry(Hq // Hkv * padded(L), Dv)
     groups = -(-R // (8 * chosen["BLOCKS"]))
     threads = 32 * Dv // (8 * chosen["PARTS"])
     stored = dict(zip(NAMES, k + v if bits else k * 3 + v * 3, strict=True))
-    inputs = {"q": q, **stored, "offset": offset, "sight": constants(mx.int32, start, window or 0, chunk)}
+    inputs = {"q": q, **stored, "offset": offset, "sight": constants(mx.int32, start, window or 0, *cut)}
     inputs["scale"] = constants(mx.float32, scale)
     outputs = {"partials": ((Hkv, chunks, R, Dv), mx.float32), "ml": ((Hkv, chunks, R, 2), mx.float32)}
     template: dict[str, object] = {"T": q.dtype, "D": D, "DV": Dv, "BITS": bits or 0, "GROUP": group_size, **chosen}

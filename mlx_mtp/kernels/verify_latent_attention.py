@@ -8,10 +8,10 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 import mlx.core as mx
 
 from ._source import constants, floats, launch, on_metal
-from .verify_attention import merge
+from .verify_attention import Chunks, merge
 
 Parts = tuple[mx.array, mx.array]  # of queries or keys: for the latent, and rotated
-CHUNK = 256  # keys whose weights share a largest score
+MOST_CHUNK = 256  # keys whose weights share a largest score, so that their values fit in MEMORY
 MEMORY = 32768  # bytes that a group of threads may share
 SIMDGROUPS = 16  # most in a group of threads
 
@@ -65,12 +65,14 @@ def _values_metal(
     """Sum weighted values by chunk [1, chunks, rows, Dv], and find largest scores and weights' sums [..., 2]."""
     dtype, rows, dv = latent.dtype, scores.shape[1], latent.shape[-1]
     width = 64 if dtype.size == 2 and dv % 64 == 0 else 32
-    chunks, simdgroups = -(-limit // CHUNK), _simdgroups(rows, 16)
+    cut = Chunks.of(dv // width)._replace(most=MOST_CHUNK)
+    sizes = constants(mx.int32, L, cut.least)
+    chunks, simdgroups = cut.up_to(limit), _simdgroups(rows, 16)
     out, ml = launch(
         "latent_values",
-        {"scores": scores, "peaks": peaks, "latent": latent, "offset": offset, "rows": constants(mx.int32, L)},
+        {"scores": scores, "peaks": peaks, "latent": latent, "offset": offset, "sizes": sizes},
         {"out": ((1, chunks, rows, dv), mx.float32), "ml": ((1, chunks, rows, 2), mx.float32)},
-        template={"T": dtype, "DV": dv, "KEYS": _keys(dtype), "CHUNK": CHUNK, "SLICE": width},
+        template={"T": dtype, "DV": dv, "KEYS": _keys(dtype), "CHUNK": MOST_CHUNK, "SLICE": width},
         grid=(32 * (dv // width), simdgroups * chunks, 1),
         group=(32, simdgroups, 1),
     )

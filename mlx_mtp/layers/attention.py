@@ -94,7 +94,7 @@ class Attention(CachedAttention):
     ) -> mx.array:
         """Attend queries [1, Hq, L, D] at positions from `offset` on to all that `cache` holds: [1, L, Hq * Dv].
 
-        gate: logits [1, L, Hq or Hq * Dv] of factors of the values, None for none.
+        gate: logits [1, L, Hq] or [1, L, Hq, Dv] of factors of the values, None for none.
         """
         more: dict[str, Any] = {"limit": cache.limit, "window": cache.window, "start": cache.start}
         if self.format is not None:
@@ -170,7 +170,6 @@ class VerifyAttention:
         if form.value_scale is not None:
             v = v * form.value_scale
         views = cache.update_and_fetch(k, v.swapaxes(1, 2))
-        gate = None if gate is None else gate.reshape(1, rows, -1)
         if site and site.serves(q, cache):
             return self.o_proj(site.fused(q, cache, offset, gate))
         how = {"cache": cache, "scale": self.scale, "mask": mask, "sinks": self.attention.sinks}

@@ -8,6 +8,7 @@ import pytest
 FILES = sorted(p for p in (Path(__file__).parents[2] / "kernels").iterdir() if p.suffix in (".h", ".metal"))
 METHOD = re.compile(r"^  (?:template <[^>]*>\s+)?METAL_FUNC [^;{]*?\)([^;{)]*)\{", re.MULTILINE)
 MATHS = re.compile(r"(?<!precise::)(?<!fast::)\b(?:exp|exp2|log|log2|pow|rsqrt|sqrt|sin|cos|tanh)\(")
+WIDE_LOADS = re.compile(r"reinterpret_cast<\s*const device (?!Word\b)|\(const device (?!uint8_t|uint\b|ushort\b)")
 AS_COMPILED = ("delta_gates.h",)  # its functions are those of kernels that mx.compile makes, with options like ours
 
 
@@ -32,3 +33,9 @@ def test_methods_are_of_thread_space(path):
 def test_functions_say_how_precise_they_are(path):
     """Without that they may be fast ones here, where MLX compiles at run time, and precise ones in its library."""
     assert path.name in AS_COMPILED or not MATHS.findall(code(path))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_values_are_loaded_one_by_one(path):
+    """A slice may begin at any value, where no vector of them is aligned; packed weights are words, which are."""
+    assert not WIDE_LOADS.findall(code(path))

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from attention_cases import Case, attended, by_stock, draw, in_float64
 from exact import CONTRACTIONS, DTYPES, same_bits
-from metal_cases import exact, linux_only, relative_error
+from metal_cases import counted_launches, exact, linux_only, relative_error
 from sweep import SWEEP, sampled, sweep
 
 from mlx_mtp import emulator
 from mlx_mtp.cache import kinds as cache
 from mlx_mtp.emulator.stock import fused, sdpa_vector, sdpa_vector_2pass
 from mlx_mtp.kernels import verify_attention, verify_attention_ref
-from mlx_mtp.kernels.verify_attention import geometry, merge
+from mlx_mtp.kernels.verify_attention import FIRST_CHUNKS, GROUPS, Chunks, geometry, merge
 
 pytestmark = linux_only
 
@@ -96,9 +96,8 @@ def test_at_every_place_of_a_ring():
 
 
 def test_at_every_place_of_a_buffer():
-    for offset in sampled(
-        (0, 1, 28, 30, 31, 61, 253, 255), [*range(4), *range(26, 34), *range(60, 66), *range(250, 258)]
-    ):
+    every = [*range(4), *range(26, 34), *range(60, 66), *range(250, 258), 1021, 1086, 2047, 4096, 4223, 8703]
+    for offset in sampled((0, 1, 28, 30, 31, 61, 253, 255, 1086), every):
         case = Case(L=3, offset=offset, slots=offset + 3)
         with emulator.emulated():
             y = attended(draw(case))
@@ -177,6 +176,66 @@ def test_a_group_of_threads_has_room():
             assert groups == 1 or Dv > 192
 
 
+def groups_of(heads, kv_heads, width, limit, window=None):
+    """The groups of threads that a launch of the first kernel has."""
+    slots = limit if window is None else window + 32
+    q, (k, v) = mx.zeros((1, heads, 1, width)), mx.zeros((2, 1, kv_heads, slots, width))
+    with counted_launches() as launches:
+        verify_attention(q, k, v, mx.array([limit - 1]), scale=1.0, limit=limit, window=window)
+    (op, groups), _ = launches
+    assert op == "verify_attention"
+    return groups
+
+
+def test_many_groups_of_threads_at_every_length():
+    for kv_heads, width in ((2, 256), (4, 256), (8, 128)):
+        found = [groups_of(4 * kv_heads, kv_heads, width, limit) for limit in (1024, 1500, 2048, 8192, 70000)]
+        assert found == sorted(found)
+        assert GROUPS <= found[0] < found[-1] < 1200
+    assert min(groups_of(96, 8, 128, limit, window=512) for limit in range(600, 664)) >= GROUPS
+    assert groups_of(64, 8, 128, 512, window=512) >= GROUPS  # at 512 positions already
+
+
+def test_chunks_follow_each_other():
+    """Those that the kernel begins where this says are the fewest that hold all positions below a limit."""
+    for least, most in ((32, 512), (256, 512), (64, 64)):
+        ends, size = [], least
+        while not ends or ends[-1] < 20 * FIRST_CHUNKS:
+            begin = ends[-1] if ends else 0
+            size = min(most, least << max(0, (begin // FIRST_CHUNKS).bit_length()))
+            ends.append(begin + size)
+        for limit in range(1, 20 * FIRST_CHUNKS, 31):
+            assert Chunks(least, most).up_to(limit) == 1 + sum(end < limit for end in ends)
+
+
+def test_a_gate_of_any_strides():
+    drawn = draw(CASES[3])
+    L, G, Dv = drawn.case.L, drawn.case.G, drawn.case.Dv
+    doubled = mx.random.normal((1, L, G, 2 * Dv))
+    gate = doubled[..., Dv:]
+    with emulator.emulated():
+        drawn.gate = gate.reshape(1, L, -1)
+        want = attended(drawn)
+        drawn.gate = gate
+        assert same_bits(attended(drawn), want)
+
+
+def odd(x):
+    """The same in memory whose first element is no neighbour of an even one: a slice of a larger array."""
+    whole = mx.concatenate([mx.zeros(1, x.dtype), x.flatten()])
+    mx.eval(whole)
+    return whole[1:].reshape(x.shape)
+
+
+def test_slices_that_begin_anywhere():
+    drawn = draw(Case(G=2, L=2, offset=5, slots=8, dtype=mx.bfloat16))
+    k, v = mx.random.normal((2, 1, 1, 8, 32)).astype(mx.bfloat16)
+    more = {"scale": 0.2, "limit": 7}
+    with emulator.emulated():
+        want = verify_attention(drawn.q, k, v, mx.array([5]), **more)
+        assert same_bits(verify_attention(odd(drawn.q), odd(k), odd(v), mx.array([5]), **more), want)
+
+
 def test_order_of_threads_does_not_matter():
     drawn, got = draw(CASES[3]), []
     for order in ("forward", "reverse", 5):
@@ -234,7 +293,7 @@ def test_what_it_does_not_take():
         verify_attention(q, mx.zeros((1, 3, 64, 32)), kv, offset, **more)
     with pytest.raises(ValueError, match="bits is None, keys are 3 arrays"):
         verify_attention(q, mx.quantize(kv, 32, 4), mx.quantize(kv, 32, 4), offset, **more)
-    with pytest.raises(ValueError, match=r"gate has shape \(1, 2, 5\); it must be \(1, 2, 4\) or \(1, 2, 128\)"):
+    with pytest.raises(ValueError, match=r"gate has shape \(1, 2, 5\); it must be \(1, 2, 4\), \(1, 2, 128\) or"):
         verify_attention(q, kv, kv, offset, gate=mx.zeros((1, 2, 5)), **more)
     assert verify_attention_ref(q, kv, kv, offset, scale=1.0).shape == (1, 2, 128)
 

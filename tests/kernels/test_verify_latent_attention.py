@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from exact import bits_of, same_bits
-from metal_cases import exact, linux_only
+from metal_cases import counted_launches, exact, linux_only
 from sweep import sampled, sweep
 
 from mlx_mtp import emulator
@@ -179,6 +179,19 @@ def test_extremes():
 def test_nothing_is_read_beyond_the_buffers(offset, limit):
     """Where offset or limit is not what it must be, the output is not either; that is all."""
     attend(*draw(34, 1, 32, 8, 300, F16), offset, limit)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_many_groups_of_threads_at_every_length(dtype):
+    for limit in (1024, 1500, 4096, 30000):
+        q, q_pe, latent, k_pe = (
+            mx.zeros(shape, dtype)
+            for shape in ((1, 128, 1, 512), (1, 128, 1, 64), (1, 1, limit, 512), (1, 1, limit, 64))
+        )
+        with counted_launches() as launches:
+            verify_latent_attention(q, q_pe, latent, k_pe, mx.array([limit - 1]), scale=1.0, limit=limit)
+        assert [name for name, _ in launches] == LAUNCHES
+        assert min(groups for _, groups in launches) >= 64
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

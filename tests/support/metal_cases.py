@@ -1,6 +1,8 @@
 """Launch small kernels in the emulator, and compare with float64."""
 
 import sys
+from contextlib import contextmanager
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -35,3 +37,24 @@ def exact(x: mx.array) -> np.ndarray:
 
 def relative_error(got: mx.array, want: np.ndarray) -> float:
     return float(np.abs(exact(got) - want).max() / np.abs(want).max())
+
+
+@contextmanager
+def counted_launches():
+    """Let kernels be launched that compute nothing; collects (name, groups of threads) of each."""
+    found = []
+
+    def maker(name, **_):
+        def launched(*, grid, threadgroup, output_shapes, output_dtypes, **_):
+            found.append((name, int(np.prod([-(-n // of) for n, of in zip(grid, threadgroup, strict=True)]))))
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+        return launched
+
+    gpu = mx.Device(mx.gpu)
+    with (
+        mock.patch.object(mx.fast, "metal_kernel", maker),
+        mock.patch.object(mx.metal, "is_available", return_value=True),
+        mock.patch.object(mx, "default_device", return_value=gpu),
+    ):
+        yield found
