@@ -1,31 +1,20 @@
-// The chunks of positions that an attention is cut into. They depend on the position alone, never on how many there are: so bits
-// do not depend on the length of a context, on the rows of a verify, or on the machine.
+// The chunks of positions that an attention is cut into: `least` positions each below FIRST_CHUNKS, twice as many from there to
+// twice that position, and so on, up to `most`. They depend on the position alone, so that bits depend neither on the length of a
+// context, nor on the rows of a verify, nor on the machine.
 
-// Positions below this have the smallest chunks; those up to twice it twice as large ones, and so on.
 constant constexpr int FIRST_CHUNKS = 1024;
 
-struct Chunks {
-  int least, most; // positions of the smallest and the largest
+// Of the equal chunks among which a chunk is, or a position (the other is NONE): the first one, its position, and their size.
+constant constexpr int NONE = 0x7fffffff;
 
-  // The chunk that holds a position.
-  METAL_FUNC int holding(int position) const thread {
-    int chunk = 0, begin = 0, size = least;
-    for (int end = FIRST_CHUNKS; size < most && position >= end; end *= 2) {
-      chunk += (end - begin) / size;
-      begin = end;
-      size *= 2;
+METAL_FUNC int3 chunks_like(int chunk, int position, int least, int most) {
+  int3 run(0, 0, least);
+  for (int end = FIRST_CHUNKS; run.z < most && position >= end; end *= 2) {
+    const int next = run.x + (end - run.y) / run.z;
+    if (chunk < next) {
+      break;
     }
-    return chunk + (position - begin) / size;
+    run = int3(next, end, 2 * run.z);
   }
-
-  // The position that a chunk begins at.
-  METAL_FUNC int begin(int chunk) const thread {
-    int begin = 0, size = least;
-    for (int end = FIRST_CHUNKS; size < most && chunk >= (end - begin) / size; end *= 2) {
-      chunk -= (end - begin) / size;
-      begin = end;
-      size *= 2;
-    }
-    return begin + chunk * size;
-  }
-};
+  return run;
+}

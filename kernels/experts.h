@@ -4,69 +4,59 @@
 
 constant constexpr int COLUMNS = 4; // weight rows that a simdgroup takes
 
-// One expert's matrix [N, K], N a multiple of COLUMNS, and where the rows of x begin that visit it: `count` of them, then
+// One expert's matrices [N, K], N a multiple of COLUMNS, and where the rows of x begin that visit it: `count` of them, then
 // the last again.
-template <typename T, typename S>
+template <typename T, typename S, int SOURCES>
 struct Visit {
-  const device uint8_t* w;
-  const device S* scales;
-  const device S* biases;
+  Source<S> sources[SOURCES];
   const device T* x;
   int N, K, count;
   int rows[8];
 };
 
-// Lane COLUMNS * m + c gets the product of row m with weight row begin + c. More than 4 rows go with 2 weight rows at a
-// time, so that never more than 16 sums are in registers.
-template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS>
-METAL_FUNC float rows_product(const thread Visit<T, S>& visit, int begin, int lane) {
-  constexpr int RESULTS = ROWS > 4 ? 2 : 4;
-  float own = 0;
-  for (int column = 0; column < COLUMNS; column += RESULTS) {
-    int outputs[RESULTS];
+// The matrix of `expert` among all of them.
+template <int BITS, int GROUP, typename S>
+METAL_FUNC Source<S> of_expert(
+    const device uint32_t* w, const device S* scales, const device S* biases, int expert, int N, int K) {
+  const size_t row = size_t(expert) * N, groups = K / GROUP;
+  return {(const device uint8_t*)w + row * (K / 8 * BITS), scales + row * groups, biases + row * groups};
+}
+
+// Lane COLUMNS * m + c gets the products of row m with row begin + c of each source; x is asked for once for all of them.
+// No more than 16 sums are in registers: of more than 4 rows (of two sources 2) fewer weight rows go at a time.
+template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS, int SOURCES>
+METAL_FUNC void rows_product(
+    const thread Visit<T, S, SOURCES>& visit, int begin, int lane, thread float (&own)[SOURCES]) {
+  constexpr int EACH = ROWS * SOURCES > 8 ? 1 : ROWS * SOURCES > 4 ? 2 : 4;
+  for (int column = 0; column < COLUMNS; column += EACH) {
+    int outputs[SOURCES * EACH];
     UNROLL
-    for (int r = 0; r < RESULTS; r++) {
-      outputs[r] = begin + column + r;
+    for (int r = 0; r < SOURCES * EACH; r++) {
+      outputs[r] = begin + column + r % EACH;
     }
-    float result[ROWS][RESULTS] = {};
+    float result[ROWS][SOURCES * EACH] = {};
     gathered_products<T, S, BITS, FP, GROUP, VALUES, 32>(
-        visit.w, visit.scales, visit.biases, visit.x, visit.rows, outputs, visit.K, lane, result);
+        visit.sources, visit.x, visit.rows, outputs, visit.K, lane, result);
     UNROLL
-    for (int r = 0; r < RESULTS; r++) {
+    for (int r = 0; r < SOURCES * EACH; r++) {
       UNROLL
       for (int m = 0; m < ROWS; m++) {
         const float sum = simd_sum(result[m][r]);
-        own = lane == m * COLUMNS + column + r ? sum : own;
+        own[r / EACH] = lane == m * COLUMNS + column + r % EACH ? sum : own[r / EACH];
       }
     }
   }
-  return own;
 }
 
 // The same, by the fewest of 1, 2, 4, ... ROWS rows that hold those of the visit.
-template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS>
-METAL_FUNC float visit_product(const thread Visit<T, S>& visit, int begin, int lane) {
+template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS, int SOURCES>
+METAL_FUNC void visit_product(
+    const thread Visit<T, S, SOURCES>& visit, int begin, int lane, thread float (&own)[SOURCES]) {
   if constexpr (ROWS > 1) {
     if (visit.count <= ROWS / 2) {
-      return visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS / 2>(visit, begin, lane);
+      visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS / 2>(visit, begin, lane, own);
+      return;
     }
   }
-  return rows_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane);
-}
-
-// The same, with `expert`'s matrix of w.
-template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS>
-METAL_FUNC float expert_product(
-    const device uint32_t* w,
-    const device S* scales,
-    const device S* biases,
-    thread Visit<T, S>& visit,
-    int expert,
-    int begin,
-    int lane) {
-  const size_t row = size_t(expert) * visit.N, groups = visit.K / GROUP;
-  visit.w = (const device uint8_t*)w + row * (visit.K / 8 * BITS);
-  visit.scales = scales + row * groups;
-  visit.biases = biases + row * groups;
-  return visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane);
+  rows_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane, own);
 }

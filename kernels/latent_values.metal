@@ -18,10 +18,10 @@ constexpr int FRAGMENTS = 2, ROWS = 8 * FRAGMENTS, COLUMNS = SLICE / 8;
 threadgroup T values[CHUNK * SLICE];
 const int R = scores_shape[1], simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;
 const int chunk = threadgroup_position_in_grid.y, slice = threadgroup_position_in_grid.x * SLICE;
-const Chunks chunks{int(sizes[1]), CHUNK};
-const int first = chunks.begin(chunk), keys = chunks.begin(chunk + 1) - first;
+const int3 alike = chunks_like(chunk, NONE, sizes[1], CHUNK);
+const int first = alike.y + (chunk - alike.x) * alike.z;
 const int end = min(offset[0] + sizes[0], min(latent_shape[2], 8 * scores_shape[0]));
-const int blocks = clamp((end - first + 7) / 8, 0, keys / 8), tiles = (8 * blocks + KEYS - 1) / KEYS;
+const int blocks = clamp((end - first + 7) / 8, 0, alike.z / 8), tiles = (8 * blocks + KEYS - 1) / KEYS;
 
 for (int i = 4 * thread_index; i < 8 * blocks * SLICE; i += 4 * 32 * simdgroups) {
   const int key = i / SLICE, column = i % SLICE;

@@ -21,15 +21,15 @@ const int begin = threadgroup_position_in_grid.y * COLUMNS;
 threadgroup float products[MOST_PAIRS * COLUMNS];
 for (int slot = worker; slot < P && starts[slot] < P; slot += SIMDGROUPS) {
   const int start = starts[slot], end = starts[slot + 1];
-  Visit<T, S> visit = {nullptr, nullptr, nullptr, h, N, K, end - start};
+  Visit<T, S, 1> visit = {{of_expert<BITS, GROUP>(w, scales, biases, experts[slot], N, K)}, h, N, K, end - start};
   UNROLL
   for (int m = 0; m < ROWS; m++) {
     visit.rows[m] = min(start + m, end - 1) * K;
   }
-  const float product =
-      expert_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(w, scales, biases, visit, experts[slot], begin, lane);
+  float product[1] = {};
+  visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane, product);
   if (start + lane / COLUMNS < end) {
-    products[start * COLUMNS + lane] = float(static_cast<T>(product));
+    products[start * COLUMNS + lane] = float(static_cast<T>(product[0]));
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);

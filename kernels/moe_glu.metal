@@ -1,4 +1,5 @@
-// h = swiglu(x . gate, x . up) of each (row, expert) pair, both weights quantized: an expert's weights are requested once.
+// h = swiglu(x . gate, x . up) of each (row, expert) pair, both weights quantized: an expert's weights are requested once,
+// and x once for gate and up.
 //
 // Inputs   gate, up [EXPERTS, N, K * BITS / 32] uint32; their _scales, _biases [EXPERTS, N, K / GROUP] (floating-point
 //          formats: scales twice); x [M, K]; limit [1] of T: infinity where nothing is clamped; from moe_route: tokens [P], experts
@@ -18,23 +19,17 @@ if (start == end) {
   return;
 }
 
-Visit<T, S> visit = {nullptr, nullptr, nullptr, x, N, K, end - start};
+Visit<T, S, 2> visit = {
+    {of_expert<BITS, GROUP>(gate, gate_scales, gate_biases, experts[slot], N, K),
+     of_expert<BITS, GROUP>(up, up_scales, up_biases, experts[slot], N, K)},
+    x, N, K, end - start};
 UNROLL
 for (int m = 0; m < ROWS; m++) {
   visit.rows[m] = tokens[min(start + m, end - 1)] * K;
 }
-float opened = 0, linear = 0;
-_Pragma("clang loop unroll(disable)")
-for (int i = 0; i < 2; i++) {
-  const float product = expert_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(
-      i == 0 ? gate : up,
-      i == 0 ? gate_scales : up_scales,
-      i == 0 ? gate_biases : up_biases,
-      visit, experts[slot], begin, lane);
-  opened = i == 0 ? product : opened;
-  linear = product;
-}
+float products[2] = {};
+visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane, products);
 const int own = start + lane / COLUMNS, column = begin + lane % COLUMNS;
 if (own < end) {
-  h[size_t(own) * N + column] = swiglu<T>(static_cast<T>(opened), static_cast<T>(linear), limit[0]);
+  h[size_t(own) * N + column] = swiglu<T>(static_cast<T>(products[0]), static_cast<T>(products[1]), limit[0]);
 }

@@ -143,12 +143,19 @@ struct Format {
   }
 };
 
-// Adds to result [ROWS][RESULTS] one lane's share of the rows of x that begin at `rows`, times the weight rows `outputs`.
-template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int LANES, int ROWS, int RESULTS>
+// Weights [.., K]; several whose rows meet the same rows of x are loaded side by side.
+template <typename S>
+struct Source {
+  const device uint8_t* w;
+  const device S* scales;
+  const device S* biases;
+};
+
+// Adds to result [ROWS][RESULTS] one lane's share of the rows of x that begin at `rows`, times the weight rows `outputs`, as
+// many of each source in turn.
+template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int LANES, int ROWS, int RESULTS, int SOURCES>
 METAL_FUNC void gathered_products(
-    const device uint8_t* w,
-    const device S* scales,
-    const device S* biases,
+    const thread Source<S> (&sources)[SOURCES],
     const device T* x,
     const thread int* rows,
     const thread int* outputs,
@@ -159,17 +166,19 @@ METAL_FUNC void gathered_products(
   constexpr int STEP = VALUES < GROUP ? VALUES : GROUP; // values under one scale
   constexpr int BYTES = STEP * BITS / 8;
   constexpr int STRIDE = LANES * VALUES;
+  constexpr int EACH = RESULTS / SOURCES;
 
   // Long offsets once; in the loop, where they would cost more than the products, a row is so many bytes and groups on.
   const int row_bytes = K / 8 * BITS, row_groups = K / GROUP;
-  w += size_t(outputs[0]) * row_bytes;
-  scales += size_t(outputs[0]) * row_groups;
-  biases += size_t(outputs[0]) * row_groups;
+  Source<S> from[SOURCES];
   int byte_offset[RESULTS], group_offset[RESULTS];
   UNROLL
   for (int r = 0; r < RESULTS; r++) {
-    byte_offset[r] = (outputs[r] - outputs[0]) * row_bytes;
-    group_offset[r] = (outputs[r] - outputs[0]) * row_groups;
+    const int first = outputs[r / EACH * EACH], s = r / EACH;
+    const size_t groups = size_t(first) * row_groups;
+    from[s] = {sources[s].w + size_t(first) * row_bytes, sources[s].scales + groups, sources[s].biases + groups};
+    byte_offset[r] = (outputs[r] - first) * row_bytes;
+    group_offset[r] = (outputs[r] - first) * row_groups;
   }
   for (int begin = lane * VALUES; begin < K; begin += STRIDE) {
     UNROLL
@@ -179,9 +188,9 @@ METAL_FUNC void gathered_products(
       UNROLL
       for (int r = 0; r < RESULTS; r++) {
         const int group = group_offset[r] + k / GROUP;
-        scale[r] = scale_of<FP, GROUP>(scales[group]);
-        bias[r] = FP ? 0.0f : float(biases[group]);
-        load_bytes<BYTES>(w + byte_offset[r] + k * BITS / 8, words[r]);
+        scale[r] = scale_of<FP, GROUP>(from[r / EACH].scales[group]);
+        bias[r] = FP ? 0.0f : float(from[r / EACH].biases[group]);
+        load_bytes<BYTES>(from[r / EACH].w + byte_offset[r] + k * BITS / 8, words[r]);
       }
       float products[ROWS][RESULTS] = {}, sums[ROWS] = {};
       UNROLL
@@ -212,26 +221,6 @@ METAL_FUNC void gathered_products(
       }
     }
   }
-}
-
-// The same of neighbouring rows x [last + 1, K]; where there are fewer than ROWS, the last one stands for the others.
-template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int LANES, int ROWS, int RESULTS>
-METAL_FUNC void quantized_products(
-    const device uint8_t* w,
-    const device S* scales,
-    const device S* biases,
-    const device T* x,
-    int last,
-    const thread int* outputs,
-    int K,
-    int lane,
-    thread float (&result)[ROWS][RESULTS]) {
-  int rows[ROWS];
-  UNROLL
-  for (int m = 0; m < ROWS; m++) {
-    rows[m] = min(m, last) * K;
-  }
-  gathered_products<T, S, BITS, FP, GROUP, VALUES, LANES>(w, scales, biases, x, rows, outputs, K, lane, result);
 }
 
 // The sum of a result over the lanes that share its row.

@@ -38,9 +38,11 @@ const device T* queries = q + (size_t(kv) * R + own) * D;
 
 const Sight sees{own, int(offset[0]), L, int(sight[0]), int(sight[1])};
 const int oldest = sees.oldest(sees.first), last = sees.last();
-const Chunks chunks{int(sight[2]), int(sight[3])};
-const int chunk = chunks.holding(oldest) + threadgroup_position_in_grid.x;
-const int begin = max(chunks.begin(chunk), oldest / 32 * 32), stop = chunks.begin(chunk + 1), end = min(stop, last + 1);
+const int3 first = chunks_like(NONE, oldest, sight[2], sight[3]);
+const int chunk = first.x + (oldest - first.y) / first.z + threadgroup_position_in_grid.x;
+const int3 alike = chunks_like(chunk, NONE, sight[2], sight[3]);
+const int start = alike.y + (chunk - alike.x) * alike.z, stop = start + alike.z;
+const int begin = max(start, oldest / 32 * 32), end = min(stop, last + 1);
 
 Fragment out[BLOCKS][PARTS];
 UNROLL

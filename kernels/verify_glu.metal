@@ -22,15 +22,20 @@ if (begin >= H) {
   return;
 }
 
-int outputs[RESULTS];
+int outputs[RESULTS], rows[ROWS];
 UNROLL
 for (int r = 0; r < PAIRS; r++) {
   outputs[r] = min(begin + r, H - 1);
   outputs[PAIRS + r] = H + outputs[r];
 }
+UNROLL
+for (int m = 0; m < ROWS; m++) {
+  rows[m] = min(m, M - 1 - first) * K; // the last row stands for those that are missing
+}
+const Source<S> sources[1] = {{(const device uint8_t*)w, scales, biases}};
 float result[ROWS][RESULTS] = {};
-quantized_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
-    (const device uint8_t*)w, scales, biases, x + size_t(first) * K, M - 1 - first, outputs, K, lane % LANES, result);
+gathered_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
+    sources, x + size_t(first) * K, rows, outputs, K, lane % LANES, result);
 
 UNROLL
 for (int r = 0; r < PAIRS; r++) {

@@ -25,6 +25,12 @@ for (int i = thread_index_in_threadgroup; i < ROWS * TILE; i += 32 * SIMDS) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
+const Source<S> sources[1] = {{(const device uint8_t*)w, scales, biases}};
+int rows[ROWS];
+UNROLL
+for (int m = 0; m < ROWS; m++) {
+  rows[m] = min(m, M - 1 - first) * K;
+}
 for (int at = simd * WIDTH + lane / LANES * RESULTS; at < min(TILE, N - begin); at += SIMDS * WIDTH) {
   int outputs[RESULTS];
   UNROLL
@@ -32,8 +38,8 @@ for (int at = simd * WIDTH + lane / LANES * RESULTS; at < min(TILE, N - begin); 
     outputs[r] = min(begin + at + r, N - 1);
   }
   float result[ROWS][RESULTS] = {};
-  quantized_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
-      (const device uint8_t*)w, scales, biases, x + size_t(first) * K, M - 1 - first, outputs, K, lane % LANES, result);
+  gathered_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
+      sources, x + size_t(first) * K, rows, outputs, K, lane % LANES, result);
   UNROLL
   for (int r = 0; r < RESULTS; r++) {
     UNROLL

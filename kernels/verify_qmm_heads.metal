@@ -31,16 +31,10 @@ for (int m = 0; m < ROWS; m++) {
 }
 const size_t matrix = size_t(head) * N;
 float result[ROWS][RESULTS] = {};
+const Source<S> sources[1] = {
+    {(const device uint8_t*)w + matrix * (K / 8 * BITS), scales + matrix * groups, biases + matrix * groups}};
 gathered_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
-    (const device uint8_t*)w + matrix * (K / 8 * BITS),
-    scales + matrix * groups,
-    biases + matrix * groups,
-    x + (size_t(first) * H + head) * D,
-    rows,
-    outputs,
-    K,
-    lane % LANES,
-    result);
+    sources, x + (size_t(first) * H + head) * D, rows, outputs, K, lane % LANES, result);
 
 UNROLL
 for (int m = 0; m < ROWS; m++) {

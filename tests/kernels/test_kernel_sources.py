@@ -8,7 +8,7 @@ import pytest
 FILES = sorted(p for p in (Path(__file__).parents[2] / "kernels").iterdir() if p.suffix in (".h", ".metal"))
 METHOD = re.compile(r"^  (?:template <[^>]*>\s+)?METAL_FUNC [^;{]*?\)([^;{)]*)\{", re.MULTILINE)
 MATHS = re.compile(r"(?<!precise::)(?<!fast::)\b(?:exp|exp2|log|log2|pow|rsqrt|sqrt|sin|cos|tanh)\(")
-WIDE_LOADS = re.compile(r"reinterpret_cast<\s*const device (?!Word\b)|\(const device (?!uint8_t|uint\b|ushort\b)")
+WIDE_LOADS = re.compile(r"cast<\s*const device (?!Word\b)|\(const device (?:vec|packed_|\w+[234]\b)")
 AS_COMPILED = ("delta_gates.h",)  # its functions are those of kernels that mx.compile makes, with options like ours
 
 
