@@ -65,7 +65,8 @@ class DraftChooser:
         logprobs, tokens = values - total[:, None], head.token(indices)
         token = tokens[0, 0]
         if self.mode == "coupled":
-            token = self.options.draw_top(logprobs, tokens, key_at(self.key, position), model.vocab_size)[0]
+            top, size = (values, tokens, total), model.vocab_size
+            token = rows.draw_top(top, self.key, position, **self.options.filters, vocab_size=size)[0]
         probability = (mx.exp(logprobs) * (tokens == token)).sum() if self.confidence else None
         return Choice(token.astype(mx.int32), probability)
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
+from ..kernels import draw_top_ref
 from ..layers.target import Target
 
 Sampler = Callable[[mx.array], mx.array]
@@ -94,15 +95,13 @@ class Sampling:
 
     def draw_top(self, logprobs: mx.array, tokens: mx.array, key: mx.array, vocab_size: int) -> mx.array:
         """Draw as `draw` does, from the top_k greatest logprobs [1, n] of a row, sorted, and their tokens [1, n]."""
-        _, dice = mx.random.split(key)
-        if 0 < self.top_p < 1:
-            above = mx.cumsum(mx.exp(logprobs), axis=-1, inclusive=False)
-            kept = (above < self.top_p).sum(axis=-1, keepdims=True)
-            least = mx.take_along_axis(logprobs, kept - 1, axis=-1)
-            logprobs = mx.where(logprobs < least, -float("inf"), logprobs)
-        if self.min_p > 0:
-            logprobs = apply_min_p(logprobs, self.min_p)
-        return gumbel_max(whole_row(logprobs, tokens, vocab_size) * (1.0 / self.temp), dice)
+        top = logprobs, tokens, mx.zeros(1)
+        return draw_top_ref(top, key, 0, **self.filters, vocab_size=vocab_size)
+
+    @property
+    def filters(self) -> dict[str, float]:
+        """What narrows a draw from the greatest logits, by keyword."""
+        return {"temp": self.temp, "top_p": self.top_p, "min_p": self.min_p}
 
 
 @dataclass
@@ -140,13 +139,8 @@ class Picker:
             return choice.greedy()
         if self.options.unfiltered:
             return choice.draw(self.key, position, self.options.temp)
-        values, tokens, total = choice.top(self.options.top)
-        rows = zip(values - total[:, None], tokens, strict=True)
-        drawn = [
-            self.options.draw_top(v[None], t[None], key_at(self.key, position + i), vocab_size)
-            for i, (v, t) in enumerate(rows)
-        ]
-        return mx.concatenate(drawn).astype(mx.int32)
+        top = choice.top(self.options.top)
+        return choice.draw_top(top, self.key, position, **self.options.filters, vocab_size=vocab_size)
 
     def __call__(self, logits: mx.array, position, history: Any, drafts: mx.array):
         """Choose tokens [M] int32 from logits [M, V] for positions position..; and logprobs [M, V] or None.

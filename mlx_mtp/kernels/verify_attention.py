@@ -158,7 +158,7 @@ def merge(
     )
     inputs["gated"] = constants(mx.int32, gated)
     y, template = ((1, rows, heads * Dv), dtype), {"T": dtype, "SINKS": sinks is not None}
-    grid, group = (Dv, heads, rows), (min(Dv, 64), 1, 1)
+    grid, group = (Dv, heads, rows), (32, 1, 1)
     return launch("attention_merge", inputs, {"y": y}, template=template, grid=grid, group=group)[0]
 
 

@@ -10,9 +10,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import Quantized, draw_ref, top_ref, verify_head, verify_head_draw, verify_head_top
+from ..kernels import (
+    Quantized,
+    draw_ref,
+    draw_top,
+    draw_top_ref,
+    top_ref,
+    verify_head,
+    verify_head_draw,
+    verify_head_top,
+)
 from .kernel_site import Site, format_of, known_format, quantized, rows_of
 
+Top = tuple[mx.array, mx.array, mx.array]
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
 
@@ -74,11 +84,15 @@ class Rows:
             return verify_head_draw(self.x, self.head.weights, key, position, temp, self.head.bias)
         return draw_ref(self.head.logits(self.x), key, position, temp)
 
-    def top(self, n: int) -> tuple[mx.array, mx.array, mx.array]:
+    def top(self, n: int) -> Top:
         """Find each row's n greatest logits, sorted, float32 [M, n], their tokens, and the logsumexp [M] of all."""
         if self.fused:
             return verify_head_top(self.x, self.head.weights, n, self.head.bias)
         return top_ref(self.head.logits(self.x), n)
+
+    def draw_top(self, top: Top, key: mx.array, position: Any, **filters: Any) -> mx.array:
+        """Draw a token of each row, int32 [M], from what `top` found of it; filters: as the kernel takes them."""
+        return (draw_top if self.fused else draw_top_ref)(top, key, position, **filters)
 
 
 def place_heads(model: Any) -> list[LMHeadSite]:

@@ -6,7 +6,7 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_cases import exact, linux_only, relative_error
+from metal_cases import counted_launches, exact, linux_only, relative_error
 from sweep import sampled, sweep
 
 from mlx_mtp import emulator
@@ -64,6 +64,7 @@ def check(n, k, m, dtype, bias, contract):
         (13, 64, 4, F32, False, "on"),  # four lanes along K
         (4097, 3, 8, F32, False, "on"),
         (5, 20, 1, F32, False, "off"),
+        (131, 203, 2, BF16, False, "fast"),  # two rows of w to a simdgroup
         (3, 33, 7, BF16, True, "off"),  # with fewer than four rows of w
         (1, 16384, 5, F32, False, "on"),  # the dot product
     ],
@@ -74,7 +75,7 @@ def test_a_row_has_the_bits_it_has_alone(n, k, m, dtype, bias, contract):
 
 @linux_only
 @sweep
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 13, 40, 4097])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 13, 40, 131, 1023, 4097])
 def test_sweep(n):
     chosen = random.Random(n)
     for k in (1, 3, 7, 63, 64, 65, 67) if n == 4097 else (1, 3, 4, 7, 40, 63, 64, 65, 200, 515, 1031, 2048):
@@ -104,6 +105,16 @@ def test_traffic(m):
     assert traffic["x"].bytes_read == groups * rows * k * 2 * n / 4  # once per four rows of w
     assert traffic["y"].bytes_written == traffic["y"].distinct_written == m * n * 2
     assert (traffic.max_barriers, traffic.max_collectives) == (0, 5 * 4 * rows)
+
+
+@pytest.mark.parametrize("n", [128, 160, 256, 384, 512])
+@pytest.mark.parametrize("k", [2048, 7168])
+def test_routers_start_many_groups_of_threads(n, k):
+    with counted_launches() as launches:
+        verify_gemv(mx.zeros((4, k)), mx.zeros((n, k)))
+    ((op, groups),) = launches
+    assert op == "verify_gemv"
+    assert groups >= 64
 
 
 @linux_only
