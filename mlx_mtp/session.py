@@ -101,6 +101,25 @@ class ChatSession:
             self._start_over()
         self._at_rest = True
 
+    def resume(self, messages: list[dict[str, str]], answers: int) -> None:
+        """Go on with these messages as the session would that gave so many answers, on which a seed's draws depend.
+
+        messages: {"role", "content"}; a first one of role "system" is the system prompt from now on. Raises
+        ValueError, and changes nothing, where the chat template does.
+        """
+        self._tokens([*messages, {"role": "user", "content": "?"}])
+        self._system = [message for message in messages[:1] if message["role"] == "system"]
+        self.messages, self.answers, self.turn = messages, answers, Turn(0)
+
+    @property
+    def system_prompt(self) -> str | None:
+        """The system prompt; may be set at any time, for the answers that follow. Raises as `resume` does."""
+        return self._system[0]["content"] if self._system else None
+
+    @system_prompt.setter
+    def system_prompt(self, text: str) -> None:
+        self.resume([{"role": "system", "content": text}, *self.messages[len(self._system) :]], self.answers)
+
     def _start_over(self) -> None:
         """Begin with empty caches."""
         self._snapshots: list[tuple[Mark, Quantizing | None]] = []

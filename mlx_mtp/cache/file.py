@@ -1,11 +1,13 @@
 """Save a prompt cache to a file and load it: the state of target and MTP heads, whose it is, and a checksum."""
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
 import os
 import re
+import shutil
 import struct
 import uuid
 from dataclasses import asdict, fields, is_dataclass
@@ -17,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..machine.atomic import naming
 from ..machine.errors import first_line
 from ..machine.memory import check_room
 from ..machine.stream import in_turn
@@ -47,10 +50,12 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
     arrays |= {f"kept.{i}": row for i, row in enumerate(cache.kept)}
     if cache.backlog:
         arrays["backlog"] = mx.concatenate(cache.backlog, axis=1)
+    if shutil.disk_usage(path.absolute().parent).free < sum(array.nbytes for array in arrays.values()):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))  # MLX would not say why
     work = path.with_name(f".{path.name}-{uuid.uuid4().hex}.safetensors")
     try:
-        _write(work, arrays, _state(cache))
-        with work.open("r+b") as f:
+        _write(work, path, arrays, _state(cache))
+        with naming(path), work.open("r+b") as f:
             place, digest = _checksum(f)
             f.seek(place)
             f.write(digest.encode())
@@ -112,11 +117,11 @@ def saved_tokens(file: str | Path) -> list[int]:
     return tokens
 
 
-def _write(file: Path, arrays: dict[str, mx.array], state: dict[str, Any]) -> None:
+def _write(work: Path, path: Path, arrays: dict[str, mx.array], state: dict[str, Any]) -> None:
     try:
-        mx.save_safetensors(str(file), arrays, {"mlx_mtp": json.dumps(state), "checksum": BLANK})
+        mx.save_safetensors(str(work), arrays, {"mlx_mtp": json.dumps(state), "checksum": BLANK})
     except RuntimeError as e:  # MLX does not name the file
-        raise OSError(f"{file.parent}: a prompt cache cannot be written there ({e})") from e
+        raise OSError(f"{path}: the prompt cache cannot be written ({first_line(e)})") from e
 
 
 def _state(cache: PromptCache) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..machine.atomic import naming
+
 SHARD_BYTES = 5 << 30  # mlx-lm's limit
 DTYPES = {
     **{mx.bool_: "BOOL", mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.float64: "F64"},
@@ -55,17 +57,13 @@ def file_size(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> int:
 
 def write(file: Path, tensors: Tensors, metadata: dict[str, str], compute: Callable[[str, mx.array], None]) -> None:
     """Write a file and empty `tensors`; `compute` is called with each one's name and itself before it is written."""
-    try:
-        with file.open("wb") as f:
-            f.write(header(tensors, metadata))
-            for name in list(tensors):
-                w = tensors.pop(name)
-                compute(name, w)
-                f.write(memoryview(mx.contiguous(w).reshape(-1).view(mx.uint8)))  # type: ignore[arg-type]
-                del w
-                mx.clear_cache()
-            f.flush()
-            os.fsync(f.fileno())
-    except OSError as e:
-        e.filename = e.filename or str(file)  # of a full disk nothing else says where
-        raise
+    with naming(file), file.open("wb") as f:
+        f.write(header(tensors, metadata))
+        for name in list(tensors):
+            w = tensors.pop(name)
+            compute(name, w)
+            f.write(memoryview(mx.contiguous(w).reshape(-1).view(mx.uint8)))  # type: ignore[arg-type]
+            del w
+            mx.clear_cache()
+        f.flush()
+        os.fsync(f.fileno())

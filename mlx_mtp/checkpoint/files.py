@@ -18,9 +18,11 @@ from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from mlx_lm.utils import load_config
 from safetensors import SafetensorError, safe_open
 
+from ..machine.atomic import naming
 from ..machine.errors import first_line
 
 TRUNK_FILES = "model*.safetensors"
@@ -35,6 +37,7 @@ FP8_BLOCK = 128
 FP4_GROUP = 16
 CONVERTED = {"format": "mlx", "norms": "converted"}  # metadata of files that `mlx-mtp convert` writes
 SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", "*.safetensors.index.json")
+TRANSPORTS = ("httpx", "httpx2", "requests")  # whose errors, by version of huggingface_hub, are of the connection
 AT_ONCE = 8  # headers that are fetched side by side
 
 
@@ -70,7 +73,21 @@ def resolve(path_or_repo: str | Path, revision: str | None = None, *, files: Col
     try:
         return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(files)))
     except Exception as e:
-        raise ValueError(f"{path_or_repo}: no such directory, and not on the hub: {first_line(e)}") from e
+        raise ValueError(_not_fetched(path_or_repo, e, "not on the hub")) from e
+
+
+def _not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
+    """Say why nothing came from the hub: offline, the disk, or `otherwise`, which the hub itself said."""
+    cause = e.__cause__ if isinstance(e, LocalEntryNotFoundError) and isinstance(e.__cause__, Exception) else e
+    why, copy = first_line(cause), "no whole copy in the download cache"
+    if isinstance(cause, OfflineModeIsEnabled):
+        return f"{name}: no such directory, {copy}, and offline: unset HF_HUB_OFFLINE to download it"
+    if cause is not e or type(cause).__module__.partition(".")[0] in TRANSPORTS:
+        state = "the hub fails" if isinstance(cause, HfHubHTTPError) else "offline"
+        return f"{name}: no such directory, {copy}, and {state} ({why}): connect and try again"
+    if isinstance(e, OSError) and not isinstance(e, HfHubHTTPError):
+        return f"{name}: no such directory, and it cannot be downloaded: {why}"
+    return f"{name}: no such directory, and {otherwise}: {why}"
 
 
 def local(path_or_repo: str | Path) -> Path | None:
@@ -250,7 +267,7 @@ def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
         try:
             _fetch(HfApi(), repo, revision, Path(name))
         except Exception as e:
-            raise ValueError(f"{repo}: no such directory, and no headers from the hub: {first_line(e)}") from e
+            raise ValueError(_not_fetched(repo, e, "no headers from the hub")) from e
         yield Path(name)
 
 
@@ -269,7 +286,8 @@ def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:
     for name in names:
         if "/" not in name and any(fnmatch(name, pattern) for pattern in SMALL):
             cached = api.hf_hub_download(repo, name, revision=info.sha)
-            (path / name).write_bytes(Path(cached).read_bytes())
+            with naming(path / name):
+                (path / name).write_bytes(Path(cached).read_bytes())
     patterns = (TRUNK_FILES, *SIDECAR_FILES)  # in which, as for `Path.glob`, a "*" is within one directory
     wanted = [n for n in names if any(fnmatch(n, p) and n.count("/") == p.count("/") for p in patterns)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -286,6 +304,6 @@ def _write(api: HfApi, repo: str, revision: str | None, path: Path, name: str) -
     text = json.dumps(header).encode()
     end = max((entry.data_offsets[1] for entry in found.tensors.values()), default=0)
     file.parent.mkdir(exist_ok=True)
-    with file.open("wb") as f:
+    with naming(file), file.open("wb") as f:
         f.write(struct.pack("<Q", len(text)) + text)
         f.truncate(8 + len(text) + end)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from .._version import __version__
+from ..machine.atomic import FULL
 from ..machine.errors import first_line
 from .bench import bench
 from .cache_prompt import cache_prompt
@@ -50,6 +51,8 @@ class OneLine(click.Group):
         except BrokenPipeError:
             sys.exit(_discard_output())
         except (ValueError, OSError, RuntimeError, MemoryError) as e:
+            if isinstance(e, OSError) and e.errno in FULL:
+                e.filename = e.filename or "standard output"  # every file that is written names itself
             _fail(*_with_flag(first_line(e)))
         except Exception as e:
             if os.environ.get("MLX_MTP_DEBUG"):

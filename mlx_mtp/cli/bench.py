@@ -117,6 +117,8 @@ def plot(files: tuple[Path, ...], **flags: Any) -> None:
     found = [result.read(file) for file in files]
     with complete(files):
         draw(found, flags)
+    for file in filter(None, (flags["plot"], flags["html"])):
+        click.echo(f"wrote {file}")
 
 
 for command in (decode, compare, verify, kernels, profile, model, plot):

@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import click
 
@@ -13,12 +14,16 @@ from ..decoding.stats import Stats
 from ..generate import GenerationResponse
 from ..machine.errors import first_line
 from ..session import ChatSession, Turn
+from . import conversation_file
 from .progress import PromptProgress, shows_progress
 from .terminal import MessageReader, StopOnInterrupt, faint, hidden_typing, printable
 
 HELP = """\
 /help        this list (also: h)
 /reset       forget the conversation (r)
+/system TEXT set the system prompt, from the next answer on; without TEXT show it
+/save FILE   keep the conversation in a JSON file
+/load FILE   go on with a conversation that was saved
 /stats       totals of the conversation
 /mtp on|off  draft with the MTP heads, or decode plainly: other speed, same text
              (with --kv-bits, near-ties may differ)
@@ -49,12 +54,14 @@ class Chat:
         while (line := self._next()) is not None:
             text = line.rstrip()
             text = SHORT.get(text, text)
-            command = text.split() if text.startswith("/") and "\n" not in text else []
-            if command[:1] == ["/exit"]:
+            name, *argument = text.split(None, 1) if text.startswith("/") else [""]
+            if "\n" in text and name != "/system":  # a pasted page
+                name = ""
+            if name == "/exit":
                 return
             with contextlib.suppress(KeyboardInterrupt):
-                if command:
-                    self._command(command[0], " ".join(command[1:]))
+                if name:
+                    self._command(name, *argument)
                 elif text:
                     self._answer(text)
 
@@ -62,7 +69,7 @@ class Chat:
         with self.session.idle() if self.interactive else contextlib.nullcontext():
             return self.read()
 
-    def _command(self, name: str, argument: str) -> None:
+    def _command(self, name: str, argument: str = "") -> None:
         if argument and name in ("/help", "/reset", "/stats"):
             click.echo(f"{name} {printable(argument)[:30]}: {name} takes no argument", err=True)
         elif name == "/help":
@@ -75,6 +82,11 @@ class Chat:
             click.echo("\n".join(self.totals.lines(self.session)))
         elif name == "/mtp":
             self._set_drafting(argument)
+        elif name in ("/system", "/save", "/load"):
+            try:
+                click.echo(getattr(self, f"_{name[1:]}")(argument))
+            except (ValueError, OSError, RuntimeError) as e:
+                click.echo("error: " + printable(first_line(e)), err=True)
         else:
             unknown = f"unknown command {printable(name)[:30]}"
             click.echo(f"{unknown}: /help lists them; a space before the / sends it", err=True)
@@ -88,6 +100,24 @@ class Chat:
         if argument:
             self.session.num_draft_tokens = self.drafts if argument == "on" else 0
         click.echo(mtp_state(self.session))
+
+    def _system(self, text: str) -> str:
+        """Set the system prompt, or give it where there is no text."""
+        if not text:
+            return printable(self.session.system_prompt or "No system prompt.")
+        self.session.system_prompt = text
+        return "The next answer follows this system prompt."
+
+    def _save(self, name: str) -> str:
+        file = _named(name, "/save")
+        conversation_file.save(file, self.session)
+        return f"{printable(str(file))}: {_count(len(self.session.messages), 'message')} saved"
+
+    def _load(self, name: str) -> str:
+        file = _named(name, "/load")
+        conversation_file.load(file, self.session)
+        self.totals = Totals()
+        return f"{printable(str(file))}: {_count(len(self.session.messages), 'message')} loaded"
 
     def _answer(self, text: str) -> None:
         """Print an answer as it comes, and its footer."""
@@ -135,6 +165,13 @@ class Chat:
         """Mention something on stderr."""
         if not self.quiet:
             faint(text, err=True)
+
+
+def _named(name: str, command: str) -> Path:
+    """Take the file that a command names; ValueError where it names none."""
+    if not name:
+        raise ValueError(f"{command}: name a file")
+    return Path(name).expanduser()
 
 
 def footer(turn: Turn, last: GenerationResponse) -> str:

@@ -3,9 +3,11 @@
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
@@ -13,6 +15,7 @@ from ..machine.progress import watcher
 from .terminal import dumb
 
 PATIENCE = 2.0  # seconds before a prompt of one chunk shows its progress
+EVERY = 5.0  # seconds between two lines of one stage, where there is no terminal
 NARROW = 40  # columns; a line broken in two would stay behind
 
 
@@ -41,6 +44,29 @@ def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, i
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         task = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(task, completed=done, total=total, description=what)
+
+
+def stages(
+    *columns: ProgressColumn, quiet: bool
+) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
+    """Show a `bar` on a terminal, elsewhere lines on stderr, and with `quiet` nothing."""
+    if quiet or shows_progress(quiet=quiet):
+        return bar(*columns, shown=not quiet)
+    return contextlib.nullcontext(StageLines())
+
+
+class StageLines:
+    """Write on stderr that a stage begins, then every few seconds how far it is: "12 s: logits, 3 of 14"."""
+
+    def __init__(self) -> None:
+        self._began, self._stage, self._written = time.monotonic(), "", 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Report a stage, how much of it is done, and of how much."""
+        now = time.monotonic()
+        if stage != self._stage or now - self._written >= EVERY:
+            self._stage, self._written = stage, now
+            click.echo(f"{now - self._began:.0f} s: {stage}, {done} of {total}", err=True)
 
 
 class PromptProgress(contextlib.AbstractContextManager):

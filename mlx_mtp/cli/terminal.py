@@ -144,6 +144,7 @@ def hidden_typing() -> Iterator[None]:
     silent = [*before]
     # A terminal that waits for whole lines drops what is past 4 kB of one, and with it the mark of a paste's end.
     silent[3] &= ~(termios.ECHO | (termios.ICANON if marked else 0))
+    silent[3] |= termios.NOFLSH  # Ctrl-C, which stops the answer, would drop what was typed
     termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
     try:
         click.echo("\x1b[?2004h" if marked else "", nl=False)

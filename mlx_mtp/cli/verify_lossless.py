@@ -49,7 +49,7 @@ def verify_lossless(**flags: Any) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from ..lossless.check import Settings, conclude, verify
-    from .progress import bar, shows_progress
+    from .progress import stages
     from .verify_tables import as_dict, show
 
     settings = Settings(
@@ -62,7 +62,7 @@ def verify_lossless(**flags: Any) -> None:
     )
     answered: list[Any] = []
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
-    with bar(*columns, shown=shows_progress(quiet=flags["as_json"])) as progress:
+    with stages(*columns, quiet=flags["as_json"]) as progress:
         if tasks:
             most, way = settings.max_tokens, settings.ways[-1]
             verdict, answered = answer_all(model, tokenizer, tasks, way, max_tokens=most, progress=progress)

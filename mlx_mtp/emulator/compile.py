@@ -115,9 +115,13 @@ def _directory_digest(directory: Path) -> str:
 def _unfinished(target: Path) -> Iterator[Path]:
     """A folder beside `target`, whose file `out` becomes it in the end."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        yield Path(work)
-        os.replace(Path(work) / "out", target)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            yield Path(work)
+            os.replace(Path(work) / "out", target)
+    except OSError as e:
+        e.filename = e.filename or str(target)  # of a full disk nothing else says where
+        raise
 
 
 @functools.cache

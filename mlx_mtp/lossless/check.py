@@ -105,7 +105,7 @@ def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress
 
 def _greedy(references: list[Reference], settings: Settings, progress: Progress) -> list[Comparison]:
     found = [Comparison("one pass")]
-    for reference in references:
+    for reference in told(references, found[0].way, progress):
         compare_one_pass(reference, found[0])
     for way in settings.ways:
         found.append(Comparison(way.name))
@@ -136,7 +136,7 @@ def _fits(model: Target, references: list[Reference], settings: Settings, progre
     first, options = settings.seed + 1000, settings.most.options | {"temp": FIT_TEMP, "draft_sampling": "coupled"}
     plan: Any = {"seeds": range(first, first + settings.draws), "length": FIT_TOKENS}
     texts = draw(model, prompt, options, **plan, progress=lambda n: progress("distribution", n, settings.draws))
-    return [fit(model, prompt, texts, temp=FIT_TEMP, mode="coupled")]
+    return [fit(model, prompt, told(texts, "probabilities", progress), temp=FIT_TEMP, mode="coupled")]
 
 
 def _spread(reference: Reference) -> float:

@@ -7,7 +7,7 @@ is known: so its quadratic form is chi-squared. No text has to be drawn twice, a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def draw(
     return texts
 
 
-def fit(model: Target, prompt: list[int], texts: Sequence[list[int]], *, temp: float, mode: str) -> Fit:
+def fit(model: Target, prompt: list[int], texts: Iterable[list[int]], *, temp: float, mode: str) -> Fit:
     """Test whether texts, drawn at a temperature alone, have the target's probabilities."""
     seen, expected, hotter = [], [], []
     for text in texts:

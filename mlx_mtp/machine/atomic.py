@@ -6,6 +6,7 @@ run replaces.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -15,9 +16,21 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 SUFFIX = ".partial"
 NOTE = "unfinished.txt"
 TEXT = "What `mlx-mtp convert` has not finished; delete it, or run the same command again.\n"
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Add the file's name to the error of a full disk, a quota or a limit of file sizes, which has none."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in FULL:
+            e.filename = e.filename or str(path)
+        raise
 
 
 def write_whole(file: str | Path, content: str | bytes) -> None:
@@ -28,13 +41,15 @@ def write_whole(file: str | Path, content: str | bytes) -> None:
     path = Path(file).resolve()
     content = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
-        path.write_bytes(content)
+        with naming(path):
+            path.write_bytes(content)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
-        part.write_bytes(content)
-        part.replace(path)
+        with naming(path):
+            part.write_bytes(content)
+            part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
@@ -70,7 +85,7 @@ def directory(path: Path) -> Iterator[Path]:
     work = _work(path)
     try:
         work.mkdir(parents=True, exist_ok=True)
-        with _locked(work, path, os.O_RDONLY):
+        with naming(path), _locked(work, path, os.O_RDONLY):
             _empty(work)
             try:
                 (work / NOTE).write_text(TEXT)
@@ -91,7 +106,7 @@ def file(path: Path) -> Iterator[Path]:
     """Give a file to write, which becomes `path` when the block ends, and is deleted when it raises."""
     work = _work(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(work, path, os.O_RDWR | os.O_CREAT):
+    with naming(path), _locked(work, path, os.O_RDWR | os.O_CREAT):
         try:
             yield work
             work.rename(path)
