@@ -31,7 +31,7 @@ def page(results: Sequence[Found]) -> str:
     title = escape("mlx-mtp bench: " + ", ".join(names))
     start = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
         f"<style>\n{STYLE.read_text()}</style></head><body>\n<h1>{title}</h1>"
     )
     figures = []

@@ -13,6 +13,7 @@ Found = dict[str, Any]
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
 FLOOR = 2  # a theme's colours of what pictures of the model show, whatever else they show
 COLOURS = {OURS: 0, STOCK: 1}
+ONCE = 1.005  # times that a buffer is read, to two digits
 
 
 @dataclass(frozen=True)
@@ -196,21 +197,40 @@ def phase_bars(results: Sequence[Found]) -> BarPanel:
 
 
 def kernel_grid(found: Found) -> Iterator[Panel]:
-    """Draw stock MLX's time over ours, by case and rows; where emulated, how often the largest buffer is read."""
-    if not (lines := found["found"]):
-        return
-    name, title, where = "op", "largest buffer, bytes requested over distinct, emulated", "counts, no times"
-    if timed := "seconds" in lines[0]:
-        name, title, where = "name", "stock MLX's time over ours", subject(found)
-        lines = [line for line in lines if not line["wrong"]]
-    names, sizes = (list(dict.fromkeys(line[key] for line in found["found"])) for key in (name, "rows"))
-    made: dict[tuple[str, int], float] = {}
+    """Draw by case and rows stock MLX's time over ours; where emulated, what is asked of memory."""
+    lines = found["found"]
+    if lines and "seconds" in lines[0]:
+        names, sizes = (list(dict.fromkeys(line[key] for line in lines)) for key in ("name", "rows"))
+        times = {(line["name"], line["rows"]): line["seconds"] for line in lines if not line["wrong"]}
+        made = {place: ratio(seconds["stock"], seconds["ours"]).median for place, seconds in times.items()}
+        yield _grid_of(f"stock MLX's time over ours: {subject(found)}", made, names, sizes)
+    elif lines:
+        yield from _traffic_grids(lines)
+
+
+def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
+    """Draw how often kernels read their largest buffer, of those that read it once how their traffic grows."""
+    again = {line["op"] for line in lines if line["reread"] > ONCE}
+    first = {line["op"]: line["requested"] for line in sorted(lines, key=lambda line: -line["rows"])}
+    reads, growth = {}, {}
     for line in lines:
-        value = ratio(line["seconds"]["stock"], line["seconds"]["ours"]).median if timed else line["reread"]
-        made[line[name], line["rows"]] = value
+        place = line["op"], line["rows"]
+        if line["op"] in again:
+            reads[place] = line["reread"]
+        else:
+            growth[place] = line["requested"] / first[line["op"]]
+    titles = "largest buffer, bytes requested over distinct", "largest buffer read once: bytes over the fewest rows'"
+    for title, made in zip(titles, (reads, growth), strict=True):
+        if made:
+            names, sizes = (list(dict.fromkeys(place[i] for place in made)) for i in (0, 1))
+            yield _grid_of(f"{title}, emulated: counts, no times", made, names, sizes)
+
+
+def _grid_of(title: str, made: dict[tuple[str, int], float], names: list[str], sizes: list[int]) -> GridPanel:
+    """Arrange ratios by (kernel, rows) as a grid; its colours reach up to two at least."""
     values = [[made.get((name, m)) for m in sorted(sizes)] for name in names]
     axes = "rows, M", "kernel", names, [str(m) for m in sorted(sizes)]
-    yield GridPanel(f"{title}: {where}", *axes, values, "{:.2f}", max([2.0, *made.values()]), "x")
+    return GridPanel(title, *axes, values, "{:.2f}", max([2.0, *made.values()]), "x")
 
 
 def model_curve(found: Found) -> Iterator[Panel]:

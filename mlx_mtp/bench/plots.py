@@ -39,7 +39,8 @@ ON_DARK = "#56b4e9", "#d55e00", "#c8f08f", "#785ef0", "#cc6677", "#f0e442", "#f4
 LIGHT = Theme(paper="#ffffff", ink="#1a1a1a", faint="#d4d7dc", series=ON_LIGHT)
 DARK = Theme(paper="#14171c", ink="#e8eaed", faint="#3b414a", series=ON_DARK)
 MARKERS = "osD^vP*X"
-DODGE = 0.06  # of one place on the x-axis, between series whose intervals would hide each other
+# Between series whose intervals would hide each other: of the whole x-axis, and of all series, of one place on it.
+DODGE, SPREAD = 0.018, 0.7
 
 
 def check(path: Path) -> None:
@@ -130,8 +131,9 @@ def _finish(ax: "Axes", grid: Literal["x", "y", "both"], x: float | None = None,
 
 def _lines(panel: LinePanel, ax: "Axes", theme: Theme) -> None:
     measured = [series for series in panel.series if series.low and not series.level]
+    apart = min(DODGE * len(panel.ticks), SPREAD / max(1, len(measured)))
     for i, series in enumerate(panel.series):
-        shift = DODGE * (measured.index(series) - (len(measured) - 1) / 2) if series in measured else 0
+        shift = apart * (measured.index(series) - (len(measured) - 1) / 2) if series in measured else 0
         x = [x + shift for x in series.x]
         colour = theme.series[(i if series.colour is None else series.colour) % len(theme.series)]
         marker = "" if series.level else MARKERS[i % len(MARKERS)]
@@ -140,7 +142,7 @@ def _lines(panel: LinePanel, ax: "Axes", theme: Theme) -> None:
             ax.fill_between(x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
         elif series.low:
             interval = [np.subtract(series.y, series.low), np.subtract(series.high, series.y)]
-            ax.errorbar(x, series.y, interval, fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
+            ax.errorbar(x, series.y, interval, fmt="none", ecolor=colour, elinewidth=1.4)
     ax.set_xticks(list(panel.ticks), list(panel.ticks.values()))
     ax.set_ylabel(panel.y_label)
     ax.set_ylim(bottom=0)
