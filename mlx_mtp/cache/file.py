@@ -19,8 +19,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..machine.atomic import naming
-from ..machine.errors import first_line
+from ..machine.errors import first_line, naming
 from ..machine.memory import check_room
 from ..machine.stream import in_turn
 from .kinds import from_configs

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..machine.atomic import naming
+from ..machine.errors import naming
 
 SHARD_BYTES = 5 << 30  # mlx-lm's limit
 DTYPES = {

@@ -22,8 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from mlx_lm.utils import load_config
 from safetensors import SafetensorError, safe_open
 
-from ..machine.atomic import naming
-from ..machine.errors import first_line
+from ..machine.errors import first_line, naming
 
 TRUNK_FILES = "model*.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from .._version import __version__
-from ..machine.atomic import FULL
-from ..machine.errors import first_line
+from ..machine.errors import FULL, first_line
 from .bench import bench
 from .cache_prompt import cache_prompt
 from .chat import chat

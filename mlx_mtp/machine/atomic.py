@@ -6,7 +6,6 @@ run replaces.
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -16,21 +15,11 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+from .errors import naming
+
 SUFFIX = ".partial"
 NOTE = "unfinished.txt"
 TEXT = "What `mlx-mtp convert` has not finished; delete it, or run the same command again.\n"
-
-
-@contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Add the file's name to the error of a full disk, a quota or a limit of file sizes, which has none."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno in FULL:
-            e.filename = e.filename or str(path)
-        raise
 
 
 def write_whole(file: str | Path, content: str | bytes) -> None:

@@ -1,7 +1,11 @@
-"""Say an exception in one line."""
+"""Say an exception in one line, and of which file it is."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # a disk, a quota, the limit of a file's size
 
 
 def first_line(e: BaseException) -> str:
@@ -27,3 +31,14 @@ def one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,), *, ke
         if keep and isinstance(e, ValueError) and "\n" not in str(e):
             raise
         raise ValueError(f"{what} ({first_line(e)})") from e
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Add the file's name to the error of a full disk, which has none."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in FULL:
+            e.filename = e.filename or str(path)
+        raise

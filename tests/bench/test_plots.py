@@ -6,6 +6,7 @@ import statistics
 import sys
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from command_line import call
 from pictures import RESULTS, drawn, found_in, model_result
@@ -190,6 +191,26 @@ def test_kernels_are_stock_over_ours(made):
     assert counted.values[0] == list(range(1, 9))
 
 
+def test_kernels_that_read_once_are_drawn_by_their_growth():
+    found = kernels_result(timed=False)
+    for line in found["found"]:
+        if line["op"] == "verify_moe":
+            line |= {"reread": 1.0, "requested": 500 + 500 * line["rows"]}
+    reads, growth = panels.panels(found)
+    assert (reads.rows, growth.rows) == (["verify_qmm"], ["verify_moe"])
+    assert growth.values == [[(1 + m) / 2 for m in range(1, 9)]]
+    assert (growth.columns, growth.high) == ([str(m) for m in range(1, 9)], 4.5)
+
+
+def test_intervals_of_one_place_stand_apart():
+    for name in ("verify", "decode at contexts"):
+        panel, ax = drawn(name)[0]
+        bars = [c.get_segments() for c in ax.collections if hasattr(c, "get_segments")]
+        for segments in zip(*bars, strict=True):  # points are 1/72 inch, as are widths of lines
+            places = sorted(ax.transData.transform(s[0])[0] * 72 / ax.figure.dpi for s in segments)
+            assert min(np.diff(places)) > 3, panel.title
+
+
 @pytest.mark.parametrize(("file", "start", "dark"), [("x.png", b"\x89PNG", False), ("x.SVG", b"<?xml", True)])
 def test_files_are_pictures(file, start, dark, tmp_path, made):
     plots.save([made("verify, noisy stock"), made("profile")], tmp_path / file, dark=dark)
@@ -296,7 +317,8 @@ def test_saved_results_are_drawn(tmp_path, made):
         files.append(tmp_path / f"{name}.json")
         result.write(made(name), files[-1])
     shown = call("bench", "plot", *files, "--plot", tmp_path / "x.png", "--dark", "--html", tmp_path / "x.html")
-    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
+    written = [f"wrote {tmp_path / name}" for name in ("x.png", "x.html")]
+    assert (shown.returncode, shown.stdout.splitlines(), shown.stderr) == (0, written, "")
     assert (tmp_path / "x.png").stat().st_size > 10_000
     assert (tmp_path / "x.html").read_text().count("<figure>") == 3
 

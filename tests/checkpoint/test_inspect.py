@@ -343,6 +343,15 @@ def test_what_is_not_on_the_hub_is_refused(hub):
     assert result.stderr.count("\n") == 1
 
 
+def test_without_a_network_the_error_says_offline(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    for command in (["inspect"], ["generate", "--model"]):
+        result = call(*command, "some/other")
+        assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+        assert result.stderr.startswith("error: some/other: no such directory, no whole copy in the download cache, ")
+        assert re.search(r"and offline \(.*refused\): connect and try again$", result.stderr)
+
+
 def test_a_repository_that_was_downloaded_is_read_there(hub, monkeypatch, tmp_path):
     snapshot = tmp_path / "cache" / "models--some--demo" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)

@@ -1,5 +1,6 @@
 """Run `mlx-mtp chat` through pipes, with signals, and in a real terminal."""
 
+import json
 import os
 import pty
 import re
@@ -19,8 +20,9 @@ from prompt_toolkit.data_structures import Point, Size
 from prompt_toolkit.layout.screen import Char
 from sweep import sampled, sweep
 
+from mlx_mtp.cli import conversation_file, progress
 from mlx_mtp.cli.conversation import footer
-from mlx_mtp.cli.progress import PromptProgress
+from mlx_mtp.cli.progress import PromptProgress, stages
 from mlx_mtp.cli.terminal import StopOnInterrupt, _reflowed
 from mlx_mtp.session import ChatSession, Turn
 
@@ -57,6 +59,54 @@ def test_the_text_does_not_depend_on_drafting():
     assert texts[0].stderr == texts[1].stderr == ""
     said = [line for line in texts[1].stdout.splitlines() if not line.startswith("MTP o")]
     assert said == texts[0].stdout.splitlines()
+
+
+def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(tmp_path):
+    """Drawn, with a system prompt, behind an answer that was forgotten: the seed's draws go on, too."""
+    file, command = tmp_path / "talk.json", ["chat", "--quiet", "--temp", 1, "-m", 9]
+    lines = ["/system Be  brief.", QUESTIONS[1], "/reset", QUESTIONS[0], f"/save {file}", QUESTIONS[1]]
+    whole = call(*command, stdin="\n".join(lines)).stdout.splitlines()
+    saved = whole.index(f"{file}: 3 messages saved")
+    again = call(*command, stdin=f"/load {file}\n{QUESTIONS[1]}\n/system\n").stdout.splitlines()
+    assert again == [f"{file}: 3 messages loaded", *whole[saved + 1 :], "Be  brief."]
+    kept = json.loads(file.read_text())
+    assert [message["role"] for message in kept["messages"]] == ["system", "user", "assistant"]
+
+
+BAD = {
+    "nothing": (None, "No such file"),
+    "text": ("hello", "not a conversation, no JSON"),
+    "object": ("{}", 'expected {"messages": ['),
+    "newer": ('{"messages": [], "format": 2}', 'expected {"messages": ['),
+    "roles": ('[{"role": "assistant", "content": ""}]', "message 1: role is 'assistant', expected 'user'"),
+    "parts": ('[{"role": "user", "content": [1]}, 2]', "message 1: content is no text"),
+    "half a character": (r'[{"role": "user", "content": "\ud800"}]', "message 1: content is no text"),
+    "more": ('[{"role": "user", "content": "", "name": ""}]', "message 1: expected {"),
+    "no answer": ('[{"role": "user", "content": "a"}]', "message 1 has no answer"),
+    "answers": ('{"messages": [], "answers": -1}', "answers is -1"),
+}
+
+
+def test_bad_files_leave_the_conversation_as_it_was(tmp_path):
+    session = SimpleNamespace(messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    for name, (text, why) in BAD.items():
+        file = tmp_path / name
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises((ValueError, OSError)) as caught:
+            conversation_file.load(file, session)
+        assert why in str(caught.value)
+        assert str(file) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="already there and no conversation"):
+        conversation_file.save(tmp_path / "text", session)
+    assert (tmp_path / "text").read_text() == "hello"
+    lines = ["/load", "/save", f"/load {tmp_path / 'roles'}", f"/save {tmp_path / 'none' / 'x'}", "/system"]
+    result = call("chat", "--quiet", stdin="\n".join(lines))
+    assert (result.returncode, result.stdout) == (0, "No system prompt.\n")
+    errors = result.stderr.splitlines()
+    assert len(errors) == 4
+    assert all(line.startswith("error: ") for line in errors)
 
 
 def test_seeded_turns():
@@ -219,6 +269,15 @@ def test_a_paste_during_an_answer_is_one_message(terminal):
     terminal.type("\x03")
 
 
+def test_commands_typed_before_an_answer_is_stopped_are_obeyed(terminal):
+    began = terminal.wait_for(BUSY, terminal.type("def \r"))
+    terminal.wait_for_more(20, began)
+    terminal.type("/mtp off\r/mtp on\rhalf a line\x03")
+    ended = terminal.wait_for(" reused", began)
+    terminal.wait_for("half a line", terminal.wait_for("MTP on", terminal.wait_for("MTP off", ended)))
+    terminal.type("\x03")
+
+
 @pytest.mark.parametrize("keys", sampled(["def \r"], ["", "def \r"]))
 def test_terminated_processes_leave_the_terminal_as_it_was(terminal, keys):
     """At the prompt, and in an answer, which hides what is typed."""
@@ -262,6 +321,18 @@ def test_progress_fits_the_terminal_and_says_stopping(monkeypatch, columns, part
         assert progress._bar.tasks[0].description == "(stopping)"
         progress(100, 100)
         assert progress._bar is None
+
+
+def test_stages_are_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    clock = iter([0.0, 1.0, 2.0, 7.5, 8.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with stages(quiet=False) as told:
+        for stage, done in (("texts", 0), ("texts", 1), ("texts", 2), ("heads", 0)):
+            told(stage, done, 3)
+    assert capsys.readouterr().err == "1 s: texts, 0 of 3\n8 s: texts, 2 of 3\n8 s: heads, 0 of 3\n"
+    with stages(quiet=True) as told:
+        told("texts", 0, 3)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_stop_is_seen_at_once_and_a_second_does_not_wait():

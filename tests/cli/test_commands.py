@@ -99,7 +99,8 @@ def test_mistakes_are_one_line_and_exit_code_2(args, message):
     ("args", "message"),
     [
         (["--model", "/no/such/directory"], "/no/such/directory"),
-        (["--model", "some-org/some-model"], "some-org/some-model"),
+        (["--model", "some-org/some-model"], "some-org/some-model: no such directory, no whole copy in the"),
+        (["--model", "some-org/some-model"], "and offline: unset HF_HUB_OFFLINE to download it"),
         (["--prompt-cache-file", __file__], "not a prompt cache"),
     ],
 )
@@ -216,7 +217,8 @@ def test_closed_and_full_streams():
         assert in_shell(line).returncode == 0
     if os.path.exists("/dev/full"):
         for command in sampled(["generate --help"], ["generate --help", "generate -m 2"]):
-            assert "No space left" in one_line_error(in_shell(f"{command} >/dev/full"))
+            error = one_line_error(in_shell(f"{command} >/dev/full"))
+            assert "No space left on device: 'standard output'" in error
 
 
 def test_help_imports_no_mlx():
