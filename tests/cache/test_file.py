@@ -2,8 +2,10 @@
 
 import itertools
 import os
+import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import families
 import mlx.core as mx
@@ -239,7 +241,12 @@ def test_an_interrupted_write_leaves_the_old_file(model, saved, tmp_path, monkey
 
     place = mx if where in ("save_safetensors", "full") else os
     monkeypatch.setattr(place, "save_safetensors" if place is mx else where, interrupted)
-    with pytest.raises(OSError if where == "full" else KeyboardInterrupt):
+    expected = (OSError, re.escape(str(file))) if where == "full" else (KeyboardInterrupt, "")
+    with pytest.raises(expected[0], match=expected[1]):
+        save_prompt_cache(file, cache)
+    monkeypatch.undo()
+    monkeypatch.setattr(saved_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(OSError, match=rf"No space left on device: '{re.escape(str(file))}'$"):
         save_prompt_cache(file, cache)
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
     assert file.read_bytes() == saved[1]

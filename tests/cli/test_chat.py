@@ -63,7 +63,7 @@ def test_the_text_does_not_depend_on_drafting():
 
 def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(tmp_path):
     """Drawn, with a system prompt, behind an answer that was forgotten: the seed's draws go on, too."""
-    file, command = tmp_path / "talk.json", ["chat", "--quiet", "--temp", 1, "-m", 9]
+    file, command = tmp_path / "talk.json", ["chat", "--quiet", "--temp", 2, "-m", 9]
     lines = ["/system Be  brief.", QUESTIONS[1], "/reset", QUESTIONS[0], f"/save {file}", QUESTIONS[1]]
     whole = call(*command, stdin="\n".join(lines)).stdout.splitlines()
     saved = whole.index(f"{file}: 3 messages saved")
