@@ -241,7 +241,7 @@ def test_an_interrupted_write_leaves_the_old_file(model, saved, tmp_path, monkey
 
     place = mx if where in ("save_safetensors", "full") else os
     monkeypatch.setattr(place, "save_safetensors" if place is mx else where, interrupted)
-    expected = (OSError, re.escape(str(file))) if where == "full" else (KeyboardInterrupt, "")
+    expected = (OSError, re.escape(str(file))) if where == "full" else (KeyboardInterrupt, None)
     with pytest.raises(expected[0], match=expected[1]):
         save_prompt_cache(file, cache)
     monkeypatch.undo()
