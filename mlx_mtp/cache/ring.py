@@ -36,12 +36,12 @@ class Ring:
         return min(position, self.keep + (position - self.keep) % self.turn)
 
     def index(self, offset: mx.array, rows: int) -> mx.array:
-        """Return the slots [1, 1, rows, 1] of the rows at a device-side offset."""
+        """Return the slots [1, 1, rows, 1] of the rows at a device-side offset; [n, 1, rows, 1] for n of them, [n, 1]."""
         if self._last[0] is not offset or self._last[1] != rows:
             positions = offset + mx.arange(rows)
             index = self.keep + (positions - self.keep) % self.turn if self.keep else positions % self.slots
             index = mx.minimum(positions, index) if self.keep else index
-            self._last = (offset, rows, index.reshape(1, 1, rows, 1))
+            self._last = (offset, rows, index.reshape(-1, 1, rows, 1))
         return self._last[2]
 
     def mask(self, offset: mx.array, rows: int, visible: int, start: int) -> mx.array:

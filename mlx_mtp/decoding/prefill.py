@@ -29,16 +29,29 @@ def prefill(
     while done < len(prompt):
         if progress:
             progress(done, len(prompt))
-        cache.quantize_at(cache.offset)
-        chunk = prompt[done : done + int(min(step, cache.room(cache.offset)))]
-        done += len(chunk)
-        hidden = _read_chunk(model, cache, chunk)
-        if heads and cache.reach is None:
-            prime(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=step)
-        mx.eval(hidden, cache.arrays)
-        mx.clear_cache()
+        hidden, read = read_chunk(model, cache, prompt[done : done + step], heads=heads, step=step)
+        done += read
     if progress:
         progress(len(prompt), len(prompt))
+    return first_run(model, cache, hidden, picker)
+
+
+def read_chunk(
+    model: Target, cache: PromptCache, chunk: list[int], *, heads: bool, step: int
+) -> tuple[mx.array, int]:
+    """Read a chunk of the prompt, or its beginning where the caches must change; return hidden rows, and how many."""
+    cache.quantize_at(cache.offset)
+    chunk = chunk[: int(min(len(chunk), cache.room(cache.offset)))]
+    hidden = _read_whole(model, cache, chunk)
+    if heads and cache.reach is None:
+        prime(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=step)
+    mx.eval(hidden, cache.arrays)
+    mx.clear_cache()
+    return hidden, len(chunk)
+
+
+def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> Run:
+    """Choose the first new token behind the last of a prompt's hidden rows [1, L, H]."""
     row = hidden[:, -1:]
     tokens, logprobs = picker.pick(model, row, cache.offset, cache.tokens, NO_DRAFTS.tokens)
     return Run.of(row, tokens, NONE_ACCEPTED, NO_DRAFTS.tokens, logprobs)
@@ -51,8 +64,8 @@ def test_heads(model: Target) -> None:
         model.untested = None
 
 
-def _read_chunk(model: Target, cache: PromptCache, chunk: list[int]) -> mx.array:
-    """Put one chunk of the prompt into the target's caches; an interruption leaves all of it or nothing."""
+def _read_whole(model: Target, cache: PromptCache, chunk: list[int]) -> mx.array:
+    """Put a chunk of the prompt into the target's caches; an interruption leaves all of it or nothing."""
     mark = cache.mark()
     try:
         hidden = model.hidden(mx.array(chunk)[None], cache.layers)

@@ -41,7 +41,8 @@ class GatedDelta:
         if cache is None:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         B, S, _ = x.shape
-        y = self.fused(*self.grouped(x), cache) if S in self.verify_rows else self.plain(*self.inputs(x), cache)
+        kernels = B == 1 and S in self.verify_rows
+        y = self.fused(*self.grouped(x), cache) if kernels else self.plain(*self.inputs(x), cache)
         return self.out_proj(y.reshape(B, S, -1))
 
     def plain(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
@@ -106,23 +107,26 @@ class GatedDelta:
 def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None):
     """Do as mlx-lm's `gated_delta_ops`, to the bit, in a third of its calls; without q there are no outputs.
 
-    q, k [1, S, Hk, Dk], v [1, S, Hv, Dv], g [1, S, Hv] or [1, S, Hv, Dk], beta [1, S, Hv], mask [1, S];
-    state [1, Hv, Dv, Dk], None at the start.
+    q, k [B, S, Hk, Dk], v [B, S, Hv, Dv], g [B, S, Hv] or [B, S, Hv, Dk], beta [B, S, Hv], mask [B, S];
+    state [B, Hv, Dv, Dk], None at the start.
     """
-    (_, S, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
-    groups = S, Hk, Hv // Hk  # value heads by the key head that they share
+    (B, S, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
+    groups = B, S, Hk, Hv // Hk  # value heads by the key head that they share
     whole, column = (*groups, Dv, Dk), (*groups, Dv, 1)
-    state = mx.zeros((1, *whole[1:])) if state is None else state.reshape(1, *whole[1:])
+    one = (B, 1, *whole[2:])
+    state = mx.zeros(one) if state is None else state.reshape(one)
     # Broadcast for all rows at once: MLX would do so in every operation on each.
     stacks = [
-        mx.broadcast_to(k.reshape(S, Hk, 1, 1, Dk), whole),
+        mx.broadcast_to(k.reshape(B, S, Hk, 1, 1, Dk), whole),
         v.reshape(column),
         mx.broadcast_to(g.reshape(*groups, 1, -1), whole),
         mx.broadcast_to(beta.reshape(*groups, 1, 1), column),
     ]
-    rows = [mx.split(stack, S) for stack in stacks]
-    asked = [None] * S if q is None else mx.split(mx.broadcast_to(q.reshape(S, Hk, 1, 1, Dk), whole), S)
-    counts = [None] * S if mask is None else mx.split(mx.broadcast_to(mask.reshape(S, 1, 1, 1, 1), whole), S)
+    rows = [mx.split(stack, S, axis=1) for stack in stacks]
+    asked = [None] * S if q is None else mx.split(mx.broadcast_to(q.reshape(B, S, Hk, 1, 1, Dk), whole), S, axis=1)
+    counts = [None] * S
+    if mask is not None:
+        counts = mx.split(mx.broadcast_to(mask.reshape(B, S, 1, 1, 1, 1), whole), S, axis=1)
     outputs = []
     for key, value, decay, rate, query, count in zip(*rows, asked, counts, strict=True):
         decayed = state * decay
@@ -131,8 +135,8 @@ def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
         state = after if count is None else mx.where(count, after, state)
         if query is not None:
             outputs.append((after * query).sum(-1))
-    y = None if q is None else mx.concatenate(outputs).reshape(1, S, Hv, Dv).astype(q.dtype)
-    return y, state.reshape(1, Hv, Dv, Dk)
+    y = None if q is None else mx.concatenate(outputs, axis=1).reshape(B, S, Hv, Dv).astype(q.dtype)
+    return y, state.reshape(B, Hv, Dv, Dk)
 
 
 class Recurrence(Site):

@@ -22,20 +22,20 @@ class Mamba2:
     """Mixin in front of mlx-lm's Mamba2 mixers, whose `__call__` it replaces where there is a cache."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """Mix rows x [1, S, H] with those before them in `cache`: [1, S, H]; `mask` is for attention and not used."""
+        """Mix rows x [n, S, H] with those before them in `cache`: [n, S, H]; `mask` is for attention and not used."""
         if cache is None:
             return super().__call__(x, None, cache)  # type: ignore[misc]
-        S, inner, grouped = x.shape[1], self.intermediate_size, self.n_groups * self.ssm_state_size
+        (n, S), inner, grouped = x.shape[:2], self.intermediate_size, self.n_groups * self.ssm_state_size
         gate, rows, dt = mx.split(self.in_proj(x), [inner, inner + self.conv_dim], axis=-1)
         rows = cache.convolved(rows, self.conv_kernel_size)
         x, B, C = mx.split(nn.silu(self.conv1d(rows)), [inner, inner + grouped], axis=-1)
-        x = x.reshape(1, S, self.num_heads, self.head_dim)
-        B, C = (t.reshape(1, S, self.n_groups, self.ssm_state_size) for t in (B, C))
+        x = x.reshape(n, S, self.num_heads, self.head_dim)
+        B, C = (t.reshape(n, S, self.n_groups, self.ssm_state_size) for t in (B, C))
         state = cache.state(self._replay)
         before = mx.zeros((1, self.num_heads, self.head_dim, self.ssm_state_size)) if state is None else state
         y, after = self._stepped(before, x, B, C, dt) if S <= STEPPED_ROWS else self._update(state, x, B, C, dt)
         cache.advance(before, after, rows, (x, B, dt))
-        return self.out_proj(self.norm(y.reshape(1, S, -1), gate))
+        return self.out_proj(self.norm(y.reshape(n, S, -1), gate))
 
     def _update(self: Any, state: mx.array | None, x: mx.array, B: mx.array, C: mx.array, dt: mx.array):
         """Compute the outputs [1, S, heads, D] of rows and the state after them [1, heads, D, N]."""

@@ -150,10 +150,10 @@ class AbsorbedMLA:
         Returns q [1, L, heads, D], whose first values have no position; its others, rotated [1, heads, L, D]; and for
         the cache latent rows and rotated keys [1, 1, L, D].
         """
-        q = q.reshape(1, -1, self.num_heads, self.q_head_dim)
+        q = q.reshape(*x.shape[:2], self.num_heads, self.q_head_dim)
         latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
         q_pe, k_pe = q[..., self.qk_nope_head_dim :], k_pe[:, :, None]
-        if self.placing is not None and x.shape[1] in self.placing.rows:
+        if self.placing is not None and len(x) == 1 and x.shape[1] in self.placing.rows:
             q_pe, k_pe = self.placing.fused(q_pe, k_pe, offset)
         else:
             q_pe, k_pe = (self.rope(each.swapaxes(1, 2), offset) for each in (q_pe, k_pe))

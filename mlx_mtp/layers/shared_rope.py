@@ -13,7 +13,10 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 
 class Angles:
-    """Cosines and sines [L, dims / 2] of the last positions asked for, by thread: arrays belong to one."""
+    """Cosines and sines [L, dims / 2] of the last positions asked for, by thread: arrays belong to one.
+
+    Of several texts, [n, 1, L, dims / 2].
+    """
 
     def __init__(self, module: Any):
         self.dims, self.scale = module.dims, getattr(module, "scale", 1.0)
@@ -21,12 +24,13 @@ class Angles:
         self._last: dict[int, tuple] = {}
 
     def at(self, offset: Any, rows: int) -> tuple[mx.array, mx.array]:
-        """Return cosines and sines of `rows` positions from `offset`, an int or int32 [1]."""
+        """Return cosines and sines of `rows` positions from `offset`, an int or int32 [n]."""
         thread = threading.get_ident()
         known, n, found = self._last.get(thread, (None, 0, None))
         same = known == offset if isinstance(known, int) and isinstance(offset, int) else known is offset
         if found is None or n != rows or not same:
-            theta = ((mx.arange(rows, dtype=mx.float32) + offset) * self.scale)[:, None] * self._inverse()
+            first = offset if isinstance(offset, int) or offset.size == 1 else offset[:, None, None]
+            theta = ((mx.arange(rows, dtype=mx.float32) + first) * self.scale)[..., None] * self._inverse()
             found = mx.cos(theta), mx.sin(theta)
             self._last = {thread: (offset, rows, found)}
         return found

@@ -6,7 +6,7 @@ that a row's arithmetic depends neither on the other rows nor on how long the bu
 position is chosen, as by mlx-lm. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -19,9 +19,12 @@ SCORED_ROWS = 64  # of a prompt at a time: every indexer head scores every posit
 
 @dataclass
 class Chosen:
-    """Slots [L, index_topk] that the last indexer chose, for the layers behind it that have none; None: all."""
+    """Slots [L, index_topk] that the last indexer chose for each text, for the layers behind it that have none.
 
-    slots: mx.array | None = None
+    None: all.
+    """
+
+    slots: list[mx.array | None] = field(default_factory=list)
 
 
 class SparseMLA(AbsorbedMLA):
@@ -35,29 +38,46 @@ class SparseMLA(AbsorbedMLA):
     def __call__(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
         if cache is None:
             return super().__call__(x, mask, cache)
-        offset = cache.offset
+        offset, n = cache.offset, len(x)
         compressed = self.q_a_layernorm(self.q_a_proj(x))
         q, q_pe, *rows = self.placed(self.q_b_proj(compressed), x, offset)
         if "indexer" in self:
-            keys = self.indexer.rope(self.indexer.k_norm(self.indexer.wk(x))[:, None], offset)  # [1, 1, L, D]
-            latent, k_pe, keys = cache.update_and_fetch(*rows, keys)
-            chosen = self.choose(x, compressed, keys, mask, offset)
-            if self.handed_on:
-                self.handed_on.slots = chosen
-        else:
-            latent, k_pe = cache.update_and_fetch(*rows)
-            chosen = self.handed_on.slots
+            rows.append(self.indexer.rope(self.indexer.k_norm(self.indexer.wk(x))[:, None], offset))  # [n, 1, L, D]
+        arrays = x, compressed, q, q_pe, *cache.update_and_fetch(*rows)
+        masks = [mask] if mask is None or mask.ndim == 2 else [each[0] for each in mask]
+        if n == 1:
+            return self.output(self.attended(0, masks[0], offset, *arrays))
+        texts = [[a[i : i + 1] for a in (offset, *arrays)] for i in range(n)]
+        return self.output(mx.concatenate([self.attended(i, masks[i], *text) for i, text in enumerate(texts)]))
+
+    def attended(
+        self: Any,
+        text: int,
+        mask: Mask,
+        offset: Offset,
+        x: mx.array,
+        compressed: mx.array,
+        q: mx.array,
+        q_pe: mx.array,
+        latent: mx.array,
+        k_pe: mx.array,
+        *keys: mx.array,
+    ) -> mx.array:
+        """Attend a text's rows to its latent rows, and choose among the indexer's `keys` first where there are any."""
+        chosen = self.choose(x, compressed, keys[0], mask, offset) if keys else self.handed_on.slots[text]
+        if keys and self.handed_on:
+            self.handed_on.slots[text:] = [chosen]
         if x.shape[1] > ABSORBED_ROWS:
             if chosen is not None:
                 mask = among(chosen, mask, latent.shape[2])
             k, v = self.embed_q(latent, transpose=False), self.unembed_out(latent)
-            return self.output(self.attend(self.unplaced(q), q_pe, k, v, k_pe, mask))
+            return self.attend(self.unplaced(q), q_pe, k, v, k_pe, mask)
         q = self.absorbed(q)
         if chosen is None:
             out = self.attend(q, q_pe, latent, latent, k_pe, mask)
         else:
             out = self.attend_to(chosen, q, q_pe, latent, k_pe, mask)
-        return self.output(self.unembed_out(out))
+        return self.unembed_out(out)
 
     def attend_to(
         self: Any, chosen: mx.array, q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, mask: Mask

@@ -1,0 +1,191 @@
+"""Decode the texts of one layout together, cycle by cycle: build the next while one runs, read, show, let go.
+
+As `decoding.loop`, for whoever is there: who joins does so with the next cycle that is built, and who is over is in
+one more cycle at most, whose rows nobody looks at.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+
+from ..cache.prompt_cache import PromptCache
+from ..cache.slots import Span, gather
+from ..decoding import draft as single
+from ..layers.target import Target
+from .pool import Mark, Pool
+from .sequence import Response, Sequence
+from .step import Rows, Run, step
+
+
+@dataclass
+class Cycle:
+    """A cycle from when it is built. rows: whose each is. after: the pool as it leaves it, until the next begins."""
+
+    rows: Rows
+    run: Run
+    after: Mark | None
+
+
+class Group:
+    """The texts whose caches have one layout, and their pool.
+
+    chunk: rows that heads read at a time when they catch up. cycles, drafted, accepted: counters.
+    """
+
+    def __init__(self, model: Target, *, chunk: int):
+        self.model, self.chunk = model, chunk
+        self.pool: Pool | None = None
+        self.last: Cycle | None = None
+        self.waiting: list[tuple[Sequence, single.Run]] = []
+        self.cycles = self.drafted = self.accepted = 0
+
+    @property
+    def texts(self) -> list[Sequence]:
+        """Those that decode or are about to."""
+        rows = self.last.rows if self.last else []
+        return [s for s in (*rows, *(s for s, _ in self.waiting)) if s and not s.over]
+
+    def join(self, text: Sequence, run: single.Run) -> None:
+        """Let a text, whose prompt has been read, in with the next cycle; `run` chose its first token."""
+        self.waiting.append((text, run))
+
+    def step(self) -> list[Response]:
+        """Finish a cycle; return what it says, and leave the next one under way."""
+        last = self.last or self._submitted(None, self._built(None))
+        ahead = None if self._waits_for_tokens(last) else self._built(last)  # the device is busy meanwhile
+        shown = self._read(last)
+        if ahead is None and any(s and not s.over for s in last.rows):
+            ahead = self._built(last)
+        if ahead is not None and any(s and not s.over for s in ahead.rows):
+            self.last = self._submitted(last, ahead)
+        else:
+            self.pool = self.last = None
+        return shown
+
+    def take_out(self, text: Sequence) -> None:
+        """Let a text go before its end, and leave its own cache as it stands."""
+        if not any(text is each for each, _ in self.waiting):
+            assert self.last is not None
+            self._bring_home(self.last, self.last.rows.index(text), 0)
+        for each, run in self.waiting:
+            if each is text:
+                text.cache.push(run.hidden)
+        self.waiting = [pair for pair in self.waiting if pair[0] is not text]
+        text.over = True
+        if not self.texts:
+            self.pool = self.last = None
+
+    def _waits_for_tokens(self, last: Cycle) -> bool:
+        """Tell whether the next cycle can be built only when this one's tokens are known."""
+        return any(s.picker.processors for s in (*last.rows, *(s for s, _ in self.waiting)) if s)
+
+    def _built(self, last: Cycle | None) -> Cycle:
+        """Build the graph of the next cycle of all that are there."""
+        rows, run = (last.rows, last.run) if last else ([], None)
+        joining, self.waiting = self.waiting, []
+        if run is None or joining or any(s and s.over for s in rows):
+            rows, run = self._regrouped(rows, run, joining)
+        pool = self.pool
+        assert pool is not None
+        there = [s for s in rows if s]
+        pool.bound(max(s.base for s in there) + run.size, max(s.base for s in there))
+        k = max(s.k for s in there)
+        shares = [s.k if s else -1 for s in rows]
+        most = None if shares.count(k) == len(shares) else mx.array(shares)
+        run = step(self.model, pool, run, k, rows, most)
+        return Cycle(rows, run, pool.mark())
+
+    def _regrouped(self, rows: Rows, run: Run | None, joining: list[tuple[Sequence, single.Run]]) -> tuple[Rows, Run]:
+        """Change who is in the next pass; return whose its rows are, and the run before it in their order."""
+        pool = self.pool = self.pool or Pool(joining[0][0].cache)
+        staying, new = [s for s in rows if s and not s.over], [s for s, _ in joining]
+        taken = {s.slot for s in staying}
+        free = (slot for slot in range(len(taken) + len(new)) if slot not in taken)
+        for text in new:
+            text.slot = next(free)
+        texts = {s.slot: s for s in (*staying, *new)}
+        span = Span(list(texts), max(pool.slots, max(texts) + 1))
+        places = {id(s): row for row, s in enumerate((*rows, *new))}
+        found = [texts.get(slot) for slot in span.slots]
+        anyone = next(iter(texts.values()))
+        order = [places[id(s or anyone)] for s in found]
+        waking = not pool.live and any(s.k for s in new)
+        for text in (*staying, *new) if waking else new if pool.live else ():
+            self._prime(text)
+        pool.regroup(span, order, [(s.slot, s.cache) for s in new])
+        if waking:
+            pool.wake([(s.slot, s.cache) for s in texts.values()])
+        for text, first in joining if not pool.live else ():
+            text.cache.push(first.hidden)
+        return found, _merged(run, [each for _, each in joining], mx.array(order))
+
+    def _prime(self, text: Sequence) -> None:
+        """Let a newcomer's heads read all but its newest position."""
+        cache, base = text.cache, text.base
+        single.prime(self.model, cache, text.tokens, base - cache.behind, base, step=self.chunk)
+        cache.backlog = []
+
+    def _submitted(self, last: Cycle | None, new: Cycle) -> Cycle:
+        """Start computing a cycle: keys and values are written in place, and nothing else may refer to them."""
+        assert self.pool is not None
+        if last:
+            last.after = None
+            for row, text in enumerate(last.rows if not self.pool.live else ()):
+                if text and not text.over:
+                    text.cache.push(last.run.hidden[row : row + 1, : text.follows - text.base])
+        moved = last is None or last.rows is not new.rows
+        for text in new.rows:
+            if text:
+                text.base = text.follows
+                own = text.cache.caches if self.pool.live else text.cache.layers
+                for c in own if moved and not text.over else ():
+                    c.parts = ()
+        mx.async_eval(new.run.packed, list(new.run.logprobs.values()), self.pool.arrays)
+        return new
+
+    def _read(self, cycle: Cycle) -> list[Response]:
+        """Wait for a cycle; return what it says, with the caches of those that are over."""
+        values = cycle.run.packed.tolist()
+        shown: list[Response] = []
+        self.cycles += 1
+        for row, text in enumerate(cycle.rows):
+            if text is None or text.over:
+                continue
+            accepted = values[row][-1]
+            self.drafted += cycle.run.size - 1
+            self.accepted += accepted
+            new = text.show(values[row][: accepted + 1], accepted, cycle.run.logprobs.get(row))
+            text.follows = text.base + accepted + 1
+            if text.over:
+                self._bring_home(cycle, row, len(new))
+                new[-1].prompt_cache, new[-1].all_tokens = text.cache, list(text.cache.tokens)
+            shown += new
+        return shown
+
+    def _bring_home(self, cycle: Cycle, row: int, shown: int) -> None:
+        """Copy a text's state behind so many of a cycle's rows from the pool to its own cache, at rest."""
+        text, mark = cycle.rows[row], cycle.after
+        assert text is not None and self.pool is not None and mark is not None
+        self.pool.copy_out(mark, text.cache, text.slot, row, base=text.base, rows=shown)
+        if shown:
+            text.cache.push(cycle.run.hidden[row : row + 1, :shown])
+        text.cache.settle(text.tokens[: text.base + shown])
+        mx.eval(text.cache.arrays)
+
+
+def _merged(run: Run | None, firsts: list[single.Run], index: mx.array) -> Run:
+    """Put the rows of a run and of newcomers' first ones, all of as many rows, in the order of an index."""
+    size = run.size if run else 1
+    wide = partial(mx.pad, pad_width=[(0, 0), (0, size - 1)])
+    hidden = [mx.pad(first.hidden, [(0, 0), (0, size - 1), (0, 0)]) for first in firsts]
+    tokens = [wide(first.tokens[None]) for first in firsts]
+    accepted = [mx.zeros(1, mx.int32) for _ in firsts]
+    old = (run.hidden, run.tokens, run.accepted) if run else (None, None, None)
+    return Run(*(gather(a, b, index) for a, b in zip(old, (hidden, tokens, accepted), strict=True)))
+
+
+def layout_of(cache: PromptCache) -> str:
+    """Name what texts must have alike to share a pool."""
+    configs = [{name: value for name, value in c.config.items() if name != "start"} for c in cache.caches]
+    return f"{len(cache.layers)} {configs} {cache.quantizing}"

@@ -1,0 +1,67 @@
+"""Follow one text of a batch: what is left of its prompt, its tokens so far, where it stands and when it ends."""
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
+
+from ..cache.prompt_cache import PromptCache
+from ..decoding.sampling import Picker
+
+PromptResponse = PromptProcessingBatch.Response
+
+
+@dataclass
+class Response(GenerationBatch.Response):
+    """A token, as mlx_lm tells it, and whether it was drafted.
+
+    prompt_cache, all_tokens: with the last one, what its cache holds: every token but the last. logprobs: None unless
+    asked for.
+    """
+
+    from_draft: bool = False
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One text.
+
+    segments: what is left of its prompt. left: most tokens that may follow. k: most drafts in a cycle. tokens: all
+    that are known, the cache's own among them. base: the position of its first row in the newest run. follows: of the
+    next one. slot: its place in the pool. over: no more of its tokens are shown.
+    """
+
+    uid: int
+    segments: list[list[int]]
+    cache: PromptCache
+    picker: Picker
+    stops: StopSequences.Matcher
+    left: int
+    k: int
+    total: int = 0
+    tokens: list[int] = field(default_factory=list)
+    base: int = 0
+    follows: int = 0
+    slot: int = -1
+    over: bool = False
+    plain: bool = False
+
+    def __post_init__(self):
+        self.tokens, self.total = list(self.cache.tokens), sum(map(len, self.segments))
+        p = self.picker
+        # Whether its tokens are the likeliest, and no more is asked.
+        self.plain = p.sampler is None and p.options.greedy and not p.processors and not p.logprobs
+
+    def show(self, tokens: list[int], accepted: int, logprobs: mx.array | None) -> list[Response]:
+        """Add the right tokens of a run, up to where the text ends, of which `accepted` are drafts."""
+        shown = []
+        for i, token in enumerate(tokens):
+            self.tokens.append(token)
+            self.left -= 1
+            reason = "stop" if self.stops.advance(token) else None if self.left else "length"
+            row = None if logprobs is None else logprobs[i]
+            shown.append(Response(self.uid, token, row, reason, None, None, i < accepted))
+            if reason:
+                self.over = True
+                break
+        return shown

@@ -1,0 +1,226 @@
+"""Keep the caches of several texts in slots of one buffer per layer, so that one attention serves them all.
+
+A text owns a slot: its rows stay where they are while others come and go. A pass works on n slots, those of a `Span`;
+rows are written, and masks made, by each text's own position, int32 [n] on the device.
+"""
+
+import copy
+import math
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from .growing import QuantizedStorage, round_up
+from .layer_cache import LayerCache, OncePerPass, Parts
+from .recurrent import RecurrentCache, Replay
+from .ring import Ring
+
+GRAIN = 32  # views of the buffers are cut at multiples of this many rows
+
+
+class Span:
+    """The slots that a pass works on: every so-maniest from the first to the last that is taken.
+
+    Free ones between them are computed for nothing, and those outside are not read at all.
+    slots: their numbers. fill: for each of all `count` slots the row whose keys it is given, int32 [count]; free ones
+    take any row's. None where the pass works on all.
+    """
+
+    def __init__(self, taken: Collection[int], count: int):
+        first, last = min(taken), max(taken)
+        step = math.gcd(*(slot - first for slot in taken)) or 1
+        self.slots, self.count = range(first, last + 1, step), count
+        self.view = slice(first, last + 1, step)
+        rows = {slot: row for row, slot in enumerate(self.slots)}
+        self.fill = None if len(rows) == count else mx.array([rows.get(slot, 0) for slot in range(count)])
+        self._last: dict[Ring | None, tuple] = {}
+
+    def index(self, ring: Ring | None, offset: mx.array, rows: int) -> mx.array:
+        """Return where the next rows of every slot go, [count, 1, rows, 1], once for all layers of a kind."""
+        known = self._last.get(ring)
+        if known is None or known[0] is not offset or known[1] != rows:
+            where = (offset if self.fill is None else mx.take(offset, self.fill))[:, None]
+            found = ring.index(where, rows) if ring else (where + mx.arange(rows)).reshape(-1, 1, rows, 1)
+            known = self._last[ring] = offset, rows, found
+        return known[2]
+
+
+class PooledKV(LayerCache):
+    """Keys and values (and what else a layer keeps of each position) of `span.count` texts: [slots, H, S, D] each.
+
+    offset: int32 [n]. limit: a bound of all. starts: of each text, below it its slot holds nothing; start: the same,
+    int32 [n, 1, 1, 1], or 0 for all. ring: the geometry of a window, None where every position is kept.
+    """
+
+    def __init__(self, ring: Ring | None = None):
+        self.ring, self.limit, self.starts = ring, 0, []
+        self.buffers: Parts = ()
+        self.offset: Any = None
+        self.start: Any = 0
+        self.span = Span([0], 1)
+        self.once = OncePerPass()
+
+    def _encode(self, *rows: mx.array) -> Parts:
+        return rows
+
+    def _decode(self, parts: Parts):
+        return parts
+
+    @property
+    def window(self) -> int | None:
+        return self.ring.window if self.ring else None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.buffers)
+
+    @property
+    def capacity(self) -> int:
+        return self.buffers[0].shape[2] if self.buffers else 0
+
+    def hold(self, rows: int, like: Parts) -> None:
+        """Have slots for the span, of so many rows: a copy only where there are fewer. like: keys and values, [.., H,
+        .., D].
+        """
+        have, capacity = (self.buffers[0].shape[0], self.capacity) if self.buffers else (0, 0)
+        if self.ring:
+            rows = self.ring.slots
+        elif rows > capacity:
+            rows = round_up(max(rows, capacity * 9 // 8))
+        slots, rows = max(self.span.count, have), max(rows, capacity)
+        if (slots, rows) == (have, capacity):
+            return
+        blank = [mx.zeros((slots, part.shape[1], rows, part.shape[3]), part.dtype) for part in like]
+        for new, old in zip(blank, self.buffers, strict=False):
+            new[:have, :, :capacity] = old
+        self.buffers = tuple(blank)
+
+    def regroup(self, span: Span, order: Sequence[int], newcomers: Sequence[tuple[int, Any, int]]) -> None:
+        """Let the next pass be of the texts of `span`, as `Pool.regroup`; newcomers: slot, own cache, its positions."""
+        self.span = span
+        starts = [*self.starts, *(cache.start for _, cache, _ in newcomers)]
+        self.starts = [starts[row] for row in order]
+        self.start = mx.array(self.starts).reshape(-1, 1, 1, 1) if any(self.starts) else 0
+        for slot, cache, rows in newcomers:
+            if cache.parts:
+                self.hold(rows, cache.parts)
+                self._take_in(slot, cache.parts, min(self.ring.slots, rows) if self.ring else rows)
+        if self.buffers:
+            self.hold(0, self.buffers)
+
+    def _take_in(self, slot: int, parts: Parts, rows: int) -> None:
+        """Copy the first rows of a text's keys and values to a slot."""
+        self.buffers = tuple([copy.copy(buffer) for buffer in self.buffers])  # others may hold the old contents
+        for buffer, part in zip(self.buffers, parts, strict=True):
+            buffer[slot : slot + 1, :, :rows] = part[:, :, :rows]
+
+    def copied(self, buffers: Parts, slot: int, rows: int) -> Parts:
+        """Copy a slot's first `rows` positions out of `buffers`, with room to a whole step."""
+        end = None if self.ring else round_up(rows)
+        return () if rows == 0 else tuple(mx.contiguous(part[slot : slot + 1, :, :end]) for part in buffers)
+
+    def _visible(self, rows: int) -> int:
+        """Count the slots' rows that attention reads once `rows` more are in."""
+        end = -(-(self.limit + rows) // GRAIN) * GRAIN
+        return min(end, self.ring.slots) if self.ring else end
+
+    def update_and_fetch(self, *arrays: mx.array):
+        """Append L rows to each text, [n, H, L, D] each; return what they attend to, [n, H, S, D]."""
+        rows, fill = arrays[0].shape[2], self.span.fill
+        new = self._encode(*arrays)
+        index = self.span.index(self.ring, self.offset, rows)
+        if self.limit + rows > self.capacity:
+            self.hold(self.limit + rows, new)
+        if fill is not None:
+            new = tuple([mx.take(part, fill, axis=0) for part in new])
+        pairs = zip(self.buffers, new, strict=True)
+        self.buffers = tuple([mx.put_along_axis(part, index, r, axis=2) for part, r in pairs])
+        view, end = self.span.view, self._visible(rows)
+        self.offset = self.once(operator.add, self.offset, rows)
+        self.limit += rows
+        return self._decode(tuple([part[view, :, :end] for part in self.buffers]))
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """Make the mask of each text's next N rows, boolean [n, 1, N, visible rows]."""
+        offset, end = self.offset[:, None, None, None], self._visible(N)
+        if self.ring:
+            return self.ring.mask(offset, N, end, self.start)
+        queries, slots = offset + mx.arange(N)[:, None], mx.arange(end)
+        seen = slots <= queries
+        return seen if isinstance(self.start, int) else seen & (slots >= mx.minimum(self.start, queries))
+
+
+class QuantizedPooledKV(QuantizedStorage, PooledKV):
+    """PooledKV with `bits`-bit keys and values."""
+
+
+class PooledState(RecurrentCache):
+    """The states of n texts and the tape of their last verify: `RecurrentCache` with n rows in every array."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset: Any = None
+
+    def convolved(self, rows: mx.array, taps: int) -> mx.array:
+        before, accepted = self.parts[2], self.accepted
+        if accepted is not None:
+            before = mx.take_along_axis(before, self.once(_positions_from, accepted, taps - 1), axis=1)
+        return mx.concatenate([before, rows], axis=1)
+
+    def state(self, replay: Replay) -> mx.array | None:
+        accepted = self.accepted
+        if accepted is None:
+            return self.committed
+        return replay(self.committed, self.once(_first, accepted, self.tape[0].shape[1]), *self.tape)
+
+    def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
+        """Put the rows of the last pass and of newcomers' own caches in the order of an index, tapes of one length."""
+        every = [parts for parts in (self.parts, *(cache.parts for cache in newcomers)) if parts]
+        tape = max((parts[3].shape[1] for parts in every if len(parts) > 3), default=0)
+        like = next((parts[3:] for parts in every if len(parts) > 3), ())
+        rows = [_with_tape(parts, tape, like) for parts in every]
+        self.parts = tuple([gather(parts[0], parts[1:], index) for parts in zip(*rows, strict=True)])
+
+    def copied(self, parts: Parts, row: int) -> Parts:
+        """Copy a row out of `parts`."""
+        return tuple(mx.contiguous(part[row : row + 1]) for part in parts)
+
+
+def _positions_from(start: mx.array, rows: int) -> mx.array:
+    """Return the positions [n, rows, 1] of `rows` rows from each of `start`, int32 [n]."""
+    return (start[:, None] + mx.arange(rows))[:, :, None]
+
+
+def _with_tape(parts: Parts, rows: int, like: Parts) -> Parts:
+    """Lengthen the tape of a state's arrays to so many rows, which are not accepted; like: arrays of a tape."""
+    position, state, convolved, *tape = parts
+    have = tape[0].shape[1] if tape else 0
+    if rows == have:
+        return parts
+    n = position.shape[0]
+    tape = tape or [mx.zeros((n, 0, *array.shape[2:]), array.dtype) for array in like]
+    return position, state, *(_longer(array, rows - have) for array in (convolved, *tape))
+
+
+def _longer(array: mx.array, rows: int) -> mx.array:
+    return mx.pad(array, [(0, 0), (0, rows), *[(0, 0)] * (array.ndim - 2)])
+
+
+def gather(old: mx.array | None, new: Sequence[mx.array], index: mx.array) -> mx.array:
+    """Put rows [n, ...] of the last pass and newcomers' [1, ...] in the order of an index."""
+    rows = [*([] if old is None else [old]), *new]
+    return mx.take(mx.concatenate(rows) if len(rows) > 1 else rows[0], index, axis=0)
+
+
+def _first(n: mx.array, rows: int) -> mx.array:
+    """Mark the first n of `rows` rows, for n int32 [n]: [n, rows]."""
+    return mx.arange(rows) < n[:, None]
+
+
+def pooled(cache: Any, ring: Ring | None) -> Any:
+    """Make the empty pool of a layer whose texts have caches like this one. ring: the one that its layers share."""
+    if cache.is_state:
+        return PooledState()
+    return QuantizedPooledKV(cache.group_size, cache.bits, ring) if hasattr(cache, "bits") else PooledKV(ring)
