@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .batch.generator import BatchGenerator
     from .cache.file import load_prompt_cache, save_prompt_cache
     from .cache.prompt_cache import PromptCache, make_prompt_cache
     from .checkpoint.convert import convert
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .generate import GenerationResponse, batch_generate, generate, generate_step, stream_generate
 
 __all__ = [
+    "BatchGenerator",
     "Budget",
     "GenerationResponse",
     "PromptCache",
@@ -44,8 +46,9 @@ _HOMES = {
     **dict.fromkeys(("load", "load_model"), "checkpoint.load"),
     **dict.fromkeys(("PromptCache", "make_prompt_cache"), "cache.prompt_cache"),
     **dict.fromkeys(("load_prompt_cache", "save_prompt_cache"), "cache.file"),
-    "convert": "checkpoint.convert",
+    "BatchGenerator": "batch.generator",
     "Budget": "decoding.memory_needs",
+    "convert": "checkpoint.convert",
     "Report": "checkpoint.report",
     "Stats": "decoding.stats",
 }

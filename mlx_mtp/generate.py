@@ -6,20 +6,20 @@ machine cycle by cycle, and a generator that nobody advances keeps nobody waitin
 """
 
 import sys
-import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import GenerationResponse as MLXResponse
-from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .batch.generator import BatchGenerator
+from .batch.sequence import Response
 from .cache.from_mlx_lm import from_mlx_lm
 from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .decoding import options as checked
@@ -135,15 +135,19 @@ def stream_generate(
     checked.check_names(options)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    if isinstance(prompt, str):
-        bos = tokenizer.bos_token
-        ids = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
-    else:
-        ids = prompt
+    ids = encoded(tokenizer, prompt)
     stats = options.setdefault("stats", None) or Stats()
     stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
     steps = generate_step(ids, model, **{**options, "max_tokens": max_tokens, "stats": stats, "stop_tokens": stops})
     return in_turns(_responses(tokenizer.detokenizer, steps, stats, stops))
+
+
+def encoded(tokenizer: Any, prompt: Prompt) -> Any:
+    """Return a prompt's token ids; a text begins with the tokenizer's own first token, once."""
+    if not isinstance(prompt, str):
+        return prompt
+    bos = tokenizer.bos_token
+    return tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
 
 
 def _responses(
@@ -212,48 +216,39 @@ def batch_generate(
     return_logprobs: bool = False,
     **options: Any,
 ) -> BatchResponse:
-    """Generate a text for each prompt, one after the other for now, with mlx_lm's arguments and response.
+    """Generate a text for each prompt, all at once, with mlx_lm's arguments and response.
 
     prompts: token ids, or texts. prompt_caches: one for each, left as it is. max_tokens: of all, or one for each.
-    return_logprobs: of the chosen tokens. How many prompts mlx_lm would read or answer at once is of no account.
+    return_logprobs: of the chosen tokens. Other options, mlx_lm's among them, are those of `BatchGenerator`.
     """
-    limits = repeat(max_tokens, len(prompts)) if isinstance(max_tokens, int) else max_tokens
-    total, start = options.pop("stats", None) or Stats(), time.perf_counter()
-    for name in ("completion_batch_size", "prefill_batch_size"):
-        options.pop(name, None)
-    if prompt_caches is not None:
-        caches: Any = [from_mlx_lm(model, [*cache]).copy() for cache in prompt_caches]
-    elif return_prompt_caches:
+    checked.check_names(options)
+    ids = [encoded(tokenizer, prompt) for prompt in prompts]
+    limits = [max_tokens] * len(ids) if isinstance(max_tokens, int) else list(max_tokens)
+    if prompt_caches is None and return_prompt_caches:
         layout = checked.cache_options(options)
-        caches = [make_prompt_cache(model, **layout) for _ in prompts]
-    else:
-        caches = repeat(None, len(prompts))
-    answers: list[list[Any]] = []
-    for prompt, cache, most in zip(prompts, caches, limits, strict=True):
-        each = {"max_tokens": most, "prompt_cache": cache, "logprobs": return_logprobs, "stats": Stats()}
-        responses = list(stream_generate(model, tokenizer, prompt, **{**options, **each}))
-        total.add(each["stats"])
-        answers.append([r for r in responses if r.finish_reason != "stop"])
-        if verbose:
-            sys.stdout.write(f"[batch_generate] Finished processing {len(answers)}/{len(prompts)} ...\n")
-            sys.stdout.flush()
-    ids = [[r.token for r in answer] for answer in answers]
+        prompt_caches = [make_prompt_cache(model, **layout) for _ in ids]
+    stops = {*options.pop("stop_tokens", ()), *tokenizer.eos_token_ids}
+    batch = BatchGenerator(model, stop_tokens=[[token] for token in stops], logprobs=return_logprobs, **options)
+    answers: list[list[Response]] = [[] for _ in ids]
+    over = 0
+    try:
+        batch.insert(ids, limits, prompt_caches)
+        with batch.stats() as stats:
+            for response in chain.from_iterable(iter(batch.next_generated, [])):
+                answers[response.uid].append(response)
+                if response.finish_reason and verbose:
+                    over += 1
+                    sys.stdout.write(f"[batch_generate] Finished processing {over}/{len(ids)} ...\n")
+                    sys.stdout.flush()
+    finally:
+        batch.close()
+    caches = [answer[-1].prompt_cache for answer in answers]
+    answers = [[r for r in answer if r.finish_reason != "stop"] for answer in answers]
+    tokens = [[r.token for r in answer] for answer in answers]
     return BatchResponse(
-        texts=[tokenizer.decode(tokens) for tokens in ids],
-        stats=_batch_stats(total, time.perf_counter() - start),
+        texts=[tokenizer.decode(each) for each in tokens],
+        stats=stats,
         caches=caches if return_prompt_caches else None,
-        token_ids=ids if return_token_ids else None,
+        token_ids=tokens if return_token_ids else None,
         logprobs=[[float(r.logprobs[r.token]) for r in a] for a in answers] if return_logprobs else None,
-    )
-
-
-def _batch_stats(total: Stats, seconds: float) -> BatchStats:
-    return BatchStats(
-        prompt_tokens=total.prompt_tokens,
-        prompt_time=total.prefill_time,
-        generation_tokens=total.generation_tokens,
-        generation_steps=total.cycles,
-        decode_time=total.decode_time,
-        wall_time=seconds,
-        peak_memory=total.peak_memory / 1e9,
     )

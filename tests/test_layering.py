@@ -14,6 +14,7 @@ FLOORS = [
     {"layers"},
     {"models", "tuning"},
     {"decoding"},
+    {"batch"},
     {"checkpoint", "generate"},
     {"session"},
     {"bench", "lossless", "serve"},

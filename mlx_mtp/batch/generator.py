@@ -10,23 +10,26 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
-from mlx_lm.sample_utils import greedy_sampler
 
-from ..cache.from_mlx_lm import from_mlx_lm
 from ..decoding import options as checked
 from ..decoding.prefill import first_run, read_chunk, test_heads
-from ..decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
+from ..decoding.sampling import LogitsProcessor, Sampler
 from ..layers.target import Target
 from ..machine.memory import wired
 from ..machine.stream import in_turn
 from .group import Group, layout_of
+from .lone import Lone
 from .sequence import PromptResponse, Response, Sequence
+from .settings import Settings
 
 
+@checked.explained
 class BatchGenerator:
-    """Texts that decode together, with mlx_lm's arguments, methods and responses; of one thread at a time.
+    """Generate from prompts that come and go, with mlx_lm's arguments, methods and responses; in one thread at a time.
 
     Every text has the tokens that `generate` gives for it alone, whatever the others are and whenever they come.
+    stop_tokens: lists of token ids, each of which ends a text. completion_batch_size: most texts at once.
+    prefill_batch_size, stream: of no account. Raises ValueError for an option out of range.
     """
 
     def __init__(
@@ -42,31 +45,20 @@ class BatchGenerator:
         prefill_step_size: int | None = None,
         max_kv_size: int | None = None,
         stream: Any = None,
-        num_draft_tokens: int | None = None,
-        kv_bits: int | None = None,
-        mtp_kv_bits: int | None = None,
-        kv_group_size: int | None = None,
-        quantized_kv_start: int = checked.QUANTIZED_KV_START,
-        logprobs: bool = False,
-        draft_sampling: str = "coupled",
-        seed: int | None = None,
-        **sampling: Any,
+        **options: Any,
     ):
         checked.check_model(model)
         self.model, self.max_tokens, self.sampler = model, max_tokens, sampler
-        self.logits_processors = logits_processors or []
-        self.completion_batch_size = max(completion_batch_size, prefill_batch_size)
-        self.prefill_step_size = prefill_step_size or checked.default_step()
-        self.sampling = Sampling(**sampling)
-        self.sampling.validate(model.vocab_size)
-        checked.check_sampling(self.sampling, sampler, draft_sampling)
-        self._k = checked.draft_count(num_draft_tokens, model, None)
-        self._layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
-        self._quantized = kv_group_size, quantized_kv_start
-        self._logprobs, self._draft_sampling, self._seed = logprobs, draft_sampling, seed
+        self.logits_processors = list(logits_processors or [])
+        self.completion_batch_size = completion_batch_size
+        step = checked.default_step() if prefill_step_size is None else prefill_step_size
+        self.settings = settings = Settings(model, step, max_kv_size, **options)
+        checked.check_sampling(settings.sampling, sampler, settings.draft_sampling)
+        checked.check_numbers(max_tokens, step, settings.seed, settings.draft_p_min)
         self._stops = StopSequences(stop_tokens or None)
         self._unprocessed: deque[Sequence] = deque()
         self._groups: dict[str, Group] = {}
+        self._lone: list[Lone] = []
         self._uids = 0
         self._counters = BatchCounters()
         self._resident = ExitStack()
@@ -82,6 +74,7 @@ class BatchGenerator:
         """Let go of all texts and of what was kept resident for them."""
         self._unprocessed.clear()
         self._groups.clear()
+        self._lone.clear()
         self._resident.close()
 
     def __del__(self):
@@ -104,7 +97,9 @@ class BatchGenerator:
         pools = [group.pool.nbytes for group in self._groups.values() if group.pool]
         return sum(pools) + sum(s.cache.nbytes for s in self._texts())
 
-    def insert(self, prompts: Any, max_tokens: Any = None, caches: Any = None, *more: Any, **options: Any) -> list[int]:
+    def insert(
+        self, prompts: Any, max_tokens: Any = None, caches: Any = None, *more: Any, **options: Any
+    ) -> list[int]:
         """Queue prompts of token ids, as `insert_segments` does prompts in pieces; return a number for each."""
         return self.insert_segments([[prompt] for prompt in prompts], max_tokens, caches, *more, **options)
 
@@ -132,39 +127,21 @@ class BatchGenerator:
             "max_tokens": max_tokens or [self.max_tokens] * n,
             "caches": caches or [None] * n,
             "all_tokens": all_tokens or [None] * n,
-            "samplers": samplers or [None] * n,
+            "samplers": [each or self.sampler for each in samplers or [None] * n],
             "logits_processors": logits_processors or [self.logits_processors] * n,
             "stop_sequences": stop_sequences or [self._stops] * n,
-            "seeds": seeds or [self._seed] * n,
+            "seeds": seeds or [None] * n,
             "num_draft_tokens": num_draft_tokens or [None] * n,
         }
         for name, values in given.items():
             if len(values) != n:
                 raise ValueError(f"{name}: {len(values)} of them, expected one for each of {n} prompts")
         given.pop("all_tokens")
-        new = [self._sequence(self._uids + i, *each) for i, each in enumerate(zip(segments, *given.values(), strict=True))]
+        every = enumerate(zip(segments, *given.values(), strict=True), self._uids)
+        new = [self.settings.sequence(uid, *each) for uid, each in every]
         self._unprocessed += new
         self._uids += n
         return [text.uid for text in new]
-
-    def _sequence(
-        self, uid: int, segments: Any, most: int, cache: Any, sampler: Any, processors: Any, stops: Any, seed: Any, k: Any
-    ) -> Sequence:
-        pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
-        if not pieces:
-            raise ValueError(f"prompts[{uid}]: empty; expected at least one token id")
-        checked.check_numbers(most, self.prefill_step_size, seed, 0.0)
-        if most < 1:
-            raise ValueError(f"max_tokens={most}: allowed is 1 or more")
-        cache = from_mlx_lm(self.model, cache)
-        k = checked.draft_count(self._k if k is None else k, self.model, cache)
-        cache = checked.cache_for(self.model, cache, max(k, self._k), *self._quantized, self._layout).copy()
-        options = sampler if isinstance(sampler, Sampling) else self.sampling
-        sampler = None if isinstance(sampler, Sampling) else sampler or self.sampler
-        sampler = None if sampler is greedy_sampler else sampler
-        how = tuple(processors or ()), self._logprobs, random_key(seed), self._draft_sampling
-        stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
-        return Sequence(uid, pieces, cache, Picker(options, sampler, *how), stops.matcher(), most, k)
 
     @in_turn()
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
@@ -173,11 +150,12 @@ class BatchGenerator:
         Returns what each prompt's reading has come to, and the tokens, in order, several of a text perhaps.
         """
         counters, shown = self._counters, []
-        for group in [group for group in self._groups.values() if group.texts]:
-            tic = time.perf_counter()
-            shown += group.step()
-            counters.decode_time += time.perf_counter() - tic
+        tic = time.perf_counter()
+        for each in [*(group for group in self._groups.values() if group.texts), *self._lone]:
+            shown += each.step()
             counters.generation_steps += 1
+        self._lone = [lone for lone in self._lone if not lone.text.over]
+        counters.decode_time += time.perf_counter() - tic
         read = self._read_prompts(shown)
         counters.generation_tokens += len(shown)
         return read, shown
@@ -199,24 +177,36 @@ class BatchGenerator:
             for group in self._groups.values():
                 if text in group.texts:
                     group.take_out(text)
+            for lone in self._lone:
+                if lone.text is text:
+                    lone.take_out()
+        self._lone = [lone for lone in self._lone if lone.text not in gone]
         return {s.uid: (s.cache, list(s.cache.tokens)) for s in gone} if return_prompt_caches else {}
 
     def _texts(self) -> list[Sequence]:
-        return [*self._unprocessed, *(s for group in self._groups.values() for s in group.texts)]
+        pooled = (text for group in self._groups.values() for text in group.texts)
+        return [*self._unprocessed, *pooled, *(lone.text for lone in self._lone)]
 
     def _read_prompts(self, shown: list[Response]) -> list[PromptResponse]:
         """Read about a chunk of the prompts that wait; add first tokens to `shown`."""
         read, tic = [], time.perf_counter()
-        left = self.prefill_step_size
-        while left > 0 and self._unprocessed and len(self._texts()) - len(self._unprocessed) < self.completion_batch_size:
+        left = self.settings.step
+        while (
+            left > 0
+            and self._unprocessed
+            and len(self._texts()) - len(self._unprocessed) < self.completion_batch_size
+        ):
             text = self._unprocessed[0]
+            if text.cache.is_mlx_lm:
+                self._lone.append(Lone(self.model, self._unprocessed.popleft(), chunk=self.settings.step))
+                read.append(PromptResponse(text.uid, (text.total, text.total), True, True))
+                continue
             hidden, n = self._read_chunk(text)
             left -= n
-            done = text.total - sum(map(len, text.segments))
-            whole = not text.segments or not text.segments[0]
-            text.segments = [piece for piece in text.segments if piece]
-            read.append(PromptResponse(text.uid, (done, text.total), whole, not text.segments))
             self._counters.prompt_tokens += n
+            whole, text.segments = not text.segments[0], [piece for piece in text.segments if piece]
+            done = text.total - sum(map(len, text.segments))
+            read.append(PromptResponse(text.uid, (done, text.total), whole, not text.segments))
             if not text.segments:
                 self._unprocessed.popleft()
                 shown += self._begun(text, hidden)
@@ -224,7 +214,7 @@ class BatchGenerator:
         return read
 
     def _read_chunk(self, text: Sequence) -> tuple[mx.array, int]:
-        step, piece = self.prefill_step_size, text.segments[0]
+        step, piece = self.settings.step, text.segments[0]
         hidden, n = read_chunk(self.model, text.cache, piece[:step], heads=text.k > 0, step=step)
         text.segments[0] = piece[n:]
         return hidden, n
@@ -241,6 +231,8 @@ class BatchGenerator:
             shown[-1].prompt_cache, shown[-1].all_tokens = text.cache, list(text.cache.tokens)
             return shown
         text.cache.pop_row()
-        group = self._groups.setdefault(layout_of(text.cache), Group(self.model, chunk=self.prefill_step_size))
-        group.join(text, run)
+        layout = layout_of(text.cache)
+        if layout not in self._groups:
+            self._groups[layout] = Group(self.model, self.settings.stats, chunk=self.settings.step)
+        self._groups[layout].join(text, run)
         return shown

@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..cache.prompt_cache import PromptCache
 from ..cache.slots import Span, gather
 from ..decoding import draft as single
+from ..decoding.stats import Stats
 from ..layers.target import Target
 from .pool import Mark, Pool
 from .sequence import Response, Sequence
@@ -30,15 +31,14 @@ class Cycle:
 class Group:
     """The texts whose caches have one layout, and their pool.
 
-    chunk: rows that heads read at a time when they catch up. cycles, drafted, accepted: counters.
+    chunk: rows that heads read at a time when they catch up. stats: counts the cycles of each text.
     """
 
-    def __init__(self, model: Target, *, chunk: int):
-        self.model, self.chunk = model, chunk
+    def __init__(self, model: Target, stats: Stats, *, chunk: int):
+        self.model, self.stats, self.chunk = model, stats, chunk
         self.pool: Pool | None = None
         self.last: Cycle | None = None
         self.waiting: list[tuple[Sequence, single.Run]] = []
-        self.cycles = self.drafted = self.accepted = 0
 
     @property
     def texts(self) -> list[Sequence]:
@@ -148,13 +148,11 @@ class Group:
         """Wait for a cycle; return what it says, with the caches of those that are over."""
         values = cycle.run.packed.tolist()
         shown: list[Response] = []
-        self.cycles += 1
         for row, text in enumerate(cycle.rows):
             if text is None or text.over:
                 continue
             accepted = values[row][-1]
-            self.drafted += cycle.run.size - 1
-            self.accepted += accepted
+            self.stats.counts(text.k and min(text.k, cycle.run.size - 1), accepted, "heads")
             new = text.show(values[row][: accepted + 1], accepted, cycle.run.logprobs.get(row))
             text.follows = text.base + accepted + 1
             if text.over:

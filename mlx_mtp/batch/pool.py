@@ -97,7 +97,9 @@ class Pool:
         order, self.live = [places.get(slot, 0) for slot in self.span.slots], True
         self._regroup_heads(order, mx.array(order), texts)
 
-    def _regroup_heads(self, order: Sequence[int], index: mx.array, newcomers: Sequence[tuple[int, PromptCache]]) -> None:
+    def _regroup_heads(
+        self, order: Sequence[int], index: mx.array, newcomers: Sequence[tuple[int, PromptCache]]
+    ) -> None:
         self._regroup(self.heads, [(slot, c.heads, c.primed) for slot, c in newcomers], order, index)
         kept = self.kept or [None] * (len(self.heads) - 1)
         self.kept = [gather(old, [c.kept[i] for _, c in newcomers], index) for i, old in enumerate(kept)]

@@ -138,4 +138,3 @@ def pick(
         if logprobs is not None:
             found[i] = logprobs
     return mx.concatenate(each), found
-

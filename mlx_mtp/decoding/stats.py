@@ -148,17 +148,18 @@ class Stats:
             self._prompt_read, self.prefill_time = True, now - self._tic
             self._first_token, seconds = now, None
         else:
-            self.cycles += 1
             self.waits += 1
             self.decode_time += now - self._tic
             self.wait_time += now - tic
-            self._count(run.size - 1, accepted, source)
+            self.counts(run.size - 1, accepted, source)
             seconds = self._seconds(now, now - tic)
         self._tic = self._arrival = now
         self._caller, self._late = 0.0, False
         return tokens, accepted, seconds
 
-    def _count(self, drafted: int, accepted: int, source: str) -> None:
+    def counts(self, drafted: int, accepted: int, source: str) -> None:
+        """Count a cycle that verified so many drafts from `source`, and those that were right."""
+        self.cycles += 1
         self.lengths[drafted] += 1
         if source == "lookup":
             self.lookups += 1

@@ -1,0 +1,94 @@
+"""Check the options that all texts of a batch share, and make each text from what is its own."""
+
+from typing import Any
+
+from mlx_lm.generate import StopSequences
+from mlx_lm.sample_utils import greedy_sampler
+
+from ..cache.from_mlx_lm import from_mlx_lm
+from ..cache.prompt_cache import PromptCache
+from ..decoding import options as checked
+from ..decoding.memory_needs import check_prompt, within
+from ..decoding.sampling import Picker, Sampling, random_key
+from ..decoding.stats import Stats
+from ..layers.target import Target
+from .sequence import Sequence
+
+SAMPLING = tuple(Sampling.__dataclass_fields__)
+
+
+class Settings:
+    """The options of `generate_step` that hold for every text, by name, less those that each text may choose.
+
+    Those that change the speed alone are taken and of no account yet: adaptive, prompt_lookup, compile_cycles,
+    draft_p_min.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        step: int,
+        max_kv_size: int | None,
+        *,
+        num_draft_tokens: int | None = None,
+        adaptive: bool = True,
+        draft_p_min: float = 0.0,
+        prompt_lookup: bool | None = None,
+        compile_cycles: bool | None = None,
+        kv_bits: int | None = None,
+        mtp_kv_bits: int | None = None,
+        kv_group_size: int | None = None,
+        quantized_kv_start: int = checked.QUANTIZED_KV_START,
+        max_context: int | None = None,
+        check_memory: bool = True,
+        seed: int | None = None,
+        draft_sampling: str = "coupled",
+        logprobs: bool = False,
+        stats: Stats | None = None,
+        **sampling: Any,
+    ):
+        if unknown := sorted(sampling.keys() - set(SAMPLING)):
+            raise TypeError(f"{unknown[0]}: no option of a batch")
+        sampling["xtc_special_tokens"] = tuple(sampling.get("xtc_special_tokens", ()))
+        self.model, self.step, self.sampling = model, step, Sampling(**sampling)
+        self.sampling.validate(model.vocab_size)
+        self.k = checked.draft_count(num_draft_tokens, model, None)
+        self.layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
+        self.quantized = kv_group_size, quantized_kv_start
+        self.max_context, self.check_memory = max_context, check_memory
+        self.seed, self.draft_sampling, self.logprobs = seed, draft_sampling, logprobs
+        self.draft_p_min, self.stats = draft_p_min, stats or Stats()
+        self.stats.num_draft_tokens = self.k
+        self.stats.start()
+
+    def sequence(
+        self,
+        uid: int,
+        segments: Any,
+        most: int,
+        cache: Any,
+        sampler: Any,
+        processors: Any,
+        stops: Any,
+        seed: Any,
+        k: Any,
+    ) -> Sequence:
+        """Make a text of its own arguments, as `BatchGenerator.insert_segments` takes them."""
+        pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
+        if not pieces:
+            raise ValueError(f"prompts[{uid}]: empty; expected at least one token id")
+        if most < 1:
+            raise ValueError(f"max_tokens={most}: allowed is 1 or more")
+        seed, total = self.seed if seed is None else seed, sum(map(len, pieces))
+        checked.check_numbers(most, self.step, seed, 0.0)
+        given: PromptCache | None = None if cache is None else from_mlx_lm(self.model, [*cache]).copy()
+        k = checked.draft_count(self.k if k is None else k, self.model, given)
+        own = checked.cache_for(self.model, given, max(k, self.k), *self.quantized, self.layout)
+        most = within(self.max_context, own.offset, total, most)
+        check_prompt(self.model, own, total, most, self.step, ignore=not self.check_memory)
+        options = sampler if isinstance(sampler, Sampling) else self.sampling
+        options.validate(self.model.vocab_size)
+        call = None if isinstance(sampler, Sampling) or sampler is greedy_sampler else sampler
+        how = call, tuple(processors or ()), self.logprobs, random_key(seed), self.draft_sampling
+        stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
+        return Sequence(uid, pieces, own, Picker(options, *how), stops.matcher(), most, k)
