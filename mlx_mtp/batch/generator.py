@@ -18,16 +18,17 @@ from ..layers.target import Target
 from ..machine.memory import wired
 from ..machine.stream import in_turn
 from .group import Group, layout_of
-from .lone import Lone
+from .lone import Lone, is_lone
 from .sequence import PromptResponse, Response, Sequence
 from .settings import Settings
 
 
 @checked.explained
 class BatchGenerator:
-    """Generate from prompts that come and go, with mlx_lm's arguments, methods and responses; in one thread at a time.
+    """Generate from prompts that come and go, with mlx_lm's arguments, methods and responses.
 
-    Every text has the tokens that `generate` gives for it alone, whatever the others are and whenever they come.
+    One thread at a time may call it. Every text has the tokens that `generate` gives for it
+    alone, whatever the others are and whenever they come.
     stop_tokens: lists of token ids, each of which ends a text. completion_batch_size: most texts at once.
     prefill_batch_size, stream: of no account. Raises ValueError for an option out of range.
     """
@@ -197,7 +198,7 @@ class BatchGenerator:
             and len(self._texts()) - len(self._unprocessed) < self.completion_batch_size
         ):
             text = self._unprocessed[0]
-            if text.cache.is_mlx_lm:
+            if is_lone(text):
                 self._lone.append(Lone(self.model, self._unprocessed.popleft(), chunk=self.settings.step))
                 read.append(PromptResponse(text.uid, (text.total, text.total), True, True))
                 continue

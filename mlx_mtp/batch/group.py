@@ -164,7 +164,9 @@ class Group:
     def _bring_home(self, cycle: Cycle, row: int, shown: int) -> None:
         """Copy a text's state behind so many of a cycle's rows from the pool to its own cache, at rest."""
         text, mark = cycle.rows[row], cycle.after
-        assert text is not None and self.pool is not None and mark is not None
+        assert text
+        assert self.pool
+        assert mark
         self.pool.copy_out(mark, text.cache, text.slot, row, base=text.base, rows=shown)
         if shown:
             text.cache.push(cycle.run.hidden[row : row + 1, :shown])

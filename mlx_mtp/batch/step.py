@@ -1,6 +1,6 @@
 """Run one cycle of n texts: let the heads draft k tokens for each, verify all rows in one pass of the target, accept.
 
-As `decoding.step`, with a row of every array for each text. Rows are [n, R] whatever a text accepts or may draft: what
+As `decoding.step`, with a row of every array for each text. All have R rows, whatever they accept or may draft: what
 is drafted for one beyond its own share is verified and not accepted.
 """
 

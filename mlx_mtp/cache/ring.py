@@ -36,7 +36,7 @@ class Ring:
         return min(position, self.keep + (position - self.keep) % self.turn)
 
     def index(self, offset: mx.array, rows: int) -> mx.array:
-        """Return the slots [1, 1, rows, 1] of the rows at a device-side offset; [n, 1, rows, 1] for n of them, [n, 1]."""
+        """Return the slots [n, 1, rows, 1] of the rows at a device-side offset, int32 [1], or [n, 1] for n texts."""
         if self._last[0] is not offset or self._last[1] != rows:
             positions = offset + mx.arange(rows)
             index = self.keep + (positions - self.keep) % self.turn if self.keep else positions % self.slots

@@ -98,7 +98,7 @@ class PooledKV(LayerCache):
         self.buffers = tuple(blank)
 
     def regroup(self, span: Span, order: Sequence[int], newcomers: Sequence[tuple[int, Any, int]]) -> None:
-        """Let the next pass be of the texts of `span`, as `Pool.regroup`; newcomers: slot, own cache, its positions."""
+        """Let the next pass be of the texts of a span, as `Pool.regroup`; newcomers: slot, cache, its positions."""
         self.span = span
         starts = [*self.starts, *(cache.start for _, cache, _ in newcomers)]
         self.starts = [starts[row] for row in order]
@@ -176,7 +176,7 @@ class PooledState(RecurrentCache):
         return replay(self.committed, self.once(_first, accepted, self.tape[0].shape[1]), *self.tape)
 
     def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
-        """Put the rows of the last pass and of newcomers' own caches in the order of an index, tapes of one length."""
+        """Put the last pass's rows and those of newcomers' caches in the order of an index, tapes of one length."""
         every = [parts for parts in (self.parts, *(cache.parts for cache in newcomers)) if parts]
         tape = max((parts[3].shape[1] for parts in every if len(parts) > 3), default=0)
         like = next((parts[3:] for parts in every if len(parts) > 3), ())

@@ -63,7 +63,7 @@ class SparseMLA(AbsorbedMLA):
         k_pe: mx.array,
         *keys: mx.array,
     ) -> mx.array:
-        """Attend a text's rows to its latent rows, and choose among the indexer's `keys` first where there are any."""
+        """Attend a text's rows to its latent rows, of which its `keys`, if there are any, are asked first."""
         chosen = self.choose(x, compressed, keys[0], mask, offset) if keys else self.handed_on.slots[text]
         if keys and self.handed_on:
             self.handed_on.slots[text:] = [chosen]

@@ -3,8 +3,6 @@
 import random
 
 import families
-import mlx.core as mx
-import numpy as np
 import pytest
 from fuzzing import LONG, count
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -115,10 +113,8 @@ def assert_as_alone(case: Case, model, layout: dict) -> None:
     if not case.tokens:
         return
     more = {"max_tokens": 5, "num_draft_tokens": min(case.k, 1)}
-    fresh = mlx_mtp.generate_step(
-        case.prompt + case.tokens, model, max_tokens=5, num_draft_tokens=0, prefill_step_size=16, quantized_kv_start=0,
-        **layout,
-    )  # fmt: skip
+    plain = {"num_draft_tokens": 0, "prefill_step_size": 16, "quantized_kv_start": 0}
+    fresh = mlx_mtp.generate_step(case.prompt + case.tokens, model, max_tokens=5, **plain, **layout)
     again = mlx_mtp.generate_step(case.tokens[-1:], model, prompt_cache=case.cache, **more)
     assert [token for token, *_ in again] == [token for token, *_ in fresh]
 

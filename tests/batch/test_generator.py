@@ -1,0 +1,125 @@
+"""Call `BatchGenerator` as mlx_lm's own callers do, and end its texts in every way."""
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import BatchGenerator as Theirs
+from mlx_lm.sample_utils import make_sampler
+
+import mlx_mtp
+from mlx_mtp.demo import demo_path
+
+PROMPTS = ["def main(", "class A:\n", "import os\n\ndef find("]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """(model, token ids of the prompts, mlx-lm's model), in float32."""
+    model, tokenizer = mlx_mtp.load(str(demo_path()))
+    theirs, _ = mlx_lm.load(str(demo_path()), lazy=True)
+    model.set_dtype(mx.float32)
+    theirs.set_dtype(mx.float32)
+    return model, [tokenizer.encode(text) for text in PROMPTS], theirs
+
+
+def texts(generator, prompts, limits, stops=None) -> tuple[dict, dict]:
+    """As a caller of mlx_lm's writes it; the tokens and the end of each text."""
+    uids = generator.insert(prompts, max_tokens=limits)
+    found, ends = {uid: [] for uid in uids}, {}
+    while responses := generator.next_generated():
+        for r in responses:
+            found[r.uid].append(r.token)
+            if r.finish_reason is not None:
+                ends[r.uid] = (r.finish_reason, len(r.all_tokens))
+    generator.close()
+    return found, ends
+
+
+def test_it_stands_in_for_mlx_lms(demo):
+    """A stop sequence of two tokens ends the first; the caches hold a token less, for it has not been read."""
+    model, prompts, theirs = demo
+    sampler = make_sampler(temp=0.0)
+    first = texts(Theirs(theirs), prompts[:1], [12])[0][0]
+    options = {"max_tokens": 9, "stop_tokens": [first[4:6]], "sampler": sampler, "prefill_batch_size": 1}
+    expected, their_ends = texts(Theirs(theirs, **options), prompts, [12, 9, 9])
+    ours, ends = texts(mlx_mtp.BatchGenerator(model, **options), prompts, [12, 9, 9])
+    assert ours == expected
+    assert ours[0] == first[:6]
+    assert ends == {uid: (reason, held - 1) for uid, (reason, held) in their_ends.items()}
+
+
+def test_segments_are_told_and_the_work_is_counted(demo):
+    model, (prompt, *_), _ = demo
+    stats = mlx_mtp.Stats()
+    batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, stats=stats, prefill_step_size=2)
+    with batch.stats() as outer:
+        batch.insert_segments([[prompt[:3], prompt[3:]]], [20])
+        read, tokens = [], []
+        while len(tokens) < 20:
+            prompts, responses = batch.next()
+            read += [(*r.progress, r.end_of_segment, r.end_of_prompt) for r in prompts]
+            tokens += responses
+    total = len(prompt)
+    assert [r for r in read if r[2]] == [(3, total, True, False), (total, total, True, True)]
+    assert read[0] == (2, total, False, False)
+    assert outer.prompt_tokens == total
+    assert outer.generation_tokens == 20 == len(tokens)
+    assert stats.drafted == [stats.cycles] * 2
+    assert sum(stats.accepted) >= sum(r.from_draft for r in tokens) > 0
+    assert [r.token for r in tokens] == [t for t, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=20)]
+
+
+def test_logprobs_where_they_are_asked_for(demo):
+    model, prompts, _ = demo
+    batch = mlx_mtp.BatchGenerator(model, logprobs=True, num_draft_tokens=3)
+    uids = batch.insert(prompts[:2], [10, 10])
+    found = {uid: [] for uid in uids}
+    while responses := batch.next_generated():
+        for r in responses:
+            found[r.uid].append(r.logprobs)
+    for uid, prompt in zip(uids, prompts, strict=False):
+        options = {"num_draft_tokens": 0, "logprobs": True, "max_tokens": 10}
+        alone = [row for _, row, _ in mlx_mtp.generate_step(prompt, model, **options)]
+        assert all(mx.array_equal(a, b) for a, b in zip(found[uid], alone, strict=True))
+
+
+def test_a_text_goes_before_its_prompt_is_read(demo):
+    model, prompts, _ = demo
+    batch = mlx_mtp.BatchGenerator(model, prefill_step_size=2)
+    uids = batch.insert(prompts[:2], [5, 5])
+    batch.next()
+    gone = batch.remove(uids, return_prompt_caches=True)
+    assert gone[uids[0]][1] == prompts[0][:2]
+    assert gone[uids[1]][1] == []
+    assert batch.next() == ([], [])
+    cache = gone[uids[0]][0]
+    again = mlx_mtp.generate_step(prompts[0][2:], model, max_tokens=6, prompt_cache=cache)
+    fresh = mlx_mtp.generate_step(prompts[0], model, max_tokens=6)
+    assert [t for t, *_ in again] == [t for t, *_ in fresh]
+
+
+def test_caches_change_while_texts_decode(tiny_models):
+    """One is quantized at its start, in the middle of the other, which is short and never is."""
+    model, _ = tiny_models(0, head_dim=32, vocab_size=5)
+    options = {"kv_bits": 4, "quantized_kv_start": 12, "num_draft_tokens": 2}
+    batch = mlx_mtp.BatchGenerator(model, **options)
+    prompts, limits = [[1, 2, 3], [2, 2], [1] * 20], [25, 6, 8]
+    found, _ = texts(batch, prompts, limits)
+    for uid, (prompt, n) in enumerate(zip(prompts, limits, strict=True)):
+        assert found[uid] == [t for t, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, **options)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": [[]]}, r"^prompts\[0\]: empty"),
+        ({"prompts": [[1], [2]], "max_tokens": [1]}, "^max_tokens: 1 of them, expected one for each of 2 prompts"),
+        ({"prompts": [[1]], "max_tokens": [0]}, "^max_tokens=0: allowed is 1 or more"),
+        ({"prompts": [[1]], "num_draft_tokens": [99]}, "^num_draft_tokens=99: allowed is 0 to 3"),
+    ],
+)
+def test_what_it_refuses(demo, arguments, message):
+    batch = mlx_mtp.BatchGenerator(demo[0])
+    with pytest.raises(ValueError, match=message):
+        batch.insert(**arguments)
+    assert batch.next() == ([], [])
