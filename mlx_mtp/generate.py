@@ -242,7 +242,7 @@ def batch_generate(
                     sys.stdout.flush()
     finally:
         batch.close()
-    caches = [answer[-1].prompt_cache for answer in answers]
+    caches: list[Any] = [answer[-1].prompt_cache for answer in answers]
     answers = [[r for r in answer if r.finish_reason != "stop"] for answer in answers]
     tokens = [[r.token for r in answer] for answer in answers]
     return BatchResponse(

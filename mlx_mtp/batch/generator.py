@@ -229,8 +229,7 @@ class BatchGenerator:
         text.base, text.follows = text.cache.offset - 1, text.cache.offset
         shown = text.show(run.read()[0], 0, run.logprobs)
         if text.over:
-            shown[-1].prompt_cache, shown[-1].all_tokens = text.cache, list(text.cache.tokens)
-            return shown
+            return text.hand_over(shown)
         text.cache.pop_row()
         layout = layout_of(text.cache)
         if layout not in self._groups:

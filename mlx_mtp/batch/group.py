@@ -157,8 +157,7 @@ class Group:
             text.follows = text.base + accepted + 1
             if text.over:
                 self._bring_home(cycle, row, len(new))
-                new[-1].prompt_cache, new[-1].all_tokens = text.cache, list(text.cache.tokens)
-            shown += new
+            shown += text.hand_over(new)
         return shown
 
     def _bring_home(self, cycle: Cycle, row: int, shown: int) -> None:
@@ -182,7 +181,8 @@ def _merged(run: Run | None, firsts: list[single.Run], index: mx.array) -> Run:
     tokens = [wide(first.tokens[None]) for first in firsts]
     accepted = [mx.zeros(1, mx.int32) for _ in firsts]
     old = (run.hidden, run.tokens, run.accepted) if run else (None, None, None)
-    return Run(*(gather(a, b, index) for a, b in zip(old, (hidden, tokens, accepted), strict=True)))
+    found = [gather(a, b, index) for a, b in zip(old, (hidden, tokens, accepted), strict=True)]
+    return Run(found[0], found[1], found[2])
 
 
 def layout_of(cache: PromptCache) -> str:

@@ -31,8 +31,7 @@ class Lone:
         shown = self.text.show([token], int(drafted), None if logprobs is None else logprobs[None])
         if self.text.over:
             self.take_out()
-            shown[-1].prompt_cache, shown[-1].all_tokens = self.text.cache, list(self.text.cache.tokens)
-        return shown
+        return self.text.hand_over(shown)
 
     def take_out(self) -> None:
         """End the text, and leave its cache as it stands."""

@@ -1,6 +1,7 @@
 """Follow one text of a batch: what is left of its prompt, its tokens so far, where it stands and when it ends."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
@@ -19,6 +20,8 @@ class Response(GenerationBatch.Response):
     asked for.
     """
 
+    logprobs: Any
+    prompt_cache: Any
     from_draft: bool = False
 
 
@@ -64,4 +67,10 @@ class Sequence:
             if reason:
                 self.over = True
                 break
+        return shown
+
+    def hand_over(self, shown: list[Response]) -> list[Response]:
+        """Give the last of a text's responses its cache, which is at rest, if the text is over."""
+        if self.over:
+            shown[-1].prompt_cache, shown[-1].all_tokens = self.cache, list(self.cache.tokens)
         return shown

@@ -105,7 +105,7 @@ def choose(model: Target, depth: int, row: mx.array, position: mx.array, texts: 
     drawn = {i: chooser for i, chooser in choosers.items() if chooser.mode != "greedy"}
     if not drawn:
         return tokens
-    rows = mx.split(tokens, len(texts))
+    rows: list[mx.array] = [*mx.split(tokens, len(texts))]
     for i, chooser in drawn.items():
         rows[i] = chooser(model, depth, row[i : i + 1], position[i : i + 1]).token.reshape(1, 1)
     return mx.concatenate(rows)
@@ -126,7 +126,8 @@ def pick(
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     if not others:
         return tokens, {}
-    each, found = mx.split(tokens, n), {}
+    each: list[mx.array] = [*mx.split(tokens, n)]
+    found: dict[int, mx.array] = {}
     for i, text in others.items():
         guesses = mx.array([], mx.int32) if drafts is None else drafts[i]
         at, p = position[i : i + 1], text.picker
