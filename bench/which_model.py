@@ -1,0 +1,77 @@
+"""Print the README's table of models: what released checkpoints take in memory, quantized by `mlx-mtp convert -q`.
+
+    python bench/which_model.py
+
+Each model is built of its released config.json (`tests/support/fixtures/` says where each is from), quantized as
+`convert -q` does, its heads in 8 bits, and counted as `mlx-mtp inspect` counts. No weight is there, or drawn.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlx_mtp.bench.random_model import head_count
+from mlx_mtp.checkpoint.build import read_args
+from mlx_mtp.checkpoint.convert_precision import Precision, format_of, format_of_heads
+from mlx_mtp.decoding.memory_needs import needs
+from mlx_mtp.models import find_port
+
+SUPPORT = Path(__file__).parents[1] / "tests" / "support"
+sys.path.append(str(SUPPORT))
+
+import published  # noqa: E402
+
+MODELS = {  # official repository: the fixture with its config.json, or that of a sister of the same sizes
+    "Qwen/Qwen3.5-0.8B": "qwen3.5-0.8b",
+    "XiaomiMiMo/MiMo-7B-RL": "mimo-7b",
+    "Qwen/Qwen3.6-27B": "qwen3.5-27b",
+    "zai-org/GLM-4.7-Flash": "glm-4.7-flash",
+    "Qwen/Qwen3.6-35B-A3B": "qwen3.6-35b-a3b",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3-next-80b",
+    "zai-org/GLM-4.5-Air": "glm-4.5-air",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": "nemotron-3-super",
+    "stepfun-ai/Step-3.5-Flash": "step-3.5-flash",
+    "XiaomiMiMo/MiMo-V2-Flash": "mimo-v2-flash",
+    "zai-org/GLM-4.7": "glm-4.6",
+    "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
+    "zai-org/GLM-5.1": "glm-5.1",
+}
+MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GB of memory that Macs are sold with
+USED = 0.75  # of it, which macOS lets a GPU have
+
+
+def row(repository: str) -> str:
+    """Write a model's line of the table."""
+    few, many = (least_memory(MODELS[repository], bits) for bits in (4, 8))
+    mac = next((f"{size} GB" for size in MACS if few < USED * size * 1e9), "none")
+    return f"| {mac} | `{repository}` | {in_gb(few)} | {in_gb(many)} |"
+
+
+def least_memory(fixture: str, bits: int) -> int:
+    """Count the bytes of a conversion in so many bits at a context of one token, as `inspect` does."""
+    file = SUPPORT / "fixtures" / f"{fixture}.txt"
+    config = published.read_config(file)
+    port: Any = find_port(config)
+    model = port.Model(
+        read_args(port, file, config), head_count(config, port.Model.SPEC), port.Model.SPEC.resolve(())
+    )
+    heads, named = format_of_heads(None, None, quantize=True)
+    Precision(format_of(None, bits), heads=heads, heads_named=named).apply(model, "bfloat16")
+    return needs(model, 1).total
+
+
+def in_gb(size: int) -> str:
+    """Write GB, with a digit behind the point below ten."""
+    return f"{size / 1e9:.0f} GB" if size >= 9.95e9 else f"{size / 1e9:.1f} GB"
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    for repository in MODELS:
+        click.echo(row(repository))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Hold README.md and docs/ to the code: names, options, flags, figures and commands are those that there are."""
+
+import inspect
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from sweep import sampled, sweep
+
+import mlx_mtp
+from bench import which_model
+from mlx_mtp.cli import main
+from mlx_mtp.cli.conversation import HELP
+from mlx_mtp.decoding.options import EXPLANATION
+
+ROOT = Path(__file__).parents[1]
+PAGES = {page.name: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+README = PAGES["README.md"]
+
+
+def command_of(words):
+    """The click command that a line of words calls, and what is left of the words."""
+    found = main
+    while isinstance(found, click.Group):
+        found, words = found.commands[words[0]], words[1:]
+    return found, words
+
+
+def flags(command):
+    return {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)} | {"--help"}
+
+
+def commands(group=main, path=()):
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+def line_of(param):
+    """An option as docs/commands.md has it: its flags, and its help."""
+    return f"- `{' '.join([', '.join(param.opts), *param.secondary_opts])}`: {param.help}"
+
+
+def test_the_readme_is_short_and_links_every_page():
+    lines = README.splitlines()
+    assert len(lines) < 120
+    measured = [i for i, line in enumerate(lines) if line.startswith("| prompts | mlx-lm")]
+    rows = itertools.takewhile(lambda line: line.startswith("| "), lines[measured[0] + 2 :])
+    assert 0 < len(list(rows)) < 6
+    assert {name for name in PAGES if name != "README.md" and f"docs/{name}" not in README} == set()
+    assert re.search(r"pip install -e '\.\[test\]' && pytest.*$", README, re.MULTILINE), "which .ci/run runs"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_files_and_pages_that_are_named_exist(name):
+    for path in re.findall(r"`((?:mlx_mtp|kernels|tests|bench|docs|examples)/[\w./-]*)`", PAGES[name]):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_that_are_shown_are_taken(name):
+    """In an indented block or between backticks: there is such a command, and it has the flags that it is given."""
+    blocks = re.findall(r"^    [^`\n]*?\bmlx-mtp ([a-z][^`\n]*?)(?:  .*| +#.*|\)?)$", PAGES[name], re.MULTILINE)
+    shown = blocks + re.findall(r"`mlx-mtp ([a-z][^`]*)`", PAGES[name])
+    assert shown
+    for text in shown:
+        command, words = command_of(shlex.split(text))
+        known = flags(command)
+        for word in words:
+            assert not word.startswith("-") or word in (known | {"-"}), text
+
+
+@pytest.mark.parametrize("repository", sampled(["XiaomiMiMo/MiMo-7B-RL"], which_model.MODELS))
+def test_memory_in_the_table_of_models(repository):
+    assert which_model.row(repository) in README.splitlines()
+
+
+def test_the_table_of_models_has_each_once():
+    assert re.findall(r"^\| [\w ]+ \| `([\w-]+/[\w.-]+)` \|", README, re.MULTILINE) == list(which_model.MODELS)
+
+
+def test_python_page_has_every_name_and_option():
+    page = PAGES["python.md"]
+    for name in set(mlx_mtp.__all__) - {"__version__"}:
+        assert f"`{name}`" in page or f"mlx_mtp.{name}(" in page, name
+    for text in (EXPLANATION, inspect.getdoc(mlx_mtp.load), inspect.getdoc(mlx_mtp.make_prompt_cache)):
+        options = re.search(r"^\w+(?:, \w+)*: .*\Z", text.strip(), re.MULTILINE | re.DOTALL)
+        assert options
+        for line in options[0].splitlines():
+            assert not line or f"\n    {line}\n" in page, line
+
+
+@sweep
+@pytest.mark.parametrize("name", ["README.md", "python.md"])
+def test_python_that_is_shown_runs(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.print", lambda *_, **__: None)
+    inside = {"__name__": "shown"}
+    for block in re.findall(r"```python\n(.*?)```", PAGES[name], re.DOTALL):
+        exec(compile(block, name, "exec"), inside)
+    assert {"model", "tokenizer"} <= inside.keys()
+
+
+def test_commands_page_has_every_command_and_flag():
+    """In the words of `--help`; what several commands share stands once."""
+    page = PAGES["commands.md"]
+    assert all(f"\n    {line}\n" in page for line in HELP.splitlines())
+    sections = dict(re.findall(r"^## `mlx-mtp ([\w -]+)`\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    shared = re.search(r"^## Flags that several commands share\n(.*)", page, re.MULTILINE | re.DOTALL)
+    assert shared
+    assert sections.keys() == {name for name, _ in commands()}
+    lines = set()
+    for name, command in commands():
+        known = [line_of(p) for p in command.params if isinstance(p, click.Option) and not p.hidden]
+        assert [line for line in known if f"{line}\n" not in sections[name] + shared[1]] == [], name
+        lines |= set(known)
+    assert set(re.findall(r"^- `-.*", page, re.MULTILINE)) == lines
