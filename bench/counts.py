@@ -1,4 +1,4 @@
-"""Compare the counts that the READMEs state with what is counted now, or write them there.
+"""Compare the counts that kernels/README.md and docs/measurements.md state with those of now, or write them there.
 
     python bench/counts.py [--write]
 
@@ -17,7 +17,7 @@ import launches_text
 from launches import CYCLE, MLX_LM, MODELS, Pair, of_model, with_kernels
 
 ROOT = Path(__file__).parents[1]
-KERNELS, BENCH, README = (ROOT / name for name in ("kernels/README.md", "bench/README.md", "README.md"))
+KERNELS, MEASURED, README = (ROOT / name for name in ("kernels/README.md", "docs/measurements.md", "README.md"))
 ROWS = 4
 Counts = dict[str, dict[str, dict[str, Pair]]]  # by model, by who runs it, by layer or CYCLE: at one row, and at ROWS
 TOLD = re.compile(r"(?:(\d[\d,]{2,}) (?:to|->|→|instead of) )?(\d[\d,]{2,}) launches")
@@ -60,7 +60,7 @@ def places(counts: Counts) -> Iterator[Place]:
     )
     step, cycle = counts["Step-3.5-Flash"], CYCLE
     more = f"{gain}; a cycle of Step-3.5-Flash at k = 3 {step['none'][cycle][1]} and {step['all'][cycle][1]}"
-    yield Place(BENCH, r"a layer with experts is \d+ .* a cycle of Step-3.5-Flash at k = 3 \d+ and \d+", more)
+    yield Place(MEASURED, r"a layer with experts is \d+ .* a cycle of Step-3.5-Flash at k = 3 \d+ and \d+", more)
     sizes = [megabytes(name) for name in ("Step-3.5-Flash", "GLM-4.5")]
     source = "{:.1f} MB in a cycle of Step-3.5-Flash at k = 3, {:.1f} MB in one of GLM-4.5".format(*sizes)
     yield Place(KERNELS, r"[\d.]+ MB in a cycle of Step-3.5-Flash at k = 3, [\d.]+ MB in one of GLM-4.5", source)
