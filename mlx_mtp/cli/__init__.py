@@ -16,6 +16,7 @@ from .bench import bench
 from .cache_prompt import cache_prompt
 from .chat import chat
 from .convert import convert
+from .doctor import doctor
 from .draft_vocab import draft_vocab
 from .emulate import emulate
 from .generate import generate
@@ -115,5 +116,18 @@ def main(ctx: click.Context) -> None:
         sys.exit(2)
 
 
-for command in (generate, chat, cache_prompt, convert, draft_vocab, emulate, bench, inspect, serve, verify_lossless):
+COMMANDS = (
+    generate,
+    chat,
+    cache_prompt,
+    convert,
+    draft_vocab,
+    emulate,
+    bench,
+    doctor,
+    inspect,
+    serve,
+    verify_lossless,
+)
+for command in COMMANDS:
     main.add_command(command)

@@ -1,0 +1,180 @@
+"""Examine a machine: are the kernels right on it, how fast are they, and what does drafting gain?
+
+Parts are run one after the other, and one that fails is noted with its first line, and loses no other. Without a
+Metal GPU kernels are checked under the emulator, on small shapes, and nothing of theirs is timed.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..decoding.options import default_draft_tokens, default_step
+from ..kernels import on_metal
+from ..machine.errors import with_type
+from ..tuning.ab_test import KernelTrial, check, compile_kernel, time_pair
+from ..tuning.kernel_switch import trials
+from . import decode, emulated_check, profile, result, verify
+from .decode_tables import rows as decode_rows
+from .kernels_cases import CASES, SMALL
+from .machine_facts import gpu_cores, thermal_state
+from .subject import Subject, make_prompts
+from .timing import measured, ratio
+
+FORMAT = 1
+ROWS = tuple(range(1, 9))
+CONTEXT, ROUNDS, DRAFTS = 128, 3, 3
+CATEGORIES, MAX_TOKENS = ("code_python", "explain_concept"), 48
+Tell = Callable[[str], None]
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel at one number of rows on the GPU. wrong: how, or None; ratio: stock MLX's time over its own."""
+
+    of: str
+    op: str
+    shape: str
+    rows: int
+    wrong: str | None
+    ratio: float | None
+    compile_seconds: float
+
+
+def examine(subject: Subject, tell: Tell) -> Found:
+    """Run all parts, and tell before each what comes; the model must have been loaded without kernels.
+
+    Returns what was found, ready for JSON; a part that failed has "failed", its first line, and no more.
+    """
+    tic, before, patient = time.time(), thermal_state(), Patient(subject)
+    found: Found = {"doctor": FORMAT, "environment": {**result.environment(), "gpu_cores": gpu_cores()}}
+    found["metal"] = on_metal()
+    found["kernels"] = _part(tell, "kernels", lambda: {"found": list(_every(tell))})
+    for name, title in TITLES.items():
+        found[name] = _part(tell, title, getattr(patient, name))
+    found["thermal"] = {"before": before, "after": thermal_state()}
+    return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
+
+
+TITLES = {
+    "facts": "the model",
+    "verify": "a verify of 1 to 8 rows",
+    "decode": "plain and drafted decoding",
+    "host": "a cycle by phase",
+}
+
+
+def _part(tell: Tell, what: str, run: Callable[[], Found]) -> Found:
+    tell(what)
+    try:
+        return run()
+    except Exception as e:  # of any kind: the other parts are still wanted
+        return {"failed": with_type(e)}
+
+
+def _every(tell: Tell) -> Iterator[Found]:
+    """Check every kernel: on the GPU on released models' shapes, else under the emulator on small ones."""
+    if on_metal():
+        for name, (op, make) in CASES.items():
+            tell(f"{op}: {name}")
+            yield from on_gpu(name, op, lambda make=make: [make()], mx.bfloat16)
+    else:
+        for op in SMALL:
+            tell(f"{op}, emulated")
+            try:
+                yield asdict(emulated_check.of_op(op))
+            except Exception as e:
+                yield {"op": op, "failed": with_type(e)}
+
+
+def on_gpu(name: str, op: str, build: Callable[[], Sequence[Any]], dtype: mx.Dtype) -> Iterator[Found]:
+    """Check and time the kernels of some sites in all numbers of rows that they serve."""
+    try:
+        made = trials(build(), dtype)
+    except Exception as e:
+        yield {"of": name, "op": op, "failed": with_type(e)}
+        return
+    for trial in made:
+        try:
+            yield asdict(tried(name, trial))
+        except Exception as e:
+            yield {"of": name, "op": trial.op, "rows": trial.rows, "failed": with_type(e)}
+    mx.clear_cache()
+
+
+def tried(name: str, trial: KernelTrial) -> Kernel:
+    """Compile, check and, if it is right, time one kernel."""
+    tic = time.perf_counter()
+    compile_kernel(trial)
+    compiled = time.perf_counter() - tic
+    wrong = check(trial)
+    faster = None if wrong else time_pair(trial)
+    return Kernel(name, trial.op, trial.shape, trial.rows, wrong, faster, compiled)
+
+
+class Patient:
+    """The model that is examined, with the kernels that a trial switches on."""
+
+    def __init__(self, subject: Subject):
+        self.subject, self.model = subject, subject.model
+        self.kernels: verify.Kernels | None = None
+
+    def _switched(self) -> verify.Kernels:
+        """Switch on what a trial finds right and faster, the first time."""
+        self.kernels = self.kernels or verify.Kernels(self.model, None)
+        return self.kernels
+
+    def facts(self) -> Found:
+        """Say what it is, and check its own shapes where there is a GPU."""
+        own, kernels = [], self._switched()
+        if on_metal():
+            own = list(on_gpu("the model", "its kernels", lambda: kernels.sites, self.model.no_hidden().dtype))
+        return {**self.subject.facts, "kernels": list(kernels.words), "found": own}
+
+    def verify(self) -> Found:
+        """Time passes over 1 to 8 rows, with stock modules and with the kernels that are on."""
+        text = verify.text_of(self.subject, CONTEXT)
+        plan = verify.CurvePlan(ROWS, (CONTEXT,), ROUNDS)
+        curve = next(verify.measure(self.model, text, self._switched(), plan, default_step()))
+        costs = {
+            side: [measured([s / t for s, t in zip(of[m], of[1], strict=True)]).median for m in ROWS]
+            for side, of in curve.seconds.items()
+        }
+        one = {side: measured(of[1]).median for side, of in curve.seconds.items()}
+        return {"context": CONTEXT, "rows": list(ROWS), "costs": costs, "one_row_seconds": one}
+
+    def decode(self) -> Found:
+        """Time mlx-lm's loop, ours without drafts, and with them."""
+        session = decode.open_session(self.subject, (), ROUNDS, 0.0)
+        prompts = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES)
+        settings = decode.LoopSettings(max_tokens=MAX_TOKENS, stop_tokens=self.subject.stop_tokens)
+        decode.measure(session, prompts, settings, lambda *_: None)
+        found = decode.as_result(session, {"max_tokens": MAX_TOKENS})
+        loops = [
+            {
+                "loop": row.contender,
+                "tokens_per_second": row.speed and row.speed.median,
+                "over_plain": row.vs_plain and row.vs_plain.median,
+                "conclusive": row.conclusive,
+                "accepted": row.rates,
+            }
+            for row in decode_rows(found, (0, None, None))
+        ]
+        return {"loops": loops, "differences": decode.broken(found), "left_out": session.left_out}
+
+    def host(self) -> Found:
+        """Time a cycle's phases, each waited for, and what the host does in between."""
+        (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
+        k = min(DRAFTS, default_draft_tokens(self.model))
+        work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_step())
+        seen = profile.profile(work, rounds=ROUNDS)
+        cycles = [max(1, timer.cycles) for timer in seen.timers]
+        phases = {
+            name: 1e3 * measured([t.phases[name] / n for t, n in zip(seen.timers, cycles, strict=True)]).median
+            for name in profile.PHASES[1:]
+        }
+        price = ratio([t.wall for t in seen.timers], seen.undisturbed).median
+        return {"drafts": k, "milliseconds": phases, "over_the_loop": price}

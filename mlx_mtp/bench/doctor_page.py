@@ -1,0 +1,197 @@
+"""Write what `doctor` found as a page in Markdown, which can be pasted into an issue, and its verdict in words."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from .emulated_check import BITS, OWN_BITS
+
+Found = dict[str, Any]
+BAR = 8  # characters of a cost of one plain step
+NOT_SAID = "not known: the system does not say"
+
+
+def verdict(found: Found) -> tuple[bool, str]:
+    """Judge in words: whether nothing is wrong, and what was checked, and what not."""
+    kernels = every_kernel(found)
+    wrong = {name_of(k) for k in kernels if k.get("wrong")}
+    failed = {name_of(k) for k in kernels if "failed" in k} - wrong
+    right = {name_of(k) for k in kernels} - wrong - failed
+    parts = [name for name in PARTS if "failed" in found[name]]
+    texts = len(found["decode"].get("differences", ()))
+    said = [f"{len(right)} kernels right, {len(wrong)} wrong" + (f", {len(failed)} failed" if failed else "")]
+    said += [f"{texts} drafted texts differ from plain decoding's"] if texts else []
+    said += [f"failed: {', '.join(PARTS[name] for name in parts)}"] if parts else []
+    if not found["metal"]:
+        said.append(
+            "not checked here, as there is no Metal GPU: kernels' speed, compile times, Apple's own arithmetic"
+        )
+    return not (wrong or failed or parts or texts), "; ".join(said)
+
+
+def every_kernel(found: Found) -> list[Found]:
+    """List what was found of kernels, of released shapes and of the model's own."""
+    return [*found["kernels"].get("found", ()), *found["facts"].get("found", ())]
+
+
+def name_of(kernel: Found) -> tuple[str, ...]:
+    return kernel["op"], kernel.get("shape", kernel.get("of", ""))
+
+
+PARTS = {
+    "kernels": "kernels",
+    "facts": "the model",
+    "verify": "a verify of M rows",
+    "decode": "decoding",
+    "host": "a cycle by phase",
+}
+
+
+def page(found: Found) -> str:
+    """Write the whole page."""
+    good, words = verdict(found)
+    lines = ["# mlx-mtp doctor", "", f"**{'All well' if good else 'Something is wrong'}:** {words}.", ""]
+    sections = (machine, kernels, verify, decoding, host)
+    titles = ("Machine", "Kernels", "Cost of a verify", "Decoding", "A cycle by phase")
+    for title, section in zip(titles, sections, strict=True):
+        lines += [f"## {title}", "", *section(found), ""]
+    return "\n".join(lines)
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], sides: str) -> Iterator[str]:
+    """Lay out rows in columns that line up as plain text; sides: "<" or ">" for each, the last also for the rest."""
+    cells = [list(headers), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(headers))]
+    sides = sides.ljust(len(headers), sides[-1])
+    rule = ["-" * w if side == "<" else "-" * (w - 1) + ":" for w, side in zip(widths, sides, strict=True)]
+    for line in (cells[0], rule, *cells[1:]):
+        yield "| " + " | ".join(f"{c:{side}{w}}" for c, side, w in zip(line, sides, widths, strict=True)) + " |"
+
+
+def machine(found: Found) -> Iterator[str]:
+    e, heat, model = found["environment"], found["thermal"], found["facts"]
+    facts = {
+        "chip": e["chip"],
+        "GPU cores": e["gpu_cores"] or NOT_SAID,
+        "memory": f"{e['memory_bytes'] / 2**30:.0f} GiB" if e["memory_bytes"] else NOT_SAID,
+        "system": f"{e['os']}, Python {e['python']}",
+        "MLX": f"{e['mlx']}, mlx-lm {e['mlx_lm']}, mlx-mtp {e['mlx_mtp']}"
+        + (f" ({e['commit']})" if e["commit"] else ""),
+        "runs on": "the GPU" if found["metal"] else f"the CPU, BLAS: {e['blas']}",
+        "heat before": heat["before"] or NOT_SAID,
+        "heat after": heat["after"] or NOT_SAID,
+        "model": model.get("name", f"failed: {model.get('failed')}"),
+        "examined": f"{found['date']} UTC, {found['seconds']:.0f} s",
+    }
+    yield from table(("", ""), facts.items(), "<")
+
+
+def kernels(found: Found) -> Iterator[str]:
+    if "failed" in found["kernels"]:
+        yield f"Failed: {found['kernels']['failed']}"
+        return
+    listed = every_kernel(found)
+    if found["metal"]:
+        yield "Beside stock MLX on the GPU; a ratio is stock MLX's time over the kernel's, so above 1 is faster."
+        yield ""
+        yield from table(
+            ("kernel", "shape", "verdict", *(f"M={m}" for m in range(1, 9)), "compile, s"), _timed(listed), "<<<>"
+        )
+    else:
+        yield "**Emulated** on the CPU, on small shapes: there is no Metal GPU here. Counts are counts, never times."
+        yield f'Compared with: "{BITS}", what MLX\'s own kernels of the wheel give for each row alone, emulated too;'
+        yield f'"{OWN_BITS}", for kernels with an arithmetic of their own; "error", with float32.'
+        yield ""
+        headers = ("kernel", "shape", "compared with", "verdict", "rows", "launches", "KiB asked", "asks per byte")
+        yield from table(headers, map(_counted, listed), "<<<<>")
+    yield from (f"\nWRONG: {k['op']} {k['shape']}, M={k['rows']}: {k['wrong']}" for k in listed if k.get("wrong"))
+    yield from (f"\nFAILED: {k['op']}: {k['failed']}" for k in listed if "failed" in k)
+
+
+def _counted(k: Found) -> tuple[Any, ...]:
+    if "failed" in k:
+        return k["op"], "", "", "**failed**", "", "", "", ""
+    result = "**WRONG**" if k["wrong"] else "right"
+    return (
+        k["op"],
+        k["shape"],
+        k["against"],
+        result,
+        k["rows"],
+        k["launches"],
+        f"{k['requested'] / 1024:.0f}",
+        f"{k['reread']:.2f}",
+    )
+
+
+def _timed(listed: Sequence[Found]) -> Iterator[tuple[Any, ...]]:
+    for name in dict.fromkeys(map(name_of, listed)):
+        of = [k for k in listed if name_of(k) == name]
+        done = {k["rows"]: k for k in of if "failed" not in k}
+        state = (
+            "**WRONG**"
+            if any(k["wrong"] for k in done.values())
+            else "right"
+            if len(done) == len(of)
+            else "**failed**"
+        )
+        ratios = (done[m]["ratio"] if m in done else None for m in range(1, 9))
+        seconds = sum(k["compile_seconds"] for k in done.values())
+        yield *name, state, *("" if r is None else f"{r:.2f}" for r in ratios), f"{seconds:.1f}"
+
+
+def verify(found: Found) -> Iterator[str]:
+    v = found["verify"]
+    if "failed" in v:
+        yield f"Failed: {v['failed']}"
+        return
+    where = "on the GPU" if found["metal"] else "on the CPU, whose products are other ones than a GPU's"
+    name = found["facts"].get("name", "the model")
+    yield f"Time of M rows over that of one, {name}, behind {v['context']} positions, {where}."
+    yield ""
+    names = {"stock": "stock modules", "ours": "with the kernels"}
+    rows = [
+        (
+            m,
+            *(f"{costs[i]:.2f}" for costs in v["costs"].values()),
+            "█" * round(BAR * list(v["costs"].values())[-1][i]),
+        )
+        for i, m in enumerate(v["rows"])
+    ]
+    shown = [f"{names[side]} (M=1: {1e3 * v['one_row_seconds'][side]:.2f} ms)" for side in v["costs"]]
+    yield from table(("M", *shown, ""), rows, ">" * (1 + len(shown)) + "<")
+
+
+def decoding(found: Found) -> Iterator[str]:
+    d = found["decode"]
+    if "failed" in d:
+        yield f"Failed: {d['failed']}"
+        return
+    yield "Greedy texts of the same prompts in turn; accepted: the share of drafts that was kept, by depth."
+    yield ""
+    yield from table(("loop", "tokens/s", "over plain", "accepted"), map(_loop, d["loops"]), "<>")
+    if any(not loop["conclusive"] for loop in d["loops"]):
+        yield "\n?: inconclusive, its spread is above 5%"
+    yield from (f"\nleft out: {name} ({why})" for name, why in d["left_out"].items())
+    yield from (
+        f"\nDIFFERENT TEXT: {x['contender']} on {x['category']}, token {x['position']}" for x in d["differences"]
+    )
+
+
+def _loop(loop: Found) -> tuple[str, ...]:
+    speed, over = loop["tokens_per_second"], loop["over_plain"]
+    accepted = ", ".join(f"{rate:.0%}" for rate in loop["accepted"] if rate is not None)
+    unsure = "" if loop["conclusive"] else "?"
+    numbers = ("" if speed is None else f"{speed:.1f}", "" if over is None else f"{over:.2f}x{unsure}")
+    return loop["loop"], *numbers, accepted
+
+
+def host(found: Found) -> Iterator[str]:
+    h = found["host"]
+    if "failed" in h:
+        yield f"Failed: {h['failed']}"
+        return
+    whole = sum(h["milliseconds"].values())
+    yield f"{h['drafts']} drafts in every cycle, each phase waited for: {h['over_the_loop']:.2f}x the loop's time."
+    yield ""
+    shown = ((name, f"{ms:.2f}", f"{ms / whole:.0%}") for name, ms in h["milliseconds"].items())
+    yield from table(("phase", "ms a cycle", "share"), shown, "<>")

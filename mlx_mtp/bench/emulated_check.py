@@ -1,0 +1,101 @@
+"""Check each kernel under the emulator on a small shape, beside MLX's own kernels of the installed wheel.
+
+What MLX runs for one row of a quantized or dense product is emulated, too. Its norms, RoPE, sigmoids and convolution
+are not in the wheel as sources: what is made of them is compared with the CPU's in float32, by error.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from ..emulator import emulated, stock
+from ..tuning.ab_test import KernelTrial, check
+from ..tuning.kernel_switch import trials
+from .kernels_cases import SMALL
+
+ROWS, POSITIONS = 4, 128  # of the sample; of those rows where a kernel serves so many
+DRAWS = 2  # of a check: with NaN and with infinity in other rows
+BITS, OWN_BITS, ERROR = "MLX's bits", "bits of a row alone, and error", "error"
+# Whose steps are partly no kernel of the wheel: the roundings of their values that they may err by.
+CHAINED = {"verify_glu": 4, "gated_delta_verify": 8, "norm_rope": 4, "add_norm": 2}
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What the emulator says of one kernel: wrong, or None; launches and bytes requested of a call.
+
+    against: what it was compared with. reread: how often a call asks for each byte of its largest buffer.
+    """
+
+    op: str
+    shape: str
+    rows: int
+    against: str
+    wrong: str | None
+    launches: int
+    requested: int
+    reread: float
+
+
+def of_op(op: str) -> Emulated:
+    """Check a kernel on its small shape, and count what a call asks of memory."""
+    site: Any = SMALL[op]()
+    if op == "verify_latent_attention":  # the longest to emulate
+        site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
+    rows = ROWS if ROWS in site.candidates else min(site.candidates)
+    (trial,) = (replace(t, draws=DRAWS) for t in trials([site], mx.bfloat16) if t.rows == rows)
+    if op == "verify_gemv":
+        trial = replace(trial, pairs=[(site.ours, lambda x: [stock.gemv(x, site.module.weight)[0]])])
+    with emulated_mlx():
+        wrong = erring(trial) if op in CHAINED else check(trial)
+        with emulated() as launches:
+            mx.eval(site.ours(trial.x(0)))
+    against = ERROR if op in CHAINED or not trial.bits else OWN_BITS if trial.truth else BITS
+    buffers = [b for launch in launches for b in launch.buffers.values() if b.space != "threadgroup"]
+    requested, most = sum(b.bytes_read for b in buffers), max(buffers, key=lambda b: b.distinct_read)
+    return Emulated(op, site.shape, rows, against, wrong, len(launches), requested, most.reread)
+
+
+def erring(trial: KernelTrial) -> str | None:
+    """Say which row errs by more than CHAINED roundings of its size; None for none."""
+    x, (ours, theirs) = trial.x(0), trial.pairs[0]
+    exact = (trial.alone[0] if trial.alone else theirs)(x.astype(mx.float32))
+    for y, t in zip(ours(x), exact, strict=True):
+        allowed = CHAINED[trial.op] * mx.finfo(y.dtype).eps
+        errors = mx.sqrt(mx.mean(mx.square(y - t), axis=-1) / mx.mean(mx.square(t), axis=-1)).reshape(len(x), -1)
+        for i, error in enumerate(mx.max(errors, axis=1).tolist()):  # type: ignore[arg-type]
+            if not error <= allowed:
+                return f"row {i + 1} of {len(x)} errs by {error:.2g} of its size where {allowed:.2g} is allowed"
+    return None
+
+
+@contextmanager
+def emulated_mlx() -> Iterator[None]:
+    """Emulate inside both our kernels and MLX's own for a row of a quantized product."""
+    own = mx.quantized_matmul
+    try:
+        mx.quantized_matmul = row_by_row
+        with emulated():
+            yield
+    finally:
+        mx.quantized_matmul = own
+
+
+def row_by_row(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, **format_: Any) -> mx.array:
+    """Multiply as mx.quantized_matmul(transpose=True), each row by the kernel that MLX has for one."""
+    assert format_.pop("transpose", True), "rows of weights only"
+    if w.ndim == 3:  # a matrix for each head of x [1, heads, L, K]
+        parts = zip(x[0], w, scales, biases, strict=True)
+        return mx.stack([row_by_row(*of_head, **format_) for of_head in parts])[None]
+    if x.dtype != scales.dtype:  # what is to be exact
+        return x @ mx.dequantize(w, scales.astype(x.dtype), biases.astype(x.dtype), **format_).T
+    group_size, bits = format_["group_size"], format_["bits"]
+    k, n = x.shape[-1], w.shape[0]
+    kernel, arrays = stock.chosen(k, n, bits), [w, scales, biases]
+    if kernel == "qmv_quad":  # which reads scales past the last row where N is no multiple of 64
+        arrays = [mx.concatenate([a, mx.repeat(a[:1], -n % 64, axis=0)]) for a in arrays]
+    y, _ = stock.quantized_matvec(x.reshape(-1, k), *arrays, group_size=group_size, bits=bits, kernel=kernel)
+    return y[:, :n].reshape(*x.shape[:-1], n)

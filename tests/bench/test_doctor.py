@@ -1,0 +1,171 @@
+"""Check `mlx-mtp doctor`: what is wrong or fails is said and loses nothing else, and files are whole or not there."""
+
+import json
+from types import SimpleNamespace
+
+import command_line
+import mlx.core as mx
+import pytest
+from metal_cases import linux_only
+from trial_cases import fails, off_by_one_bit, trial
+
+from mlx_mtp.bench import doctor, emulated_check
+from mlx_mtp.bench.doctor_page import page, table, verdict
+from mlx_mtp.bench.kernels_cases import SMALL
+
+COUNTED = {"op": "add_norm", "shape": "512", "rows": 4, "against": "error", "wrong": None}
+COUNTED |= {"launches": 1, "requested": 2048, "reread": 1.0}
+TIMED = {"of": "a", "op": "add_norm", "shape": "512", "rows": 2, "wrong": None, "ratio": 1.25, "compile_seconds": 0.3}
+MACHINE = dict.fromkeys(("chip", "os", "python", "mlx", "mlx_lm", "mlx_mtp", "commit", "device", "blas"), "that")
+LOOP = {"loop": "k=1", "tokens_per_second": 100.0, "over_plain": 1.5, "conclusive": True, "accepted": [0.75, None]}
+
+
+def found_of(*kernels, metal=False, **parts):
+    found = {
+        "environment": {**MACHINE, "gpu_cores": None, "memory_bytes": None},
+        "metal": metal,
+        "kernels": {"found": list(kernels)},
+        "facts": {"name": "demo", "found": []},
+        "verify": {"context": 8, "rows": [1, 2], "costs": {"stock": [1.0, 1.5]}, "one_row_seconds": {"stock": 0.001}},
+        "decode": {"loops": [LOOP], "differences": [], "left_out": {}},
+        "host": {"drafts": 1, "milliseconds": {"draft": 1.0, "host": 3.0}, "over_the_loop": 1.1},
+        "thermal": {"before": None, "after": "no warning"},
+        "seconds": 3.0,
+        "date": "2000-01-01",
+    }
+    return found | parts
+
+
+def test_all_well_is_said_with_what_was_not_checked():
+    good, words = verdict(found_of(COUNTED))
+    assert good
+    assert words.startswith("1 kernels right, 0 wrong; not checked here, as there is no Metal GPU: kernels' speed")
+    shown = page(found_of(COUNTED))
+    assert "**All well:**" in shown
+    assert "**Emulated** on the CPU" in shown
+    assert "| heat before | not known: the system does not say " in shown
+    assert "| k=1  |    100.0 |      1.50x |      75% |" in shown
+    assert "|   2 |                         1.50 | ████████████ |" in shown
+
+
+def test_on_a_gpu_a_line_has_the_ratio_of_each_number_of_rows():
+    shown = page(found_of(TIMED, {**TIMED, "rows": 8, "ratio": 0.5, "compile_seconds": 0.4}, metal=True))
+    (line,) = [line for line in shown.splitlines() if line.startswith("| add_norm")]
+    assert "".join(line.split()) == "|add_norm|512|right||1.25||||||0.50|0.7|"
+    assert "Emulated" not in shown
+    assert "not checked" not in shown
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (found_of(COUNTED, {**COUNTED, "shape": "8", "wrong": "row 1 differs"}), "1 kernels right, 1 wrong"),
+        (found_of(COUNTED, {"op": "norm_rope", "failed": "CompileError: no"}), "1 kernels right, 0 wrong, 1 failed"),
+        (
+            found_of(COUNTED, verify={"failed": "ValueError: v"}, host={"failed": "h"}),
+            "failed: a verify of M rows, a cycle",
+        ),
+        (found_of(TIMED, {**TIMED, "rows": 3, "wrong": "row 2 errs"}, metal=True), "0 kernels right, 1 wrong"),
+        (found_of({"of": "a", "op": "b", "failed": "no"}, metal=True), "0 kernels right, 0 wrong, 1 failed"),
+        (found_of(kernels={"failed": "OSError: k"}), "failed: kernels"),
+    ],
+)
+def test_what_is_wrong_or_failed_is_said_and_shown(found, said):
+    good, words = verdict(found)
+    assert not good
+    assert said in words
+    shown = page(found)
+    assert "**Something is wrong:**" in shown
+    reasons = [k[why] for k in found["kernels"].get("found", ()) for why in ("wrong", "failed") if k.get(why)]
+    reasons += [part["failed"] for part in found.values() if isinstance(part, dict) and "failed" in part]
+    assert reasons
+    assert all(reason in shown for reason in reasons)
+
+
+def test_cells_line_up_and_bars_in_them_are_escaped():
+    lines = list(table(("a", "b"), [("x|y", 1), ("z", 100)], "<>"))
+    assert lines == ["| a    |   b |", "| ---- | --: |", "| x\\|y |   1 |", "| z    | 100 |"]
+
+
+def test_a_part_that_fails_loses_no_other(monkeypatch):
+    monkeypatch.setattr(doctor, "on_metal", lambda: False)
+    monkeypatch.setattr(doctor, "SMALL", ["a", "b"])
+    counted = emulated_check.Emulated("b", "8", 4, "error", None, 1, 8, 1.0)
+    monkeypatch.setattr(emulated_check, "of_op", lambda op: counted if op == "b" else 1 / 0)
+    for name in ("facts", "verify", "host"):
+        monkeypatch.setattr(doctor.Patient, name, lambda self, name=name: {"did": name})
+    monkeypatch.setattr(doctor.Patient, "decode", lambda self: [][1])
+    told = []
+    found = doctor.examine(SimpleNamespace(model=None), told.append)
+    assert found["decode"] == {"failed": "IndexError: list index out of range"}
+    assert [found[name]["did"] for name in ("facts", "verify", "host")] == ["facts", "verify", "host"]
+    assert found["kernels"]["found"][0] == {"op": "a", "failed": "ZeroDivisionError: division by zero"}
+    assert found["kernels"]["found"][1]["op"] == "b"
+    assert json.loads(json.dumps(found)) == found
+    assert "a, emulated" in told
+
+
+def test_on_a_gpu_wrong_kernels_are_not_timed_and_failing_ones_lose_no_other(monkeypatch):
+    def broken_stock(_):
+        raise RuntimeError("stock fails")
+
+    made = [trial(), trial(off_by_one_bit(), rows=4), trial(fails(OSError("no buffer")), rows=5)]
+    object.__setattr__(made[0], "pairs", [(ours, broken_stock) for ours, _ in made[0].pairs])
+    monkeypatch.setattr(doctor, "trials", lambda sites, dtype: made)
+    monkeypatch.setattr(doctor, "time_pair", lambda trial: 1 / 0)
+    first, wrong, failing = doctor.on_gpu("case", "double", lambda: [], mx.float32)
+    assert first["failed"] == "RuntimeError: stock fails"
+    assert "differs from one row alone" in wrong["wrong"]
+    assert "no buffer" in failing["wrong"]
+    assert wrong["ratio"] is failing["ratio"] is None
+
+
+@linux_only
+def test_under_the_emulator_a_wrong_kernel_is_seen(monkeypatch):
+    assert emulated_check.of_op("add_norm").wrong is None
+    assert emulated_check.of_op("verify_qmm").wrong is None
+    for op, wrong in (("add_norm", "errs by"), ("verify_qmm", "differs from one row alone")):
+        site = SMALL[op]()
+        ours = site.ours
+        site.ours = lambda x, ours=ours: [y * 1.05 for y in ours(x)]
+        monkeypatch.setitem(emulated_check.SMALL, op, lambda site=site: site)
+        assert wrong in emulated_check.of_op(op).wrong
+
+
+# The command
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """Let the command find this."""
+    found = found_of(COUNTED)
+    monkeypatch.setattr(doctor, "examine", lambda subject, tell: found)
+    return found
+
+
+def test_both_files_are_written_and_the_verdict_is_the_exit_code(examined, tmp_path):
+    done = command_line.call("doctor", "--out", tmp_path / "mac.md")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 kernels right, 0 wrong")
+    assert json.loads((tmp_path / "mac.json").read_text()) == examined
+    assert (tmp_path / "mac.md").read_text() == page(examined)
+    examined["kernels"]["found"].append({**COUNTED, "shape": "8", "wrong": "row 1 differs"})
+    assert command_line.call("doctor", "--out", tmp_path / "mac").returncode == 1
+    assert "WRONG: add_norm 8, M=4: row 1 differs" in (tmp_path / "mac.md").read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mac.json", "mac.md"]
+
+
+def test_ctrl_c_leaves_no_file(monkeypatch, tmp_path):
+    def interrupted(subject, tell):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", interrupted)
+    assert command_line.call("doctor", "--out", tmp_path / "mac").returncode == 130
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(examined, tmp_path):
+    error = command_line.one_line_error(command_line.call("doctor", "--out", tmp_path / "no" / "mac"), 2)
+    assert "no directory" in error
+    error = command_line.one_line_error(command_line.call("doctor", "--model", tmp_path / "none"))
+    assert str(tmp_path / "none") in error
