@@ -1,15 +1,18 @@
 // The first n of each row, from those of its tiles; with SUM the logarithm of the row's sum of exponentials, too.
 //
-// Inputs   values [M, tiles, n (+ 1 with SUM)] float, indices [M, tiles, n] int32, of verify_head
+// Inputs   values [M, tiles, n (+ 1 with SUM)] float, indices [M, tiles, n] int32, of verify_head; n at most 64
 // Output   best [M, n (+ 1 with SUM)] float, tokens [M, n] int32
 // Template SUM
 // Grid     x: 256 per row;  group of threads (256, 1, 1)
+//
+// Each simdgroup puts the first n of its tiles in order; then all place theirs among those of the others.
 
 #include "head.h"
 
-constexpr int SIMDS = 8;
-threadgroup float value_of[SIMDS];
-threadgroup int index_of[SIMDS];
+constexpr int SIMDS = 8, MOST = 64;
+threadgroup float value_of[SIMDS * MOST];
+threadgroup int index_of[SIMDS * MOST];
+threadgroup float sums[SIMDS];
 const int tiles = indices_shape[1], n = indices_shape[2];
 const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
 const int thread_id = thread_index_in_threadgroup;
@@ -17,40 +20,56 @@ const size_t row = threadgroup_position_in_grid.x;
 const auto row_values = values + row * tiles * (n + SUM);
 const auto row_indices = indices + row * tiles * n;
 
-float greatest = 0.0f;
-Choice last = before_all();
+Choice last = before_all(), next = after_all();
+bool taken = true; // what this lane had to offer
 for (int j = 0; j < n; j++) {
-  Choice next = after_all();
-  for (int t = thread_id; t < tiles; t += 32 * SIMDS) {
-    // A tile's are in order: the first of them that comes after the last one chosen is all there is to compare.
-    for (int i = 0; i < n; i++) {
-      const Choice candidate = {row_values[t * (n + SUM) + i], row_indices[t * n + i]};
-      if (precedes(last, candidate)) {
-        if (precedes(candidate, next)) {
-          next = candidate;
-        }
-        break;
+  if (taken) {
+    next = after_all();
+    for (int t = thread_id; t < tiles; t += 32 * SIMDS) {
+      // A tile's are in order: the first of them that comes after the last one chosen is all there is to compare.
+      int from = 0, to = n;
+      while (from < to) {
+        const int i = (from + to) / 2;
+        const bool later = precedes(last, {row_values[t * (n + SUM) + i], row_indices[t * n + i]});
+        to = later ? i : to;
+        from = later ? from : i + 1;
+      }
+      if (from < n) {
+        const Choice candidate = {row_values[t * (n + SUM) + from], row_indices[t * n + from]};
+        next = precedes(candidate, next) ? candidate : next;
       }
     }
   }
-  next = simd_first(next);
+  last = simd_first(next);
+  taken = next.index == last.index;
   if (lane == 0) {
-    value_of[simd] = next.value;
-    index_of[simd] = next.index;
+    value_of[simd * MOST + j] = last.value;
+    index_of[simd * MOST + j] = last.index;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  last = after_all();
-  for (int s = 0; s < SIMDS; s++) {
-    const Choice candidate = {value_of[s], index_of[s]};
-    if (precedes(candidate, last)) {
-      last = candidate;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+float greatest = value_of[0];
+for (int s = 1; s < SIMDS; s++) {
+  greatest = metal::max(greatest, value_of[s * MOST]);
+}
+for (int own = thread_id; own < SIMDS * n; own += 32 * SIMDS) {
+  const int list = own / n;
+  const Choice candidate = {value_of[list * MOST + own % n], index_of[list * MOST + own % n]};
+  int place = own % n;
+  for (int s = 0; s < SIMDS && place < n; s++) {
+    int from = 0, to = s == list ? 0 : n;
+    while (from < to) {
+      const int i = (from + to) / 2;
+      const bool before = precedes({value_of[s * MOST + i], index_of[s * MOST + i]}, candidate);
+      from = before ? i + 1 : from;
+      to = before ? to : i;
     }
+    place += from;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  greatest = j == 0 ? last.value : greatest;
-  if (thread_id == 0) {
-    best[row * (n + SUM) + j] = last.value;
-    tokens[row * n + j] = last.index;
+  if (place < n) {
+    best[row * (n + SUM) + place] = candidate.value;
+    tokens[row * n + place] = candidate.index;
   }
 }
 
@@ -61,13 +80,13 @@ if (SUM) {
   }
   sum = simd_sum(sum);
   if (lane == 0) {
-    value_of[simd] = sum;
+    sums[simd] = sum;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (thread_id == 0) {
     float total = 0.0f;
     for (int s = 0; s < SIMDS; s++) {
-      total += value_of[s];
+      total += sums[s];
     }
     best[row * (n + SUM) + n] = isinf(greatest) ? greatest : metal::precise::log(total) + greatest;
   }

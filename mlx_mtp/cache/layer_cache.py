@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 Parts = tuple[mx.array, ...]
+CONTEXTS = (0, 1024, 16384)  # positions from which on other kernels may be the faster ones
 
 
 class OncePerPass:
@@ -36,6 +37,8 @@ class LayerCache:
     window: how many last positions it holds, None for all; keep: first positions that it holds beside these.
     config: arguments of `kinds.from_configs` that make this cache again, but for its `parts`; kept in files as JSON.
     once:   what it shares with the text's other layers.
+    context: of CONTEXTS the one that the text had reached when its answer began. Kernels are chosen by it, so that
+        all rows of an answer have the same ones: `limit` depends on what was drafted.
 
     Facts of a kind: `is_state` (one state of the whole text, no rows), `wraps` (new rows overwrite old ones, so that
     a lower offset does not bring them back), `is_mlx_lm` (mlx-lm's own caches, on which nothing is built ahead).
@@ -43,6 +46,7 @@ class LayerCache:
 
     is_state = wraps = is_mlx_lm = False
     start: int = 0
+    context: int = 0
     offset: Any
     limit: int
     parts: Any

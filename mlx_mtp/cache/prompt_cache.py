@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..machine.stream import in_turn
 from .kinds import from_configs, make_caches
-from .layer_cache import CachedModel, LayerCache
+from .layer_cache import CONTEXTS, CachedModel, LayerCache
 from .mlx_lm_caches import ListOfOne, MlxLmCaches
 from .prompt_prefix import PromptPrefix
 from .ring import Ring
@@ -145,6 +145,11 @@ class PromptCache(ListOfOne):
     def arrays(self) -> list[mx.array]:
         """Every array of the state, for `mx.eval`."""
         return [part for c in self.caches for part in c.parts] + self.kept + self.backlog
+
+    def begin(self, length: int) -> None:
+        """Begin an answer behind a text of `length` tokens, all of which it holds or will read first."""
+        for c in self.caches:
+            c.context = max(context for context in CONTEXTS if context <= length)
 
     def reserve(self, rows: int) -> None:
         """Expect `rows` positions: buffers grow to them in one step, or to where they are to be quantized."""

@@ -87,6 +87,7 @@ class Decoder:
 def read_prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] | None = None) -> Flight:
     """Read the prompt and submit the choice of the first token, as the first of all cycles."""
     cache = d.cache
+    cache.begin(cache.offset + len(prompt))
     run = prefill(d.model, cache, prompt, d.picker, heads=d.k > 0, step=d.chunk, progress=progress)
     d.text = Text(cache.tokens)
     start(d, run)

@@ -34,13 +34,14 @@ COUNTED = 256  # kinds whose occurrences are counted
 class Kind(NamedTuple):
     """All that a recorded step depends on besides the values of its inputs.
 
-    rows: of the run before. end: a bound of all positions. layers, heads: the caches' `config`s, no heads where they
-    are idle. shapes: of all caches' arrays. pick: how tokens are chosen.
+    rows: of the run before. end: a bound of all positions. context: the caches' one. layers, heads: their `config`s,
+    no heads where they are idle. shapes: of all caches' arrays. pick: how tokens are chosen.
     """
 
     plan: Plan
     rows: int
     end: int
+    context: int
     layers: tuple
     heads: tuple
     shapes: tuple
@@ -56,7 +57,7 @@ class Kind(NamedTuple):
         layouts = tuple(_layout(c, base) for c in caches)
         shapes = tuple(part.shape for c in caches for part in c.parts)
         pick = picker.options, picker.logprobs, picker.draft_sampling
-        return cls(plan, rows, end, layouts[:n], layouts[n:], shapes, pick)
+        return cls(plan, rows, end, frame.cache.layers[0].context, layouts[:n], layouts[n:], shapes, pick)
 
 
 def _layout(c: Any, base: int) -> tuple:
@@ -75,6 +76,7 @@ def recorded(
     assert model is not None
     caches = from_configs([dict(config) for config in (*kind.layers, *kind.heads)])
     cache = PromptCache(model, caches[:n], caches[n:], None, [])
+    cache.begin(kind.context)
     cache.live = bool(kind.heads)
     options, logprobs, draft_sampling = kind.pick
     picker = Picker(options, logprobs=logprobs, key=key, draft_sampling=draft_sampling)
@@ -171,6 +173,7 @@ def _state(model: Target) -> list:
             for part in (value, *getattr(value, "quantized", ())):
                 sets = vars(part).values() if hasattr(part, "__dict__") else (part,)
                 found += [each for each in sets if isinstance(each, frozenset)]
+                found += getattr(part, "rows_of_context", {}).values()
     return found
 
 

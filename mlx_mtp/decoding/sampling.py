@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from ..kernels import draw_top_ref
+from ..kernels.draw_top import draw_top_ref
 from ..layers.target import Target
 
 Sampler = Callable[[mx.array], mx.array]

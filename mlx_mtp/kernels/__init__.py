@@ -9,7 +9,7 @@ from ._routing import Routing, route_ref
 from ._source import on_metal, padded
 from .add_norm import add_norm, add_norm_ref
 from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
-from .draw_top import draw_top, draw_top_ref
+from .draw_top import draw_top
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .gated_norm import gated_norm, gated_norm_ref
 from .norm_rope import Rope, norm_rope, norm_rope_ref

@@ -3,12 +3,15 @@
 The kernel reads the cache's whole buffers. Its rows have bits of their own, so plain decoding uses it as well.
 """
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from ..cache.layer_cache import CONTEXTS
 from ..kernels import attention_served, verify_attention, verify_attention_ref
 from .kernel_site import VERIFY_ROWS, Site, rows_of
 from .norm_rope import Form, NormRope, Offset, device_offset, on_device, placed
@@ -34,9 +37,26 @@ class CachedAttention(Site):
 
     own_bits = True
     OFFSET, SLOTS = 2000, 2048  # where the rows of a trial are, in caches of what size
+    SHORTER, LONGER = 4, 10  # by how much, in trials of short contexts and of long ones
     _read: Callable[..., mx.array]
     _before: Callable[[mx.Dtype], Any]
+    varies = True  # whether a context may be as long as the text
     reference: Callable[..., mx.array]
+
+    def serves_rows(self, rows: int, cache: Any) -> bool:
+        """Say whether it is on for so many rows of the text that a cache holds."""
+        return rows in self.rows_of_context.get(getattr(cache, "context", -1), self.rows)
+
+    @cached_property
+    def at_contexts(self) -> "dict[int, CachedAttention]":
+        """Copy it for trials of short and long contexts; none where no length makes a difference."""
+        if not self.varies:
+            return {}
+        shorter, longer = copy.copy(self), copy.copy(self)
+        shorter.OFFSET = self.OFFSET // self.SHORTER
+        longer.OFFSET, longer.SLOTS = self.OFFSET * self.LONGER, self.SLOTS * self.LONGER
+        shorter.tried = longer.tried = None
+        return {CONTEXTS[0]: shorter, CONTEXTS[-1]: longer}
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [self._read(x, self.OFFSET)]
@@ -63,6 +83,7 @@ class Attention(CachedAttention):
     def __init__(self, module: Any, form: Form, make_cache: Callable[[], Any]):
         self.module, self.form, self.make_cache, cache = module, form, make_cache, make_cache()
         self.format, self.asked = cache_format(cache), not hasattr(cache, "bits")
+        self.varies = self.asked and not cache.window
         self.op = "verify_attention" + ("" if self.asked else f" of {cache.bits}-bit caches")
         self.width = form.heads * form.head_dim
         window, sinks = f" window {cache.window}" if cache.window else "", "" if self.sinks is None else " sinks"
@@ -156,7 +177,7 @@ class VerifyAttention:
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows, form, placing, site = rows_of(x), self.attention.form, self.placing, self.attention.of(cache)
-        site = site if site and rows in site.rows else None
+        site = site if site and site.serves_rows(rows, cache) else None
         placing = placing if placing and rows in placing.rows else None
         if len(x) > 1 or not hasattr(cache, "parts") or not (site or placing):  # no cache, or one of mlx-lm's
             return super().__call__(x, mask, cache)  # type: ignore[misc]

@@ -1,5 +1,7 @@
 """State what every site, a place in a model where a kernel may run, offers to trial and report."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -41,6 +43,7 @@ class Site:
 
     op: the kernel. shape: in words, all else that decides which of the two is faster. width: K of x [M, K].
     candidates: the row counts M that the kernel may serve. rows: those for which it is on, none at first.
+    rows_of_context: the same for texts of a length, of an attention where the length makes a difference.
     kind: in words, what of the shape the compiled kernel depends on, "" for all of it: of an op's sites of one kind
         those with the most weights are timed for all. weights_read: by a call, about.
     asked: False where nothing that a user does has asked for it yet, so that it is not tried.
@@ -62,6 +65,7 @@ class Site:
     weights_read: int = 1
     asked: bool = True
     on: frozenset[int] = frozenset()
+    rows_of_context: Mapping[int, frozenset[int]] = MappingProxyType({})
     tried: Any = None  # what a trial has made for its rows to read
 
     @property
@@ -70,7 +74,7 @@ class Site:
 
     @rows.setter
     def rows(self, rows: frozenset[int]) -> None:
-        self.on, self.tried = rows, None
+        self.on, self.tried, self.rows_of_context = rows, None, {}
 
     def ours(self, x: mx.array) -> list[mx.array]:
         """Compute the kernel's outputs [M, N_i] for x [M, K]."""
@@ -88,4 +92,5 @@ def inexact_rows(site: Site) -> set[int]:
     own_bits = getattr(site, "own_bits", False)
     if getattr(site, "stock_exact", False) and not (own_bits and site.rows):
         return set()
-    return set(site.candidates if own_bits else VERIFY_ROWS) - site.rows
+    rows = site.rows.intersection(*getattr(site, "rows_of_context", {}).values())
+    return set(site.candidates if own_bits else VERIFY_ROWS) - rows

@@ -14,12 +14,12 @@ from ..kernels import (
     Quantized,
     draw_ref,
     draw_top,
-    draw_top_ref,
     top_ref,
     verify_head,
     verify_head_draw,
     verify_head_top,
 )
+from ..kernels.draw_top import draw_top_ref
 from .kernel_site import Site, format_of, known_format, quantized, rows_of
 
 Top = tuple[mx.array, mx.array, mx.array]

@@ -87,7 +87,8 @@ class LatentAttention(CachedAttention):
 
     def serves(self, q: mx.array, cache: Any) -> bool:
         """Say whether it is on, and position p is in slot p of `cache`: no ring, and none of mlx-lm's caches."""
-        return q.shape[2] in self.rows and hasattr(cache, "parts") and cache.window is None
+        ours = hasattr(cache, "parts") and cache.window is None
+        return ours and self.serves_rows(q.shape[2], cache)
 
     def fused(
         self, q: mx.array, q_pe: mx.array, cache: Any, offset: Offset, op: Callable = verify_latent_attention

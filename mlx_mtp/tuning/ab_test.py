@@ -41,6 +41,8 @@ class KernelTrial:
     bits: False for ops that promise no bits, only that error.
     kind, weights: of trials of an op and kind the one that reads the most weights is timed for all; "": its shape.
     draws: of x that a check makes, 0: DRAWS.
+    base: the key of the trial of another context that says whether the kernel is right; this one says whether it is
+        faster in its own.
     """
 
     op: str
@@ -55,6 +57,7 @@ class KernelTrial:
     kind: str = ""
     weights: int = 0
     draws: int = 0
+    base: tuple[str, str, int] | None = None
 
     def __post_init__(self) -> None:
         assert self.pairs, f"{self.op} {self.shape}: a trial without layers"

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from ..cache.layer_cache import CONTEXTS
 from ..kernels import on_metal
 from ..layers.attention import VerifyAttention
 from ..layers.gated_delta import GatedDelta
@@ -18,9 +20,10 @@ from ..layers.port import Port
 from ..layers.products import Matrices, Stack
 from ..machine.remembered import digest
 from ..ranks.ordered_sum import parts_alone, sum_over
-from .ab_test import compile_kernel
+from .ab_test import LAYERS, compile_kernel
 from .kernel_sites import place, tied
 from .kernel_trials import (
+    DRAWS_OF_FOLLOWING,
     NOT_TRIED,
     RIGHT,
     KernelTrial,
@@ -137,16 +140,29 @@ def trials(sites: Sequence[Site], dtype: mx.Dtype) -> list[KernelTrial]:
         alike.setdefault((site.op, site.shape), []).append(site)
     found = []
     for (op, shape), same in alike.items():
-        first, pairs = same[0], [(site.ours, site.stock) for site in same]
-        own: dict[str, Any] = {
-            name: [getattr(site, name) for site in same] for name in ("alone", "truth") if hasattr(first, name)
-        }
-        own |= {"bits": getattr(first, "bits", True), "kind": first.kind, "weights": len(same) * first.weights_read}
-        found += [
-            KernelTrial(op, _typed(shape, dtype), n, pairs, first.width, dtype, **own) for n in first.candidates
-        ]
+        found += _of_shape(same, op, _typed(shape, dtype), dtype)
+        for context in getattr(same[0], "at_contexts", ()):
+            of_context = [site.at_contexts[context] for site in same[:LAYERS]]  # type: ignore[attr-defined]
+            own = _of_shape(of_context, op, in_context(_typed(shape, dtype), context), dtype)
+            found += [
+                replace(trial, base=(op, _typed(shape, dtype), trial.rows), draws=DRAWS_OF_FOLLOWING) for trial in own
+            ]
     seldom = {site.op for site in sites if getattr(site, "format", None)}
     return sorted(found, key=lambda trial: (trial.op in seldom, trial.rows))
+
+
+def _of_shape(sites: Sequence[Site], op: str, shape: str, dtype: mx.Dtype) -> list[KernelTrial]:
+    first, pairs = sites[0], [(site.ours, site.stock) for site in sites]
+    own: dict[str, Any] = {
+        name: [getattr(site, name) for site in sites] for name in ("alone", "truth") if hasattr(first, name)
+    }
+    own |= {"bits": getattr(first, "bits", True), "kind": first.kind, "weights": len(sites) * first.weights_read}
+    return [KernelTrial(op, shape, n, pairs, first.width, dtype, **own) for n in first.candidates]
+
+
+def in_context(shape: str, context: int) -> str:
+    """Say a shape in texts of a length of CONTEXTS, of the shortest and the longest ones."""
+    return f"{shape} below {CONTEXTS[1]} positions" if context == CONTEXTS[0] else f"{shape} from {context} positions"
 
 
 def _typed(shape: str, dtype: mx.Dtype) -> str:
@@ -157,8 +173,16 @@ def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: 
     """Let each site serve the row counts that its verdicts allow."""
     for site in sites:
         shape = _typed(site.shape, dtype)
-        site.rows = frozenset(rows for rows in site.candidates if verdicts[site.op, shape, rows].on)
+        site.rows = _on(site, shape, verdicts)
+        contexts = getattr(site, "at_contexts", {})
+        site.rows_of_context = {c: _on(site, in_context(shape, c), verdicts) for c in contexts}
+        for tried in contexts.values():
+            tried.rows = frozenset()  # lets go of what its trials made
     mx.clear_cache()  # of what the trials made
+
+
+def _on(site: Site, shape: str, verdicts: Mapping[Key, KernelVerdict]) -> frozenset[int]:
+    return frozenset(rows for rows in site.candidates if verdicts[site.op, shape, rows].on)
 
 
 def rows_not_exact(sites: Sequence[Site]) -> Lines:

@@ -61,7 +61,7 @@ def decide(
     wrong: dict[Key, str | None] = {}
     for done, trial in enumerate(trials):
         tell(TRYING, done, len(trials))
-        wrong[trial.key] = check(trial)
+        wrong[trial.key] = wrong[trial.base] if trial.base else check(trial)
     _warn_of_wrong(wrong)
     return {key: off(reason) if reason else KernelVerdict(True, True, reason=ASKED) for key, reason in wrong.items()}
 
@@ -97,6 +97,8 @@ class Decisions:
             timed = trial if timed is None and verdict.ratio is not None else timed
 
     def _timed(self, trial: KernelTrial) -> KernelVerdict:
+        if trial.base and not (verdict := self.verdicts[trial.base]).right:
+            return off(verdict.reason)
         known = self.known.get(trial.key, RIGHT)
         if known != RIGHT:
             return judged(known)

@@ -9,7 +9,8 @@ from sweep import SWEEP, sampled
 
 from mlx_mtp import emulator
 from mlx_mtp.decoding.sampling import Sampling, key_at
-from mlx_mtp.kernels import draw_top, draw_top_ref, top_ref
+from mlx_mtp.kernels import draw_top, top_ref
+from mlx_mtp.kernels.draw_top import draw_top_ref
 
 FILTERS = ({}, {"top_p": 0.8}, {"min_p": 0.15}, {"top_p": 0.95, "min_p": 0.02}, {"top_p": 0.1})
 KEY = mx.array([7, 2**32 - 3], mx.uint32)

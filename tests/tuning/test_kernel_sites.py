@@ -19,11 +19,13 @@ import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.growing import LinearKVCache
 from mlx_mtp.cache.kinds import make_cache
+from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.ring import Ring
 from mlx_mtp.layers.attention import Attention
 from mlx_mtp.layers.experts import Mixture
-from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
+from mlx_mtp.layers.kernel_site import inexact_rows
+from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch, kernel_trials
 
 WIDTHS = {"moe_intermediate_size": 32}
 ATTENDED = {
@@ -131,6 +133,41 @@ def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch):
             wrong = replace(tried, pairs=[(lambda x, ours=ours: [1.1 * ours(x)[0]], stock)], bits=False)
             assert "errs by" in ab_test.check(wrong)
         assert {launch.kernel for launch in launches} == {"verify_attention", "attention_merge"}
+
+
+def test_attention_is_on_by_the_length_of_a_text(monkeypatch):
+    """By the length when an answer begins; a window has one length."""
+    module, dtype = qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), mx.float16
+    plain, *_ = kernel_sites._attention(module, None, ())
+    windowed, *_ = kernel_sites._attention(qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), Ring(12), ())
+    tried, checked = kernel_switch.trials([plain, windowed], dtype), []
+    monkeypatch.setattr(kernel_trials, "check", lambda trial: checked.append(trial.shape))
+    monkeypatch.setattr(kernel_trials, "compile_kernel", lambda trial: None)
+    verdicts = kernel_trials.decide(tried, lane=None, timer=lambda t: 2.0 if "from 16384" in t.shape else 0.9)
+    kernel_switch.switch([plain, windowed], verdicts, dtype)
+    base = "4/2x32 float16"
+    assert {t.shape for t in tried} == {
+        *(base, f"{base} below 1024 positions", f"{base} from 16384 positions"),
+        "4/2x32 window 12 float16",
+    }
+    at = PromptCache(None, [make_cache(None)], [make_cache(None)], None, [])
+    for length, on in ((5, False), (1024, False), (16383, False), (16384, True), (99999, True)):
+        at.begin(length)
+        assert [plain.serves_rows(3, c) for c in at.caches] == [on, on]
+        assert not windowed.serves_rows(3, at.layers[0])
+    assert inexact_rows(plain) == set(plain.candidates)
+    plain.rows = frozenset()
+    assert not plain.serves_rows(3, at.layers[0])
+
+
+def test_trials_of_a_length_read_as_much(monkeypatch):
+    plain, *_ = kernel_sites._attention(qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), None, ())
+    read = []
+    monkeypatch.setattr(Attention, "fused", lambda self, q, cache, *_: read.append(cache.limit) or q[0])
+    for trial in kernel_switch.trials([plain], mx.float16):
+        if trial.rows == 2:
+            trial.pairs[0][0](trial.x(0))
+    assert read == [2008, 508, 20008]
 
 
 def decoded(model, k):

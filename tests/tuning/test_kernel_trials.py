@@ -58,6 +58,17 @@ def test_what_is_asked_for_is_on_where_right_and_not_timed(lane):
     assert (wrong.on, wrong.right, str(wrong)) == (False, False, "off: row 1 of 2 differs from one row alone")
 
 
+@pytest.mark.parametrize("lane", [None, "exact"])
+def test_a_kernel_that_is_wrong_is_wrong_in_every_context(lane):
+    right, wrong = trial(), trial(off_by_one_bit(), rows=2)
+    longer = [replace(each, shape="longer", base=each.key) for each in (right, wrong)]
+    timed = []
+    with pytest.warns(UserWarning, match="stays off"):
+        verdicts = decide([right, wrong, *longer], lane=lane, timer=lambda t: timed.append(t.key) or 2.0)
+    assert [verdicts[each.key].on for each in longer] == [True, False]
+    assert sorted(timed) == ([] if lane else sorted([right.key, longer[0].key]))
+
+
 def test_off_runs_nothing():
     (verdict,) = decide([trial(fails(KeyboardInterrupt()))], lane="off", timer=never).values()
     assert (verdict.on, str(verdict)) == (False, "off: asked for")
