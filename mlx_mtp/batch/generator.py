@@ -17,6 +17,7 @@ from ..decoding.sampling import LogitsProcessor, Sampler
 from ..layers.target import Target
 from ..machine.memory import wired
 from ..machine.stream import in_turn
+from .control import Controls
 from .group import Group, layout_of
 from .lone import Lone, is_lone
 from .sequence import PromptResponse, Response, Sequence
@@ -57,6 +58,7 @@ class BatchGenerator:
         checked.check_sampling(settings.sampling, sampler, settings.draft_sampling)
         checked.check_numbers(max_tokens, step, settings.seed, settings.draft_p_min)
         self._stops = StopSequences(stop_tokens or None)
+        self.controls_for = Controls(model, settings.k, adaptive=settings.adaptive).of
         self._unprocessed: deque[Sequence] = deque()
         self._groups: dict[str, Group] = {}
         self._lone: list[Lone] = []
@@ -152,12 +154,16 @@ class BatchGenerator:
         """
         counters, shown = self._counters, []
         tic = time.perf_counter()
-        for each in [*(group for group in self._groups.values() if group.texts), *self._lone]:
+        groups = [group for group in self._groups.values() if group.texts]
+        for each in [*groups, *self._lone]:
             shown += each.step()
             counters.generation_steps += 1
         self._lone = [lone for lone in self._lone if not lone.text.over]
         counters.decode_time += time.perf_counter() - tic
         read = self._read_prompts(shown)
+        if read or len(groups) + len(self._lone) > 1:
+            for group in groups:
+                group.clock.hidden = True
         counters.generation_tokens += len(shown)
         return read, shown
 
@@ -233,6 +239,7 @@ class BatchGenerator:
         text.cache.pop_row()
         layout = layout_of(text.cache)
         if layout not in self._groups:
-            self._groups[layout] = Group(self.model, self.settings.stats, chunk=self.settings.step)
+            settings = self.settings
+            self._groups[layout] = Group(self.model, self.controls_for, settings.stats, chunk=settings.step)
         self._groups[layout].join(text, run)
         return shown

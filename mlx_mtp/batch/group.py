@@ -4,6 +4,8 @@ As `decoding.loop`, for whoever is there: who joins does so with the next cycle 
 one more cycle at most, whose rows nobody looks at.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,28 +16,42 @@ from ..cache.slots import Span, gather
 from ..decoding import draft as single
 from ..decoding.stats import Stats
 from ..layers.target import Target
+from ..tuning.plan import PLAIN, Plan
+from .control import Clock, Control, outcome
 from .pool import Mark, Pool
 from .sequence import Response, Sequence
 from .step import Rows, Run, step
 
+MOST_MISSED = 8  # rows that idle heads in a pool may miss: their rings take MAX_ROWS at once
+
 
 @dataclass
 class Cycle:
-    """A cycle from when it is built. rows: whose each is. after: the pool as it leaves it, until the next begins."""
+    """A cycle from when it is built.
+
+    rows: whose each is. after: the pool as it leaves it, until the next begins. caught_up: rows that heads had to
+    read first. built: seconds that it took to build.
+    """
 
     rows: Rows
     run: Run
     after: Mark | None
+    control: Control
+    plan: Plan
+    caught_up: int
+    built: float
 
 
 class Group:
     """The texts whose caches have one layout, and their pool.
 
-    chunk: rows that heads read at a time when they catch up. stats: counts the cycles of each text.
+    controls: gives who decides what so many texts draft. chunk: rows that heads read at a time when they catch up.
+    stats: counts the cycles of each text. clock: times cycles; who computes something else in between tells it.
     """
 
-    def __init__(self, model: Target, stats: Stats, *, chunk: int):
-        self.model, self.stats, self.chunk = model, stats, chunk
+    def __init__(self, model: Target, controls: Callable[[int], Control], stats: Stats, *, chunk: int):
+        self.model, self.controls, self.stats, self.chunk = model, controls, stats, chunk
+        self.clock = Clock()
         self.pool: Pool | None = None
         self.last: Cycle | None = None
         self.waiting: list[tuple[Sequence, single.Run]] = []
@@ -52,15 +68,17 @@ class Group:
 
     def step(self) -> list[Response]:
         """Finish a cycle; return what it says, and leave the next one under way."""
+        self.clock.resume()
         last = self.last or self._submitted(None, self._built(None))
         ahead = None if self._waits_for_tokens(last) else self._built(last)  # the device is busy meanwhile
-        shown = self._read(last)
+        shown = self._read(last, ahead)
         if ahead is None and any(s and not s.over for s in last.rows):
             ahead = self._built(last)
         if ahead is not None and any(s and not s.over for s in ahead.rows):
             self.last = self._submitted(last, ahead)
         else:
             self.pool = self.last = None
+        self.clock.leave()
         return shown
 
     def take_out(self, text: Sequence) -> None:
@@ -82,23 +100,36 @@ class Group:
 
     def _built(self, last: Cycle | None) -> Cycle:
         """Build the graph of the next cycle of all that are there."""
+        tic = time.perf_counter()
         rows, run = (last.rows, last.run) if last else ([], None)
         joining, self.waiting = self.waiting, []
-        if run is None or joining or any(s and s.over for s in rows):
-            rows, run = self._regrouped(rows, run, joining)
-        pool = self.pool
-        assert pool is not None
-        there = [s for s in rows if s]
-        pool.bound(max(s.base for s in there) + run.size, max(s.base for s in there))
-        k = max(s.k for s in there)
-        shares = [s.k if s else -1 for s in rows]
-        most = None if shares.count(k) == len(shares) else mx.array(shares)
-        run = step(self.model, pool, run, k, rows, most)
-        return Cycle(rows, run, pool.mark())
+        there = [s for s in (*rows, *(s for s, _ in joining)) if s and not s.over]
+        control, most = self.controls(len(there)), max(s.k for s in there)
+        pool = self.pool = self.pool or Pool(there[0].cache)
+        behind = len(pool.missed) or max(s.cache.behind for s in there) * (not pool.live)
+        plan = control.plan(behind=behind)
+        plan = Plan(k=min(plan.k, most)) if most else PLAIN
+        moves = bool(joining) or len(there) < sum(s is not None for s in rows)
+        if pool.missed and (moves or len(pool.missed) >= MOST_MISSED):
+            pool.retire_heads([(row, s.slot, s.base, s.cache) for row, s in enumerate(rows) if s and not s.over])
+        waking = plan.k > 0 and not pool.live
+        if run is None or moves or waking:
+            rows, run = self._regrouped(pool, rows, run, joining, waking=waking)
+        base = max(s.base for s in there)
+        pool.bound(base + run.size, base - len(pool.missed))
+        shares = [min(s.k, plan.k) if s else -1 for s in rows]
+        limits = None if shares.count(plan.k) == len(shares) else mx.array(shares)
+        run = step(self.model, pool, run, plan.k, rows, limits)
+        caught_up = behind if plan.k else 0
+        return Cycle(rows, run, pool.mark(), control, plan, caught_up, time.perf_counter() - tic)
 
-    def _regrouped(self, rows: Rows, run: Run | None, joining: list[tuple[Sequence, single.Run]]) -> tuple[Rows, Run]:
-        """Change who is in the next pass; return whose its rows are, and the run before it in their order."""
-        pool = self.pool = self.pool or Pool(joining[0][0].cache)
+    def _regrouped(
+        self, pool: Pool, rows: Rows, run: Run | None, joining: list[tuple[Sequence, single.Run]], *, waking: bool
+    ) -> tuple[Rows, Run]:
+        """Change who is in the next pass; return whose its rows are, and the run before it in their order.
+
+        waking: the heads of all are to draft, after a time in which they were not in the pool.
+        """
         staying, new = [s for s in rows if s and not s.over], [s for s, _ in joining]
         taken = {s.slot for s in staying}
         free = (slot for slot in range(len(taken) + len(new)) if slot not in taken)
@@ -110,7 +141,6 @@ class Group:
         found = [texts.get(slot) for slot in span.slots]
         anyone = next(iter(texts.values()))
         order = [places[id(s or anyone)] for s in found]
-        waking = not pool.live and any(s.k for s in new)
         for text in (*staying, *new) if waking else new if pool.live else ():
             self._prime(text)
         pool.regroup(span, order, [(s.slot, s.cache) for s in new])
@@ -144,20 +174,26 @@ class Group:
         mx.async_eval(new.run.packed, list(new.run.logprobs.values()), self.pool.arrays)
         return new
 
-    def _read(self, cycle: Cycle) -> list[Response]:
+    def _read(self, cycle: Cycle, ahead: Cycle | None) -> list[Response]:
         """Wait for a cycle; return what it says, with the caches of those that are over."""
+        tic = time.perf_counter()
         values = cycle.run.packed.tolist()
+        seconds = self.clock.arrived(time.perf_counter() - tic, cycle.built, ahead.built if ahead else None)
         shown: list[Response] = []
+        kept: list[tuple[int, int]] = []
         for row, text in enumerate(cycle.rows):
             if text is None or text.over:
                 continue
             accepted = values[row][-1]
-            self.stats.counts(text.k and min(text.k, cycle.run.size - 1), accepted, "heads")
+            kept.append((accepted, min(text.k, cycle.plan.k)))
+            self.stats.counts(kept[-1][1], accepted, "heads")
             new = text.show(values[row][: accepted + 1], accepted, cycle.run.logprobs.get(row))
             text.follows = text.base + accepted + 1
             if text.over:
                 self._bring_home(cycle, row, len(new))
             shown += text.hand_over(new)
+        if kept:
+            cycle.control.observe(outcome(cycle.plan, cycle.plan.k, kept, seconds, cycle.caught_up))
         return shown
 
     def _bring_home(self, cycle: Cycle, row: int, shown: int) -> None:

@@ -11,22 +11,25 @@ from ..cache.slots import Span, gather, pooled
 
 
 class Mark(NamedTuple):
-    """A pool's arrays at one moment, by cache, and what joins its heads if it has them."""
+    """A pool's arrays at one moment, by cache, and what joins its heads if it has them, and what these missed."""
 
     arrays: list[tuple[mx.array, ...]]
     kept: list[mx.array]
+    missed: list[tuple[mx.array, mx.array]]
     live: bool
 
 
 class Pool:
     """A pooled cache for each of the target's layers and, while they follow it, of its heads.
 
-    kept: as in PromptCache, [n, 1, H] each. live: the heads are in the pool.
+    kept: as in PromptCache, [n, 1, H] each. live: the heads are in the pool. missed: the hidden rows [n, 1, H], and
+    the tokens [n, 1] behind them, of plain cycles that they have not read.
     """
 
     def __init__(self, like: PromptCache):
         self.layers, self.heads = _pooled(like.layers), _pooled(like.heads)
         self.kept: list[mx.array] = []
+        self.missed: list[tuple[mx.array, mx.array]] = []
         self.span = Span([0], 1)
         self.live = False
 
@@ -50,17 +53,35 @@ class Pool:
 
     def mark(self) -> Mark:
         """Note what the pool holds now; keys and values are not written in place while this is held."""
-        return Mark([_arrays(c) for c in self.caches], self.kept, self.live)
+        return Mark([_arrays(c) for c in self.caches], self.kept, [*self.missed], self.live)
 
     def copy_out(self, mark: Mark, cache: PromptCache, slot: int, row: int, *, base: int, rows: int) -> None:
         """Copy a text's state to its own cache: what a pass left that began at position `base`, and `rows` of it."""
-        pooled = [*self.layers, *(self.heads if mark.live else [])]
-        ends = [base + rows] * len(self.layers) + [base] * len(self.heads)
-        for c, mine, arrays, end in zip(pooled, cache.caches, mark.arrays, ends, strict=False):
-            mine.parts = c.copied(arrays, row) if c.is_state else c.copied(arrays, slot, end)
+        arrays = iter(mark.arrays)
+        for c, mine in zip(self.layers, cache.layers, strict=True):
+            mine.parts = c.copied(next(arrays), row) if c.is_state else c.copied(next(arrays), slot, base + rows)
         if mark.live:
-            cache.kept = [mx.contiguous(each[row : row + 1]) for each in mark.kept]
-            cache.primed, cache.backlog = base, []
+            self._copy_out_heads(mark, cache, slot, row, base)
+
+    def retire_heads(self, texts: Sequence[tuple[int, int, int, PromptCache]]) -> None:
+        """Give each text its heads back, with what they missed; texts: row, slot, position of the last pass's first
+        row, and own cache.
+        """
+        mark, self.live = self.mark(), False
+        for row, slot, base, cache in texts:
+            self._copy_out_heads(mark, cache, slot, row, base)
+        self.kept, self.missed = [], []
+        for c in self.heads:
+            c.buffers, c.starts, c.offset = (), [], None
+
+    def _copy_out_heads(self, mark: Mark, cache: PromptCache, slot: int, row: int, base: int) -> None:
+        cache.primed = base - len(mark.missed)
+        for c, mine, arrays in zip(self.heads, cache.heads, mark.arrays[len(self.layers) :], strict=True):
+            mine.parts = c.copied(arrays, slot, cache.primed)
+        cache.kept = [mx.contiguous(each[row : row + 1]) for each in mark.kept]
+        cache.backlog = []
+        if mark.missed:
+            cache.push(mx.concatenate([hidden[row : row + 1] for hidden, _ in mark.missed], axis=1))
 
     def rollback(self, n: mx.array) -> None:
         """Take back each text's last n positions, int32 [n] on the device."""

@@ -20,8 +20,7 @@ SAMPLING = tuple(Sampling.__dataclass_fields__)
 class Settings:
     """The options of `generate_step` that hold for every text, by name, less those that each text may choose.
 
-    Those that change the speed alone are taken and of no account yet: adaptive, prompt_lookup, compile_cycles,
-    draft_p_min.
+    Three that change the speed alone are of no account: prompt_lookup, compile_cycles and draft_p_min.
     """
 
     def __init__(
@@ -52,6 +51,7 @@ class Settings:
         sampling["xtc_special_tokens"] = tuple(sampling.get("xtc_special_tokens", ()))
         self.model, self.step, self.sampling = model, step, Sampling(**sampling)
         self.sampling.validate(model.vocab_size)
+        self.adaptive = adaptive
         self.k = checked.draft_count(num_draft_tokens, model, None)
         self.layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
         self.quantized = kv_group_size, quantized_kv_start

@@ -37,8 +37,15 @@ class Run:
 
 
 def step(model: Target, pool: Pool, run: Run, k: int, texts: Rows, most: mx.array | None) -> Run:
-    """Draft k tokens behind the rows of `run`, verify and accept them; most: int32 [n] that may be, None for k."""
-    drafts = draft(model, pool, run, k, texts) if pool.live else None
+    """Draft k tokens behind the rows of `run`, verify and accept them; most: int32 [n] that may be, None for k.
+
+    Heads that are not asked read no plain cycle's rows until they are.
+    """
+    drafts = None
+    if pool.live and k == 0 and run.size == 1:
+        pool.missed.append((run.hidden, run.tokens))
+    elif pool.live:
+        drafts = draft(model, pool, with_missed(pool, run), k, texts)
     rows = rows_at(run.tokens, run.accepted)
     if drafts is not None:
         rows = mx.concatenate([rows, drafts], axis=1)
@@ -53,6 +60,16 @@ def step(model: Target, pool: Pool, run: Run, k: int, texts: Rows, most: mx.arra
     if drafts is not None or most is not None:
         pool.rollback(k - accepted)
     return Run(hidden, tokens, accepted, mx.concatenate([tokens, accepted[:, None]], axis=1), logprobs)
+
+
+def with_missed(pool: Pool, run: Run) -> Run:
+    """Put the rows that the heads have missed in front of a run's."""
+    if not pool.missed:
+        return run
+    hidden, tokens = zip(*pool.missed, strict=True)
+    accepted, pool.missed = run.accepted + len(hidden), []
+    every = mx.concatenate([*hidden, run.hidden], axis=1), mx.concatenate([*tokens, run.tokens], axis=1)
+    return Run(*every, accepted)
 
 
 def draft(model: Target, pool: Pool, run: Run, k: int, texts: Rows) -> mx.array | None:

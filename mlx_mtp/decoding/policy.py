@@ -37,6 +37,7 @@ class Learned:
     def __init__(self, built: RememberedCosts, replayed: RememberedCosts):
         self.remembered = {False: built, True: replayed}
         self.costs: dict[bool, Costs | None] = {}
+        self.together: dict[int, Costs] = {}  # of cycles of so many texts
 
     def recall(self, *, replayed: bool) -> Costs | None:
         """Recall what earlier generations measured, here or in another process."""

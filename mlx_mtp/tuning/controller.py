@@ -79,8 +79,9 @@ class Controller:
             costs.weights[plan] = costs.weights.get(plan, 0.0) + 1
             self._count(kind, [(cycle.accepted + 1.0, steps)])
         elif plan.k:
-            reached = min(cycle.accepted + 1, cycle.verified)
-            self._count(kind, [(float(depth < cycle.accepted), 1.0) for depth in range(reached)])
+            reached = int(min(cycle.accepted + 1, cycle.verified))
+            one = [(float(depth < cycle.accepted), 1.0) for depth in range(reached)]
+            self._count(kind, [*cycle.depths] or one)
 
     def _reason(self, hope: Choice, spare: float) -> str:
         if hope.rate < 1:

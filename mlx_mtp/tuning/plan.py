@@ -47,15 +47,17 @@ class Cycle:
 
     verified: drafts verified, fewer than plan.k where p_min cut them, or near the end. accepted: how many were right.
     seconds: None if not measured. caught_up: rows that idle heads had to read before; its seconds hold that, too.
-    matched: what `Controller.plan` was told.
+    matched: what `Controller.plan` was told. depths: of several texts, per depth the share whose draft was right, and
+    of those whose draft would have counted; accepted is then their mean.
     """
 
     plan: Plan
     verified: int
-    accepted: int
+    accepted: float
     seconds: float | None
     caught_up: int = 0
     matched: int = 0
+    depths: tuple[tuple[float, float], ...] = ()
 
 
 class Fixed:

@@ -51,7 +51,7 @@ def test_it_stands_in_for_mlx_lms(demo):
 def test_segments_are_told_and_the_work_is_counted(demo):
     model, (prompt, *_), _ = demo
     stats = mlx_mtp.Stats()
-    batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, stats=stats, prefill_step_size=2)
+    batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, adaptive=False, stats=stats, prefill_step_size=2)
     with batch.stats() as outer:
         batch.insert_segments([[prompt[:3], prompt[3:]]], [20])
         read, tokens = [], []

@@ -1,0 +1,77 @@
+"""Decide how much cycles of several texts draft: by what one of so many costs, and how often drafts are right."""
+
+import time
+
+from ..decoding.cycle import among_its_like
+from ..decoding.policy import learned
+from ..decoding.stats import WAITED
+from ..layers.target import Target
+from ..tuning.controller import Controller
+from ..tuning.plan import Cycle, Fixed, Plan
+
+Control = Controller | Fixed
+
+
+class Controls:
+    """A control for each number of texts: what a draft costs depends on how many rows a pass has without it."""
+
+    def __init__(self, model: Target, k: int, *, adaptive: bool):
+        self.model, self.k, self.adaptive = model, k, adaptive
+        self._by_texts: dict[int, Control] = {}
+
+    def of(self, texts: int) -> Control:
+        """Find or make the control of cycles of so many texts; what is known of the nearest number is a beginning."""
+        if texts not in self._by_texts:
+            control: Control = Fixed(self.k)
+            if self.adaptive and self.k:
+                known = learned(self.model).together
+                like = min(known, key=lambda n: abs(n - texts), default=None)
+                control = Controller(max_drafts=self.k, known=None if like is None else known[like])
+                known[texts] = control.costs
+            self._by_texts[texts] = control
+        return self._by_texts[texts]
+
+
+def outcome(
+    plan: Plan, verified: int, accepted: list[tuple[int, int]], seconds: float | None, caught_up: int
+) -> Cycle:
+    """Sum up a cycle of several texts as one of a text that is like their mean.
+
+    accepted: of each text how many drafts, and how many it might have had.
+    """
+    n = len(accepted)
+    depths = tuple(
+        (sum(a > depth for a, _ in accepted) / n, sum(min(a + 1, most) > depth for a, most in accepted) / n)
+        for depth in range(verified)
+    )
+    return Cycle(plan, verified, sum(a for a, _ in accepted) / n, seconds, caught_up, depths=depths)
+
+
+class Clock:
+    """Times cycles from one's arrival to the next one's."""
+
+    def __init__(self):
+        self._arrival = self._left = self._caller = 0.0
+        self.hidden = True  # something else was computed since the last arrival
+
+    def resume(self) -> None:
+        """Note that the caller's own time is over."""
+        self._caller = time.perf_counter() - self._left
+
+    def arrived(self, waited: float, built: float, following: float | None) -> float | None:
+        """Return the seconds of the cycle that has just arrived; None where other work or the caller hides them.
+
+        waited: for it. built: seconds that building it took. following: the next one, None if it was not built yet.
+        """
+        now = time.perf_counter()
+        elapsed, self._arrival = now - self._arrival, now
+        hidden, self.hidden = self.hidden, False
+        if following is None:
+            return None if hidden else elapsed - self._caller
+        if hidden or (waited < WAITED * elapsed and self._caller > WAITED * elapsed):
+            return None
+        return among_its_like(elapsed, waited, built, following)
+
+    def leave(self) -> None:
+        """Note that the caller goes on."""
+        self._left = time.perf_counter()

@@ -1,0 +1,106 @@
+"""Let texts of a batch come and go by a schedule that is drawn at random."""
+
+import random
+
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_mtp
+from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.decoding.sampling import Sampling
+from mlx_mtp.tuning.plan import Plan
+
+SAMPLINGS = [{}, {}, {"temp": 1.0}, {"temp": 0.8, "top_k": 3}, {"temp": 1.0, "min_p": 0.05, "xtc_probability": 0.5}]
+
+
+class Case:
+    """A text of a schedule: how it is asked for, when it comes and, perhaps, goes."""
+
+    def __init__(self, rng: random.Random, vocab: int, most: int):
+        self.prompt = [rng.randrange(vocab) for _ in range(rng.choice([1, 2, 7, 20, 45]))]
+        self.max_tokens, self.k = rng.randint(1, 30), rng.randint(0, most)
+        self.sampling, self.seed = rng.choice(SAMPLINGS), rng.randrange(1000)
+        self.penalty = rng.choice([None, None, None, 1.3])
+        self.own_sampler = rng.random() < 0.2
+        self.stops = [[rng.randrange(vocab) for _ in range(rng.choice([1, 2]))]] if rng.random() < 0.3 else []
+        self.comes, self.goes = rng.choice([0, 0, 2, 5, 9]), rng.choice([None, None, None, 3, 8])
+        self.tokens, self.cache, self.reason = [], None, None
+
+    @property
+    def processors(self):
+        return make_logits_processors(None, self.penalty) if self.penalty else []
+
+    @property
+    def sampler(self):
+        return make_sampler(temp=1.0, top_p=0.9) if self.own_sampler else None
+
+    def alone(self, model, layout: dict, n: int = 0) -> list[tuple]:
+        options = {} if self.own_sampler else self.sampling
+        return list(
+            mlx_mtp.generate_step(
+                self.prompt,
+                model,
+                max_tokens=n or self.max_tokens,
+                num_draft_tokens=0,
+                prefill_step_size=16,
+                sampler=self.sampler,
+                logits_processors=self.processors,
+                seed=self.seed,
+                quantized_kv_start=0,
+                **options,
+                **layout,
+            )
+        )
+
+
+def insert(batch: BatchGenerator, case: Case) -> int:
+    (uid,) = batch.insert(
+        [case.prompt],
+        [case.max_tokens],
+        samplers=[case.sampler or Sampling(**case.sampling)],
+        logits_processors=[case.processors],
+        stop_sequences=[case.stops],
+        seeds=[case.seed],
+        num_draft_tokens=[case.k],
+    )
+    return uid
+
+
+class Whims:
+    """Plans at random, with runs of plain cycles, longer than idle heads stay in a pool; stands in for a control."""
+
+    def __init__(self, rng: random.Random, most: int):
+        self.rng, self.most, self.plain = rng, most, 0
+
+    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+        self.plain = self.plain - 1 if self.plain else self.rng.choice([0, 0, 0, 2, 12])
+        return Plan(k=0 if self.plain else self.rng.randint(0, self.most))
+
+    def observe(self, cycle) -> None:
+        assert 0 <= cycle.accepted <= cycle.verified == len(cycle.depths)
+
+
+def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None) -> None:
+    fixed = {"adaptive": False, "num_draft_tokens": k, "quantized_kv_start": 0}
+    batch = BatchGenerator(model, prefill_step_size=16, **fixed, **layout)
+    if whims:
+        batch.controls_for = lambda texts: whims
+    known, cycle = {}, 0
+    while cycle < 10 or any(case.reason is None for case in cases):
+        for case in cases:
+            if case.comes == cycle:
+                known[insert(batch, case)] = case
+        for response in batch.next()[1]:
+            case = known[response.uid]
+            assert case.reason is None
+            case.tokens.append(response.token)
+            if response.finish_reason:
+                case.reason, case.cache = response.finish_reason, response.prompt_cache
+                assert response.all_tokens == (case.prompt + case.tokens)[:-1] == case.cache.tokens
+        for uid, case in known.items():
+            if case.reason is None and case.goes is not None and cycle >= case.comes + case.goes:
+                case.cache, held = batch.remove([uid], return_prompt_caches=True)[uid]
+                case.reason = "removed"
+                assert not case.tokens or held == (case.prompt + case.tokens)[:-1] == case.cache.tokens
+        cycle += 1
+        assert cycle < 500
+    batch.close()
