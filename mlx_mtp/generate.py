@@ -23,6 +23,7 @@ from .batch.sequence import Response
 from .cache.from_mlx_lm import from_mlx_lm
 from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .decoding import options as checked
+from .decoding.agreement import Agreement, agreed
 from .decoding.cycle import Decoder
 from .decoding.loop import Yielded, decode
 from .decoding.memory_needs import check_prompt, within
@@ -104,10 +105,15 @@ def generate_step(
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
-    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, random_key(seed), draft_sampling)
+    key, ranks = random_key(seed), getattr(model, "ranks", None)
+    if ranks:
+        same = (k, lookup, max_tokens, cache.offset, step, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
+        tokens, key = agreed(ranks, tokens, key, same)
+    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
     compiled = compiled_for(model, cache, picker, compile_cycles)
     control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
-    decoder = Decoder(model, cache, picker, control, stats, step, k, lookup, draft_p_min, compiled)
+    agreement = Agreement(ranks, control) if ranks else control
+    decoder = Decoder(model, cache, picker, agreement, stats, step, k, lookup, draft_p_min, compiled)
     steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
     return in_turns(_closed_by(steps, partial(remember, model, control, compiled, stats)))
 

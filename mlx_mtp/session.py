@@ -165,14 +165,22 @@ class ChatSession:
                 for response in responses:
                     answer.append(response.text)
                     yield response
-                    if self.stopping:
+                    if self._ends():
                         break
             self._at_rest = True
         finally:
             self.stopping = False
+            self._ends()
             if answer:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
                 self.answers += 1
+
+    def _ends(self) -> bool:
+        """Tell whether the answer is to be broken off here; ranks end it together, a cycle or two later."""
+        ranks = getattr(self.model, "ranks", None)
+        if ranks:
+            ranks.stopping = self.stopping
+        return self.stopping and not ranks
 
     def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Responses:
         """Read what is new of the prompt, with a snapshot at `end`, and answer."""
@@ -211,7 +219,8 @@ class ChatSession:
 
     def _read(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
         """Stop or go on between two chunks, where caches are whole (they are not yet after a part's last one)."""
-        if self.stopping and done < part:
+        ranks = getattr(self.model, "ranks", None)
+        if done < part and (ranks.told(self.stopping) if ranks else self.stopping):
             raise Stopped
         if progress:
             progress(before + done, total)

@@ -11,6 +11,7 @@ from ..cache.prompt_cache import Mark, PromptCache
 from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.plan import Cycle, Fixed, Plan
+from .agreement import Agreement
 from .draft import NO_DRAFTS, Drafts, Run, prime
 from .prefill import prefill
 from .prompt_lookup import Text
@@ -71,7 +72,7 @@ class Decoder:
     model: Target
     cache: PromptCache
     picker: Picker
-    control: Controller | Fixed
+    control: Controller | Fixed | Agreement
     stats: Stats
     chunk: int
     k: int
@@ -197,6 +198,8 @@ def start(d: Decoder, run: Run) -> None:
     """Hand a run's graph to the device, with all that the next one builds on."""
     if d.stats.phases:
         d.stats.time_phases(run)
+    if isinstance(d.control, Agreement):
+        d.control.meet(d.text, d.cache)
     logprobs = [] if run.logprobs is None else [run.logprobs]
     mx.async_eval(run.packed, *logprobs, *d.cache.arrays)
 

@@ -36,6 +36,7 @@ def decode(
         while left != 0:
             ahead = begin(d, cycle) if builds_ahead(d, cycle) else None  # the device is busy meanwhile
             tokens, last = _cut(read(d, cycle), left, stop_tokens)  # the one wait
+            last = last or getattr(d.control, "ended", False)
             if ahead and not last:
                 submit(d, cycle, ahead)
             learn(d, cycle, ahead)

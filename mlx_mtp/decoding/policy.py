@@ -81,6 +81,8 @@ def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool 
     foreign = picker.sampler or picker.processors or cache.is_mlx_lm
     if foreign or asked is False or (asked is None and mx.default_device() == mx.cpu):
         return None
+    ranks = getattr(model, "ranks", None)
+    asked = asked or (True if ranks else None)  # ranks replay alike, without a trial
     if not hasattr(model, "_recorder"):
         model._recorder = Recorder()
         model._recorder.verdict = learned(model).remembered[False].recall_compiled()
@@ -95,6 +97,8 @@ def remember(
     model: Target, control: Controller | Fixed, compiled: Compiled | None = None, stats: Stats | None = None
 ) -> None:
     """Keep what a generation measured for the next ones, and note in its counters why it ended without drafts."""
+    if (ranks := getattr(model, "ranks", None)) and ranks.rank:
+        return  # rank 0 has decided, and keeps what it measured
     known, kept = learned(model), set()
     if stats and isinstance(control, Controller):
         stats.paused = control.paused

@@ -13,7 +13,10 @@ class Ranks:
     """The processes that hold a model together, of which this one is number `rank` of `size`.
 
     Its methods wait for all ranks, each of which has to call the same ones in the same order.
+    stopping: rank 0 sets it, from a signal handler or another thread, to end the text under way on all ranks.
     """
+
+    stopping = False
 
     def __init__(self, group: Any):
         self.group, self.rank, self.size = group, group.rank(), group.size()

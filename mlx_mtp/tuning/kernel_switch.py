@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -64,15 +64,20 @@ def switch_on(
     for module in summed:
         sum_over(module, module.ranks_group)
     if lane is None:
-        model._trials = found
-        found.begin()
+        if not model.ranks:
+            model._trials = found
+        if not model.ranks or model.ranks.rank == 0:
+            found.begin()
+        found.agree()
         return found.switched()
     found.decide(found.trials, lane=lane)
+    found.agree()
     lines, not_exact = found.switched()
     if lane == "fast":
         # Where matrices are faster than the exact kernels, which are on by now.
         matrices = ModelTrials(model, [Matrices(site) for site in found.sites if isinstance(site, Stack)])
         matrices.decide(matrices.trials)
+        matrices.agree()
         lines += matrices.switched()[0]
         not_exact = (*rows_not_exact([*found.sites, *matrices.sites]), *others_not_exact(model))
     return lines, not_exact
@@ -124,6 +129,13 @@ class ModelTrials:
         switch(self.sites, self.verdicts, self.dtype)
         others = others_not_exact(self.model)
         return in_words(self.verdicts), (*rows_not_exact(self.sites), *others)
+
+    def agree(self) -> None:
+        """Take rank 0's verdicts, where the model is split over ranks: rows have to have the same bits on all."""
+        if self.model.ranks:
+            own = [(key, vars(verdict)) for key, verdict in self.verdicts.items()]
+            told = {tuple(key): KernelVerdict(**facts) for key, facts in self.model.ranks.told(own)}
+            self.verdicts = cast(dict[Key, KernelVerdict], told)
 
     def decide(self, trials: list[KernelTrial], lane: str | None = None, **how: Any) -> None:
         """Decide on these, by what an earlier load found where it is remembered."""

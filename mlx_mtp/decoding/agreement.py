@@ -1,0 +1,58 @@
+"""Agree among ranks on what each cycle does: rank 0 decides by its clock and its user, and the others follow."""
+
+import zlib
+from collections import deque
+from typing import Any
+
+import mlx.core as mx
+
+from ..cache.prompt_cache import PromptCache
+from ..ranks.group import Ranks
+from ..tuning.controller import Controller
+from ..tuning.plan import Cycle, Fixed, Plan
+from .prompt_lookup import Text
+
+SOURCES = ("heads", "lookup")
+CHECKED = 64  # last tokens of the text that are compared before each cycle
+
+
+class Agreement:
+    """Stands in for a generation's control on every rank: plans are those of rank 0's, one cycle before their time.
+
+    ended: rank 0's user wants no more tokens.
+    """
+
+    def __init__(self, ranks: Ranks, control: Controller | Fixed):
+        self.ranks, self.control, self.ended = ranks, control, False
+        self._plans: deque[Plan] = deque()
+
+    def meet(self, text: Text, cache: PromptCache) -> None:
+        """Hear the next cycle's plan, and compare the last tokens, while nothing is computed.
+
+        Raises RuntimeError on every rank where they differ.
+        """
+        said = [0, 0, 0, 0]
+        if self.ranks.rank == 0:
+            plan = self.control.plan(text.matched(), 0 if cache.live else cache.behind)
+            said = [SOURCES.index(plan.source), plan.k, int(plan.p_min), int(self.ranks.stopping)]
+        tokens = text.tokens
+        found = self.ranks.gather([*said, len(tokens), zlib.crc32(tokens[-CHECKED:].tobytes()) >> 1])
+        if odd := [str(rank) for rank, numbers in enumerate(found) if numbers[4:] != found[0][4:]]:
+            raise RuntimeError(f"ranks: rank {', '.join(odd)} has other tokens than rank 0 after {found[0][4]} of them")
+        source, k, p_min, ended, *_ = found[0]
+        self._plans.append(Plan(SOURCES[source], k, bool(p_min)))  # type: ignore[arg-type]
+        self.ended = self.ended or bool(ended)
+
+    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+        return self._plans.popleft()
+
+    def observe(self, cycle: Cycle) -> None:
+        if self.ranks.rank == 0:
+            self.control.observe(cycle)
+
+
+def agreed(ranks: Ranks, tokens: list[int], key: mx.array, options: Any) -> tuple[list[int], mx.array]:
+    """Take a generation's prompt and key of draws from rank 0; ValueError where options, as text, are not the same."""
+    ranks.check_alike("an option of a generation", options)
+    tokens, words = ranks.told([tokens, key.tolist()])
+    return tokens, mx.array(words, mx.uint32)
