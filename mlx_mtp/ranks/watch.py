@@ -1,0 +1,165 @@
+"""End this process, with a line that names it, when another rank has died, hangs or never came.
+
+A collective that waits for such a rank does not return, and Python's signal handlers wait with it. So a thread of
+each rank keeps a connection to rank 0's, over which both say every second that they are alive; rank 0 tells the
+others what it has found out.
+"""
+
+import _thread
+import atexit
+import contextlib
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+SECONDS = "MLX_MTP_RANK_SECONDS"  # of silence until a rank is given up, STARTS times as many until it has to be there
+SILENCE, STARTS = 20.0, 3
+BEAT = 1.0  # seconds
+UNWINDING = 2.0  # seconds that the main thread gets to leave nothing half-written behind
+
+_watch: "Watch | None" = None
+
+
+def begin(rank: int, size: int, meeting: tuple[str, int] | None) -> None:
+    """Begin to watch, once a process; not at all where `meeting`, rank 0's host and port for it, is not known."""
+    global _watch
+    if _watch is None and meeting is not None:
+        _watch = Watch(rank, size, meeting)
+        threading.Thread(target=_watch.run, daemon=True).start()
+        atexit.register(_watch.leave)
+
+
+def leave(code: int) -> None:
+    """Let the others know that this process is about to end with an exit code, which is then theirs."""
+    if _watch is not None:
+        _watch.leave(code)
+
+
+def wait_for_reason() -> None:
+    """Wait, where a collective has failed, until it is known which rank was the cause, which ends this process."""
+    if _watch is not None:
+        time.sleep(BEAT + UNWINDING)
+
+
+@dataclass
+class Peer:
+    """A connection to another rank. heard: when it was last alive. said: what it has not said to the end yet."""
+
+    socket: socket.socket
+    heard: float
+    said: bytes = b""
+
+
+@dataclass
+class Watch:
+    """The connections of this rank: rank 0's to all others, any other's to rank 0. code: with which it is ended."""
+
+    rank: int
+    size: int
+    meeting: tuple[str, int]
+    silence: float = field(default_factory=lambda: float(os.environ.get(SECONDS) or SILENCE))
+    peers: dict[int, Peer] = field(default_factory=dict)
+    code: int | None = None
+
+    def run(self) -> None:
+        """Meet the others, then listen to them until the process ends."""
+        end = time.monotonic() + STARTS * self.silence
+        try:
+            if self.rank == 0:
+                self._welcome(end)
+            else:
+                self._visit(end)
+        except OSError as e:
+            host, port = self.meeting
+            self._end(f"the ranks cannot watch each other at {host}:{port} ({e.strerror})")
+        last = time.monotonic()
+        while self.peers:
+            time.sleep(BEAT / 4)
+            if time.monotonic() - last > self.silence / 2:  # it was this process that did not run
+                for peer in self.peers.values():
+                    peer.heard = time.monotonic()
+            last = time.monotonic()
+            self._listen()
+
+    def leave(self, code: int = 0) -> None:
+        """Say that this process ends; called again, it says nothing new."""
+        if self.code is not None:
+            os._exit(self.code)
+        self._tell(f"left {code}")
+        self.peers = {}
+
+    def _welcome(self, end: float) -> None:
+        """Wait until all others have said which they are."""
+        with socket.create_server(self.meeting, backlog=self.size) as server:
+            server.settimeout(BEAT / 4)
+            while missing := [str(rank) for rank in range(1, self.size) if rank not in self.peers]:
+                if time.monotonic() > end:
+                    self._end(f"rank {', '.join(missing)} has not started within {STARTS * self.silence:g} s")
+                with contextlib.suppress(TimeoutError, ValueError):
+                    connection, _ = server.accept()
+                    connection.settimeout(BEAT)
+                    self._add(int(connection.recv(8)), connection)
+                self._listen()
+
+    def _visit(self, end: float) -> None:
+        """Call at rank 0's until it is there."""
+        while not self.peers:
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(self.meeting, timeout=BEAT)
+                connection.sendall(f"{self.rank}\n".encode())
+                self._add(0, connection)
+                return
+            if time.monotonic() > end:
+                self._end(f"rank 0 at {self.meeting[0]} has not started within {STARTS * self.silence:g} s")
+            time.sleep(BEAT / 10)
+
+    def _add(self, rank: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.peers[rank] = Peer(connection, time.monotonic())
+
+    def _listen(self) -> None:
+        """Say that this rank is alive, hear who else is, and end where one is missed."""
+        self._tell("alive")
+        for rank, peer in list(self.peers.items()):
+            try:
+                heard = peer.socket.recv(4096)
+                if not heard:
+                    self._end(f"rank {rank} has ended")
+                peer.heard, peer.said = time.monotonic(), peer.said + heard
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._end(f"rank {rank} has ended")
+            *lines, peer.said = peer.said.split(b"\n")
+            for line in lines:
+                self._obey(rank, *line.decode().split(" ", 1))
+            if time.monotonic() - peer.heard > self.silence:
+                self._end(f"rank {rank} has not answered for {self.silence:g} s")
+
+    def _obey(self, rank: int, word: str, rest: str = "") -> None:
+        if word == "gone":
+            self._end(rest)
+        if word == "left":
+            del self.peers[rank]
+            if rest != "0":  # it has said why, or is rank 0 whose user has gone
+                time.sleep(UNWINDING)  # for what this process is about to say of the same
+                self._end(f"rank {rank} has ended with exit code {rest}" if rank else "", int(rest) if not rank else 1)
+
+    def _tell(self, text: str) -> None:
+        for peer in list(self.peers.values()):
+            with contextlib.suppress(OSError):
+                peer.socket.send(f"{text}\n".encode())
+
+    def _end(self, reason: str, code: int = 1) -> NoReturn:
+        """End this process, and if it is rank 0 the others, when what it was writing is put in order."""
+        self.code = code
+        if self.rank == 0:
+            self._tell(f"gone {reason}")
+        if reason:
+            os.write(2, f"error: rank {self.rank}: {reason}\n".encode())
+        _thread.interrupt_main()
+        time.sleep(UNWINDING)
+        os._exit(code)
