@@ -33,6 +33,7 @@ from .decoding.stats import Stats
 from .layers.target import Target
 from .machine.memory import wired
 from .machine.stream import in_turn, in_turns
+from .ranks.watch import wait_for_reason
 
 Prompt = str | mx.array | Sequence[int]
 RULE = "=" * 10
@@ -124,6 +125,10 @@ def _closed_by(
     """Yield the steps, then keep what they cost for the next generation."""
     try:
         yield from steps
+    except RuntimeError as e:
+        if str(e).startswith("["):  # of MLX's distributed backends
+            wait_for_reason()
+        raise
     finally:
         remember_costs()
 

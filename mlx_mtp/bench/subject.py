@@ -93,17 +93,22 @@ def open_subject(
     draft_model: str | None = None,
     kernels: str | None = None,
     synth_rates: Sequence[float] = (),
+    tensor_group: Any = None,
 ) -> Subject:
     """Load a checkpoint (a directory, a hub name, "demo" or None for the demo), or draw a model of a config.json.
 
     layers, bits, group_size: of the drawn model; see `random_model`. kernels, draft_model: as `load`'s.
-    synth_rates: shares of drafts to keep, per depth; see `drawn_acceptance`.
+    synth_rates: shares of drafts to keep, per depth; see `drawn_acceptance`. tensor_group: as `load`'s.
     Raises ValueError, in one line, for what cannot be loaded or does not go together.
     """
     rates = check_rates(synth_rates) if synth_rates else ()
     if config is not None:
         if model is not None or draft_model is not None:
             raise ValueError(f"config={config}: not together with a checkpoint; allowed is one of the two")
+        if tensor_group is not None:
+            raise ValueError(
+                f"config={config}: a model that is drawn is not split over ranks; allowed is a checkpoint"
+            )
         found = random_model(config, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
         tokenizer, path = None, config
         on, not_exact = switch_on(found, requested(kernels))
@@ -114,7 +119,8 @@ def open_subject(
         path = demo_path() if model in (None, DEMO) else resolve(model)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found, tokenizer = load(path, mtp=mtp, draft_model=draft_model, kernels=kernels)
+            given: dict[str, Any] = {"mtp": mtp, "draft_model": draft_model, "kernels": kernels}
+            found, tokenizer = load(path, **given, tensor_group=tensor_group)
         on, not_exact, label = found.report.kernels, found.report.not_exact, None
     if rates and not found.mtp:
         raise ValueError(f"synth_rates={rates}: the model has no heads that draft; allowed is none")

@@ -23,6 +23,7 @@ from .generate import generate
 from .inspect import inspect
 from .serve import serve
 from .terminal import printable
+from .together import as_rank, check_command, error_line, follows
 from .verify_lossless import verify_lossless
 
 
@@ -41,6 +42,11 @@ class OneLine(click.Group):
         warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {printable(str(message))}", err=True)
         sys.unraisablehook = _unraisable
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally`s that restore a terminal
+        with as_rank():
+            self._run(*args, **options)
+
+    def _run(self, *args: Any, **options: Any) -> None:
+        """Run a command, and end the process with a line and a code where it fails."""
         try:
             super().main(*args, **{**options, "standalone_mode": False})
             sys.stdout.flush()
@@ -82,7 +88,8 @@ def _fail(message: str, code: int) -> NoReturn:
         sys.stdout.flush()
     except OSError:
         _discard_output()
-    click.echo(f"error: {printable(message)}", err=True)
+    if line := error_line(printable(message), code):
+        click.echo(line, file=sys.__stderr__ if follows() else None, err=True)
     sys.exit(code)
 
 
@@ -114,6 +121,7 @@ def main(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         sys.exit(2)
+    check_command(ctx.invoked_subcommand)
 
 
 COMMANDS = (

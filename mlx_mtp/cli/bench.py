@@ -10,6 +10,7 @@ from click import IntRange, option
 from .bench_decode import compare, decode, profile, verify
 from .bench_options import WRITTEN, complete, console, draw, finish, picture_options, report, run_options
 from .options import GIVEN
+from .together import check_command
 
 MOST_ROWS, QUICK_ROWS = 8, 4
 # Which tables of `mlx-mtp emulate` set an op beside MLX's own kernels.
@@ -25,6 +26,7 @@ def bench(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         raise SystemExit(2)
+    check_command(ctx.invoked_subcommand, ("decode",))
 
 
 @click.command()

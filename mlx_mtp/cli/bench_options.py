@@ -13,6 +13,7 @@ import click
 from click import Choice, FloatRange, IntRange, option
 
 from .options import GIVEN, KERNELS, options
+from .together import follows, group
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,13 +88,16 @@ def subject_of(flags: dict[str, Any]) -> "Subject":
     """Open the model that the options name."""
     from .progress import loading, shows_progress
 
+    if follows():
+        flags.update(dict.fromkeys(("out", "plot", "html")))
     with loading(shown=shows_progress(quiet=False)):
         from ..bench.subject import open_subject
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
         names = ("model", "config", "layers", "mtp", "draft_model", "kernels", "synth_rates")
         bits, group_size = (flags[name] and int(flags[name]) for name in ("q_bits", "q_group_size"))
-        return open_subject(**{name: flags[name] for name in names}, bits=bits, group_size=group_size)
+        given = {name: flags[name] for name in names}
+        return open_subject(**given, bits=bits, group_size=group_size, tensor_group=group())
 
 
 def cooldown_of(flags: dict[str, Any]) -> float:

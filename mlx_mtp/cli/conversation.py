@@ -39,7 +39,8 @@ class Chat:
         self.session, self.name, self.quiet = session, name, quiet
         self.progress = shows_progress(quiet=quiet)
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.read = MessageReader(interactive=self.interactive)
+        self.ranks = getattr(session.model, "ranks", None)
+        self.read = MessageReader(interactive=self.interactive, patient=not self.ranks)
         self.drafts = session.num_draft_tokens or default_draft_tokens(session.model)
         self.totals = Totals()
         self._last: GenerationResponse | None = None
@@ -66,6 +67,8 @@ class Chat:
                     self._answer(text)
 
     def _next(self) -> str | None:
+        if self.ranks:
+            return self.ranks.told(None if self.ranks.rank else self.read())
         with self.session.idle() if self.interactive else contextlib.nullcontext():
             return self.read()
 
@@ -131,12 +134,15 @@ class Chat:
         last = self._last
         if last and not self._line_ended:
             click.echo()
+        stopped = not trouble and (last is None or last.finish_reason is None)
         if trouble:
             click.echo(trouble, err=True)
-        elif last is None or last.finish_reason is None:
+        elif stopped:
             self._note("(stopped)" if last else "(stopped; the message is left out of the conversation)")
         if last:
             self._close_turn(last)
+        if self.ranks and stopped:
+            sys.exit(130)  # Ctrl-C has ended the launcher, too, and nothing more is read or written
 
     def _stream(self, text: str) -> None:
         session = self.session

@@ -12,6 +12,7 @@ from click import Choice, FloatRange, IntRange, option
 
 from ..cache.prompt_prefix import RESERVED_KEYS
 from ..demo import demo_path
+from .together import check_prompt, group
 
 MOST_GB = 2**20
 BITS = Choice(["2", "3", "4", "5", "6", "8"])
@@ -46,6 +47,7 @@ def check_text(_ctx: click.Context, _param: click.Parameter, value: str | None) 
 
 def read_prompt(value: str) -> str:
     """Return the text of a --prompt: standard input for '-', else with the escapes that mlx_lm knows."""
+    check_prompt(value)
     text = sys.stdin.read() if value == "-" else value.replace("\\n", "\n").replace("\\t", "\t")
     if _has_surrogates(text):
         raise click.UsageError("the prompt is not valid UTF-8 text")
@@ -211,7 +213,7 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
             "budget": Budget(context, step, cache_layout(flags), ignore),
             **{name: flags[name] for name in given},
         }
-        model, tokenizer = load(path, **kept)
+        model, tokenizer = load(path, tensor_group=group(), **kept)
     for token in flags.get("extra_eos_token", ()):
         try:
             tokenizer.add_eos_token(token)

@@ -98,11 +98,11 @@ class MessageReader:
     """What the user sends: from an editor with history, pasted pages and Alt-Enter for a new line, or from a pipe.
 
     Called for the next message; None means to leave: at the end of input or at two Ctrl-C in a row on an empty
-    line, of which the first only warns.
+    line, of which the first only warns, or at the first where it is not `patient`.
     """
 
-    def __init__(self, *, interactive: bool):
-        self._warned = False
+    def __init__(self, *, interactive: bool, patient: bool = True):
+        self._warned, self._patient = False, patient
         self._editor: Any = None
         self._prompt = "> " if interactive else ""
         if interactive and not dumb():
@@ -111,7 +111,7 @@ class MessageReader:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
 
     def __call__(self) -> str | None:
-        self._warned = False
+        self._warned = not self._patient
         while True:
             try:
                 return self._next()
@@ -184,6 +184,9 @@ class StopOnInterrupt:
                     self._notice()
 
     def _interrupt(self, *_: Any) -> None:
+        ranks = getattr(self._session.model, "ranks", None)
+        if ranks and ranks.rank:  # rank 0 decides
+            return
         if self._session.stopping:
-            raise KeyboardInterrupt
+            raise SystemExit(130) if ranks else KeyboardInterrupt
         self._session.stopping = True

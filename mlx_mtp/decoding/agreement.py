@@ -38,7 +38,9 @@ class Agreement:
         tokens = text.tokens
         found = self.ranks.gather([*said, len(tokens), zlib.crc32(tokens[-CHECKED:].tobytes()) >> 1])
         if odd := [str(rank) for rank, numbers in enumerate(found) if numbers[4:] != found[0][4:]]:
-            raise RuntimeError(f"ranks: rank {', '.join(odd)} has other tokens than rank 0 after {found[0][4]} of them")
+            raise RuntimeError(
+                f"ranks: rank {', '.join(odd)} has other tokens than rank 0 after {found[0][4]} of them"
+            )
         source, k, p_min, ended, *_ = found[0]
         self._plans.append(Plan(SOURCES[source], k, bool(p_min)))  # type: ignore[arg-type]
         self.ended = self.ended or bool(ended)
@@ -52,7 +54,7 @@ class Agreement:
 
 
 def agreed(ranks: Ranks, tokens: list[int], key: mx.array, options: Any) -> tuple[list[int], mx.array]:
-    """Take a generation's prompt and key of draws from rank 0; ValueError where options, as text, are not the same."""
+    """Take a generation's prompt and key of draws from rank 0; ValueError where options, as text, differ."""
     ranks.check_alike("an option of a generation", options)
     tokens, words = ranks.told([tokens, key.tolist()])
     return tokens, mx.array(words, mx.uint32)

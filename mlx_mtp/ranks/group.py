@@ -7,6 +7,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..machine.stream import in_turn
+from . import watch
+from .launch import launched
 
 
 class Ranks:
@@ -48,5 +50,20 @@ class Ranks:
 
 
 def ranks_of(group: Any) -> Ranks | None:
-    """Make the ranks of a group of `mx.distributed`; None where there is none, or this process is alone in it."""
-    return Ranks(group) if group is not None and group.size() > 1 else None
+    """Make the ranks of a group of `mx.distributed`, and watch them from here on where that is possible; None where
+    there is no group, or this process is alone in it.
+    """
+    if group is None or group.size() == 1:
+        return None
+    here = launched()
+    watch.begin(group.rank(), group.size(), here and here.meeting)
+    return Ranks(group)
+
+
+def meet() -> Ranks | None:
+    """Wait for the other ranks of this launch; None for a process of its own. Who is missing is said by the watch."""
+    here = launched()
+    if here is None:
+        return None
+    watch.begin(here.rank, here.size, here.meeting)
+    return ranks_of(mx.distributed.init(strict=True))

@@ -1,14 +1,9 @@
-"""Read how this process was launched as one of several ranks, and meet the others."""
+"""Read from the environment that this process was launched as one of several ranks."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import mlx.core as mx
-
-from . import watch
-from .group import Ranks, ranks_of
 
 BEYOND = 1000  # from the port that the backend meets at to the one that ranks watch each other at
 RANKS, SIZES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK"), ("MLX_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -32,21 +27,6 @@ def launched() -> Launch | None:
     size = next((int(os.environ[name]) for name in SIZES if name in os.environ), len(hosts) or len(devices))
     first = hosts[0][0] if hosts else os.environ.get("MLX_JACCL_COORDINATOR")
     return Launch(int(rank), size, _beside(first) if first else None) if size > 1 else None
-
-
-def meet() -> Ranks | None:
-    """Wait for the other ranks of this launch, and watch them from then on; None where there are none."""
-    here = launched()
-    if here is None:
-        return None
-    watch.begin(here.rank, here.size, here.meeting)
-    return ranks_of(mx.distributed.init(strict=True))
-
-
-def watch_others(ranks: Ranks) -> None:
-    """Watch the ranks of a group that a caller has made, if it is known where to meet them."""
-    here = launched()
-    watch.begin(ranks.rank, ranks.size, here and here.meeting)
 
 
 def _beside(address: str) -> tuple[str, int]:

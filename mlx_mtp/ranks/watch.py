@@ -40,8 +40,10 @@ def leave(code: int) -> None:
 
 def wait_for_reason() -> None:
     """Wait, where a collective has failed, until it is known which rank was the cause, which ends this process."""
-    if _watch is not None:
-        time.sleep(BEAT + UNWINDING)
+    end = time.monotonic() + BEAT + UNWINDING
+    while _watch is not None and time.monotonic() < end:
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(BEAT / 4)
 
 
 @dataclass
@@ -146,7 +148,9 @@ class Watch:
             del self.peers[rank]
             if rest != "0":  # it has said why, or is rank 0 whose user has gone
                 time.sleep(UNWINDING)  # for what this process is about to say of the same
-                self._end(f"rank {rank} has ended with exit code {rest}" if rank else "", int(rest) if not rank else 1)
+                self._end(
+                    f"rank {rank} has ended with exit code {rest}" if rank else "", int(rest) if not rank else 1
+                )
 
     def _tell(self, text: str) -> None:
         for peer in list(self.peers.values()):
