@@ -76,7 +76,8 @@ def load_port(
         ignored += unused
     shifted = raw[bool(contents.depths)]
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
-    model.report = make_report(model, config, source=source, norms=norms, ignored=ignored, expanded=expanded)
+    facts: dict[str, Any] = {"source": source, "norms": norms, "ignored": ignored, "expanded": expanded}
+    model.report = make_report(model, config, ranks=ranks.size if ranks else 1, **facts)
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)

@@ -27,6 +27,7 @@ class Report:
     untested: that test, and the heads' weights, wait for the first draft.
     drafted_from: rows of the LM heads that a draft vocabulary leaves, and how many there were; None without one.
     saved_bytes: of the heads, by that; negative where rows of a shared LM head had to be copied.
+    ranks: how many share the target, whose bytes are then this one's.
     kernels: which Metal kernels are on, a line each; not_exact: ops whose bits may depend on the number of rows.
     """
 
@@ -47,6 +48,7 @@ class Report:
     untested: bool = False
     drafted_from: tuple[int, int] | None = None
     saved_bytes: int = 0
+    ranks: int = 1
     kernels: tuple[str, ...] = ()
     not_exact: tuple[str, ...] = ()
 
@@ -72,6 +74,7 @@ class Report:
             ("self-test", shares and f"the first head agrees with the target on {shares}{whole}{few}"),
             ("self-test", self.untested and "before the first draft, when the heads' weights are read and checked"),
             ("drafts", before and f"from {left:,} of {before:,} tokens, {change}"),
+            ("ranks", self.ranks > 1 and f"{self.ranks}, each with its part of the target's layers and whole heads"),
             ("norms", self.norms),
             ("precision", self.expanded and "expanded to float32: MLX multiplies experts on a CPU in nothing else"),
             *(("" if i else "kernels", line) for i, line in enumerate(lines)),

@@ -18,13 +18,12 @@ SAME = "ranks"  # begins errors that all ranks meet alike
 
 @contextmanager
 def as_rank() -> Iterator[None]:
-    """Be quiet and leave Ctrl-C to rank 0, where this is another one; tell the others with which code it ends."""
+    """Be quiet where rank 0 is another process; tell the others with which code this one ends."""
     here = launched()
     if here is None:
         yield
         return
     if here.rank:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler would wait for collectives
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
     code = 1
@@ -59,12 +58,14 @@ def check_prompt(value: str) -> None:
 
 
 def group() -> Any:
-    """Meet the other ranks; None for a process of its own."""
+    """Meet the other ranks, and leave Ctrl-C to rank 0 from then on; None for a process of its own."""
     if launched() is None:
         return None
     from ..ranks.group import meet
 
     ranks = meet()
+    if ranks and ranks.rank:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     return ranks and ranks.group
 
 

@@ -66,4 +66,6 @@ def meet() -> Ranks | None:
     if here is None:
         return None
     watch.begin(here.rank, here.size, here.meeting)
-    return ranks_of(mx.distributed.init(strict=True))
+    watch.wait_for_all()
+    with watch.connecting():
+        return ranks_of(mx.distributed.init(strict=True))

@@ -10,8 +10,10 @@ import atexit
 import contextlib
 import os
 import socket
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -36,6 +38,30 @@ def leave(code: int) -> None:
     """Let the others know that this process is about to end with an exit code, which is then theirs."""
     if _watch is not None:
         _watch.leave(code)
+
+
+def wait_for_all() -> None:
+    """Wait until all ranks watch each other; who is missing for long ends the process."""
+    if _watch is not None:
+        _watch.met.wait()
+
+
+@contextlib.contextmanager
+def connecting() -> Iterator[None]:
+    """Bound the time that MLX takes to connect ranks that have met, for it waits with Python's lock held."""
+    if _watch is None:
+        yield
+        return
+    seconds, parent = int(STARTS * _watch.silence), os.getpid()
+    line = f"error: rank {_watch.rank}: a rank has ended or hangs while MLX connects them, for {seconds} s"
+    script = (
+        f"for i in $(seq {seconds}); do sleep 1; kill -0 {parent} || exit; done; echo '{line}' >&2; kill -9 {parent}"
+    )
+    with subprocess.Popen(["/bin/sh", "-c", script], stderr=2) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()
 
 
 def wait_for_reason() -> None:
@@ -65,6 +91,7 @@ class Watch:
     silence: float = field(default_factory=lambda: float(os.environ.get(SECONDS) or SILENCE))
     peers: dict[int, Peer] = field(default_factory=dict)
     code: int | None = None
+    met: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         """Meet the others, then listen to them until the process ends."""
@@ -105,6 +132,8 @@ class Watch:
                     connection.settimeout(BEAT)
                     self._add(int(connection.recv(8)), connection)
                 self._listen()
+        self._tell("met")
+        self.met.set()
 
     def _visit(self, end: float) -> None:
         """Call at rank 0's until it is there."""
@@ -142,6 +171,8 @@ class Watch:
                 self._end(f"rank {rank} has not answered for {self.silence:g} s")
 
     def _obey(self, rank: int, word: str, rest: str = "") -> None:
+        if word == "met":
+            self.met.set()
         if word == "gone":
             self._end(rest)
         if word == "left":

@@ -1,0 +1,66 @@
+"""Check that rank 0 decides for all ranks of a generation, and that different tokens end it."""
+
+import pytest
+
+from mlx_mtp.decoding.agreement import Agreement
+from mlx_mtp.decoding.prompt_lookup import Text
+from mlx_mtp.tuning.plan import Cycle, Plan
+
+
+class Control:
+    """Notes what it is told."""
+
+    def __init__(self, *plans):
+        self.plans, self.cycles = list(plans), []
+
+    def plan(self, matched, behind):
+        return self.plans.pop(0)
+
+    def observe(self, cycle):
+        self.cycles.append(cycle)
+
+
+class Cache:
+    live, behind = True, 0
+
+
+class Two:
+    """Rank 0 or 1 of two; the other one has said `others`."""
+
+    size, stopping = 2, False
+
+    def __init__(self, rank: int, others: list[int] | None = None):
+        self.rank, self.others, self.said = rank, others, []
+
+    def gather(self, numbers):
+        self.said = numbers
+        others = numbers if self.others is None else self.others
+        return [numbers, others] if self.rank == 0 else [others, numbers]
+
+
+def test_the_plans_and_the_end_are_rank_0s():
+    plans = [Plan("lookup", 7), Plan("heads", 3, p_min=True), Plan()]
+    first = Two(0)
+    lead = Agreement(first, Control(*plans))
+    second = Two(1)
+    control = Control()
+    follower = Agreement(second, control)
+    for i, plan in enumerate(plans):
+        first.stopping = i == 2
+        lead.meet(Text([1, 2, 3, i]), Cache())
+        second.others = first.said
+        follower.meet(Text([1, 2, 3, i]), Cache())
+        assert lead.plan() == follower.plan() == plan
+        assert lead.ended == follower.ended == (i == 2)
+    follower.observe(Cycle(Plan(), 0, 0, 0.1))
+    lead.observe(Cycle(Plan(), 0, 0, 0.1))
+    assert not control.cycles
+    assert len(lead.control.cycles) == 1
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 4], [1, 2]])
+def test_other_tokens_end_all(tokens):
+    first = Two(0)
+    Agreement(first, Control(Plan())).meet(Text([1, 2, 3]), Cache())
+    with pytest.raises(RuntimeError, match=r"^ranks: rank 1 has other tokens than rank 0 after 3 of them$"):
+        Agreement(Two(1, first.said), Control()).meet(Text(tokens), Cache())

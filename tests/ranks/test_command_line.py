@@ -1,0 +1,73 @@
+"""Check the command line on two ranks: who speaks, who reads, what is refused, and how it ends."""
+
+import random
+import signal
+import sys
+import time
+
+import pytest
+import rank_group
+from sweep import sweep
+
+MAIN = [sys.executable, "-m", "mlx_mtp"]
+pytestmark = sweep
+
+
+def run(folder, *argv, stdin="", **env):
+    return rank_group.ended(rank_group.start(2, folder, [*MAIN, *argv], **env), stdin)
+
+
+def test_generate_prints_on_rank_0_alone(tmp_path):
+    (code, text, _), others = run(tmp_path, "generate", "-p", "def f(n):", "-m", "12", "--quiet")
+    assert (code, others) == (0, (0, "", ""))
+    (_, plain, _), _ = run(tmp_path, "generate", "-p", "def f(n):", "-m", "12", "--quiet", "--num-draft-tokens", "0")
+    assert text == plain != "\n"
+
+
+def test_a_chat_is_typed_on_rank_0(tmp_path):
+    (code, text, _), others = run(
+        tmp_path, "chat", "-m", "8", "--quiet", stdin="What is os.path?\nAnd then?\n/exit\n"
+    )
+    assert (code, others) == (0, (0, "", ""))
+    assert len(text.splitlines()) >= 2
+
+
+@pytest.mark.parametrize(("argv", "code", "said"), [
+    (["generate", "-p", "-"], 2, "error: --prompt -: standard input has no end on several ranks"),
+    (["inspect", "."], 2, "error: inspect is for a single process; together run generate"),
+    (["bench", "kernels"], 2, "error: kernels is for a single process; together run decode"),
+    (["generate", "--model", "/nowhere"], 1, "error: /nowhere: no such directory"),
+    (["generate", "--adapter-path", "a"], 2, "adapter_path=a: not on 2 ranks"),
+])  # fmt: skip
+def test_errors_are_said_once_or_with_the_rank(tmp_path, argv, code, said):
+    (first, _, text), (second, out, other) = run(tmp_path, *argv)
+    assert (first, second, out) == (code, code, "")
+    assert said in text
+    assert other == "" if code == 2 else all(line.startswith("error: rank 1: ") for line in other.splitlines())
+
+
+def test_lossless_is_verified_together(tmp_path):
+    (code, text, _), others = run(tmp_path, "verify-lossless", "-m", "3", "--draws", "20", "--no-diagnose")
+    assert (code, others) == (0, (0, "", ""))
+    assert "on 2 ranks; on another number of them near-ties may be decided otherwise" in text
+
+
+@pytest.mark.parametrize(("sent", "victim", "code", "said"), [
+    (signal.SIGKILL, 1, 1, "error: rank 0: rank 1 has ended"),
+    (signal.SIGSTOP, 1, 1, "error: rank 0: rank 1 has not answered for 3 s"),
+    (signal.SIGSTOP, 0, 1, "error: rank 1: rank 0 has not answered for 3 s"),
+    (signal.SIGINT, 0, 130, ""),
+])  # fmt: skip
+def test_who_dies_hangs_or_presses_ctrl_c_ends_all_at_any_moment(tmp_path, sent, victim, code, said):
+    seconds = random.uniform(1, 12)
+    ranks = rank_group.start(2, tmp_path, [*MAIN, "bench", "decode", "--rounds", "50"], MLX_MTP_RANK_SECONDS="3")
+    time.sleep(seconds)
+    ranks[victim].send_signal(sent)
+    tic = time.monotonic()
+    other = ranks[1 - victim]
+    _, stderr = other.communicate(timeout=60)
+    assert time.monotonic() - tic < 25, seconds
+    if "not started within 9 s" not in stderr:  # it was sent before the two had met
+        assert other.returncode == code, (seconds, stderr)
+        assert said in stderr, seconds
+    ranks[victim].kill()

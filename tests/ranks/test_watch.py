@@ -1,0 +1,88 @@
+"""Check that a rank that dies, hangs, leaves or never comes ends the others, with a line that names it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import rank_group
+from sweep import sampled, sweep
+
+WATCHER = """
+import sys, time
+from mlx_mtp.ranks import watch
+rank, size, port, code = map(int, sys.argv[1:])
+watch.begin(rank, size, ("127.0.0.1", port))
+print("begun", flush=True)
+sys.stdin.readline()
+watch.leave(code)
+sys.exit(code)
+"""
+SECONDS = 1.2  # of silence until a rank is given up
+
+
+def start(ranks, size: int, code: int = 0) -> dict[int, subprocess.Popen]:
+    port = str(rank_group.free_ports(1)[0])
+    env = {**os.environ, "PYTHONPATH": str(rank_group.ROOT), "MLX_MTP_RANK_SECONDS": str(SECONDS)}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    argv = [sys.executable, "-c", WATCHER]
+    return {
+        rank: subprocess.Popen([*argv, str(rank), str(size), port, str(code)], env=env, text=True, **pipes)
+        for rank in ranks
+    }
+
+
+def met(processes) -> None:
+    for process in processes.values():
+        assert process.stdout.readline() == "begun\n"
+    time.sleep(1)
+
+
+def ends(process: subprocess.Popen) -> tuple[int, str]:
+    """Exit code and what was said, in a stated time."""
+    try:
+        return process.wait(timeout=5 * SECONDS + 10), process.stderr.read()  # its input stays open
+    finally:
+        process.kill()
+
+
+DIES = [(signal.SIGKILL, 2, "rank 2 has ended"), (signal.SIGKILL, 0, "rank 0 has ended")]
+HANGS = [(signal.SIGSTOP, rank, f"rank {rank} has not answered for {SECONDS:g} s") for rank in (1, 0)]
+ABSENT = [
+    ((0, 2), f"rank 1 has not started within {3 * SECONDS:g} s"),
+    ((1,), f"rank 0 at 127.0.0.1 has not started within {3 * SECONDS:g} s"),
+]
+
+
+@pytest.mark.parametrize(("sent", "victim", "what"), sampled([DIES[0], HANGS[1]], [*DIES, *HANGS]))
+def test_one_that_dies_or_hangs_is_named_by_all_others(sent, victim, what):
+    processes = start(range(3), 3)
+    met(processes)
+    processes[victim].send_signal(sent)
+    for rank in {0, 1, 2} - {victim}:
+        assert ends(processes[rank]) == (1, f"error: rank {rank}: {what}\n")
+    processes[victim].kill()
+
+
+@pytest.mark.parametrize(("there", "what"), sampled(ABSENT[:1], ABSENT))
+def test_one_that_never_starts_is_named(there, what):
+    processes = start(there, 3)
+    for rank, process in processes.items():
+        assert ends(process) == (1, f"error: rank {rank}: {what}\n")
+
+
+@sweep
+def test_who_leaves_in_order_is_not_missed_and_whose_user_left_is_followed():
+    processes = start(range(2), 2)
+    met(processes)
+    assert processes[0].communicate("\n", timeout=10)[1] == ""
+    time.sleep(2 * SECONDS)
+    assert processes[1].poll() is None
+    assert processes[1].communicate("\n", timeout=10)[1] == ""
+    processes = start(range(2), 2, code=130)
+    met(processes)
+    processes[0].stdin.write("\n")
+    processes[0].stdin.flush()
+    assert ends(processes[1]) == ends(processes[0]) == (130, "")
