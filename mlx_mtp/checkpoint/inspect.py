@@ -23,6 +23,7 @@ from ..decoding.memory_needs import kv_bytes, largest_context, needs
 from ..machine.errors import first_line, with_type
 from ..machine.memory import available
 from ..models import find_port
+from ..ranks.split import Share, take_part
 from .build import check_vectors, is_drafter, read_args
 from .files import TRUNK_FILES, Header, read_config, read_header, sidecar_files
 from .load import load_model
@@ -76,7 +77,8 @@ class Inspection:
     depths: of MTP heads that were found; declared: by config.json. head_tensors: those found, missing: those not.
     zero_centred: whether the norms of target and heads are stored so, norms: their layers' means as stored (None: not
         a number); both only of families that may. longest: the context that the model was made for.
-    report: the loader's. warnings: what looks wrong to it; problems: why it does not load.
+    report: the loader's. memory: of one of `ranks` machines that share the target, of which each has `part` bytes
+        (None: all, or it cannot be split). warnings: what looks wrong to the loader; problems: why it does not load.
     """
 
     path: str
@@ -95,12 +97,17 @@ class Inspection:
     longest: int | None
     report: Report | None
     memory: MemoryFit | None
+    ranks: int
+    part: int | None
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
 
 
-def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
-    """Look at a checkpoint directory; what is wrong is told, not raised. values: False of headers only."""
+def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> Inspection:
+    """Look at a checkpoint directory; what is wrong is told, not raised. values: False of headers only.
+
+    ranks: machines that are to share it.
+    """
     problems: list[str] = []
     tried = partial(_try, problems)
     config: dict[str, Any] = tried(read_config, path) or {}
@@ -120,12 +127,14 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
         said += tried(_repeated, model, path) or []
     if model is None and is_drafter(path):
         problems.insert(0, f"{path}: a drafter, for --draft-model beside its target; not a model")
+    parts = _parts(contents, model)
+    part = tried(_part_of, model, ranks, config["model_type"]) if model is not None and ranks > 1 else None
     return Inspection(
         path=str(path),
         family=config.get("model_type"),
         layers=_number(config, "num_hidden_layers"),
         layout=_layout(path, header, contents.heads),
-        **_parts(contents, model),
+        **parts,
         depths=contents.depths,
         declared=declared_heads(config),
         head_tensors=tuple(sorted(contents.heads)),
@@ -135,6 +144,8 @@ def inspect_checkpoint(path: Path, *, values: bool = True) -> Inspection:
         longest=_number(config, "max_position_embeddings"),
         report=model.report if model else None,
         memory=tried(_memory, model, _number(config, "max_position_embeddings")) if model else None,
+        ranks=ranks,
+        part=part,
         warnings=tuple(said),
         problems=tuple(dict.fromkeys(problems)),
     )
@@ -230,6 +241,14 @@ def _memory(model: Any, longest: int | None) -> MemoryFit:
     return MemoryFit(kv, head_kv, least, room.bytes, room.limit, min(context, longest or context))
 
 
+def _part_of(model: Any, ranks: int, name: str) -> int:
+    """Leave the model one rank's part; return the target's bytes of it."""
+    if find_port({"model_type": name}) is None:
+        raise ValueError(f"ranks={ranks}: model_type {name!r} has no port; allowed is 1")
+    take_part(model, Share(ranks), name)
+    return nbytes(model.parameters()) - nbytes(model.get("mtp", []))
+
+
 def _means(*parts: Header) -> tuple[float | None, ...]:
     """Compute the means of the layers' norms as stored, of the parts that are there."""
     means = (mean(part) for part in parts if part)
@@ -255,6 +274,7 @@ def as_text(facts: Inspection) -> str:
         ("missing", listed(facts.missing)),
         ("LM heads", report and report.heads and report.lm_head),
         ("norms", facts.zero_centred and facts.norms and _norms(facts)),
+        ("ranks", facts.part and f"{facts.ranks}, with {size(facts.part)} of the target on each; memory is of one"),
         *(_memory_rows(facts.memory, facts.longest) if facts.memory else ()),
         ("not used", report and listed(report.ignored)),
         *(("warning", text) for text in facts.warnings),

@@ -72,6 +72,7 @@ def kernels(**flags: Any) -> None:
 @option("--config", type=GIVEN, help="A model's config.json, taken in 4 bits if it says nothing else.")
 @option("--context", type=IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
 @option("--measured", type=GIVEN, multiple=True, help="A result of bench decode, verify or profile.")
+@option("--ranks", type=IntRange(1), default=1, help="Also what so many machines send each other, over two links.")
 @option("--quick", is_flag=True, help="Only a verify of 2 and of 4 rows.")
 @option("--out", type=WRITTEN, help="Write the result there, too.")
 @picture_options
@@ -99,7 +100,7 @@ def model(**flags: Any) -> None:
         if results and not flags["context"]:
             context = assemble.contexts(results[0])[0]
         rows = (2, 4) if flags["quick"] else assemble.ROWS
-        found = assemble.bench_model(subject, chip, context, rows, results)
+        found = assemble.bench_model(subject, chip, context, rows, results, flags["ranks"])
     notes = ["no chip that is known: bytes only; name one with --chip"] if chip is None else []
     report(found, flags, [*notes, *summary(found)])
 

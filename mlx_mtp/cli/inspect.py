@@ -12,12 +12,13 @@ from .terminal import printable
 @click.command("inspect")
 @click.argument("path")
 @click.option("--revision", help="Branch, tag or commit of a Hugging Face repository.")
+@click.option("--ranks", type=click.IntRange(1), default=1, help="Machines that are to share the model.")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON object.")
-def inspect(path: str, revision: str | None, as_json: bool) -> None:
+def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
     """Say what the checkpoint at PATH holds, and whether it loads.
 
     PATH is a directory or a Hugging Face repository. Headers are read, and the values of norms: no weights, and none
-    are downloaded. Exit code 1 where it does not load.
+    are downloaded. With --ranks, memory is what each of so many machines needs. Exit code 1 where it does not load.
     """
     from ..checkpoint.files import downloaded, headers_only, local
     from ..checkpoint.inspect import as_text, inspect_checkpoint
@@ -27,12 +28,12 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
     try:
         if directory is None:
             with headers_only(path, revision) as directory:
-                facts, gone = inspect_checkpoint(directory, values=False), str(directory)
+                facts, gone = inspect_checkpoint(directory, values=False, ranks=ranks), str(directory)
             said = {kind: getattr(facts, kind) for kind in ("warnings", "problems")}
             named = {kind: tuple(text.replace(gone, path) for text in texts) for kind, texts in said.items()}
             facts = replace(facts, path=path, **named)
         else:
-            facts = inspect_checkpoint(directory)
+            facts = inspect_checkpoint(directory, ranks=ranks)
     finally:
         gc.enable()
     click.echo(json.dumps(asdict(facts), indent=2) if as_json else printable(as_text(facts)))

@@ -5,7 +5,7 @@ MLP. Two sums over the ranks a layer, of its attention and of its MLP, make the 
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,21 +26,39 @@ KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
 INPUTS_SPLIT = ("o_proj", "out_proj", "down_proj")  # linears of which each rank has some of the columns
 
 
-def split(model: Any, group: Any, name: str) -> None:
-    """Leave each rank its part of the target's layers, not computed yet; ValueError where they cannot be split.
+class Share(NamedTuple):
+    """Stands for a group of ranks where nothing is computed, as of machines that are not there."""
 
-    name: the model_type, for messages.
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+def split(model: Any, group: Any, name: str) -> None:
+    """Leave each rank its part of the target's layers, not computed yet, and let it sum what the parts compute.
+
+    name: the model_type, for messages. Raises ValueError where they cannot be split.
     """
+    for module in take_part(model, group, name):
+        sum_over(module, group)
+
+
+def take_part(model: Any, group: Any, name: str) -> list[Any]:
+    """Leave of the target's layers this rank's part; returns the modules whose results are now parts of sums."""
     check_divides(model, group.size(), name)
     for layer in model.layers:
         _repeat_kv_heads(_mixer(layer), group.size())
     model.shard(group)
-    for layer in model.layers:
-        for module in (_mixer(layer), layer.mlp):
-            module.sharding_group = None  # of mlx-lm's own sum
-            _make_plain(module, first=group.rank() == 0)
-            module.update(tree_map(mx.contiguous, module.parameters()))  # lets go of the others' parts
-            sum_over(module, group)
+    modules = [module for layer in model.layers for module in (_mixer(layer), layer.mlp)]
+    for module in modules:
+        module.sharding_group = None  # of mlx-lm's own sum
+        _make_plain(module, first=group.rank() == 0)
+        module.update(tree_map(mx.contiguous, module.parameters()))  # lets go of the others' parts
+    return modules
 
 
 def check_divides(model: Any, ranks: int, name: str) -> None:

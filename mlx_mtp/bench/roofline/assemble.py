@@ -16,6 +16,7 @@ from ..random_model import shaped_model
 from ..result import result
 from ..timing import measured as interval
 from .chips import CHIPS, Chip, find, fitted_chips, read_fitted
+from .links import over_links
 from .models import MODELS, of_port
 from .ops import ModelOps
 from .phases import CYCLE, DRAFT, PLAIN, ROWS, VERIFY, floors, kernels, predicted
@@ -82,12 +83,17 @@ def _known(name: str, names: Iterable[str]) -> str | None:
 
 
 def bench_model(
-    subject: FloorSubject, chip: Chip | None, context: int, rows: Iterable[int] = ROWS, results: Sequence[Found] = ()
+    subject: FloorSubject,
+    chip: Chip | None,
+    context: int,
+    rows: Iterable[int] = ROWS,
+    results: Sequence[Found] = (),
+    ranks: int = 1,
 ) -> Found:
     """Make the result: floors in bytes, and with a chip seconds of these, predicted times and what kernels take off.
 
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at about this context are set
-    beside. ValueError where one is of another model, or at no such context.
+    beside. ValueError where one is of another model, or at no such context. ranks: that are to share the model.
     """
     rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}
@@ -104,6 +110,8 @@ def bench_model(
             what = f"bench {other['bench']} of {other['model']['name']}, {there / 1e9:.3g} GB of weights"
             raise ValueError(f"measured: {what}; {subject.name} has {here / 1e9:.3g} GB: say --model or --config")
     found = {"floors": floors(model, context, rows), **on_chip}
+    if ranks > 1:
+        found["links"] = over_links(model, ranks, rows)
     found["measured"] = [line for other in results for line in times(other, nearest(other, context))]
     found["documents"] = documents(fitted_chips()) if subject.name == MODEL else []
     return result("model", facts, {"context": context, "rows": rows}, **found, validation=fitted["validation"])

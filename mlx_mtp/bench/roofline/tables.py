@@ -11,6 +11,7 @@ from rich.table import Table
 from ..documents import CHIP, MAC
 from .chips import read_fitted
 from .cost import KERNELS
+from .links import LINKS
 from .ops import OVERLAPS
 from .phases import OURS, PHASES, PLAIN, SHOWN_OVERLAP, STOCK, VERIFY, shown_times
 
@@ -32,6 +33,8 @@ def tables(found: Found) -> Iterator[Table]:
         yield gap_table(found)
     if "kernels" in found:
         yield kernels_table(found)
+    if "links" in found:
+        yield links_table(found)
     if found["documents"]:
         yield documents_table(found)
         yield same_work_table(found)
@@ -109,6 +112,20 @@ def gap_table(found: Found) -> Table:
             cells.append(f"{seconds * 1e3:.2f} ({gap})" if seconds else "")
         if chip or any(cells):
             table.add_row(*label(phase, rows), *cells, end_section=rows == last[phase])
+    return table
+
+
+def links_table(found: Found) -> Table:
+    """Show what ranks send each other in a cycle, and how long that is predicted to take."""
+    lines = found["links"]
+    title = f"predicted, not measured: {found['model']['name']} on {lines[0]['ranks']} ranks, a cycle's messages"
+    caption = "; ".join(f"{link.name}: {link.source}" for link in LINKS)
+    columns = "phase", "", "collectives", "kB a rank sends", *(f"{link.name} ms" for link in LINKS)
+    table = new_table(title, *columns, left=2, caption=caption)
+    for (phase, rows), group in groupby(lines, key=itemgetter("phase", "rows")):
+        of = list(group)
+        times = (f"{line['seconds'] * 1e3:.2f}" for line in of)
+        table.add_row(*label(phase, rows), str(of[0]["collectives"]), f"{of[0]['bytes'] / 1e3:.1f}", *times)
     return table
 
 

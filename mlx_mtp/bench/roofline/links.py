@@ -1,0 +1,67 @@
+"""Predict what ranks that share a model send each other in a cycle, and how long that takes over a link.
+
+A layer has two sums over ranks, of its attention and of its MLP or experts, whose parts every rank gathers; a cycle
+has one more, of a few numbers, in which rank 0 decides. Drafts add rows to the sums, and none to their number.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .ops import ModelOps
+from .phases import CYCLE, PLAIN
+
+SUMS = 2  # a layer
+AGREEMENT = 24  # bytes of a rank's numbers
+VALUE = 2  # bytes of a value in a sum
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between machines: seconds of a small message, bytes a second, and whether parts go round a ring."""
+
+    name: str
+    latency: float
+    bandwidth: float
+    ring: bool
+    source: str
+
+
+LINKS = (
+    Link(
+        "Thunderbolt 5 RDMA",
+        9e-6,
+        6.9e9,
+        False,
+        "5 to 9 us reported by users of macOS 26.2's beta; 50 to 60 Gbit/s in Apple's WWDC 2026 talk",
+    ),
+    Link(
+        "10 Gbit Ethernet",
+        300e-6,
+        1.25e9,
+        True,
+        "300 us of a message over TCP between Macs, published before RDMA; the line rate",
+    ),
+)
+
+
+def collectives(model: ModelOps) -> int:
+    """Count those of a cycle."""
+    return SUMS * sum(layer.count for layer in model.layers) + 1
+
+
+def sent(model: ModelOps, rows: int, ranks: int) -> int:
+    """Count the bytes that each rank sends in a cycle that verifies so many rows."""
+    return (ranks - 1) * ((collectives(model) - 1) * rows * model.head.k * VALUE + AGREEMENT)
+
+
+def over_links(model: ModelOps, ranks: int, rows: Iterable[int]) -> list[dict[str, Any]]:
+    """Predict each cycle over each of LINKS: phase, rows M, drafts k, ranks, collectives, bytes, link, seconds."""
+    found = []
+    for m in sorted({1, *rows}):
+        count, nbytes = collectives(model), sent(model, m, ranks)
+        for link in LINKS:
+            seconds = count * link.latency * (ranks - 1 if link.ring else 1) + nbytes / link.bandwidth
+            line = {"phase": PLAIN if m == 1 else CYCLE, "rows": m, "drafts": m - 1, "ranks": ranks}
+            found.append(line | {"collectives": count, "bytes": nbytes, "link": link.name, "seconds": seconds})
+    return found
