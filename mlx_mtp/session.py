@@ -75,6 +75,7 @@ class ChatSession:
         Raises ValueError for an option out of range.
         """
         self.model, self.tokenizer, self.template_config = model, tokenizer, template_config or {}
+        self.ranks = getattr(model, "ranks", None)
         generate_step([0], model, **options).close()  # checks the options, computes nothing
         k = options.pop("num_draft_tokens", None)
         self.num_draft_tokens = default_draft_tokens(model) if k is None else k
@@ -177,10 +178,9 @@ class ChatSession:
 
     def _ends(self) -> bool:
         """Tell whether the answer is to be broken off here; ranks end it together, a cycle or two later."""
-        ranks = getattr(self.model, "ranks", None)
-        if ranks:
-            ranks.stopping = self.stopping
-        return self.stopping and not ranks
+        if self.ranks:
+            self.ranks.stopping = self.stopping
+        return self.stopping and not self.ranks
 
     def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Responses:
         """Read what is new of the prompt, with a snapshot at `end`, and answer."""
@@ -219,8 +219,7 @@ class ChatSession:
 
     def _read(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
         """Stop or go on between two chunks, where caches are whole (they are not yet after a part's last one)."""
-        ranks = getattr(self.model, "ranks", None)
-        if done < part and (ranks.told(self.stopping) if ranks else self.stopping):
+        if done < part and (self.ranks.told(self.stopping) if self.ranks else self.stopping):
             raise Stopped
         if progress:
             progress(before + done, total)

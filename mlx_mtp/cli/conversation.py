@@ -39,7 +39,7 @@ class Chat:
         self.session, self.name, self.quiet = session, name, quiet
         self.progress = shows_progress(quiet=quiet)
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.ranks = getattr(session.model, "ranks", None)
+        self.ranks = session.ranks
         self.read = MessageReader(interactive=self.interactive, patient=not self.ranks)
         self.drafts = session.num_draft_tokens or default_draft_tokens(session.model)
         self.totals = Totals()

@@ -184,7 +184,7 @@ class StopOnInterrupt:
                     self._notice()
 
     def _interrupt(self, *_: Any) -> None:
-        ranks = getattr(self._session.model, "ranks", None)
+        ranks = getattr(self._session, "ranks", None)
         if ranks and ranks.rank:  # rank 0 decides
             return
         if self._session.stopping:
