@@ -8,6 +8,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from ..cache.from_mlx_lm import from_mlx_lm
 from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
+from ..decoding.agreement import agreed
 from ..decoding.memory_needs import check_prompt, within
 from ..decoding.sampling import Picker, Sampling, random_key
 from ..decoding.stats import Stats
@@ -89,6 +90,9 @@ class Settings:
         options = sampler if isinstance(sampler, Sampling) else self.sampling
         options.validate(self.model.vocab_size)
         call = None if isinstance(sampler, Sampling) or sampler is greedy_sampler else sampler
-        how = call, tuple(processors or ()), self.logprobs, random_key(seed), self.draft_sampling
+        key, ranks = random_key(seed), getattr(self.model, "ranks", None)
+        if ranks:
+            pieces, key = agreed(ranks, pieces, key, (most, k, own.offset, options, self.draft_sampling))
+        how = call, tuple(processors or ()), self.logprobs, key, self.draft_sampling
         stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
         return Sequence(uid, pieces, own, Picker(options, *how), stops.matcher(), most, k)

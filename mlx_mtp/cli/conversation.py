@@ -17,6 +17,7 @@ from ..session import ChatSession, Turn
 from . import conversation_file
 from .progress import PromptProgress, shows_progress
 from .terminal import MessageReader, StopOnInterrupt, faint, hidden_typing, printable
+from .together import follows
 
 HELP = """\
 /help        this list (also: h)
@@ -113,11 +114,14 @@ class Chat:
 
     def _save(self, name: str) -> str:
         file = _named(name, "/save")
-        conversation_file.save(file, self.session)
+        if not follows():
+            conversation_file.save(file, self.session)
         return f"{printable(str(file))}: {_count(len(self.session.messages), 'message')} saved"
 
     def _load(self, name: str) -> str:
         file = _named(name, "/load")
+        if self.ranks:
+            raise ValueError(f"/load {printable(name)}: not on several ranks, which do not all have the file")
         conversation_file.load(file, self.session)
         self.totals = Totals()
         return f"{printable(str(file))}: {_count(len(self.session.messages), 'message')} loaded"
@@ -130,6 +134,8 @@ class Chat:
         except KeyboardInterrupt:
             pass
         except (ValueError, RuntimeError, MemoryError) as e:
+            if self.ranks:  # of which others may go on
+                raise
             trouble = "error: " + first_line(e)
         last = self._last
         if last and not self._line_ended:

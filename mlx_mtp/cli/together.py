@@ -12,7 +12,7 @@ import click
 from ..ranks import watch
 from ..ranks.launch import launched
 
-COMMANDS = ("generate", "chat", "serve", "bench", "verify-lossless")
+COMMANDS = ("generate", "chat", "bench", "verify-lossless")
 SAME = "ranks"  # begins errors that all ranks meet alike
 
 

@@ -2,7 +2,7 @@
 
 import zlib
 from collections import deque
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -12,6 +12,7 @@ from ..tuning.controller import Controller
 from ..tuning.plan import Cycle, Fixed, Plan
 from .prompt_lookup import Text
 
+T = TypeVar("T", int, list[int])
 SOURCES = ("heads", "lookup")
 CHECKED = 64  # last tokens of the text that are compared before each cycle
 
@@ -53,7 +54,7 @@ class Agreement:
             self.control.observe(cycle)
 
 
-def agreed(ranks: Ranks, tokens: list[int], key: mx.array, options: Any) -> tuple[list[int], mx.array]:
+def agreed(ranks: Ranks, tokens: list[T], key: mx.array, options: Any) -> tuple[list[T], mx.array]:
     """Take a generation's prompt and key of draws from rank 0; ValueError where options, as text, differ."""
     ranks.check_alike("an option of a generation", options)
     tokens, words = ranks.told([tokens, key.tolist()])
