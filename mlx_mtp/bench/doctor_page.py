@@ -82,7 +82,8 @@ def machine(found: Found) -> Iterator[str]:
         "model": model.get("name", f"failed: {model.get('failed')}"),
         "examined": f"{found['date']} UTC, {found['seconds']:.0f} s",
     }
-    yield from table(("", ""), facts.items(), "<")
+    first, *others = facts.items()
+    yield from table(first, others, "<")
 
 
 def kernels(found: Found) -> Iterator[str]:
