@@ -3,11 +3,13 @@
     python bench/serve.py [--runs 5] [--max-tokens 250]
 
 Both servers run all the time, in processes of their own; each measurement is taken of one, then of the other. That of
-mlx_lm gets a copy of the weights in float32, as it has no bfloat16 experts on a CPU.
+mlx_lm gets a copy of the weights in float32, as it has no bfloat16 experts on a CPU. For long answers of one client
+both get copies that say of another token that it ends a text: the demo's own answers are short.
 """
 
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -15,17 +17,19 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 
 import click
 import mlx.core as mx
-from mlx_lm.utils import load_config, save_config
+from mlx_lm.utils import load_config, load_tokenizer, save_config
 
 from mlx_mtp.demo import demo_path
 
 PREFIX = 1500  # tokens of the conversation's system prompt, about
+UNENDING = 1  # `<|im_start|>`, as the token that ends a text
 QUESTIONS = ("What does len do?", "What does sorted do?", "What does os.path.join do?", "What does zip do?")
 
 
@@ -47,21 +51,29 @@ def server(command: list[str], port: int) -> Iterator[str]:
         process.wait()
 
 
-def in_float32(path: Path, out: Path) -> Path:
-    """Write the demo's target, without heads, in float32."""
-    weights = {name: array.astype(mx.float32) for name, array in mx.load(str(path / "model.safetensors")).items()}
-    mx.save_safetensors(str(out / "model.safetensors"), weights)
-    save_config({**load_config(path), "torch_dtype": "float32"}, out / "config.json")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (out / name).write_bytes((path / name).read_bytes())
+def copied(path: Path, out: Path, *, float32: bool, unending: bool) -> Path:
+    """Copy the demo, with its weights in float32, or with another token to end texts."""
+    shutil.copytree(path, out)
+    if float32:
+        weights = {name: array.astype(mx.float32) for name, array in mx.load(str(path / "model.safetensors")).items()}
+        mx.save_safetensors(str(out / "model.safetensors"), weights)
+    changes = {"torch_dtype": "float32"} if float32 else {}
+    config = {**load_config(path), **changes}
+    if unending:
+        config["eos_token_id"] = [UNENDING]
+        (out / "generation_config.json").unlink()
+        tokenizer = json.loads((path / "tokenizer_config.json").read_text())
+        (out / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "eos_token": "<|im_start|>"}))
+    save_config(config, out / "config.json")
     return out
 
 
-def ask(address: str, messages: list[dict], max_tokens: int) -> tuple[float, float, int, str]:
-    """Stream one answer: seconds to its first token, seconds after that, tokens, text."""
-    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+def ask(address: str, said: str | list[dict], max_tokens: int) -> tuple[float, float, int, str]:
+    """Stream one completion or answer: seconds to its first token, seconds after that, tokens, text."""
+    path, field = ("completions", "prompt") if isinstance(said, str) else ("chat/completions", "messages")
+    body = {field: said, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode())
+    request = urllib.request.Request(f"{address}/v1/{path}", json.dumps(body).encode())
     request.add_header("content-type", "application/json")
     tic, first, text, tokens = time.perf_counter(), 0.0, "", 0
     with urllib.request.urlopen(request) as response:
@@ -70,7 +82,7 @@ def ask(address: str, messages: list[dict], max_tokens: int) -> tuple[float, flo
                 continue
             chunk = json.loads(line[6:])
             tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-            piece = "".join(c["delta"].get("content") or "" for c in chunk["choices"])
+            piece = "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in chunk["choices"])
             first = first or (time.perf_counter() - tic if piece else 0.0)
             text += piece
     return first, time.perf_counter() - tic - first, tokens, text
@@ -78,14 +90,16 @@ def ask(address: str, messages: list[dict], max_tokens: int) -> tuple[float, flo
 
 def single(address: str, run: int, max_tokens: int) -> tuple[float, float]:
     """One client, one long answer: seconds to the first token, tokens per second."""
-    said = f"Write class number {run} of a module that reads files, with all of its methods."
-    first, rest, tokens, _ = ask(address, [{"role": "user", "content": said}], max_tokens)
+    texts = json.loads((files("mlx_mtp.bench") / "prompts.json").read_text())
+    text = list(texts.values())[run % len(texts)][0]
+    first, rest, tokens, _ = ask(address, text, max_tokens)
     return first, (tokens - 1) / rest if rest else 0.0
 
 
 def conversation(address: str, run: int) -> tuple[float, float]:
     """Four turns behind a long system prompt: median seconds to first tokens of turns 2 to 4, seconds of all."""
-    system = f"Run {run}. " + "Be brief and correct. " * (PREFIX // 6)
+    said = "Be brief and correct. "
+    system = f"Run {run}. " + said * (PREFIX // len(load_tokenizer(demo_path()).encode(said)))
     messages, firsts, tic = [{"role": "system", "content": system}], [], time.perf_counter()
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
@@ -101,22 +115,32 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def in_turn(
+    measure: Callable[[str, int], tuple[float, float]], runs: int, *, unending: bool
+) -> dict[str, list[tuple[float, float]]]:
+    """Measure one server, then the other, run after run; the first run warms up."""
+    with tempfile.TemporaryDirectory() as directory:
+        places = [Path(directory) / name for name in ("ours", "mlx_lm")]
+        paths = [copied(demo_path(), p, float32=p.name != "ours", unending=unending) for p in places]
+        ours = [sys.executable, "-m", "mlx_mtp", "serve", "--quiet", "--alias", "*", "--model", str(paths[0])]
+        theirs = [sys.executable, "-m", "mlx_lm", "server", "--model", str(paths[1])]
+        with server(ours, free_port()) as a, server(theirs, free_port()) as b:
+            found = {"ours": [], "mlx_lm": []}
+            for run in range(runs + 1):
+                for name, address in (("ours", a), ("mlx_lm", b)):
+                    figures = measure(address, run)
+                    if run:
+                        found[name].append(figures)
+    return found
+
+
 @click.command()
 @click.option("--runs", default=5, show_default=True)
 @click.option("--max-tokens", default=250, show_default=True)
 def main(runs: int, max_tokens: int) -> None:
     """Measure both servers in turn and print medians."""
-    with tempfile.TemporaryDirectory() as directory:
-        theirs = [sys.executable, "-m", "mlx_lm", "server", "--model", str(in_float32(demo_path(), Path(directory)))]
-        ours = [sys.executable, "-m", "mlx_mtp", "serve", "--quiet", "--alias", "*"]
-        with server(ours, free_port()) as a, server(theirs, free_port()) as b:
-            found = {name: {"ours": [], "mlx_lm": []} for name in ("single", "conversation")}
-            for run in range(runs + 1):  # the first one warms up
-                for name, address in (("ours", a), ("mlx_lm", b)):
-                    one, talk = single(address, run, max_tokens), conversation(address, run)
-                    if run:
-                        found["single"][name].append(one)
-                        found["conversation"][name].append(talk)
+    found = {"single": in_turn(lambda address, run: single(address, run, max_tokens), runs, unending=True)}
+    found["conversation"] = in_turn(conversation, runs, unending=False)
     report(found)
 
 
