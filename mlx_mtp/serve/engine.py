@@ -200,7 +200,6 @@ def _reread(served: Served, job: Job) -> Iterator[int]:
     """Read a conversation with its answer as a prompt, a chunk at a time: it is what the next one begins with."""
     try:
         prompt = job.ask.follows(job.parts) if job.ask.follows else []
-        if served.tree.covered(prompt) + served.tree.step < len(prompt):
-            yield from read(served, served.tree.take(prompt[:-1], len(prompt)), prompt, ())
+        yield from read(served, served.tree.take(prompt, len(prompt)), prompt, ())
     except Exception as e:  # nobody has asked for it, and nobody is told
         log.warning("not read ahead: %s", first_line(e))

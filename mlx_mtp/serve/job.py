@@ -116,8 +116,8 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Iterator[No
     """Answer a request, yielding after every step; crowded: others' steps come in between, so time tells nothing."""
     ask = job.ask
     if served.files:
-        served.files.load(served.tree, ask.prompt[:-1])
-    cache = served.tree.take(ask.prompt[:-1], len(ask.prompt) + min(ask.max_tokens, RESERVED))
+        served.files.load(served.tree, ask.prompt)
+    cache = served.tree.take(ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED))
     most, cached = _fitting(served, cache, ask), cache.offset
     job.emit(Begun(cached))
     for done in read(served, cache, ask.prompt, ask.turns):
@@ -131,7 +131,7 @@ def _fitting(served: Served, cache: PromptCache, ask: Ask) -> int:
     rest, most = len(ask.prompt) - cache.offset, ask.max_tokens
     while True:
         try:
-            check_prompt(served.model, cache, rest, most, served.tree.step, ignore=False)
+            check_prompt(served.model, cache, rest, most, served.tree.chunking.step, ignore=False)
             return most
         except ValueError:
             if most == 1:
@@ -140,22 +140,17 @@ def _fitting(served: Served, cache: PromptCache, ask: Ask) -> int:
 
 
 def read(served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...]) -> Iterator[int]:
-    """Read whole chunks of a prompt but for its last token, and remember them; yield how far it has come."""
-    step = served.tree.step
-    last = (len(prompt) - 1) // step * step
-    resumes = {last, *(turn // step * step for turn in turns)}
-    while cache.offset < last:
-        chunk = prompt[cache.offset : cache.offset + step]
-        k = served.options["num_draft_tokens"]
-        options: Any = {
-            "prompt_cache": cache,
-            "num_draft_tokens": k,
-            "prefill_step_size": step,
-            "check_memory": False,
-        }
-        next(generate_step(chunk, served.model, max_tokens=0, **options), None)
-        served.tree.store(cache, resumes=cache.offset in resumes)
-        yield cache.offset
+    """Read whole chunks of a prompt, never its last token, and remember them; yield how far it has come."""
+    cuts, k = served.tree.chunking.cuts(prompt), served.options["num_draft_tokens"]
+    resumes = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
+    for end in cuts:
+        if end <= cache.offset:
+            continue
+        options: Any = {"prompt_cache": cache, "num_draft_tokens": k, "check_memory": False}
+        options["prefill_step_size"] = served.tree.chunking.step
+        next(generate_step(prompt[cache.offset : end], served.model, max_tokens=0, **options), None)
+        served.tree.store(cache, resumes=end in resumes)
+        yield end
 
 
 def _decode(
@@ -168,7 +163,11 @@ def _decode(
         tool_format=served.tool_format, tools=ask.tools,
     )  # fmt: skip
     options = {**served.options, **ask.sampling, "max_tokens": most, "prompt_cache": cache, "stats": stats}
-    options |= {"prefill_step_size": served.tree.step, "check_memory": False, "logprobs": ask.logprobs is not None}
+    options |= {
+        "prefill_step_size": served.tree.chunking.step,
+        "check_memory": False,
+        "logprobs": ask.logprobs is not None,
+    }
     if ask.penalties:
         options["logits_processors"] = make_logits_processors(**ask.penalties)
     reasoned, first, response = 0, 0.0, None

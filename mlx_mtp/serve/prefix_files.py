@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import mlx.core as mx
+
 from ..cache.file import load_prompt_cache, save_prompt_cache, saved_tokens
 from ..machine.errors import first_line
-from .prefixes import PrefixTree
+from .prefixes import PrefixTree, resumable
 
 log = logging.getLogger("mlx_mtp.serve")
 ENDING = ".prefix.safetensors"
@@ -32,8 +34,9 @@ class PrefixFiles:
 
     def load(self, tree: PrefixTree, tokens: Sequence[int]) -> None:
         """Put into the tree what a file holds of the beginning of `tokens`, if that is more than the tree has."""
-        held = tree.covered(tokens)
-        fitting = [f for f, own in self.known.items() if held < len(own) < len(tokens) and own == tokens[: len(own)]]
+        held, ends = tree.covered(tokens), set(tree.chunking.cuts(tokens))
+        fitting = [f for f, own in self.known.items() if held < len(own) in ends and own == tokens[: len(own)]]
+        fitting = [f for f in fitting if f == self._file(tree, self.known[f])]
         if not fitting:
             return
         file = max(fitting, key=lambda f: len(self.known[f]))
@@ -47,26 +50,28 @@ class PrefixFiles:
     def save(self, tree: PrefixTree, until: float = float("inf")) -> None:
         """Write the texts of a tree, the newest first, as long as time.monotonic() is not past `until`."""
         for chunk in sorted(tree.leaves(), key=lambda c: -c.used):
-            tokens = [token for each in chunk.path() for token in each.tokens]
-            held = tree.covered(tokens)
-            file = self._file(tokens[:held])
-            if not held or file in self.known:
+            path = resumable(chunk.path())
+            tokens = [token for each in path for token in each.tokens]
+            file = self._file(tree, tokens)
+            if not path or file in self.known:
                 continue
             if time.monotonic() > until:
                 log.warning("the time to end is over: not every remembered prompt was written to %s", self.directory)
                 break
             try:
-                save_prompt_cache(file, tree.take(tokens[:held], held))
+                save_prompt_cache(file, tree.joined(path, len(tokens)))
             except OSError as e:
                 log.warning("%s", first_line(e))
                 break
-            self.known[file] = tokens[:held]
-            self._remove_shorter(tokens[:held])
+            self.known[file] = tokens
+            self._remove_shorter(tokens)
         self._shrink()
 
-    def _file(self, tokens: Sequence[int]) -> Path:
-        name = hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:32]
-        return self.directory / f"{name}{ENDING}"
+    def _file(self, tree: PrefixTree, tokens: Sequence[int]) -> Path:
+        """Name the file of a text, by all that its bits depend on beside the model."""
+        step, least, ends = tree.chunking
+        made = (step, least, sorted(ends), mx.__version__, str(mx.default_device()), [*tokens])
+        return self.directory / f"{hashlib.sha256(repr(made).encode()).hexdigest()[:32]}{ENDING}"
 
     def _remove_shorter(self, tokens: list[int]) -> None:
         """Remove files that hold no more than the beginning of a text that is written."""

@@ -1,19 +1,40 @@
 """Remember the beginnings of prompts: a tree of chunks of tokens, with what the caches hold behind each.
 
-A prompt is read in chunks that begin at multiples of their length, whatever is remembered of it. A chunk that is read
-from the tree was computed of the same tokens, in the same shapes, on top of the same state as one that is read by the
-model: so an answer's bits do not depend on what the tree holds.
+A prompt's tokens alone decide in which chunks it is read, not what is remembered of it. A chunk that is taken from
+the tree was computed of the same tokens, in the same shapes, on top of the same state as one that the model reads: so
+an answer's bits do not depend on what the tree holds.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..cache.layer_cache import Parts
 from ..cache.pieces import Moment, cut, has_rows, join, moment
 from ..cache.prompt_cache import PromptCache
+
+
+class Chunking(NamedTuple):
+    """The rule by which texts are cut: chunks have `step` tokens, or end with a turn, if they have `least` by then.
+
+    ends: the tokens that end turns; a chunk ends in front of one, where what was written as an answer ends.
+    """
+
+    step: int
+    least: int = 1
+    ends: frozenset[int] = frozenset()
+
+    def cuts(self, tokens: Sequence[int]) -> list[int]:
+        """List where chunks end, each of them behind the tokens in front of it and decided by those and the next."""
+        found, begun = [], 0
+        for i, token in enumerate(tokens):
+            if i - begun == self.step or (token in self.ends and i - begun >= self.least):
+                found.append(i)
+                begun = i
+        return found
 
 
 @dataclass(eq=False)
@@ -45,41 +66,48 @@ class Chunk:
         return chunks[::-1]
 
 
+def resumable(path: list[Chunk]) -> list[Chunk]:
+    """Cut a path behind the last chunk at whose end texts can go on."""
+    return path[: max((i for i, chunk in enumerate(path, 1) if chunk.moment), default=0)]
+
+
 class PrefixTree:
-    """Chunks of `step` tokens, shared by all texts that begin alike, the least recently used ones dropped first.
+    """Chunks of tokens, shared by all texts that begin alike, the least recently used ones dropped first.
 
     blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing.
     """
 
-    def __init__(self, blank: PromptCache, step: int, limit: int):
-        self.blank, self.step, self.limit = blank, step, limit
+    def __init__(self, blank: PromptCache, chunking: Chunking, limit: int):
+        self.blank, self.chunking, self.limit = blank, chunking, limit
         self.root, self.nbytes, self.chunks = Chunk(), 0, 0
         self._clock = itertools.count(1)
         self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
 
     def take(self, tokens: Sequence[int], room: int) -> PromptCache:
         """Make a cache of the longest remembered beginning of `tokens`, with room for so many positions."""
-        path = self._known(tokens)
-        while path and path[-1].moment is None:
-            path.pop()
+        return self.joined(self._known(tokens), room)
+
+    def joined(self, path: list[Chunk], room: int) -> PromptCache:
+        """Make a cache of the chunks of a path, up to the last moment of it."""
+        path = resumable(path)
         if not path:
             return self.blank.like_new()
-        at = path[-1].moment
+        at, tokens = path[-1].moment, [token for chunk in path for token in chunk.tokens]
         assert at is not None
-        return join(self.blank, [chunk.rows for chunk in path], at, list(tokens[: at.length]), room)
+        return join(self.blank, [chunk.rows for chunk in path], at, tokens, room)
 
     def covered(self, tokens: Sequence[int]) -> int:
         """Count the tokens that `take` would find."""
         return max((chunk.moment.length for chunk in self._known(tokens) if chunk.moment), default=0)
 
     def store(self, cache: PromptCache, *, resumes: bool) -> None:
-        """Remember the last `step` tokens of a cache at rest, if those before are remembered.
+        """Remember the last chunk of a cache that rests where one ends, if those before are remembered.
 
         resumes: later texts may go on from here; where moments are small all of them can.
         """
         if not self._takes(cache):
             return
-        *before, last = self._split(cache.tokens)
+        *before, last = self._split(cache.tokens, cache.offset)
         known = self._walk(before)
         if len(known) < len(before):
             return
@@ -87,12 +115,12 @@ class PrefixTree:
         self._finish(chunk, cache, resumes=resumes or self.every_moment)
 
     def insert(self, cache: PromptCache) -> None:
-        """Remember all tokens of a cache at rest; texts may go on from its end."""
+        """Remember all tokens of a cache that rests where a chunk ends; texts may go on from there."""
         if not self._takes(cache):
             return
-        chunk = self.root
-        for i, part in enumerate(self._split(cache.tokens), 1):
-            end = i * self.step
+        chunk, end = self.root, 0
+        for part in self._split(cache.tokens, cache.offset):
+            end += len(part)
             primed = cache.primed if end == cache.offset else min(end - 1, cache.primed)
             chunk = self._child(chunk, part, cache, end, primed)
         self._finish(chunk, cache, resumes=True)
@@ -100,7 +128,7 @@ class PrefixTree:
     def _child(self, above: Chunk, part: tuple[int, ...], cache: PromptCache, end: int, primed: int) -> Chunk:
         """Find the chunk of these tokens behind another one, or make it of the rows that end at a position."""
         if (chunk := above.children.get(part)) is None:
-            rows = cut(cache, (end - self.step, end), (above.primed, primed))
+            rows = cut(cache, (end - len(part), end), (above.primed, primed))
             chunk = above.children[part] = Chunk(part, above, rows, primed=primed)
             self.nbytes += chunk.nbytes
             self.chunks += 1
@@ -131,13 +159,13 @@ class PrefixTree:
         self.root, self.nbytes, self.chunks = Chunk(), 0, 0
 
     def _takes(self, cache: PromptCache) -> bool:
-        """Tell whether a cache can be remembered: not in the middle of a chunk, or in another layout."""
-        whole = cache.offset and cache.offset % self.step == 0
-        return bool(self.limit and whole and not cache.is_mlx_lm and cache.quantizing is self.blank.quantizing)
+        """Tell whether a cache can be remembered: not an empty one, or one of another layout."""
+        return bool(self.limit and cache.offset and not cache.is_mlx_lm and cache.quantizing is self.blank.quantizing)
 
-    def _split(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        whole = len(tokens) - len(tokens) % self.step
-        return [tuple(tokens[i : i + self.step]) for i in range(0, whole, self.step)]
+    def _split(self, tokens: Sequence[int], *ends: int) -> list[tuple[int, ...]]:
+        """Cut tokens into chunks; ends: where one more is known to end."""
+        ends = (*self.chunking.cuts(tokens), *ends)
+        return [tuple(tokens[a:b]) for a, b in itertools.pairwise((0, *ends))]
 
     def _walk(self, parts: list[tuple[int, ...]]) -> list[Chunk]:
         """Find the chunks of these tokens, as far as they are remembered."""

@@ -21,13 +21,13 @@ from .guard import Rules
 from .job import Served
 from .metrics import Metrics
 from .prefix_files import PrefixFiles
-from .prefixes import PrefixTree
+from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
 from .tool_formats import format_of
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # seconds at the end in which what is remembered is written to files
-CHUNK, CHUNK_ON_CPU = 512, 64  # tokens: long ones are read faster, short ones leave less to be read again
+CHUNK, CHUNK_ON_CPU = (512, 32), (64, 8)  # tokens at most and at least: read fast, and little of it twice
 
 
 class Loaded(NamedTuple):
@@ -141,7 +141,7 @@ def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
     k = settings.options.get("num_draft_tokens")
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
-    tree = PrefixTree(blank, settings.step or chunk_of(), settings.cache_bytes)
+    tree = PrefixTree(blank, chunking_of(tokenizer, settings.step), settings.cache_bytes)
     options = {**settings.options, "num_draft_tokens": k}
     served = Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files)
     own = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
@@ -160,9 +160,10 @@ def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
     return served
 
 
-def chunk_of() -> int:
-    """Choose how many tokens of a prompt are read at a time, and remembered together."""
-    return CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
+def chunking_of(tokenizer: Any, step: int | None) -> Chunking:
+    """Choose how many tokens of a prompt, `step` at most, are read at a time, and remembered together."""
+    most, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
+    return Chunking(step or most, least, frozenset(tokenizer.eos_token_ids))
 
 
 def _store(served: Served) -> None:

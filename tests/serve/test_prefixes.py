@@ -13,9 +13,9 @@ import mlx_mtp
 from mlx_mtp.cache.pieces import has_rows
 from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer
 from mlx_mtp.serve.prefix_files import PrefixFiles
-from mlx_mtp.serve.prefixes import PrefixTree
+from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 
-STEP = 4
+FIXED = Chunking(4)
 KINDS = ["qwen3_5"]  # gated delta; windows are the first model's
 
 
@@ -45,10 +45,10 @@ def wrapped(monkeypatch):
     monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
 
 
-def serve(model, limit=1 << 30, **layout):
+def serve(model, limit=1 << 30, chunking=FIXED, **layout):
     k = min(2, model.max_draft_tokens)
     blank = mlx_mtp.make_prompt_cache(model, num_draft_tokens=k, **layout)
-    tree = PrefixTree(blank, STEP, limit)
+    tree = PrefixTree(blank, chunking, limit)
     return Served(model, Letters(), tree, {"num_draft_tokens": k, "adaptive": False}, None)
 
 
@@ -114,6 +114,19 @@ def test_only_where_states_were_noted_texts_go_on(tiny_models):
     assert ask(served, second)[1] == 0
 
 
+@pytest.mark.parametrize("model", ["step3p5"], indirect=True)
+def test_turns_end_chunks(model):
+    """Behind a turn that ends alike another one is read from there, wherever that is."""
+    ends = Chunking(8, 3, frozenset({7}))
+    assert ends.cuts([1, 1, 7, 1, 1, 7, 1, *range(20, 29), 7, 1]) == [5, 13, 16]
+    first = [*range(20, 25), 7, *range(10, 14), 7, 1]
+    second = [*first[:11], 2, 3, 4, 7, 1]
+    fresh, served = ask(serve(model, chunking=ends), second), serve(model, chunking=ends)
+    ask(served, first, turns=(5,))
+    assert ask(served, second) == (fresh[0], 10)
+    assert ask(served, [*first[:5], 9, *second[6:]])[1] == 0  # what follows decides where a chunk ends
+
+
 def test_all_rows_can_be_cut_where_there_are_no_states(tmp_path):
     model = mlx_mtp.load_model(families.build("glm4_moe", tmp_path)[0])
     served = serve(model)
@@ -146,7 +159,7 @@ def test_least_recently_used_ends_go_first_and_no_more_is_held_than_allowed(tiny
     for text in texts[3:5]:
         ask(served, text)
         assert served.tree.nbytes <= served.tree.limit
-    held = [served.tree.covered(text[:-1]) for text in texts]
+    held = [served.tree.covered(text) for text in texts]
     assert held[0] == held[4] == 16
     assert held[1] == held[5] == 0
     assert served.tree.nbytes == sum(c.nbytes for leaf in served.tree.leaves() for c in leaf.path())
