@@ -27,7 +27,7 @@ from .tool_formats import format_of
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # seconds at the end in which what is remembered is written to files
-CHUNK, CHUNK_ON_CPU = (512, 32), (64, 8)  # tokens at most and at least: read fast, and little of it twice
+CHUNK, CHUNK_ON_CPU = (512, 32), (64, 24)  # tokens at most and at least: read fast, and little of it twice
 
 
 class Loaded(NamedTuple):
