@@ -28,6 +28,7 @@ from .prompt_cache import PromptCache, Quantizing
 from .prompt_prefix import PromptPrefix
 
 FORMAT = 2
+WHOLE = [0, 1]  # the part of a model that is not split
 DIGITS = 64
 BLANK = "0" * DIGITS  # where the checksum is to be, while it is taken
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
@@ -39,10 +40,11 @@ PIECE = 1 << 24  # bytes read at a time
 def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
     """Write a cache that is at rest, heads and their pending rows included, in the safetensors format.
 
+    Of a model that is split each rank writes its part, rank 1 into `file`.rank1 and so on.
     A reader finds the old file or the whole new one. Raises ValueError for what is no file, OSError where it
     cannot be written.
     """
-    path = Path(file)
+    path = _own_file(file, cache.model)
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: not a file, a prompt cache cannot take its place")
     arrays = {f"cache.{i}.{j}": part for i, c in enumerate(cache.caches) for j, part in enumerate(c.used())}
@@ -74,8 +76,14 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
     Raises ValueError, with the reason, where it is not one, is damaged, of an older format or another model's, or
     where there is no memory for it; OSError where it cannot be read.
     """
-    with Path(file).open("rb") as f:  # one file from here on, whoever replaces it
+    file = _own_file(file, model)
+    with file.open("rb") as f:  # one file from here on, whoever replaces it
         state = _checked(f, file)
+        if state.setdefault("part", WHOLE) != _part(model):
+            rank, ranks = state.get("part", WHOLE)
+            raise ValueError(
+                f"{file}: made on rank {rank} of {ranks}; expected {' of '.join(map(str, _part(model)))}"
+            )
         if state.get("model") != fingerprint(model, heads=False):
             raise ValueError(f"{file}: made with another model, or in another precision")
         if model.mtp and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
@@ -136,7 +144,20 @@ def _state(cache: PromptCache) -> dict[str, Any]:
         "opening": cache.prefix and asdict(cache.prefix),
         "model": fingerprint(cache.model, heads=False),
         "model_heads": fingerprint(cache.model, heads=True) if cache.heads else None,
+        "part": _part(cache.model),
     }
+
+
+def _own_file(file: str | Path, model: Any) -> Path:
+    """Name the file of this rank, where the model is split over ranks."""
+    ranks = getattr(model, "ranks", None)
+    return ranks.file(file) if ranks else Path(file)
+
+
+def _part(model: Any) -> list[int]:
+    """Say which rank of how many the model is a part of."""
+    ranks = getattr(model, "ranks", None)
+    return [ranks.rank, ranks.size] if ranks else WHOLE
 
 
 def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
@@ -253,7 +274,8 @@ def fingerprint(model: Any, *, heads: bool) -> str:
     """Digest a model's configuration and of its parameters' names, shapes, types and a sample of their values.
 
     So a saved cache is known to be this model's. heads: of its draft heads, without their LM heads, on which no state
-    depends; else of the target.
+    depends; else of the target. Of a model that is split all ranks have the same one, and
+    have to ask for it together.
     """
     arrays: Any = tree_flatten(model.parameters())
     other = re.compile(r"mtp\.\d+\.(head\.|d2t$)|(?!mtp\.)" if heads else r"mtp\.")
@@ -266,7 +288,8 @@ def fingerprint(model: Any, *, heads: bool) -> str:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     if own:
         digest.update(np.array(mx.concatenate([_sample(array) for _, array in own])).tobytes())
-    return digest.hexdigest()
+    ranks = getattr(model, "ranks", None)
+    return ranks.combined(digest.hexdigest()) if ranks else digest.hexdigest()
 
 
 def _sample(array: mx.array) -> mx.array:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from . import options
+from .together import own_file
 
 
 def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
@@ -49,7 +50,7 @@ def cache_prompt(**flags: Any) -> None:
     tokens = prefix.settled(tokenizer)
     if not tokens:
         raise click.UsageError("the prompt is too short: none of its tokens is certain before what follows is known")
-    stats, file = _save(model, tokens, prefix, flags), flags["prompt_cache_file"]
+    stats, file = _save(model, tokens, prefix, flags), own_file(flags["prompt_cache_file"])
     if not flags["quiet"]:
         click.echo(f"Prompt: {len(tokens)} tokens, {file.stat().st_size / 1e6:.1f} MB in {file}")
         click.echo(f"Peak memory: {stats.peak_memory / 1e9:.3f} GB")

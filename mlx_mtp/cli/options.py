@@ -12,7 +12,7 @@ from click import Choice, FloatRange, IntRange, option
 
 from ..cache.prompt_prefix import RESERVED_KEYS
 from ..demo import demo_path
-from .together import check_prompt, group
+from .together import check_prompt, group, own_file
 
 MOST_GB = 2**20
 BITS = Choice(["2", "3", "4", "5", "6", "8"])
@@ -79,6 +79,14 @@ class GivenFile(click.Path):
         if not path.is_file():
             self.fail(f"{path} is not a file", param, ctx)
         return path
+
+
+class SavedCache(GivenFile):
+    """A prompt cache, of which each rank has a file of its own beside the one that is named."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        super().convert(own_file(Path(value)), param, ctx)
+        return Path(value)
 
 
 GIVEN = GivenFile()
@@ -172,7 +180,7 @@ cache_options = options(
     option("--cache-limit", type=float, callback=_in_bytes, help="Most GB of freed memory that MLX keeps."),
 )
 saved_cache_option = option(
-    "--prompt-cache-file", type=GIVEN, help="What `mlx-mtp cache-prompt` has read: the message begins with it."
+    "--prompt-cache-file", type=SavedCache(), help="What `mlx-mtp cache-prompt` has read: the message begins with it."
 )
 
 
@@ -181,7 +189,7 @@ def continues_cache(flags: dict[str, Any]) -> None:
     if flags["prompt_cache_file"] is not None:
         from ..cache.file import saved_opening
 
-        if prefix := saved_opening(flags["prompt_cache_file"]):
+        if prefix := saved_opening(own_file(flags["prompt_cache_file"])):
             flags["model"], flags["eos_token"] = flags["model"] or prefix.model, prefix.eos_token
 
 

@@ -5,14 +5,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ..ranks import watch
-from ..ranks.launch import launched
+from ..ranks.launch import launched, rank_file
 
-COMMANDS = ("generate", "chat", "bench", "verify-lossless")
+COMMANDS = ("generate", "chat", "cache-prompt", "bench", "verify-lossless")
 SAME = "ranks"  # begins errors that all ranks meet alike
 
 
@@ -67,6 +68,12 @@ def group() -> Any:
     if ranks and ranks.rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return ranks and ranks.group
+
+
+def own_file(file: Path) -> Path:
+    """Name the file that this rank has in the place of the one that the command line names."""
+    here = launched()
+    return rank_file(file, here.rank) if here else file
 
 
 def follows() -> bool:

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..machine.stream import in_turn
 from . import watch
-from .launch import launched
+from .launch import launched, rank_file
 
 
 class Ranks:
@@ -47,6 +48,15 @@ class Ranks:
             raise ValueError(
                 f"ranks: {what} differs on rank {', '.join(odd)} from rank 0's; expected the same on all"
             )
+
+    def combined(self, digest: str) -> str:
+        """Make one digest of those, of 64 hexadecimal digits, that the ranks have of their parts."""
+        words = [int.from_bytes(bytes.fromhex(digest[i : i + 8]), signed=True) for i in range(0, 64, 8)]
+        return hashlib.sha256(str(self.gather(words)).encode()).hexdigest()
+
+    def file(self, file: str | Path) -> Path:
+        """Name the file that this rank has in the place of `file`."""
+        return rank_file(file, self.rank)
 
 
 def ranks_of(group: Any) -> Ranks | None:

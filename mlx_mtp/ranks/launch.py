@@ -29,6 +29,12 @@ def launched() -> Launch | None:
     return Launch(int(rank), size, _beside(first) if first else None) if size > 1 else None
 
 
+def rank_file(file: str | Path, rank: int) -> Path:
+    """Name the file that a rank has in the place of `file`: rank 0 that one, another one beside it."""
+    path = Path(file)
+    return path.with_name(f"{path.name}.rank{rank}") if rank else path
+
+
 def _beside(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host, (int(port) + BEYOND - 1024) % (65536 - 1024) + 1024

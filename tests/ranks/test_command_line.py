@@ -71,3 +71,19 @@ def test_who_dies_hangs_or_presses_ctrl_c_ends_all_at_any_moment(tmp_path, sent,
         assert other.returncode == code, (seconds, stderr)
         assert said in stderr, seconds
     ranks[victim].kill()
+
+
+def test_each_rank_keeps_its_part_of_a_prompt_cache(tmp_path):
+    file, text = tmp_path / "cache", "def first(n):\n    return n\n\ndef second(n):\n    return"
+    (code, _, error), others = run(tmp_path, "cache-prompt", "-p", text, "--prompt-cache-file", str(file), "--quiet")
+    assert (code, error, others) == (0, "", (0, "", ""))
+    parts = sorted(path.name for path in tmp_path.glob("cache*"))
+    assert parts == ["cache", "cache.rank1"]
+    argv = ["generate", "-m", "8", "--quiet", "--prompt-cache-file", str(file)]
+    (code, cached, _), others = run(tmp_path, *argv, "-p", " n + 1")
+    assert (code, others) == (0, (0, "", ""))
+    assert cached == run(tmp_path, "generate", "-m", "8", "--quiet", "-p", f"{text} n + 1")[0][1]
+    (tmp_path / "cache.rank1").write_bytes(file.read_bytes())
+    code, _, error = run(tmp_path, *argv, "-p", " n + 1")[1]
+    assert code == 1
+    assert "cache.rank1: made on [rank, ranks] [0, 2], expected [1, 2]" in error
