@@ -15,6 +15,7 @@ from . import plots
 from .decode_tables import by_category, categories, overall, settings
 from .kernels import Asked, Compared, speed_table, traffic_table
 from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels_of, subject
+from .parallel import table as parallel_table
 from .profile import Profile, Timer
 from .profile_report import Bandwidth, lines, phase_table
 from .result import named
@@ -84,6 +85,8 @@ def tables_of(found: Found) -> Iterator[Table]:
             made = lines(Profile(timers, found["undisturbed"]), found["operations"], found["bytes"])
             title = f"{named(found['model'])}, {found['options']['k']} drafts per cycle"
             yield phase_table(made, Bandwidth(**found["bandwidth"]), title)
+        case "parallel":
+            yield parallel_table(found)
         case "model":
             yield from model_tables(found)
 

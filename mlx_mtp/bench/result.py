@@ -16,7 +16,7 @@ from ..machine.atomic import write_whole
 from ..machine.errors import one_line
 
 FORMAT = 1
-KINDS = ("decode", "verify", "kernels", "profile", "model")
+KINDS = ("decode", "verify", "kernels", "profile", "model", "parallel")
 
 
 def environment() -> dict[str, Any]:

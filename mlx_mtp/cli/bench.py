@@ -9,6 +9,7 @@ from click import IntRange, option
 
 from .bench_decode import compare, decode, profile, verify
 from .bench_options import WRITTEN, complete, console, draw, finish, picture_options, report, run_options
+from .bench_parallel import parallel
 from .options import GIVEN
 from .together import check_command
 
@@ -124,5 +125,5 @@ def plot(files: tuple[Path, ...], **flags: Any) -> None:
         click.echo(f"wrote {file}")
 
 
-for command in (decode, compare, verify, kernels, profile, model, plot):
+for command in (decode, parallel, compare, verify, kernels, profile, model, plot):
     bench.add_command(command)

@@ -1,0 +1,141 @@
+"""Time several texts at once: mlx-lm's batches, ours without and with drafts, and our own loop text after text.
+
+All take turns on the same prompts. A speed is tokens over the time that is not spent reading prompts. A gap is the
+time from one of a text's arrivals to the next, which may bring several tokens.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mlx_lm.generate import BatchGenerator as MlxLmBatchGenerator
+from rich.table import Table
+
+from ..batch.generator import BatchGenerator
+from ..decoding.stats import Stats
+from ..generate import generate_step
+from ..machine.errors import first_line
+from .decode import twin
+from .result import named
+from .roofline.tables import new_table
+from .subject import BenchPrompt, Subject
+from .timing import interleaved, ratio
+
+MLX_LM, PLAIN, DRAFTED, AFTER = "mlx-lm", "plain", "drafted", "one after the other"
+TEXTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Together:
+    """What texts at once gave: tokens of each, seconds without prompts, and every gap between arrivals, seconds."""
+
+    tokens: list[list[int]]
+    seconds: float
+    gaps: list[float]
+
+
+def contenders(subject: Subject, step: int) -> tuple[dict[str, Callable[..., Together]], str | None]:
+    """List who can run this model, as functions of prompts and most tokens; and why mlx-lm cannot."""
+    model = subject.model
+    found: dict[str, Callable[..., Together]] = {}
+    missing = None
+    try:
+        theirs = twin(model)
+        found[MLX_LM] = lambda prompts, most: _batch(
+            MlxLmBatchGenerator(theirs, prefill_step_size=step), prompts, most
+        )
+    except ValueError as e:
+        missing = first_line(e)
+    for name, options in ((PLAIN, {"num_draft_tokens": 0}), (DRAFTED, {})) if model.mtp else ((PLAIN, {}),):
+        found[name] = _ours(model, {**options, "prefill_step_size": step})
+    found[AFTER] = lambda prompts, most: _one_by_one(model, prompts, most, step)
+    return found, missing
+
+
+def _ours(model: Any, options: dict[str, Any]) -> Callable[..., Together]:
+    return lambda prompts, most: _batch(BatchGenerator(model, **options), prompts, most)
+
+
+def _batch(batch: Any, prompts: Sequence[list[int]], most: int) -> Together:
+    """Drive either generator, whose calls are the same."""
+    uids = batch.insert([list(prompt) for prompt in prompts], [most] * len(prompts))
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    arrived: dict[int, list[float]] = {uid: [] for uid in uids}
+    with batch.stats() as stats:
+        while responses := batch.next_generated():
+            now = time.perf_counter()
+            for response in responses:
+                tokens[response.uid].append(response.token)
+            for uid in {response.uid for response in responses}:
+                arrived[uid].append(now)
+    batch.close()
+    gaps = [float(gap) for times in arrived.values() for gap in np.diff(times)]
+    return Together(list(tokens.values()), stats.generation_time, gaps)
+
+
+def _one_by_one(model: Any, prompts: Sequence[list[int]], most: int, step: int) -> Together:
+    texts, seconds, gaps = [], 0.0, []
+    for prompt in prompts:
+        stats, tokens, times = Stats(), [], []
+        for token, *_ in generate_step(prompt, model, max_tokens=most, prefill_step_size=step, stats=stats):
+            tokens.append(token)
+            times.append(time.perf_counter())
+        seconds += times[-1] - times[0]
+        gaps += [float(gap) for gap in np.diff(times)]
+        texts.append(tokens)
+    return Together(texts, seconds, gaps)
+
+
+def measure(
+    subject: Subject,
+    prompts: Sequence[BenchPrompt],
+    texts: int,
+    most: int,
+    *,
+    step: int,
+    rounds: int,
+    cooldown: float,
+) -> Iterator[dict[str, Any]]:
+    """Time `texts` of the prompts at once; one entry for each contender, with a value per round in each list."""
+    chosen = [prompts[i * len(prompts) // texts].tokens for i in range(texts)]
+    running, _ = contenders(subject, step)
+    turns = {name: (lambda run=run: run(chosen, most)) for name, run in running.items()}
+    with subject.acceptance():
+        found = interleaved(turns, rounds, cooldown=cooldown)
+    expected = found[AFTER][0].tokens
+    for name, runs in found.items():
+        yield {
+            "contender": name,
+            "texts": texts,
+            "context": prompts[0].context,
+            "tokens": [sum(map(len, run.tokens)) for run in runs],
+            "seconds": [run.seconds for run in runs],
+            "gaps": {str(p): [float(np.percentile(run.gaps, p)) for run in runs] for p in (50, 95, 99)},
+            "differs": sum(a != b for run in runs for a, b in zip(run.tokens, expected, strict=True)),
+        }
+
+
+def table(found: dict[str, Any]) -> Table:
+    """Show speeds of all texts together and of one, beside mlx-lm's or, without it, our own loop's; and gaps."""
+    base = MLX_LM if any(e["contender"] == MLX_LM for e in found["entries"]) else AFTER
+    columns = ("texts", "context", "", "tok/s together", "of one", f"x {base}", "gap p50", "p95", "p99 ms", "differ")
+    made = new_table(f"{named(found['model'])}, {found['options']['max_tokens']} tokens each", *columns)
+    for e in found["entries"]:
+        (beside,) = (
+            b
+            for b in found["entries"]
+            if (b["texts"], b["context"], b["contender"]) == (e["texts"], e["context"], base)
+        )
+        speeds, others = _speeds(e), _speeds(beside)
+        fastest = max(speeds)
+        share = fastest / (1 if e["contender"] == AFTER else e["texts"])
+        gaps = [f"{1000 * min(e['gaps'][p]):.1f}" for p in ("50", "95", "99")]
+        cells = e["texts"], e["context"] or "", e["contender"], f"{fastest:.0f}", f"{share:.0f}"
+        made.add_row(*map(str, cells), str(ratio(speeds, others)), *gaps, str(e["differs"]))
+    return made
+
+
+def _speeds(entry: dict[str, Any]) -> list[float]:
+    return [tokens / seconds for tokens, seconds in zip(entry["tokens"], entry["seconds"], strict=True)]

@@ -1,0 +1,48 @@
+"""Run `mlx-mtp bench parallel`: several texts at once."""
+
+from typing import Any
+
+import click
+from click import IntRange, option
+
+from . import bench_options as shared
+
+INTEGERS = shared.numbers(int, "numbers")
+
+
+@click.command()
+@shared.subject_options
+@option("--texts", callback=INTEGERS, help="Numbers of texts at once.  [default: 1,2,4,8, --quick 1,4]")
+@option("--contexts", callback=INTEGERS, help="Pad the prompts to so many tokens, as 512,4096.")
+@option("--max-tokens", "-m", type=IntRange(2), help="Tokens per text.  [default: 250, --quick 48]")
+@shared.run_options
+def parallel(**flags: Any) -> None:
+    """Texts at once: mlx-lm's batches, ours without and with drafts, and our own loop text after text.
+
+    All take turns on the same prompts, without stops. Speeds are of all texts together and of one, gaps between a
+    text's arrivals are percentiles. A text that differs from the one alone is counted.
+    """
+    from ..bench import result
+    from ..bench.parallel import TEXTS, contenders, measure, table
+    from ..bench.subject import make_prompts
+    from ..decoding.options import default_step
+
+    if flags["synth_rates"]:
+        raise click.UsageError("--synth-rates: not with several texts; allowed is what the heads guess")
+    quick = flags["quick"]
+    numbers = flags["texts"] or ((1, 4) if quick else TEXTS)
+    if wrong := [n for n in numbers if n < 1]:
+        raise click.BadParameter(f"{wrong[0]}: allowed is 1 or more", param_hint="--texts")
+    most, rounds = flags["max_tokens"] or (48 if quick else 250), flags["rounds"] or (1 if quick else 3)
+    subject, step = shared.subject_of(flags), default_step()
+    each = {"each": 3 if subject.tokenizer else max(numbers)}
+    entries: list[dict[str, Any]] = []
+    how = {"step": step, "rounds": rounds, "cooldown": shared.cooldown_of(flags)}
+    for context in flags["contexts"] or (0,):
+        prompts = make_prompts(subject.tokenizer, subject.model.vocab_size, context=context, **each)
+        for n in numbers:
+            entries += measure(subject, prompts, n, most, **how)
+    options = {"texts": numbers, "contexts": flags["contexts"], "max_tokens": most, "rounds": rounds, "quick": quick}
+    found = result.result("parallel", subject.facts, options, entries=entries)
+    missing = contenders(subject, step)[1]
+    shared.report(found, flags, [f"left out: mlx-lm ({missing})"] if missing else [], table(found))
