@@ -90,14 +90,8 @@ def panels(found: Found) -> list[Panel]:
 
 def panels_of(results: Sequence[Found]) -> list[Panel]:
     """Give those of several results: profiles side by side in one panel, else one result after the other."""
-    makers = {
-        "decode": (speed, acceptance),
-        "verify": (verify_curves,),
-        "kernels": (kernel_grid,),
-        "profile": (),
-        "parallel": (),
-    }
-    makers["model"] = (model_curve, model_cycles, documents)
+    makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,), "profile": ()}
+    makers |= {"model": (model_curve, model_cycles, documents), "parallel": ()}
     profiles = [found for found in results if found["bench"] == "profile"]
     made = [panel for found in results for maker in makers[found["bench"]] for panel in maker(found)]
     return [*made, phase_bars(profiles)] if profiles else made

@@ -7,6 +7,7 @@ time from one of a text's arrivals to the next, which may bring several tokens.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,19 +44,17 @@ def contenders(subject: Subject, step: int) -> tuple[dict[str, Callable[..., Tog
     missing = None
     try:
         theirs = twin(model)
-        found[MLX_LM] = lambda prompts, most: _batch(
-            MlxLmBatchGenerator(theirs, prefill_step_size=step), prompts, most
-        )
+        found[MLX_LM] = _with(partial(MlxLmBatchGenerator, theirs, prefill_step_size=step))
     except ValueError as e:
         missing = first_line(e)
     for name, options in ((PLAIN, {"num_draft_tokens": 0}), (DRAFTED, {})) if model.mtp else ((PLAIN, {}),):
-        found[name] = _ours(model, {**options, "prefill_step_size": step})
-    found[AFTER] = lambda prompts, most: _one_by_one(model, prompts, most, step)
+        found[name] = _with(partial(BatchGenerator, model, prefill_step_size=step, **options))
+    found[AFTER] = partial(_one_by_one, model, step)
     return found, missing
 
 
-def _ours(model: Any, options: dict[str, Any]) -> Callable[..., Together]:
-    return lambda prompts, most: _batch(BatchGenerator(model, **options), prompts, most)
+def _with(make: Callable[[], Any]) -> Callable[..., Together]:
+    return lambda prompts, most: _batch(make(), prompts, most)
 
 
 def _batch(batch: Any, prompts: Sequence[list[int]], most: int) -> Together:
@@ -75,7 +74,7 @@ def _batch(batch: Any, prompts: Sequence[list[int]], most: int) -> Together:
     return Together(list(tokens.values()), stats.generation_time, gaps)
 
 
-def _one_by_one(model: Any, prompts: Sequence[list[int]], most: int, step: int) -> Together:
+def _one_by_one(model: Any, step: int, prompts: Sequence[list[int]], most: int) -> Together:
     texts, seconds, gaps = [], 0.0, []
     for prompt in prompts:
         stats, tokens, times = Stats(), [], []
@@ -89,21 +88,15 @@ def _one_by_one(model: Any, prompts: Sequence[list[int]], most: int, step: int) 
 
 
 def measure(
-    subject: Subject,
+    running: dict[str, Callable[..., Together]],
     prompts: Sequence[BenchPrompt],
     texts: int,
     most: int,
-    *,
-    step: int,
-    rounds: int,
-    cooldown: float,
+    **turns_of: Any,
 ) -> Iterator[dict[str, Any]]:
     """Time `texts` of the prompts at once; one entry for each contender, with a value per round in each list."""
     chosen = [prompts[i * len(prompts) // texts].tokens for i in range(texts)]
-    running, _ = contenders(subject, step)
-    turns = {name: (lambda run=run: run(chosen, most)) for name, run in running.items()}
-    with subject.acceptance():
-        found = interleaved(turns, rounds, cooldown=cooldown)
+    found = interleaved({name: partial(run, chosen, most) for name, run in running.items()}, **turns_of)
     expected = found[AFTER][0].tokens
     for name, runs in found.items():
         yield {
@@ -123,11 +116,8 @@ def table(found: dict[str, Any]) -> Table:
     columns = ("texts", "context", "", "tok/s together", "of one", f"x {base}", "gap p50", "p95", "p99 ms", "differ")
     made = new_table(f"{named(found['model'])}, {found['options']['max_tokens']} tokens each", *columns)
     for e in found["entries"]:
-        (beside,) = (
-            b
-            for b in found["entries"]
-            if (b["texts"], b["context"], b["contender"]) == (e["texts"], e["context"], base)
-        )
+        alike = [b for b in found["entries"] if (b["texts"], b["context"]) == (e["texts"], e["context"])]
+        beside = next(b for b in alike if b["contender"] == base)
         speeds, others = _speeds(e), _speeds(beside)
         fastest = max(speeds)
         share = fastest / (1 if e["contender"] == AFTER else e["texts"])

@@ -35,14 +35,13 @@ def parallel(**flags: Any) -> None:
         raise click.BadParameter(f"{wrong[0]}: allowed is 1 or more", param_hint="--texts")
     most, rounds = flags["max_tokens"] or (48 if quick else 250), flags["rounds"] or (1 if quick else 3)
     subject, step = shared.subject_of(flags), default_step()
-    each = {"each": 3 if subject.tokenizer else max(numbers)}
+    each, running = 3 if subject.tokenizer else max(numbers), contenders(subject, step)
     entries: list[dict[str, Any]] = []
-    how = {"step": step, "rounds": rounds, "cooldown": shared.cooldown_of(flags)}
+    turns = {"rounds": rounds, "cooldown": shared.cooldown_of(flags)}
     for context in flags["contexts"] or (0,):
-        prompts = make_prompts(subject.tokenizer, subject.model.vocab_size, context=context, **each)
+        prompts = make_prompts(subject.tokenizer, subject.model.vocab_size, each=each, context=context)
         for n in numbers:
-            entries += measure(subject, prompts, n, most, **how)
+            entries += measure(running[0], prompts, n, most, **turns)
     options = {"texts": numbers, "contexts": flags["contexts"], "max_tokens": most, "rounds": rounds, "quick": quick}
     found = result.result("parallel", subject.facts, options, entries=entries)
-    missing = contenders(subject, step)[1]
-    shared.report(found, flags, [f"left out: mlx-lm ({missing})"] if missing else [], table(found))
+    shared.report(found, flags, [f"left out: mlx-lm ({running[1]})"] if running[1] else [], table(found))

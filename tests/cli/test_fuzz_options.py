@@ -25,6 +25,7 @@ NEEDED = {
     "cache-prompt": ["-p", "abc", "--prompt-cache-file", "new"],
     "verify-lossless": ["-m", "2", "--draws", "50", "--no-diagnose"],
     "bench decode": ["--quick", "--rounds", "1", "-m", "2", "--categories", "code_python", "--cooldown", "0"],
+    "bench parallel": ["--quick", "--rounds", "1", "-m", "2", "--texts", "1", "--cooldown", "0"],
     "bench verify": ["--rows", "1,2", "--contexts", "8", "--rounds", "1"],
     "bench profile": ["--quick", "--rounds", "1", "-m", "2", "--cooldown", "0"],
     "bench model": ["--quick"],
@@ -43,7 +44,17 @@ ODD = ["", ".", "DIR", "LOOP", "~x", "a\0b", "/dev/null", "/dev/null/x", "none/s
 READ = [*ODD, "..", "/", "/no/such", "/dev/zero", "PIPE", "FILE", "TEXT", "DEEP", "RESULT", "TASKS"]
 WRITTEN = [*ODD, "new", "new.json", "new.png", "new.svg", "new.html", "new.safetensors"]
 MADE = ("new", "none", "~x", "mtp.safetensors", "DIR/mtp.safetensors")
-FEW_FLAGS = ("-m", "--max-tokens", "--rounds", "--rows", "--contexts", "--context", "--cooldown", "--draws")
+FEW_FLAGS = (
+    "-m",
+    "--max-tokens",
+    "--rounds",
+    "--rows",
+    "--contexts",
+    "--context",
+    "--cooldown",
+    "--draws",
+    "--texts",
+)
 READ_FLAGS = ("--model", "--hf-path", "--mtp-path", "--adapter-path", "--draft-model", "--draft-vocab", "--config")
 READ_FLAGS += ("--prompt-cache-file", "--tasks", "--compare", "--measured")
 WRITTEN_FLAGS = ("--out", "--mlx-path", "--plot", "--html", "--capture-path")

@@ -1,0 +1,37 @@
+"""Run `mlx-mtp bench parallel`: everybody takes turns on the same prompts, and a text is what it is alone."""
+
+import json
+
+from command_line import call
+
+from mlx_mtp.bench.page import tables_of
+from mlx_mtp.bench.parallel import AFTER, PLAIN, Together, measure
+from mlx_mtp.bench.subject import BenchPrompt
+
+
+def test_everybody_takes_turns_on_the_same_prompts():
+    done = call("bench", "parallel", "--quick", "--texts", "2", "-m", "3", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [e["contender"] for e in found["entries"]] == ["mlx-lm", "plain", "drafted", "one after the other"]
+    for entry in found["entries"]:
+        assert (entry["texts"], entry["tokens"], entry["differs"]) == (2, [6], 0)
+        assert 0 < entry["gaps"]["50"][0] <= entry["gaps"]["99"][0] <= entry["seconds"][0]
+    (table,) = tables_of(found)
+    assert table.row_count == len(found["entries"])
+    assert "tok/s together" in done.stdout
+
+
+def test_a_text_that_is_not_what_it_is_alone_is_counted():
+    """Of four prompts two are taken, from all over them."""
+    asked = []
+
+    def together(tokens):
+        return lambda prompts, most: asked.append(prompts) or Together(tokens, 2.0, [0.1])
+
+    running = {PLAIN: together([[1, 2], [3, 5]]), AFTER: together([[1, 2], [3, 4]])}
+    prompts = [BenchPrompt("text", [i]) for i in range(4)]
+    found = {e["contender"]: e for e in measure(running, prompts, 2, 2, rounds=3)}
+    assert (found[PLAIN]["differs"], found[AFTER]["differs"]) == (3, 0)
+    assert found[PLAIN]["seconds"] == [2.0] * 3
+    assert asked == [[[0], [2]]] * 8
