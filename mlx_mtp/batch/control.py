@@ -25,8 +25,9 @@ class Controls:
             control: Control = Fixed(self.k)
             if self.adaptive and self.k:
                 known = learned(self.model).together
-                like = min(known, key=lambda n: abs(n - texts), default=None)
-                control = Controller(max_drafts=self.k, known=None if like is None else known[like])
+                if texts not in known and known:
+                    known[texts] = known[min(known, key=lambda n: abs(n - texts))].as_guess()
+                control = Controller(max_drafts=self.k, known=known.get(texts))
                 known[texts] = control.costs
             self._by_texts[texts] = control
         return self._by_texts[texts]

@@ -5,6 +5,7 @@ Both follow what is measured: a level is a mean whose older cycles fade, the pac
 was never measured lies straight between, or beyond, what was. Idle heads pay for waking, and for each row.
 """
 
+import copy
 import math
 
 from .plan import PLAIN, Plan
@@ -14,6 +15,7 @@ SLOPE, ROW = 0.25, 0.01  # plain steps of a draft, and of a row that idle heads 
 FEW = 10  # rows that cost as much as waking until it is measured; readings of more tell most of a row
 KEPT = 0.985  # of the weight of what was measured or counted, what each cycle leaves
 PACE = 0.15  # of a surprise, the share that is the machine's
+GUESSED = 0.25  # of the weight of what was measured, where it is only a guess
 FAR = 1.0  # of a logarithm, from which on a cycle was too slow by accident: a pause, a kernel that is compiled
 
 
@@ -31,6 +33,15 @@ class Costs:
         self.elapsed = 0.0  # plain steps
         self.again: dict[str, float] = {}  # per kind of drafts that do not seem to pay, when they are tried again
         self._odd: Plan | str | None = None  # what the last cycle did, if its seconds were not to be believed
+
+    def as_guess(self) -> "Costs":
+        """Copy them for cycles that are like these but cost otherwise, as of another number of texts at once."""
+        guess = copy.deepcopy(self)
+        fresh = Costs()
+        guess.pace, guess.unsure, guess.budget = fresh.pace, fresh.unsure, fresh.budget
+        guess.elapsed, guess.again, guess._odd = fresh.elapsed, fresh.again, fresh._odd
+        guess.weights = {plan: GUESSED * weight for plan, weight in self.weights.items()}
+        return guess
 
     @property
     def seconds(self) -> float:

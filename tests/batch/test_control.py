@@ -1,0 +1,74 @@
+"""Choose drafts by what a cycle of so many texts costs: learned apart for each number, begun from the nearest one."""
+
+import types
+
+import pytest
+
+from mlx_mtp.batch import control as controls
+from mlx_mtp.batch.control import Clock, Controls, outcome
+from mlx_mtp.tuning.plan import PLAIN, Fixed, Plan
+
+
+@pytest.fixture
+def known(monkeypatch):
+    found = types.SimpleNamespace(together={})
+    monkeypatch.setattr(controls, "learned", lambda model: found)
+    return found.together
+
+
+def drive(control, cost: float, cycles: int = 150) -> list[int]:
+    """Cycles of two texts whose drafts are right four times of five; a draft costs so many plain steps."""
+    ks = []
+    for _ in range(cycles):
+        plan = control.plan()
+        ks.append(plan.k)
+        right = [min(plan.k, len(ks) % 5), plan.k]
+        control.observe(outcome(plan, plan.k, [(a, plan.k) for a in right], 0.01 * (1 + cost * plan.k), 0))
+    return ks
+
+
+def test_drafts_follow_what_so_many_texts_cost(known):
+    """Cheap at two texts and dear at eight; another batch knows both, and what drafts are right at five."""
+    batch = Controls(None, 3, adaptive=True)
+    assert drive(batch.of(2), 0.1)[-20:].count(3) >= 16
+    assert drive(batch.of(8), 1.2)[-20:].count(0) >= 16
+    again = Controls(None, 3, adaptive=True)
+    assert again.of(2).plan().k > 0
+    assert again.of(8).plan().k == 0
+    guess = again.of(5).costs
+    assert guess.counts["heads"]
+    assert (guess.pace, guess.unsure) == (None, 3)
+    assert sorted(known) == [2, 5, 8]
+
+
+def test_a_fixed_number_of_drafts_is_not_learned(known):
+    assert isinstance(Controls(None, 3, adaptive=False).of(4), Fixed)
+    assert known == {}
+
+
+def test_the_outcome_of_several_texts():
+    """Of three, one had a share of a single draft; at the second depth two could be right, and one was reached."""
+    cycle = outcome(Plan(k=2), 2, [(2, 2), (0, 2), (1, 1)], 0.5, 7)
+    assert (cycle.accepted, cycle.verified, cycle.seconds, cycle.caught_up) == (1.0, 2, 0.5, 7)
+    assert cycle.depths == ((2 / 3, 1.0), (1 / 3, 1 / 3))
+    assert outcome(PLAIN, 0, [(0, 0)], None, 0).depths == ()
+
+
+def test_the_clock_tells_nothing_of_what_is_hidden(monkeypatch):
+    """By another's work, or by a caller who takes longer than the device; it tells what it waited for."""
+    clock, now = Clock(), [100.0]
+    monkeypatch.setattr(controls.time, "perf_counter", lambda: now[0])
+
+    def cycle(caller: float, device: float, waited: float, following: float | None = 0.0) -> float | None:
+        clock.leave()
+        now[0] += caller
+        clock.resume()
+        now[0] += device
+        return clock.arrived(waited, 0.0, following)
+
+    assert cycle(0, 1, 1) is None  # the first
+    assert cycle(0, 2, 1) == pytest.approx(2)
+    assert cycle(5, 1, 0) is None
+    assert cycle(5, 1, 1, None) == pytest.approx(1)  # it was built when the caller came back
+    clock.hidden = True
+    assert cycle(0, 2, 1) is None
