@@ -15,7 +15,7 @@ SLOPE, ROW = 0.25, 0.01  # plain steps of a draft, and of a row that idle heads 
 FEW = 10  # rows that cost as much as waking until it is measured; readings of more tell most of a row
 KEPT = 0.985  # of the weight of what was measured or counted, what each cycle leaves
 PACE = 0.15  # of a surprise, the share that is the machine's
-GUESSED = 0.25  # of the weight of what was measured, where it is only a guess
+GUESSED = 0.5  # cycles, the most that a cost rests on which is only a guess
 FAR = 1.0  # of a logarithm, from which on a cycle was too slow by accident: a pause, a kernel that is compiled
 
 
@@ -40,7 +40,7 @@ class Costs:
         fresh = Costs()
         guess.pace, guess.unsure, guess.budget = fresh.pace, fresh.unsure, fresh.budget
         guess.elapsed, guess.again, guess._odd = fresh.elapsed, fresh.again, fresh._odd
-        guess.weights = {plan: GUESSED * weight for plan, weight in self.weights.items()}
+        guess.weights = {plan: min(GUESSED, weight) for plan, weight in self.weights.items()}
         return guess
 
     @property
