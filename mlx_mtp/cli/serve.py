@@ -10,6 +10,7 @@ import click
 from click import FloatRange, IntRange
 
 from . import options
+from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME = "mlx-mtp-demo"
@@ -53,12 +54,14 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     """
     try:
         from ..serve.engine import Limits
+        from ..serve.follow import follow
         from ..serve.guard import Rules
         from ..serve.prefix_files import PrefixFiles
-        from ..serve.server import Settings
+        from ..serve.server import Settings, shared
         from ..serve.server import serve as run
     except ModuleNotFoundError as e:
         raise click.ClickException(f"{e.name} is missing: pip install 'mlx-mtp[serve]'") from None
+    check_flags(prompt_cache_dir=flags["prompt_cache_dir"], idle_unload=flags["idle_unload"])
     if flags["host"] not in LOOPBACK and not flags["api_key"] and not flags["no_auth"]:
         raise click.UsageError(f"--host {flags['host']} can be reached from elsewhere: give --api-key, or --no-auth")
     _log_to(flags["log_file"], quiet=flags["quiet"])
@@ -83,7 +86,10 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         grace=flags["grace"],
         root_path=flags["root_path"],
     )
-    run(lambda: _load(ctx, flags), settings, lambda site: _banner(site, flags))
+    if follows():
+        follow(shared(_load(ctx, flags), settings))
+    else:
+        run(lambda: _load(ctx, flags), settings, lambda site: _banner(site, flags))
 
 
 def _names(model: str | None, given: tuple[str, ...]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import click
 from ..ranks import watch
 from ..ranks.launch import launched, rank_file
 
-COMMANDS = ("generate", "chat", "cache-prompt", "bench", "verify-lossless")
+COMMANDS = ("generate", "chat", "serve", "cache-prompt", "bench", "verify-lossless")
 SAME = "ranks"  # begins errors that all ranks meet alike
 
 
@@ -50,6 +50,12 @@ def check_command(name: str | None, allowed: tuple[str, ...] = COMMANDS) -> None
     """Refuse a command that is for a single process."""
     if launched() and name not in allowed:
         raise click.UsageError(f"{name} is for a single process; together run {', '.join(allowed)}")
+
+
+def check_flags(**given: Any) -> None:
+    """Refuse flags that ranks cannot follow."""
+    if launched() and (name := next((name for name, value in given.items() if value), None)):
+        raise click.UsageError(f"--{name.replace('_', '-')}: not on several ranks; leave it out")
 
 
 def check_prompt(value: str) -> None:

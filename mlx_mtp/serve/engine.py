@@ -15,7 +15,8 @@ import mlx.core as mx
 from ..machine.errors import first_line
 from ..machine.memory import wired
 from ..machine.stream import in_turn
-from .job import Failed, Job, Served, answer, read
+from .follow import AHEAD, as_json
+from .job import Ask, Failed, Job, Served, answer, reread
 
 log = logging.getLogger("mlx_mtp.serve")
 WAKE = object()  # ends the engine's wait for a request
@@ -131,11 +132,18 @@ class Engine:
             job = self._waiting.popleft()
             with self._lock:
                 self._pending -= 1
+            self._tell("begin", id(job), job.ask)
             self.running.append((job, answer(self.served, job, self._crowded)))
         self.running = [(job, steps) for job, steps in self.running if self._advanced(job, steps)]
         if not self.running and not self._waiting and not ending:
             self._idle()
         return True
+
+    def _tell(self, word: str, number: int = AHEAD, what: Any = None) -> None:
+        """Let the other ranks, where there are any, do the same."""
+        ranks = getattr(getattr(self.served, "model", None), "ranks", None)
+        if ranks:
+            ranks.told((word, number, as_json(what) if isinstance(what, Ask) else what))
 
     def _crowded(self) -> bool:
         return len(self.running) > 1
@@ -154,8 +162,10 @@ class Engine:
         try:
             with in_turn():
                 if not (job.cancelled or time.monotonic() > job.deadline):
+                    self._tell("step", id(job))
                     next(steps)
                     return True
+                self._tell("close", id(job))
                 steps.close()  # type: ignore[attr-defined]
             if not job.cancelled:
                 job.emit(Failed(504, "the time limit of a request is over (--timeout)"))
@@ -171,9 +181,13 @@ class Engine:
     def _idle(self) -> None:
         """Read the beginning of what may be asked next; with nothing to read wait for a request, or unload."""
         if self._rereads is None and self._behind and self.served:
-            self._rereads = _reread(self.served, self._behind.popleft())
+            job = self._behind.popleft()
+            prompt = job.ask.follows(job.parts) if job.ask.follows else []
+            self._tell("read ahead", AHEAD, prompt)
+            self._rereads = reread(self.served, prompt)
         if self._rereads is not None:
             with in_turn():
+                self._tell("step", AHEAD)
                 self._rereads = self._rereads if next(self._rereads, None) else None
         elif self.served and self.limits.idle_unload < float("inf"):
             self._collect(self.limits.idle_unload)
@@ -187,6 +201,7 @@ class Engine:
     def _fail_all(self) -> None:
         """Tell everybody who waits that there will be no answer."""
         self._collect()
+        self._tell("end")
         with self._lock:
             self._stopping = self._stopping or 0.0
         for _, steps in self.running:
@@ -194,12 +209,3 @@ class Engine:
         for job in [*(job for job, _ in self.running), *self._waiting]:
             job.emit(Failed(503, "the server is shutting down"))
         self.running, self._waiting = [], deque()
-
-
-def _reread(served: Served, job: Job) -> Iterator[int]:
-    """Read a conversation with its answer as a prompt, a chunk at a time: it is what the next one begins with."""
-    try:
-        prompt = job.ask.follows(job.parts) if job.ask.follows else []
-        yield from read(served, served.tree.take(prompt, len(prompt)), prompt, ())
-    except Exception as e:  # nobody has asked for it, and nobody is told
-        log.warning("not read ahead: %s", first_line(e))

@@ -1,6 +1,7 @@
 """Answer one request, step by step: read what is new of the prompt chunk by chunk, then decode cycle by cycle."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import check_prompt
 from ..decoding.stats import Stats
 from ..generate import GenerationResponse, generate_step, stream_generate
+from ..machine.errors import first_line
 from .answer import Part, Splitter, TokenLogprob
 from .prefix_files import PrefixFiles
 from .prefixes import PrefixTree
 from .tool_formats import ToolFormat
 
+log = logging.getLogger("mlx_mtp.serve")
 RESERVED = 4096  # tokens of an answer that a cache has room for from the start, at most
 
 
@@ -118,12 +121,27 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Iterator[No
     if served.files:
         served.files.load(served.tree, ask.prompt)
     cache = served.tree.take(ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED))
-    most, cached = _fitting(served, cache, ask), cache.offset
+    most, cached = _agreed(served, cache, ask), cache.offset
     job.emit(Begun(cached))
     for done in read(served, cache, ask.prompt, ask.turns):
         job.emit(Read(done, len(ask.prompt)))
         yield
     yield from _decode(served, job, cache, most, cached, crowded)
+
+
+def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
+    """Do as `_fitting`, which on several ranks is for rank 0 to say."""
+    ranks = getattr(served.model, "ranks", None)
+    if not ranks:
+        return _fitting(served, cache, ask)
+    try:
+        found: Any = None if ranks.rank else _fitting(served, cache, ask)
+    except ValueError as e:
+        found = first_line(e)
+    found = ranks.told(found)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
 
 
 def _fitting(served: Served, cache: PromptCache, ask: Ask) -> int:
@@ -151,6 +169,14 @@ def read(served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int
         next(generate_step(prompt[cache.offset : end], served.model, max_tokens=0, **options), None)
         served.tree.store(cache, resumes=end in resumes)
         yield end
+
+
+def reread(served: Served, prompt: list[int]) -> Iterator[int]:
+    """Read a conversation with its answer as a prompt, a chunk at a time: it is what the next one begins with."""
+    try:
+        yield from read(served, served.tree.take(prompt, len(prompt)), prompt, ())
+    except Exception as e:  # nobody has asked for it, and nobody is told
+        log.warning("not read ahead: %s", first_line(e))
 
 
 def _decode(

@@ -135,15 +135,21 @@ async def _watch(server: Server, engine: Engine) -> None:
     server.should_exit = True
 
 
-def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
-    """Open the site's door for requests to a model that is loaded."""
-    model, tokenizer, advised, layout = loaded
+def shared(loaded: Loaded, settings: Settings) -> Served:
+    """Collect what all answers of a model that is loaded share."""
+    model, tokenizer, _, layout = loaded
     k = settings.options.get("num_draft_tokens")
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
     tree = PrefixTree(blank, chunking_of(tokenizer, settings.step), settings.cache_bytes)
     options = {**settings.options, "num_draft_tokens": k}
-    served = Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files)
+    return Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files)
+
+
+def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
+    """Open the site's door for requests to a model that is loaded."""
+    model, tokenizer, advised, _ = loaded
+    served = shared(loaded, settings)
     own = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
     site.door = Door(
         names=settings.names,
@@ -153,7 +159,7 @@ def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
         max_tokens=settings.max_tokens,
         defaults={**advised, **settings.sampling},
         template=settings.template,
-        turns=not tree.every_moment,
+        turns=not served.tree.every_moment,
         created=int(time.time()),
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )

@@ -1,0 +1,55 @@
+"""Do on the other ranks what the engine of rank 0 does: begin, step and close the same answers, in the same order."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from ..machine.stream import in_turn
+from .job import Ask, Job, Served, answer, reread
+
+AHEAD = 0  # the number of what is read ahead; answers have others
+UNTOLD = ("follows",)  # of an Ask: rank 0 calls it
+
+
+def as_json(ask: Ask) -> dict[str, Any]:
+    """Write an Ask for the other ranks; penalties as pairs, for their keys may be numbers."""
+    told = {field.name: getattr(ask, field.name) for field in fields(ask) if field.name not in UNTOLD}
+    return told | {"penalties": [(n, [*v.items()] if isinstance(v, dict) else v) for n, v in ask.penalties.items()]}
+
+
+def from_json(told: dict[str, Any]) -> Ask:
+    """Read what `as_json` wrote."""
+    pairs = {n: dict(v) if isinstance(v, list) else v for n, v in told["penalties"]}
+    return Ask(**{**told, "turns": tuple(told["turns"]), "stops": tuple(told["stops"]), "penalties": pairs})
+
+
+def follow(served: Served) -> None:
+    """Follow rank 0's engine until it ends."""
+    running: dict[int, Iterator[Any]] = {}
+    while True:
+        word, number, what = served.model.ranks.told()
+        if word == "end":
+            return
+        if word == "begin":
+            running[number] = answer(served, Job(from_json(what), emit=_unheard), crowded=bool)
+        elif word == "read ahead":
+            running[number] = reread(served, what)
+        elif word == "step" and number in running:
+            _step(running, number)
+        elif word == "close" and number in running:
+            running.pop(number).close()  # type: ignore[attr-defined]
+
+
+def _unheard(event: Any) -> None:
+    """Tell nobody: clients are rank 0's."""
+
+
+def _step(running: dict[int, Iterator[Any]], number: int) -> None:
+    """Take one step; what ends it there ends it here."""
+    try:
+        with in_turn():
+            next(running[number])
+    except StopIteration:
+        del running[number]
+    except Exception:  # rank 0 has met the same, and tells its client
+        del running[number]

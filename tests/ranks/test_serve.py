@@ -1,0 +1,76 @@
+"""Check the server on two ranks: rank 0 answers, the other follows, and texts are those that are asked for alone."""
+
+import json
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import rank_group
+from sweep import sweep
+
+from mlx_mtp.serve.follow import as_json, from_json
+from mlx_mtp.serve.job import Ask
+
+
+def asked(port: int, i: int, **more) -> str:
+    body = {
+        "messages": [{"role": "user", "content": f"What does method {i % 3} do?"}],
+        "max_tokens": 12 + i,
+        "seed": 3,
+    }
+    body |= {"temperature": 0.7 * (i % 2), "logit_bias": {"5": -10} if i == 2 else None, **more}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        if more:
+            return answer.read(64).decode()  # and then nobody listens
+        return json.loads(answer.read())["choices"][0]["message"]["content"]
+
+
+def ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return json.loads(answer.read())["status"] == "ok"
+    except (OSError, ValueError):
+        return False
+
+
+def test_what_is_told_is_what_was_asked():
+    ask = Ask(
+        [1, 2], (1,), 7, {"temp": 0.5, "seed": 2**62}, {"logit_bias": {5: -1.5}, "repetition_penalty": 1.1}, ("x",)
+    )
+    told = from_json(json.loads(json.dumps(as_json(ask))))
+    assert told == ask
+
+
+@sweep
+def test_answers_together_are_those_alone_and_ctrl_c_ends_both(tmp_path):
+    port = rank_group.free_ports(1)[0]
+    argv = [sys.executable, "-m", "mlx_mtp", "serve", "--port", str(port), "--quiet"]
+    ranks = rank_group.start(2, tmp_path, argv)
+    try:
+        end = time.monotonic() + 60
+        while not ready(port):
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        together = {}
+        threads = [threading.Thread(target=lambda i=i: together.__setitem__(i, asked(port, i))) for i in range(5)]
+        for thread in threads:
+            thread.start()
+        asked(port, 1, stream=True, max_tokens=500)
+        for thread in threads:
+            thread.join()
+        assert together == {i: asked(port, i) for i in range(5)}
+        ranks[0].send_signal(signal.SIGINT)
+        found = rank_group.ended(ranks, timeout=30)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [code for code, _, _ in found] == [0, 0]
+    assert found[1][1:] == ("", "")
