@@ -32,13 +32,26 @@ float2 staged_pair(const threadgroup T* from) {
   return float2(static_cast<float>(pair.x), static_cast<float>(pair.y));
 }
 
-// Four neighbours of a row of `width` at a position, zeros from `end` on: those slots may hold anything.
+// The keys that rows look at: all before `end`, or of a list of `end` slots those up to `last`.
+template <bool CHOSEN, typename List>
+struct Keys {
+  List list;
+  int end, last;
+
+  // The slot of a key, -1 where there is none to look at.
+  METAL_FUNC int slot(int key) const thread {
+    const int found = key >= end ? -1 : CHOSEN ? int(list[key]) : key;
+    return CHOSEN && found > last ? -1 : found;
+  }
+};
+
+// Four neighbours of a row of `width` in a slot, zeros of none: other slots may hold anything.
 template <typename T>
-vec<T, 4> row_quad(const device T* rows, int width, int position, int column, int end) {
-  if (position >= end) {
+vec<T, 4> row_quad(const device T* rows, int width, int slot, int column) {
+  if (slot < 0) {
     return vec<T, 4>(T(0));
   }
-  const device T* from = rows + size_t(position) * width + column;
+  const device T* from = rows + size_t(slot) * width + column;
   return vec<T, 4>(from[0], from[1], from[2], from[3]);
 }
 
@@ -55,11 +68,12 @@ int value_place(int key, int column) {
 }
 
 // Puts KEYS rows of D values that begin at `first` on the tile, transposed.
-template <typename T, int D, int KEYS>
-void stage_keys(threadgroup T* tile, const device T* rows, int first, int end, int thread_index, int threads) {
+template <typename T, int D, int KEYS, typename Slots>
+void stage_keys(
+    threadgroup T* tile, const device T* rows, int first, thread const Slots& keys, int thread_index, int threads) {
   for (int i = 4 * thread_index; i < KEYS * D; i += 4 * threads) {
     const int key = i / D, d = i % D;
-    const vec<T, 4> values = row_quad(rows, D, first + key, d, end);
+    const vec<T, 4> values = row_quad(rows, D, keys.slot(first + key), d);
     UNROLL
     for (int j = 0; j < 4; ++j) {
       tile[key_place<KEYS>(d + j, key)] = values[j];

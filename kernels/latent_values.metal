@@ -2,11 +2,11 @@
 //
 // Inputs   scores [blocks of 8 keys, R, 8] float, -infinity where a row does not see a key; peaks [tiles, R] float, the
 //          largest of each tile of KEYS keys; latent [1, 1, S, DV]; offset [1] int; sizes [2] int: rows (slots from offset +
-//          rows on are not read), and keys of the smallest chunk, a multiple of 32
+//          rows on are not read), and keys of the smallest chunk, a multiple of 32; chosen: as in latent_scores
 // Outputs  out [1, chunks, R, DV] float, not divided by the sum; ml [1, chunks, R, 2] float: largest score and sum of
 //          the weights, -infinity and 0 where a row sees nothing
-// Template T (latent), DV, KEYS, CHUNK (keys of the largest), SLICE (values)
-// Grid     x: 32 per slice; y: simdgroups per chunk;  group of threads (32, simdgroups, 1)
+// Template T (latent), DV, KEYS, CHUNK (keys of the largest), SLICE (values), CHOSEN
+// Grid     x: 32 per slice; y: simdgroups per chunk; z: 1, with CHOSEN sizes[0];  group of threads (32, simdgroups, 1)
 //
 // Values that are not finite count as 0: a row that sees one has a score that is not finite either, and to a row that
 // does not see it, it must not matter.
@@ -16,16 +16,19 @@
 
 constexpr int FRAGMENTS = 2, ROWS = 8 * FRAGMENTS, COLUMNS = SLICE / 8;
 threadgroup T values[CHUNK * SLICE];
-const int R = scores_shape[1], simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;
+const int L = sizes[0], i = threadgroup_position_in_grid.z, R = scores_shape[1], own_rows = CHOSEN ? R / L : R;
+const int simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;
 const int chunk = threadgroup_position_in_grid.y, slice = threadgroup_position_in_grid.x * SLICE;
 const int3 alike = chunks_like(chunk, NONE, sizes[1], CHUNK);
 const int first = alike.y + (chunk - alike.x) * alike.z;
-const int end = min(offset[0] + sizes[0], min(latent_shape[2], 8 * scores_shape[0]));
+const int end = CHOSEN ? chosen_shape[1] : min(offset[0] + L, min(latent_shape[2], 8 * scores_shape[0]));
+const auto list = chosen + (CHOSEN ? i * end : 0);
+const Keys<CHOSEN, decltype(list)> keys{list, end, offset[0] + i};
 const int blocks = clamp((end - first + 7) / 8, 0, alike.z / 8), tiles = (8 * blocks + KEYS - 1) / KEYS;
 
-for (int i = 4 * thread_index; i < 8 * blocks * SLICE; i += 4 * 32 * simdgroups) {
-  const int key = i / SLICE, column = i % SLICE;
-  const vec<T, 4> quad = row_quad(latent, DV, first + key, slice + column, end);
+for (int n = 4 * thread_index; n < 8 * blocks * SLICE; n += 4 * 32 * simdgroups) {
+  const int key = n / SLICE, column = n % SLICE;
+  const vec<T, 4> quad = row_quad(latent, DV, keys.slot(first + key), slice + column);
   UNROLL
   for (int j = 0; j < 4; ++j) {
     values[value_place<SLICE>(key, column + j)] = isfinite(static_cast<float>(quad[j])) ? quad[j] : T(0);
@@ -34,13 +37,13 @@ for (int i = 4 * thread_index; i < 8 * blocks * SLICE; i += 4 * 32 * simdgroups)
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 const Place at = place_of(thread_index_in_simdgroup);
-for (int begin = simdgroup_index_in_threadgroup * ROWS; begin < R; begin += simdgroups * ROWS) {
+for (int begin = simdgroup_index_in_threadgroup * ROWS; begin < own_rows; begin += simdgroups * ROWS) {
   int row[FRAGMENTS];
   float largest[FRAGMENTS], base[FRAGMENTS], total[FRAGMENTS];
   Fragment sums[FRAGMENTS][COLUMNS];
   UNROLL
   for (int f = 0; f < FRAGMENTS; ++f) {
-    row[f] = min(begin + 8 * f + at.row, R - 1);
+    row[f] = min(begin + 8 * f + at.row, own_rows - 1) * (CHOSEN ? L : 1) + i;
     largest[f] = -INFINITY;
     for (int t = at.column / 2; t < tiles; t += 4) {
       largest[f] = max(largest[f], peaks[size_t(first / KEYS + t) * R + row[f]]);
@@ -75,7 +78,7 @@ for (int begin = simdgroup_index_in_threadgroup * ROWS; begin < R; begin += simd
   UNROLL
   for (int f = 0; f < FRAGMENTS; ++f) {
     const float sum = row_sum(total[f]);
-    if (begin + 8 * f + at.row < R) {
+    if (begin + 8 * f + at.row < own_rows) {
       const size_t own = size_t(chunk) * R + row[f];
       UNROLL
       for (int n = 0; n < COLUMNS; ++n) {

@@ -7,7 +7,8 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
 import mlx.core as mx
 
-from ._source import constants, floats, launch, on_metal
+from ._quantized import DEVICE
+from ._source import Maybe, constants, floats, launch, on_metal
 from .verify_attention import Chunks, merge
 
 Parts = tuple[mx.array, mx.array]  # of queries or keys: for the latent, and rotated
@@ -17,7 +18,15 @@ SIMDGROUPS = 16  # most in a group of threads
 
 
 def verify_latent_attention_ref(
-    q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, offset: mx.array, *, scale: float, start: int = 0
+    q: mx.array,
+    q_pe: mx.array,
+    latent: mx.array,
+    k_pe: mx.array,
+    offset: mx.array,
+    *,
+    scale: float,
+    start: int = 0,
+    chosen: Maybe = None,
 ) -> mx.array:
     """Compute softmax(scale * (q latent^T + q_pe k_pe^T)) latent in float32, each row over the positions it sees."""
     dtype, (L, S) = q.dtype, (q.shape[2], latent.shape[2])
@@ -25,6 +34,8 @@ def verify_latent_attention_ref(
     scores = scale * (q @ latent.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2))
     last, positions = offset + mx.arange(L)[:, None], mx.arange(S)
     seen = (positions <= last) & (positions >= mx.minimum(start, last))
+    if chosen is not None:
+        seen &= mx.put_along_axis(mx.zeros((L, S), mx.bool_), chosen, mx.array(True), axis=-1)
     weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
     # Zero times what a row does not see must be zero; where it does see it, its scores are not finite either.
     return (weights @ mx.where(mx.isfinite(latent), latent, 0.0)).astype(dtype)
@@ -40,60 +51,73 @@ def _simdgroups(rows: int, of: int) -> int:
 
 
 def _scores_metal(
-    q: Parts, keys: Parts, offset: mx.array, scale: float, limit: int, start: int
+    q: Parts, keys: Parts, offset: mx.array, scale: float, limit: int, start: int, chosen: Maybe
 ) -> tuple[mx.array, mx.array]:
-    """Score blocks of 8 keys [blocks, heads * L, 8], and find the largest of each tile [tiles, heads * L]."""
+    """Score blocks of 8 keys [blocks, heads * L, 8], and find the largest of each tile [tiles, heads * L].
+
+    limit: of positions, or how many are `chosen`.
+    """
     (_, heads, L, dv), dr, dtype = q[0].shape, q[1].shape[-1], q[0].dtype
     size, rows = _keys(dtype), heads * L
-    fragments = 4 if rows >= 256 else 2
-    tiles, simdgroups = -(-limit // size), _simdgroups(rows, 8 * fragments)
+    together, apart = (rows, 1) if chosen is None else (heads, L)  # rows that look at the same keys
+    fragments = 4 if together >= 256 else 2
+    tiles, simdgroups = -(-limit // size), _simdgroups(together, 8 * fragments)
     sight = {"scale": constants(mx.float32, scale), "offset": offset, "start": constants(mx.int32, start)}
+    sight["chosen"] = offset if chosen is None else chosen
     scores, peaks = launch(
         "latent_scores",
         {"q": q[0], "q_pe": q[1], "latent": keys[0], "k_pe": keys[1], **sight},
         {"scores": ((tiles * size // 8, rows, 8), mx.float32), "peaks": ((tiles, rows), mx.float32)},
-        template={"T": dtype, "DV": dv, "DR": dr, "KEYS": size, "FRAGMENTS": fragments},
-        grid=(32 * tiles, simdgroups, 1),
+        template={
+            **{"T": dtype, "DV": dv, "DR": dr, "KEYS": size, "FRAGMENTS": fragments, "CHOSEN": chosen is not None}
+        },
+        grid=(32 * tiles, simdgroups, apart),
         group=(32, simdgroups, 1),
     )
     return scores, peaks
 
 
 def _values_metal(
-    scores: mx.array, peaks: mx.array, latent: mx.array, offset: mx.array, L: int, limit: int
+    scores: mx.array, peaks: mx.array, latent: mx.array, offset: mx.array, L: int, limit: int, chosen: Maybe
 ) -> tuple[mx.array, mx.array]:
     """Sum weighted values by chunk [1, chunks, rows, Dv], and find largest scores and weights' sums [..., 2]."""
     dtype, rows, dv = latent.dtype, scores.shape[1], latent.shape[-1]
     width = 64 if dtype.size == 2 and dv % 64 == 0 else 32
     cut = Chunks.of(dv // width)._replace(most=MOST_CHUNK)
     sizes = constants(mx.int32, L, cut.least)
-    chunks, simdgroups = cut.up_to(limit), _simdgroups(rows, 16)
+    together, apart = (rows, 1) if chosen is None else (rows // L, L)
+    chunks, simdgroups = cut.up_to(limit), _simdgroups(together, 16)
+    inputs = {"scores": scores, "peaks": peaks, "latent": latent, "offset": offset, "sizes": sizes}
+    inputs["chosen"] = offset if chosen is None else chosen
+    template = {"T": dtype, "DV": dv, "KEYS": _keys(dtype), "CHUNK": MOST_CHUNK, "SLICE": width}
     out, ml = launch(
         "latent_values",
-        {"scores": scores, "peaks": peaks, "latent": latent, "offset": offset, "sizes": sizes},
+        inputs,
         {"out": ((1, chunks, rows, dv), mx.float32), "ml": ((1, chunks, rows, 2), mx.float32)},
-        template={"T": dtype, "DV": dv, "KEYS": _keys(dtype), "CHUNK": MOST_CHUNK, "SLICE": width},
-        grid=(32 * (dv // width), simdgroups * chunks, 1),
+        template={**template, "CHOSEN": chosen is not None},
+        grid=(32 * (dv // width), simdgroups * chunks, apart),
         group=(32, simdgroups, 1),
     )
     return out, ml
 
 
-def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array) -> bool:
+def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, chosen: Maybe) -> bool:
     """Whether the kernels take these: one type of 16 or 32 bits, whole fragments, tiles that fit."""
     dv, dr = q.shape[-1], q_pe.shape[-1]
     fits = (dv + dr) * _keys(q.dtype) * q.dtype.size <= MEMORY
-    same = all(x.dtype == q.dtype for x in (q_pe, latent, k_pe))
+    same = all(x.dtype == q.dtype for x in (q_pe, latent, k_pe)) and (chosen is None or chosen.size >= DEVICE)
     return same and floats(q) and dv % 32 == 0 and dr % 8 == 0 and fits and q.size > 0
 
 
-def _check_shapes(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, limit: int) -> None:
+def _check_shapes(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, limit: int, chosen: Maybe) -> None:
     (_, heads, L, dv), S, dr = q.shape, latent.shape[2], q_pe.shape[-1]
     given = {"q": q, "q_pe": q_pe, "latent": latent, "k_pe": k_pe}
     wanted = (1, heads, L, dv), (1, heads, L, dr), (1, 1, S, dv), (1, 1, S, dr)
     for (name, x), want in zip(given.items(), wanted, strict=True):
         if x.shape != want:
             raise ValueError(f"{name} has shape {x.shape}; it must be {want} here")
+    if chosen is not None and (chosen.ndim != 2 or chosen.shape[0] != L):
+        raise ValueError(f"chosen has shape {chosen.shape}; it must be ({L}, slots of each row)")
     if not L <= limit <= S:
         raise ValueError(f"limit is {limit}; it must be from {L}, the rows, to {S}, the slots")
 
@@ -108,6 +132,7 @@ def verify_latent_attention(
     scale: float,
     limit: int,
     start: int = 0,
+    chosen: mx.array | None = None,
 ) -> mx.array:
     """Attend from L rows to keys [latent, k_pe] and values latent: [1, heads, L, Dv] in q's dtype.
 
@@ -115,15 +140,18 @@ def verify_latent_attention(
     latent: [1, 1, S, Dv], k_pe [1, 1, S, Dr]: whole buffers, in which the rows' own slots are written.
     offset: [1] int32, the position of the first row; row i sees positions start to offset + i, and at least its own.
     limit: upper bound of offset + L, at most S.
+    chosen: integers [L, C], the slots that each row looks at, ascending, of which it sees those that it would see
+        without; None: all. With every slot that it sees first in its list a row has the bits of None.
 
     Values that are not finite count as 0; the weights of rows that see them are not finite.
     On Metal, where all are of one type, Dv is a multiple of 32, Dr of 8, and their sum at most 1024, a row has the
     bits that it has alone; else the reference runs. Raises ValueError where the shapes or limit do not fit.
     """
-    _check_shapes(q, q_pe, latent, k_pe, limit)
-    if not (on_metal() and _supported(q, q_pe, latent, k_pe)):
-        return verify_latent_attention_ref(q, q_pe, latent, k_pe, offset, scale=scale, start=start)
+    _check_shapes(q, q_pe, latent, k_pe, limit, chosen)
+    if not (on_metal() and _supported(q, q_pe, latent, k_pe, chosen)):
+        return verify_latent_attention_ref(q, q_pe, latent, k_pe, offset, scale=scale, start=start, chosen=chosen)
     _, heads, L, dv = q.shape
-    scores, peaks = _scores_metal((q, q_pe), (latent, k_pe), offset, scale, limit, start)
-    out, ml = _values_metal(scores, peaks, latent, offset, L, limit)
+    count = limit if chosen is None else chosen.shape[1]
+    scores, peaks = _scores_metal((q, q_pe), (latent, k_pe), offset, scale, count, start, chosen)
+    out, ml = _values_metal(scores, peaks, latent, offset, L, count, chosen)
     return merge(out, ml, L, q.dtype).reshape(1, L, heads, dv).swapaxes(1, 2)

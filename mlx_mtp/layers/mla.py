@@ -91,11 +91,20 @@ class LatentAttention(CachedAttention):
         return ours and self.serves_rows(q.shape[2], cache)
 
     def fused(
-        self, q: mx.array, q_pe: mx.array, cache: Any, offset: Offset, op: Callable = verify_latent_attention
+        self,
+        q: mx.array,
+        q_pe: mx.array,
+        cache: Any,
+        offset: Offset,
+        op: Callable = verify_latent_attention,
+        chosen: mx.array | None = None,
     ) -> mx.array:
-        """Attend queries at positions from `offset` on to a cache's latent rows: [1, heads, L, D]."""
-        where = {"limit": cache.limit, "start": cache.start}
-        return op(q, q_pe, *cache.parts, on_device(offset), scale=self.module.scale, **where)
+        """Attend queries at positions from `offset` on to a cache's latent rows: [1, heads, L, D].
+
+        chosen: integers [L, C], the slots that each looks at; None: all.
+        """
+        where = {"limit": cache.limit, "start": cache.start, "chosen": chosen}
+        return op(q, q_pe, *cache.parts[:2], on_device(offset), scale=self.module.scale, **where)
 
     def stock(self, x: mx.array) -> list[mx.array]:
         latent, k_pe = (part[:, :, : self.OFFSET + len(x)] for part in self._before(x.dtype))

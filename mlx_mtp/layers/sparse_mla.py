@@ -6,12 +6,16 @@ that a row's arithmetic depends neither on the other rows nor on how long the bu
 position is chosen, as by mlx-lm. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 
-from .mla import ABSORBED_ROWS, AbsorbedMLA, Mask
+from ..kernels import verify_latent_attention
+from .kernel_site import side_by_side
+from .mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention, Mask
 from .norm_rope import Offset
 
 SCORED_ROWS = 64  # of a prompt at a time: every indexer head scores every position
@@ -25,6 +29,33 @@ class Chosen:
     """
 
     slots: list[mx.array | None] = field(default_factory=list)
+
+
+class ChosenAttention(LatentAttention):
+    """The attention of a module's absorbed queries to the `count` latent rows that each chooses, or to all there are.
+
+    In a trial a row's are spread over all positions before it.
+    """
+
+    varies = False  # as many, however long the text
+
+    def __init__(self, module: Any, count: int):
+        super().__init__(module)
+        self.count, self.OFFSET, self.SLOTS = count, 2 * count, 2 * count + ABSORBED_ROWS
+        self.shape += f" {count} chosen"
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        parts = self._before(x.dtype)
+        out = self.module.attend_to(self._chosen(self.OFFSET, len(x)), *self._queries(x), *parts, None)
+        return [side_by_side(out)]
+
+    def _read(self, x: mx.array, offset: int, op: Callable = verify_latent_attention) -> mx.array:
+        parts, rows = [part.astype(x.dtype) for part in self._before(x.dtype)], len(x)
+        cache = SimpleNamespace(parts=parts, limit=offset + rows, start=0)
+        return side_by_side(self.fused(*self._queries(x), cache, offset, op, self._chosen(offset, rows)))
+
+    def _chosen(self, offset: int, rows: int) -> mx.array:
+        return mx.arange(self.count) * (offset + 1 + mx.arange(rows)[:, None]) // self.count
 
 
 class SparseMLA(AbsorbedMLA):
@@ -46,14 +77,15 @@ class SparseMLA(AbsorbedMLA):
         arrays = x, compressed, q, q_pe, *cache.update_and_fetch(*rows)
         masks = [mask] if mask is None or mask.ndim == 2 else [each[0] for each in mask]
         if n == 1:
-            return self.output(self.attended(0, masks[0], offset, *arrays))
+            return self.output(self.attended(0, masks[0], cache, offset, *arrays))
         texts = [[a[i : i + 1] for a in (offset, *arrays)] for i in range(n)]
-        return self.output(mx.concatenate([self.attended(i, masks[i], *text) for i, text in enumerate(texts)]))
+        return self.output(mx.concatenate([self.attended(i, masks[i], None, *text) for i, text in enumerate(texts)]))
 
     def attended(
         self: Any,
         text: int,
         mask: Mask,
+        cache: Any,
         offset: Offset,
         x: mx.array,
         compressed: mx.array,
@@ -63,7 +95,10 @@ class SparseMLA(AbsorbedMLA):
         k_pe: mx.array,
         *keys: mx.array,
     ) -> mx.array:
-        """Attend a text's rows to its latent rows, of which its `keys`, if there are any, are asked first."""
+        """Attend a text's rows to its latent rows, of which its `keys`, if there are any, are asked first.
+
+        cache: what holds the text alone, whose buffers a kernel can read; None where others are beside it.
+        """
         chosen = self.choose(x, compressed, keys[0], mask, offset) if keys else self.handed_on.slots[text]
         if keys and self.handed_on:
             self.handed_on.slots[text:] = [chosen]
@@ -73,7 +108,9 @@ class SparseMLA(AbsorbedMLA):
             k, v = self.embed_q(latent, transpose=False), self.unembed_out(latent)
             return self.attend(self.unplaced(q), q_pe, k, v, k_pe, mask)
         q = self.absorbed(q)
-        if chosen is None:
+        if cache is not None and self.latent is not None and self.latent.serves(q, cache):
+            out = self.latent.fused(q, q_pe, cache, offset, chosen=chosen)
+        elif chosen is None:
             out = self.attend(q, q_pe, latent, latent, k_pe, mask)
         else:
             out = self.attend_to(chosen, q, q_pe, latent, k_pe, mask)

@@ -33,7 +33,7 @@ from ..layers.products import (
     VerifyRouter,
 )
 from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm
-from ..layers.sparse_mla import SparseMLA
+from ..layers.sparse_mla import ChosenAttention, SparseMLA
 
 # Linears that, where a module has several of them, read the same x.
 TOGETHER = (
@@ -139,7 +139,10 @@ def _attentions(model: Any) -> Iterator[Site]:
         for _, module in layer.named_modules():
             if type(module) in kinds:
                 yield from _attention(module, rings.get(window), () if unquantized else KV_BITS)
-            elif isinstance(module, AbsorbedMLA) and not isinstance(module, SparseMLA):
+            elif isinstance(module, SparseMLA):
+                module.latent = ChosenAttention(module, model.args.index_topk)
+                yield module.latent
+            elif isinstance(module, AbsorbedMLA):
                 yield from _latent(module)
 
 

@@ -18,6 +18,7 @@ from ..layers.kernel_site import Site, inexact_rows
 from ..layers.mamba2 import Mamba2
 from ..layers.port import Port
 from ..layers.products import Matrices, Stack
+from ..layers.sparse_mla import SparseMLA
 from ..machine.remembered import digest
 from ..ranks.ordered_sum import parts_alone, sum_over
 from .ab_test import LAYERS, compile_kernel
@@ -217,6 +218,7 @@ def others_not_exact(model: Any) -> Lines:
     found = {
         FORMATS: any(type(m) in (nn.QuantizedLinear, nn.QQLinear) or tied(model, m) for m in modules),
         "attention": any(not isinstance(m, VerifyAttention) and not getattr(m, "latent", None) for m in attentions),
+        "the choice of sparse attention": any(isinstance(m, SparseMLA) for m in modules),
         "latent attention's products per head": any(type(m) in (MultiLinear, QuantizedMultiLinear) for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on

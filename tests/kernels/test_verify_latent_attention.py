@@ -161,6 +161,33 @@ def test_a_row_has_the_bits_that_it_has_alone(contraction, offset):
 
 
 @linux_only
+@pytest.mark.usefixtures("unrounded")
+def test_rows_that_look_at_chosen_slots():
+    """Each row at its own, also some that it does not see: in the bits that it has alone, and of all slots' rows."""
+    heads, L, offset, S, count = 5, 3, 400, 448, 290
+    q, q_pe, latent, k_pe = draw(heads, L, 32, 8, S, F16)
+    rng = np.random.default_rng(0)
+    lists = [np.sort(rng.choice(offset + i + 1, count - 2, replace=False)) for i in range(L)]
+    chosen = mx.array([[*found.tolist(), offset + L + i, S - 1] for i, found in enumerate(lists)], mx.uint32)
+    latent[:, :, offset + L :], k_pe[:, :, offset + L :] = NAN, INF
+    where, more = (mx.array([offset]),), {"scale": scale_of(q, q_pe), "limit": S}
+    with emulator.emulated() as launches:
+        many = verify_latent_attention(q, q_pe, latent, k_pe, *where, **more, chosen=chosen)
+        for i in range(L):
+            one = [x[:, :, i : i + 1] for x in (q, q_pe)]
+            at = mx.array([offset + i])
+            alone = verify_latent_attention(*one, latent, k_pe, at, **more, chosen=chosen[i : i + 1])
+            assert same_bits(alone, many[:, :, i : i + 1])
+            gathered = [x[:, :, mx.array(lists[i])] for x in (latent, k_pe)]
+            dense = {"scale": more["scale"], "limit": count - 2}
+            of_all = verify_latent_attention(*one, *gathered, mx.array([count - 3]), **dense)
+            assert same_bits(of_all, alone)
+    assert launches[1]["latent"].bytes_read == sum(map(len, lists)) * 32 * 2
+    want = verify_latent_attention_ref(q, q_pe, latent, k_pe, *where, scale=more["scale"], chosen=chosen)
+    assert mx.allclose(many, want, atol=2e-3)
+
+
+@linux_only
 def test_extremes():
     """A score of -infinity weighs nothing; one of +infinity, or a NaN, spoils its row as the reference has it."""
     q, q_pe, latent, k_pe = draw(34, 1, 32, 8, 300, F16)

@@ -1,19 +1,25 @@
 """Check sparse attention: what a row chooses and yields depends on its past alone, and all of it rolls back."""
 
+from dataclasses import replace
+
 import families
 import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from metal_cases import linux_only
 from mlx_lm.models.base import create_causal_mask
 from oracle import Oracle
 from sweep import paired, sampled
 
 import mlx_mtp
+from mlx_mtp import emulator
 from mlx_mtp.cache.growing import LinearKVCache
 from mlx_mtp.decoding import step as one_step
 from mlx_mtp.layers import sparse_mla
+from mlx_mtp.layers.sparse_mla import ChosenAttention
 from mlx_mtp.models import deepseek_v32, glm_moe_dsa
+from mlx_mtp.tuning import ab_test, kernel_switch
 
 TOPK = families.DSA["index_topk"]
 NAMES = ["deepseek_v32", "glm_moe_dsa_shared"]  # the latter does all that glm_moe_dsa does
@@ -62,6 +68,28 @@ def test_rows_do_what_they_do_alone(layer, M, slack):
     alone = mx.concatenate([rows(attention, cache, x[:, i : i + 1]) for i in range(50, 50 + M)], axis=1)
     assert mx.allclose(alone, expected, atol=1e-5)
     assert cache.capacity > slack
+
+
+@linux_only
+def test_a_kernel_attends_to_chosen_rows(tmp_path, monkeypatch):
+    """In a trial, and in a layer; where nothing is chosen yet it attends to all."""
+    path, *_ = families.build("deepseek_v32", tmp_path, kv_lora_rank=32, qk_nope_head_dim=32)
+    attention = mlx_mtp.load_model(path).layers[1].self_attn
+    site = attention.latent = ChosenAttention(attention, TOPK)
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
+    (tried,) = (trial for trial in kernel_switch.trials([site], mx.float16) if trial.rows == 3)
+    x, found = mx.random.normal((1, 2 * TOPK + 1, families.H)), []
+    with emulator.emulated(emulator.Options(traffic=False)) as launches:
+        assert ab_test.check(tried) is None
+        wrong = replace(tried, pairs=[(lambda x: [1.1 * site.ours(x)[0]], site.stock)], bits=False)
+        assert "errs by" in ab_test.check(wrong)
+        del launches[:]
+        for on in ((), (3, 4)):
+            site.rows, cache = frozenset(on), LinearKVCache()
+            parts = [rows(attention, cache, x[:, first : first + 3]) for first in range(0, 2 * TOPK - 2, 3)]
+            found.append(mx.concatenate(parts, axis=1))
+    assert mx.allclose(*found, atol=1e-5)
+    assert [launch.kernel for launch in launches].count("latent_scores") == len(parts)
 
 
 def chosen_by_sorting(scores: np.ndarray, first: int) -> list[list[int]]:
