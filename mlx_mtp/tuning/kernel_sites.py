@@ -139,11 +139,8 @@ def _attentions(model: Any) -> Iterator[Site]:
         for _, module in layer.named_modules():
             if type(module) in kinds:
                 yield from _attention(module, rings.get(window), () if unquantized else KV_BITS)
-            elif isinstance(module, SparseMLA):
-                module.latent = ChosenAttention(module, model.args.index_topk)
-                yield module.latent
             elif isinstance(module, AbsorbedMLA):
-                yield from _latent(module)
+                yield from _latent(module, model.args.index_topk if isinstance(module, SparseMLA) else None)
 
 
 def _attention(module: Any, ring: Ring | None, kv_bits: Sequence[int]) -> Iterator[Site]:
@@ -160,8 +157,10 @@ def _attention(module: Any, ring: Ring | None, kv_bits: Sequence[int]) -> Iterat
         yield module.placing
 
 
-def _latent(module: Any) -> Iterator[Site]:
-    module.latent, rope = LatentAttention(module), Rope.of(module.rope)
+def _latent(module: Any, chosen: int | None = None) -> Iterator[Site]:
+    """Make the sites of a latent attention, whose rows look at so many that each chooses, None: at all."""
+    module.latent = LatentAttention(module) if chosen is None else ChosenAttention(module, chosen)
+    rope = Rope.of(module.rope)
     yield module.latent
     if rope:
         width = module.qk_rope_head_dim
