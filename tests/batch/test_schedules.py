@@ -6,12 +6,12 @@ import families
 import pytest
 from fuzzing import LONG, count
 from schedules import Case, Whims, run
-from subjects import subjects
+from subjects import quantizable_model, subjects
 
 import mlx_mtp
 
-NAMES = ["step3p5", "qwen3_5_moe", "nemotron_h_latent", "mimo_v2_flash", "glm_moe_dsa_shared", "glm4_moe"]
-EVERY = ["step3p5", "eagle", *families.FAMILIES]
+NAMES = ["step3p5", "quantized", "nemotron_h_latent", "mimo_v2_flash", "glm_moe_dsa_shared"]
+EVERY = ["step3p5", "eagle", "quantized", *families.FAMILIES]
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +19,8 @@ def subject(tiny_models, tmp_path_factory):
     return subjects(tiny_models, tmp_path_factory)
 
 
-def expected(case: Case, model, layout: dict) -> list[int]:
-    text = [token for token, *_ in case.alone(model, layout)]
+def ended(case: Case, text: list[int]) -> list[int]:
+    """A text up to its first stop sequence."""
     for end in range(1, len(text) + 1):
         if any(text[:end][-len(stop) :] == stop for stop in case.stops):
             return text[:end]
@@ -28,26 +28,30 @@ def expected(case: Case, model, layout: dict) -> list[int]:
 
 
 def assert_as_alone(case: Case, model, layout: dict) -> None:
-    text = expected(case, model, layout)
-    assert case.tokens == (text[: len(case.tokens)] if case.reason == "removed" else text)
-    if not case.tokens:
+    text, cache = case.alone(model, layout, case.max_tokens)
+    text, n = ended(case, text), len(case.tokens)
+    assert case.tokens == (text[:n] if case.reason == "removed" else text)
+    if n == 0:
         return
-    more = {"max_tokens": 5, "num_draft_tokens": min(case.k, 1)}
-    plain = {"num_draft_tokens": 0, "prefill_step_size": 16, "quantized_kv_start": 0}
-    fresh = mlx_mtp.generate_step(case.prompt + case.tokens, model, max_tokens=5, **plain, **layout)
-    again = mlx_mtp.generate_step(case.tokens[-1:], model, prompt_cache=case.cache, **more)
-    assert [token for token, *_ in again] == [token for token, *_ in fresh]
+    if n < case.max_tokens:
+        _, cache = case.alone(model, layout, n)
+    ours, theirs = (
+        mlx_mtp.generate_step(case.tokens[-1:], model, prompt_cache=each, max_tokens=5, num_draft_tokens=k)
+        for each, k in ((case.cache, min(case.k, 1)), (cache, 0))
+    )
+    assert [token for token, *_ in ours] == [token for token, *_ in theirs]
 
 
 @pytest.mark.parametrize("name", EVERY if LONG else NAMES)
-def test_every_text_is_what_it_is_alone(subject, name):
-    s = subject(name)
+def test_every_text_is_what_it_is_alone(subject, tiny_models, name):
+    quantized = name == "quantized"
+    model = quantizable_model(tiny_models)[0] if quantized else subject(name).model
+    most = min(3, model.max_draft_tokens)
     for seed in range(count(1, 60)):
         rng = random.Random(f"{name} {seed}")
-        layout = rng.choice([{}, {}, {"max_kv_size": 24}, {"kv_bits": 8}])
-        if layout.get("kv_bits") and (s.model.NO_KV_BITS or s.model.args.head_dim % 32):
-            layout = {}
-        cases = [Case(rng, s.model.vocab_size, s.k) for _ in range(rng.randint(1, 5))]
-        run(s.model, cases, layout, s.k, Whims(rng, s.k) if rng.random() < 0.7 else None)
+        layout = {"kv_bits": rng.choice([4, 8]), "mtp_kv_bits": rng.choice([None, 8])} if quantized else {}
+        layout = layout or rng.choice([{}, {"max_kv_size": 24}])
+        cases = [Case(rng, model.vocab_size, most) for _ in range(rng.randint(1, 5))]
+        run(model, cases, layout, most, Whims(rng, most) if rng.random() < 0.7 else None)
         for case in cases:
-            assert_as_alone(case, s.model, layout)
+            assert_as_alone(case, model, layout)

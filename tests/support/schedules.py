@@ -33,23 +33,14 @@ class Case:
     def sampler(self):
         return make_sampler(temp=1.0, top_p=0.9) if self.own_sampler else None
 
-    def alone(self, model, layout: dict, n: int = 0) -> list[tuple]:
+    def alone(self, model, layout: dict, n: int) -> tuple[list[int], mlx_mtp.PromptCache]:
+        """The first n tokens by plain decoding, and the cache that is left."""
+        cache = mlx_mtp.make_prompt_cache(model, **layout)
+        how = {"prompt_cache": cache, "sampler": self.sampler, "logits_processors": self.processors}
         options = {} if self.own_sampler else self.sampling
-        return list(
-            mlx_mtp.generate_step(
-                self.prompt,
-                model,
-                max_tokens=n or self.max_tokens,
-                num_draft_tokens=0,
-                prefill_step_size=16,
-                sampler=self.sampler,
-                logits_processors=self.processors,
-                seed=self.seed,
-                quantized_kv_start=0,
-                **options,
-                **layout,
-            )
-        )
+        plain = {"num_draft_tokens": 0, "prefill_step_size": 16, "seed": self.seed}
+        steps = mlx_mtp.generate_step(self.prompt, model, max_tokens=n, **plain, **how, **options)
+        return [token for token, *_ in steps], cache
 
 
 def insert(batch: BatchGenerator, case: Case) -> int:
