@@ -17,6 +17,7 @@ from ..decoding.sampling import LogitsProcessor, Sampler
 from ..layers.target import Target
 from ..machine.memory import wired
 from ..machine.stream import in_turn
+from .admission import Admission
 from .control import Controls
 from .group import Group, layout_of
 from .lone import Lone, is_lone
@@ -59,6 +60,7 @@ class BatchGenerator:
         checked.check_numbers(max_tokens, step, settings.seed, settings.draft_p_min)
         self._stops = StopSequences(stop_tokens or None)
         self.controls_for = Controls(model, settings.k, adaptive=settings.adaptive).of
+        self._admission = Admission(model, ignore=not settings.check_memory)
         self._unprocessed: deque[Sequence] = deque()
         self._groups: dict[str, Group] = {}
         self._lone: list[Lone] = []
@@ -170,8 +172,8 @@ class BatchGenerator:
     def next_generated(self) -> list[Response]:
         """Go on until there are tokens; return them, none when all texts are over."""
         while True:
-            read, shown = self.next()
-            if shown or not read:
+            shown = self.next()[1]
+            if shown or not self._texts():
                 return shown
 
     @in_turn()
@@ -198,12 +200,9 @@ class BatchGenerator:
         """Read about a chunk of the prompts that wait; add first tokens to `shown`."""
         read, tic = [], time.perf_counter()
         left = self.settings.step
-        while (
-            left > 0
-            and self._unprocessed
-            and len(self._texts()) - len(self._unprocessed) < self.completion_batch_size
-        ):
+        while left > 0 and self._unprocessed and self._admits(self._unprocessed[0]):
             text = self._unprocessed[0]
+            text.begun = True
             if is_lone(text):
                 self._lone.append(Lone(self.model, self._unprocessed.popleft(), chunk=self.settings.step))
                 read.append(PromptResponse(text.uid, (text.total, text.total), True, True))
@@ -219,6 +218,11 @@ class BatchGenerator:
                 shown += self._begun(text, hidden)
         self._counters.prompt_time += time.perf_counter() - tic
         return read
+
+    def _admits(self, text: Sequence) -> bool:
+        """Tell whether the first that waits may begin, or has begun."""
+        there = self._texts()[len(self._unprocessed) :]
+        return text.begun or (len(there) < self.completion_batch_size and self._admission.lets_in(text, there))
 
     def _read_chunk(self, text: Sequence) -> tuple[mx.array, int]:
         step, piece = self.settings.step, text.segments[0]

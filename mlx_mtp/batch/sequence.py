@@ -31,7 +31,8 @@ class Sequence:
 
     segments: what is left of its prompt. left: most tokens that may follow. k: most drafts in a cycle. tokens: all
     that are known, the cache's own among them. base: the position of its first row in the newest run. follows: of the
-    next one. slot: its place in the pool. over: no more of its tokens are shown.
+    next one. slot: its place in the pool. over: no more of its tokens are shown. longest: positions that it may come
+    to hold. begun: whether its prompt is being read, or was.
     """
 
     uid: int
@@ -48,9 +49,12 @@ class Sequence:
     slot: int = -1
     over: bool = False
     plain: bool = False
+    longest: int = 0
+    begun: bool = False
 
     def __post_init__(self):
         self.tokens, self.total = list(self.cache.tokens), sum(map(len, self.segments))
+        self.longest = self.cache.offset + self.total + self.left
         p = self.picker
         # Whether its tokens are the likeliest, and no more is asked.
         self.plain = p.sampler is None and p.options.greedy and not p.processors and not p.logprobs

@@ -1,0 +1,43 @@
+"""Let texts in as they fit: those that wait begin when others have left, and are what they are alone."""
+
+import pytest
+
+import mlx_mtp
+from mlx_mtp.batch import admission
+from mlx_mtp.decoding.memory_needs import kv_bytes
+from mlx_mtp.machine.memory import Available
+
+PROMPT = [1, 2, 3, 0, 2]
+
+
+@pytest.mark.parametrize(("room", "ignore", "most"), [(2.1, False, 2), (0, False, 1), (0, True, 4)])
+def test_newcomers_wait_until_they_fit(tiny_models, monkeypatch, room, ignore, most):
+    """There is memory for so many texts of the longest one's size."""
+    model, _ = tiny_models(0)
+    monkeypatch.setattr(admission, "UNCHECKED", 0)
+    each = sum(kv_bytes(model, mlx_mtp.make_prompt_cache(model), len(PROMPT) + 9))
+    monkeypatch.setattr(admission.memory, "available", lambda: Available(int(room * each), "a test"))
+    batch = mlx_mtp.BatchGenerator(model, check_memory=not ignore, num_draft_tokens=2, adaptive=False)
+    uids = batch.insert([PROMPT] * 4, [9, 5, 7, 2])
+    texts, there, at_once = {uid: [] for uid in uids}, set(), 0
+    while responses := batch.next_generated():
+        for r in responses:
+            texts[r.uid].append(r.token)
+            there = there - {r.uid} if r.finish_reason else there | {r.uid}
+            at_once = max(at_once, len(there))
+    assert at_once == most
+    alone = [token for token, *_ in mlx_mtp.generate_step(PROMPT, model, max_tokens=9)]
+    assert list(texts.values()) == [alone[:n] for n in (9, 5, 7, 2)]
+
+
+def test_what_waits_goes_on_when_all_others_are_removed(tiny_models):
+    model, _ = tiny_models(0)
+    batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=0)
+    first, second = batch.insert([PROMPT] * 2, [20, 4])
+    batch.next()
+    batch.remove([first])
+    tokens = []
+    while responses := batch.next_generated():
+        tokens += [r.token for r in responses]
+    assert len(tokens) in (3, 4)  # its first one may have been told before
+    assert first != second
