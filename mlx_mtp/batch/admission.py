@@ -12,8 +12,8 @@ from .sequence import Sequence
 class Admission:
     """Who may come in.
 
-    A slot of a pool is as long as the longest text's, and while a pool grows the old one is there, too. Who comes alone
-    comes in: his own needs were looked at when he was inserted. ignore: lets everybody in.
+    A slot of a pool is as long as the longest text's, and while a pool grows the old one is there, too. Who comes
+    alone comes in: his own needs were looked at when he was inserted. ignore: lets everybody in.
     """
 
     def __init__(self, model: Target, *, ignore: bool):
