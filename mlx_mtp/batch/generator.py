@@ -51,6 +51,8 @@ class BatchGenerator:
         **options: Any,
     ):
         checked.check_model(model)
+        if ranks := getattr(model, "ranks", None):
+            raise ValueError(f"model: split over {ranks.size} ranks; texts at once are for one, here call generate")
         self.model, self.max_tokens, self.sampler = model, max_tokens, sampler
         self.logits_processors = list(logits_processors or [])
         self.completion_batch_size = completion_batch_size

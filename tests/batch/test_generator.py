@@ -1,5 +1,7 @@
 """Call `BatchGenerator` as mlx_lm's own callers do, and end its texts in every way."""
 
+import types
+
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -107,6 +109,13 @@ def test_caches_change_while_texts_decode(tiny_models):
     found, _ = texts(batch, prompts, limits)
     for uid, (prompt, n) in enumerate(zip(prompts, limits, strict=True)):
         assert found[uid] == [t for t, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, **options)]
+
+
+def test_ranks_are_refused(demo, monkeypatch):
+    """They would have to agree on what a clock decides, and on who is there."""
+    monkeypatch.setattr(demo[0], "ranks", types.SimpleNamespace(size=2), raising=False)
+    with pytest.raises(ValueError, match="^model: split over 2 ranks; texts at once are for one"):
+        mlx_mtp.BatchGenerator(demo[0])
 
 
 @pytest.mark.parametrize(
