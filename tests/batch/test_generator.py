@@ -114,7 +114,7 @@ def test_caches_change_while_texts_decode(tiny_models):
 def test_ranks_are_refused(demo, monkeypatch):
     """They would have to agree on what a clock decides, and on who is there."""
     monkeypatch.setattr(demo[0], "ranks", types.SimpleNamespace(size=2), raising=False)
-    with pytest.raises(ValueError, match="^model: split over 2 ranks; texts at once are for one"):
+    with pytest.raises(ValueError, match=r"^model: split over 2 ranks; texts at once are for one"):
         mlx_mtp.BatchGenerator(demo[0])
 
 
