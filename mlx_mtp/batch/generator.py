@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.generate import StopSequences
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 
+from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
 from ..decoding.prefill import first_run, read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
@@ -179,20 +180,42 @@ class BatchGenerator:
                 return shown
 
     @in_turn()
-    def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, Any]:
+    def extract_cache(self, uids: Any) -> dict[int, tuple[PromptCache, list[int]]]:
+        """Copy the caches of texts as they stand, each with the tokens it holds; they go on.
+
+        Raises ValueError for a text that decodes on its own, whose cache is whole only when it is over.
+        """
+        found = {}
+        for text in self._chosen(uids):
+            if any(lone.text is text for lone in self._lone):
+                raise ValueError(f"uids: {text.uid} decodes on its own; remove it to have its cache")
+            group = next((group for group in self._groups.values() if text in group.texts), None)
+            cache = group.cache_of(text) if group else text.cache.copy()
+            found[text.uid] = cache, list(cache.tokens)
+        return found
+
+    @in_turn()
+    def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[PromptCache, list[int]]]:
         """Let texts go before their end; return, if asked for, the cache of each and the tokens it holds."""
-        gone = [text for text in self._texts() if text.uid in set(uids)]
+        gone = self._chosen(uids)
+        ended = [lone.text for lone in self._lone if lone.text in gone]
+        for lone in self._lone:
+            if lone.text in gone:
+                lone.take_out()
+        self._lone = [lone for lone in self._lone if lone.text not in gone]
+        pooled = [text.uid for text in gone if text not in ended]
+        caches = self.extract_cache(pooled) if return_prompt_caches else {}
         for text in gone:
             if text in self._unprocessed:
                 self._unprocessed.remove(text)
             for group in self._groups.values():
                 if text in group.texts:
                     group.take_out(text)
-            for lone in self._lone:
-                if lone.text is text:
-                    lone.take_out()
-        self._lone = [lone for lone in self._lone if lone.text not in gone]
-        return {s.uid: (s.cache, list(s.cache.tokens)) for s in gone} if return_prompt_caches else {}
+        own = {text.uid: (text.cache, list(text.cache.tokens)) for text in ended}
+        return caches | own if return_prompt_caches else {}
+
+    def _chosen(self, uids: Any) -> list[Sequence]:
+        return [text for text in self._texts() if text.uid in set(uids)]
 
     def _texts(self) -> list[Sequence]:
         pooled = (text for group in self._groups.values() for text in group.texts)

@@ -81,14 +81,18 @@ class Group:
         self.clock.leave()
         return shown
 
+    def cache_of(self, text: Sequence) -> PromptCache:
+        """Copy the cache of a text as it stands: all its tokens but the last that was told."""
+        cache = text.cache.copy()
+        for run in (run for each, run in self.waiting if each is text):
+            cache.push(run.hidden)
+            return cache
+        assert self.last
+        self._bring_home(self.last, self.last.rows.index(text), 0, cache)
+        return cache
+
     def take_out(self, text: Sequence) -> None:
-        """Let a text go before its end, and leave its own cache as it stands."""
-        if not any(text is each for each, _ in self.waiting):
-            assert self.last is not None
-            self._bring_home(self.last, self.last.rows.index(text), 0)
-        for each, run in self.waiting:
-            if each is text:
-                text.cache.push(run.hidden)
+        """Let a text go before its end."""
         self.waiting = [pair for pair in self.waiting if pair[0] is not text]
         text.over = True
         if not self.texts:
@@ -190,23 +194,23 @@ class Group:
             new = text.show(values[row][: accepted + 1], accepted, cycle.run.logprobs.get(row))
             text.follows = text.base + accepted + 1
             if text.over:
-                self._bring_home(cycle, row, len(new))
+                self._bring_home(cycle, row, len(new), text.cache)
             shown += text.hand_over(new)
         if kept:
             cycle.control.observe(outcome(cycle.plan, cycle.plan.k, kept, seconds, cycle.caught_up))
         return shown
 
-    def _bring_home(self, cycle: Cycle, row: int, shown: int) -> None:
-        """Copy a text's state behind so many of a cycle's rows from the pool to its own cache, at rest."""
+    def _bring_home(self, cycle: Cycle, row: int, shown: int, cache: PromptCache) -> None:
+        """Copy a text's state behind so many of a cycle's rows from the pool to a cache of its own, at rest."""
         text, mark = cycle.rows[row], cycle.after
         assert text
         assert self.pool
         assert mark
-        self.pool.copy_out(mark, text.cache, text.slot, row, base=text.base, rows=shown)
+        self.pool.copy_out(mark, cache, text.slot, row, base=text.base, rows=shown)
         if shown:
-            text.cache.push(cycle.run.hidden[row : row + 1, :shown])
-        text.cache.settle(text.tokens[: text.base + shown])
-        mx.eval(text.cache.arrays)
+            cache.push(cycle.run.hidden[row : row + 1, :shown])
+        cache.settle(text.tokens[: text.base + shown])
+        mx.eval(cache.arrays)
 
 
 def _merged(run: Run | None, firsts: list[single.Run], index: mx.array) -> Run:

@@ -100,6 +100,25 @@ def test_a_text_goes_before_its_prompt_is_read(demo):
     assert [t for t, *_ in again] == [t for t, *_ in fresh]
 
 
+def test_a_cache_is_copied_while_its_text_goes_on(demo):
+    """Before its prompt is read, before it is in the pool, and in the middle of it; beside one on its own."""
+    model, prompts, _ = demo
+    batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, adaptive=False, prefill_step_size=3)
+    (uid,) = batch.insert(prompts[:1], [16])
+    alone = [token for token, *_ in mlx_mtp.generate_step(prompts[0], model, max_tokens=40)]
+    tokens, seen = [], set()
+    for _ in range(12):
+        tokens += [r.token for r in batch.next()[1]]
+        for cache, held in batch.extract_cache([uid]).values():
+            assert held == cache.tokens == (prompts[0] + tokens)[: len(held)]
+            seen.add(len(held) - len(prompts[0]))
+            more = (prompts[0] + tokens)[len(held) :]
+            again = mlx_mtp.generate_step(more, model, prompt_cache=cache, max_tokens=3)
+            assert [token for token, *_ in again] == alone[len(tokens) : len(tokens) + 3]
+    assert tokens == alone[:16]
+    assert min(seen) < 0 == sorted(seen & {0})[0] < max(seen)
+
+
 def test_caches_change_while_texts_decode(tiny_models):
     """One is quantized at its start, in the middle of the other, which is short and never is."""
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
