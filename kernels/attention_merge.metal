@@ -1,21 +1,22 @@
 // The output of an attention whose keys were taken in chunks: chunks in ascending order, then the sink, then the gate.
 //
-// Inputs   partials [Hkv, chunks, R, Dv] float, each chunk's sum of p v; ml [Hkv, chunks, R, 2] float, its largest score
-//          and its sum of p = exp(score - largest). R = G * L: row g * L + i is head g of the KV head's G at query i
-//          of any strides: sinks [Hq], read with SINKS; gate of T, logits: [1, L, Hq, 1] where gated [1] int32 is 1,
-//          [1, L, Hq, Dv] where it is 2, not read where it is 0; Hq = Hkv * G
-// Output   y [L, Hq * Dv] of T
+// Inputs   partials [N * Hkv, chunks, R, Dv] float, each chunk's sum of p v; ml [N * Hkv, chunks, R, 2] float, its largest
+//          score and its sum of p = exp(score - largest). R = G * L: row g * L + i is head g of the KV head's G at query i
+//          of any strides: sinks [Hq], read with SINKS; gate of T, logits: [N, L, Hq, 1] where shares[1] is 1,
+//          [N, L, Hq, Dv] where it is 2, not read where it is 0; Hq = Hkv * G. shares [2] int32, the first is N
+// Output   y [N, L, Hq * Dv] of T
 // Template T, SINKS
-// Grid     (Dv, Hq, L), any group of threads
+// Grid     (Dv, N * Hq, L), any group of threads
 //
 // A chunk in which a row saw nothing (sum 0) is passed over, so that bits do not depend on how many there are.
 
 #include "activations.h"
 
-const int Hkv = partials_shape[0], chunks = partials_shape[1], R = partials_shape[2], Dv = partials_shape[3];
+const int Hq = threads_per_grid.y / shares[0], chunks = partials_shape[1], R = partials_shape[2], Dv = partials_shape[3];
 const int L = threads_per_grid.z, G = R / L;
-const int d = thread_position_in_grid.x, head = thread_position_in_grid.y, i = thread_position_in_grid.z;
-const size_t first = size_t(head / G) * chunks * R + head % G * L + i;
+const int d = thread_position_in_grid.x, i = thread_position_in_grid.z;
+const int asking = thread_position_in_grid.y, text = asking / Hq, head = asking % Hq;
+const size_t first = size_t(asking / G) * chunks * R + asking % G * L + i;
 
 float largest = SINKS ? float(sinks[head * sinks_strides[0]]) : -INFINITY;
 for (int c = 0; c < chunks; c++) {
@@ -39,8 +40,9 @@ if (SINKS) {
 
 // The sign of a zero may come from rows that this one does not see: + 0 makes all of them positive.
 T value = static_cast<T>(out / sum + 0.0f);
-if (gated[0]) {
-  const int64_t at = i * gate_strides[1] + head * gate_strides[2] + (gated[0] == 2 ? d * gate_strides[3] : 0);
+if (shares[1]) {
+  const int64_t at = text * gate_strides[0] + i * gate_strides[1] + head * gate_strides[2] +
+      (shares[1] == 2 ? d * gate_strides[3] : 0);
   value = value * sigmoid(static_cast<T>(gate[at]));
 }
-y[(size_t(i) * Hkv * G + head) * Dv + d] = value;
+y[((size_t(text) * L + i) * Hq + head) * Dv + d] = value;

@@ -3,15 +3,16 @@
 #include "quantized.h"
 
 constant constexpr int COLUMNS = 4; // weight rows that a simdgroup takes
+constant constexpr int VISITORS = 8; // rows of x that are taken together
 
-// One expert's matrices [N, K], N a multiple of COLUMNS, and where the rows of x begin that visit it: `count` of them, then
-// the last again.
+// One expert's matrices [N, K], N a multiple of COLUMNS, and where rows of x begin that visit it: `count` of them, then the
+// last again.
 template <typename T, typename S, int SOURCES>
 struct Visit {
   Source<S> sources[SOURCES];
   const device T* x;
   int N, K, count;
-  int rows[8];
+  int rows[VISITORS];
 };
 
 // The matrix of `expert` among all of them.

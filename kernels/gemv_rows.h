@@ -2,26 +2,26 @@
 // x, and w with rows of K values, lie in device or constant space. TAIL: what lies past K counts as zero.
 template <int ROWS, int TM, bool TAIL, typename X, typename W>
 inline void add_four(thread float* sum, X x, const thread int* rows, W w, int k, int K) {
-  float value[ROWS * 4];
+  float weight[TM * 4]; // kept while the rows of x, which are more, come one by one
 #pragma clang loop unroll(full)
-  for (int m = 0; m < ROWS; m++) {
+  for (int t = 0; t < TM; t++) {
 #pragma clang loop unroll(full)
     for (int i = 0; i < 4; i++) {
-      value[4 * m + i] = !TAIL || k + i < K ? float(x[rows[m] + k + i]) : 0.0f;
+      weight[4 * t + i] = !TAIL || k + i < K ? float(w[t * K + k + i]) : 0.0f;
     }
   }
 #pragma clang loop unroll(full)
-  for (int t = 0; t < TM; t++) {
-    float weight[4];
+  for (int m = 0; m < ROWS; m++) {
+    float value[4];
 #pragma clang loop unroll(full)
     for (int i = 0; i < 4; i++) {
-      weight[i] = !TAIL || k + i < K ? float(w[t * K + k + i]) : 0.0f;
+      value[i] = !TAIL || k + i < K ? float(x[rows[m] + k + i]) : 0.0f;
     }
 #pragma clang loop unroll(full)
-    for (int m = 0; m < ROWS; m++) {
+    for (int t = 0; t < TM; t++) {
 #pragma clang loop unroll(full)
       for (int i = 0; i < 4; i++) {
-        sum[m * TM + t] += weight[i] * value[4 * m + i];
+        sum[m * TM + t] += weight[4 * t + i] * value[i];
       }
     }
   }

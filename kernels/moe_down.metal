@@ -5,14 +5,14 @@
 //          the first is top_k; shared [M, N] of T; shared_gate [M] of T; kind [1] int32: of what is
 //          shared 0: none, 1: it is added, 2: added times sigmoid(shared_gate)
 // Output   y [M, N]
-// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 4 or 8: at least M),
+// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 4 or 8: at least M, or 8),
 //          SIMDGROUPS
 // Grid     x: 32; y: SIMDGROUPS per 4 values of N;  group of threads (32, SIMDGROUPS, 1)
 
 #include "experts.h"
 #include "activations.h"
 
-constexpr int MOST_PAIRS = 128;
+constexpr int MOST_PAIRS = 256;
 const int lane = thread_index_in_simdgroup, worker = simdgroup_index_in_threadgroup;
 const int P = h_shape[0], K = h_shape[1], N = w_shape[1], top_k = sizes[0];
 const int begin = threadgroup_position_in_grid.y * COLUMNS;
@@ -21,21 +21,24 @@ const int begin = threadgroup_position_in_grid.y * COLUMNS;
 threadgroup float products[MOST_PAIRS * COLUMNS];
 for (int slot = worker; slot < P && starts[slot] < P; slot += SIMDGROUPS) {
   const int start = starts[slot], end = starts[slot + 1];
-  Visit<T, S, 1> visit = {{of_expert<BITS, GROUP>(w, scales, biases, experts[slot], N, K)}, h, N, K, end - start};
-  UNROLL
-  for (int m = 0; m < ROWS; m++) {
-    visit.rows[m] = min(start + m, end - 1) * K;
-  }
-  float product[1] = {};
-  visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane, product);
-  if (start + lane / COLUMNS < end) {
-    products[start * COLUMNS + lane] = float(static_cast<T>(product[0]));
+  Visit<T, S, 1> visit = {{of_expert<BITS, GROUP>(w, scales, biases, experts[slot], N, K)}, h, N, K, 0};
+  for (int first = start; first < end; first += VISITORS) {
+    visit.count = min(end - first, VISITORS);
+    UNROLL
+    for (int m = 0; m < ROWS; m++) {
+      visit.rows[m] = min(first + m, end - 1) * K;
+    }
+    float product[1] = {};
+    visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane, product);
+    if (first + lane / COLUMNS < end) {
+      products[first * COLUMNS + lane] = float(static_cast<T>(product[0]));
+    }
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-const int row = lane / COLUMNS, column = begin + lane % COLUMNS;
-if (worker == 0 && row < P / top_k) {
+const int row = (32 * worker + lane) / COLUMNS, column = begin + lane % COLUMNS;
+if (row < P / top_k) {
   float sum = 0;
   for (int i = 0; i < top_k; i++) {
     const int place = places[row * top_k + i];

@@ -11,7 +11,7 @@
 #include "activations.h"
 #include "routing.h"
 
-constexpr int MOST_PAIRS = 128;
+constexpr int MOST_PAIRS = 256;
 const int M = logits_shape[0], E = logits_shape[1], top_k = sizes[0], pairs = M * top_k;
 const int lane = thread_index_in_simdgroup, row = simdgroup_index_in_threadgroup;
 

@@ -1,18 +1,18 @@
-// Attention of a few neighbouring queries to the positions of a KV cache, so many at a time; `attention_merge` puts the chunks
-// together. A group of threads serves all R = G * L rows of a KV head, or as many as its registers hold sums of:
-// keys and values are asked for once for all of them.
+// Attention of a few neighbouring queries of each of N texts to the positions of its KV cache, so many at a time;
+// `attention_merge` puts the chunks together. A group of threads serves all R = G * L rows of a KV head, or as many as its
+// registers hold sums of: keys and values are asked for once for all of them.
 //
-// Inputs   q [1, Hq, L, D] of T, Hq = G * Hkv; keys [1, Hkv, S, D], values [1, Hkv, S, DV] of T, or with BITS as
-//          mx.quantize makes them, with their scales and biases (BITS 0: anything); offset [1] int32, the first query's position;
-//          sight [4] int32: no query looks before the first number (but at itself), nor at more than the second's number
-//          of positions (0: all); positions of the smallest and largest chunk, multiples of 32. scale [1] float. Position p
-//          is in slot p % S
-// Outputs  partials [Hkv, chunks, R, DV] float, the sums of p v; ml [Hkv, chunks, R, 2] float, the largest score and the
-//          sum of p = exp(score - largest); row g * L + i is head g of the KV head's G at query i
+// Inputs   q [N, Hq, L, D] of T, Hq = G * Hkv; keys [.., Hkv, S, D], values [.., Hkv, S, DV] of T, or with BITS as
+//          mx.quantize makes them, with their scales and biases (BITS 0: anything); of each text [N] int32: offset, the first
+//          query's position; text_start, before which no query looks (but at itself); cache_row, where its keys and values
+//          are. sight [3] int32: of how many positions a query sees (0: all); positions of the smallest and largest chunk,
+//          multiples of 32. scale [1] float. Position p is in slot p % S
+// Outputs  partials [N * Hkv, chunks, R, DV] float, the sums of p v; ml [N * Hkv, chunks, R, 2] float, the largest score and
+//          the sum of p = exp(score - largest); row g * L + i is head g of the KV head's G at query i
 // Template T, D, DV, BITS, GROUP; TILE: keys whose scores are kept; BLOCKS of 8 rows; PARTS: 8 PARTS columns of the values
 //          to a simdgroup
-// Grid     (chunks, Hkv, R / (8 BLOCKS)) groups of DV / (8 PARTS) simdgroups; the first chunk holds the oldest position
-//          that is seen
+// Grid     (chunks, N * Hkv, R / (8 BLOCKS)) groups of DV / (8 PARTS) simdgroups; a text's first chunk holds the oldest
+//          position that is seen
 //
 // A row's largest score is brought up to date, and its sums scaled, every 32 positions, whatever TILE. All sums are of
 // float, in an order of positions alone; exponentials are the fast ones, as in MLX's attention, of arguments up to 0.
@@ -32,15 +32,16 @@ const int R = q_shape[1] / Hkv * L;
 const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
 const int row = fragment_row(lane), column = fragment_column(lane);
 const int quad = thread_index_in_threadgroup / 4;
-const int kv = threadgroup_position_in_grid.y;
+const int asking = threadgroup_position_in_grid.y, text = asking / Hkv;
+const size_t kv = size_t(cache_row[text]) * Hkv + asking % Hkv;
 const int own = threadgroup_position_in_grid.z * ROWS, rows = R - own;
-const device T* queries = q + (size_t(kv) * R + own) * D;
+const device T* queries = q + (size_t(asking) * R + own) * D;
 
-const Sight sees{own, int(offset[0]), L, int(sight[0]), int(sight[1])};
+const Sight sees{own, int(offset[text]), L, int(text_start[text]), int(sight[0])};
 const int oldest = sees.oldest(sees.first), last = sees.last();
-const int3 first = chunks_like(NONE, oldest, sight[2], sight[3]);
+const int3 first = chunks_like(NONE, oldest, sight[1], sight[2]);
 const int chunk = first.x + (oldest - first.y) / first.z + threadgroup_position_in_grid.x;
-const int3 alike = chunks_like(chunk, NONE, sight[2], sight[3]);
+const int3 alike = chunks_like(chunk, NONE, sight[1], sight[2]);
 const int start = alike.y + (chunk - alike.x) * alike.z, stop = start + alike.z;
 const int begin = max(start, oldest / 32 * 32), end = min(stop, last + 1);
 
@@ -72,7 +73,7 @@ for (int tile = begin; tile < end; tile += TILE) {
     if (sees.any(tile + k, 8)) {
       const int position = tile + k + row;
       const bool there = position >= oldest && position <= last;
-      const size_t slot = size_t(kv) * S + (position < S ? position : position % S);
+      const size_t slot = kv * S + (position < S ? position : position % S);
       for (int d = 0; d < D; d += 32) {
         float key[8] = {};
         if (there) {
@@ -148,7 +149,7 @@ for (int tile = begin; tile < end; tile += TILE) {
         const int position = tile + k + row;
         float value[2 * PARTS] = {};
         if (position >= oldest && position <= last) {
-          const size_t slot = size_t(kv) * S + (position < S ? position : position % S);
+          const size_t slot = kv * S + (position < S ? position : position % S);
           const int at = 8 * PARTS * simd + PARTS * column;
           load_values<2 * PARTS, BITS, GROUP>(values, value_scales, value_biases, slot, DV, at, value);
         }
@@ -159,7 +160,7 @@ for (int tile = begin; tile < end; tile += TILE) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-const size_t base = (size_t(kv) * threadgroups_per_grid.x + threadgroup_position_in_grid.x) * R + own;
+const size_t base = (size_t(asking) * threadgroups_per_grid.x + threadgroup_position_in_grid.x) * R + own;
 UNROLL
 for (int b = 0; b < BLOCKS; b++) {
   if (8 * b + row < rows) {

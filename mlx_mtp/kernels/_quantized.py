@@ -12,7 +12,7 @@ from ._source import DTYPES, launch, row_groups
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
 SIMDGROUPS = 2  # in a group of threads
-WEIGHTS_ONCE = 8  # rows of x for which the weights are requested once
+WEIGHTS_ONCE = 12  # rows of x for which the weights are requested once
 MOST_SUMS = 24  # that a lane keeps in registers
 DEVICE = 8  # arrays of fewer elements are not in device memory, where the kernels look for them
 
@@ -150,8 +150,9 @@ def biased(products: Sequence[mx.array], weights: Quantized) -> list[mx.array]:
 def tiles(m: int) -> tuple[int, int, int]:
     """Count (groups of m rows of x, rows in each, rows of weights whose sums a lane holds for each): at most 24 sums.
 
-    Seven or eight rows are still one group, with half the rows of weights: x is then requested twice as often, but it
-    is small and cached, the weights are neither.
+    Seven to twelve rows are still one group, with half the rows of weights: x is then requested twice as often, but
+    it is small and cached, the weights are neither. Of more a lane would hold 32 sums, or one row of weights at a
+    time, for which all of x is converted again: sixteen rows are two groups of eight.
     """
     groups, rows = row_groups(m, WEIGHTS_ONCE)
     return groups, rows, 4 if 4 * rows <= MOST_SUMS else 2

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ._source import DTYPES, launch
 
-MOST_EXPERTS, MOST_TOP_K, MOST_ROWS = 512, 16, 8
+MOST_EXPERTS, MOST_TOP_K, MOST_ROWS = 512, 16, 16
 LANES = 32
 
 

@@ -11,7 +11,8 @@ import mlx.core as mx
 from ._shorten import shorten
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
-COMPILED_ROWS = (1, 2, 4, 6, 8)  # numbers of rows with kernels of their own; each is a fraction of a second's compile
+COMPILED_ROWS = (1, 2, 4, 6, 8, 12, 16)  # numbers of rows with kernels of their own; each is a fraction of a second's
+# compile, those of more than 8 for several sequences only
 BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
 Names = tuple[str, ...]
 Maybe = mx.array | None

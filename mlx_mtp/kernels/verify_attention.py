@@ -1,5 +1,6 @@
 """Attend from a few queries to a KV cache in one pass, each in the bits that it has alone."""
 
+import math
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -56,9 +57,11 @@ def _plain(stored: Stored, group_size: int, bits: int | None) -> mx.array:
     return mx.dequantize(w, scales, biases, group_size=group_size, bits=bits, dtype=mx.float32)
 
 
-def _visible(offset: mx.array, rows: int, slots: int, window: int | None, start: int) -> mx.array:
-    """Boolean [L, S]: the slots that each query sees."""
-    queries, slot = offset + mx.arange(rows)[:, None], mx.arange(slots)[None]
+def _visible(offset: mx.array, rows: int, slots: int, window: int | None, start: int | mx.array) -> mx.array:
+    """Boolean [N, L, S]: the slots that each text's queries see."""
+    offset = mx.array(offset).reshape(-1, 1, 1)
+    start = start.reshape(-1, 1, 1) if isinstance(start, mx.array) else start
+    queries, slot = offset + mx.arange(rows)[:, None], mx.arange(slots)
     last = offset + (rows - 1)
     positions = slot if window is None else last - (last - slot) % slots
     mask = (positions <= queries) & (positions >= mx.minimum(start, queries))
@@ -73,7 +76,8 @@ def verify_attention_ref(
     *,
     scale: float,
     window: int | None = None,
-    start: int = 0,
+    start: int | mx.array = 0,
+    cache_rows: Maybe = None,
     sinks: mx.array | None = None,
     gate: mx.array | None = None,
     group_size: int = 64,
@@ -81,21 +85,23 @@ def verify_attention_ref(
 ) -> mx.array:
     """Compute `verify_attention` by a mask over the whole buffers, in float32, rounded before the gate."""
     k, v = (_plain(x, group_size, bits) for x in (keys, values))
-    _, Hq, L, _ = q.shape
+    if cache_rows is not None:
+        k, v = k[cache_rows], v[cache_rows]
+    N, Hq, L, _ = q.shape
     Hkv, S, Dv = v.shape[1:]
-    mask = _visible(offset, L, S, window, start)
-    grouped = q.astype(mx.float32).reshape(Hkv, Hq // Hkv, L, -1)
-    scores = mx.where(mask, scale * (grouped @ k[0][:, None].swapaxes(-1, -2)), -float("inf"))
+    mask = _visible(offset, L, S, window, start)[:, None, None]
+    grouped = q.astype(mx.float32).reshape(N, Hkv, Hq // Hkv, L, -1)
+    scores = mx.where(mask, scale * (grouped @ k[:, :, None].swapaxes(-1, -2)), -float("inf"))
     if sinks is not None:
-        extra = sinks.astype(mx.float32).reshape(Hkv, -1, 1, 1)
+        extra = sinks.astype(mx.float32).reshape(1, Hkv, -1, 1, 1)
         scores = mx.concatenate([mx.broadcast_to(extra, (*scores.shape[:-1], 1)), scores], axis=-1)
     p = mx.softmax(scores, axis=-1)[..., -S:]
     # A slot that no query sees may hold anything, and 0 times an infinity is not 0.
-    v = mx.where(mx.any(mask, axis=0)[:, None], v[0], 0.0)
-    y = (p @ v[:, None]).reshape(Hq, L, Dv).swapaxes(0, 1).astype(q.dtype)
+    v = mx.where(mx.any(mask, axis=-2)[..., None], v[:, :, None], 0.0)
+    y = (p @ v).reshape(N, Hq, L, Dv).swapaxes(1, 2).astype(q.dtype)
     if gate is not None:
-        y = y * mx.sigmoid(gate.astype(q.dtype).reshape(L, Hq, -1))
-    return y.reshape(1, L, Hq * Dv)
+        y = y * mx.sigmoid(gate.astype(q.dtype).reshape(N, L, Hq, -1))
+    return y.reshape(N, L, Hq * Dv)
 
 
 def geometry(rows: int, Dv: int) -> tuple[int, dict[str, int]]:
@@ -123,42 +129,62 @@ def _supported(q: mx.array, keys: Stored, values: Stored, group_size: int, bits:
 
 
 def _check(
-    q: mx.array, k: tuple[mx.array, ...], v: tuple[mx.array, ...], gate: mx.array | None, bits: int | None
+    q: mx.array,
+    k: tuple[mx.array, ...],
+    v: tuple[mx.array, ...],
+    offset: mx.array,
+    start: int | mx.array,
+    cache_rows: Maybe,
+    gate: Maybe,
+    bits: int | None,
 ) -> None:
     heads, kv_heads = q.shape[1], k[0].shape[1]
     if len(k) != (1 if bits is None else 3) or len(v) != len(k):
         raise ValueError(f"bits is {bits}, keys are {len(k)} arrays, values {len(v)}; 1 without bits, else 3")
-    if q.shape[0] != 1 or heads % kv_heads:
-        raise ValueError(f"q has shape {q.shape}, keys {k[0].shape}; one sequence, and whole groups of heads")
+    texts = len(q)
+    if (cache_rows is None and texts != len(k[0])) or heads % kv_heads:
+        raise ValueError(
+            f"q has shape {q.shape}, keys {k[0].shape}; a cache for each text, and whole groups of heads"
+        )
+    for name, of_texts in (("offset", offset), ("start", start), ("cache_rows", cache_rows)):
+        if isinstance(of_texts, mx.array) and of_texts.shape != (texts,):
+            raise ValueError(f"{name} has shape {of_texts.shape}; {texts} texts need {(texts,)}")
     if q.shape[-1] != _width(k, bits):
         raise ValueError(f"q has {q.shape[-1]} columns; the keys have {_width(k, bits)}")
     rows, width = q.shape[2], _width(v, bits)
-    shapes = (1, rows, heads), (1, rows, heads * width), (1, rows, heads, width)
+    shapes = (texts, rows, heads), (texts, rows, heads * width), (texts, rows, heads, width)
     if gate is not None and gate.shape not in shapes:
         raise ValueError(f"gate has shape {gate.shape}; it must be {shapes[0]}, {shapes[1]} or {shapes[2]}")
 
 
 def merge(
-    partials: mx.array, ml: mx.array, rows: int, dtype: mx.Dtype, *, sinks: Maybe = None, gate: Maybe = None
+    partials: mx.array,
+    ml: mx.array,
+    rows: int,
+    dtype: mx.Dtype,
+    *,
+    texts: int = 1,
+    sinks: Maybe = None,
+    gate: Maybe = None,
 ) -> mx.array:
-    """Launch the merge: [1, L, Hq * Dv] of `dtype`, from the partial results of `rows` = L queries.
+    """Launch the merge: [N, L, Hq * Dv] of `dtype`, from the partial results of `rows` = L queries of N `texts`.
 
-    partials: [Hkv, chunks, R, Dv] float32, the sums of p v of each chunk; R = G * L, row g * L + i, Hq = Hkv * G.
-    ml: [Hkv, chunks, R, 2] float32, a chunk's largest score and its sum of p, which is 0 where a row sees nothing.
-    sinks: [Hq]. gate: logits, [1, L, Hq], [1, L, Hq * Dv], or [1, L, Hq, Dv] of any strides, which is not copied.
+    partials: [N * Hkv, chunks, R, Dv] float32, the sums of p v of each chunk; R = G * L, row g * L + i, Hq = Hkv * G.
+    ml: [N * Hkv, chunks, R, 2] float32, a chunk's largest score and its sum of p, 0 where a row sees nothing.
+    sinks: [Hq]. gate: logits, [N, L, Hq], [N, L, Hq * Dv], or [N, L, Hq, Dv] of any strides, which is not copied.
     """
-    Hkv, _, R, Dv = partials.shape
+    pairs, _, R, Dv = partials.shape
     assert R % rows == 0, f"{R} rows of {rows} queries"
-    heads = Hkv * R // rows
-    assert gate is None or gate.size in (rows * heads, rows * heads * Dv), f"a gate of shape {gate.shape}"
-    gated = 0 if gate is None else 1 if gate.size == rows * heads else 2
+    assert pairs % texts == 0, f"{pairs} KV heads of {texts} texts"
+    heads = pairs // texts * R // rows
+    shape = texts, rows, heads
+    assert gate is None or gate.size in (math.prod(shape), math.prod(shape) * Dv), f"a gate of shape {gate.shape}"
+    gated = 0 if gate is None else 1 if gate.size == math.prod(shape) else 2
     inputs = {"partials": partials, "ml": ml, "sinks": ml if sinks is None else sinks}
-    inputs["gate"] = (
-        constants(dtype, *[0.0] * DEVICE) if gate is None else gate.astype(dtype).reshape(1, rows, heads, -1)
-    )
-    inputs["gated"] = constants(mx.int32, gated)
-    y, template = ((1, rows, heads * Dv), dtype), {"T": dtype, "SINKS": sinks is not None}
-    grid, group = (Dv, heads, rows), (32, 1, 1)
+    inputs["gate"] = constants(dtype, *[0.0] * DEVICE) if gate is None else gate.astype(dtype).reshape(*shape, -1)
+    inputs["shares"] = constants(mx.int32, texts, gated)
+    y, template = ((texts, rows, heads * Dv), dtype), {"T": dtype, "SINKS": sinks is not None}
+    grid, group = (Dv, texts * heads, rows), (32, 1, 1)
     return launch("attention_merge", inputs, {"y": y}, template=template, grid=grid, group=group)[0]
 
 
@@ -178,32 +204,35 @@ def verify_attention(
     scale: float,
     limit: int,
     window: int | None = None,
-    start: int = 0,
+    start: int | mx.array = 0,
+    cache_rows: Maybe = None,
     sinks: mx.array | None = None,
     gate: mx.array | None = None,
     group_size: int = 64,
     bits: int | None = None,
 ) -> mx.array:
-    """Attend from L neighbouring queries to a KV buffer that has their own rows: [1, L, Hq * Dv] in q's dtype.
+    """Attend from L neighbouring queries of each of N texts to KV buffers that have their own rows: [N, L, Hq * Dv].
 
-    q: [1, Hq, L, D] float16, bfloat16 or float32, Hq = G * Hkv.
-    keys, values: [1, Hkv, S, D] and [1, Hkv, S, Dv] of q's dtype, or with `bits` (4 or 8) of what mx.quantize makes.
-    offset: [1] int32, the position of the first query, and `limit` >= offset + L. Position p is in slot p, with a
-        `window` in slot p % S, S >= window + L - 1.
-    start: positions below are not seen, but by themselves. sinks: [Hq], logits that join each softmax.
-    gate: logits [1, L, Hq], [1, L, Hq * Dv] or [1, L, Hq, Dv]; the rounded output is multiplied with their sigmoid.
+    q: [N, Hq, L, D] float16, bfloat16 or float32, Hq = G * Hkv.
+    keys, values: [C, Hkv, S, D] and [C, Hkv, S, Dv] of q's dtype, or with `bits` (4 or 8) of what mx.quantize makes.
+    cache_rows: int32 [N], which of the C caches each text has; without it C = N, and each has its own.
+    offset: int32 [N], the position of each text's first query, and `limit` >= offset + L. Position p is in slot p,
+        with a `window` in slot p % S, S >= window + L - 1.
+    start: positions below are not seen, but by themselves; of all texts, or int32 [N]. sinks: [Hq], logits that join
+        each softmax.
+    gate: logits [N, L, Hq], [N, L, Hq * Dv] or [N, L, Hq, Dv]; the rounded output is multiplied with their sigmoid.
 
-    On Metal a row's bits are those of its query alone, and keys and values are asked for once for all queries and
-    heads of a KV head (of up to 128 rows; Dv = 256: 64); elsewhere the reference. Raises ValueError where heads,
-    widths, gate or parts do not fit.
+    On Metal a row's bits are those of its query alone, whatever the other texts are and hold, and keys and values are
+    asked for once for all queries and heads of a KV head (of up to 128 rows; Dv = 256: 64); elsewhere the reference.
+    Raises ValueError where heads, widths, gate, parts, or numbers of texts do not fit.
     """
     k, v = _parts(keys), _parts(values)
-    _check(q, k, v, gate, bits)
+    _check(q, k, v, offset, start, cache_rows, gate, bits)
     if not (on_metal() and _supported(q, keys, values, group_size, bits)):
-        seen = {"window": window, "start": start, "sinks": sinks, "gate": gate}
+        seen = {"window": window, "start": start, "cache_rows": cache_rows, "sinks": sinks, "gate": gate}
         stored = {"group_size": group_size, "bits": bits}
         return verify_attention_ref(q, keys, values, offset, scale=scale, **seen, **stored)
-    (_, Hq, L, D), Hkv, Dv = q.shape, k[0].shape[1], _width(v, bits)
+    (N, Hq, L, D), Hkv, Dv = q.shape, k[0].shape[1], _width(v, bits)
     R, cut = Hq // Hkv * L, Chunks.of(Hkv, window)
     chunks = cut.up_to(limit)
     if window is not None:
@@ -212,10 +241,12 @@ def verify_attention(
     groups = -(-R // (8 * chosen["BLOCKS"]))
     threads = 32 * Dv // (8 * chosen["PARTS"])
     stored = dict(zip(NAMES, k + v if bits else k * 3 + v * 3, strict=True))
-    inputs = {"q": q, **stored, "offset": offset, "sight": constants(mx.int32, start, window or 0, *cut)}
+    inputs = {"q": q, **stored, "offset": offset, "sight": constants(mx.int32, window or 0, *cut)}
+    inputs["text_start"] = start if isinstance(start, mx.array) else constants(mx.int32, *[start] * N)
+    inputs["cache_row"] = constants(mx.int32, *range(N)) if cache_rows is None else cache_rows
     inputs["scale"] = constants(mx.float32, scale)
-    outputs = {"partials": ((Hkv, chunks, R, Dv), mx.float32), "ml": ((Hkv, chunks, R, 2), mx.float32)}
+    outputs = {"partials": ((N * Hkv, chunks, R, Dv), mx.float32), "ml": ((N * Hkv, chunks, R, 2), mx.float32)}
     template: dict[str, object] = {"T": q.dtype, "D": D, "DV": Dv, "BITS": bits or 0, "GROUP": group_size, **chosen}
-    grid, group = (threads * chunks, Hkv, groups), (threads, 1, 1)
+    grid, group = (threads * chunks, N * Hkv, groups), (threads, 1, 1)
     partials, ml = launch("verify_attention", inputs, outputs, template=template, grid=grid, group=group)
-    return merge(partials, ml, L, q.dtype, sinks=sinks, gate=gate)
+    return merge(partials, ml, L, q.dtype, texts=N, sinks=sinks, gate=gate)

@@ -4,6 +4,8 @@ import mlx.core as mx
 
 from ._source import DTYPES, Maybe, launch, on_metal, row_groups
 
+FEW_ROWS, MOST_ROWS = 8, 16  # of a few 5 share a request of the weights; of more, each time of fewer weights, 16
+MOST_SUMS = 32  # that a thread keeps in registers, and one for a lane
 DOT_BLOCK = 16384  # past it MLX's dot product has partial sums in several threadgroups
 
 
@@ -30,7 +32,7 @@ def _spread(n: int, simds_n: int, rows: int) -> tuple[int, int]:
 
 def _verify_gemv_metal(x: mx.array, w: mx.array, bias: Maybe) -> mx.array:
     (m, k), n = x.shape, w.shape[0]
-    groups, rows = row_groups(m)
+    groups, rows = row_groups(m) if m <= FEW_ROWS else row_groups(m, MOST_ROWS)
     if n == 1 and bias is None:
         return launch(
             "verify_dot",
@@ -42,6 +44,7 @@ def _verify_gemv_metal(x: mx.array, w: mx.array, bias: Maybe) -> mx.array:
         )[0]
     lanes, simds_k, *along_n = _tile(k, n)
     simds_n, tm = _spread(n, *along_n)
+    tm = min(tm, MOST_SUMS // rows)
     blocks = -(-n // (simds_n * (32 // lanes) * tm))
     return launch(
         "verify_gemv",

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._quantized import Quantized, arrays, check_columns, format_template, lanes, small
+from ._quantized import WEIGHTS_ONCE, Quantized, arrays, check_columns, format_template, lanes, small
 from ._quantized import supported as supported_format
 from ._source import DTYPES, Maybe, constants, launch, on_metal, row_groups
 from .verify_gemv import supported as supported_product
@@ -19,7 +19,8 @@ Top = tuple[mx.array, mx.array, mx.array]
 Noise = tuple[mx.array, mx.array, mx.array]  # key, position and 1 / temp
 
 MOST_TOP = 64
-MOST_ROWS = 8  # that a thread keeps sums of in registers, of fewer weight rows at a time than `verify_qmm`'s
+DENSE_ROWS = 16  # that a thread keeps sums of in registers; of quantized weights it has other sums besides
+LOGITS = 4096  # that a group of threads keeps
 SIMDGROUPS = 8  # in a group of threads
 UNREAD = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # the Noise where nothing is drawn
 LEAST_COLUMNS = 8  # of fewer a bias is not in device memory
@@ -85,7 +86,12 @@ def _verify_head_metal(
 ) -> list[mx.array]:
     """Find values and tokens [M, n] of each row's first n; behind the values the logsumexp where it is asked for."""
     x = x.astype(_dtype(x, weights, bias))
-    m, (groups, rows), tiles = x.shape[0], row_groups(x.shape[0], MOST_ROWS), -(-_columns(weights) // tile(n))
+    m, tiles, registers = (
+        x.shape[0],
+        -(-_columns(weights) // tile(n)),
+        DENSE_ROWS if isinstance(weights, mx.array) else WEIGHTS_ONCE,
+    )
+    groups, rows = row_groups(m, min(registers, LOGITS // tile(n)))
     op, inputs, template = _product(x, weights)
     key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
     inputs |= {"x": x, "bias": x if bias is None else bias.astype(x.dtype), "key": key}

@@ -12,7 +12,7 @@ from ._source import DTYPES, constants, launch, on_metal
 from .verify_qmm import activated
 
 COLUMNS = 4  # weight rows of a simdgroup
-VISITS = (1, 4, 8)  # rows that may visit an expert, compiled together with all fewer ones
+VISITS = (1, 4, 8)  # rows that are taken together of those that visit an expert, compiled with all fewer ones
 GLU_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
 
 
@@ -82,14 +82,18 @@ def _of(visited: mx.array, weights: Quantized) -> mx.array:
 
 
 def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> dict[str, object]:
-    """What both products are compiled for; an expert is visited by at most ROWS rows.
+    """What both products are compiled for; ROWS of those that visit an expert are taken together.
 
     A lane takes VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv. N is a multiple of 8,
     which the former needs: gate's and up's N is down's K, and the reverse, so whole groups.
     """
     pack, fast = packs(weights.bits)
     values = fast if weights.k % (32 * fast) == 0 else pack
-    return {**format_template(weights, dtype), "VALUES": values, "ROWS": next(rows for rows in VISITS if rows >= m)}
+    return {
+        **format_template(weights, dtype),
+        "VALUES": values,
+        "ROWS": next((rows for rows in VISITS if rows >= m), VISITS[-1]),
+    }
 
 
 def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
@@ -132,9 +136,9 @@ def verify_moe(
     `bias` [E] takes part in a sigmoid's selection; with `limit` silu(gate) is at most that, and up within its
     negative and it; `shared` [M, H] is added last, times sigmoid(shared_gate [M, 1]) where that is given.
 
-    On Metal, up to 8 rows, 512 experts and 16 for a row take three launches, in which each distinct expert's weights
-    are requested once; a product has the bits of MLX's gather_qmv, and a row those that it has alone. Else it is the
-    reference. Raises ValueError where shapes do not fit.
+    On Metal, up to 16 rows, 512 experts and 16 for a row take three launches, in which each distinct expert's weights
+    are requested once for every 8 rows that visit it; a product has the bits of MLX's gather_qmv, and a row those
+    that it has alone. Else it is the reference. Raises ValueError where shapes do not fit.
     """
     check_columns(x, experts.gate)
     count = experts.gate.w.shape[0]

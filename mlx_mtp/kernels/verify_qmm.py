@@ -27,7 +27,7 @@ def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
 def verify_qmm(x: mx.array, weights: Quantized) -> list[mx.array]:
     """Multiply x [..., K] with each of the stacked linears, and add `weights.bias`: a list of [..., N_p].
 
-    On Metal each row's bits are those of MLX's kernel for one row, and of its addition, and up to 8 rows share one
+    On Metal each row's bits are those of MLX's kernel for one row, and of its addition, and up to 12 rows share one
     request of the weights. Elsewhere, or for a format that `supported` denies: dequantized and multiplied in float32.
     Raises ValueError where x has another number of columns.
     """
@@ -54,7 +54,7 @@ def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool) -> m
     `heads_first` [1, M, H, N].
 
     weights: w [H, N, K * bits / 32], scales and biases [H, N, K / group_size]. On Metal each row of a head has the
-    bits of MLX's kernel for one row, and up to 8 rows share one request of the weights. Elsewhere, or for a format
+    bits of MLX's kernel for one row, and up to 12 rows share one request of the weights. Elsewhere, or for a format
     that the kernels do not know: dequantized and multiplied in float32. Raises ValueError where shapes do not fit.
     """
     if weights.w.ndim != 3:

@@ -84,14 +84,14 @@ def test_rows_first_and_rows_that_are_not_finite():
     assert (bits_of(clean) == bits_of(y.swapaxes(1, 2)))[kept].all()
 
 
-def test_every_matrix_is_requested_once_for_eight_rows():
-    for m, times in sampled([(8, 1), (9, 2)], [(5, 1), (8, 1), (9, 2)]):
+def test_every_matrix_is_requested_once_for_twelve_rows():
+    for m, times in sampled([(8, 1), (13, 2)], [(5, 1), (8, 1), (9, 1), (13, 2)]):
         x, weights = drawn("affine", 4, 64, 512, 20, 2, m, 0, BF16)
         _, traffic = emulated(x, weights)
         assert traffic["w"].reread == times
         assert traffic["w"].distinct_read == weights.w.nbytes
-        # x: once per 4 rows of weights, from seven rows on per 2; of five rows the last twice, nine are twice six.
-        assert traffic["x"].reread == {5: 5 * 6 / 5, 8: 10, 9: 5 * 12 / 9}[m]
+        # x: once per 4 rows of weights, from seven rows on per 2; of five rows the last twice, 13 are twice eight.
+        assert traffic["x"].reread == {5: 5 * 6 / 5, 8: 10, 9: 10 * 12 / 9, 13: 10 * 16 / 13}[m]
 
 
 def test_small_matrices_and_what_it_does_not_take():

@@ -48,7 +48,7 @@ def assert_near(mode, bits, group, k, n, m, dtype, **options):
     stock = error(one_row(x, weights, emulator.Options(**options)), want)
     assert y.dtype == dtype
     assert 0 < error(y, want) <= 2 * stock < 0.02 * np.abs(want).max()
-    assert traffic["w"].reread == -(-m // 8)
+    assert traffic["w"].reread == -(-m // 16)
 
 
 CASES = [
@@ -84,7 +84,7 @@ def test_sweep(monkeypatch, contraction, tall):
     monkeypatch.setattr(module, "TALL", tall)
     for fmt, dtype in itertools.product(FORMATS, DTYPES):
         rng = random.Random(f"{fmt}{dtype}{contraction}")
-        for m in range(5, 10):
+        for m in (*range(5, 10), 12, 16):
             k = rng.choice([k for k in KS if k % fmt[2] == 0])
             assert_near(*fmt, k, rng.randrange(17, 40), m, dtype, fp_contract=contraction)
 
@@ -116,7 +116,7 @@ def test_in_any_order_of_threads(order):
 def test_more_rows_than_a_matrix_has():
     x, weights = draw("affine", 4, 32, (20, 160), 19, mx.float32)
     (y,), traffic = emulated(x, weights)
-    assert traffic["w"].reread == 3.0
+    assert traffic["w"].reread == 2.0
     for rows in (slice(0, 8), slice(8, 16), slice(16, 19)):
         assert same_bits(y[rows], emulated(x[rows], weights)[0][0])
 

@@ -1,0 +1,132 @@
+"""Compare rows 9 to 16, those of several sequences, with the bits of one row, and count requests of weights."""
+
+import importlib
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from exact import DTYPES, activation, draw, one_row, same_bits
+from metal_cases import linux_only
+from moe_blocks import visits
+from sweep import sampled, sweep
+
+from mlx_mtp import emulator
+from mlx_mtp.emulator import stock
+from mlx_mtp.kernels import (
+    Experts,
+    Quantized,
+    Routing,
+    verify_gemv,
+    verify_glu,
+    verify_head_top,
+    verify_moe,
+    verify_qmm,
+    verify_qmm_mma,
+)
+
+pytestmark = linux_only
+ROWS = (9, 12, 16)
+CASES = list(itertools.product(ROWS, DTYPES))
+FEW = [(12, mx.float32), (16, mx.bfloat16)]
+QUIET = emulator.Options(traffic=False)
+
+
+def cases(chosen=FEW):
+    return pytest.mark.parametrize(("m", "dtype"), sampled(chosen, CASES), ids=str)
+
+
+def traffic_of(made, *args, **more) -> tuple:
+    with emulator.emulated() as launches:
+        found = made(*args, **more)
+    return found, launches
+
+
+@cases()
+def test_quantized_products(m, dtype):
+    """Twelve rows share a request; of sixteen a lane would hold 32 sums, so that they are two times eight."""
+    x, weights = draw("affine", 4, 64, (24, 512), m, dtype)
+    (y,), (traffic,) = traffic_of(verify_qmm, x, weights)
+    assert same_bits(y, one_row(x, weights, QUIET))
+    assert traffic["w"].reread == (2.0 if m > 12 else 1.0)
+
+
+@sweep
+@cases()
+def test_gate_and_up(m, dtype):
+    x, weights = draw("affine", 4, 64, (48, 512), m, dtype, parts=(24, 48))
+    y, (traffic,) = traffic_of(verify_glu, x, weights)
+    gate, up = mx.split(one_row(x, weights, QUIET), 2, axis=-1)
+    assert same_bits(y, activation(gate, up, None, QUIET))
+    assert traffic["w"].reread == (2.0 if m > 12 else 1.0)
+
+
+@cases([(16, mx.float16)])
+@pytest.mark.parametrize(("n", "k"), sampled([(8, 1024)], [(13, 203), (8, 1024), (40, 64), (131, 515), (1, 300)]))
+def test_unquantized_products(m, dtype, n, k):
+    """All of sixteen rows, also where several simdgroups share K; the last tile of two may ask for a row twice."""
+    mx.random.seed(m)
+    x, w = (mx.random.normal(shape).astype(dtype) for shape in ((m, k), (n, k)))
+    y, (traffic,) = traffic_of(verify_gemv, x, w)
+    alone = stock.dot(x, w, QUIET) if n == 1 else stock.gemv(x, w, None, QUIET)
+    assert same_bits(y, alone[0])
+    assert traffic["w"].bytes_read == (n + (n % 2 if n > 1 else 0)) * k * dtype.size
+
+
+def mixture(dtype) -> Experts:
+    mx.random.seed(3)
+    made = []
+    for shape in ((20, 32, 64), (20, 32, 64), (20, 64, 32)):
+        arrays = mx.quantize(mx.random.normal(shape).astype(dtype) * 0.2, 32, 4)
+        made.append(Quantized(*arrays, 32, 4, "affine", shape[1:2]))
+    return Experts(*made)
+
+
+@cases([(16, mx.bfloat16)])
+def test_experts(m, dtype):
+    """One that more than eight rows visit is asked for twice, all others once."""
+    experts, routing = mixture(dtype), Routing("softmax", 4)
+    chosen = [[0, *((3 * row + i) % 19 + 1 for i in range(3))] for row in range(m)]
+    x, logits = mx.random.normal((m, 64)).astype(dtype), visits(chosen, 20).astype(dtype)
+    y, (_, glu, down) = traffic_of(verify_moe, x, logits, experts, routing)
+    with emulator.emulated(QUIET):  # in calls of few rows, which are as alone
+        few = [verify_moe(x[i : i + 5], logits[i : i + 5], experts, routing) for i in range(0, m, 5)]
+    assert same_bits(y, mx.concatenate(few))
+    distinct = len(set(itertools.chain(*chosen)))
+    for traffic, name in ((glu, "gate"), (glu, "up"), (down, "w")):
+        assert traffic[name].reread == (distinct + 1) / distinct
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "quantized"),
+    sampled(
+        [(12, mx.bfloat16, True), (16, mx.float16, False)], [(*case, q) for case in CASES for q in (True, False)]
+    ),
+    ids=str,
+)
+def test_heads(m, dtype, quantized):
+    """Their first tokens, of several tiles; a bias is added."""
+    if quantized:
+        x, weights = draw("affine", 4, 64, (200, 64), m, dtype)
+        logits = one_row(x, weights, QUIET)
+    else:
+        x, weights = (mx.random.normal(shape).astype(dtype) for shape in ((m, 64), (200, 64)))
+        logits = stock.gemv(x, weights, None, QUIET)[0]
+    (values, tokens, _), (product, _) = traffic_of(verify_head_top, x, weights, 3)
+    order = mx.argsort(-logits.astype(mx.float32), axis=-1)[:, :3]
+    assert tokens.tolist() == order.tolist()
+    assert np.array_equal(values, mx.take_along_axis(logits, order, axis=-1).astype(mx.float32))
+    assert product["w"].reread == (2.0 if quantized and m > 12 else 1.0)
+
+
+@cases([(9, mx.float32)])
+@pytest.mark.parametrize("tall", sampled([0], [0, 2048]))
+def test_products_by_matrices(monkeypatch, m, dtype, tall):
+    """A row is as it is alone, whose error is compared elsewhere; weights are asked for once."""
+    monkeypatch.setattr(importlib.import_module("mlx_mtp.kernels.verify_qmm_mma"), "TALL", tall)
+    x, weights = draw("affine", 4, 32, (45, 672), m, dtype)
+    (y,), (traffic,) = traffic_of(verify_qmm_mma, x, weights)
+    with emulator.emulated(QUIET):
+        alone = [verify_qmm_mma(x[i : i + 1], weights)[0] for i in range(m)]
+    assert same_bits(y, mx.concatenate(alone))
+    assert [traffic[name].reread for name in ("w", "scales", "biases")] == [1.0] * 3
