@@ -18,6 +18,7 @@ from ..decoding.sampling import LogitsProcessor, Sampler
 from ..layers.target import Target
 from ..machine.memory import wired
 from ..machine.stream import in_turn
+from ..tuning.kernel_switch import switch_on_for_texts
 from .admission import Admission
 from .control import Controls
 from .group import Group, layout_of
@@ -69,6 +70,7 @@ class BatchGenerator:
         self._lone: list[Lone] = []
         self._uids = 0
         self._counters = BatchCounters()
+        switch_on_for_texts(model)
         self._resident = ExitStack()
         self._resident.enter_context(wired())
 

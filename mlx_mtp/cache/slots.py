@@ -24,15 +24,15 @@ class Span:
     """The slots that a pass works on: every so-maniest from the first to the last that is taken.
 
     Free ones between them are computed for nothing, and those outside are not read at all.
-    slots: their numbers. fill: for each of all `count` slots the row whose keys it is given, int32 [count]; free ones
-    take any row's. None where the pass works on all.
+    slots: their numbers; slots_array: the same, int32 [n] on the device. fill: for each of all `count` slots the row
+    whose keys it is given, int32 [count]; free ones take any row's. None where the pass works on all.
     """
 
     def __init__(self, taken: Collection[int], count: int):
         first, last = min(taken), max(taken)
         step = math.gcd(*(slot - first for slot in taken)) or 1
         self.slots, self.count = range(first, last + 1, step), count
-        self.view = slice(first, last + 1, step)
+        self.view, self.slots_array = slice(first, last + 1, step), mx.array(list(self.slots))
         rows = {slot: row for row, slot in enumerate(self.slots)}
         self.fill = None if len(rows) == count else mx.array([rows.get(slot, 0) for slot in range(count)])
         self._last: dict[Ring | None, tuple] = {}

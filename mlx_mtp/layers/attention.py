@@ -13,13 +13,18 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..cache.layer_cache import CONTEXTS
 from ..kernels import attention_served, verify_attention, verify_attention_ref
-from .kernel_site import VERIFY_ROWS, Site, rows_of
+from .kernel_site import VERIFY_ROWS, Site
 from .norm_rope import Form, NormRope, Offset, device_offset, on_device, placed
 
 
 def cache_format(cache: Any) -> tuple[int, int] | None:
     """Read off a cache the (bits, group size) of its keys and values; None where they are not quantized."""
     return (cache.bits, cache.group_size) if hasattr(cache, "bits") else None
+
+
+def buffers_of(cache: Any) -> Sequence[mx.array]:
+    """Find the buffers of a cache: of one text, or of a pool that has slots for several."""
+    return cache.buffers if hasattr(cache, "span") else cache.parts
 
 
 def keys_and_values(parts: Sequence[mx.array]) -> tuple[Any, Any]:
@@ -44,7 +49,9 @@ class CachedAttention(Site):
     reference: Callable[..., mx.array]
 
     def serves_rows(self, rows: int, cache: Any) -> bool:
-        """Say whether it is on for so many rows of the text that a cache holds."""
+        """Say whether it is on for so many rows of the text, or of each of the texts, that a cache holds."""
+        if hasattr(cache, "span"):  # texts of any lengths: as each would have it alone
+            return all(rows in on for on in (self.rows, *self.rows_of_context.values()))
         return rows in self.rows_of_context.get(getattr(cache, "context", -1), self.rows)
 
     @cached_property
@@ -108,19 +115,23 @@ class Attention(CachedAttention):
     def serves(self, q: mx.array, cache: Any) -> bool:
         """Say whether the kernel takes the form of what the cache holds."""
         bits, group_size = self.format or (None, 64)
-        return attention_served(q, *keys_and_values(cache.parts), group_size=group_size, bits=bits)
+        return attention_served(q, *keys_and_values(buffers_of(cache)), group_size=group_size, bits=bits)
 
     def fused(
         self, q: mx.array, cache: Any, offset: Offset, gate: mx.array | None, op: Callable = verify_attention
     ) -> mx.array:
-        """Attend queries [1, Hq, L, D] at positions from `offset` on to all that `cache` holds: [1, L, Hq * Dv].
+        """Attend queries [N, Hq, L, D] at positions from `offset` on to all that `cache` holds: [N, L, Hq * Dv].
 
-        gate: logits [1, L, Hq] or [1, L, Hq, Dv] of factors of the values, None for none.
+        Of N texts offset is int32 [N], and the cache has a slot for each.
+        gate: logits [N, L, Hq] or [N, L, Hq, Dv] of factors of the values, None for none.
         """
         more: dict[str, Any] = {"limit": cache.limit, "window": cache.window, "start": cache.start}
+        if hasattr(cache, "span"):
+            more["cache_rows"] = cache.span.slots_array
+            more["start"] = cache.start if isinstance(cache.start, int) else cache.start.flatten()
         if self.format is not None:
             more["bits"], more["group_size"] = self.format
-        scale, stored = self.module.scale, keys_and_values(cache.parts)
+        scale, stored = self.module.scale, keys_and_values(buffers_of(cache))
         return op(q, *stored, on_device(offset), scale=scale, sinks=self.sinks, gate=gate, **more)
 
     def stock(self, x: mx.array) -> list[mx.array]:
@@ -176,15 +187,16 @@ class VerifyAttention:
     placing: NormRope | None
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        rows, form, placing, site = rows_of(x), self.attention.form, self.placing, self.attention.of(cache)
+        (texts, rows, _), form, placing, site = x.shape, self.attention.form, self.placing, self.attention.of(cache)
         site = site if site and site.serves_rows(rows, cache) else None
-        placing = placing if placing and rows in placing.rows else None
-        if len(x) > 1 or not hasattr(cache, "parts") or not (site or placing):  # no cache, or one of mlx-lm's
+        pooled, alone = hasattr(cache, "span"), texts == 1 and hasattr(cache, "parts")
+        placing = placing if placing and alone and rows in placing.rows else None
+        if not (pooled or alone) or not (site or placing):  # without a cache, or with one of mlx-lm's
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         # Widths are said, so that projections that were sharded since are an error.
-        q = self.q_proj(x).reshape(1, rows, form.heads, form.query_dim)
-        k = self.k_proj(x).reshape(1, rows, form.kv_heads, form.head_dim)
-        v = self.v_proj(x).reshape(1, rows, form.kv_heads, form.value_dim)
+        q = self.q_proj(x).reshape(texts, rows, form.heads, form.query_dim)
+        k = self.k_proj(x).reshape(texts, rows, form.kv_heads, form.head_dim)
+        v = self.v_proj(x).reshape(texts, rows, form.kv_heads, form.value_dim)
         gate = None if form.gate is None else self.g_proj(x) if form.gate == "head" else q[..., form.head_dim :]
         offset = cache.offset
         q, k = placing.fused(q, k, offset) if placing else placed(self, q, k, offset, form.head_dim)
@@ -196,5 +208,5 @@ class VerifyAttention:
         how = {"cache": cache, "scale": self.scale, "mask": mask, "sinks": self.attention.sinks}
         out = scaled_dot_product_attention(q, *views, **how).swapaxes(1, 2)
         if gate is not None:
-            out = out * mx.sigmoid(gate).reshape(1, rows, form.heads, -1)
-        return self.o_proj(out.reshape(1, rows, -1))
+            out = out * mx.sigmoid(gate).reshape(texts, rows, form.heads, -1)
+        return self.o_proj(out.reshape(texts, rows, -1))

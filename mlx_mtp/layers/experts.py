@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
 from ..kernels import Experts, Routing, route_ref, served, verify_moe, verify_moe_ref
-from .kernel_site import Site, format_of, quantized, rows_of
+from .kernel_site import TOGETHER_ROWS, Site, format_of, quantized, rows_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SHARED = ("shared_experts", "share_expert", "shared_expert")
@@ -42,6 +42,7 @@ class Mixture(Site):
 
     op = "verify_moe"
     own_bits = stock_exact = True
+    together = TOGETHER_ROWS
 
     def __init__(self, block: Any):
         self.block, self.routing = block, routing_of(block)

@@ -9,6 +9,7 @@ import mlx.core as mx
 from ..kernels import Quantized, served
 
 VERIFY_ROWS = range(2, 9)  # rows of a verify that kernels may serve
+TOGETHER_ROWS = tuple(range(9, 17))  # of verifies of several texts in one pass
 
 
 def quantized(module: Any) -> Quantized:
@@ -43,6 +44,7 @@ class Site:
 
     op: the kernel. shape: in words, all else that decides which of the two is faster. width: K of x [M, K].
     candidates: the row counts M that the kernel may serve. rows: those for which it is on, none at first.
+    together: more of them, which are tried once several texts share a pass.
     rows_of_context: the same for texts of a length, of an attention where the length makes a difference.
     kind: in words, what of the shape the compiled kernel depends on, "" for all of it: of an op's sites of one kind
         those with the most weights are timed for all. weights_read: by a call, about.
@@ -61,6 +63,7 @@ class Site:
     width: int
 
     candidates: tuple[int, ...] = (1, *VERIFY_ROWS)
+    together: tuple[int, ...] = ()
     kind: str = ""
     weights_read: int = 1
     asked: bool = True

@@ -20,7 +20,7 @@ from ..kernels import (
     verify_head_top,
 )
 from ..kernels.draw_top import draw_top_ref
-from .kernel_site import Site, format_of, known_format, quantized, rows_of
+from .kernel_site import TOGETHER_ROWS, Site, format_of, known_format, quantized, rows_of
 
 Top = tuple[mx.array, mx.array, mx.array]
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
@@ -31,6 +31,7 @@ class LMHeadSite(Site):
 
     op = "verify_head"
     own_bits = stock_exact = True  # what it chooses is MLX's choice, but its sums for a draw are not
+    together = TOGETHER_ROWS
 
     def __init__(self, module: Any):
         self.module, w = module, module.weight

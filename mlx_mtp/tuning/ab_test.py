@@ -40,7 +40,7 @@ class KernelTrial:
         error may be twice that of stock; the other rows may not matter in any case.
     bits: False for ops that promise no bits, only that error.
     kind, weights: of trials of an op and kind the one that reads the most weights is timed for all; "": its shape.
-    draws: of x that a check makes, 0: DRAWS.
+    draws: of x that a check makes, 0: DRAWS, or more for more than eight rows.
     base: the key of the trial of another context that says whether the kernel is right; this one says whether it is
         faster in its own.
     """
@@ -85,7 +85,7 @@ def check(trial: KernelTrial, seed: int = 0) -> str | None:
     Several draws of x, on several layers, also with NaN and infinity in rows that the others must not depend on.
     An exception of the kernel is a reason too; one of stock MLX is raised.
     """
-    layers, count = len(trial.pairs), (trial.draws or DRAWS) * LAYERS
+    layers, count = len(trial.pairs), (trial.draws or max(DRAWS, 2 * (trial.rows - 1).bit_length())) * LAYERS
     try:
         for i in range(count):
             layer = i % layers if layers < count else i * layers // count  # far apart, or in turn
@@ -146,7 +146,7 @@ def _of_kernel(ours: Op, x: mx.array) -> list[mx.array]:
 
 
 def _spoilt(rows: int, draw: int) -> list[bool]:
-    """Tell which rows a draw spoils: of any two of eight, some draw spoils the one and not the other."""
+    """Tell which rows a draw spoils: of any two some draw of `check` spoils the one and not the other."""
     return [(i >> draw // 2) % 2 == draw % 2 for i in range(rows)]
 
 

@@ -3,12 +3,12 @@
 import threading
 import warnings
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from ..machine.errors import with_type
+from .kernel_switch import put_on
 
 
 class IdleTrials(AbstractContextManager):
@@ -49,7 +49,4 @@ class IdleTrials(AbstractContextManager):
         if self.trouble:
             self.model._trials = None
             warnings.warn(f"no more kernels are tried: {with_type(self.trouble)}", stacklevel=2)
-        kernels, not_exact = self.trials.switched()
-        if kernels != self.model.report.kernels:
-            self.model.report = replace(self.model.report, kernels=kernels, not_exact=not_exact)
-            vars(self.model).pop("_learned", None)  # what cycles cost with the kernels of before
+        put_on(self.model, self.trials)

@@ -49,7 +49,8 @@ def switch_on(
     lane: None decides by trial, "exact" and "fast" take what is right, "fast" also products by matrices where a trial
     finds them faster, "off" takes none. Without a Metal GPU, or for a model that verifies nothing, all stays as it
     is; by trial also with `lazy` weights, which a trial would read. kv_bits: of quantized caches that will be used.
-    By trial, what the first cycles use is decided here; the rest waits in the model's `_trials`.
+    By trial, what the first cycles use is decided here; the rest waits in the model's `_trials`, and in any lane the
+    rows of several texts (`switch_on_for_texts`).
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
@@ -61,37 +62,50 @@ def switch_on(
         others = [line for line in others_not_exact(model) if line != FORMATS]
         return (f"none: {why}",), ("all products", *(["the gated delta rule"] if recurrent else []), *others)
     summed = parts_alone(model.modules())  # so that kernels are placed as on one machine
-    found = ModelTrials(model, place(model), kv_bits)
+    found = ModelTrials(model, place(model), kv_bits, lane)
     for module in summed:
         sum_over(module, module.ranks_group)
-    if lane is None:
-        if not model.ranks:
-            model._trials = found
-        if not model.ranks or model.ranks.rank == 0:
-            found.begin()
-        found.agree()
-        return found.switched()
-    found.decide(found.trials, lane=lane)
+    if not model.ranks:
+        model._trials = found
+    if lane is not None:
+        found.decide(found.trials)
+    elif not model.ranks or model.ranks.rank == 0:
+        found.begin()
     found.agree()
-    lines, not_exact = found.switched()
     if lane == "fast":
-        # Where matrices are faster than the exact kernels, which are on by now.
-        matrices = ModelTrials(model, [Matrices(site) for site in found.sites if isinstance(site, Stack)])
-        matrices.decide(matrices.trials)
-        matrices.agree()
-        lines += matrices.switched()[0]
-        not_exact = (*rows_not_exact([*found.sites, *matrices.sites]), *others_not_exact(model))
-    return lines, not_exact
+        # Where matrices are faster than the exact kernels, which have to be on by then.
+        found.switched()
+        found.matrices = ModelTrials(model, [Matrices(site) for site in found.sites if isinstance(site, Stack)])
+        found.matrices.decide(found.matrices.trials)
+        found.matrices.agree()
+    return found.switched()
+
+
+def switch_on_for_texts(model: Any) -> None:
+    """Try the kernels that are not tried yet for the rows of several texts; what is on changes, and the report."""
+    found = getattr(model, "_trials", None)
+    if found and found.go_together():
+        put_on(model, found)
+
+
+def put_on(model: Any, found: "ModelTrials") -> None:
+    """Let the sites of a model serve what its trials have found since, and its report say so."""
+    kernels, not_exact = found.switched()
+    if kernels != model.report.kernels:
+        model.report = replace(model.report, kernels=kernels, not_exact=not_exact)
+        vars(model).pop("_learned", None)  # what cycles cost with the kernels of before
 
 
 class ModelTrials:
     """The trials of a loaded model: at the load those of the first cycles, later, while nobody waits, the others.
 
     verdicts: of all so far. Kernels change in `switched` only, so that an answer has the same ones throughout.
+    lane: as `switch_on` has it. matrices: the trials of products by matrices, where the lane has them.
     """
 
-    def __init__(self, model: Port, sites: Sequence[Site], kv_bits: Collection[int] = ()):
-        self.model, self.sites, self.dtype = model, sites, model.no_hidden().dtype
+    def __init__(self, model: Port, sites: Sequence[Site], kv_bits: Collection[int] = (), lane: str | None = None):
+        self.model, self.sites, self.dtype, self.lane = model, sites, model.no_hidden().dtype, lane
+        self.matrices: ModelTrials | None = None
         for site in sites:
             site.asked = site.asked or site.format[0] in kv_bits  # type: ignore[attr-defined]
         self.trials = trials(sites, self.dtype)
@@ -116,6 +130,19 @@ class ModelTrials:
         if self.waiting(asked := self.asked()):
             self.decide(asked, stop=stop)
 
+    def go_together(self) -> bool:
+        """Try what several texts in one pass ask for; tell whether any of that is new."""
+        more = [t for t in trials(self.sites, self.dtype, "together") if t.key not in self.verdicts]
+        if not more:
+            return False
+        self.trials += more
+        self.verdicts |= {trial.key: off(f"{NOT_TRIED} yet") for trial in more}
+        self.decide(more)
+        if self.matrices:
+            self.switched()
+            self.matrices.go_together()
+        return True
+
     def asked(self) -> list[KernelTrial]:
         """List the trials of all kernels that anything asks for."""
         ops = {site.op for site in self.sites if site.asked}
@@ -128,8 +155,11 @@ class ModelTrials:
     def switched(self) -> tuple[Lines, Lines]:
         """Let the sites serve what the verdicts allow; returns what `switch_on` does."""
         switch(self.sites, self.verdicts, self.dtype)
-        others = others_not_exact(self.model)
-        return in_words(self.verdicts), (*rows_not_exact(self.sites), *others)
+        lines, sites = in_words(self.verdicts), [*self.sites]
+        if self.matrices:
+            lines += self.matrices.switched()[0]
+            sites += self.matrices.sites
+        return lines, (*rows_not_exact(sites), *others_not_exact(self.model))
 
     def agree(self) -> None:
         """Take rank 0's verdicts, where the model is split over ranks: rows have to have the same bits on all."""
@@ -138,25 +168,26 @@ class ModelTrials:
             told = {tuple(key): KernelVerdict(**facts) for key, facts in self.model.ranks.told(own)}
             self.verdicts = cast(dict[Key, KernelVerdict], told)
 
-    def decide(self, trials: list[KernelTrial], lane: str | None = None, **how: Any) -> None:
+    def decide(self, trials: list[KernelTrial], **how: Any) -> None:
         """Decide on these, by what an earlier load found where it is remembered."""
-        self.verdicts |= decide(trials, lane=lane, remembered=self.remembered, **how)
+        self.verdicts |= decide(trials, lane=self.lane, remembered=self.remembered, **how)
 
 
-def trials(sites: Sequence[Site], dtype: mx.Dtype) -> list[KernelTrial]:
+def trials(sites: Sequence[Site], dtype: mx.Dtype, rows: str = "candidates") -> list[KernelTrial]:
     """Make one trial per op, shape and number of rows, over all sites of that shape, for x of `dtype`.
 
-    The fewest rows come first, and last what is asked for seldom, quantized caches.
+    rows: the sites' attribute that has the numbers, "candidates" or "together". The fewest come first, and last what
+    is asked for seldom, quantized caches.
     """
     alike: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
         alike.setdefault((site.op, site.shape), []).append(site)
     found = []
     for (op, shape), same in alike.items():
-        found += _of_shape(same, op, _typed(shape, dtype), dtype)
+        found += _of_shape(same, op, _typed(shape, dtype), dtype, rows)
         for context in getattr(same[0], "at_contexts", ()):
             of_context = [site.at_contexts[context] for site in same[:LAYERS]]  # type: ignore[attr-defined]
-            own = _of_shape(of_context, op, in_context(_typed(shape, dtype), context), dtype)
+            own = _of_shape(of_context, op, in_context(_typed(shape, dtype), context), dtype, rows)
             found += [
                 replace(trial, base=(op, _typed(shape, dtype), trial.rows), draws=DRAWS_OF_FOLLOWING) for trial in own
             ]
@@ -164,13 +195,13 @@ def trials(sites: Sequence[Site], dtype: mx.Dtype) -> list[KernelTrial]:
     return sorted(found, key=lambda trial: (trial.op in seldom, trial.rows))
 
 
-def _of_shape(sites: Sequence[Site], op: str, shape: str, dtype: mx.Dtype) -> list[KernelTrial]:
+def _of_shape(sites: Sequence[Site], op: str, shape: str, dtype: mx.Dtype, rows: str) -> list[KernelTrial]:
     first, pairs = sites[0], [(site.ours, site.stock) for site in sites]
     own: dict[str, Any] = {
         name: [getattr(site, name) for site in sites] for name in ("alone", "truth") if hasattr(first, name)
     }
     own |= {"bits": getattr(first, "bits", True), "kind": first.kind, "weights": len(sites) * first.weights_read}
-    return [KernelTrial(op, shape, n, pairs, first.width, dtype, **own) for n in first.candidates]
+    return [KernelTrial(op, shape, n, pairs, first.width, dtype, **own) for n in getattr(first, rows)]
 
 
 def in_context(shape: str, context: int) -> str:
@@ -195,7 +226,8 @@ def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: 
 
 
 def _on(site: Site, shape: str, verdicts: Mapping[Key, KernelVerdict]) -> frozenset[int]:
-    return frozenset(rows for rows in site.candidates if verdicts[site.op, shape, rows].on)
+    tried = (rows for rows in (*site.candidates, *site.together) if (site.op, shape, rows) in verdicts)
+    return frozenset(rows for rows in tried if verdicts[site.op, shape, rows].on)
 
 
 def rows_not_exact(sites: Sequence[Site]) -> Lines:

@@ -271,8 +271,8 @@ def test_routings_that_there_are_not(arguments, message):
 
 
 def test_what_the_kernels_leave_to_the_reference(base):
-    """More than 8 rows, 512 experts or 16 of a row; other types."""
-    x, logits = mx.zeros((9, 64)), mx.zeros((9, 160))
+    """More than 16 rows, 512 experts or 16 of a row; other types."""
+    x, logits = mx.zeros((17, 64)), mx.zeros((17, 160))
     with emulator.emulated() as launches:
         verify_moe(x, logits, base, Routing("softmax", 8))
         verify_moe(x[:2], logits[:2], base, Routing("softmax", 17))

@@ -25,7 +25,7 @@ import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.kinds import make_cache
 from mlx_mtp.kernels import _source
-from mlx_mtp.layers.products import GLU, Dense, Stack, VerifyRouter
+from mlx_mtp.layers.products import GLU, Dense, Matrices, Stack, VerifyRouter
 from mlx_mtp.tuning import ab_test, kernel_switch
 from mlx_mtp.tuning.kernel_trials import KernelVerdict
 
@@ -297,3 +297,39 @@ def test_matrices_are_timed_in_the_fast_lane_only(checkpoint, monkeypatch, lane)
     assert decided[0][0] == lane
     assert "verify_qmm_mma" not in decided[0][1]
     assert decided[1:] == ([(None, {"verify_qmm_mma"})] if lane == "fast" else [])
+
+
+def test_rows_of_several_texts_are_tried_once_they_are_asked_for(checkpoint, monkeypatch):
+    """In either lane, products by matrices too; a load makes no trial of them, nor compiles for them."""
+    decided = []
+
+    def decide(trials, *, lane, remembered):
+        decided.append((lane, {trial.rows for trial in trials}))
+        return {trial.key: KernelVerdict(trial.rows != 9, True, reason="asked for") for trial in trials}
+
+    monkeypatch.setattr(kernel_switch, "decide", decide)
+    model = load(checkpoint)
+    with emulator.emulated():
+        kernel_switch.switch_on(model, "fast")
+    assert decided == [("fast", set(range(1, 9))), (None, {5, 6, 7, 8})]
+    attention, mlp, block = model.layers[0].self_attn, model.layers[0].mlp, model.layers[3].mlp
+    sites = [attention.q_proj.site, mlp.glu, block.mixture, model.lm_head.choice, model.layers[0].middle]
+    sites.append(Matrices(attention.q_proj.site))
+    assert all(max(site.rows) == 8 for site in sites)
+    kernel_switch.switch_on_for_texts(model)
+    kernel_switch.switch_on_for_texts(model)
+    assert decided[2:] == [("fast", set(range(9, 17))), (None, set(range(9, 17)))]
+    assert all(site.rows >= set(range(10, 17)) and 9 not in site.rows for site in sites)
+    assert max(attention.attention.rows) == 8  # rows of one text
+    assert any("M=9 off (asked for), M=10-16 on" in line for line in model.report.kernels)
+
+
+def test_a_check_tells_any_two_of_sixteen_rows_apart():
+    for rows, draws in ((8, 6), (16, 8)):
+        spoilt = [ab_test._spoilt(rows, draw) for draw in range(draws)]
+        assert all(any(s[a] != s[b] for s in spoilt) for a in range(rows) for b in range(a))
+        trial = ab_test.KernelTrial("op", "shape", rows, [(lambda x: [x], lambda x: [x])], 4, mx.float32)
+        seeds = []
+        object.__setattr__(trial, "x", lambda seed, seeds=seeds, rows=rows: seeds.append(seed) or mx.ones((rows, 4)))
+        assert ab_test.check(trial) is None
+        assert max(seeds) == draws - 1
