@@ -47,7 +47,12 @@ class PerHead(Site):
         return self.module.weight.shape[0]
 
     def product(self, x: mx.array) -> mx.array:
-        """Multiply the first K values of x [1, L, heads, D]: [1, heads, L, N], in memory as it is wanted."""
+        """Multiply the first K values of x [n, L, heads, D]: [n, heads, L, N], in memory as it is wanted.
+
+        Of several texts each is multiplied as it would be alone.
+        """
+        if len(x) > 1:
+            return mx.concatenate([self.product(text) for text in mx.split(x, len(x))])
         y = verify_qmm_heads(x, self.weights, heads_first=self.heads_first)
         return y if self.heads_first else y.swapaxes(1, 2)
 
@@ -65,7 +70,7 @@ class VerifyMultiLinear(QuantizedMultiLinear):
     site: PerHead
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
-        """Multiply x [1, heads, L, K]: [1, heads, L, N]; without `transpose` the other way round."""
+        """Multiply x [n, heads, L, K]: [n, heads, L, N]; without `transpose` the other way round."""
         heads = x.shape[1]
         if transpose and heads == self.site.heads and x.shape[2] in self.site.rows:
             return self.site.product(x.swapaxes(1, 2))
@@ -170,7 +175,7 @@ class AbsorbedMLA:
         return q, q_pe, self.kv_a_layernorm(latent)[:, None], k_pe
 
     def absorbed(self: Any, q: mx.array) -> mx.array:
-        """Multiply queries [1, L, heads, D], less their rotated values, by the heads' matrices: [1, heads, L, R]."""
+        """Multiply queries [n, L, heads, D], less their rotated values, by the heads' matrices: [n, heads, L, R]."""
         embed = self.embed_q
         if isinstance(embed, VerifyMultiLinear) and q.shape[1] in embed.site.rows:
             return embed.site.product(q)

@@ -14,10 +14,11 @@ from families import FAMILIES
 from metal_cases import linux_only
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
+from mlx_lm.models.mla import QuantizedMultiLinear
 from stock_ops import stock_ops
 
 from mlx_mtp import emulator
-from mlx_mtp.layers.mla import ABSORBED_ROWS
+from mlx_mtp.layers.mla import ABSORBED_ROWS, PerHead
 from mlx_mtp.tuning import ab_test as trial_run
 from mlx_mtp.tuning import kernel_sites as sites
 from mlx_mtp.tuning import kernel_switch as switch
@@ -190,3 +191,12 @@ def test_time_of_a_row_more():
             mx.eval(attend(layer, x, *past))
             best[rows] = min(best[rows], time.perf_counter() - tic)
     assert best[ABSORBED_ROWS] <= (1 + 1.5 * (ABSORBED_ROWS - 1)) * best[1]
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_products_of_several_texts_are_those_of_each(heads_first):
+    module = QuantizedMultiLinear(32, 16, 3, 32, 4, "affine")
+    site, x = PerHead(module, heads_first=heads_first), mx.random.normal((2, 4, 3, 40))
+    each = mx.concatenate([site.product(x[i : i + 1]) for i in range(2)])
+    assert each.shape == (2, 3, 4, 16)
+    assert mx.array_equal(site.product(x), each)
