@@ -5,9 +5,9 @@ each rank keeps a connection to rank 0's, over which both say every second that 
 others what it has found out.
 """
 
-import _thread
 import atexit
 import contextlib
+import ctypes
 import os
 import socket
 import subprocess
@@ -195,6 +195,7 @@ class Watch:
             self._tell(f"gone {reason}")
         if reason:
             os.write(2, f"error: rank {self.rank}: {reason}\n".encode())
-        _thread.interrupt_main()
+        main = ctypes.c_ulong(threading.main_thread().ident or 0)  # whatever it does at a signal
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(KeyboardInterrupt))
         time.sleep(UNWINDING)
         os._exit(code)

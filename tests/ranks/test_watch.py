@@ -11,25 +11,36 @@ import rank_group
 from sweep import sampled, sweep
 
 WATCHER = """
-import sys, time
+import pathlib, select, sys
 from mlx_mtp.ranks import watch
-rank, size, port, code = map(int, sys.argv[1:])
+*numbers, file = sys.argv[1:]
+rank, size, port, code = map(int, numbers)
+part = pathlib.Path(file)
 watch.begin(rank, size, ("127.0.0.1", port))
-print("begun", flush=True)
-sys.stdin.readline()
+try:
+    part.write_text("half")
+    print("begun", flush=True)
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
+        pass
+except KeyboardInterrupt:
+    pass
+finally:
+    part.unlink()
 watch.leave(code)
 sys.exit(code)
 """
 SECONDS = 1.2  # of silence until a rank is given up
 
 
-def start(ranks, size: int, code: int = 0) -> dict[int, subprocess.Popen]:
+def start(folder, ranks, size: int, code: int = 0) -> dict[int, subprocess.Popen]:
     port = str(rank_group.free_ports(1)[0])
     env = {**os.environ, "PYTHONPATH": str(rank_group.ROOT), "MLX_MTP_RANK_SECONDS": str(SECONDS)}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     argv = [sys.executable, "-c", WATCHER]
     return {
-        rank: subprocess.Popen([*argv, str(rank), str(size), port, str(code)], env=env, text=True, **pipes)
+        rank: subprocess.Popen(
+            [*argv, str(rank), str(size), port, str(code), str(folder / f"{rank}.part")], env=env, text=True, **pipes
+        )
         for rank in ranks
     }
 
@@ -57,31 +68,32 @@ ABSENT = [
 
 
 @pytest.mark.parametrize(("sent", "victim", "what"), sampled([DIES[0], HANGS[1]], [*DIES, *HANGS]))
-def test_one_that_dies_or_hangs_is_named_by_all_others(sent, victim, what):
-    processes = start(range(3), 3)
+def test_one_that_dies_or_hangs_is_named_by_all_others(tmp_path, sent, victim, what):
+    processes = start(tmp_path, range(3), 3)
     met(processes)
     processes[victim].send_signal(sent)
     for rank in {0, 1, 2} - {victim}:
         assert ends(processes[rank]) == (1, f"error: rank {rank}: {what}\n")
+    assert [part.name for part in tmp_path.iterdir()] == [f"{victim}.part"]  # the others have cleared up
     processes[victim].kill()
 
 
 @pytest.mark.parametrize(("there", "what"), sampled(ABSENT[:1], ABSENT))
-def test_one_that_never_starts_is_named(there, what):
-    processes = start(there, 3)
+def test_one_that_never_starts_is_named(tmp_path, there, what):
+    processes = start(tmp_path, there, 3)
     for rank, process in processes.items():
         assert ends(process) == (1, f"error: rank {rank}: {what}\n")
 
 
 @sweep
-def test_who_leaves_in_order_is_not_missed_and_whose_user_left_is_followed():
-    processes = start(range(2), 2)
+def test_who_leaves_in_order_is_not_missed_and_whose_user_left_is_followed(tmp_path):
+    processes = start(tmp_path, range(2), 2)
     met(processes)
     assert processes[0].communicate("\n", timeout=10)[1] == ""
     time.sleep(2 * SECONDS)
     assert processes[1].poll() is None
     assert processes[1].communicate("\n", timeout=10)[1] == ""
-    processes = start(range(2), 2, code=130)
+    processes = start(tmp_path, range(2), 2, code=130)
     met(processes)
     processes[0].stdin.write("\n")
     processes[0].stdin.flush()
