@@ -126,8 +126,7 @@ def _closed_by(
     try:
         yield from steps
     except RuntimeError as e:
-        if str(e).startswith("["):  # of MLX's distributed backends
-            wait_for_reason()
+        wait_for_reason(e)
         raise
     finally:
         remember_costs()

@@ -12,6 +12,7 @@ import click
 
 from .._version import __version__
 from ..machine.errors import FULL, first_line
+from ..ranks.watch import wait_for_reason
 from .bench import bench
 from .cache_prompt import cache_prompt
 from .chat import chat
@@ -57,6 +58,7 @@ class OneLine(click.Group):
         except BrokenPipeError:
             sys.exit(_discard_output())
         except (ValueError, OSError, RuntimeError, MemoryError) as e:
+            wait_for_reason(e)
             if isinstance(e, OSError) and e.errno in FULL:
                 e.filename = e.filename or "standard output"  # every file that is written names itself
             _fail(*_with_flag(first_line(e)))

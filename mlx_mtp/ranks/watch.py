@@ -64,9 +64,11 @@ def connecting() -> Iterator[None]:
             guard.kill()
 
 
-def wait_for_reason() -> None:
+def wait_for_reason(error: BaseException) -> None:
     """Wait, where a collective has failed, until it is known which rank was the cause, which ends this process."""
-    end = time.monotonic() + BEAT + UNWINDING
+    if not (isinstance(error, RuntimeError) and str(error).startswith("[")):  # of MLX
+        return
+    end = time.monotonic() + BEAT + 3 * UNWINDING
     while _watch is not None and time.monotonic() < end:
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(BEAT / 4)
