@@ -172,7 +172,15 @@ class BatchGenerator:
             for group in groups:
                 group.clock.hidden = True
         counters.generation_tokens += len(shown)
+        self._count()
         return read, shown
+
+    def _count(self) -> None:
+        """Tell the caller's `stats` what all texts took until now."""
+        stats, counters = self.settings.stats, self._counters
+        stats.prompt_tokens, stats.generation_tokens = counters.prompt_tokens, counters.generation_tokens
+        stats.prefill_time, stats.decode_time = counters.prompt_time, counters.decode_time
+        stats.notes_memory()
 
     def next_generated(self) -> list[Response]:
         """Go on until there are tokens; return them, none when all texts are over."""

@@ -12,7 +12,8 @@ def is_lone(text: Sequence) -> bool:
     """Tell whether a text's caches are mlx-lm's, or will be quantized while it decodes."""
     cache, due = text.cache, text.cache.quantizing
     read = cache.offset + sum(map(len, text.segments))
-    return cache.is_mlx_lm or (due is not None and read <= due.start < read + text.left)
+    reaches = due is not None and read <= due.start and (text.left < 0 or due.start < read + text.left)
+    return cache.is_mlx_lm or reaches
 
 
 class Lone:

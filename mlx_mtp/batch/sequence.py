@@ -29,10 +29,10 @@ class Response(GenerationBatch.Response):
 class Sequence:
     """One text.
 
-    segments: what is left of its prompt. left: most tokens that may follow. k: most drafts in a cycle. tokens: all
-    that are known, the cache's own among them. base: the position of its first row in the newest run. follows: of the
-    next one. slot: its place in the pool. over: no more of its tokens are shown. longest: positions that it may come
-    to hold. begun: whether its prompt is being read, or was.
+    segments: what is left of its prompt. left: most tokens that may follow, or less than 0. k: most drafts in a
+    cycle. tokens: all that are known, the cache's own among them. base: the position of its first row in the newest
+    run. follows: of the next one. slot: its place in the pool. over: no more of its tokens are shown. longest:
+    positions that it may come to hold. begun: whether its prompt is being read, or was.
     """
 
     uid: int
@@ -54,7 +54,7 @@ class Sequence:
 
     def __post_init__(self):
         self.tokens, self.total = list(self.cache.tokens), sum(map(len, self.segments))
-        self.longest = self.cache.offset + self.total + self.left
+        self.longest = self.cache.offset + self.total + abs(self.left)
         p = self.picker
         # Whether its tokens are the likeliest, and no more is asked.
         self.plain = p.sampler is None and p.options.greedy and not p.processors and not p.logprobs

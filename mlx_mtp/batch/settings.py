@@ -78,8 +78,8 @@ class Settings:
         pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
         if not pieces:
             raise ValueError(f"prompts[{uid}]: empty; expected at least one token id")
-        if most < 1:
-            raise ValueError(f"max_tokens={most}: allowed is 1 or more")
+        if most == 0:
+            raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
         seed, total = self.seed if seed is None else seed, sum(map(len, pieces))
         checked.check_numbers(most, self.step, seed, 0.0)
         given: PromptCache | None = None if cache is None else from_mlx_lm(self.model, [*cache]).copy()

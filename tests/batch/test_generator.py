@@ -26,7 +26,7 @@ def demo():
 
 def texts(generator, prompts, limits, stops=None) -> tuple[dict, dict]:
     """As a caller of mlx_lm's writes it; the tokens and the end of each text."""
-    uids = generator.insert(prompts, max_tokens=limits)
+    uids = generator.insert(prompts, max_tokens=limits, stop_sequences=stops)
     found, ends = {uid: [] for uid in uids}, {}
     while responses := generator.next_generated():
         for r in responses:
@@ -66,6 +66,8 @@ def test_segments_are_told_and_the_work_is_counted(demo):
     assert read[0] == (2, total, False, False)
     assert outer.prompt_tokens == total
     assert outer.generation_tokens == 20 == len(tokens)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (total, 20)
+    assert 0 < stats.decode_time < outer.wall_time
     assert stats.drafted == [stats.cycles] * 2
     assert sum(stats.accepted) >= sum(r.from_draft for r in tokens) > 0
     assert [r.token for r in tokens] == [t for t, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=20)]
@@ -128,6 +130,14 @@ def test_caches_change_while_texts_decode(tiny_models):
     found, _ = texts(batch, prompts, limits)
     for uid, (prompt, n) in enumerate(zip(prompts, limits, strict=True)):
         assert found[uid] == [t for t, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, **options)]
+
+
+def test_a_text_without_a_limit_goes_on_to_its_stop(demo):
+    model, prompts, _ = demo
+    alone = [token for token, *_ in mlx_mtp.generate_step(prompts[0], model, max_tokens=80)]
+    found, ends = texts(mlx_mtp.BatchGenerator(model), prompts[:1], [-1], [[alone[60:62]]])
+    assert found[0] == alone[: len(found[0])]
+    assert (found[0][-2:], ends[0][0]) == (alone[60:62], "stop")
 
 
 def test_ranks_are_refused(demo, monkeypatch):
