@@ -13,38 +13,43 @@ from .verify_qmm import activated
 
 COLUMNS = 4  # weight rows of a simdgroup
 VISITS = (1, 4, 8)  # rows that are taken together of those that visit an expert, compiled with all fewer ones
-GLU_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
+INNER_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
 
 
 @dataclass(frozen=True)
 class Experts:
     """The weights of all experts: w [E, N, K * bits / 32], scales and biases [E, N, K / group_size].
 
-    gate and up have one format and [E, I, H], down [E, H, I]. Raises ValueError where they do not fit together.
+    gate and up have one format and [E, I, H], down [E, H, I]. What is between them is silu(gate) * up, without a gate
+    relu(up)². Raises ValueError where they do not fit together.
     """
 
-    gate: Quantized
+    gate: Quantized | None
     up: Quantized
     down: Quantized
 
     def __post_init__(self):
-        if self.gate.format != self.up.format or self.gate.w.shape != self.up.w.shape:
-            raise ValueError(f"gate is {_named(self.gate)} and up {_named(self.up)}; they must be alike")
-        e, i, _ = self.gate.w.shape
-        if self.down.w.shape[:2] != (e, self.gate.k) or self.down.k != i:
-            raise ValueError(
-                f"down is {_named(self.down)}; with gate {_named(self.gate)} it must be [{e}, {self.gate.k}, {i}]"
-            )
+        up = self.up
+        if self.gate is not None and (self.gate.format != up.format or self.gate.w.shape != up.w.shape):
+            raise ValueError(f"gate is {_named(self.gate)} and up {_named(up)}; they must be alike")
+        e, i, _ = up.w.shape
+        if self.down.w.shape[:2] != (e, up.k) or self.down.k != i:
+            name = "up" if self.gate is None else "gate"
+            raise ValueError(f"down is {_named(self.down)}; with {name} {_named(up)} it must be [{e}, {up.k}, {i}]")
+
+    @cached_property
+    def stored(self) -> list[Quantized]:
+        """The matrices that there are."""
+        return [w for w in (self.gate, self.up, self.down) if w is not None]
 
     @cached_property
     def known(self) -> bool:
         """Whether the kernels know the formats, and the arrays are in device memory."""
-        stored = (self.gate, self.up, self.down)
-        return all(served(w.mode, w.bits, w.group_size) and not small(w) for w in stored)
+        return all(served(w.mode, w.bits, w.group_size) and not small(w) for w in self.stored)
 
     def dtype(self, x: mx.array) -> mx.Dtype:
-        """The type that MLX computes the three products in."""
-        affine = [(w.scales, w.biases) for w in (self.gate, self.up, self.down) if w.biases is not None]
+        """The type that MLX computes the products in."""
+        affine = [(w.scales, w.biases) for w in self.stored if w.biases is not None]
         return mx.result_type(x, *(a for pair in affine for a in pair))
 
 
@@ -67,8 +72,12 @@ def verify_moe_ref(
     """Dequantize the experts, compute in float32, round once before what is shared is added."""
     visited, weights = route_ref(logits, routing, bias)
     rows = x.astype(mx.float32)[:, None, :, None]
-    gate, up = (_of(visited, w) @ rows for w in (experts.gate, experts.up))
-    products = (_of(visited, experts.down) @ activated(gate, up, limit)).squeeze(-1)
+    up = _of(visited, experts.up) @ rows
+    if experts.gate is None:
+        inner = mx.square(mx.maximum(up, 0))
+    else:
+        inner = activated(_of(visited, experts.gate) @ rows, up, limit)
+    products = (_of(visited, experts.down) @ inner).squeeze(-1)
     y = (products * weights[..., None]).sum(axis=1).astype(x.dtype)
     if shared is not None:
         y = y + (shared if shared_gate is None else mx.sigmoid(shared_gate) * shared)
@@ -96,14 +105,17 @@ def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> dict[str, object]:
     }
 
 
-def _glu_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
-    n, count = experts.gate.w.shape[1], pairs.tokens.size
-    inputs = {**arrays(experts.gate, x.dtype, "gate"), **arrays(experts.up, x.dtype, "up"), "x": x}
-    inputs |= {"limit": constants(x.dtype, math.inf if limit is None else limit), "tokens": pairs.tokens}
-    inputs |= {"experts": pairs.experts, "starts": pairs.starts}
-    template = _template(experts.gate, x.dtype, x.shape[0])
-    grid, group = (32, n // COLUMNS, count), (32, GLU_SIMDGROUPS, 1)
-    return launch("moe_glu", inputs, {"h": ((count, n), x.dtype)}, template=template, grid=grid, group=group)[0]
+def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
+    """Compute what `down` reads: gate, up and their activation of each pair."""
+    n, count, op = experts.up.w.shape[1], pairs.tokens.size, "moe_relu2"
+    inputs = {**arrays(experts.up, x.dtype, "up"), "x": x}
+    if experts.gate is not None:
+        op, inputs = "moe_glu", {**arrays(experts.gate, x.dtype, "gate"), **inputs}
+        inputs["limit"] = constants(x.dtype, math.inf if limit is None else limit)
+    inputs |= {"tokens": pairs.tokens, "experts": pairs.experts, "starts": pairs.starts}
+    template = _template(experts.up, x.dtype, x.shape[0])
+    grid, group = (32, n // COLUMNS, count), (32, INNER_SIMDGROUPS, 1)
+    return launch(op, inputs, {"h": ((count, n), x.dtype)}, template=template, grid=grid, group=group)[0]
 
 
 def _down_metal(
@@ -134,14 +146,15 @@ def verify_moe(
     """Sum what the experts that x [M, H] visits by its logits [M, E] make of it, weighted: [M, H] in x's dtype.
 
     `bias` [E] takes part in a sigmoid's selection; with `limit` silu(gate) is at most that, and up within its
-    negative and it; `shared` [M, H] is added last, times sigmoid(shared_gate [M, 1]) where that is given.
+    negative and it (not without a gate); `shared` [M, H] is added last, times sigmoid(shared_gate [M, 1]) where that
+    is given.
 
     On Metal, up to 16 rows, 512 experts and 16 for a row take three launches, in which each distinct expert's weights
     are requested once for every 8 rows that visit it; a product has the bits of MLX's gather_qmv, and a row those
     that it has alone. Else it is the reference. Raises ValueError where shapes do not fit.
     """
-    check_columns(x, experts.gate)
-    count = experts.gate.w.shape[0]
+    check_columns(x, experts.up)
+    count = experts.up.w.shape[0]
     if logits.shape != (x.shape[0], count):
         raise ValueError(
             f"logits are {logits.shape}; {x.shape[0]} rows and {count} experts need {(x.shape[0], count)}"
@@ -157,5 +170,5 @@ def verify_moe(
         more = {"bias": bias, "limit": limit, "shared": shared, "shared_gate": shared_gate}
         return verify_moe_ref(x, logits, experts, routing, **more)
     pairs = route_metal(logits, routing, bias)
-    h = _glu_metal(x.astype(dtype), experts, pairs, limit)
+    h = _inner_metal(x.astype(dtype), experts, pairs, limit)
     return _down_metal(h, experts.down, pairs, routing, (shared, shared_gate)).astype(x.dtype)

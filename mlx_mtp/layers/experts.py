@@ -4,12 +4,14 @@ import operator
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
 from ..kernels import Experts, Routing, route_ref, served, verify_moe, verify_moe_ref
 from .kernel_site import TOGETHER_ROWS, Site, format_of, quantized, rows_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+UNGATED = ("fc1", "fc2")  # of a squared ReLU
 SHARED = ("shared_experts", "share_expert", "shared_expert")
 
 
@@ -26,15 +28,24 @@ def routing_of(block: Any) -> Routing:
     return Routing("sigmoid", gate.top_k, **groups, norm=norm, eps=1e-20, scale=gate.routed_scaling_factor)
 
 
+def projections(switch: Any) -> tuple[str, ...]:
+    """Name the linears of a block's experts."""
+    return UNGATED if UNGATED[0] in switch else PROJECTIONS
+
+
 def servable(block: Any) -> bool:
-    """Say whether the experts are quantized SwiGLUs in formats that the kernels know."""
+    """Say whether the experts are quantized SwiGLUs, or squared ReLUs, in formats that the kernels know."""
     switch = block.switch_mlp
-    linears = [switch[name] for name in PROJECTIONS]
+    linears = [switch[name] for name in projections(switch)]
     if any(type(m) is not QuantizedSwitchLinear or "bias" in m or m.get("global_scale") is not None for m in linears):
         return False
     formats = [(m.mode, m.bits, m.group_size) for m in linears]
-    activation = type(switch.activation) is SwiGLU or hasattr(switch.activation, "limit")
-    return activation and formats[0] == formats[1] and all(served(*form) for form in formats)
+    if len(linears) == len(UNGATED):
+        activation = type(switch.activation) is nn.ReLU2
+    else:
+        activation = type(switch.activation) is SwiGLU or hasattr(switch.activation, "limit")
+        activation = activation and formats[0] == formats[1]
+    return activation and all(served(*form) for form in formats)
 
 
 class Mixture(Site):
@@ -47,9 +58,10 @@ class Mixture(Site):
     def __init__(self, block: Any):
         self.block, self.routing = block, routing_of(block)
         self.limit: float | None = getattr(block.switch_mlp.activation, "limit", None)
-        self.linears = [block.switch_mlp[name] for name in PROJECTIONS]
-        gate, down, routing = self.linears[0], self.linears[2], self.routing
-        dims = f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims}"
+        self.names = projections(block.switch_mlp)
+        self.linears = [block.switch_mlp[name] for name in self.names]
+        gate, down, routing = self.linears[0], self.linears[-1], self.routing
+        dims = f"{gate.num_experts}x{gate.output_dims}x{gate.input_dims}" + ("" if len(self.names) > 2 else " relu²")
         formats = "/".join(dict.fromkeys(map(format_of, (gate, down))))
         groups = f" of {routing.topk_group}/{routing.n_group} groups" if routing.n_group > 1 else ""
         limit = "" if self.limit is None else f" limit {self.limit:g}"
@@ -62,7 +74,7 @@ class Mixture(Site):
     def serves(self, x: mx.array) -> bool:
         """Say whether it is on for x: not where a projection was replaced, as by an adapter, or is sharded."""
         switch = self.block.switch_mlp
-        same = all(map(operator.is_, map(switch.get, PROJECTIONS), self.linears))
+        same = all(map(operator.is_, map(switch.get, self.names), self.linears))
         return rows_of(x) in self.rows and same and getattr(self.block, "sharding_group", None) is None
 
     @property
@@ -77,7 +89,8 @@ class Mixture(Site):
         """The weights that the projections have now."""
         parts = [linear.get(name) for linear in self.linears for name in ("weight", "scales", "biases")]
         if self.made is None or not all(map(operator.is_, parts, self.parts)):
-            self.parts, self.made = parts, Experts(*map(quantized, self.linears))
+            *gate, up, down = map(quantized, self.linears)
+            self.parts, self.made = parts, Experts(gate[0] if gate else None, up, down)
         return self.made
 
     def logits(self, x: mx.array) -> mx.array:
@@ -121,4 +134,7 @@ class VerifyMoE:
         name = next((name for name in SHARED if self.get(name) is not None), None)
         shared = None if name is None else self[name](rows)
         gate = self.shared_expert_gate(rows) if "shared_expert_gate" in self else None
+        if "fc1_latent_proj" in self:  # the experts' own, narrower stream; the shared one reads the rows
+            y = self.fc2_latent_proj(self.mixture.fused(self.fc1_latent_proj(rows), self.mixture.logits(rows)))
+            return (y if shared is None else y + shared).reshape(x.shape)
         return self.mixture.fused(rows, self.mixture.logits(rows), shared=shared, shared_gate=gate).reshape(x.shape)

@@ -76,6 +76,7 @@ class Model(Port, nemotron_h.Model):
         ),
     )
     ROUTER = (nemotron_h.MoEGate,)
+    MOE = (nemotron_h.NemotronHMoE,)
     ATTENTION = (nemotron_h.NemotronHAttention,)
     INSIDE = "backbone."
     RENAMED = (

@@ -194,9 +194,9 @@ def test_a_spoilt_row_leaves_the_others(value, base):
     assert not mx.all(mx.isfinite(spoilt[5]))
 
 
-@pytest.mark.parametrize(("m", "e"), [(1, 4), (8, 16)])
+@pytest.mark.parametrize(("m", "e"), [(1, 4), (16, 16)])
 def test_every_expert(m, e):
-    """top_k = E: one row of 4 experts, the smallest arrays; 8 rows of 16, the most pairs that there can be."""
+    """top_k = E: one row of 4 experts, the smallest arrays; 16 rows of 16, the most pairs that there can be."""
     experts, routing = draw(BASE, BASE, 64, 32, e, mx.float32), Routing("sigmoid", e, norm=False)
     x, logits = mx.random.normal((m, 64)), mx.random.normal((m, e))
     with emulator.emulated():
