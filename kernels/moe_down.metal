@@ -6,19 +6,18 @@
 //          shared 0: none, 1: it is added, 2: added times sigmoid(shared_gate)
 // Output   y [M, N]
 // Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 4 or 8: at least M, or 8),
-//          SIMDGROUPS
+//          SIMDGROUPS, PAIRS (at least P)
 // Grid     x: 32; y: SIMDGROUPS per 4 values of N;  group of threads (32, SIMDGROUPS, 1)
 
 #include "experts.h"
 #include "activations.h"
 
-constexpr int MOST_PAIRS = 256;
 const int lane = thread_index_in_simdgroup, worker = simdgroup_index_in_threadgroup;
 const int P = h_shape[0], K = h_shape[1], N = w_shape[1], top_k = sizes[0];
 const int begin = threadgroup_position_in_grid.y * COLUMNS;
 
 // Each simdgroup takes every SIMDGROUPS-th expert; what they found is added up in one order, whoever found it.
-threadgroup float products[MOST_PAIRS * COLUMNS];
+threadgroup float products[PAIRS * COLUMNS];
 for (int slot = worker; slot < P && starts[slot] < P; slot += SIMDGROUPS) {
   const int start = starts[slot], end = starts[slot + 1];
   Visit<T, S, 1> visit = {{of_expert<BITS, GROUP>(w, scales, biases, experts[slot], N, K)}, h, N, K, 0};

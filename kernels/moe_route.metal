@@ -5,13 +5,12 @@
 // Outputs  P = M * top_k pairs in sorted order: tokens [P] int32, weights [P] float32; experts [P] int32, starts [P + 1]
 //          int32: the distinct experts and where the pairs of each start (-1 and P behind the last); places [P] int32:
 //          where each row's pairs stand, one row after the other, its experts in ascending order
-// Template T (logits), SOFTMAX (else sigmoid), BIASED, VALUES (4 per 128 experts)
+// Template T (logits), SOFTMAX (else sigmoid), BIASED, VALUES (4 per 128 experts), PAIRS (at least P)
 // Grid     (32, M, 1), all of it one group of threads: 32 for each row
 
 #include "activations.h"
 #include "routing.h"
 
-constexpr int MOST_PAIRS = 256;
 const int M = logits_shape[0], E = logits_shape[1], top_k = sizes[0], pairs = M * top_k;
 const int lane = thread_index_in_simdgroup, row = simdgroup_index_in_threadgroup;
 
@@ -81,7 +80,7 @@ if (sizes[3]) {
 }
 weight = weight * numbers[1];
 
-threadgroup int visited[MOST_PAIRS], sorted[MOST_PAIRS];
+threadgroup int visited[PAIRS], sorted[PAIRS];
 const int pair = row * top_k + lane;
 if (lane < top_k) {
   visited[pair] = chosen;

@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from ._source import DTYPES, launch
 
-MOST_EXPERTS, MOST_TOP_K, MOST_ROWS = 512, 16, 16
+MOST_EXPERTS, MOST_TOP_K, MOST_ROWS = 512, 32, 16
+FEW_ROWS = 8  # for which kernels have memory of their own size
 LANES = 32
 
 
@@ -106,6 +107,11 @@ def routable(logits: mx.array, routing: Routing) -> bool:
     return logits.dtype in DTYPES and fits and routing.n_group <= LANES
 
 
+def room(m: int, top_k: int) -> int:
+    """Choose for how many pairs of m rows a group of threads has memory: one size for few rows, one for more."""
+    return 128 * -(-(FEW_ROWS if m <= FEW_ROWS else MOST_ROWS) * top_k // 128)
+
+
 def route_metal(logits: mx.array, routing: Routing, bias: mx.array | None) -> Pairs:
     """Route logits [M, E] to their pairs, in one launch."""
     m, experts = logits.shape
@@ -116,6 +122,6 @@ def route_metal(logits: mx.array, routing: Routing, bias: mx.array | None) -> Pa
     outputs = {"tokens": integers, "weights": (pairs, mx.float32), "experts": integers}
     outputs |= {"starts": ((pairs[0] + 1,), mx.int32), "places": integers}
     template: dict[str, object] = {"T": logits.dtype, "SOFTMAX": routing.kind == "softmax"}
-    template |= {"BIASED": bias is not None, "VALUES": 4 * -(-experts // 128)}
+    template |= {"BIASED": bias is not None, "VALUES": 4 * -(-experts // 128), "PAIRS": room(m, routing.top_k)}
     threads = (LANES, m, 1)
     return Pairs(*launch("moe_route", inputs, outputs, template=template, grid=threads, group=threads))

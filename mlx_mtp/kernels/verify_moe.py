@@ -7,7 +7,7 @@ from functools import cached_property
 import mlx.core as mx
 
 from ._quantized import DEVICE, Quantized, arrays, check_columns, dequantized, format_template, packs, served, small
-from ._routing import Pairs, Routing, routable, route_metal, route_ref
+from ._routing import Pairs, Routing, room, routable, route_metal, route_ref
 from ._source import DTYPES, constants, launch, on_metal
 from .verify_qmm import activated
 
@@ -127,7 +127,7 @@ def _down_metal(
     inputs = {**arrays(down, h.dtype), "h": h, "weights": pairs.weights, "experts": pairs.experts}
     inputs |= {"starts": pairs.starts, "places": pairs.places}
     inputs |= {"sizes": routing.sizes, "shared": of_shared, "shared_gate": of_gate, "kind": constants(mx.int32, kind)}
-    template = {**_template(down, h.dtype, m), "SIMDGROUPS": DOWN_SIMDGROUPS}
+    template = {**_template(down, h.dtype, m), "SIMDGROUPS": DOWN_SIMDGROUPS, "PAIRS": room(m, routing.top_k)}
     grid, group = (32, DOWN_SIMDGROUPS * n // COLUMNS, 1), (32, DOWN_SIMDGROUPS, 1)
     return launch("moe_down", inputs, {"y": ((m, n), h.dtype)}, template=template, grid=grid, group=group)[0]
 
@@ -149,7 +149,7 @@ def verify_moe(
     negative and it (not without a gate); `shared` [M, H] is added last, times sigmoid(shared_gate [M, 1]) where that
     is given.
 
-    On Metal, up to 16 rows, 512 experts and 16 for a row take three launches, in which each distinct expert's weights
+    On Metal, up to 16 rows, 512 experts and 32 for a row take three launches, in which each distinct expert's weights
     are requested once for every 8 rows that visit it; a product has the bits of MLX's gather_qmv, and a row those
     that it has alone. Else it is the reference. Raises ValueError where shapes do not fit.
     """
