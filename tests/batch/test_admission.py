@@ -10,7 +10,7 @@ from mlx_mtp.machine.memory import Available
 PROMPT = [1, 2, 3, 0, 2]
 
 
-@pytest.mark.parametrize(("room", "ignore", "most"), [(2.1, False, 2), (0, False, 1), (0, True, 4)])
+@pytest.mark.parametrize(("room", "ignore", "most"), [(2.1, False, 2), (0, True, 4)])
 def test_newcomers_wait_until_they_fit(tiny_models, monkeypatch, room, ignore, most):
     """There is memory for so many texts of the longest one's size."""
     model, _ = tiny_models(0)

@@ -10,7 +10,7 @@ from subjects import quantizable_model, subjects
 
 import mlx_mtp
 
-NAMES = ["step3p5", "quantized", "nemotron_h_latent", "mimo_v2_flash", "glm_moe_dsa_shared"]
+NAMES = ["step3p5", "quantized", "nemotron_h_latent", "glm_moe_dsa_shared"]
 EVERY = ["step3p5", "eagle", "quantized", *families.FAMILIES]
 
 

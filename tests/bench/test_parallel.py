@@ -6,16 +6,19 @@ from command_line import call
 
 from mlx_mtp.bench.page import tables_of
 from mlx_mtp.bench.parallel import AFTER, PLAIN, Together, measure
-from mlx_mtp.bench.subject import BenchPrompt
+from mlx_mtp.bench.subject import BenchPrompt, Subject
+from mlx_mtp.cli import bench_options
 
 
-def test_everybody_takes_turns_on_the_same_prompts():
-    done = call("bench", "parallel", "--quick", "--texts", "2", "-m", "3", "--rounds", "1")
+def test_everybody_takes_turns_on_the_same_prompts(tiny_models, monkeypatch):
+    subject = Subject(tiny_models(0)[0], None, "tiny", {"name": "tiny", "synthetic": "random weights"})
+    monkeypatch.setattr(bench_options, "subject_of", lambda flags: subject)
+    done = call("bench", "parallel", "--quick", "--texts", "2", "-m", "2", "--rounds", "1")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert [e["contender"] for e in found["entries"]] == ["mlx-lm", "plain", "drafted", "one after the other"]
     for entry in found["entries"]:
-        assert (entry["texts"], entry["tokens"], entry["differs"]) == (2, [6], 0)
+        assert (entry["texts"], entry["tokens"], entry["differs"]) == (2, [4], 0)
         assert 0 < entry["gaps"]["50"][0] <= entry["gaps"]["99"][0] <= entry["seconds"][0]
     (table,) = tables_of(found)
     assert table.row_count == len(found["entries"])
