@@ -40,10 +40,11 @@ for (int step = 0; step < 32; step += SPAN) {
   } else {
 #pragma clang loop unroll(full)
     for (int j = 0; j < SPAN; j++) {
+      if (k + j < K) {
+        const float weight = float(w[k + j]);
 #pragma clang loop unroll(full)
-      for (int m = 0; m < ROWS; m++) {
-        if (k + j < K) {
-          sum[m][j & 3] += float(rows_x[rows[m] + k + j]) * float(w[k + j]);
+        for (int m = 0; m < ROWS; m++) {
+          sum[m][j & 3] += float(rows_x[rows[m] + k + j]) * weight;
         }
       }
     }

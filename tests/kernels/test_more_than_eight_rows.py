@@ -1,4 +1,7 @@
-"""Compare rows 9 to 16, those of several sequences, with the bits of one row, and count requests of weights."""
+"""Compare rows 9 to 16, those of several texts, with the bits of one row, and count requests of weights.
+
+All of it is long; some of these numbers of rows are in the tests of each kernel.
+"""
 
 import importlib
 import itertools
@@ -9,7 +12,7 @@ import pytest
 from exact import DTYPES, activation, draw, one_row, same_bits
 from metal_cases import linux_only
 from moe_blocks import visits
-from sweep import sampled, sweep
+from sweep import sweep
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
@@ -28,12 +31,10 @@ from mlx_mtp.kernels import (
 pytestmark = linux_only
 ROWS = (9, 12, 16)
 CASES = list(itertools.product(ROWS, DTYPES))
-FEW = [(12, mx.float32), (16, mx.bfloat16)]
 QUIET = emulator.Options(traffic=False)
 
 
-def cases(chosen=FEW):
-    return pytest.mark.parametrize(("m", "dtype"), sampled(chosen, CASES), ids=str)
+cases = pytest.mark.parametrize(("m", "dtype"), CASES, ids=str)
 
 
 def traffic_of(made, *args, **more) -> tuple:
@@ -42,7 +43,8 @@ def traffic_of(made, *args, **more) -> tuple:
     return found, launches
 
 
-@cases()
+@sweep
+@cases
 def test_quantized_products(m, dtype):
     """Twelve rows share a request; of sixteen a lane would hold 32 sums, so that they are two times eight."""
     x, weights = draw("affine", 4, 64, (24, 512), m, dtype)
@@ -52,7 +54,7 @@ def test_quantized_products(m, dtype):
 
 
 @sweep
-@cases()
+@cases
 def test_gate_and_up(m, dtype):
     x, weights = draw("affine", 4, 64, (48, 512), m, dtype, parts=(24, 48))
     y, (traffic,) = traffic_of(verify_glu, x, weights)
@@ -61,8 +63,9 @@ def test_gate_and_up(m, dtype):
     assert traffic["w"].reread == (2.0 if m > 12 else 1.0)
 
 
-@cases([(16, mx.float16)])
-@pytest.mark.parametrize(("n", "k"), sampled([(8, 1024)], [(13, 203), (8, 1024), (40, 64), (131, 515), (1, 300)]))
+@sweep
+@cases
+@pytest.mark.parametrize(("n", "k"), [(13, 203), (8, 1024), (40, 64), (131, 515), (1, 300)])
 def test_unquantized_products(m, dtype, n, k):
     """All of sixteen rows, also where several simdgroups share K; the last tile of two may ask for a row twice."""
     mx.random.seed(m)
@@ -82,7 +85,8 @@ def mixture(dtype) -> Experts:
     return Experts(*made)
 
 
-@cases([(16, mx.bfloat16)])
+@sweep
+@cases
 def test_experts(m, dtype):
     """One that more than eight rows visit is asked for twice, all others once."""
     experts, routing = mixture(dtype), Routing("softmax", 4)
@@ -97,13 +101,9 @@ def test_experts(m, dtype):
         assert traffic[name].reread == (distinct + 1) / distinct
 
 
-@pytest.mark.parametrize(
-    ("m", "dtype", "quantized"),
-    sampled(
-        [(12, mx.bfloat16, True), (16, mx.float16, False)], [(*case, q) for case in CASES for q in (True, False)]
-    ),
-    ids=str,
-)
+@sweep
+@cases
+@pytest.mark.parametrize("quantized", [True, False])
 def test_heads(m, dtype, quantized):
     """Their first tokens, of several tiles; a bias is added."""
     if quantized:
@@ -119,8 +119,9 @@ def test_heads(m, dtype, quantized):
     assert product["w"].reread == (2.0 if quantized and m > 12 else 1.0)
 
 
-@cases([(9, mx.float32)])
-@pytest.mark.parametrize("tall", sampled([0], [0, 2048]))
+@sweep
+@cases
+@pytest.mark.parametrize("tall", [0, 2048])
 def test_products_by_matrices(monkeypatch, m, dtype, tall):
     """A row is as it is alone, whose error is compared elsewhere; weights are asked for once."""
     monkeypatch.setattr(importlib.import_module("mlx_mtp.kernels.verify_qmm_mma"), "TALL", tall)

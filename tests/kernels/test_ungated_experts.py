@@ -60,7 +60,8 @@ def test_products_have_the_bits_of_mlx(dtype):
 
 @pytest.mark.parametrize("latent", [None, 32])
 def test_a_block_is_what_mlx_lm_computes(latent):
-    block, x = block_of(latent), mx.random.normal((1, 6, 64), key=mx.random.key(1))
+    block = block_of(latent, mx.bfloat16)
+    x = mx.random.normal((1, 6, 64), key=mx.random.key(1)).astype(mx.bfloat16)
     assert servable(block)
     want = block(x)
     site = _swap(block, "mixture", Mixture(block), VerifyMoE)
@@ -70,7 +71,7 @@ def test_a_block_is_what_mlx_lm_computes(latent):
     with emulator.emulated(emulator.Options(traffic=False)) as launches:
         y = block(x)
     assert [launch.kernel for launch in launches] == ["moe_route", "moe_relu2", "moe_down"]
-    assert relative_error(y, exact(want)) < 1e-5
+    assert relative_error(y, exact(want)) < 2e-2
     block.switch_mlp.activation = nn.GELU()
     assert not servable(block)
 

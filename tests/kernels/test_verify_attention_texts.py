@@ -93,7 +93,7 @@ def test_windows_and_quantized_caches(window, bits):
     """Rings that are not yet full, just full, and have wrapped."""
     lengths = [9, 48, 49, 700] if window else [9, 48, 49, 100]
     sinks = mx.random.normal((HQ,), key=mx.random.key(2))
-    texts = drawn(lengths, 3, mx.float32, capacity=48 if window else 128, bits=bits, window=window, sinks=sinks)
+    texts = drawn(lengths, 2, mx.bfloat16, capacity=48 if window else 128, bits=bits, window=window, sinks=sinks)
     assert_each_is_as_alone(texts)
 
 

@@ -58,7 +58,7 @@ def check(n, k, m, dtype, bias, contract):
     ("n", "k", "m", "dtype", "bias", "contract"),
     [
         (13, 203, 7, BF16, False, "off"),  # a simdgroup per four rows of w
-        (5, 1031, 8, BF16, False, "off"),  # eight simdgroups along K
+        (5, 1031, 16, BF16, False, "off"),  # eight simdgroups along K, rows of several texts
         (24, 2048, 6, F32, False, "fast"),
         (1, 515, 3, F16, True, "on"),  # with fewer than four rows of w
         (13, 64, 4, F32, False, "on"),  # four lanes along K

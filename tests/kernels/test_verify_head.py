@@ -194,7 +194,7 @@ def test_draws_are_those_of_mlx(n):
 
 def test_weights_once_and_no_logits():
     """Two tiles of each row: their tokens and values, and those of the row, are all that is written."""
-    for m, mode in sampled([(5, "affine"), (8, None)], [(5, "affine"), (8, "nvfp4"), (8, None)]):
+    for m, mode in sampled([(5, "affine"), (16, None)], [(5, "affine"), (8, "nvfp4"), (12, "affine"), (16, None)]):
         x, weights = draw(mode or "affine", 4, 16 if mode == "nvfp4" else 64, (256, 512), m, mx.bfloat16)
         weights = weights if mode else dense((256, 512), 1, mx.bfloat16)[1]
         with emulator.emulated() as launches:
