@@ -34,7 +34,7 @@ def test_a_copy_of_a_cache_goes_on_by_itself(tmp_path):
     assert cache.tokens == twin.tokens
 
 
-@pytest.mark.parametrize("name", sampled(NAMES[::2], NAMES))
+@pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
 def test_every_accepted_part(tmp_path, monkeypatch, name):
     """Drafts that are right up to any of their positions, in any order."""
     path, _, plain = families.build(name, tmp_path)
@@ -105,7 +105,10 @@ def states(model, cache) -> list[mx.array]:
     return [c.state(m._replay) for c, m in zip(caches, mixers, strict=True)]
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"qwen3_5"}))  # whose recurrence is Qwen3-Next's
+DRIFTING = sorted({*NAMES} - {"qwen3_5"})  # whose recurrence is Qwen3-Next's
+
+
+@pytest.mark.parametrize("name", sampled(["nemotron_h"], DRIFTING))
 def test_states_do_not_drift(tmp_path, monkeypatch, record_property, name):
     """After many tokens of verifies and rollbacks a state is that of decoding them singly, or reading them in one go.
 

@@ -92,10 +92,11 @@ def test_every_accepted_part(tiny_models, monkeypatch):
     assert all(0 < stats.accepted[i] < stats.drafted[i] for i in range(3))
 
 
-SLOW = [pytest.param(name, marks=sweep) for name in ("nemotron_h", "glm_moe_dsa_shared", "mimo_v2_flash")]
+FEWER = ("deepseek_v3", "nemotron_h", "glm_moe_dsa_shared", "mimo_v2_flash")
+SLOW = [pytest.param(name, marks=sweep) for name in FEWER]
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen3_5", "deepseek_v3", "eagle3", *SLOW])
+@pytest.mark.parametrize("name", ["tiny", "qwen3_5", "eagle3", *SLOW])
 def test_any_plan_after_any_other(tiny_models, monkeypatch, tmp_path, name):
     """Idle heads wake up and catch up, recurrent tapes change their lengths, and lookups come in between."""
     model = tiny_models(0)[0] if name == "tiny" else of_family(name, tmp_path)

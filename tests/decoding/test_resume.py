@@ -31,7 +31,7 @@ HOW = ("max_tokens", "close", "stop_tokens")
 
 
 @pytest.mark.parametrize(
-    ("how", "k"), sampled([*zip(HOW, (1, 3, 0), strict=True)], itertools.product(HOW, (0, 1, 3)))
+    ("how", "k"), sampled([*zip(HOW, (1, 3, 0), strict=True)][:2], itertools.product(HOW, (0, 1, 3)))
 )
 def test_stop_anywhere_then_continue(model_and_truth, k, how):
     model, truth = model_and_truth

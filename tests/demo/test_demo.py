@@ -7,7 +7,7 @@ import random
 import mlx.core as mx
 import pytest
 from mlx_lm.models.step3p5 import ModelArgs
-from sweep import SWEEP, sampled, sweep
+from sweep import sweep
 
 import mlx_mtp
 from bench.train_demo import checkpoint, self_written
@@ -97,14 +97,14 @@ def a_run(loss, steps: int = 2) -> tuple[list[list[float]], dict]:
     return losses, checkpoint.hub_weights(model)
 
 
-@pytest.mark.parametrize("loss", sampled([joint_loss], [joint_loss, foresight_loss]))
+@sweep
+@pytest.mark.parametrize("loss", [joint_loss, foresight_loss])
 def test_training_is_seeded_and_learns(loss):
     losses, weights = a_run(loss)
     assert losses[-1][0] < losses[0][0]
-    if SWEEP or loss is joint_loss:
-        again, same = a_run(loss)
-        assert losses == again
-        assert all(mx.array_equal(weights[name], same[name]) for name in weights)
+    again, same = a_run(loss)
+    assert losses == again
+    assert all(mx.array_equal(weights[name], same[name]) for name in weights)
 
 
 @sweep

@@ -48,7 +48,7 @@ def cases(seed: int) -> list[tuple]:
 
 
 # Each number of bits, each format of floating point, and each kind of K with several.
-FEW = (1, 7, 8, 12, 15, 18, 21, 26, 31, 34, 36)
+FEW = (1, 8, 15, 21, 31, 36)
 
 
 def assert_rows_exact(mode, bits, group, k, n, m, dtype, contraction):

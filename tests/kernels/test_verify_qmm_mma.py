@@ -70,7 +70,7 @@ CASES = [
 # Two, four and eight bits and an odd number, a floating point, and each type of x.
 @pytest.mark.parametrize(
     "case",
-    sampled((CASES[i] for i in (0, 2, 4, 7, 9, 11)), CASES),
+    sampled((CASES[i] for i in (0, 4, 9)), CASES),
     ids=lambda c: "-".join(str(v).rpartition(".")[2] for v in c),
 )
 def test_error_is_at_most_twice_that_of_one_row_of_mlx(case):
