@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 from metal_cases import launch, linux_only
 from mlx_lm.models import gated_delta, ssm
+from sweep import sweep
 
 from mlx_mtp import emulator
 from mlx_mtp.cli import main
@@ -132,6 +133,7 @@ def test_keys_and_values_are_requested_once_for_all_queries_and_heads():
     assert stock["8", "12"] == "not fused"
 
 
+@sweep
 def test_experts_are_requested_once_and_no_logits_are_written():
     weights = {(name, m): again for name, m, _, _, again, _ in rows_of("experts")}
     assert {again for (name, _), again in weights.items() if name == "verify_moe"} == {"1.00x"}

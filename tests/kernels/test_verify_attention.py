@@ -59,7 +59,7 @@ def check(case: Case, contraction: str) -> None:
 
 
 # Gates of both kinds, windows, sinks and a start, and both widths of codes.
-@pytest.mark.parametrize("number", sampled((1, 3, 6, 7, 8), range(len(CASES))))
+@pytest.mark.parametrize("number", sampled((1, 6, 8), range(len(CASES))))
 def test_rows_are_what_they_are_alone(number):
     check(CASES[number], CONTRACTIONS[number % 3])
 

@@ -60,10 +60,10 @@ def check(n, k, m, dtype, bias, contract):
         (13, 203, 7, BF16, False, "off"),  # a simdgroup per four rows of w
         (5, 1031, 16, BF16, False, "off"),  # eight simdgroups along K, rows of several texts
         (24, 2048, 6, F32, False, "fast"),
-        (1, 515, 3, F16, True, "on"),  # with fewer than four rows of w
+        pytest.param(1, 515, 3, F16, True, "on", marks=sweep),  # with fewer than four rows of w
         (13, 64, 4, F32, False, "on"),  # four lanes along K
-        (4097, 3, 8, F32, False, "on"),
-        (5, 20, 1, F32, False, "off"),
+        pytest.param(4097, 3, 8, F32, False, "on", marks=sweep),
+        pytest.param(5, 20, 1, F32, False, "off", marks=sweep),
         (131, 203, 2, BF16, False, "fast"),  # two rows of w to a simdgroup
         (3, 33, 7, BF16, True, "off"),  # with fewer than four rows of w
         (1, 16384, 5, F32, False, "on"),  # the dot product

@@ -139,7 +139,7 @@ GREEDY_PLANTS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled([*GREEDY_PLANTS][::2], GREEDY_PLANTS))
+@pytest.mark.parametrize("name", sampled([*GREEDY_PLANTS][::3], GREEDY_PLANTS))
 def test_planted_divergences_are_found(references, monkeypatch, name):
     monkeypatch.setattr(*GREEDY_PLANTS[name])
     sure = ("2 drafts", "3 drafts", "lookups")
@@ -191,7 +191,7 @@ def drawn(model):
     return [Reference(model, Prompt("p", [1, 2, seed] * 9, stops=False), SHORT, (), plain) for seed in range(2)]
 
 
-@pytest.mark.parametrize("mode", ["coupled", "greedy"])
+@pytest.mark.parametrize("mode", sampled(["coupled"], ["coupled", "greedy"]))
 def test_one_seed_gives_one_text(drawn, mode):
     for way in sampled(all_ways()[mode == "greedy" :: 3], all_ways()):
         assert not found(drawn, way.sampled(0.8, 3, mode)).differences
