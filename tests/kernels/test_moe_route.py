@@ -68,7 +68,7 @@ def test_metal_sorts_stably():
     assert np.array_equal(np.array(metal_argsort(mx.array(x))), np.argsort(x, axis=-1, kind="stable"))
 
 
-FEW = ("step3p5, clamped", "glm4_moe_lite", "deepseek_v3", "mimo_v2_flash", "qwen3_next")
+FEW = ("step3p5, clamped", "glm4_moe_lite", "deepseek_v3", "mimo_v2_flash", "nemotron_h", "qwen3_next")
 
 
 @pytest.mark.parametrize("family", sampled(FEW, FAMILIES))

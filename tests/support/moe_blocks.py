@@ -6,7 +6,16 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo_v2_flash, qwen3_moe, qwen3_next, step3p5
+from mlx_lm.models import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    mimo_v2_flash,
+    nemotron_h,
+    qwen3_moe,
+    qwen3_next,
+    step3p5,
+)
 
 from mlx_mtp import emulator
 from mlx_mtp.kernels import Experts, Quantized, Routing
@@ -14,6 +23,7 @@ from mlx_mtp.kernels._routing import Pairs, route_metal
 
 H, INNER, E, TOP_K = 64, 32, 160, 8
 LIMIT = 0.02
+NEMOTRON = {"moe_latent_size": None, "moe_shared_expert_intermediate_size": INNER, "mlp_bias": False}
 
 
 def quantized(linear) -> Quantized:
@@ -26,6 +36,8 @@ def quantized(linear) -> Quantized:
 
 def experts_of(block) -> Experts:
     switch = block.switch_mlp
+    if "fc1" in switch:
+        return Experts(None, quantized(switch.fc1), quantized(switch.fc2))
     return Experts(*(quantized(linear) for linear in (switch.gate_proj, switch.up_proj, switch.down_proj)))
 
 
@@ -52,13 +64,15 @@ def step(limit: float = 0.0):
     return block, routing, lambda x: (gate.gate(x), {"bias": gate.router_bias, "shared": block.share_expert(x)})
 
 
-def noaux(module, name: str, eps: float, n_group: int, topk_group: int, shared: int | None = 1):
-    """GLM-4, DeepSeek-V3 and MiMo: one gate, written out in each port."""
+def noaux(
+    module, name: str, eps: float, n_group: int, topk_group: int, shared: int | None = 1, top_k: int = TOP_K, **more
+):
+    """GLM-4, DeepSeek-V3, MiMo and Nemotron-3: one gate, written out in each port."""
     config = SimpleNamespace(
         hidden_size=H,
         intermediate_size=INNER,
         moe_intermediate_size=INNER,
-        num_experts_per_tok=TOP_K,
+        num_experts_per_tok=top_k,
         n_routed_experts=E,
         n_shared_experts=shared,
         norm_topk_prob=True,
@@ -67,6 +81,7 @@ def noaux(module, name: str, eps: float, n_group: int, topk_group: int, shared: 
         topk_group=topk_group,
         topk_method="noaux_tc",
         hidden_act="silu",
+        **more,
     )
     block = getattr(module, name)(config)
     gate = block.gate
@@ -109,6 +124,7 @@ FAMILIES = {
     "glm4_moe_lite": lambda: noaux(glm4_moe_lite, "Glm4MoeLiteMoE", 1e-20, 1, 1),
     "deepseek_v3": lambda: noaux(deepseek_v3, "DeepseekV3MoE", 0.0, 8, 4),
     "mimo_v2_flash": lambda: noaux(mimo_v2_flash, "MoE", 1e-20, 4, 4, None),
+    "nemotron_h": lambda: noaux(nemotron_h, "NemotronHMoE", 1e-20, 1, 1, top_k=22, **NEMOTRON),
     "qwen3_next": lambda: qwen(qwen3_next, "Qwen3NextSparseMoeBlock"),
     "qwen3_moe": lambda: qwen(qwen3_moe, "Qwen3MoeSparseMoeBlock"),
 }

@@ -35,20 +35,22 @@ ATTENDED = {
     "mimo": "verify_attention",
     "mimo_v2_flash": "verify_attention",
     "nemotron_h": "verify_attention",
+    "nemotron_h_latent": "verify_attention",
     "qwen3_5": "verify_attention",
     "qwen3_5_moe": "verify_attention",
     "qwen3_next": "verify_attention",
     "step3p5": "verify_attention",
 }
 LATENT = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite")
+LATENT_EXPERTS = {"moe_latent_size": 32}
 PER_HEAD = {"kv_lora_rank": 32, "qk_nope_head_dim": 32}  # what can be quantized
-QUANTIZED = ("_proj", "embed_q", "unembed_out")
+QUANTIZED = ("_proj", "fc1", "fc2", "embed_q", "unembed_out")
 QWEN3 = {
     **{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 16},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5, "rope_theta": 1e4},
     **{"max_position_embeddings": 512, "tie_word_embeddings": True},
 }
-MIXED = set(ATTENDED) - {"mimo", "qwen3_5", "nemotron_h"}
+MIXED = set(ATTENDED) - {"mimo", "qwen3_5"}
 
 
 def load(name, path):
@@ -59,7 +61,8 @@ def load(name, path):
     elif name == "qwen3_5_moe":
         families.build(name, path, text_config={**families.FAMILIES[name].config["text_config"], **WIDTHS})
     else:
-        changes = (WIDTHS if name in {*MIXED, *LATENT} else {}) | (PER_HEAD if name in LATENT else {})
+        changes = WIDTHS if name in {*MIXED, *LATENT} else {}
+        changes |= PER_HEAD if name in LATENT else LATENT_EXPERTS if name == "nemotron_h_latent" else {}
         families.build(name, path, **changes)
     model = mlx_mtp.load_model(path)
 
@@ -196,7 +199,7 @@ def attentions(model):
 
 
 # Of each kind of attention and experts one; the sites of the others, too, are compared with MLX's modules below.
-FEW = ("deepseek_v32", "nemotron_h", "step3p5")
+FEW = ("deepseek_v32", "nemotron_h_latent", "step3p5")
 
 
 @pytest.mark.parametrize("name", sampled(FEW, sorted({*ATTENDED, *LATENT})))
@@ -305,7 +308,9 @@ def test_a_head_that_is_on_for_some_rows_is_listed(rows, lines, tmp_path):
     assert kernel_switch.rows_not_exact([head]) == lines
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe", "step3p5"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "glm4_moe", "mimo_v2_flash", "nemotron_h_latent", "qwen3_5", "qwen3_5_moe", "step3p5"]
+)
 def test_sites_compute_what_mlxs_modules_do(name, tmp_path):
     """What a load's check compares with: a mistake that ours and its truth share would pass there."""
     mx.random.seed(0)
