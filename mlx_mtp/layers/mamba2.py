@@ -1,41 +1,79 @@
 """Step mlx-lm's Mamba2 over a `RecurrentCache`, which rolls back; the arithmetic is mlx-lm's.
 
 Up to STEPPED_ROWS rows (every verify, replay and plain step) go one by one through mlx-lm's update of a single row,
-so that after any verifies and rollbacks the state has the bits of the accepted rows read one at a time. (The
-projections before it may round a row differently among others.) More rows, a prompt's, take mlx-lm's chunked form:
-fewer passes over the state, equal up to rounding.
+or all in one launch of a kernel that has its bits, so that after any verifies and rollbacks the state is that of the
+accepted rows read one at a time. (The projections before it may round a row differently among others.) More rows, a
+prompt's, take mlx-lm's chunked form: fewer passes over the state, equal up to rounding.
 Sources: Mamba-2 (arXiv 2405.21060); mlx-lm's `ssm.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.ssm import ssm_update
+from mlx_lm.models.ssm import compute_dt, ssm_update
 
+from ..kernels import mamba2_verify
+from .gated_delta import Recurrence
 from .port import MAX_RECYCLED
 
 STEPPED_ROWS = MAX_RECYCLED + 1  # the most rows of a verify
 
 
 class Mamba2:
-    """Mixin in front of mlx-lm's Mamba2 mixers, whose `__call__` it replaces where there is a cache."""
+    """Mixin in front of mlx-lm's Mamba2 mixers, whose `__call__` it replaces where there is a cache.
+
+    verify_rows: the row counts at which a kernel runs the recurrence (`fused`), not mlx-lm's functions (`plain`).
+    A tape is x, B and dt before its softplus, of its rows.
+    """
+
+    verify_rows: frozenset[int] = frozenset()
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Mix rows x [n, S, H] with those before them in `cache`: [n, S, H]; `mask` is for attention and not used."""
         if cache is None:
             return super().__call__(x, None, cache)  # type: ignore[misc]
-        (n, S), inner, grouped = x.shape[:2], self.intermediate_size, self.n_groups * self.ssm_state_size
+        (n, S), inner = x.shape[:2], self.intermediate_size
         gate, rows, dt = mx.split(self.in_proj(x), [inner, inner + self.conv_dim], axis=-1)
         rows = cache.convolved(rows, self.conv_kernel_size)
-        x, B, C = mx.split(nn.silu(self.conv1d(rows)), [inner, inner + grouped], axis=-1)
-        x = x.reshape(n, S, self.num_heads, self.head_dim)
-        B, C = (t.reshape(n, S, self.n_groups, self.ssm_state_size) for t in (B, C))
+        path = self.fused if n == 1 and S in self.verify_rows else self.plain
+        y = path(nn.silu(self.conv1d(rows)), dt, cache, rows)
+        return self.out_proj(self.norm(y.reshape(n, S, -1), gate))
+
+    def plain(self: Any, mixed: mx.array, dt: mx.array, cache: Any, rows: mx.array) -> mx.array:
+        """Compute the recurrence's output [n, S, heads, D] by mlx-lm's arithmetic.
+
+        mixed: x, B and C side by side, behind the convolution [n, S, C]; rows: before it, as `cache.convolved` gives.
+        """
+        (x, B, C), S = self._parts(mixed), mixed.shape[1]
         state = cache.state(self._replay)
-        before = mx.zeros((1, self.num_heads, self.head_dim, self.ssm_state_size)) if state is None else state
+        before = self._empty() if state is None else state
         y, after = self._stepped(before, x, B, C, dt) if S <= STEPPED_ROWS else self._update(state, x, B, C, dt)
         cache.advance(before, after, rows, (x, B, dt))
-        return self.out_proj(self.norm(y.reshape(n, S, -1), gate))
+        return y
+
+    def fused(self: Any, mixed: mx.array, dt: mx.array, cache: Any, rows: mx.array) -> mx.array:
+        """Compute `plain` in one launch, which replays the tape, too, behind one for dt of each."""
+        (x, B, C), accepted, tape = self._parts(mixed), cache.accepted, None
+        if accepted is not None:
+            old_x, old_B, old_dt = cache.tape
+            tape = old_x, old_B, compute_dt(old_dt, self.dt_bias, self.time_step_limit)
+        state = self._empty() if cache.committed is None else cache.committed
+        new, D = (x, B, compute_dt(dt, self.dt_bias, self.time_step_limit)), self.D.astype(x.dtype)
+        y, state = mamba2_verify(C, new, state, self.A_log, D, tape=tape, accepted=accepted, last=cache.final)
+        cache.advance(state, state, rows, (x, B, dt))  # the one of the two states that it keeps
+        return y
+
+    def _parts(self: Any, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Cut what the convolution gives [n, S, C] into x [n, S, heads, D], and B and C [n, S, groups, N]."""
+        inner, grouped = self.intermediate_size, self.n_groups * self.ssm_state_size
+        x, B, C = mx.split(mixed, [inner, inner + grouped], axis=-1)
+        groups = *mixed.shape[:2], self.n_groups, self.ssm_state_size
+        return x.reshape(*mixed.shape[:2], self.num_heads, self.head_dim), B.reshape(groups), C.reshape(groups)
+
+    def _empty(self: Any) -> mx.array:
+        return mx.zeros((1, self.num_heads, self.head_dim, self.ssm_state_size))
 
     def _update(self: Any, state: mx.array | None, x: mx.array, B: mx.array, C: mx.array, dt: mx.array):
         """Compute the outputs [1, S, heads, D] of rows and the state after them [1, heads, D, N]."""
@@ -54,3 +92,22 @@ class Mamba2:
     def _replay(self: Any, state: mx.array, mask: mx.array, x: mx.array, B: mx.array, dt: mx.array) -> mx.array:
         """Compute the state after the masked rows of a tape; the output, which needs C, is not wanted."""
         return self._stepped(state, x, B, B, dt, mask=mask)[1]
+
+
+class Scan(Recurrence):
+    """The recurrence of a Mamba2 layer; its x are rows behind the convolution, and dt, side by side."""
+
+    op = "mamba2_verify"
+    stock_exact = True
+
+    def __init__(self, layer: Any, make_cache: Callable[[], Any]):
+        self.layer, self.make_cache = layer, make_cache
+        self.width = layer.conv_dim + layer.num_heads
+        self.shape = f"{layer.num_heads}x{layer.head_dim} {layer.n_groups}x{layer.ssm_state_size}"
+        self.before: list[Any] = []
+
+    def _read(self, path: Callable[..., mx.array], x: mx.array, cache: Any) -> mx.array:
+        """Run rows x [M, width] through a path of the layer: [M, heads * D]."""
+        mixed, dt = mx.split(x[None], [self.layer.conv_dim], axis=-1)
+        unread = mx.zeros((1, self.layer.conv_kernel_size - 1 + len(x), 1))  # no convolution goes before it
+        return path(mixed, dt, cache, unread).reshape(len(x), -1)

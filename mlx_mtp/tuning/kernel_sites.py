@@ -17,6 +17,7 @@ from ..layers.experts import Mixture, VerifyMoE, servable
 from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.kernel_site import Site, known_format
 from ..layers.lm_head import place_heads
+from ..layers.mamba2 import Mamba2, Scan
 from ..layers.mla import AbsorbedMLA, LatentAttention, PerHead, VerifyMultiLinear
 from ..layers.mtp_head import EagleHead
 from ..layers.norm_rope import Form, NormRope
@@ -61,6 +62,7 @@ def place(model: Port) -> list[Site]:
     return [
         *sites,
         *(Recurrence(module, RecurrentCache) for module in modules if isinstance(module, GatedDelta)),
+        *(Scan(module, RecurrentCache) for module in modules if isinstance(module, Mamba2)),
         *_attentions(model),
         *(site for module in modules if isinstance(module, AbsorbedMLA) for site in _per_head(module)),
         *(_swap(block, "mixture", Mixture(block), VerifyMoE) for block in mixtures),
