@@ -25,15 +25,17 @@ from ..layers.attention import Attention
 from ..layers.experts import Mixture
 from ..layers.gated_delta import Recurrence
 from ..layers.lm_head import LMHeadSite
+from ..layers.mamba2 import Scan
 from ..layers.mla import LatentAttention, PerHead
 from ..layers.norm_rope import Form, NormRope
 from ..layers.products import GLU, Dense, Matrices, Stack
 from ..layers.residual_norm import Sum
 from ..models import deepseek_v3 as deepseek_port
+from ..models.nemotron_h import Mamba2Mixer
 from ..models.qwen3_5 import GatedDeltaNet
 from .random_model import draw_weights
 
-# What attention and gated delta read of released models' config.json.
+# What attention, gated delta and Mamba2 read of released models' config.json.
 SHAPES = json.loads(Path(__file__).with_name("kernels_shapes.json").read_text())
 QWEN, STEP = SHAPES["Qwen3.6-27B"], step3p5.ModelArgs.from_dict(SHAPES["Step-3.5-Flash"])
 GLM, MIMO = (cast(Any, SimpleNamespace(**SHAPES[name])) for name in ("GLM-4.5", "MiMo-V2-Flash"))
@@ -60,6 +62,11 @@ def glu(h: int, k: int) -> GLU:
 
 def qwen(kind: type, **sizes: int) -> Any:
     return kind(qwen3_5.TextModelArgs.from_dict({**QWEN, **sizes}))
+
+
+def mamba2(**sizes: int) -> Scan:
+    args = cast(Any, SimpleNamespace(**{**SHAPES["Nemotron-3-Super"], **sizes}))
+    return Scan(bf16(Mamba2Mixer(args)), RecurrentCache)
 
 
 def attention(module: Any, window: int | None = None, **format_: int) -> Attention:
@@ -107,6 +114,7 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Qwen3.5 shared expert's gate": ("verify_gemv", lambda: Dense(bf16(nn.Linear(2048, 1, bias=False)))),
     "eh_proj": ("verify_gemv", lambda: Dense(bf16(nn.Linear(8192, 4096, bias=False)))),
     "Qwen3.6-27B recurrence": ("gated_delta_verify", lambda: Recurrence(bf16(qwen(GatedDeltaNet)), RecurrentCache)),
+    "Nemotron-3-Super recurrence": ("mamba2_verify", mamba2),
     "Step-3.5 attention": ("verify_attention", lambda: attention(Step3p5Attention(STEP, 0))),
     "Step-3.5 sliding attention": ("verify_attention", lambda: attention(Step3p5Attention(STEP, 1), 512)),
     "GLM-4.5 attention": ("verify_attention", lambda: attention(glm4_moe.Attention(GLM))),
@@ -143,6 +151,7 @@ SMALL: dict[str, Callable[[], Any]] = {
     "verify_qmm_mma": lambda: Matrices(stack(64, k=1024)),
     "verify_gemv": lambda: Dense(bf16(nn.Linear(1024, 64, bias=False))),
     "gated_delta_verify": lambda: Recurrence(bf16(qwen(GatedDeltaNet, **FEW_DELTA)), RecurrentCache),
+    "mamba2_verify": lambda: mamba2(hidden_size=64, mamba_num_heads=4, mamba_head_dim=16, n_groups=2),
     "verify_attention": lambda: near(attention(qwen(Qwen3NextAttention, **FEW))),
     "verify_latent_attention": lambda: near(latent(4)),
     "verify_qmm_heads": lambda: per_head(64, 4),

@@ -56,7 +56,7 @@ KERNELS = {
     "products": ("verify_qmm", "verify_glu", "verify_gemv", "verify_qmm_heads"),
     "experts": ("verify_moe",),
     "attention": ("verify_attention", "verify_latent_attention"),
-    "recurrence": ("gated_delta_verify",),
+    "recurrence": ("gated_delta_verify", "mamba2_verify"),
     "head": ("verify_head",),
     "norms": ("norm_rope", "add_norm"),
 }
