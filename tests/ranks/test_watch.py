@@ -29,12 +29,12 @@ finally:
 watch.leave(code)
 sys.exit(code)
 """
-SECONDS = 1.2  # of silence until a rank is given up
+SECONDS = 2  # of silence until a rank is given up; where none is waited for, ten times as many
 
 
-def start(folder, ranks, size: int, code: int = 0) -> dict[int, subprocess.Popen]:
+def start(folder, ranks, size: int, code: int = 0, seconds: float = SECONDS) -> dict[int, subprocess.Popen]:
     port = str(rank_group.free_ports(1)[0])
-    env = {**os.environ, "PYTHONPATH": str(rank_group.ROOT), "MLX_MTP_RANK_SECONDS": str(SECONDS)}
+    env = {**os.environ, "PYTHONPATH": str(rank_group.ROOT), "MLX_MTP_RANK_SECONDS": str(seconds)}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     argv = [sys.executable, "-c", WATCHER]
     return {
@@ -69,7 +69,7 @@ ABSENT = [
 
 @pytest.mark.parametrize(("sent", "victim", "what"), sampled([DIES[0], HANGS[1]], [*DIES, *HANGS]))
 def test_one_that_dies_or_hangs_is_named_by_all_others(tmp_path, sent, victim, what):
-    processes = start(tmp_path, range(3), 3)
+    processes = start(tmp_path, range(3), 3, seconds=SECONDS if sent == signal.SIGSTOP else 10 * SECONDS)
     met(processes)
     processes[victim].send_signal(sent)
     for rank in {0, 1, 2} - {victim}:
