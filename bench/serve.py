@@ -29,7 +29,7 @@ from mlx_lm.utils import load_config, load_tokenizer, save_config
 from mlx_mtp.demo import demo_path
 
 PREFIX = 1500  # tokens of the conversation's system prompt, about
-UNENDING = 1  # `<|im_start|>`, as the token that ends a text
+UNENDING, AS_WRITTEN = 191, "Ā"  # byte 0, as the token that ends a text
 QUESTIONS = ("What does len do?", "What does sorted do?", "What does os.path.join do?", "What does zip do?")
 
 
@@ -63,7 +63,7 @@ def copied(path: Path, out: Path, *, float32: bool, unending: bool) -> Path:
         config["eos_token_id"] = [UNENDING]
         (out / "generation_config.json").unlink()
         tokenizer = json.loads((path / "tokenizer_config.json").read_text())
-        (out / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "eos_token": "<|im_start|>"}))
+        (out / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "eos_token": AS_WRITTEN}))
     save_config(config, out / "config.json")
     return out
 
