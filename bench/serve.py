@@ -19,7 +19,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 
 import click
@@ -90,9 +89,9 @@ def ask(address: str, said: str | list[dict], max_tokens: int) -> tuple[float, f
 
 def single(address: str, run: int, max_tokens: int) -> tuple[float, float]:
     """One client, one long answer: seconds to the first token, tokens per second."""
-    texts = json.loads((files("mlx_mtp.bench") / "prompts.json").read_text())
-    text = list(texts.values())[run % len(texts)][0]
-    first, rest, tokens, _ = ask(address, text, max_tokens)
+    kinds = json.loads(Path(__file__).with_name("prompts.json").read_text()).values()
+    texts = [entries[0] for entries in kinds if isinstance(entries[0], str)]
+    first, rest, tokens, _ = ask(address, texts[run % len(texts)], max_tokens)
     return first, (tokens - 1) / rest if rest else 0.0
 
 
