@@ -77,11 +77,24 @@ def test_a_verify_is_mlx_lms_single_rows(P, n, T, last):
     check(BF16, P, n, T, last=last, contraction="off")
 
 
+LARGE, SMALL = {"heads": 2, "dim": 9, "groups": 1, "size": 128}, {"groups": 4, "size": 32}
+SWEPT = [
+    (sizes, dtype) for sizes in ({}, LARGE, SMALL) for dtype in (F32, F16, BF16) if (sizes, dtype) != (SMALL, F32)
+]
+
+
+@linux_only
+def test_what_compilers_fuse_otherwise_is_left_to_mlx():
+    case = Case(3, F32, **SMALL)
+    with emulator.emulated() as launches:
+        mx.eval(mamba2_verify(case.C, case.rows, case.state, case.A_log, case.D))
+    assert not launches
+
+
 @sweep
 @linux_only
 @pytest.mark.parametrize("contraction", ["off", "on", "fast"])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
-@pytest.mark.parametrize("sizes", [{}, {"heads": 2, "dim": 9, "groups": 1, "size": 128}, {"groups": 4, "size": 32}])
+@pytest.mark.parametrize(("sizes", "dtype"), SWEPT)
 def test_sweep(sizes, dtype, contraction):
     for n, T, last in itertools.product((0, 1, 4, 8), range(1, 9), (False, True)):
         check(dtype, 8, n, T, last=last, contraction=contraction, **sizes)
