@@ -132,6 +132,7 @@ def _visits(run: Callable[..., list[Traffic]], experts: Experts, m: int) -> list
 
 def _gathered(experts: Experts, _logits: mx.array, visited: mx.array) -> list[Traffic]:
     """Launch MLX's three products, one pair at a time."""
+    assert experts.gate is not None
     rows, launches = mx.arange(visited.size), []
     for weights in (experts.gate, experts.up, experts.down):
         x, arrays = mx.ones((visited.size, 1, weights.k)), (weights.w, weights.scales, weights.biases)

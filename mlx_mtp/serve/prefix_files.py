@@ -4,6 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -70,7 +71,7 @@ class PrefixFiles:
     def _file(self, tree: PrefixTree, tokens: Sequence[int]) -> Path:
         """Name the file of a text, by all that its bits depend on beside the model."""
         step, least, ends = tree.chunking
-        made = (step, least, sorted(ends), mx.__version__, str(mx.default_device()), [*tokens])
+        made = (step, least, sorted(ends), version("mlx"), str(mx.default_device()), [*tokens])
         return self.directory / f"{hashlib.sha256(repr(made).encode()).hexdigest()[:32]}{ENDING}"
 
     def _remove_shorter(self, tokens: list[int]) -> None:
