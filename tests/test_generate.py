@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
-from sweep import sampled
+from sweep import sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.demo import demo_path
@@ -113,6 +113,7 @@ def test_the_demo_answers_and_continues(demo):
     assert any(word in code for word in ("return", "for ", "if ", "with ", "try:"))
 
 
+@sweep
 def test_heads_of_the_demo_are_right_often(demo):
     model, tokenizer = demo
     total = mlx_mtp.Stats()

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 import tiny
 from mlx.utils import tree_flatten
-from sweep import sampled
+from sweep import sampled, sweep
 
 import mlx_mtp
 
@@ -25,6 +25,7 @@ SHAPE = {
 PROMPT = [i * 7 % 64 for i in range(1500)]
 
 
+@sweep
 @pytest.mark.parametrize(("bits", "k"), sampled([(None, 0)], [(None, 0), (8, 3)]))
 def test_peak_memory_is_weights_and_kv(tiny_models, k, bits):
     """From the first new token on, the peak stays near what weights and the KV of all tokens take."""

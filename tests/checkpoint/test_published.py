@@ -68,7 +68,7 @@ def test_the_fixture_lists_as_many_tensors_as_were_published(file):
 FEW = {published.read_config(file)["model_type"]: file for file in MODELS}
 
 
-@pytest.mark.parametrize("file", sampled(FEW.values(), MODELS), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", sampled([*FEW.values()][::2], MODELS), ids=lambda f: f.stem)
 def test_every_name_is_mapped(tmp_path, file):
     """Full sizes, but for experts, of which there are four per layer here: all of them in the test below."""
     found = checkpoint(file).with_experts(4)

@@ -12,6 +12,7 @@ import damage
 import pytest
 import results
 from fuzzing import LONG, count, tree
+from sweep import sweep
 
 RUNS = count(1, 100)
 START = """if True:
@@ -71,6 +72,7 @@ def written(here) -> object:
     return found
 
 
+@sweep
 @pytest.mark.parametrize("name", COMMANDS if LONG else ["convert"])
 def test_interrupted_at_any_time(here, name):
     command = [str(here / word) if word.isupper() else word for word in COMMANDS[name]]

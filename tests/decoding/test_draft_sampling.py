@@ -210,6 +210,7 @@ def test_modes_that_are_not_allowed(tiny_models):
         mlx_mtp.generate_step(PROMPT, model, draft_sampling="best")
 
 
+@sweep
 def test_coupled_drafts_are_kept_more_often_than_greedy_ones():
     """On the demo, at temperature 1."""
     model, tokenizer = mlx_mtp.load(demo_path())

@@ -122,6 +122,7 @@ def rows_of(table: str) -> list[list[str]]:
     return found
 
 
+@sweep
 def test_keys_and_values_are_requested_once_for_all_queries_and_heads():
     rows = rows_of("attention")
     ours = [row for row in rows if row[0] == "verify_attention"]

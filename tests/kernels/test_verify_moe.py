@@ -194,6 +194,7 @@ def test_a_spoilt_row_leaves_the_others(value, base):
     assert not mx.all(mx.isfinite(spoilt[5]))
 
 
+@sweep
 @pytest.mark.parametrize(("m", "e"), [(1, 4), (16, 32)])
 def test_every_expert(m, e):
     """top_k = E: one row of 4 experts, the smallest arrays; 16 rows of 32, the most pairs that there can be."""
