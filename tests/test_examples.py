@@ -54,6 +54,7 @@ def test_chat(run, demo):
     shown = run("chat.py", typed=f"{asked}\nWhat does abs do?\n\n")
     assert shown.startswith(f"> {text(demo, asked, 60)}\n(17 prompt tokens, 0 of them already read)\n> ")
     assert shown.endswith(", 30 of them already read)\n> ")
+    assert run("chat.py", typed="") == "> "  # the end of what is typed is no error
 
 
 def test_streaming(run, demo):
