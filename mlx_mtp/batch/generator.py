@@ -279,6 +279,7 @@ class BatchGenerator:
         layout = layout_of(text.cache)
         if layout not in self._groups:
             settings = self.settings
-            self._groups[layout] = Group(self.model, self.controls_for, settings.stats, chunk=settings.step)
+            how = {"chunk": settings.step, "compile_cycles": settings.compile_cycles}
+            self._groups[layout] = Group(self.model, self.controls_for, settings.stats, **how)
         self._groups[layout].join(text, run)
         return shown

@@ -14,14 +14,19 @@ import mlx.core as mx
 from ..cache.prompt_cache import PromptCache
 from ..cache.slots import Span, gather
 from ..decoding import draft as single
+from ..decoding.policy import compiled_for, remember
+from ..decoding.replay import Compiled
+from ..decoding.sampling import Picker
 from ..decoding.stats import Stats
 from ..layers.target import Target
-from ..tuning.plan import PLAIN, Plan
+from ..tuning.plan import PLAIN, Fixed, Plan
 from .control import Clock, Control, outcome
 from .pool import Mark, Pool
+from .replay import find, rounded, slots_for
 from .sequence import Response, Sequence
-from .step import Rows, Run, step
+from .step import Frame, Run, step, with_missed
 
+Rows = list[Sequence | None]  # whose each row of a pass is; None where a slot is free
 MOST_MISSED = 8  # rows that idle heads in a pool may miss: their rings take MAX_ROWS at once
 
 
@@ -30,7 +35,7 @@ class Cycle:
     """A cycle from when it is built.
 
     rows: whose each is. after: the pool as it leaves it, until the next begins. caught_up: rows that heads had to
-    read first. built: seconds that it took to build.
+    read first. built: seconds that it took to build. replayed: or to replay.
     """
 
     rows: Rows
@@ -40,6 +45,7 @@ class Cycle:
     plan: Plan
     caught_up: int
     built: float
+    replayed: bool
 
 
 class Group:
@@ -47,10 +53,21 @@ class Group:
 
     controls: gives who decides what so many texts draft. chunk: rows that heads read at a time when they catch up.
     stats: counts the cycles of each text. clock: times cycles; who computes something else in between tells it.
+    compile_cycles: as `generate_step` has it. compiled: replays cycles that were recorded; None: all are built.
     """
 
-    def __init__(self, model: Target, controls: Callable[[int], Control], stats: Stats, *, chunk: int):
+    def __init__(
+        self,
+        model: Target,
+        controls: Callable[[int], Control],
+        stats: Stats,
+        *,
+        chunk: int,
+        compile_cycles: bool | None = None,
+    ):
         self.model, self.controls, self.stats, self.chunk = model, controls, stats, chunk
+        self.compile_cycles = compile_cycles
+        self.compiled: Compiled | None = None
         self.clock = Clock()
         self.pool: Pool | None = None
         self.last: Cycle | None = None
@@ -109,7 +126,7 @@ class Group:
         joining, self.waiting = self.waiting, []
         there = [s for s in (*rows, *(s for s, _ in joining)) if s and not s.over]
         control, most = self.controls(len(there)), max(s.k for s in there)
-        pool = self.pool = self.pool or Pool(there[0].cache)
+        pool = self.pool or self._opened(there[0].cache)
         behind = len(pool.missed) or max(s.cache.behind for s in there) * (not pool.live)
         plan = control.plan(behind=behind)
         plan = Plan(k=min(plan.k, most)) if most else PLAIN
@@ -119,13 +136,35 @@ class Group:
         waking = plan.k > 0 and not pool.live
         if run is None or moves or waking:
             rows, run = self._regrouped(pool, rows, run, joining, waking=waking)
-        base = max(s.base for s in there)
-        pool.bound(base + run.size, base - len(pool.missed))
-        shares = [min(s.k, plan.k) if s else -1 for s in rows]
-        limits = None if shares.count(plan.k) == len(shares) else mx.array(shares)
-        run = step(self.model, pool, run, plan.k, rows, limits)
-        caught_up = behind if plan.k else 0
-        return Cycle(rows, run, pool.mark(), control, plan, caught_up, time.perf_counter() - tic)
+        run, replayed = self._stepped(pool, run, plan.k, rows, max(s.base for s in there))
+        caught_up, seconds = behind if plan.k else 0, time.perf_counter() - tic
+        return Cycle(rows, run, pool.mark(), control, plan, caught_up, seconds, replayed)
+
+    def _opened(self, like: PromptCache) -> Pool:
+        """Make the pool, and what replays its cycles."""
+        self.pool = Pool(like)
+        self.compiled = compiled_for(self.model, like, Picker(), self.compile_cycles)
+        return self.pool
+
+    def _stepped(self, pool: Pool, run: Run, k: int, rows: Rows, base: int) -> tuple[Run, bool]:
+        """Build the step behind the rows of `run`, the first of which is at `base` at most, or replay it.
+
+        Heads that are not asked read no plain cycle's rows until they are.
+        """
+        heads = pool.live and (k > 0 or run.size > 1)
+        given, base = (with_missed(pool, run), base - len(pool.missed)) if heads else (run, base)
+        if pool.live and not heads:
+            pool.missed.append((run.hidden, run.tokens))
+        frame, take = Frame(self.model, pool, k, rows, heads, base), None
+        if self.compiled:
+            frame, recorded = rounded(frame, given), self.compiled.shapes
+            take = find(self.compiled, frame, given)
+            self.stats.compiled_shapes += self.compiled.shapes - recorded
+        shares = [min(s.k, k) if s else -1 for s in rows]
+        limits = None if take is None and shares.count(k) == len(shares) else mx.array(shares)
+        new, arrays = (take or partial(step, frame))(given.given, pool.unload(heads=heads), limits)
+        pool.load(arrays)
+        return new, take is not None
 
     def _regrouped(
         self, pool: Pool, rows: Rows, run: Run | None, joining: list[tuple[Sequence, single.Run]], *, waking: bool
@@ -140,7 +179,8 @@ class Group:
         for text in new:
             text.slot = next(free)
         texts = {s.slot: s for s in (*staying, *new)}
-        span = Span(list(texts), max(pool.slots, max(texts) + 1))
+        used = range(slots_for(max(texts) + 1)) if self.compiled else list(texts)
+        span = Span(used, max(pool.slots, max(used) + 1))
         places = {id(s): row for row, s in enumerate((*rows, *new))}
         found = [texts.get(slot) for slot in span.slots]
         anyone = next(iter(texts.values()))
@@ -196,9 +236,20 @@ class Group:
             if text.over:
                 self._bring_home(cycle, row, len(new), text.cache)
             shown += text.hand_over(new)
+        self.stats.compiled_cycles += len(kept) * cycle.replayed
+        if self.compiled:
+            seconds = self._replay_learns(self.compiled, cycle, seconds)
         if kept:
             cycle.control.observe(outcome(cycle.plan, cycle.plan.k, kept, seconds, cycle.caught_up))
         return shown
+
+    def _replay_learns(self, compiled: Compiled, cycle: Cycle, seconds: float | None) -> float | None:
+        """Tell a trial of replays what a cycle took; return None where these seconds tell nothing."""
+        like = len(cycle.rows), cycle.run.size
+        seconds = compiled.observe(cycle.plan, like, cycle.replayed, seconds)
+        if compiled.recorder.verdict is None and compiled.found():
+            remember(self.model, Fixed(0), compiled)
+        return seconds
 
     def _bring_home(self, cycle: Cycle, row: int, shown: int, cache: PromptCache) -> None:
         """Copy a text's state behind so many of a cycle's rows from the pool to a cache of its own, at rest."""

@@ -19,14 +19,26 @@ class Mark(NamedTuple):
     live: bool
 
 
+class PoolArrays(NamedTuple):
+    """The arrays of a pool that a cycle reads and writes; those of heads that have no part in it are left out.
+
+    ends: where the target's texts stand, int32 [n], and where the heads do, None without them.
+    """
+
+    ends: tuple[Any, Any]
+    parts: list[tuple[mx.array, ...]]
+    kept: list[mx.array]
+
+
 class Pool:
     """A pooled cache for each of the target's layers and, while they follow it, of its heads.
 
     kept: as in PromptCache, [n, 1, H] each. live: the heads are in the pool. missed: the hidden rows [n, 1, H], and
-    the tokens [n, 1] behind them, of plain cycles that they have not read.
+    the tokens [n, 1] behind them, of plain cycles that they have not read. configs: of a text's own layers and heads.
     """
 
     def __init__(self, like: PromptCache):
+        self.configs = tuple(tuple(map(_config, caches)) for caches in (like.layers, like.heads))
         self.layers, self.heads = _pooled(like.layers), _pooled(like.heads)
         self.kept: list[mx.array] = []
         self.missed: list[tuple[mx.array, mx.array]] = []
@@ -50,6 +62,23 @@ class Pool:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.arrays)
+
+    def unload(self, *, heads: bool) -> PoolArrays:
+        """Give out what a cycle reads and writes, the heads' if they have a part in it."""
+        part = self.heads if heads else []
+        ends = self.layers[0].offset, part[0].offset if part else None
+        return PoolArrays(ends, [_arrays(c) for c in (*self.layers, *part)], self.kept if part else [])
+
+    def load(self, arrays: PoolArrays) -> None:
+        """Take in what `unload` gave out."""
+        every, heads = iter(arrays.parts), arrays.ends[1] is not None
+        for c in self.layers:
+            c.offset = arrays.ends[0]
+            _hold(c, next(every))
+        for c in self.heads if heads else ():
+            c.offset = arrays.ends[1]
+            _hold(c, next(every))
+        self.kept = arrays.kept if heads else self.kept
 
     def mark(self) -> Mark:
         """Note what the pool holds now; keys and values are not written in place while this is held."""
@@ -144,5 +173,17 @@ def _pooled(caches: list[Any]) -> list[Any]:
     return found
 
 
+def _config(cache: Any) -> tuple:
+    """Return a cache's `config` without its start, of which each text has its own."""
+    return tuple((name, value) for name, value in cache.config.items() if name != "start")
+
+
 def _arrays(c: Any) -> tuple[mx.array, ...]:
     return c.parts if c.is_state else c.buffers
+
+
+def _hold(c: Any, arrays: tuple[mx.array, ...]) -> None:
+    if c.is_state:
+        c.parts = arrays
+    else:
+        c.buffers = arrays

@@ -21,7 +21,7 @@ SAMPLING = tuple(Sampling.__dataclass_fields__)
 class Settings:
     """The options of `generate_step` that hold for every text, by name, less those that each text may choose.
 
-    Three that change the speed alone are of no account: prompt_lookup, compile_cycles and draft_p_min.
+    Two that change the speed alone are of no account: prompt_lookup and draft_p_min.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Settings:
         self.quantized = kv_group_size, quantized_kv_start
         self.max_context, self.check_memory = max_context, check_memory
         self.seed, self.draft_sampling, self.logprobs = seed, draft_sampling, logprobs
+        self.compile_cycles = compile_cycles
         self.draft_p_min, self.stats = draft_p_min, stats or Stats()
         self.stats.num_draft_tokens = self.k
         self.stats.start()

@@ -1,51 +1,84 @@
 """Run one cycle of n texts: let the heads draft k tokens for each, verify all rows in one pass of the target, accept.
 
-As `decoding.step`, with a row of every array for each text. All have R rows, whatever they accept or may draft: what
-is drafted for one beyond its own share is verified and not accepted.
+As `decoding.step`, a pure function of arrays, with a row of each for every text. All have R rows, whatever they
+accept or may draft: what is drafted for one beyond its own share is verified and not accepted.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from ..decoding.draft_sampling import DraftChooser
+from ..decoding.sampling import Picker
 from ..layers.target import Target
-from .pool import Pool
-from .sequence import Sequence
-
-Rows = list[Sequence | None]  # whose each row of a pass is; None where a slot is free
+from .pool import Pool, PoolArrays
 
 
-@dataclass
-class Run:
+class Chosen(Protocol):
+    """How a text's tokens are chosen. plain: the likeliest, and no more is asked. tokens: those that it has."""
+
+    @property
+    def plain(self) -> bool: ...
+
+    @property
+    def picker(self) -> Picker: ...
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+
+Rows = Sequence[Chosen | None]  # by row of a pass, None where a slot is free
+
+
+class Frame(NamedTuple):
+    """All of a cycle that is no array, but for the keys of its texts' draws.
+
+    pool: holds the arrays for the time of the step. k: drafts of each text. texts: by row. heads: whether they read
+    the rows before. base: the first position of these, or a bound of it.
+    """
+
+    model: Target
+    pool: Pool
+    k: int
+    texts: Rows
+    heads: bool
+    base: int
+
+
+class Run(NamedTuple):
     """Rows that the target has verified, of n texts; as `decoding.draft.Run`.
 
     hidden: [n, R, H]. tokens: [n, R] int32. accepted: [n] int32, -1 in a row that is no text's. packed: tokens and
-    accepted, [n, R + 1], for the host. logprobs: [R, V] by the row of a text that asks for them.
+    accepted, [n, R + 1], for the host. logprobs: [R, V] by the row of a text that asks for them. The next cycle does
+    without these two.
     """
 
     hidden: mx.array
     tokens: mx.array
     accepted: mx.array
     packed: Any = None
-    logprobs: dict[int, mx.array] = field(default_factory=dict)
+    logprobs: Any = None
 
     @property
     def size(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def given(self) -> "Run":
+        """What the next cycle gets."""
+        return Run(self.hidden, self.tokens, self.accepted)
 
-def step(model: Target, pool: Pool, run: Run, k: int, texts: Rows, most: mx.array | None) -> Run:
-    """Draft k tokens behind the rows of `run`, verify and accept them; most: int32 [n] that may be, None for k.
 
-    Heads that are not asked read no plain cycle's rows until they are.
+def step(frame: Frame, run: Run, arrays: PoolArrays, most: mx.array | None) -> tuple[Run, PoolArrays]:
+    """Draft behind the rows of `run`, verify and accept; return the next run and the pool's arrays after it.
+
+    most: int32 [n] of drafts that each text may accept, None for all.
     """
-    drafts = None
-    if pool.live and k == 0 and run.size == 1:
-        pool.missed.append((run.hidden, run.tokens))
-    elif pool.live:
-        drafts = draft(model, pool, with_missed(pool, run), k, texts)
+    model, pool, k, texts, heads, base = frame
+    pool.load(arrays)
+    pool.bound(base + run.size, base)
+    drafts = draft(model, pool, run, k, texts) if heads else None
     rows = rows_at(run.tokens, run.accepted)
     if drafts is not None:
         rows = mx.concatenate([rows, drafts], axis=1)
@@ -59,7 +92,8 @@ def step(model: Target, pool: Pool, run: Run, k: int, texts: Rows, most: mx.arra
         accepted = mx.minimum(accepted, most)
     if drafts is not None or most is not None:
         pool.rollback(k - accepted)
-    return Run(hidden, tokens, accepted, mx.concatenate([tokens, accepted[:, None]], axis=1), logprobs)
+    packed = mx.concatenate([tokens, accepted[:, None]], axis=1)
+    return Run(hidden, tokens, accepted, packed, logprobs), pool.unload(heads=heads)
 
 
 def with_missed(pool: Pool, run: Run) -> Run:

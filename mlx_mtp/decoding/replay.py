@@ -91,8 +91,8 @@ class Recorder:
     """
 
     def __init__(self):
-        self.cycles: dict[tuple[threading.Thread, Kind], Callable] = {}
-        self.seen: Counter[tuple[threading.Thread, Kind]] = Counter()
+        self.cycles: dict[tuple[threading.Thread, Any], Callable] = {}
+        self.seen: Counter[tuple[threading.Thread, Any]] = Counter()
         self.verdict: bool | None = None
         self._state: list = []
 
@@ -106,8 +106,12 @@ class Recorder:
             self.cycles.clear()
             self._state = state
 
-    def find(self, model: Target, kind: Kind) -> tuple[Callable | None, bool]:
-        """Find the step of a kind, None where it has not come often enough here, and whether this call records it."""
+    def find(self, model: Target, kind: Any, record: Callable, kept: int) -> tuple[Callable | None, bool]:
+        """Find the step of a kind, None where it has not come often enough here, and whether this call records it.
+
+        record: the function of (weak reference to the model, kind, arrays ...) that is recorded. kept: most kinds of
+        this type that a thread has recorded.
+        """
         thread = threading.current_thread()  # no number, which another thread may have when this one has ended
         found = self.cycles.pop(key := (thread, kind), None)
         new = found is None
@@ -117,11 +121,12 @@ class Recorder:
             self.seen[key] += 1
             if self.seen[key] < OFTEN:
                 return None, False
-            found = mx.compile(partial(recorded, weakref.ref(model), kind))
+            found = mx.compile(partial(record, weakref.ref(model), kind))
         self.cycles[key] = found
-        here = [key for key in self.cycles if key[0] == thread]
-        if len(here) > KEPT or len(self.cycles) > THREADS * KEPT:
-            oldest = here[0] if len(here) > KEPT else next(iter(self.cycles))
+        alike = [key for key in self.cycles if type(key[1]) is type(kind)]
+        here = [key for key in alike if key[0] == thread]
+        if len(here) > kept or len(alike) > THREADS * kept:
+            oldest = here[0] if len(here) > kept else alike[0]
             self.seen[oldest] = 0
             del self.cycles[oldest]
         return found, new
@@ -140,14 +145,18 @@ class Compiled:
         caches = [*cache.layers, *(cache.heads if plan.k and plan.source == "heads" else [])]
         if plan.p_min or not self.choice.on or not all(c.parts for c in caches):
             return None
-        kind = Kind.of(frame, rows, caches)
-        found, new = self.recorder.find(frame.model, kind)
-        self.shapes += new
-        self._spoilt = 2 if new else self._spoilt
+        found = self.recall(frame.model, Kind.of(frame, rows, caches), recorded, KEPT)
         return found and partial(found, key=frame.picker.key)
 
-    def observe(self, plan: Plan, rows: int, replayed: bool, seconds: float | None) -> float | None:
-        """Learn from a cycle's seconds; None where these tell nothing."""
+    def recall(self, model: Target, kind: Any, record: Callable, kept: int) -> Callable | None:
+        """Find the step of a kind as `Recorder.find` does, or record it."""
+        found, new = self.recorder.find(model, kind, record, kept)
+        self.shapes += new
+        self._spoilt = 2 if new else self._spoilt
+        return found
+
+    def observe(self, plan: Plan, rows: Any, replayed: bool, seconds: float | None) -> float | None:
+        """Learn from a cycle's seconds; None where these tell nothing. rows: of it, or what else its like have."""
         if self._spoilt:
             self._spoilt -= 1
             return None

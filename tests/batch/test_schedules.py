@@ -5,10 +5,11 @@ import random
 import families
 import pytest
 from fuzzing import LONG, count
-from schedules import Case, Whims, run
+from schedules import Case, Whims, alike, run
 from subjects import quantizable_model, subjects
 
 import mlx_mtp
+from mlx_mtp.decoding import replay
 
 NAMES = ["step3p5", "quantized", "nemotron_h_latent", "glm_moe_dsa_shared"]
 EVERY = ["step3p5", "eagle", "quantized", *families.FAMILIES]
@@ -43,15 +44,24 @@ def assert_as_alone(case: Case, model, layout: dict) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY if LONG else NAMES)
-def test_every_text_is_what_it_is_alone(subject, tiny_models, name):
+def test_every_text_is_what_it_is_alone(subject, tiny_models, monkeypatch, name):
+    """Every other schedule is of texts whose cycles can be replayed, and most are."""
+    monkeypatch.setattr(replay, "OFTEN", 1)
     quantized = name == "quantized"
     model = quantizable_model(tiny_models)[0] if quantized else subject(name).model
     most = min(3, model.max_draft_tokens)
+    counted = {False: mlx_mtp.Stats(), True: mlx_mtp.Stats()}
     for seed in range(count(1, 60)):
         rng = random.Random(f"{name} {seed}")
         layout = {"kv_bits": rng.choice([4, 8]), "mtp_kv_bits": rng.choice([None, 8])} if quantized else {}
         layout = layout or rng.choice([{}, {"max_kv_size": 24}])
         cases = [Case(rng, model.vocab_size, most) for _ in range(rng.randint(1, 5))]
-        run(model, cases, layout, most, Whims(rng, most) if rng.random() < 0.7 else None)
+        if replayed := seed % 2 == 1:
+            alike(cases)
+        stats = counted[replayed]
+        whims = Whims(rng, most) if rng.random() < 0.7 else None
+        run(model, cases, layout, most, whims, compile_cycles=replayed, stats=stats)
         for case in cases:
             assert_as_alone(case, model, layout)
+    assert counted[False].compiled_cycles == 0
+    assert counted[True].compiled_cycles >= 0.8 * counted[True].cycles

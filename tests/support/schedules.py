@@ -70,9 +70,15 @@ class Whims:
         assert 0 <= cycle.accepted <= cycle.verified == len(cycle.depths)
 
 
-def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None) -> None:
+def alike(cases: list[Case]) -> None:
+    """Let all choose their tokens as the first does, by a sampling alone."""
+    for case in cases:
+        case.sampling, case.own_sampler, case.penalty = cases[0].sampling, False, None
+
+
+def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None, **options) -> None:
     fixed = {"adaptive": False, "num_draft_tokens": k, "quantized_kv_start": 0}
-    batch = BatchGenerator(model, prefill_step_size=16, **fixed, **layout)
+    batch = BatchGenerator(model, prefill_step_size=16, **fixed, **layout, **options)
     if whims:
         batch.controls_for = lambda texts: whims
     known, cycle = {}, 0

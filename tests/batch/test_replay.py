@@ -1,0 +1,139 @@
+"""Replayed cycles of several texts do what built ones do, bit for bit; few are recorded while texts come and go."""
+
+import copy
+import random
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from subjects import subjects
+from sweep import sampled, sweep
+
+import mlx_mtp
+from mlx_mtp.batch import replay as batch_replay
+from mlx_mtp.batch.replay import slots_for
+from mlx_mtp.decoding import policy, replay
+from mlx_mtp.decoding.replay import Recorder
+from mlx_mtp.decoding.sampling import Sampling
+from mlx_mtp.tuning.replay_choice import CompileChoice
+
+NAMES = ["step3p5", "qwen3_5", "deepseek_v3", "glm_moe_dsa_shared", "nemotron_h", "mimo_v2_flash", "eagle"]
+PROMPTS = [[1, 2, 3, 0, 2, 4], [2, 2, 1], [3, 0, 1, 2, 2, 1, 0], [1, 1]]
+
+
+@pytest.fixture(scope="module")
+def subject(tiny_models, tmp_path_factory):
+    return subjects(tiny_models, tmp_path_factory)
+
+
+def fresh(model):
+    """The model with nothing recorded."""
+    twin = copy.copy(model)
+    twin._recorder = Recorder()
+    return twin
+
+
+def session(model, limits, comes, **options):
+    """Texts of PROMPTS, each from a cycle on; what is said of each, its last cache, and the counters."""
+    stats, found, caches, cycle = mlx_mtp.Stats(), {}, {}, 0
+    batch = mlx_mtp.BatchGenerator(model, stats=stats, **{"adaptive": False, **options})
+    while cycle <= max(comes) or len(caches) < len(limits):
+        for i, come in enumerate(comes):
+            if come == cycle:
+                batch.insert([PROMPTS[i % len(PROMPTS)]], [limits[i]], seeds=[i])
+        for r in batch.next()[1]:
+            found.setdefault(r.uid, []).append((r.token, r.from_draft))
+            if r.finish_reason:
+                caches[r.uid] = r.prompt_cache
+        cycle += 1
+    return found, caches, stats
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "temp"),
+    sampled([("step3p5", 3, 1.0)], [(n, k, t) for n in NAMES for k in (0, 1, 3) for t in (0, 1)]),
+)
+def test_replayed_as_built(subject, monkeypatch, name, k, temp):
+    """Tokens, drafts that were kept, and every bit of the caches handed out."""
+    model, schedule = fresh(subject(name).model), ([20, 6, 24, 30], [0, 0, 3, 6])
+    monkeypatch.setattr(replay, "OFTEN", 1)
+    built, caches, none = session(model, *schedule, num_draft_tokens=k, temp=temp)
+    replayed, ours, stats = session(model, *schedule, num_draft_tokens=k, temp=temp, compile_cycles=True)
+    assert replayed == built
+    assert stats.cycles == none.cycles
+    assert 0.8 * stats.cycles < stats.compiled_cycles <= stats.cycles
+    assert none.compiled_cycles == 0 < stats.compiled_shapes == len(model._recorder.cycles)
+    for uid, cache in caches.items():
+        for a, b in zip(cache.arrays, ours[uid].arrays, strict=True):
+            assert mx.array_equal(a, b)
+
+
+def test_slots_come_in_few_numbers():
+    found = [slots_for(texts) for texts in range(1, 33)]
+    assert sorted({*found}) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    assert all(texts <= slots < 1.5 * texts for texts, slots in enumerate(found, 1))
+
+
+def test_what_is_built(subject, monkeypatch):
+    """Where a text asks for logprobs, or two draw differently, and nothing on a CPU unless it is asked for."""
+    model = fresh(subject("step3p5").model)
+    monkeypatch.setattr(replay, "OFTEN", 1)
+    for options in ({"logprobs": True}, {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}):
+        assert session(model, [6, 6], [0, 0], compile_cycles=True, **options)[2].compiled_cycles == 0
+    for asked in (None, False):
+        assert session(model, [6, 6], [0, 0], compile_cycles=asked)[2].compiled_cycles == 0
+    batch = mlx_mtp.BatchGenerator(model, compile_cycles=True, stats=(stats := mlx_mtp.Stats()))
+    batch.insert(PROMPTS[:2], [6, 6], samplers=[Sampling(), Sampling(temp=1.0)])
+    while batch.next_generated():
+        pass
+    assert stats.compiled_cycles == 0 < stats.cycles
+
+
+@sweep
+def test_a_trial_finds_out_whether_replays_are_quicker(subject, monkeypatch):
+    """On a GPU, where nobody says: blocks of cycles are replayed and built in turns, and the text is the same."""
+    model = fresh(subject("step3p5").model)
+    monkeypatch.setattr(policy, "mx", SimpleNamespace(cpu="cpu", default_device=lambda: "gpu"))
+    observe, expected = CompileChoice.observe, session(model, [150, 150], [0, 0], num_draft_tokens=1)[0]
+    for verdict in (True, False):
+        times = {True: 1.0, False: 1.5 if verdict else 0.5}
+        monkeypatch.setattr(
+            CompileChoice, "observe", lambda c, like, on, s, t=times: observe(c, like, on, s and t[on])
+        )
+        model._recorder = Recorder()
+        found, _, stats = session(model, [150, 150], [0, 0], num_draft_tokens=1)
+        assert found == expected
+        assert 0 < stats.compiled_cycles < stats.cycles
+        assert model._recorder.verdict is verdict
+        assert bool(model._recorder.cycles) is verdict
+
+
+@sweep
+@pytest.mark.parametrize(("name", "k"), [("step3p5", 3), ("qwen3_5", 1), ("qwen3_5", 0)])
+def test_kinds_of_a_session_of_four_agents(subject, monkeypatch, name, k):
+    """Each asks four times, as soon as its answer of up to 500 tokens is there, behind all that was said before.
+
+    One kind for every 256 positions up to 2,304, and one or two where the last ones are fewer than four.
+    """
+    model, rng = fresh(subject(name).model), random.Random(name)
+    traced, real, stats = [], batch_replay.step, mlx_mtp.Stats()
+    monkeypatch.setattr(batch_replay, "step", lambda *args: traced.append(args[0]) or real(*args))
+    options = {"num_draft_tokens": k, "adaptive": False, "compile_cycles": True, "stats": stats}
+    batch, turns, said = mlx_mtp.BatchGenerator(model, **options), {}, {}
+
+    def ask(agent, cache=None):
+        prompt = [rng.randrange(model.vocab_size) for _ in range(40 if cache else 300)]
+        (uid,) = batch.insert([prompt], [rng.randint(250, 500)], caches=[cache])
+        turns[uid] = agent
+
+    for agent in range(4):
+        ask(agent)
+    while responses := batch.next_generated():
+        for r in responses:
+            agent = turns[r.uid]
+            said[agent] = said.get(agent, 0) + bool(r.finish_reason)
+            if r.finish_reason and said[agent] < 4:
+                ask(agent, r.prompt_cache)
+    assert stats.compiled_shapes == len(traced) <= 10
+    assert stats.compiled_cycles > 0.98 * stats.cycles
+    assert len(model._recorder.cycles) <= batch_replay.KEPT
