@@ -184,7 +184,7 @@ class Engine:
             job = self._behind.popleft()
             prompt = job.ask.follows(job.parts) if job.ask.follows else []
             self._tell("read ahead", AHEAD, prompt)
-            self._rereads = reread(self.served, prompt)
+            self._rereads, job.cache = reread(self.served, prompt, job.cache), None
         if self._rereads is not None:
             with in_turn():
                 self._tell("step", AHEAD)

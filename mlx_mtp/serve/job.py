@@ -91,7 +91,10 @@ Event = Begun | Read | Part | End | Failed
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way. emit: tells its client, from the engine's thread. cancelled: nobody waits for it."""
+    """A request on its way.
+
+    emit: tells its client, from the engine's thread. cancelled: nobody waits for it. cache: what decoding left.
+    """
 
     ask: Ask
     emit: Callable[[Event], None]
@@ -99,6 +102,7 @@ class Job:
     cancelled: bool = False
     begun: float = field(default_factory=time.monotonic)
     parts: list[Part] = field(default_factory=list)
+    cache: PromptCache | None = None
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -171,10 +175,17 @@ def read(served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int
         yield end
 
 
-def reread(served: Served, prompt: list[int]) -> Iterator[int]:
-    """Read a conversation with its answer as a prompt, a chunk at a time: it is what the next one begins with."""
+def reread(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
+    """Read a conversation with its answer as a prompt, a chunk at a time: it is what the next one begins with.
+
+    cache: what decoding the answer left, which saves reading it where its rows are as if read.
+    """
     try:
-        yield from read(served, served.tree.take(prompt, len(prompt)), prompt, ())
+        if cache is None or not served.tree.decoded or prompt[: cache.offset] != cache.tokens:
+            cache = served.tree.take(prompt, len(prompt))
+        elif cache.offset in served.tree.chunking.cuts(prompt):
+            served.tree.store(cache, resumes=True)
+        yield from read(served, cache, prompt, ())
     except Exception as e:  # nobody has asked for it, and nobody is told
         log.warning("not read ahead: %s", first_line(e))
 
@@ -211,6 +222,7 @@ def _decode(
             if stats.cycles != cycles:
                 cycles = stats.cycles
                 yield
+    job.cache = cache
     reason = "stop" if response is None else response.finish_reason or "stop"
     _tell(job, splitter.end(cut=reason == "length"))
     reason = "tool_calls" if splitter.called and reason == "stop" else reason

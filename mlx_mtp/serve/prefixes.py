@@ -2,7 +2,8 @@
 
 A prompt's tokens alone decide in which chunks it is read, not what is remembered of it. A chunk that is taken from
 the tree was computed of the same tokens, in the same shapes, on top of the same state as one that the model reads: so
-an answer's bits do not depend on what the tree holds.
+an answer's bits do not depend on what the tree holds. Answers, which are decoded in other shapes, are read once more
+for it, but for models whose rows come out alike in all shapes (`rows_alike`).
 """
 
 import itertools
@@ -74,12 +75,13 @@ def resumable(path: list[Chunk]) -> list[Chunk]:
 class PrefixTree:
     """Chunks of tokens, shared by all texts that begin alike, the least recently used ones dropped first.
 
-    blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing.
+    blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing. decoded: answers may be
+    remembered as decoding left them.
     """
 
     def __init__(self, blank: PromptCache, chunking: Chunking, limit: int):
         self.blank, self.chunking, self.limit = blank, chunking, limit
-        self.root, self.nbytes, self.chunks = Chunk(), 0, 0
+        self.root, self.nbytes, self.chunks, self.decoded = Chunk(), 0, 0, False
         self._clock = itertools.count(1)
         self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
 
@@ -103,9 +105,12 @@ class PrefixTree:
     def store(self, cache: PromptCache, *, resumes: bool) -> None:
         """Remember the last chunk of a cache that rests where one ends, if those before are remembered.
 
-        resumes: later texts may go on from here; where moments are small all of them can.
+        resumes: later texts may go on from here; where moments are small all of them can. Of a decoded answer all chunks
+        are remembered.
         """
-        if not self._takes(cache):
+        if self.decoded:
+            self.insert(cache)
+        if self.decoded or not self._takes(cache):
             return
         *before, last = self._split(cache.tokens, cache.offset)
         known = self._walk(before)

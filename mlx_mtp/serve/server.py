@@ -14,6 +14,7 @@ import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.options import default_draft_tokens
+from .alike import rows_alike
 from .app import Site, application
 from .engine import Engine, Limits
 from .fields import Door
@@ -142,6 +143,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
     tree = PrefixTree(blank, chunking_of(tokenizer, settings.step), settings.cache_bytes)
+    tree.decoded = bool(tree.limit) and not getattr(model, "ranks", None) and rows_alike(model, blank, tree.chunking.step)
     options = {**settings.options, "num_draft_tokens": k}
     return Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files)
 
