@@ -105,8 +105,8 @@ class PrefixTree:
     def store(self, cache: PromptCache, *, resumes: bool) -> None:
         """Remember the last chunk of a cache that rests where one ends, if those before are remembered.
 
-        resumes: later texts may go on from here; where moments are small all of them can. Of a decoded answer all chunks
-        are remembered.
+        resumes: later texts may go on from here; where moments are small all of them can. Of decoded answers all
+        chunks are remembered.
         """
         if self.decoded:
             self.insert(cache)

@@ -143,7 +143,9 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
     tree = PrefixTree(blank, chunking_of(tokenizer, settings.step), settings.cache_bytes)
-    tree.decoded = bool(tree.limit) and not getattr(model, "ranks", None) and rows_alike(model, blank, tree.chunking.step)
+    tree.decoded = (
+        bool(tree.limit) and not getattr(model, "ranks", None) and rows_alike(model, blank, tree.chunking.step)
+    )
     options = {**settings.options, "num_draft_tokens": k}
     return Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files)
 

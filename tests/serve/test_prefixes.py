@@ -11,7 +11,8 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.pieces import has_rows
-from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer
+from mlx_mtp.serve.alike import rows_alike
+from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer, reread
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 
@@ -102,6 +103,31 @@ def test_states_after_reuse_have_the_bits_of_those_without(model):
             assert mx.array_equal(x, y)
     assert caches[0].tokens == caches[1].tokens == second[:24]
     assert caches[0].primed == caches[1].primed
+
+
+def test_answers_are_remembered_as_decoded_where_that_is_as_if_read(model):
+    """With MLX's own BLAS rows have the same bits in all shapes, so the keys, values and states are the same."""
+    prompt, _ = prompts(model.vocab_size)
+    served, fresh = serve(model), serve(model)
+    served.tree.decoded = rows_alike(model, served.tree.blank, 24)
+    job = Job(Ask(prompt, (), 14), lambda event: None)
+    for _ in answer(served, job, lambda: False):
+        pass
+    text = [*job.cache.tokens, *range(5)]
+    assert len(text) == len(prompt) + 13 + 5
+    reads = [list(reread(served, text, job.cache)), list(reread(fresh, text))]
+    assert reads == ([[40]] if served.tree.decoded else [list(range(24, 44, 4))]) + [list(range(4, 44, 4))]
+    a, b = served.tree.take(text, 64), fresh.tree.take(text, 64)
+    assert a.tokens == b.tokens == text[:40]
+    for x, y in zip(a.layers, b.layers, strict=True):
+        assert x.start == y.start
+        assert all(map(mx.array_equal, x.parts, y.parts))
+
+
+def test_a_model_whose_rows_depend_on_their_number_reads_its_answers(model, monkeypatch):
+    blank, hidden = serve(model).tree.blank, type(model).hidden
+    monkeypatch.setattr(type(model), "hidden", lambda self, x, c: hidden(self, x, c) + (x.shape[1] > 8) * 1e-6)
+    assert not rows_alike(model, blank, 24)
 
 
 def test_only_where_states_were_noted_texts_go_on(tiny_models):
