@@ -23,13 +23,14 @@ from ..layers.mtp_spec import MTPSpec
 from ..machine.errors import first_line, one_line
 from ..models import drafter_kinds
 from ..ranks.group import Ranks
-from ..ranks.split import read_parts, split
+from ..ranks.split import split
 from .config_types import check_types
 from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve
 from .head_self_test import blaming_config
 from .heads_beside import is_split
 from .norm_conventions import conventions, warn_of_unusual
 from .parameters import check_numbers, expected, named, origin, same
+from .read_parts import read_parts
 from .report import make_report, with_heads
 from .sort_tensors import Contents, Drafting, sort_tensors
 
@@ -65,7 +66,7 @@ def load_port(
             budget.check(model, path)
         heads = {name: stored.pop(name) for name in list(stored) if name.startswith("mtp.")}
         if ranks:
-            read_parts(stored)
+            read_parts(model, contents, ranks, stored)
         check_numbers(stored, partial(origin, model, contents))
         model.untested = partial(_read_heads, model, contents, heads)
     check_norms(model, contents, raw)

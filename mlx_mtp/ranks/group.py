@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..machine.stream import in_turn
 from . import watch
+from .connecting import watched_from_outside
 from .launch import launched, rank_file
 
 
@@ -77,5 +78,5 @@ def meet() -> Ranks | None:
         return None
     watch.begin(here.rank, here.size, here.meeting)
     watch.wait_for_all()
-    with watch.connecting():
+    with watched_from_outside():
         return ranks_of(mx.distributed.init(strict=True))

@@ -123,10 +123,3 @@ def _make_plain(module: Any, *, first: bool) -> None:
             if "bias" in linear and not first and "ShardedToAll" in type(linear).__name__:
                 linear.pop("bias")
             linear.__class__ = PLAIN[type(linear)]
-
-
-def read_parts(parameters: dict[str, mx.array]) -> None:
-    """Read this rank's parts, one array at a time, so that of what is read whole only one is held."""
-    for array in parameters.values():
-        mx.eval(array)
-        mx.clear_cache()

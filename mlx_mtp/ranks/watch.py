@@ -10,10 +10,8 @@ import contextlib
 import ctypes
 import os
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -46,22 +44,9 @@ def wait_for_all() -> None:
         _watch.met.wait()
 
 
-@contextlib.contextmanager
-def connecting() -> Iterator[None]:
-    """Bound the time that MLX takes to connect ranks that have met, for it waits with Python's lock held."""
-    if _watch is None:
-        yield
-        return
-    seconds, parent = int(STARTS * _watch.silence), os.getpid()
-    line = f"error: rank {_watch.rank}: a rank has ended or hangs while MLX connects them, for {seconds} s"
-    script = (
-        f"for i in $(seq {seconds}); do sleep 1; kill -0 {parent} || exit; done; echo '{line}' >&2; kill -9 {parent}"
-    )
-    with subprocess.Popen(["/bin/sh", "-c", script], stderr=2) as guard:
-        try:
-            yield
-        finally:
-            guard.kill()
+def begun() -> "Watch | None":
+    """Return this process's watch; None where there is none."""
+    return _watch
 
 
 def wait_for_reason(error: BaseException) -> None:
@@ -85,7 +70,10 @@ class Peer:
 
 @dataclass
 class Watch:
-    """The connections of this rank: rank 0's to all others, any other's to rank 0. code: with which it is ended."""
+    """The connections of this rank: rank 0's to all others, any other's to rank 0.
+
+    code: with which it is ended. turn: who holds it listens.
+    """
 
     rank: int
     size: int
@@ -94,6 +82,7 @@ class Watch:
     peers: dict[int, Peer] = field(default_factory=dict)
     code: int | None = None
     met: threading.Event = field(default_factory=threading.Event)
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
         """Meet the others, then listen to them until the process ends."""
@@ -106,14 +95,18 @@ class Watch:
         except OSError as e:
             host, port = self.meeting
             self._end(f"the ranks cannot watch each other at {host}:{port} ({e.strerror})")
+        self._keep_listening()
+
+    def _keep_listening(self) -> None:
         last = time.monotonic()
         while self.peers:
             time.sleep(BEAT / 4)
-            if time.monotonic() - last > self.silence / 2:  # it was this process that did not run
-                for peer in self.peers.values():
-                    peer.heard = time.monotonic()
-            last = time.monotonic()
-            self._listen()
+            with self.turn:
+                if time.monotonic() - last > self.silence / 2:  # it was this thread that did not run
+                    for peer in self.peers.values():
+                        peer.heard = time.monotonic()
+                last = time.monotonic()
+                self._listen()
 
     def leave(self, code: int = 0) -> None:
         """Say that this process ends; called again, it says nothing new."""
@@ -155,7 +148,7 @@ class Watch:
 
     def _listen(self) -> None:
         """Say that this rank is alive, hear who else is, and end where one is missed."""
-        self._tell("alive")
+        self._say_alive()
         for rank, peer in list(self.peers.items()):
             try:
                 heard = peer.socket.recv(4096)
@@ -185,6 +178,9 @@ class Watch:
                     f"rank {rank} has ended with exit code {rest}" if rank else "", int(rest) if not rank else 1
                 )
 
+    def _say_alive(self) -> None:
+        self._tell("alive")
+
     def _tell(self, text: str) -> None:
         for peer in list(self.peers.values()):
             with contextlib.suppress(OSError):
@@ -197,6 +193,9 @@ class Watch:
             self._tell(f"gone {reason}")
         if reason:
             os.write(2, f"error: rank {self.rank}: {reason}\n".encode())
+        self._stop(code)
+
+    def _stop(self, code: int) -> NoReturn:
         main = ctypes.c_ulong(threading.main_thread().ident or 0)  # whatever it does at a signal
         ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(KeyboardInterrupt))
         time.sleep(UNWINDING)

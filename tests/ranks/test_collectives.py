@@ -17,7 +17,7 @@ from mlx_mtp.ranks.split import Share
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return Path(rank_cases.write(tmp_path_factory.mktemp("model"), ["step3p5"])["step3p5"])
+    return Path(rank_cases.write(tmp_path_factory.mktemp("model"), "step3p5"))
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """Write tiny checkpoints of every family that can be split, whose sizes divide by two, three and four ranks."""
 
-from collections.abc import Collection
 from pathlib import Path
 
 import drafters
 import families
+import mlx.core as mx
 import tiny
 from quantized_models import STEP as QUANTIZED
 from quantized_models import quantized
@@ -43,6 +43,7 @@ HEADLESS = {
     "qwen3_moe": MOE,
 }
 STEPS = {"step3p5": {}, "step3p7": {"model_type": "step3p7"}}
+FAMILIES = (*CHANGES, *HEADLESS, *STEPS)
 
 FOUR_BITS = {  # whole groups of 32 columns on each of two and of four ranks
     **{**STEP, **QUANTIZED, "vocab_size": 16, "head_dim": 32, "num_attention_heads": 8, "num_attention_groups": 4},
@@ -52,16 +53,15 @@ FOUR_BITS = {  # whole groups of 32 columns on each of two and of four ranks
 }
 
 
-def write(folder: Path, names: Collection[str] | None = None) -> dict[str, str]:
-    """Directories by family: of these, or of all."""
-    wanted = {*CHANGES, *HEADLESS, *STEPS} if names is None else set(names)
-    found = {name: families.build(name, folder / name, **CHANGES[name])[0] for name in CHANGES.keys() & wanted}
-    found |= {name: families.headless(folder / name, HEADLESS[name])[0] for name in HEADLESS.keys() & wanted}
-    for name in STEPS.keys() & wanted:
-        found[name] = tiny.save(folder / name, {**STEP, **STEPS[name]}, tiny.random_weights(STEP))
-    return {name: str(path) for name, path in found.items()}
+def write(folder: Path, name: str) -> str:
+    """A directory with a checkpoint of a family."""
+    if name in CHANGES:
+        return str(families.build(name, folder / name, **CHANGES[name])[0])
+    if name in HEADLESS:
+        return str(families.headless(folder / name, HEADLESS[name])[0])
+    return str(tiny.save(folder / name, {**STEP, **STEPS[name]}, tiny.random_weights(STEP)))
 
 
-def write_quantized(folder: Path) -> str:
-    """A directory whose matrices are in 4 bits."""
-    return str(tiny.save(folder, FOUR_BITS, quantized(tiny.random_weights(FOUR_BITS))))
+def write_quantized(folder: Path, dtype: mx.Dtype) -> str:
+    """A directory whose matrices are in 4 bits, and all else in `dtype`."""
+    return str(tiny.save(folder, FOUR_BITS, quantized(tiny.random_weights(FOUR_BITS), dtype)))

@@ -52,7 +52,7 @@ def ended(ranks: list[subprocess.Popen], stdin: str = "", timeout: float = 120) 
 def work(n: int, folder: Path, name: str, **options) -> list:
     """What `rank_worker`'s function of this name returns on each of n ranks."""
     argv = [sys.executable, str(WORKER), name, json.dumps(options)]
-    found = ended(start(n, folder, argv), timeout=2400)
+    found = ended(start(n, folder, argv), timeout=900)
     for rank, (code, _, stderr) in enumerate(found):
         assert code == 0, f"rank {rank}: {stderr}"
     return [json.loads(stdout.splitlines()[-1]) for _, stdout, _ in found]

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -37,13 +38,25 @@ def rows_apart(model, rows: int = 8) -> int:
     return int((found[0] != found[1]).sum())
 
 
-def load(path: str, group):
-    return mlx_mtp.load_model(path, tensor_group=group)
+def continued(model, file: Path, plain: list[int], k: int) -> dict[str, list[int]]:
+    """Texts that go on with caches which were left among drafts, and with their copies from files."""
+    cache, options = mlx_mtp.make_prompt_cache(model), {"adaptive": False, "num_draft_tokens": k}
+    steps = mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, max_tokens=len(plain), **options)
+    first = [next(steps)[0] for _ in range(9)]
+    steps.close()
+    mlx_mtp.save_prompt_cache(file, cache)
+    found, copy = {}, mlx_mtp.load_prompt_cache(file, model)
+    for name, kept in (("live", cache), ("read", copy)):
+        steps = mlx_mtp.generate_step(
+            first[-1:], model, prompt_cache=kept, max_tokens=len(plain) - len(first), **options
+        )
+        found[f"plain continued {name}"] = first + [token for token, _, _ in steps]
+    return found
 
 
-def texts(path: str, group, *, few: bool) -> dict:
+def texts(path: str, group, *, few: bool = False) -> dict:
     """Texts by how they were decoded, with drafts right, wrong and partly right; rows; bytes."""
-    model, wrong = load(path, group), {"partly": set(range(1, 99, 3))}
+    model, wrong = mlx_mtp.load_model(path, tensor_group=group), {"partly": set(range(1, 99, 3))}
     most, n = model.max_draft_tokens, 10 if few else 24
     if not few:
         wrong |= {"right": set(), "wrong": set(range(99))}
@@ -58,6 +71,7 @@ def texts(path: str, group, *, few: bool) -> dict:
             found[f"plain {k} {name}"] = generated(model, n, num_draft_tokens=k)
         one_step.draft = real
     if not few:
+        found |= continued(model, Path(path) / "cache", plain, min(3, most))
         found["plain looked up"] = generated(
             model, n, prompt_lookup=True, **({"num_draft_tokens": 1} if most else {})
         )
@@ -66,16 +80,9 @@ def texts(path: str, group, *, few: bool) -> dict:
     return {
         "texts": found,
         "rows apart": rows_apart(model, 4 if few else 8),
-        "split": sum(
-            a.nbytes for name, a in parameters.items() if ".layers." in name and not name.startswith("mtp.")
-        ),
+        "bytes": {n: a.nbytes for n, a in parameters.items() if ".layers." in n and not n.startswith("mtp.")},
         "logits": np.array(logits.astype(mx.float32)).tolist(),
     }
-
-
-def each(paths: dict[str, str], group, *, few: bool = False) -> dict:
-    """`texts` of each checkpoint."""
-    return {name: texts(path, group, few=few) for name, path in paths.items()}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,94 @@
+"""Read a rank's parts of a checkpoint's tensors: of matrices that are split by rows its rows alone.
+
+Columns lie in pieces all over a tensor, and what sanitizing computes (8-bit floats, MLA) needs all of it: those are
+read whole, one at a time, and the part is kept.
+"""
+
+import json
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_unflatten
+
+from ..ranks.group import Ranks
+from .files import Tensor
+from .sort_tensors import Contents, layerless
+
+TYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8}
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+class Stored(NamedTuple):
+    """A tensor [(E,) rows, columns], whose first byte in its file is `begin`."""
+
+    tensor: Tensor
+    begin: int
+
+
+def read_parts(model: Any, contents: Contents, ranks: Ranks, parameters: dict[str, mx.array]) -> None:
+    """Read this rank's parameters, and replace in `parameters` and the model those that were read by rows.
+
+    Of those that only differ in their layer the first is read whole, too: others are read by rows if it was the same.
+    """
+    sources, by_rows = _sources(model, contents), {}
+    for path, part in parameters.items():
+        stored, kind = sources.get(path, []), (layerless(path), part.shape)
+        if _is_rows(stored, part, ranks.size) and by_rows.get(kind, True):
+            rows = _read_rows(stored, part, ranks)
+            if kind not in by_rows:
+                by_rows[kind] = bool(mx.array_equal(rows, part))
+            if by_rows[kind]:
+                parameters[path] = rows
+                model.update(tree_unflatten([(path, rows)]))
+        mx.eval(parameters[path])
+        del part
+        mx.clear_cache()
+
+
+def _sources(model: Any, contents: Contents) -> dict[str, list[Stored]]:
+    """List by parameter the tensors that become it and nothing else; experts in their order."""
+    begins = {file: _begins(file) for file in {tensor.file for tensor in contents.trunk.values()}}
+    found: dict[str, list[tuple[int, Stored]]] = {}
+    for name, tensor in contents.trunk.items():
+        if len(paths := model.renamed(name)) == 1:
+            expert = EXPERT.search(name)
+            place = Stored(tensor, begins[tensor.file][tensor.stored or name])
+            found.setdefault(paths[0], []).append((int(expert[1]) if expert else 0, place))
+    return {path: [place for _, place in sorted(places, key=lambda p: p[0])] for path, places in found.items()}
+
+
+def _begins(file: Path) -> dict[str, int]:
+    """Read where in a safetensors file each tensor begins."""
+    with file.open("rb") as f:
+        (size,) = struct.unpack("<Q", f.read(8))
+        header = json.loads(f.read(size))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _is_rows(stored: list[Stored], part: mx.array, ranks: int) -> bool:
+    """Tell whether a part [(E,) rows / ranks, columns] is of the shape that rows of these tensors have."""
+    kinds = {(tensor.shape, tensor.dtype) for tensor, _ in stored}
+    if len(kinds) != 1 or part.ndim < 2:
+        return False
+    (shape, kind) = kinds.pop()
+    whole = (*part.shape[:-2], part.shape[-2] * ranks, part.shape[-1])
+    return kind in TYPES and whole == (shape if len(stored) == 1 else (len(stored), *shape))
+
+
+def _read_rows(stored: list[Stored], part: mx.array, ranks: Ranks) -> mx.array:
+    """Read this rank's rows of tensors: of the shape and type of `part`, which is not computed."""
+    kind = TYPES[stored[0].tensor.dtype]
+    size = math.prod(part.shape[-2:]) * kind.size
+    read = np.empty((len(stored), math.prod(part.shape[:-2]) // len(stored), size), np.uint8)
+    for (tensor, begin), matrices in zip(stored, read, strict=True):
+        with tensor.file.open("rb") as f:
+            for i, rows in enumerate(matrices):
+                f.seek(begin + (i * ranks.size + ranks.rank) * size)
+                if f.readinto(rows.data) != size:
+                    raise ValueError(f"{tensor.file}: truncated or damaged")
+    return mx.array(read).view(kind).reshape(part.shape).astype(part.dtype)
