@@ -37,4 +37,4 @@ def _hidden(model: Target, blank: PromptCache, pieces: tuple[int, ...]) -> mx.ar
 
 
 def _apart(a: mx.array, b: mx.array) -> float:
-    return mx.abs(a - b).max().item()
+    return float(mx.abs(a - b).max())
