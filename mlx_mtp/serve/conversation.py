@@ -57,4 +57,4 @@ def _next_prompt(
 ) -> list[int]:
     """Encode the conversation with its answer, as the next turn will begin."""
     asked = [*messages, said(parts), {"role": "user", "content": ""}]
-    return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False).tokens
+    return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False, answers=False).tokens

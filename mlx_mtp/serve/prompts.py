@@ -49,8 +49,9 @@ def encode_chat(
     options: dict[str, Any],
     *,
     turns: bool,
+    answers: bool = True,
 ) -> Prompt:
-    """Render a conversation and encode it, up to where the answer begins.
+    """Render a conversation and encode it, up to where the answer begins, if one is to follow (`answers`).
 
     options: variables of the template. turns: find out also where turns begin. Raises ValueError where the template
     refuses the conversation in every form that could mean the same.
@@ -59,7 +60,7 @@ def encode_chat(
     safe = [_held_in(message, marks, held) for message in messages]
     given = {
         **options,
-        "add_generation_prompt": True,
+        "add_generation_prompt": answers,
         **({"tools": _held(tools, marks.every, held)} if tools else {}),
     }
     forms = list(_forms(safe))
@@ -108,8 +109,13 @@ def _encode(tokenizer: Any, text: str, held: list[str]) -> list[int]:
         if i % 2:
             tokens += _letters(tokenizer, held[int(part)])
         elif part:
-            tokens += tokenizer.encode(part, add_special_tokens=False)
+            tokens += _tokens(tokenizer, part)
     return tokens
+
+
+@functools.lru_cache(maxsize=8)  # of a long conversation every text but the newest comes again with each turn
+def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _letters(tokenizer: Any, mark: str) -> list[int]:
