@@ -26,7 +26,7 @@ from .decoding import options as checked
 from .decoding.agreement import Agreement, agreed
 from .decoding.cycle import Decoder
 from .decoding.loop import Yielded, decode
-from .decoding.memory_needs import check_prompt, within
+from .decoding.memory_needs import RESERVED_TOKENS, check_prompt, within
 from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.stats import Stats
@@ -37,7 +37,6 @@ from .ranks.watch import wait_for_reason
 
 Prompt = str | mx.array | Sequence[int]
 RULE = "=" * 10
-RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; more is added as it is needed
 
 
 @dataclass

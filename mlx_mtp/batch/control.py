@@ -49,15 +49,17 @@ def outcome(
 
 
 class Clock:
-    """Times cycles from one's arrival to the next one's."""
+    """Times cycles from one's arrival to the next one's. took: seconds of the last, without the caller's."""
 
     def __init__(self):
-        self._arrival = self._left = self._caller = 0.0
+        self._arrival = self._left = self._caller = self.took = 0.0
         self.hidden = True  # something else was computed since the last arrival
 
     def resume(self) -> None:
         """Note that the caller's own time is over."""
-        self._caller = time.perf_counter() - self._left
+        now = time.perf_counter()
+        self._arrival, self._left = self._arrival or now, self._left or now
+        self._caller = now - self._left
 
     def arrived(self, waited: float, built: float, following: float | None) -> float | None:
         """Return the seconds of the cycle that has just arrived; None where other work or the caller hides them.
@@ -66,9 +68,10 @@ class Clock:
         """
         now = time.perf_counter()
         elapsed, self._arrival = now - self._arrival, now
+        self.took = elapsed - self._caller
         hidden, self.hidden = self.hidden, False
         if following is None:
-            return None if hidden else elapsed - self._caller
+            return None if hidden else self.took
         if hidden or (waited < WAITED * elapsed and self._caller > WAITED * elapsed):
             return None
         return among_its_like(elapsed, waited, built, following)

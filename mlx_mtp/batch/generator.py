@@ -21,8 +21,7 @@ from ..machine.stream import in_turn
 from ..tuning.kernel_switch import switch_on_for_texts
 from .admission import Admission
 from .control import Controls
-from .group import Group, layout_of
-from .lone import Lone, is_lone
+from .places import Places
 from .sequence import PromptResponse, Response, Sequence
 from .settings import Settings
 
@@ -66,8 +65,7 @@ class BatchGenerator:
         self.controls_for = Controls(model, settings.k, adaptive=settings.adaptive).of
         self._admission = Admission(model, ignore=not settings.check_memory)
         self._unprocessed: deque[Sequence] = deque()
-        self._groups: dict[str, Group] = {}
-        self._lone: list[Lone] = []
+        self._places = Places(settings, lambda texts: self.controls_for(texts))
         self._uids = 0
         self._counters = BatchCounters()
         switch_on_for_texts(model)
@@ -80,11 +78,11 @@ class BatchGenerator:
         with in_turn():
             return mx.default_stream(mx.default_device())
 
+    @in_turn()
     def close(self) -> None:
         """Let go of all texts and of what was kept resident for them."""
         self._unprocessed.clear()
-        self._groups.clear()
-        self._lone.clear()
+        self._places.clear()
         self._resident.close()
 
     def __del__(self):
@@ -104,8 +102,7 @@ class BatchGenerator:
     @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of the caches of all texts."""
-        pools = [group.pool.nbytes for group in self._groups.values() if group.pool]
-        return sum(pools) + sum(s.cache.nbytes for s in self._texts())
+        return self._places.nbytes + sum(s.cache.nbytes for s in self._texts())
 
     def insert(
         self, prompts: Any, max_tokens: Any = None, caches: Any = None, *more: Any, **options: Any
@@ -125,12 +122,15 @@ class BatchGenerator:
         stop_sequences: Any = None,
         seeds: Any = None,
         num_draft_tokens: Any = None,
+        logprobs: Any = None,
+        stats: Any = None,
     ) -> list[int]:
         """Queue prompts whose reading stops at the end of each segment; return a number for each.
 
         Of all but `segments`, a list with one entry for each prompt, or None for this generator's own. caches: of
         `make_prompt_cache`, left as they are. all_tokens: of no account, caches know theirs. samplers: mlx_lm's
-        callables, or a `Sampling`. stop_sequences: mlx_lm's, or lists of token ids. Raises ValueError.
+        callables, or a `Sampling`. stop_sequences: mlx_lm's, or lists of token ids. logprobs: whether each is asked
+        for them. stats: a `Stats` of each, which is filled. Raises ValueError.
         """
         n = len(segments)
         given = {
@@ -142,6 +142,8 @@ class BatchGenerator:
             "stop_sequences": stop_sequences or [self._stops] * n,
             "seeds": seeds or [None] * n,
             "num_draft_tokens": num_draft_tokens or [None] * n,
+            "logprobs": logprobs or [self.settings.logprobs] * n,
+            "stats": stats or [None] * n,
         }
         for name, values in given.items():
             if len(values) != n:
@@ -159,18 +161,13 @@ class BatchGenerator:
 
         Returns what each prompt's reading has come to, and the tokens, in order, several of a text perhaps.
         """
-        counters, shown = self._counters, []
-        tic = time.perf_counter()
-        groups = [group for group in self._groups.values() if group.texts]
-        for each in [*groups, *self._lone]:
-            shown += each.step()
-            counters.generation_steps += 1
-        self._lone = [lone for lone in self._lone if not lone.text.over]
+        counters, tic, places = self._counters, time.perf_counter(), len(self._places)
+        shown = self._places.step()
+        counters.generation_steps += places
         counters.decode_time += time.perf_counter() - tic
         read = self._read_prompts(shown)
-        if read or len(groups) + len(self._lone) > 1:
-            for group in groups:
-                group.clock.hidden = True
+        if read or places > 1:
+            self._places.hide()
         counters.generation_tokens += len(shown)
         self._count()
         return read, shown
@@ -191,45 +188,29 @@ class BatchGenerator:
 
     @in_turn()
     def extract_cache(self, uids: Any) -> dict[int, tuple[PromptCache, list[int]]]:
-        """Copy the caches of texts as they stand, each with the tokens it holds; they go on.
-
-        Raises ValueError for a text that decodes on its own, whose cache is whole only when it is over.
-        """
+        """Copy the caches of texts as they stand, each with the tokens it holds; they go on."""
         found = {}
         for text in self._chosen(uids):
-            if any(lone.text is text for lone in self._lone):
-                raise ValueError(f"uids: {text.uid} decodes on its own; remove it to have its cache")
-            group = next((group for group in self._groups.values() if text in group.texts), None)
-            cache = group.cache_of(text) if group else text.cache.copy()
+            cache = text.cache.copy() if text in self._unprocessed else self._places.cache_of(text)
             found[text.uid] = cache, list(cache.tokens)
         return found
 
     @in_turn()
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[PromptCache, list[int]]]:
         """Let texts go before their end; return, if asked for, the cache of each and the tokens it holds."""
-        gone = self._chosen(uids)
-        ended = [lone.text for lone in self._lone if lone.text in gone]
-        for lone in self._lone:
-            if lone.text in gone:
-                lone.take_out()
-        self._lone = [lone for lone in self._lone if lone.text not in gone]
-        pooled = [text.uid for text in gone if text not in ended]
-        caches = self.extract_cache(pooled) if return_prompt_caches else {}
-        for text in gone:
+        caches = self.extract_cache(uids) if return_prompt_caches else {}
+        for text in self._chosen(uids):
             if text in self._unprocessed:
                 self._unprocessed.remove(text)
-            for group in self._groups.values():
-                if text in group.texts:
-                    group.take_out(text)
-        own = {text.uid: (text.cache, list(text.cache.tokens)) for text in ended}
-        return caches | own if return_prompt_caches else {}
+            else:
+                self._places.take_out(text)
+        return caches
 
     def _chosen(self, uids: Any) -> list[Sequence]:
         return [text for text in self._texts() if text.uid in set(uids)]
 
     def _texts(self) -> list[Sequence]:
-        pooled = (text for group in self._groups.values() for text in group.texts)
-        return [*self._unprocessed, *pooled, *(lone.text for lone in self._lone)]
+        return [*self._unprocessed, *self._places.texts]
 
     def _read_prompts(self, shown: list[Response]) -> list[PromptResponse]:
         """Read about a chunk of the prompts that wait; add first tokens to `shown`."""
@@ -237,11 +218,10 @@ class BatchGenerator:
         left = self.settings.step
         while left > 0 and self._unprocessed and self._admits(self._unprocessed[0]):
             text = self._unprocessed[0]
-            text.begun = True
-            if is_lone(text):
-                self._lone.append(Lone(self.model, self._unprocessed.popleft(), chunk=self.settings.step))
-                read.append(PromptResponse(text.uid, (text.total, text.total), True, True))
-                continue
+            if not text.begun:
+                text.begun = True
+                text.stats.start()
+                text.cache.begin(text.cache.offset + text.total)
             hidden, n = self._read_chunk(text)
             left -= n
             self._counters.prompt_tokens += n
@@ -256,7 +236,7 @@ class BatchGenerator:
 
     def _admits(self, text: Sequence) -> bool:
         """Tell whether the first that waits may begin, or has begun."""
-        there = self._texts()[len(self._unprocessed) :]
+        there = self._places.texts
         return text.begun or (len(there) < self.completion_batch_size and self._admission.lets_in(text, there))
 
     def _read_chunk(self, text: Sequence) -> tuple[mx.array, int]:
@@ -271,15 +251,8 @@ class BatchGenerator:
             test_heads(self.model)
         run = first_run(self.model, text.cache, hidden, text.picker)
         text.tokens = list(text.cache.tokens)
-        text.base, text.follows = text.cache.offset - 1, text.cache.offset
         shown = text.show(run.read()[0], 0, run.logprobs)
-        if text.over:
-            return text.hand_over(shown)
-        text.cache.pop_row()
-        layout = layout_of(text.cache)
-        if layout not in self._groups:
-            settings = self.settings
-            how = {"chunk": settings.step, "compile_cycles": settings.compile_cycles}
-            self._groups[layout] = Group(self.model, self.controls_for, settings.stats, **how)
-        self._groups[layout].join(text, run)
-        return shown
+        text.stats.begins()
+        if not text.over:
+            self._places.begin(text, run)
+        return text.hand_over(shown)

@@ -52,7 +52,8 @@ class Group:
     """The texts whose caches have one layout, and their pool.
 
     controls: gives who decides what so many texts draft. chunk: rows that heads read at a time when they catch up.
-    stats: counts the cycles of each text. clock: times cycles; who computes something else in between tells it.
+    stats: counts what was recorded. alone: cycles since one is the only one.
+    clock: times cycles; who computes something else in between tells it.
     compile_cycles: as `generate_step` has it. compiled: replays cycles that were recorded; None: all are built.
     """
 
@@ -68,7 +69,7 @@ class Group:
         self.model, self.controls, self.stats, self.chunk = model, controls, stats, chunk
         self.compile_cycles = compile_cycles
         self.compiled: Compiled | None = None
-        self.clock = Clock()
+        self.clock, self.alone = Clock(), 0
         self.pool: Pool | None = None
         self.last: Cycle | None = None
         self.waiting: list[tuple[Sequence, single.Run]] = []
@@ -80,8 +81,11 @@ class Group:
         return [s for s in (*rows, *(s for s, _ in self.waiting)) if s and not s.over]
 
     def join(self, text: Sequence, run: single.Run) -> None:
-        """Let a text, whose prompt has been read, in with the next cycle; `run` chose its first token."""
+        """Let a text, whose cache is at rest, in with the next cycle; `run` has chosen its last token."""
+        text.cache.pop_row()
+        text.base, text.follows = text.cache.offset - 1, text.cache.offset
         self.waiting.append((text, run))
+        self.alone = 0
 
     def step(self) -> list[Response]:
         """Finish a cycle; return what it says, and leave the next one under way."""
@@ -95,8 +99,24 @@ class Group:
             self.last = self._submitted(last, ahead)
         else:
             self.pool = self.last = None
+        self.alone = self.alone + 1 if len(self.texts) == 1 else 0
         self.clock.leave()
         return shown
+
+    def finish(self) -> tuple[list[Response], list[tuple[Sequence, single.Run]]]:
+        """Finish the last cycle; return what it says, and who goes on elsewhere, each with a cache at rest."""
+        assert self.last
+        assert not self.waiting
+        self.clock.resume()
+        cycle, left = self.last, []
+        shown = self._read(cycle, None)
+        for row, text in enumerate(cycle.rows):
+            if text and not text.over:
+                n = text.follows - text.base
+                self._bring_home(cycle, row, n, text.cache)
+                left.append((text, _row_of(cycle.run, row, n - 1, text.tokens[-1])))
+        self.pool = self.last = None
+        return shown, left
 
     def cache_of(self, text: Sequence) -> PromptCache:
         """Copy the cache of a text as it stands: all its tokens but the last that was told."""
@@ -222,7 +242,8 @@ class Group:
         """Wait for a cycle; return what it says, with the caches of those that are over."""
         tic = time.perf_counter()
         values = cycle.run.packed.tolist()
-        seconds = self.clock.arrived(time.perf_counter() - tic, cycle.built, ahead.built if ahead else None)
+        waited = time.perf_counter() - tic
+        seconds = self.clock.arrived(waited, cycle.built, ahead.built if ahead else None)
         shown: list[Response] = []
         kept: list[tuple[int, int]] = []
         for row, text in enumerate(cycle.rows):
@@ -230,13 +251,14 @@ class Group:
                 continue
             accepted = values[row][-1]
             kept.append((accepted, min(text.k, cycle.plan.k)))
-            self.stats.counts(kept[-1][1], accepted, "heads")
             new = text.show(values[row][: accepted + 1], accepted, cycle.run.logprobs.get(row))
+            text.stats.counts(kept[-1][1], accepted, "heads")
+            text.stats.shares(len(new), self.clock.took, waited)
+            text.stats.replays(cycle.replayed)
             text.follows = text.base + accepted + 1
             if text.over:
                 self._bring_home(cycle, row, len(new), text.cache)
             shown += text.hand_over(new)
-        self.stats.compiled_cycles += len(kept) * cycle.replayed
         if self.compiled:
             seconds = self._replay_learns(self.compiled, cycle, seconds)
         if kept:
@@ -262,6 +284,12 @@ class Group:
             cache.push(cycle.run.hidden[row : row + 1, :shown])
         cache.settle(text.tokens[: text.base + shown])
         mx.eval(cache.arrays)
+
+
+def _row_of(run: Run, row: int, index: int, token: int) -> single.Run:
+    """Cut out of a run the one row [1, 1, H] of a text that has chosen this token."""
+    hidden = run.hidden[row : row + 1, index : index + 1]
+    return single.Run.of(hidden, mx.array([token]), single.NONE_ACCEPTED, single.NO_DRAFTS.tokens, None)
 
 
 def _merged(run: Run | None, firsts: list[single.Run], index: mx.array) -> Run:

@@ -8,6 +8,7 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequence
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding.sampling import Picker
+from ..decoding.stats import Stats
 
 PromptResponse = PromptProcessingBatch.Response
 
@@ -32,7 +33,8 @@ class Sequence:
     segments: what is left of its prompt. left: most tokens that may follow, or less than 0. k: most drafts in a
     cycle. tokens: all that are known, the cache's own among them. base: the position of its first row in the newest
     run. follows: of the next one. slot: its place in the pool. over: no more of its tokens are shown. longest:
-    positions that it may come to hold. begun: whether its prompt is being read, or was.
+    positions that it may come to hold. begun: whether its prompt is being read, or was. max_lookup: most drafts of
+    prompt lookup in a cycle, while it decodes alone.
     """
 
     uid: int
@@ -42,6 +44,8 @@ class Sequence:
     stops: StopSequences.Matcher
     left: int
     k: int
+    max_lookup: int
+    stats: Stats
     total: int = 0
     tokens: list[int] = field(default_factory=list)
     base: int = 0

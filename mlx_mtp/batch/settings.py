@@ -10,6 +10,7 @@ from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
 from ..decoding.agreement import agreed
 from ..decoding.memory_needs import check_prompt, within
+from ..decoding.policy import lookup_drafts
 from ..decoding.sampling import Picker, Sampling, random_key
 from ..decoding.stats import Stats
 from ..layers.target import Target
@@ -21,7 +22,7 @@ SAMPLING = tuple(Sampling.__dataclass_fields__)
 class Settings:
     """The options of `generate_step` that hold for every text, by name, less those that each text may choose.
 
-    Two that change the speed alone are of no account: prompt_lookup and draft_p_min.
+    prompt_lookup and draft_p_min, which change the speed alone, serve a text that decodes alone.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class Settings:
         sampling["xtc_special_tokens"] = tuple(sampling.get("xtc_special_tokens", ()))
         self.model, self.step, self.sampling = model, step, Sampling(**sampling)
         self.sampling.validate(model.vocab_size)
-        self.adaptive = adaptive
-        self.k = checked.draft_count(num_draft_tokens, model, None)
+        self.adaptive, self.prompt_lookup = adaptive, prompt_lookup
+        self.asked, self.k = num_draft_tokens, checked.draft_count(num_draft_tokens, model, None)
         self.layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
         self.quantized = kv_group_size, quantized_kv_start
         self.max_context, self.check_memory = max_context, check_memory
@@ -74,6 +75,8 @@ class Settings:
         stops: Any,
         seed: Any,
         k: Any,
+        logprobs: bool,
+        stats: Stats | None,
     ) -> Sequence:
         """Make a text of its own arguments, as `BatchGenerator.insert_segments` takes them."""
         pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
@@ -84,16 +87,20 @@ class Settings:
         seed, total = self.seed if seed is None else seed, sum(map(len, pieces))
         checked.check_numbers(most, self.step, seed, 0.0)
         given: PromptCache | None = None if cache is None else from_mlx_lm(self.model, [*cache]).copy()
-        k = checked.draft_count(self.k if k is None else k, self.model, given)
+        plain, k = k == 0, checked.draft_count(self.k if k is None else k, self.model, given)
         own = checked.cache_for(self.model, given, max(k, self.k), *self.quantized, self.layout)
         most = within(self.max_context, own.offset, total, most)
         check_prompt(self.model, own, total, most, self.step, ignore=not self.check_memory)
+        how = {"plain": self.asked == 0, "adaptive": self.adaptive, "asked": self.prompt_lookup}
+        max_lookup = 0 if plain else lookup_drafts(own, k, **how)
         options = sampler if isinstance(sampler, Sampling) else self.sampling
         options.validate(self.model.vocab_size)
         call = None if isinstance(sampler, Sampling) or sampler is greedy_sampler else sampler
         key, ranks = random_key(seed), getattr(self.model, "ranks", None)
         if ranks:
             pieces, key = agreed(ranks, pieces, key, (most, k, own.offset, options, self.draft_sampling))
-        how = call, tuple(processors or ()), self.logprobs, key, self.draft_sampling
+        how = call, tuple(processors or ()), logprobs, key, self.draft_sampling
         stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
-        return Sequence(uid, pieces, own, Picker(options, *how), stops.matcher(), most, k)
+        stats = stats or Stats()
+        stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens, stats.whole = k, total, most, self.stats
+        return Sequence(uid, pieces, own, Picker(options, *how), stops.matcher(), most, k, max_lookup, stats)

@@ -12,7 +12,7 @@ from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.plan import Cycle, Fixed, Plan
 from .agreement import Agreement
-from .draft import NO_DRAFTS, Drafts, Run, prime
+from .draft import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run, prime
 from .prefill import prefill
 from .prompt_lookup import Text
 from .replay import Compiled
@@ -66,6 +66,7 @@ class Decoder:
     p_min:   least probability of a draft that is verified, in cycles whose plan says so.
     compiled: replays cycles that were recorded; None: all are built.
     text:    the tokens that the host has read.
+    ended:   the cycle under way is to be the last.
     shown, rows: the cycle whose tokens are going out, and how many have. newest: the one begun last to be submitted.
     """
 
@@ -80,6 +81,7 @@ class Decoder:
     p_min: float = 0.0
     compiled: Compiled | None = None
     text: Text = field(default_factory=Text)
+    ended: bool = False
     shown: Flight = field(init=False)
     newest: Flight = field(init=False)
     rows: int = 0
@@ -89,7 +91,12 @@ def read_prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], No
     """Read the prompt and submit the choice of the first token, as the first of all cycles."""
     cache = d.cache
     cache.begin(cache.offset + len(prompt))
-    run = prefill(d.model, cache, prompt, d.picker, heads=d.k > 0, step=d.chunk, progress=progress)
+    return follow(d, prefill(d.model, cache, prompt, d.picker, heads=d.k > 0, step=d.chunk, progress=progress))
+
+
+def follow(d: Decoder, run: Run) -> Flight:
+    """Submit the choice of a token, the first of all cycles; the cache, at rest, holds all before that token."""
+    cache = d.cache
     d.text = Text(cache.tokens)
     start(d, run)
     cache.pop_row()
@@ -115,7 +122,7 @@ def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
     tic = perf_counter()
     new, cache = _planned(d, last, most), d.cache
     frame = _frame(d, last, new)
-    replayed = d.compiled.find(frame, last.run.size) if d.compiled else None
+    replayed = _recorded(d.compiled, frame, last.run.size, d.stats) if d.compiled else None
     guesses = prepare(d, last, new.plan, on_device=replayed is not None)
     if new.plan.p_min:
         new.drafts = propose(frame, last.run, cache.unload(), guesses)
@@ -127,6 +134,14 @@ def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
             cache.load(arrays, limit + new.run.size, limit)
     new.replayed, new.built = replayed is not None, perf_counter() - tic
     return new
+
+
+def _recorded(compiled: Compiled, frame: Frame, rows: int, stats: Stats) -> Callable | None:
+    """Find the record of a step behind `rows` rows, None where it is to be built; count one that is made now."""
+    known = compiled.shapes
+    found = compiled.find(frame, rows)
+    stats.replays(0, compiled.shapes - known)
+    return found
 
 
 def _frame(d: Decoder, last: Flight, new: Flight) -> Frame:
@@ -165,8 +180,7 @@ def read(d: Decoder, flight: Flight) -> list[int]:
     waited = d.stats.wait_time
     tokens, flight.accepted, flight.seconds = d.stats.reads(flight.run, flight.plan.source)
     flight.waited = d.stats.wait_time - waited
-    d.stats.compiled_cycles += flight.replayed
-    d.stats.compiled_shapes = d.compiled.shapes if d.compiled else 0
+    d.stats.replays(flight.replayed)
     d.text.extend(tokens)
     return tokens
 
@@ -200,6 +214,7 @@ def start(d: Decoder, run: Run) -> None:
         d.stats.time_phases(run)
     if isinstance(d.control, Agreement):
         d.control.meet(d.text, d.cache)
+        d.ended = d.control.ended
     logprobs = [] if run.logprobs is None else [run.logprobs]
     mx.async_eval(run.packed, *logprobs, *d.cache.arrays)
 
@@ -226,6 +241,12 @@ def among_its_like(seconds: float, waited: float, built: float, following: float
     if waited > HOST_BOUND * seconds:
         return seconds + max(0.0, more - waited)
     return max(seconds + more, LEAST * seconds)
+
+
+def newest_row(d: Decoder) -> Run:
+    """Return the row that has chosen the token shown last, of a text that has been brought to rest."""
+    row, token = d.shown.run.hidden[:, d.rows - 1 : d.rows], d.text.tokens[d.shown.base + d.rows]
+    return Run.of(row, mx.array([int(token)], mx.int32), NONE_ACCEPTED, NO_DRAFTS.tokens, None)
 
 
 def settle(d: Decoder) -> None:

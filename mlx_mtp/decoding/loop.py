@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Generator
 
 import mlx.core as mx
 
-from .cycle import Decoder, Flight, begin, builds_ahead, learn, read, read_prompt, settle, submit
+from .cycle import Decoder, Flight, begin, builds_ahead, follow, learn, read, read_prompt, settle, submit
+from .draft import Run
 from .prefill import test_heads
 
 Yielded = tuple[int, mx.array | None, bool]
@@ -31,25 +32,43 @@ def decode(
     if d.k:
         test_heads(d.model)
     d.stats.start()
-    cycle, left = read_prompt(d, prompt, progress), max_tokens
+    first = read_prompt(d, prompt, progress)
     try:
-        while left != 0:
-            ahead = begin(d, cycle) if builds_ahead(d, cycle) else None  # the device is busy meanwhile
-            tokens, last = _cut(read(d, cycle), left, stop_tokens)  # the one wait
-            last = last or getattr(d.control, "ended", False)
-            if ahead and not last:
-                submit(d, cycle, ahead)
-            learn(d, cycle, ahead)
-            for i, token in enumerate(tokens):
-                d.shown, d.rows = cycle, i + 1
-                d.stats.yields()
-                yield token, cycle.run.logprobs_of(i), i < cycle.accepted
-                d.stats.resumed()
-            if last:
-                return
-            cycle, left = ahead or _submit_late(d, cycle), left - len(tokens)
+        yield from _cycles(d, first, max_tokens, stop_tokens)
     finally:
         settle(d)
+
+
+def decode_on(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None, None]:
+    """Yield as `decode` does what follows a token that has been shown, and that `run`, of one row, has chosen.
+
+    The cache holds all tokens before it, now and when this ends.
+    """
+    first = follow(d, run)
+    try:
+        d.text.extend(run.read()[0])
+        d.stats.goes_on()
+        yield from _cycles(d, _submit_late(d, first), max_tokens, ())
+    finally:
+        settle(d)
+
+
+def _cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
+    while left != 0:
+        ahead = begin(d, cycle) if builds_ahead(d, cycle) and not d.ended else None  # the device is busy meanwhile
+        tokens, last = _cut(read(d, cycle), left, stop_tokens)  # the one wait
+        last = last or d.ended
+        if ahead and not last:
+            submit(d, cycle, ahead)
+        learn(d, cycle, ahead)
+        for i, token in enumerate(tokens):
+            d.shown, d.rows = cycle, i + 1
+            d.stats.yields()
+            yield token, cycle.run.logprobs_of(i), i < cycle.accepted
+            d.stats.resumed()
+        if last:
+            return
+        cycle, left = ahead or _submit_late(d, cycle), left - len(tokens)
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:

@@ -18,6 +18,7 @@ STEP = 2048  # rows of a prompt that are read at a time, where nothing else is s
 LOOPED = (3, 6)  # numbers of rows that are looked at where a layer is a loop over them
 VERIFIED = 4  # rows of a cycle, which a recurrent layer keeps
 SLACK = 1.4  # times the scratch that a graph tells, for MLX runs ahead: measured 0.7 to 1.3
+RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; more is added as it is needed
 UNCHECKED = 4096  # positions that a load leaves room for and a generation does not ask for
 LONGEST = 2**22  # positions; no longer context is looked for
 GRAIN = 256  # by which buffers grow, and contexts are tried

@@ -11,7 +11,7 @@ import mlx.core as mx
 TIMED_EVERY = 16
 LARGEST, ASKED = (
     ("num_draft_tokens", "peak_memory"),
-    ("phases", "max_tokens", "paused", "crowded"),
+    ("phases", "max_tokens", "paused", "crowded", "whole"),
 )  # fields that are not summed up
 WAITED = 0.05  # share of a cycle's time that the host must have waited, for it to be the device's
 
@@ -34,6 +34,7 @@ class Stats:
     paused:        why the last cycles were plain although drafts were allowed; empty where they were not, or drafted.
     phases:        set it to have `draft_time`: every 16th cycle is then computed in two halves, with a wait for each.
     crowded:       set it while others' cycles run in between, so that nothing is learned from the time of this one's.
+    whole:         counters of several texts, of which this is one: cycles and drafts are counted there, too.
     """
 
     phases: bool = False
@@ -58,6 +59,7 @@ class Stats:
     peak_memory: int = 0
     paused: str = ""
     crowded: bool = False
+    whole: "Stats | None" = field(default=None, repr=False)
     _halves: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _tic: float = 0.0
     _prompt_read: bool = False
@@ -120,7 +122,8 @@ class Stats:
 
     def start(self) -> None:
         self.drafted, self.accepted = [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
-        mx.reset_peak_memory()
+        if self.whole is None:
+            mx.reset_peak_memory()
         self._tic = time.perf_counter()
 
     def notes_memory(self) -> None:
@@ -143,10 +146,9 @@ class Stats:
         """
         tic = time.perf_counter()
         tokens, accepted = run.read()
-        now = time.perf_counter()
+        now, seconds = time.perf_counter(), None
         if not self._prompt_read:
-            self._prompt_read, self.prefill_time = True, now - self._tic
-            self._first_token, seconds = now, None
+            self._begins(now)
         else:
             self.waits += 1
             self.decode_time += now - self._tic
@@ -157,8 +159,30 @@ class Stats:
         self._caller, self._late = 0.0, False
         return tokens, accepted, seconds
 
+    def _begins(self, now: float) -> None:
+        self._prompt_read, self.prefill_time, self._first_token = True, now - self._tic, now
+
+    def begins(self) -> None:
+        """Note that the first token of one of several texts has arrived, and is told."""
+        self._begins(time.perf_counter())
+        self.generation_tokens += 1
+
+    def goes_on(self) -> None:
+        """Start the clock anew: until now others' cycles took the time, or this text's in a pool."""
+        self._tic = self._arrival = time.perf_counter()
+        self._caller = 0.0
+
+    def shares(self, tokens: int, seconds: float, waited: float) -> None:
+        """Count what a cycle told of this text, and all of its seconds: it is one of several texts."""
+        self.generation_tokens += tokens
+        self.waits += 1
+        self.decode_time += seconds
+        self.wait_time += waited
+
     def counts(self, drafted: int, accepted: int, source: str) -> None:
         """Count a cycle that verified so many drafts from `source`, and those that were right."""
+        if self.whole is not None:
+            self.whole.counts(drafted, accepted, source)
         self.cycles += 1
         self.lengths[drafted] += 1
         if source == "lookup":
@@ -169,6 +193,13 @@ class Stats:
         for depth in range(drafted):
             self.drafted[depth] += 1
             self.accepted[depth] += depth < accepted
+
+    def replays(self, cycles: int, shapes: int = 0) -> None:
+        """Count cycles that were replayed, or kinds of them that were recorded."""
+        if self.whole is not None:
+            self.whole.replays(cycles, shapes)
+        self.compiled_cycles += cycles
+        self.compiled_shapes += shapes
 
     def _seconds(self, now: float, waited: float) -> float | None:
         """Time a cycle from the last arrival to this one; one under way meanwhile ran in the caller's time, too."""

@@ -5,7 +5,7 @@ import random
 import families
 import pytest
 from fuzzing import LONG, count
-from schedules import Case, Whims, alike, run
+from schedules import Case, Whims, alike, assert_as_alone, run
 from subjects import quantizable_model, subjects
 
 import mlx_mtp
@@ -18,29 +18,6 @@ EVERY = ["step3p5", "eagle", "quantized", *families.FAMILIES]
 @pytest.fixture(scope="module")
 def subject(tiny_models, tmp_path_factory):
     return subjects(tiny_models, tmp_path_factory)
-
-
-def ended(case: Case, text: list[int]) -> list[int]:
-    """A text up to its first stop sequence."""
-    for end in range(1, len(text) + 1):
-        if any(text[:end][-len(stop) :] == stop for stop in case.stops):
-            return text[:end]
-    return text
-
-
-def assert_as_alone(case: Case, model, layout: dict) -> None:
-    text, cache = case.alone(model, layout, case.max_tokens)
-    text, n = ended(case, text), len(case.tokens)
-    assert case.tokens == (text[:n] if case.reason == "removed" else text)
-    if n == 0:
-        return
-    if n < case.max_tokens:
-        _, cache = case.alone(model, layout, n)
-    ours, theirs = (
-        mlx_mtp.generate_step(case.tokens[-1:], model, prompt_cache=each, max_tokens=5, num_draft_tokens=k)
-        for each, k in ((case.cache, min(case.k, 1)), (cache, 0))
-    )
-    assert [token for token, *_ in ours] == [token for token, *_ in theirs]
 
 
 @pytest.mark.parametrize("name", EVERY if LONG else NAMES)

@@ -1,13 +1,17 @@
 """Let texts of a batch come and go by a schedule that is drawn at random."""
 
 import random
+from contextlib import ExitStack
+from functools import partial
+from unittest.mock import patch
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_mtp
+from mlx_mtp.batch import lone, places
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.decoding.sampling import Sampling
-from mlx_mtp.tuning.plan import Plan
+from mlx_mtp.tuning.plan import SHORTEST, Plan
 
 SAMPLINGS = [{}, {}, {"temp": 1.0}, {"temp": 0.8, "top_k": 3}, {"temp": 1.0, "min_p": 0.05, "xtc_probability": 0.5}]
 
@@ -76,11 +80,45 @@ def alike(cases: list[Case]) -> None:
         case.sampling, case.own_sampler, case.penalty = cases[0].sampling, False, None
 
 
+class LoneWhims(Whims):
+    """The same for a text that decodes alone, of heads, lookups and cycles that read the heads' confidence."""
+
+    def __init__(self, rng: random.Random, most: int, max_lookup: int):
+        super().__init__(rng, most)
+        self.max_lookup = max_lookup
+
+    @classmethod
+    def of(cls, rng: random.Random, model, k: int, max_lookup: int, **how) -> "LoneWhims":
+        """Stand in for `control_for`."""
+        return cls(rng, k, max_lookup)
+
+    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+        if self.max_lookup and matched >= SHORTEST and self.rng.random() < 0.5:
+            return Plan("lookup", self.rng.randint(1, self.max_lookup))
+        k = super().plan().k
+        return Plan(k=k, p_min=k > 0 and self.rng.random() < 0.2)
+
+    def observe(self, cycle) -> None:
+        assert 0 <= cycle.accepted <= cycle.verified
+
+
 def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None, **options) -> None:
+    """Let the cases come and go; with whims, plans are drawn, and who is alone leaves the pool soon, or late."""
     fixed = {"adaptive": False, "num_draft_tokens": k, "quantized_kv_start": 0}
-    batch = BatchGenerator(model, prefill_step_size=16, **fixed, **layout, **options)
-    if whims:
-        batch.controls_for = lambda texts: whims
+    with ExitStack() as stack:
+        if whims:
+            rng = whims.rng
+            stack.enter_context(patch.object(places, "CALM", rng.choice([1, 1, 2, 16])))
+            stack.enter_context(patch.object(lone, "control_for", partial(LoneWhims.of, rng)))
+            fixed |= {"prompt_lookup": k > 0, "draft_p_min": 0.3}
+        batch = BatchGenerator(model, prefill_step_size=16, **fixed, **layout, **options)
+        if whims:
+            batch.controls_for = lambda texts: whims
+        drive(batch, cases)
+        batch.close()
+
+
+def drive(batch: BatchGenerator, cases: list[Case]) -> None:
     known, cycle = {}, 0
     while cycle < 10 or any(case.reason is None for case in cases):
         for case in cases:
@@ -100,4 +138,26 @@ def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None, **o
                 assert not case.tokens or held == (case.prompt + case.tokens)[:-1] == case.cache.tokens
         cycle += 1
         assert cycle < 500
-    batch.close()
+
+
+def ended(case: Case, text: list[int]) -> list[int]:
+    """A text up to its first stop sequence."""
+    for end in range(1, len(text) + 1):
+        if any(text[:end][-len(stop) :] == stop for stop in case.stops):
+            return text[:end]
+    return text
+
+
+def assert_as_alone(case: Case, model, layout: dict) -> None:
+    text, cache = case.alone(model, layout, case.max_tokens)
+    text, n = ended(case, text), len(case.tokens)
+    assert case.tokens == (text[:n] if case.reason == "removed" else text)
+    if n == 0:
+        return
+    if n < case.max_tokens:
+        _, cache = case.alone(model, layout, n)
+    ours, theirs = (
+        mlx_mtp.generate_step(case.tokens[-1:], model, prompt_cache=each, max_tokens=5, num_draft_tokens=k)
+        for each, k in ((case.cache, min(case.k, 1)), (cache, 0))
+    )
+    assert [token for token, *_ in ours] == [token for token, *_ in theirs]

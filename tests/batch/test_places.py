@@ -1,0 +1,111 @@
+"""Let texts move between the loop for one and the pool at any point: each is what it is alone."""
+
+import random
+
+import mlx.core as mx
+import pytest
+from fuzzing import count
+from schedules import Case, Whims, assert_as_alone, run
+from subjects import quantizable_model, subjects
+from sweep import sampled
+
+import mlx_mtp
+from mlx_mtp.batch import places
+from mlx_mtp.batch.group import Group
+from mlx_mtp.batch.lone import Lone
+
+NAMES = ["step3p5", "quantized", "qwen3_next", "eagle"]
+
+
+@pytest.fixture(scope="module")
+def subject(tiny_models, tmp_path_factory):
+    return subjects(tiny_models, tmp_path_factory)
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    """Who moved: "together" from the loop to a pool, "apart" back."""
+    found = []
+    finish, leave = Lone.finish, Group.finish
+    monkeypatch.setattr(Lone, "finish", lambda lone: (found.append("together"), finish(lone))[1])
+    monkeypatch.setattr(Group, "finish", lambda group: (found.append("apart"), leave(group))[1])
+    return found
+
+
+def test_what_moves_is_the_row_that_chose_the_last_token(subject, monkeypatch):
+    """Wherever it stands among those of the last cycle, and behind it the heads' rows."""
+    s, seen = subject("step3p5"), []
+    for kind in (Lone, Group):
+        monkeypatch.setattr(kind, "finish", _watched(kind.finish, s.model, seen))
+    for seed in range(count(1, 20)):
+        rng = random.Random(seed)
+        cases = long_one_and_guests(rng, s.model.vocab_size, s.k)
+        for case in cases:
+            case.sampling, case.own_sampler, case.penalty, case.k = {}, False, None, s.k
+        run(s.model, cases, {}, s.k, None)
+    assert max(seen) > 1
+
+
+def _watched(finish, model, seen: list[int]):
+    def watched(place):
+        found = finish(place)
+        moved = found[1] if isinstance(place, Group) else [(place.text, place.run)]
+        for text, row in moved:
+            seen.append(len(found[0] if isinstance(place, Group) else found))
+            hidden = model.hidden(mx.array([text.tokens[:-1]]), mlx_mtp.make_prompt_cache(model).layers)[:, -1:]
+            assert mx.allclose(row.hidden, hidden, atol=1e-4)
+            assert row.tokens.tolist() == text.tokens[-1:]
+        return found
+
+    return watched
+
+
+def long_one_and_guests(rng: random.Random, vocab: int, most: int) -> list[Case]:
+    """A text that is there throughout, and short ones beside it from time to time."""
+    cases = [Case(rng, vocab, most) for _ in range(4)]
+    for i, case in enumerate(cases):
+        case.comes, case.goes, case.max_tokens = 5 * i + rng.randrange(4), None, rng.randint(1, 5)
+    host = cases[0]
+    host.comes, host.k, host.stops, host.max_tokens = 0, rng.randint(1, most), [], 50
+    host.prompt *= 2  # so that something can be looked up
+    return cases
+
+
+@pytest.mark.parametrize("name", sampled(NAMES[:2], NAMES))
+def test_a_text_moves_and_stays_what_it_is(subject, tiny_models, moves, monkeypatch, name):
+    quantized = name == "quantized"
+    model = quantizable_model(tiny_models)[0] if quantized else subject(name).model
+    most = min(3, model.max_draft_tokens)
+    for seed in range(count(1, 40)):
+        rng = random.Random(f"{name} {seed}")
+        layout = {"kv_bits": 4} if quantized else rng.choice([{}, {"max_kv_size": 24}])
+        cases = long_one_and_guests(rng, model.vocab_size, most)
+        run(model, cases, layout, most, Whims(rng, most))
+        for case in cases:
+            assert_as_alone(case, model, layout)
+    assert {"together", "apart"} <= set(moves)
+
+
+def test_each_text_is_counted_wherever_it_is(tiny_models, moves, monkeypatch):
+    """All together are what the generator counts."""
+    monkeypatch.setattr(places, "CALM", 2)
+    model, _ = tiny_models(0)
+    every, own = mlx_mtp.Stats(), [mlx_mtp.Stats(), mlx_mtp.Stats()]
+    batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, adaptive=False, stats=every)
+    batch.insert([[1, 2, 3]], [60], stats=own[:1])
+    batch.next()
+    batch.insert([[3, 0, 1]], [5], stats=own[1:])
+    while batch.next_generated():
+        pass
+    assert moves == ["together", "apart"]
+    assert [s.generation_tokens for s in own] == [60, 5]
+    assert [s.prompt_tokens for s in own] == [3, 3]
+    for s in own:
+        assert s.drafted == [s.cycles] * 2
+        assert 5 <= s.generation_tokens <= 1 + s.cycles + sum(s.accepted)
+        assert 0 < s.decode_time < every.decode_time
+        assert 0 < s.wait_time < s.decode_time
+        assert s.generation_tps > 0
+    for name in ("cycles", "generation_tokens", "prompt_tokens", "lengths"):
+        assert getattr(every, name) == getattr(own[0], name) + getattr(own[1], name)
+    assert every.accepted == [a + b for a, b in zip(own[0].accepted, own[1].accepted, strict=True)]
