@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import NoReturn
@@ -20,12 +21,15 @@ from .watch import STARTS, Watch
 
 @contextlib.contextmanager
 def watched_from_outside() -> Iterator[None]:
-    """Let a guard take the place of this process's watch, and signals end it at once."""
+    """Let a guard take the place of this process's watch; in the main thread, which alone may ask for it, signals end
+    the process at once.
+    """
     begun = watch.begun()
     if begun is None:
         yield
         return
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    ended_by = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in ended_by}
     with begun.turn:
         sockets = {rank: peer.socket.fileno() for rank, peer in begun.peers.items()}
         argv = [sys.executable, "-m", __name__, json.dumps([os.getpid(), begun.rank, begun.silence, sockets])]
@@ -36,8 +40,8 @@ def watched_from_outside() -> Iterator[None]:
                 yield
             finally:
                 guard.kill()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
 
 
 class Guard(Watch):
