@@ -2,9 +2,9 @@
 
     python bench/counts.py [--write]
 
-Launches are those of `launches.py`, bytes of source those of `launches_text.py`. Exit code 1, and a line for each
-place that differs, unless they are written. README.md need not state any; numbers of launches that it has must be
-among those counted.
+Launches are those of `launches.py` and `launches_together.py`, bytes of source those of `launches_text.py`. Exit code
+1, and a line for each place that differs, unless they are written. README.md need not state any; numbers of launches
+that it has must be among those counted.
 """
 
 import re
@@ -14,11 +14,13 @@ from pathlib import Path
 
 import click
 import launches_text
+import launches_together
 from launches import CYCLE, MLX_LM, MODELS, Pair, of_model, with_kernels
 
 ROOT = Path(__file__).parents[1]
 KERNELS, MEASURED, README = (ROOT / name for name in ("kernels/README.md", "docs/measurements.md", "README.md"))
 ROWS = 4
+TEXTS = "texts"  # among those who run a model: several at once, with all kernels
 Counts = dict[str, dict[str, dict[str, Pair]]]  # by model, by who runs it, by layer or CYCLE: at one row, and at ROWS
 TOLD = re.compile(r"(?:(\d[\d,]{2,}) (?:to|->|→|instead of) )?(\d[\d,]{2,}) launches")
 
@@ -70,7 +72,16 @@ def row(name: str, states: dict[str, dict[str, Pair]]) -> str:
     """Make a model's line of the table: mlx-lm at one row or our loop with its modules, then the kernels."""
     theirs, stock, ours = (states[on] for on in (MLX_LM, "none", "all"))
     shown = "; ".join(f"{of} {theirs[of][0]}, {ours[of][1]}" for of in theirs if of != CYCLE)
-    return f"| {name} | {shown} | {theirs[CYCLE][0]}, {ours[CYCLE][0]} | {stock[CYCLE][1]}, {ours[CYCLE][1]} |"
+    cycles = f"{stock[CYCLE][1]}, {ours[CYCLE][1]} | {states[TEXTS][CYCLE][1]}"
+    return f"| {name} | {shown} | {theirs[CYCLE][0]}, {ours[CYCLE][0]} | {cycles} |"
+
+
+def of_texts(name: str, one: int) -> Pair:
+    """Count a cycle of several texts beside `one`, a text's; ValueError where it has too many more."""
+    found = launches_together.of_texts(with_kernels(name)).total()
+    if found > launches_together.MOST * one:
+        raise ValueError(f"{name}: {found} launches for several texts, {one} for one")
+    return one, found
 
 
 def megabytes(name: str) -> float:
@@ -90,6 +101,8 @@ def unknown(counts: Counts) -> Iterator[str]:
 @click.option("--write", is_flag=True, help="Write what is counted.")
 def main(write: bool) -> None:
     counts = {name: of_model(name, ROWS) for name in MODELS}
+    for name, states in counts.items():
+        states[TEXTS] = {CYCLE: of_texts(name, states["all"][CYCLE][1])}
     wrong = list(unknown(counts))
     for place in places(counts):
         if (stated := place.found()) != place.text:

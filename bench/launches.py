@@ -47,14 +47,20 @@ def make(build: Callable[[], Any]) -> Any:
     return model
 
 
-def reached(model: Any, rows: int) -> PromptCache:
-    """Caches after a prompt and a verify whose last drafts were rejected; the heads have read it all."""
+def at_rest(model: Any, rows: int) -> PromptCache:
+    """Caches after a prompt, of which the heads have read all but the last row."""
     cache, tokens = make_prompt_cache(model), [1] * rows
     cache.reserve(64)
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)
     cache.tokens = tokens
     cache.push(hidden)
     prime(model, cache, tokens, 0, rows - 1, step=rows)
+    return cache
+
+
+def reached(model: Any, rows: int) -> PromptCache:
+    """Caches after a prompt and a verify whose last drafts were rejected; the heads have read it all."""
+    cache, tokens = at_rest(model, rows), [1] * rows
     cache.to_device()
     if cache.heads:
         cache.wake(rows - 1)
@@ -215,7 +221,7 @@ def with_kernels(name: str) -> Any:
 
 def _switch(sites: Any, ops: Collection[str]) -> None:
     for site in sites:
-        site.rows = frozenset(site.candidates if site.op in ops else ())
+        site.rows = frozenset((*site.candidates, *site.together) if site.op in ops else ())
 
 
 def write(file: Path, found: dict[str, dict[str, dict[str, Pair]]], rows: int) -> None:

@@ -1,14 +1,14 @@
 // What a gated-delta recurrence reads of new rows: their causal depthwise convolution, on rows that follow the first n
-// of a tape, with SiLU; q and k normed per head; and the gates. One simdgroup for each unit of each row.
+// of a tape, with SiLU; q and k normed per head; and the gates. One simdgroup for each unit of each row of B texts.
 //
-// Inputs   of any strides: before [1, taps-1+P, C]: the rows before and on the tape; w [C, taps, 1]; both of T
-//          x [1, T, G, C/G] of T, each group's share of q, k and v; accepted [1] int: n, from 0 to P
-//          a, b [1, T, G', Hv/G']; A_log, dt_bias [Hv]
+// Inputs   of any strides: before [B, taps-1+P, C]: the rows before and on the tape; w [C, taps, 1]; both of T
+//          x [B, T, G, C/G] of T, each group's share of q, k and v; accepted [B] int: n, from 0 to P
+//          a, b [B, T, G', Hv/G']; A_log, dt_bias [Hv]
 //          layout [2] int: key heads Hk, values D of one. scales [2] of T: of q and of k. eps [1] float
-// Outputs  q, k [1, T, Hk, D], v [1, T, C - 2 Hk D], rows [1, taps-1+T, C]: those before the new ones, and these, of T
-//          g [1, T, Hv] float, beta [1, T, Hv] of B
+// Outputs  q, k [B, T, Hk, D], v [B, T, C - 2 Hk D], rows [B, taps-1+T, C]: those before the new ones, and these, of T
+//          g [B, T, Hv] float, beta [B, T, Hv] of B
 // Template T, A (what the types of a and dt_bias promote to), B (b's), BLOCKS (of 128 values of a unit)
-// Grid     (32, units, taps-1+T), threadgroup (32, any, 1). Units: q's heads, k's, v in BLOCKS, gates in 32s
+// Grid     (32, units, B * (taps-1+T)), threadgroup (32, any, 1). Units: q's heads, k's, v in BLOCKS, gates in 32s
 //
 // Sums are taken in float, from the oldest tap on, and rounded to T; everything behind them rounds as MLX's ops do.
 
@@ -19,8 +19,10 @@
 const int C = w_shape[0], taps = w_shape[1], behind = taps - 1, Hv = A_log_shape[0];
 const int Hk = layout[0], D = layout[1], keys = Hk * D;
 const int group_keys = keys / x_shape[2], group_values = (C - 2 * keys) / x_shape[2], group_heads = a_shape[3];
-const int n = clamp(int(accepted[0]), 0, int(before_shape[1]) - behind);
-const int unit = thread_position_in_grid.y, row = thread_position_in_grid.z, t = row - behind;
+const int unit = thread_position_in_grid.y, row = thread_position_in_grid.z;  // of all texts
+const int text = row / (behind + x_shape[1]), t = row % (behind + x_shape[1]) - behind;
+const size_t fresh = size_t(text) * x_shape[1] + t;  // of all new rows
+const int n = clamp(int(accepted[text]), 0, int(before_shape[1]) - behind);
 const int lane = thread_index_in_simdgroup;
 
 const bool normed = unit < 2 * Hk;
@@ -29,18 +31,19 @@ if (start >= C && !normed) {
   const int head = (unit - 2 * Hk - (C - 2 * keys + BLOCKS * 128 - 1) / (BLOCKS * 128)) * 32 + lane;
   if (t >= 0 && head < Hv) {
     const int group = head / group_heads, inner = head % group_heads;
-    const A step = static_cast<A>(a[t * a_strides[1] + group * a_strides[2] + inner * a_strides[3]]) +
+    const A step = static_cast<A>(a[text * a_strides[0] + t * a_strides[1] + group * a_strides[2] + inner * a_strides[3]]) +
         static_cast<A>(dt_bias[head * dt_bias_strides[0]]);
-    g[t * Hv + head] = decay_of(static_cast<float>(A_log[head * A_log_strides[0]]), step);
-    beta[t * Hv + head] = sigmoid(static_cast<B>(b[t * b_strides[1] + group * b_strides[2] + inner * b_strides[3]]));
+    g[fresh * Hv + head] = decay_of(static_cast<float>(A_log[head * A_log_strides[0]]), step);
+    beta[fresh * Hv + head] = sigmoid(static_cast<B>(b[text * b_strides[0] + t * b_strides[1] + group * b_strides[2] + inner * b_strides[3]]));
   }
   return;
 }
 
+const int64_t own = text * before_strides[0];
 const int end = normed ? start + D : min(start + BLOCKS * 128, C);
 if (t < 0) {
   for (int c = start + lane; c < end; c += 32) {
-    rows[size_t(row) * C + c] = before[(n + row) * before_strides[1] + c * before_strides[2]];
+    rows[size_t(row) * C + c] = before[own + (n + t + behind) * before_strides[1] + c * before_strides[2]];
   }
   return;
 }
@@ -54,12 +57,12 @@ for (int block = 0; block < BLOCKS; block++) {
     const int c = start + (block * 32 + lane) * READS + i;
     if (c < end) {
       const int part = min(c / keys, 2), inner = c - part * keys, width = part < 2 ? group_keys : group_values;
-      const int64_t place = inner / width * x_strides[2] + (part * group_keys + inner % width) * x_strides[3];
+      const int64_t place = text * x_strides[0] + inner / width * x_strides[2] + (part * group_keys + inner % width) * x_strides[3];
       T newest = T(0);
       float sum = 0.0f;
       for (int tap = 0; tap < taps; tap++) {
         const int from = t + tap;
-        newest = from < behind ? before[(n + from) * before_strides[1] + c * before_strides[2]]
+        newest = from < behind ? before[own + (n + from) * before_strides[1] + c * before_strides[2]]
                                : x[(from - behind) * x_strides[1] + place];
         sum += static_cast<float>(newest) * static_cast<float>(w[c * w_strides[0] + tap * w_strides[1]]);
       }
@@ -81,11 +84,11 @@ for (int block = 0; block < BLOCKS; block++) {
     const int c = start + (block * 32 + lane) * READS + i;
     if (c < end) {
       if (!normed) {
-        v[size_t(t) * (C - 2 * keys) + c - 2 * keys] = static_cast<T>(kept[block][i]);
+        v[fresh * (C - 2 * keys) + c - 2 * keys] = static_cast<T>(kept[block][i]);
       } else if (unit < Hk) {
-        q[t * keys + c] = normalized<T>(kept[block][i], inverse, scales[0]);
+        q[fresh * keys + c] = normalized<T>(kept[block][i], inverse, scales[0]);
       } else {
-        k[t * keys + c - keys] = normalized<T>(kept[block][i], inverse, scales[1]);
+        k[fresh * keys + c - keys] = normalized<T>(kept[block][i], inverse, scales[1]);
       }
     }
   }

@@ -2,7 +2,7 @@
 //
 // Inputs:  state [B, Hv, Dv, Dk] float
 //          tape_k [B, P, Hk, Dk], tape_v [B, P, Hv, Dv], tape_g [B, P, Hv] or [B, P, Hv, Dk], tape_beta [B, P, Hv]
-//          accepted [1] int: n, from 0 to P; last [1] int
+//          accepted [B], or [1] for all, int: n, from 0 to P; last [1] int
 //          q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], g and beta as on the tape
 // Outputs: y [B, T, Hv, Dv] of the new rows
 //          state_out [B, Hv, Dv, Dk] float: after the n rows, or, where last is not 0, after all
@@ -19,10 +19,10 @@ constexpr int CHAINS = LANES == 32 ? 1 : N / 4;
 
 int P = tape_k_shape[1], T = k_shape[1];
 int Hk = k_shape[2], Hv = v_shape[2], Dv = v_shape[3];
-int n = clamp(int(accepted[0]), 0, P);
 
 int head = thread_position_in_grid.z;
 int b = head / Hv, hv = head % Hv, hk = hv / (Hv / Hk);
+int n = clamp(int(accepted[accepted_shape[0] > 1 ? b : 0]), 0, P);
 int lane = thread_index_in_simdgroup % LANES, first = lane * N;
 int dv = thread_position_in_grid.y * (32 / LANES) + thread_index_in_simdgroup / LANES;
 

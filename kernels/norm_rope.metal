@@ -1,23 +1,25 @@
 // RMS norm (or none) and rotary positions of queries and keys, heads first; one simdgroup for each row of each head.
 //
-// Inputs   of any strides: q [1, L, Hq, >= D], k [1, L, Hk, >= D] of T; q_weight, k_weight [D], where NORM
-//          freqs float: [dims / 2] where FREQS, else [1], the base's log2; offset [1] int: the position of row 0
+// Inputs   of any strides: q [B, L, Hq, >= D], k [B, L, Hk, >= D] of T; q_weight, k_weight [D], where NORM
+//          freqs float: [dims / 2] where FREQS, else [1], the base's log2; offset [B] int: the position of row 0
 //          layout [4] int: D, dims, and elements from pair to pair and within one. eps [1] float
 //          factors [2] float: of positions, of what is rotated
-// Outputs  queries [1, Hq, L, D], keys [1, Hk, L, D] of O
+// Outputs  queries [B, Hq, L, D], keys [B, Hk, L, D] of O
 // Template T, O (the type that T and the weights' promote to), NORM, FREQS, BLOCKS (of 128 values of a head)
-// Grid     (32, Hq + Hk, L), group of threads (32, 1, 1)
+// Grid     (32, Hq + Hk, B * L), group of threads (32, 1, 1)
 
 #include "rms.h"
 
 const int L = q_shape[1], Hq = q_shape[2];
 const int D = layout[0], pairs = layout[1] / 2;
-const int head = threadgroup_position_in_grid.y, row = threadgroup_position_in_grid.z;
+const uint3 at = threadgroup_position_in_grid;
+const int head = at.y, row = at.z % L, text = at.z / L;
 const int lane = thread_index_in_simdgroup;
 const bool query = head < Hq;
-const int64_t from =
-    query ? row * q_strides[1] + head * q_strides[2] : row * k_strides[1] + (head - Hq) * k_strides[2];
-device O* out = query ? queries + (size_t(head) * L + row) * D : keys + (size_t(head - Hq) * L + row) * D;
+const int own = query ? head : head - Hq;
+const constant int64_t* steps = query ? q_strides : k_strides;
+const int64_t from = text * steps[0] + row * steps[1] + own * steps[2];
+device O* out = (query ? queries : keys) + (size_t(text * (query ? Hq : k_shape[2]) + own) * L + row) * D;
 threadgroup O values[BLOCKS * 128];
 
 if (NORM) {
@@ -30,7 +32,7 @@ if (NORM) {
       const int d = (b * 32 + lane) * READS + i;
       if (d < D) {
         kept[b][i] = static_cast<float>(
-            query ? static_cast<T>(q[from + d * q_strides[3]]) : static_cast<T>(k[from + d * k_strides[3]]));
+            query ? static_cast<T>(q[from + d * steps[3]]) : static_cast<T>(k[from + d * steps[3]]));
       }
     }
     squares += simd_sum(plus_squares(0.0f, kept[b]));
@@ -50,12 +52,12 @@ if (NORM) {
   }
 } else {
   for (int d = lane; d < D; d += 32) {
-    values[d] = query ? static_cast<O>(q[from + d * q_strides[3]]) : static_cast<O>(k[from + d * k_strides[3]]);
+    values[d] = query ? static_cast<O>(q[from + d * steps[3]]) : static_cast<O>(k[from + d * steps[3]]);
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-const float position = factors[0] * static_cast<float>(offset[0] + row);
+const float position = factors[0] * static_cast<float>(offset[text] + row);
 for (int p = lane; p < pairs; p += 32) {
   float rate;
   if (FREQS) {

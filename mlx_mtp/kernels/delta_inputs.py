@@ -17,7 +17,7 @@ SIMDGROUPS = 4
 
 
 class Gates(NamedTuple):
-    """a and b [1, T, Hv] or, in groups, [1, T, G, Hv/G] of the rows; A_log and dt_bias [Hv] of the layer."""
+    """a and b [B, T, Hv] or, in groups, [B, T, G, Hv/G] of the rows; A_log and dt_bias [Hv] of the layer."""
 
     a: mx.array
     b: mx.array
@@ -26,7 +26,7 @@ class Gates(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """q, k [1, T, Hk, D] and v [1, T, C - 2 Hk D]; the decay g and beta [1, T, Hv]; the rows for the next call."""
+    """q, k [B, T, Hk, D] and v [B, T, C - 2 Hk D]; the decay g and beta [B, T, Hv]; the rows for the next call."""
 
     q: mx.array
     k: mx.array
@@ -48,7 +48,8 @@ def delta_inputs_ref(
 ) -> DeltaInputs:
     """Compute `delta_inputs` by plain ops, with sums in float32."""
     if accepted is not None:
-        before = mx.take(before, accepted + mx.arange(weight.shape[1] - 1), axis=1)
+        kept = accepted[:, None] + mx.arange(weight.shape[1] - 1)
+        before = mx.take_along_axis(before, kept[..., None], axis=1)
     x = _grouped(x)
     keys, groups = key_heads * head_dim, x.shape[2]
     parts = mx.split(x, [keys // groups, 2 * keys // groups], axis=-1)
@@ -82,16 +83,16 @@ def delta_inputs(
     head_dim: int,
     accepted: mx.array | None = None,
 ) -> DeltaInputs:
-    """Compute q, k, v and the gates of new rows, which follow the first `accepted` rows of a tape.
+    """Compute q, k, v and the gates of new rows of B texts, which follow the first `accepted` rows of a tape.
 
     SiLU of a causal depthwise convolution over them is cut into q and k, normed to unit length per head and q scaled
     by head_dim ** -0.5, and v.
 
-    x: [1, T, C] float16, bfloat16 or float32; or [1, T, G, C/G], the heads in G groups, each with its q, k and v.
-    before: [1, taps-1+P, C], the rows before and on the tape of P rows, q, k and v of all heads; rows after the
+    x: [B, T, C] float16, bfloat16 or float32; or [B, T, G, C/G], the heads in G groups, each with its q, k and v.
+    before: [B, taps-1+P, C], the rows before and on the tape of P rows, q, k and v of all heads; rows after the
         accepted may hold anything. weight: [C, taps, 1]. Both of x's dtype.
     gates: of any of these dtypes; g = exp(-exp(A_log) softplus(a + dt_bias)) is float32, beta = sigmoid(b) of b's.
-    accepted: [1] int32, from 0 to P. None: there is no tape, P = 0. Any array may be a view.
+    accepted: [B] int32, from 0 to P. None: there is no tape, P = 0. Any array may be a view.
 
     Raises ValueError where `before` has too few rows, a tape and no `accepted`, or x not the heads' channels.
     """
@@ -107,15 +108,15 @@ def delta_inputs(
     alike = x.dtype == before.dtype == weight.dtype and floats(x, *gates)
     if not (on_metal() and alike and head_dim <= BLOCK * MOST_BLOCKS):
         return delta_inputs_ref(x, before, weight, gates, key_heads=key_heads, head_dim=head_dim, accepted=accepted)
-    taps, T, Hv, Hk, D = weight.shape[1], x.shape[1], gates.A_log.size, key_heads, head_dim
+    taps, (B, T), Hv, Hk, D = weight.shape[1], x.shape[:2], gates.A_log.size, key_heads, head_dim
     values, blocks = C - keys, -(-D // BLOCK)
     units = 2 * Hk - (-values // (blocks * BLOCK)) - (-Hv // 32)
-    of_keys = (1, T, Hk, D), x.dtype
-    inputs = {"before": before, "accepted": constants(mx.int32, 0) if accepted is None else accepted}
+    of_keys = (B, T, Hk, D), x.dtype
+    inputs = {"before": before, "accepted": constants(mx.int32, *[0] * B) if accepted is None else accepted}
     inputs |= {"x": x, "w": weight, **gates._asdict(), "layout": constants(mx.int32, Hk, D)}
     inputs |= {"scales": constants(x.dtype, *_scales(D)), "eps": constants(mx.float32, EPS * _scales(D)[1] ** 2)}
-    outputs = {"q": of_keys, "k": of_keys, "v": ((1, T, values), x.dtype), "g": ((1, T, Hv), mx.float32)}
-    outputs |= {"beta": ((1, T, Hv), gates.b.dtype), "rows": ((1, taps - 1 + T, C), x.dtype)}
+    outputs = {"q": of_keys, "k": of_keys, "v": ((B, T, values), x.dtype), "g": ((B, T, Hv), mx.float32)}
+    outputs |= {"beta": ((B, T, Hv), gates.b.dtype), "rows": ((B, taps - 1 + T, C), x.dtype)}
     template = {"T": x.dtype, "A": mx.result_type(gates.a, gates.dt_bias), "B": gates.b.dtype, "BLOCKS": blocks}
-    grid, group = (32, units, taps - 1 + T), (32, SIMDGROUPS, 1)
+    grid, group = (32, units, B * (taps - 1 + T)), (32, SIMDGROUPS, 1)
     return DeltaInputs(*launch("delta_inputs", inputs, outputs, template=template, grid=grid, group=group))

@@ -18,7 +18,7 @@ def gated_delta_verify_ref(
     """Compute `gated_delta_verify` row by row, in float32."""
     if tape is not None and accepted is not None:
         for t in range(tape[0].shape[1]):
-            state = mx.where(t < accepted, _after(state, *(x[:, t] for x in tape)), state)
+            state = mx.where((t < accepted).reshape(-1, 1, 1, 1), _after(state, *(x[:, t] for x in tape)), state)
     before, outputs = state, []
     for t in range(q.shape[1]):
         state = _after(state, *(x[:, t] for x in rows))
@@ -51,7 +51,7 @@ def gated_delta_verify(
         float16, bfloat16 or float32, g and beta of any of them.
     state: [B, Hv, Dv, Dk] float32, before the tape.
     tape: P rows as `rows`, of which those after the accepted may hold anything. None: no tape.
-    accepted: [1] int32, from 0 to P; given where there is a tape.
+    accepted: [B], or [1] for all, int32, from 0 to P; given where there is a tape.
 
     Returns y [B, T, Hv, Dv] in q's dtype and the state after the accepted rows, with `last` after all rows.
     Raises ValueError where only one of `tape` and `accepted` is given.

@@ -106,12 +106,13 @@ def norm_rope(
     eps: float = 0.0,
     head_dim: int | None = None,
 ) -> Heads:
-    """Norm queries and keys where there are weights, and rotate them: [1, Hq, L, D] and [1, Hk, L, D].
+    """Norm queries and keys where there are weights, and rotate them: [B, Hq, L, D] and [B, Hk, L, D].
 
-    q: [1, L, Hq, D or more], k: [1, L, Hk, D or more], float16, bfloat16 or float32, of any strides: the first
+    q: [B, L, Hq, D or more], k: [B, L, Hk, D or more], float16, bfloat16 or float32, of any strides: the first
         D = `head_dim` values of a head count. None: all of k's.
     rope.freqs and the weights may be views, too.
-    offset: the position of row 0, an int or an integer array of one value. q_weight, k_weight: [D], both or none.
+    offset: the position of row 0, an int or an integer array of one value; or of B, one for each of as many texts.
+    q_weight, k_weight: [D], both or none.
 
     Raises ValueError where shapes do not match, or only one weight is given.
     """
@@ -119,20 +120,22 @@ def norm_rope(
     weights = [weight for weight in (q_weight, k_weight) if weight is not None]
     _check(q, k, offset, rope, weights, D)
     known = q.dtype == k.dtype and len({w.dtype for w in weights}) <= 1 and floats(q, *weights)
-    if not (on_metal() and known and q.shape[0] == 1 and D <= BLOCK * MOST_BLOCKS):
+    one_each = q.shape[0] == (offset.size if isinstance(offset, mx.array) else 1)
+    if not (on_metal() and known and one_each and D <= BLOCK * MOST_BLOCKS):
         return norm_rope_ref(q, k, offset, rope, q_weight=q_weight, k_weight=k_weight, eps=eps, head_dim=D)
-    (_, L, Hq, _), Hk = q.shape, k.shape[2]
-    at = mx.array([offset], mx.int32) if isinstance(offset, int) else offset.reshape(1).astype(mx.int32)
+    (B, L, Hq, _), Hk = q.shape, k.shape[2]
+    at = mx.array([offset]) if isinstance(offset, int) else offset.reshape(-1).astype(mx.int32)
     dtype = mx.result_type(q, *weights[:1])
     steps = (2, 1) if rope.traditional else (1, rope.dims // 2)
     of_q, of_k = weights or (rope.rates, rope.rates)
     inputs = {"q": q, "k": k, "q_weight": of_q, "k_weight": of_k, "offset": at, "freqs": rope.rates}
     inputs |= {"layout": constants(mx.int32, D, rope.dims, *steps), "eps": constants(mx.float32, eps)}
     inputs["factors"] = constants(mx.float32, rope.scale, rope.mscale)
-    outputs = {"queries": ((1, Hq, L, D), dtype), "keys": ((1, Hk, L, D), dtype)}
+    outputs = {"queries": ((B, Hq, L, D), dtype), "keys": ((B, Hk, L, D), dtype)}
     template: dict[str, object] = {"T": q.dtype, "O": dtype, "NORM": len(weights) > 0}
     template |= {"FREQS": rope.freqs is not None, "BLOCKS": -(-D // BLOCK)}
-    queries, keys = launch("norm_rope", inputs, outputs, template=template, grid=(32, Hq + Hk, L), group=(32, 1, 1))
+    grid = (32, Hq + Hk, B * L)
+    queries, keys = launch("norm_rope", inputs, outputs, template=template, grid=grid, group=(32, 1, 1))
     return queries, keys
 
 
@@ -147,5 +150,6 @@ def _check(q: mx.array, k: mx.array, offset: mx.array | int, rope: Rope, weights
     for weight in weights:
         if weight.shape != (D,):
             raise ValueError(f"a weight has shape {weight.shape}; it must be ({D},)")
-    if isinstance(offset, mx.array) and offset.size != 1:
-        raise ValueError(f"offset has {offset.size} values; it must have one")
+    if isinstance(offset, mx.array) and offset.size not in (1, q.shape[0]):
+        allowed = "one" if q.shape[0] == 1 else f"one, or {q.shape[0]}"
+        raise ValueError(f"offset has {offset.size} values; it must have {allowed}")

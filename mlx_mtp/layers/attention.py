@@ -190,7 +190,7 @@ class VerifyAttention:
         (texts, rows, _), form, placing, site = x.shape, self.attention.form, self.placing, self.attention.of(cache)
         site = site if site and site.serves_rows(rows, cache) else None
         pooled, alone = hasattr(cache, "span"), texts == 1 and hasattr(cache, "parts")
-        placing = placing if placing and alone and rows in placing.rows else None
+        placing = placing if placing and rows in placing.rows else None
         if not (pooled or alone) or not (site or placing):  # without a cache, or with one of mlx-lm's
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         # Widths are said, so that projections that were sharded since are an error.

@@ -37,12 +37,11 @@ class GatedDelta:
         return self.inputs(x)
 
     def __call__(self: Any, x: mx.array, mask: None = None, cache: Any = None) -> mx.array:
-        """Mix rows x [1, S, H] with those before them in `cache`: [1, S, H]."""
+        """Mix rows x [B, S, H] with those before them in `cache`, of B texts: [B, S, H]."""
         if cache is None:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         B, S, _ = x.shape
-        kernels = B == 1 and S in self.verify_rows
-        y = self.fused(*self.grouped(x), cache) if kernels else self.plain(*self.inputs(x), cache)
+        y = self.fused(*self.grouped(x), cache) if S in self.verify_rows else self.plain(*self.inputs(x), cache)
         return self.out_proj(y.reshape(B, S, -1))
 
     def plain(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
@@ -75,6 +74,7 @@ class GatedDelta:
         y, state = gated_delta_verify(q, (k, v, g, beta), state, tape=tape, accepted=accepted, last=cache.final)
         kept = k, v, a.flatten(2), b.flatten(2), g, beta
         cache.advance(state, state, rows, kept)  # the one of the two states that it keeps
+        y, z = (heads.reshape(1, -1, *heads.shape[2:]) for heads in (y, z))
         return gated_norm(y, z, self.norm.weight, self.norm.eps)
 
     def _normed(self: Any, qk: mx.array) -> list[mx.array]:

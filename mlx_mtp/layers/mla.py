@@ -49,12 +49,15 @@ class PerHead(Site):
     def product(self, x: mx.array) -> mx.array:
         """Multiply the first K values of x [n, L, heads, D]: [n, heads, L, N], in memory as it is wanted.
 
-        Of several texts each is multiplied as it would be alone.
+        The rows of n texts share a launch, in which each has the bits that it has alone.
         """
-        if len(x) > 1:
-            return mx.concatenate([self.product(text) for text in mx.split(x, len(x))])
-        y = verify_qmm_heads(x, self.weights, heads_first=self.heads_first)
-        return y if self.heads_first else y.swapaxes(1, 2)
+        n, rows, heads, _ = x.shape
+        y = verify_qmm_heads(x.reshape(1, n * rows, heads, -1), self.weights, heads_first=self.heads_first)
+        return (
+            y.reshape(heads, n, rows, -1).swapaxes(0, 1)
+            if self.heads_first
+            else y.reshape(n, rows, heads, -1).swapaxes(1, 2)
+        )
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [side_by_side(self.product(x.reshape(1, len(x), self.heads, -1)))]
@@ -168,7 +171,7 @@ class AbsorbedMLA:
         q = q.reshape(*x.shape[:2], self.num_heads, self.q_head_dim)
         latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
         q_pe, k_pe = q[..., self.qk_nope_head_dim :], k_pe[:, :, None]
-        if self.placing is not None and len(x) == 1 and x.shape[1] in self.placing.rows:
+        if self.placing is not None and x.shape[1] in self.placing.rows:
             q_pe, k_pe = self.placing.fused(q_pe, k_pe, offset)
         else:
             q_pe, k_pe = (self.rope(each.swapaxes(1, 2), offset) for each in (q_pe, k_pe))

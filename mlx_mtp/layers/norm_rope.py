@@ -76,7 +76,7 @@ class NormRope(Site):
         self.shape = " ".join([f"{form} rope {rope.dims} {angles}", *(name for name, on in marks.items() if on)])
 
     def fused(self, q: mx.array, k: mx.array, offset: Offset) -> Pair:
-        """Norm and rotate the first D values of q [1, L, Hq, D or more] and k [1, L, Hk, D]: [1, Hq or Hk, L, D]."""
+        """Norm and rotate the first D values of q [B, L, Hq, D or more] and k [B, L, Hk, D]: [B, Hq or Hk, L, D]."""
         m, normed = self.module, "q_norm" in self.module
         more = {"q_weight": m.q_norm.weight, "k_weight": m.k_norm.weight, "eps": m.q_norm.eps} if normed else {}
         return norm_rope(q, k, on_device(offset), self.rope, head_dim=self.form.head_dim, **more)

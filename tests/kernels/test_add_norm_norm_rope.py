@@ -272,6 +272,17 @@ def test_views_are_read_where_they_lie():
 
 
 @linux_only
+def test_texts_have_positions_of_their_own():
+    q, k, weights = heads(6, 128, BF16)
+    q, k, rope = q.reshape(3, 2, 3, 128), k.reshape(3, 2, 2, 128), Rope(64, base=1e4)
+    with emulator.emulated() as launches:
+        got = norm_rope(q, k, mx.array([5, 900, 0]), rope, **weights)
+        each = [norm_rope(q[i : i + 1], k[i : i + 1], at, rope, **weights) for i, at in enumerate((5, 900, 0))]
+    assert len(launches) == 1 + 3
+    assert all(same_bits(y, mx.concatenate(rows)) for y, rows in zip(got, zip(*each, strict=True), strict=True))
+
+
+@linux_only
 def test_heads_that_the_kernel_does_not_take():
     rope = Rope(32, base=1e4)
     q, k, _ = heads(2, 260, F32)

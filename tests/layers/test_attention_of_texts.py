@@ -50,11 +50,12 @@ def test_texts_of_a_pool_share_a_launch(attentions, layer):
     assert module.attention.form.head_dim == 32
     pool, caches = pool_of(module)
     x = mx.random.normal((3, ROWS, CONFIG["hidden_size"]), key=mx.random.key(3))
-    module.attention.rows = frozenset({ROWS})
+    module.attention.rows = module.placing.rows = frozenset({ROWS})
     with emulator.emulated(emulator.Options(traffic=False)) as launches:
         y = module(x, None, pool)
-        assert [launch.kernel for launch in launches] == ["verify_attention", "attention_merge"]
+        assert [launch.kernel for launch in launches] == ["norm_rope", "verify_attention", "attention_merge"]
         alone = [module(x[i : i + 1], None, cache) for i, cache in enumerate(caches)]
+    module.placing.rows = frozenset()
     assert np.allclose(y, mx.concatenate(alone), atol=1e-5)
     assert pool.offset.tolist() == [LENGTHS[1] + ROWS, LENGTHS[2] + ROWS, LENGTHS[0] + ROWS]
 

@@ -17,6 +17,7 @@ from sweep import sampled, sweep
 import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.recurrent import RecurrentCache
+from mlx_mtp.cache.slots import PooledState
 from mlx_mtp.layers.gated_delta import Recurrence, row_by_row
 from mlx_mtp.models.qwen3_5 import GatedDeltaNet
 from mlx_mtp.tuning import ab_test as trial_run
@@ -91,6 +92,29 @@ def test_verifies_are_single_rows(key_dim, dtype, start):
     assert {launch.kernel for launch in launches} == set(KERNELS)
     assert all(map(same, rolled.parts[1:], single.parts[1:]))
     assert len(rolled.parts) == 3
+
+
+@linux_only
+def test_texts_share_the_launches():
+    """Of two one has a prompt behind it, the other a verify too; then both keep different parts of a verify."""
+    layer, caches, pool = Fed(128, mx.bfloat16), [RecurrentCache(), RecurrentCache()], PooledState()
+    layer.verify_rows, x = ALL, mx.concatenate([layer.rows(12), layer.rows(12)])
+    with emulator.emulated(emulator.Options(traffic=False)) as launches:
+        for cache, row in zip(caches, x, strict=True):
+            layer(row[None, :3], None, cache)
+            cache.seek(mx.array([3]), 3)
+        layer(x[1:, 3:6], None, caches[1])
+        caches[1].seek(mx.array([4]), 6)
+        pool.regroup(mx.array([0, 1]), caches)
+        pool.offset = mx.array([3, 4])
+        for rows, kept in ((slice(4, 7), mx.array([3, 1])), (slice(7, 9), mx.array([1, 2]))):
+            before, start = len(launches), pool.offset
+            y = layer(x[:, rows], None, pool)
+            assert [launch.kernel for launch in launches[before:]] == KERNELS
+            assert same(y, mx.concatenate([layer(x[i : i + 1, rows], None, c) for i, c in enumerate(caches)]))
+            pool.offset = start + kept
+            for cache, position in zip(caches, pool.offset.tolist(), strict=True):
+                cache.seek(mx.array([position]), 9)
 
 
 @linux_only
