@@ -162,21 +162,20 @@ def encoded(tokenizer: Any, prompt: Prompt) -> Any:
 def _responses(
     detokenizer: Any, steps: Generator[Yielded, None, None], stats: Stats, stops: Collection[int]
 ) -> Generator[GenerationResponse, None, None]:
-    """Detokenize; as in mlx-lm a stop token has no text, and the last response has the reason."""
+    """Make a response of each step; as in mlx-lm the last one has the reason."""
     with wired(), closing(steps):
         for step in steps:
             reason = "length" if stats.generation_tokens == stats.max_tokens else None
-            if step[0] in stops:
-                reason = "stop"
-            else:
-                detokenizer.add_token(step[0])
-            if reason:
-                detokenizer.finalize()
-            yield _response(detokenizer, step, stats, reason)
+            yield text_response(detokenizer, step, stats, "stop" if step[0] in stops else reason)
 
 
-def _response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | None) -> GenerationResponse:
+def text_response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | None) -> GenerationResponse:
+    """Detokenize a step, the last one where there is a reason: "stop", whose token has no text, or "length"."""
     token, logprobs, from_draft = step
+    if reason != "stop":
+        detokenizer.add_token(token)
+    if reason:
+        detokenizer.finalize()
     return GenerationResponse(
         text=detokenizer.last_segment,
         token=token,

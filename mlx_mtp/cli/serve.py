@@ -29,7 +29,7 @@ NAME = "mlx-mtp-demo"
 @click.option("--max-body", type=FloatRange(0.001), default=32.0, help="Most MB of a request.")
 @click.option("--timeout", type=FloatRange(0, min_open=True), help="Most seconds of a request.  [default: none]")
 @click.option("--grace", type=FloatRange(0), default=5.0, help="Seconds that answers may go on for at the end.")
-@click.option("--parallel", type=IntRange(1), default=8, help="Requests that are answered in turn.")
+@click.option("--parallel", type=IntRange(1), default=8, help="Requests that are answered at once.")
 @click.option("--queue", type=IntRange(0), default=64, help="Requests that may wait.")
 @click.option(
     "--idle-unload", type=FloatRange(0, min_open=True), help="Idle seconds after which the model is unloaded."

@@ -1,4 +1,4 @@
-"""Own MLX on one thread: load the model there, and answer all requests in turn, a step of each at a time."""
+"""Own MLX on one thread: load the model there, read a chunk of each prompt in turn, decode all answers together."""
 
 import contextlib
 import logging
@@ -17,6 +17,7 @@ from ..machine.memory import wired
 from ..machine.stream import in_turn
 from .follow import AHEAD, as_json
 from .job import Ask, Failed, Job, Served, answer, reread
+from .together import Together
 
 log = logging.getLogger("mlx_mtp.serve")
 WAKE = object()  # ends the engine's wait for a request
@@ -25,7 +26,7 @@ BEHIND = 4  # answers that idle time is to read again, at most
 
 @dataclass
 class Limits:
-    """How many requests are answered in turn, how many wait, and how many idle seconds unload the model."""
+    """How many requests are answered at once, how many wait, and how many idle seconds unload the model."""
 
     at_once: int = 8
     waiting: int = 64
@@ -101,7 +102,7 @@ class Engine:
             log.exception("the engine ended")
         finally:
             self._fail_all()
-            self.served = None
+            self._let_go()
 
     def _loaded(self) -> bool:
         """Load the model, if it is not; tell whether there is one."""
@@ -121,7 +122,7 @@ class Engine:
         return True
 
     def _turn(self) -> bool:
-        """Advance every running job by one step, or use idle time; tell whether to go on."""
+        """Advance all running jobs by a chunk or a cycle, or use idle time; tell whether to go on."""
         self._collect()
         ending = self._stopping is not None
         if ending and (not self.running or time.monotonic() > (self._stopping or 0)):
@@ -134,7 +135,10 @@ class Engine:
                 self._pending -= 1
             self._tell("begin", id(job), job.ask)
             self.running.append((job, answer(self.served, job, self._crowded)))
+        self.running.sort(key=lambda running: running[0].reading)  # who decodes has something to tell
         self.running = [(job, steps) for job, steps in self.running if self._advanced(job, steps)]
+        if self._together:
+            self._together.step()
         if not self.running and not self._waiting and not ending:
             self._idle()
         return True
@@ -144,6 +148,16 @@ class Engine:
         ranks = getattr(getattr(self.served, "model", None), "ranks", None)
         if ranks:
             ranks.told((word, number, as_json(what) if isinstance(what, Ask) else what))
+
+    @property
+    def _together(self) -> Together | None:
+        return getattr(self.served, "together", None)
+
+    def _let_go(self) -> None:
+        """Let go of the model, and of the batch."""
+        if self._together:
+            self._together.close()
+        self.served = None
 
     def _crowded(self) -> bool:
         return len(self.running) > 1
@@ -193,7 +207,8 @@ class Engine:
             self._collect(self.limits.idle_unload)
             if not self._waiting and self._stopping is None:
                 self.store(self.served)
-                self.served, self.state = None, "unloaded"
+                self._let_go()
+                self.state = "unloaded"
                 mx.clear_cache()
         else:
             self._collect(3600)

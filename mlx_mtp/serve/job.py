@@ -12,17 +12,17 @@ import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
 from ..cache.prompt_cache import PromptCache
-from ..decoding.memory_needs import check_prompt
+from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
 from ..decoding.stats import Stats
 from ..generate import GenerationResponse, generate_step, stream_generate
 from ..machine.errors import first_line
 from .answer import Part, Splitter, TokenLogprob
 from .prefix_files import PrefixFiles
 from .prefixes import PrefixTree
+from .together import Responses, Together
 from .tool_formats import ToolFormat
 
 log = logging.getLogger("mlx_mtp.serve")
-RESERVED = 4096  # tokens of an answer that a cache has room for from the start, at most
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ Event = Begun | Read | Part | End | Failed
 class Job:
     """A request on its way.
 
-    emit: tells its client, from the engine's thread. cancelled: nobody waits for it. cache: what decoding left.
+    emit: tells its client, from the engine's thread. cancelled: nobody waits for it. reading: it does not decode yet.
+    cache: what decoding left.
     """
 
     ask: Ask
@@ -102,6 +103,7 @@ class Job:
     cancelled: bool = False
     begun: float = field(default_factory=time.monotonic)
     parts: list[Part] = field(default_factory=list)
+    reading: bool = True
     cache: PromptCache | None = None
 
     def cancel(self) -> None:
@@ -109,7 +111,11 @@ class Job:
 
 
 class Served(NamedTuple):
-    """A loaded model, and what all its answers share. options: defaults of `stream_generate`'s keyword arguments."""
+    """A loaded model, and what all its answers share.
+
+    options: defaults of `stream_generate`'s keyword arguments. together: decodes all answers; without it, as on
+    several ranks, each takes cycles of its own.
+    """
 
     model: Any
     tokenizer: Any
@@ -117,6 +123,7 @@ class Served(NamedTuple):
     options: dict[str, Any]
     tool_format: ToolFormat | None
     files: PrefixFiles | None = None
+    together: Together | None = None
 
 
 def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Iterator[None]:
@@ -124,13 +131,15 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Iterator[No
     ask = job.ask
     if served.files:
         served.files.load(served.tree, ask.prompt)
-    cache = served.tree.take(ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED))
-    most, cached = _agreed(served, cache, ask), cache.offset
+    held = [served.tree.take(ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
+    most, cached = _agreed(served, held[0], ask), held[0].offset
     job.emit(Begun(cached))
-    for done in read(served, cache, ask.prompt, ask.turns):
+    for done in read(served, held[0], ask.prompt, ask.turns):
         job.emit(Read(done, len(ask.prompt)))
         yield
-    yield from _decode(served, job, cache, most, cached, crowded)
+    job.reading = False
+    yield from _decode(served, job, held, most, cached, crowded)
+    job.cache = held[0]
 
 
 def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
@@ -191,42 +200,52 @@ def reread(served: Served, prompt: list[int], cache: PromptCache | None = None) 
 
 
 def _decode(
-    served: Served, job: Job, cache: PromptCache, most: int, cached: int, crowded: Callable[[], bool]
+    served: Served, job: Job, held: list[PromptCache], most: int, cached: int, crowded: Callable[[], bool]
 ) -> Generator[None, None, None]:
-    """Decode the answer, and tell its parts as they are known."""
+    """Decode the answer, and tell its parts as they are known. held: the cache, as `Together.decode` takes it."""
     ask, stats = job.ask, Stats()
     splitter = Splitter(
         served.tokenizer, ask.stops, thinking=ask.chat and served.tokenizer.has_thinking, begun=ask.thinking,
         tool_format=served.tool_format, tools=ask.tools,
     )  # fmt: skip
-    options = {**served.options, **ask.sampling, "max_tokens": most, "prompt_cache": cache, "stats": stats}
-    options |= {
-        "prefill_step_size": served.tree.chunking.step,
-        "check_memory": False,
-        "logprobs": ask.logprobs is not None,
-    }
+    options = {**served.options, **ask.sampling, "max_tokens": most, "stats": stats}
+    options["logprobs"] = ask.logprobs is not None
     if ask.penalties:
         options["logits_processors"] = make_logits_processors(**ask.penalties)
-    reasoned, first, response = 0, 0.0, None
-    responses: Any = stream_generate(served.model, served.tokenizer, ask.prompt[cache.offset :], **options)
+    reasoned, first, reason, rest = 0, 0.0, "stop", ask.prompt[held[0].offset :]
+    together = served.together
+    responses = together.decode(rest, held, options) if together else _alone(served, rest, held[0], options, crowded)
     with contextlib.closing(responses):
-        cycles = stats.cycles
         for response in responses:
-            stats.crowded = crowded()
+            if response is None:
+                yield
+                continue
+            reason = response.finish_reason or "stop"
             first = first or time.monotonic() - job.begun
             found = splitter.feed(response.text, _logprob(served.tokenizer, response, ask.logprobs))
             reasoned += splitter.reasoning
             _tell(job, found)
             if splitter.stopped is not None or (ask.one_call and splitter.called):
                 break
-            if stats.cycles != cycles:
-                cycles = stats.cycles
-                yield
-    job.cache = cache
-    reason = "stop" if response is None else response.finish_reason or "stop"
     _tell(job, splitter.end(cut=reason == "length"))
     reason = "tool_calls" if splitter.called and reason == "stop" else reason
     job.emit(End(reason, splitter.stopped, stats, cached, first, reasoned))
+
+
+def _alone(
+    served: Served, prompt: list[int], cache: PromptCache, options: dict[str, Any], crowded: Callable[[], bool]
+) -> Responses:
+    """Decode an answer in cycles of its own, as `Together.decode`: others' may come where None is yielded."""
+    step, stats, cycles = served.tree.chunking.step, options["stats"], 0
+    options = {**options, "prompt_cache": cache, "prefill_step_size": step, "check_memory": False}
+    responses: Any = stream_generate(served.model, served.tokenizer, prompt, **options)
+    with contextlib.closing(responses):
+        for response in responses:
+            stats.crowded = crowded()
+            yield response
+            if stats.cycles != cycles:
+                cycles = stats.cycles
+                yield None
 
 
 def _tell(job: Job, parts: list[Part]) -> None:

@@ -24,6 +24,7 @@ from .metrics import Metrics
 from .prefix_files import PrefixFiles
 from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
+from .together import Together
 from .tool_formats import format_of
 
 log = logging.getLogger("mlx_mtp.serve")
@@ -147,7 +148,9 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
         bool(tree.limit) and not getattr(model, "ranks", None) and rows_alike(model, blank, tree.chunking.step)
     )
     options = {**settings.options, "num_draft_tokens": k}
-    return Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files)
+    ranks, step = getattr(model, "ranks", None), tree.chunking.step
+    together = None if ranks else Together(model, tokenizer, options, step)
+    return Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files, together)
 
 
 def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:

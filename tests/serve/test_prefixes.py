@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from letters import Letters
 from sweep import sampled
 
 import mlx_mtp
@@ -18,27 +19,6 @@ from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 
 FIXED = Chunking(4)
 KINDS = ["qwen3_5"]  # gated delta; windows are the first model's
-
-
-class Letters:
-    """As much of a tokenizer as an answer needs."""
-
-    has_thinking = False
-    eos_token_ids = frozenset()
-    bos_token = None
-
-    class _Detokenizer:
-        last_segment = ""
-
-        def add_token(self, token):
-            self.last_segment = chr(97 + token % 26)
-
-        def finalize(self):
-            pass
-
-    @property
-    def detokenizer(self):
-        return self._Detokenizer()
 
 
 @pytest.fixture(autouse=True)

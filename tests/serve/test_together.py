@@ -1,0 +1,153 @@
+"""Decode answers together: each is what `generate` gives alone, whoever comes, goes or fails meanwhile."""
+
+import threading
+from contextlib import closing
+
+import pytest
+from letters import Letters
+from mlx_lm.sample_utils import make_logits_processors
+
+import mlx_mtp
+from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.serve.engine import Engine
+from mlx_mtp.serve.job import Ask, End, Failed, Job, Served
+from mlx_mtp.serve.prefixes import Chunking, PrefixTree
+from mlx_mtp.serve.together import Together
+
+OPTIONS = {"num_draft_tokens": 2, "adaptive": False}
+SAMPLINGS = ({}, {"temp": 0.9, "seed": 3}, {"temp": 1.0, "top_k": 4, "seed": 8})
+
+
+@pytest.fixture
+def engine(tiny_models):
+    model = tiny_models(vocab_size=40)[0]
+    tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)
+    together = Together(model, Letters(), OPTIONS, 4)
+    engine = Engine(load=lambda: Served(model, Letters(), tree, OPTIONS, None, together=together))
+    engine.start()
+    yield engine
+    engine.stop(0)
+    engine.thread.join(5)
+    assert not engine.thread.is_alive()
+
+
+class Client:
+    """Collects what a job tells; does something when that is `n` letters."""
+
+    def __init__(self, ask: Ask):
+        self.job, self.events, self.over = Job(ask, self.take), [], threading.Event()
+        self.n, self.act = -1, lambda: None
+
+    def at(self, n: int, act) -> None:
+        self.n, self.act = n, act
+
+    @property
+    def text(self) -> str:
+        return "".join(getattr(event, "text", "") for event in self.events)
+
+    def take(self, event) -> None:
+        self.events.append(event)
+        if len(self.text) == self.n:
+            self.n = -1
+            self.act()
+        if isinstance(event, (End, Failed)):
+            self.over.set()
+
+
+def alone(model, ask: Ask) -> str:
+    """The letters of an answer, in tokens that `generate_step` gives."""
+    processors = make_logits_processors(**ask.penalties) if ask.penalties else None
+    how = {"max_tokens": ask.max_tokens, "logits_processors": processors, **ask.sampling}
+    text = Letters().decode([token for token, *_ in mlx_mtp.generate_step(ask.prompt, model, **how)])
+    return min((text[: text.index(stop)] for stop in ask.stops if stop in text), key=len, default=text)
+
+
+def asks() -> list[Ask]:
+    found = []
+    for i in range(8):
+        more = {"penalties": {"repetition_penalty": 1.3}} if i == 4 else {}
+        more |= {"logprobs": 2} if i == 5 else {}
+        prompt = [(7 * i + 3 * j) % 40 for j in range(3 + 3 * i)]
+        found.append(Ask(prompt, max_tokens=40 if i == 0 else 6 + i, sampling=dict(SAMPLINGS[i % 3]), **more))
+    return found
+
+
+def test_eight_answers_are_those_alone(engine, tiny_models):
+    """All but the first come in its middle, at different places; the last one is stopped by a string of its own."""
+    model, every = tiny_models(vocab_size=40)[0], asks()
+    whole = alone(model, every[7])
+    every[7] = Ask(**{**vars(every[7]), "stops": (whole[5:7],)})
+    clients = [Client(ask) for ask in every]
+    gone = Client(Ask([1, 2, 3], max_tokens=500))
+    clients[0].at(5, lambda: engine.submit([gone.job, *(client.job for client in clients[1:4])]))
+    clients[2].at(3, lambda: engine.submit([client.job for client in clients[4:]]))
+    gone.at(4, gone.job.cancel)
+    engine.submit([clients[0].job])
+    assert all(client.over.wait(20) for client in clients)
+    for ask, client in zip(every, clients, strict=True):
+        assert client.text == alone(model, ask)
+        end = client.events[-1]
+        assert end.reason == ("stop" if ask.stops else "length")
+        shown = len(client.text) + len(ask.stops and ask.stops[0])
+        assert end.stats.generation_tokens == shown
+        assert end.stats.drafted == [end.stats.cycles] * 2
+        assert 1 < end.stats.tokens_per_cycle <= 3 or not sum(end.stats.accepted)
+        assert end.stats.decode_time > 0
+    assert not any(isinstance(event, (End, Failed)) for event in gone.events)
+    logprobs = [one for event in clients[5].events for one in getattr(event, "logprobs", ())]
+    assert len(logprobs) == len(clients[5].text)
+    assert {len(one.top) for one in logprobs} == {2}
+
+
+def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(engine, tiny_models, monkeypatch):
+    model = tiny_models(vocab_size=40)[0]
+    wrong, right = Client(Ask([1, 2], sampling={"temp": -1})), Client(Ask([1, 2, 3], max_tokens=20))
+    engine.submit([wrong.job, right.job])
+    assert all(client.over.wait(20) for client in (wrong, right))
+    assert wrong.events[-1].status == 400
+    assert "temp=-1" in wrong.events[-1].message
+    assert right.text == alone(model, right.job.ask)
+
+    clients, step = [Client(Ask([i, 2, 3], max_tokens=20)) for i in range(2)], BatchGenerator.next
+
+    def broken(batch):
+        if all(client.text for client in clients):
+            raise RuntimeError("out of memory")
+        return step(batch)
+
+    with monkeypatch.context() as context:
+        context.setattr(BatchGenerator, "next", broken)
+        engine.submit([client.job for client in clients])
+        assert all(client.over.wait(20) for client in clients)
+    assert [client.events[-1].status for client in clients] == [500, 500]
+    again = Client(clients[0].job.ask)
+    engine.submit([again.job])
+    assert again.over.wait(20)
+    assert again.text == alone(model, again.job.ask)
+
+
+def test_a_cache_comes_back_wherever_an_answer_ends(tiny_models):
+    """It holds what was decoded, and goes on."""
+    model = tiny_models(vocab_size=40)[0]
+    together, prompt = Together(model, Letters(), OPTIONS, 4), [5, 6, 7, 8, 9]
+    text = [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=30)]
+    for n in (1, 4, 9):
+        held, told = [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], []
+        options = {**OPTIONS, "max_tokens": 9, "stats": mlx_mtp.Stats(), "logprobs": False}
+        with closing(together.decode(prompt, held, options)) as responses:
+            for response in responses:
+                if response is None:
+                    together.step()
+                    continue
+                told.append(response.token)
+                if len(told) == n:
+                    break
+        assert told == text[:n]
+        (cache,) = held
+        known = [*prompt, *text]
+        assert cache.tokens == known[: cache.offset]
+        assert len(prompt) + n - 1 <= cache.offset < len(prompt) + n + 3
+        rest = known[cache.offset : len(prompt) + 12]
+        more = mlx_mtp.generate_step(rest, model, prompt_cache=cache, max_tokens=3)
+        assert [token for token, *_ in more] == text[12:15]
+    together.close()
