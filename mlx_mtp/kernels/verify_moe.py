@@ -163,6 +163,8 @@ def verify_moe(
         raise ValueError("shared_gate is given without shared, which it gates")
     if bias is not None and routing.kind == "softmax":
         raise ValueError("a bias is given; softmax routing has none")
+    if limit is not None and experts.gate is None:
+        raise ValueError(f"limit={limit} is given; experts without a gate have none")
     routing.check(count)
     dtype = experts.dtype(x)
     known = experts.known and dtype in DTYPES and x.size >= DEVICE and routable(logits, routing)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -247,6 +248,8 @@ def test_what_it_does_not_take(base):
         verify_moe(x, logits, base, routing, shared_gate=mx.zeros((2, 1)))
     with pytest.raises(ValueError, match="a bias is given; softmax routing has none"):
         verify_moe(x, logits, base, routing, bias=mx.zeros(160))
+    with pytest.raises(ValueError, match=r"limit=7\.0 is given; experts without a gate have none"):
+        verify_moe(x, logits, replace(base, gate=None), routing, limit=7.0)
     with pytest.raises(ValueError, match="top_k is 161; there are 160 experts"):
         verify_moe(x, logits, base, Routing("sigmoid", 161))
     with pytest.raises(ValueError, match="n_group is 3; groups of equal size, at least 2, cannot hold 160 experts"):
