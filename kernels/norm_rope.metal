@@ -59,13 +59,8 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 const float position = factors[0] * static_cast<float>(offset[text] + row);
 for (int p = lane; p < pairs; p += 32) {
-  float rate;
-  if (FREQS) {
-    rate = 1.0f / freqs[p * freqs_strides[0]];
-  } else {
-    const float share = static_cast<float>(p) / static_cast<float>(pairs);
-    rate = metal::precise::exp2(-share * freqs[0]);
-  }
+  const float share = static_cast<float>(p) / static_cast<float>(pairs);
+  const float rate = FREQS ? 1.0f / freqs[p * freqs_strides[0]] : metal::precise::exp2(-share * freqs[0]);
   const float angle = position * rate;
   const float cosine = metal::fast::cos(angle), sine = metal::fast::sin(angle);
   const int one = p * layout[2], two = one + layout[3];
