@@ -5,7 +5,9 @@
 Scenarios are drawn from all cost tables, traces, drifts and wrong starting costs of tests/support/simulator.py.
 Ratios are of tokens per second over all seeds together; "worst" is one run. In a third of the scenarios the machine
 pauses for half a second in the middle of the text. A second table is of short answers in a row, each with what the
-ones before taught; the first one is not counted. No model runs. The last line is one JSON object.
+ones before taught; the first one is not counted. A third one is of the same on a machine with two cores that others
+use: spells in which all is slower, heavy tails, and heads that have a prompt to read. No model runs. The last line is
+one JSON object.
 """
 
 import json
@@ -27,6 +29,8 @@ from mlx_mtp.tuning.controller import Controller
 from mlx_mtp.tuning.plan import Fixed
 
 LENGTHS = (8, 20, 50, 100)  # tokens of short answers
+ANSWERING = ("reference BLAS", "OpenBLAS", "Nemotron", "M3 Ultra GLM-5.2")
+LENGTHS_IF_BUSY = (20, 100, 250)
 ANSWERS = 800  # tokens of all answers of one length in a row, at least
 TRACES = [*HEADS, "useless|perfect", "perfect|useless", "typical|poor", "poor|typical", "bursts"]
 
@@ -66,9 +70,9 @@ def measure(s: dict, seeds: int):
     return compare(machine, trace(s["heads"], s["tokens"]), make, s["most"], s["tokens"], range(seeds))
 
 
-def answers(table: str, heads: str, length: int, seeds: int) -> tuple[float, float]:
+def answers(machine: Machine, heads: str, length: int, seeds: int) -> tuple[float, float]:
     """Compare answers in a row with plain decoding and with the best fixed k, from the second one on."""
-    machine, most, count = Machine(TABLES[table], noise=0.2), 3, max(10, ANSWERS // length)
+    most, count = 3, max(10, ANSWERS // length)
     steps = np.zeros(most + 2)
     for seed in range(seeds):
         known = None
@@ -80,6 +84,26 @@ def answers(table: str, heads: str, length: int, seeds: int) -> tuple[float, flo
             known = control.costs
             steps += np.array(took) * (i > 0)
     return float(steps[1] / steps[0]), float(steps[1:].min() / steps[0])
+
+
+def busy_machine(table: str, row: float) -> Machine:
+    """Make a machine of two cores beside other processes, as recorded."""
+    return Machine(TABLES[table], depth=0.2, row=row, noise=0.1, wake=0.4, prompt=30, begin=1.5, busy=True)
+
+
+def print_answers(
+    title: str, machines: dict[str, Machine], kinds: tuple[str, ...], lengths: tuple[int, ...], seeds: int
+) -> list[tuple[float, float]]:
+    """Print the ratios of answers in a row; return them all, to plain and to the best fixed k."""
+    table = Table("table", "heads", *(f"{n} tokens" for n in lengths), title=f"{title}: to plain, to best k")
+    every = []
+    for name, machine in machines.items():
+        for heads in kinds:
+            ratios = [answers(machine, heads, n, seeds) for n in lengths]
+            table.add_row(name, heads, *(f"{plain:.3f} {best:.3f}" for plain, best in ratios))
+            every += ratios
+    Console(width=180).print(table)
+    return every
 
 
 @click.command()
@@ -97,16 +121,12 @@ def main(seeds: int, scenarios: int, sample: int) -> None:
         ratios = (r.plain, r.worst_plain, r.best, r.worst_best)
         table.add_row(*(str(s[name]) for name in names), str(r.k), *(f"{x:.3f}" for x in ratios))
     Console(width=180).print(table)
-    short = Table("table", "heads", *(f"{n} tokens" for n in LENGTHS), title="answers in a row: to plain, to best k")
-    found = {
-        (table, heads): [answers(table, heads, n, max(1, seeds // 5)) for n in LENGTHS]
-        for table in ("reference BLAS", "OpenBLAS", "Nemotron", "M3 Ultra GLM-5.2")
-        for heads in ("useless", "poor", "typical", "good")
-    }
-    for names, ratios in found.items():
-        short.add_row(*names, *(f"{plain:.3f} {best:.3f}" for plain, best in ratios))
-    Console(width=180).print(short)
-    best, pairs = [r.best for _, r in rows], [pair for ratios in found.values() for pair in ratios]
+    few, heads = max(1, seeds // 5), ("useless", "poor", "typical", "good")
+    calm = {name: Machine(TABLES[name], noise=0.2) for name in ANSWERING}
+    pairs = print_answers("answers in a row", calm, heads, LENGTHS, few)
+    busy = {name: busy_machine(name, row) for name, row in (("reference BLAS", 0.05), ("OpenBLAS", 0.015))}
+    busy_pairs = print_answers("answers in a row beside other processes", busy, heads, LENGTHS_IF_BUSY, few)
+    best = [r.best for _, r in rows]
     summary = {
         "scenarios": len(rows),
         "seeds": seeds,
@@ -119,6 +139,9 @@ def main(seeds: int, scenarios: int, sample: int) -> None:
         "best_mean": round(sum(best) / len(best), 4),
         "answers_plain_min": round(min(plain for plain, _ in pairs), 4),
         "answers_best_median": round(statistics.median(best for _, best in pairs), 4),
+        "busy_plain_min": round(min(plain for plain, _ in busy_pairs), 4),
+        "busy_best_median": round(statistics.median(best for _, best in busy_pairs), 4),
+        "busy_best_min": round(min(best for _, best in busy_pairs), 4),
     }
     print(json.dumps(summary))
 

@@ -13,6 +13,7 @@ from .costs import FAR, KEPT, LOST, Costs
 from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 
 SHARE = 0.012  # of a plain step, what each step adds to the budget
+SAVED = 8.0  # plain steps of it, the most that a text begins with
 GUESS, WEIGHT = 0.6, 2.0  # the share of right drafts while none were seen, and as how many drafts that counts
 CURIOUS, DOUBT = 0.3, 0.7  # of its rate, by which a plan, and the plain step, is thought better while not measured
 
@@ -26,11 +27,12 @@ class Controller:
 
     def __init__(self, *, max_drafts: int, max_lookup: int = 0, p_min: bool = False, known: Costs | None = None):
         self.costs = copy.deepcopy(known) or Costs()
-        self.costs.budget = min(self.costs.budget, LOST)
+        self.costs.budget = min(self.costs.budget, SAVED)
         self.heads = [Plan("heads", k) for k in ladder(max_drafts)]
         self.lookups = [Plan("lookup", k) for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]
         self.confident = Plan("heads", max_drafts, p_min=True) if p_min and max_drafts else None
         self.paused = ""  # why the last cycle that was planned does not draft; empty where it does, or measures
+        self._began = False  # the first cycle is over, which is slow whatever it does
         self._parked = 0  # plain steps in a row
         self._risks: deque[float] = deque()  # of the cycles that are not yet observed
 
@@ -64,10 +66,12 @@ class Controller:
             self._risks.popleft()
         did = Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
         steps = costs.steps(did) + costs.reading(cycle.caught_up)
-        if cycle.seconds is not None and plan.p_min:
-            steps = min(cycle.seconds / costs.seconds, math.exp(FAR) * steps)
-        elif cycle.seconds is not None:
-            steps = costs.observe(did, cycle.seconds, cycle.caught_up)
+        seconds = cycle.seconds if self._began or cycle.caught_up or costs.pace is None else None
+        self._began = True
+        if seconds is not None and plan.p_min:
+            steps = min(seconds / costs.seconds, math.exp(FAR) * steps)
+        elif seconds is not None:
+            steps = costs.observe(did, seconds, cycle.caught_up)
         won = cycle.accepted + 1 - steps if plan.k else 0.0
         costs.budget += SHARE * steps + won
         costs.elapsed += steps

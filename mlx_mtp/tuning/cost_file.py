@@ -69,7 +69,7 @@ def from_json(kept: Any) -> Costs:
         costs.row, costs.counts = float(kept["catch_up"]), kept.get("counts", {})
         costs.wake = float(kept.get("wake", FEW * costs.row))
         costs.elapsed, costs.again = float(kept.get("elapsed", 0.0)), dict(kept.get("again", {}))
-        costs.budget = min(float(kept.get("budget", LOST)), LOST)
+        costs.budget = float(kept.get("budget", LOST))
         good = all(p.source in ("heads", "lookup") and type(p.k) is int and 0 <= p.k <= 64 for p in costs.levels)
         pairs = [pair for kind in costs.counts.values() for pair in kind]
         good = good and all(len(pair) == 2 and all(0 <= n < math.inf for n in pair) for pair in pairs)

@@ -67,6 +67,9 @@ class Machine:
     table: T(1), T(2), ..; beyond its end the last slope goes on. depth: what one draft of the heads costs.
     row: what idle heads' catching up costs per row. read: the extra read of the heads' confidence.
     drift: (share of the run 0..1, rows) -> factor. slow_first: factor of the first cycle of a shape.
+    wake: what idle heads' catching up costs at least. prompt: rows that they have not read at first.
+    begin: factor of the first cycle of a text. busy: other processes slow it down, by up to as much again for a
+    while, and noise has heavy tails.
     """
 
     table: Sequence[float]
@@ -79,6 +82,10 @@ class Machine:
     missing: float = 0.0  # share of cycles whose seconds are not measured
     second: float = 0.02  # seconds per plain step
     pause: tuple[int, float] = (0, 0.0)  # a cycle in which the machine does something else, and for how many steps
+    wake: float = 0.0
+    prompt: int = 0
+    begin: float = 1.0
+    busy: bool = False
 
     def verify(self, rows: int) -> float:
         if rows <= len(self.table):
@@ -178,9 +185,10 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
     rng = np.random.default_rng([seed, 7])
     noise = np.clip(rng.normal(1, machine.noise, tokens), 0.3, 3) if machine.noise else np.ones(tokens)
     missing = rng.random(tokens) < machine.missing
-    outcome, shapes, backlog, run, pos = Outcome(), set(), 0, 1, 0
+    slow = _slow(machine, tokens, rng)
+    outcome, shapes, backlog, run, pos = Outcome(), set(), machine.prompt, 1, 0
     matched = _matched(text, 0)
-    plan = controller.plan(matched, 0)
+    plan = controller.plan(matched, backlog)
     for i in range(tokens):
         verified, accepted = _verify(text, plan, pos, tokens, p_min)
         caught_up, backlog = (backlog, 0) if _drafts(plan) else (0, backlog + run)
@@ -188,6 +196,7 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
         shape = (plan.source, plan.k, verified)
         steps *= 1 if shape in shapes else machine.slow_first
         steps += machine.pause[1] * (i == machine.pause[0])
+        steps *= slow[int(outcome.steps) % len(slow)] * (1 if i else machine.begin)
         shapes.add(shape)
         outcome.steps += steps
         outcome.ks[plan.source, plan.k] = outcome.ks.get((plan.source, plan.k), 0) + 1
@@ -204,6 +213,16 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
     raise AssertionError("a cycle gives at least one token")
 
 
+def _slow(machine: Machine, tokens: int, rng: np.random.Generator) -> np.ndarray:
+    """Factors of cycles that begin in each plain step's time: spells of 10 to 600 steps, every other one slow."""
+    if not machine.busy:
+        return np.ones(1)
+    lengths = np.exp(rng.uniform(np.log(10), np.log(600), tokens)).astype(int)
+    factors = np.where(np.arange(tokens) % 2 == rng.integers(2), 1.0, rng.uniform(1.3, 2.0, tokens))
+    spells = np.repeat(factors, lengths)[: 4 * tokens]
+    return spells * np.exp(np.clip(0.08 * rng.standard_t(2, len(spells)), -0.5, 1.5))
+
+
 def _matched(text: Text, pos: int) -> int:
     return 0 if text.matched is None else int(text.matched[pos])
 
@@ -215,7 +234,8 @@ def _drafts(plan: Plan) -> bool:
 def _cost(machine: Machine, plan: Plan, verified: int, caught_up: int) -> float:
     steps = machine.verify(verified + 1)
     if _drafts(plan):
-        steps += machine.depth * plan.k + machine.row * caught_up + machine.read * plan.p_min
+        steps += machine.depth * plan.k + machine.row * caught_up + machine.wake * (caught_up > 0)
+        steps += machine.read * plan.p_min
     return steps
 
 

@@ -318,6 +318,20 @@ def test_a_debt_is_carried_to_the_next_text():
     assert control.costs.budget < following.costs.budget
 
 
+def test_no_answer_is_parked_because_the_ones_before_were_slowed_down():
+    """Beside other processes each text begins slowly, and heads have a prompt to read in its first cycle."""
+    busy, known = {"depth": 0.2, "row": 0.015, "wake": 0.4, "prompt": 30, "begin": 1.5, "busy": True}, None
+    where, ratios = machine("OpenBLAS", **{**busy, "noise": 0.1}), []
+    for i in range(40):
+        control = Controller(max_drafts=3, known=known)
+        words = text(trace("typical", 250), i)
+        steps = [replay(where, words, each, 250, i).steps for each in (Fixed(2), control)]
+        ratios.append(steps[0] / steps[1])
+        known = control.costs
+    assert np.median(ratios[1:]) >= 0.97
+    assert sum(ratio < 0.8 for ratio in ratios[1:]) <= 3
+
+
 @pytest.mark.parametrize("at", [0, 5, 40])
 def test_a_pause_of_the_machine_does_not_park_the_heads(at):
     where = machine("OpenBLAS", noise=0.05, pause=(at, 25.0))
