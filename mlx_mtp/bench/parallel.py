@@ -1,7 +1,8 @@
 """Time several texts at once: mlx-lm's batches, ours without and with drafts, and our own loop text after text.
 
-All take turns on the same prompts. A speed is tokens over the time that is not spent reading prompts. A gap is the
-time from one of a text's arrivals to the next, which may bring several tokens.
+Ours build each cycle anew, or replay recorded ones. All take turns on the same prompts. A speed is tokens over the
+time that is not spent reading prompts. A gap is the time from one of a text's arrivals to the next, which may bring
+several tokens.
 """
 
 import time
@@ -25,7 +26,9 @@ from .subject import BenchPrompt, Subject
 from .timing import interleaved, ratio
 
 MLX_LM, PLAIN, DRAFTED, AFTER = "mlx-lm", "plain", "drafted", "one after the other"
+REPLAYED = ", replayed"
 TEXTS = (1, 2, 4, 8)
+CONTEXTS = (0, 4096)  # prompts as they are, and long ones
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,13 @@ class Together:
     gaps: list[float]
 
 
-def contenders(subject: Subject, step: int) -> tuple[dict[str, Callable[..., Together]], str | None]:
-    """List who can run this model, as functions of prompts and most tokens; and why mlx-lm cannot."""
+def contenders(
+    subject: Subject, step: int, *, replayed: bool = False
+) -> tuple[dict[str, Callable[..., Together]], str | None]:
+    """List who can run this model, as functions of prompts and most tokens; and why mlx-lm cannot.
+
+    replayed: ours twice, with cycles that are built and with replayed ones; else as it is by default.
+    """
     model = subject.model
     found: dict[str, Callable[..., Together]] = {}
     missing = None
@@ -47,8 +55,11 @@ def contenders(subject: Subject, step: int) -> tuple[dict[str, Callable[..., Tog
         found[MLX_LM] = _with(partial(MlxLmBatchGenerator, theirs, prefill_step_size=step))
     except ValueError as e:
         missing = first_line(e)
-    for name, options in ((PLAIN, {"num_draft_tokens": 0}), (DRAFTED, {})) if model.mtp else ((PLAIN, {}),):
-        found[name] = _with(partial(BatchGenerator, model, prefill_step_size=step, **options))
+    drafts: dict[str, dict[str, Any]] = {PLAIN: {"num_draft_tokens": 0}, **({DRAFTED: {}} if model.mtp else {})}
+    for replays in (False, True) if replayed else (None,):
+        for name, options in drafts.items():
+            ours = partial(BatchGenerator, model, prefill_step_size=step, compile_cycles=replays, **options)
+            found[name + REPLAYED * bool(replays)] = _with(ours)
     found[AFTER] = partial(_one_by_one, model, step)
     return found, missing
 

@@ -5,9 +5,11 @@ import json
 from command_line import call
 
 from mlx_mtp.bench.page import tables_of
-from mlx_mtp.bench.parallel import AFTER, PLAIN, Together, measure
+from mlx_mtp.bench.parallel import AFTER, DRAFTED, MLX_LM, PLAIN, REPLAYED, Together, contenders, measure
 from mlx_mtp.bench.subject import BenchPrompt, Subject
 from mlx_mtp.cli import bench_options
+from mlx_mtp.decoding import replay
+from mlx_mtp.decoding.replay import Recorder
 
 
 def test_everybody_takes_turns_on_the_same_prompts(tiny_models, monkeypatch):
@@ -23,6 +25,19 @@ def test_everybody_takes_turns_on_the_same_prompts(tiny_models, monkeypatch):
     (table,) = tables_of(found)
     assert table.row_count == len(found["entries"])
     assert "tok/s together" in done.stdout
+
+
+def test_built_and_replayed(tiny_models, monkeypatch):
+    model = tiny_models(0)[0]
+    monkeypatch.setattr(model, "_recorder", recorder := Recorder(), raising=False)
+    monkeypatch.setattr(replay, "OFTEN", 1)
+    found, missing = contenders(Subject(model, None, "tiny", {}), 64, replayed=True)
+    assert missing is None
+    assert [*found] == [MLX_LM, PLAIN, DRAFTED, PLAIN + REPLAYED, DRAFTED + REPLAYED, AFTER]
+    built = found[PLAIN]([[1, 2], [2, 3]], 4)
+    assert not recorder.cycles
+    assert found[PLAIN + REPLAYED]([[1, 2], [2, 3]], 4).tokens == built.tokens
+    assert recorder.cycles
 
 
 def test_a_text_that_is_not_what_it_is_alone_is_counted():
