@@ -13,10 +13,13 @@ Control = Controller | Fixed
 
 
 class Controls:
-    """A control for each number of texts: what a draft costs depends on how many rows a pass has without it."""
+    """A control for each number of texts: what a draft costs depends on how many rows a pass has without it.
 
-    def __init__(self, model: Target, k: int, *, adaptive: bool):
-        self.model, self.k, self.adaptive = model, k, adaptive
+    replayed: cycles are replayed, whose costs are others than those of built ones.
+    """
+
+    def __init__(self, model: Target, k: int, *, adaptive: bool, replayed: bool = False):
+        self.model, self.k, self.adaptive, self.replayed = model, k, adaptive, replayed
         self._by_texts: dict[int, Control] = {}
 
     def of(self, texts: int) -> Control:
@@ -24,7 +27,8 @@ class Controls:
         if texts not in self._by_texts:
             control: Control = Fixed(self.k)
             if self.adaptive and self.k:
-                known = learned(self.model).together
+                costs = learned(self.model)
+                known = costs.together_replayed if self.replayed else costs.together
                 if texts not in known and known:
                     known[texts] = known[min(known, key=lambda n: abs(n - texts))].as_guess()
                 control = Controller(max_drafts=self.k, known=known.get(texts))

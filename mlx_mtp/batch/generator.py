@@ -62,7 +62,8 @@ class BatchGenerator:
         checked.check_sampling(settings.sampling, sampler, settings.draft_sampling)
         checked.check_numbers(max_tokens, step, settings.seed, settings.draft_p_min)
         self._stops = StopSequences(stop_tokens or None)
-        self.controls_for = Controls(model, settings.k, adaptive=settings.adaptive).of
+        how = {"adaptive": settings.adaptive, "replayed": settings.replays}
+        self.controls_for = Controls(model, settings.k, **how).of
         self._admission = Admission(model, ignore=not settings.check_memory)
         self._unprocessed: deque[Sequence] = deque()
         self._places = Places(settings, lambda texts: self.controls_for(texts))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import greedy_sampler
 
@@ -60,6 +61,7 @@ class Settings:
         self.max_context, self.check_memory = max_context, check_memory
         self.seed, self.draft_sampling, self.logprobs = seed, draft_sampling, logprobs
         self.compile_cycles = compile_cycles
+        self.replays = mx.default_device() != mx.cpu if compile_cycles is None else compile_cycles
         self.draft_p_min, self.stats = draft_p_min, stats or Stats()
         self.stats.num_draft_tokens = self.k
         self.stats.start()

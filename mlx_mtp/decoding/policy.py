@@ -38,6 +38,7 @@ class Learned:
         self.remembered = {False: built, True: replayed}
         self.costs: dict[bool, Costs | None] = {}
         self.together: dict[int, Costs] = {}  # of cycles of so many texts
+        self.together_replayed: dict[int, Costs] = {}
 
     def recall(self, *, replayed: bool) -> Costs | None:
         """Recall what earlier generations measured, here or in another process."""
