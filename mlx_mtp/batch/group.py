@@ -99,7 +99,7 @@ class Group:
             self.last = self._submitted(last, ahead)
         else:
             self.pool = self.last = None
-        self.alone = self.alone + 1 if len(self.texts) == 1 else 0
+        self.alone = self.alone + 1 if self.last and len(self.texts) == 1 else 0
         self.clock.leave()
         return shown
 
