@@ -56,20 +56,20 @@ class Together:
                 yield None
                 if self._said.get(uid) is not said:
                     raise RuntimeError("answers that were decoded together failed") from self._error
-                for r in self._taken(uid):
+                for r in self._taken(uid, held):
                     told += 1
-                    held += [r.prompt_cache] if r.finish_reason else []
                     yield text_response(detokenizer, (r.token, r.logprobs, r.from_draft), stats, r.finish_reason)
         finally:
             stats.generation_tokens = told
             if self._batch and self._said.pop(uid, None) is not None:
                 held += [cache for cache, _ in self._batch.remove([uid], return_prompt_caches=True).values()]
 
-    def _taken(self, uid: int) -> list[Response]:
-        """Take what an answer has said; forget it with the last."""
+    def _taken(self, uid: int, held: list[PromptCache]) -> list[Response]:
+        """Take what an answer has said; with the last of it, its cache."""
         said = [*self._said[uid]]
         self._said[uid].clear()
         if said and said[-1].finish_reason:
+            held.append(said[-1].prompt_cache)
             del self._said[uid]
         return said
 

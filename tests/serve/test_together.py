@@ -129,11 +129,11 @@ def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(en
 def test_a_cache_comes_back_wherever_an_answer_ends(tiny_models):
     """It holds what was decoded, and goes on."""
     model = tiny_models(vocab_size=40)[0]
-    together, prompt = Together(model, Letters(), OPTIONS, 4), [5, 6, 7, 8, 9]
-    text = [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=30)]
-    for n in (1, 4, 9):
+    together, prompt = Together(model, Letters(), {**OPTIONS, "prompt_lookup": True}, 4), [5, 6, 7, 8, 9]
+    ahead, text = [], [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=30)]
+    for n, most in ((1, 9), (4, 9), (9, 9), (9, 10), (11, 12), (13, 14), (15, 16)):
         held, told = [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], []
-        options = {**OPTIONS, "max_tokens": 9, "stats": mlx_mtp.Stats(), "logprobs": False}
+        options = {**OPTIONS, "max_tokens": most, "stats": mlx_mtp.Stats(), "logprobs": False}
         with closing(together.decode(prompt, held, options)) as responses:
             for response in responses:
                 if response is None:
@@ -146,8 +146,10 @@ def test_a_cache_comes_back_wherever_an_answer_ends(tiny_models):
         (cache,) = held
         known = [*prompt, *text]
         assert cache.tokens == known[: cache.offset]
-        assert len(prompt) + n - 1 <= cache.offset < len(prompt) + n + 3
-        rest = known[cache.offset : len(prompt) + 12]
+        assert len(prompt) + n - 1 <= cache.offset < len(prompt) + n + 7
+        ahead.append(cache.offset - len(prompt) - n + 1)
+        rest = known[cache.offset : len(prompt) + 19]
         more = mlx_mtp.generate_step(rest, model, prompt_cache=cache, max_tokens=3)
-        assert [token for token, *_ in more] == text[12:15]
+        assert [token for token, *_ in more] == text[19:22]
+    assert max(ahead) > 0
     together.close()
