@@ -103,13 +103,19 @@ def measure(
     prompts: Sequence[BenchPrompt],
     texts: int,
     most: int,
+    *,
+    drawn: bool = False,
     **turns_of: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Time `texts` of the prompts at once; one entry for each contender, with a value per round in each list."""
+    """Time `texts` of the prompts at once; one entry for each contender, with a value per round in each list.
+
+    drawn: what is accepted is, so that texts mean nothing and are not compared.
+    """
     chosen = [prompts[i * len(prompts) // texts].tokens for i in range(texts)]
     found = interleaved({name: partial(run, chosen, most) for name, run in running.items()}, **turns_of)
     expected = found[AFTER][0].tokens
     for name, runs in found.items():
+        unlike = sum(a != b for run in runs for a, b in zip(run.tokens, expected, strict=True))
         yield {
             "contender": name,
             "texts": texts,
@@ -117,7 +123,7 @@ def measure(
             "tokens": [sum(map(len, run.tokens)) for run in runs],
             "seconds": [run.seconds for run in runs],
             "gaps": {str(p): [float(np.percentile(run.gaps, p)) for run in runs] for p in (50, 95, 99)},
-            "differs": sum(a != b for run in runs for a, b in zip(run.tokens, expected, strict=True)),
+            "differs": None if drawn else unlike,
         }
 
 
@@ -134,7 +140,8 @@ def table(found: dict[str, Any]) -> Table:
         share = fastest / (1 if e["contender"] == AFTER else e["texts"])
         gaps = [f"{1000 * min(e['gaps'][p]):.1f}" for p in ("50", "95", "99")]
         cells = e["texts"], e["context"] or "", e["contender"], f"{fastest:.0f}", f"{share:.0f}"
-        made.add_row(*map(str, cells), str(ratio(speeds, others)), *gaps, str(e["differs"]))
+        differ = "" if e["differs"] is None else str(e["differs"])
+        made.add_row(*map(str, cells), str(ratio(speeds, others)), *gaps, differ)
     return made
 
 

@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..batch import step as together
 from ..checkpoint.files import resolve
 from ..checkpoint.load import load
 from ..decoding.policy import Learned
@@ -180,7 +181,7 @@ def drawn_acceptance(rates: Sequence[float], seed: int = 0) -> Iterator[None]:
 
     Where a draft is to be right the target's token becomes the draft, where it is to be wrong another one.
     """
-    right, pick = draws(check_rates(rates), seed), Picker.pick
+    right, pick, pick_together = draws(check_rates(rates), seed), Picker.pick, together.pick
     mx.eval(right)
 
     def forced(self: Picker, model: Target, hidden: mx.array, position: Any, history: Any, drafts: mx.array):
@@ -188,14 +189,25 @@ def drawn_acceptance(rates: Sequence[float], seed: int = 0) -> Iterator[None]:
         if not (k := drafts.size):
             return tokens, logprobs
         row = right[mx.array(position).reshape(1) % POSITIONS][0, :k]
-        wrong = mx.where(tokens[:k] == drafts, (drafts + 1) % model.vocab_size, tokens[:k])
-        return mx.concatenate([mx.where(row, drafts, wrong), tokens[k:]]), logprobs
+        return mx.concatenate([_forced(tokens[:k], drafts, row, model), tokens[k:]]), logprobs
 
-    Picker.pick = forced
+    def forced_together(model: Target, hidden: mx.array, position: mx.array, drafts: mx.array | None, texts: Any):
+        tokens, logprobs = pick_together(model, hidden, position, drafts, texts)
+        if drafts is None:
+            return tokens, logprobs
+        rows, k = right[position % POSITIONS], drafts.shape[1]
+        return mx.concatenate([_forced(tokens[:, :k], drafts, rows[:, :k], model), tokens[:, k:]], axis=1), logprobs
+
+    Picker.pick, together.pick = forced, forced_together
     try:
         yield
     finally:
-        Picker.pick = pick
+        Picker.pick, together.pick = pick, pick_together
+
+
+def _forced(tokens: mx.array, drafts: mx.array, right: mx.array, model: Target) -> mx.array:
+    """Put the draft where it is to be right, another token where it is to be wrong."""
+    return mx.where(right, drafts, mx.where(tokens == drafts, (drafts + 1) % model.vocab_size, tokens))
 
 
 FILE = Path(__file__).parent / "prompts.json"

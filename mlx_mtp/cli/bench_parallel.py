@@ -33,8 +33,6 @@ def parallel(**flags: Any) -> None:
     from ..bench.subject import make_prompts
     from ..decoding.options import default_step
 
-    if flags["synth_rates"]:
-        raise click.UsageError("--synth-rates: not with several texts; allowed is what the heads guess")
     quick = flags["quick"]
     numbers = flags["texts"] or ((1, 4) if quick else TEXTS)
     if wrong := [n for n in numbers if n < 1]:
@@ -49,7 +47,8 @@ def parallel(**flags: Any) -> None:
     for context in contexts:
         prompts = make_prompts(subject.tokenizer, subject.model.vocab_size, each=each, context=context)
         for n in numbers:
-            entries += measure(running[0], prompts, n, most, **turns)
+            with subject.acceptance():
+                entries += measure(running[0], prompts, n, most, drawn=bool(subject.rates), **turns)
     options = {"texts": numbers, "contexts": contexts, "max_tokens": most, "rounds": rounds, "quick": quick}
     found = result.result("parallel", subject.facts, options, entries=entries)
     shared.report(found, flags, [f"left out: mlx-lm ({running[1]})"] if running[1] else [], table(found))

@@ -4,6 +4,7 @@ import json
 
 from command_line import call
 
+from mlx_mtp import BatchGenerator, Stats
 from mlx_mtp.bench.page import tables_of
 from mlx_mtp.bench.parallel import AFTER, DRAFTED, MLX_LM, PLAIN, REPLAYED, Together, contenders, measure
 from mlx_mtp.bench.subject import BenchPrompt, Subject
@@ -38,6 +39,22 @@ def test_built_and_replayed(tiny_models, monkeypatch):
     assert not recorder.cycles
     assert found[PLAIN + REPLAYED]([[1, 2], [2, 3]], 4).tokens == built.tokens
     assert recorder.cycles
+
+
+def test_drawn_acceptance(tiny_models):
+    """Of every draft the first is right and the second wrong, alone and together; texts are not compared."""
+    subject = Subject(tiny_models(0)[0], None, "tiny", {}, rates=(1.0, 0.0))
+    with subject.acceptance():
+        for n in (1, 2):
+            stats = Stats()
+            batch = BatchGenerator(subject.model, num_draft_tokens=2, adaptive=False, stats=stats)
+            batch.insert([[1, 2, 3]] * n, [21] * n)
+            while batch.next_generated():
+                pass
+            assert stats.accepted == [stats.cycles, 0]
+    running = {AFTER: lambda prompts, most: Together([[1]], 1.0, [0.1])}
+    (entry,) = measure(running, [BenchPrompt("text", [1])], 1, 2, rounds=1, drawn=True)
+    assert entry["differs"] is None
 
 
 def test_a_text_that_is_not_what_it_is_alone_is_counted():
