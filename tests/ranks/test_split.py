@@ -31,7 +31,7 @@ class Group:
         return 0
 
 
-def check(n: int, folder, path: str, whole: str, atol: float = 1e-4) -> None:
+def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4) -> None:
     """Compare what n ranks decode in all ways; each has its share of all weights but those that match `whole`."""
     mine, *others = rank_group.work(n, folder, "texts", path=path, few=not SWEEP)
     assert all(rank == mine for rank in others)
@@ -39,7 +39,7 @@ def check(n: int, folder, path: str, whole: str, atol: float = 1e-4) -> None:
         assert text == mine["texts"]["seeded" if kind.startswith("seeded") else "plain"], kind
     assert mine["rows apart"] == 0
     truth = rank_worker.texts(path, None, few=True)
-    assert np.allclose(mine["logits"], truth["logits"], atol=atol)
+    assert atol is None or np.allclose(mine["logits"], truth["logits"], atol=atol)
     for name, size in mine["bytes"].items():
         assert size * (1 if re.search(whole, name) else n) == truth["bytes"][name], name
 
@@ -54,7 +54,7 @@ def test_texts_and_rows_do_not_depend_on_drafts_and_ranks_agree(tmp_path, name, 
 @sweep
 @pytest.mark.parametrize(("n", "dtype", "atol"), [
     *((n, mx.float32, 1e-4) for n in (2, 4)),
-    (2, mx.bfloat16, np.inf),  # on another number of ranks near-ties choose other experts
+    (2, mx.bfloat16, None),  # on another number of ranks near-ties choose other experts
 ])  # fmt: skip
 def test_quantized_weights_are_split(tmp_path, n, dtype, atol):
     check(n, tmp_path, rank_cases.write_quantized(tmp_path / "model", dtype), WHOLE, atol)
