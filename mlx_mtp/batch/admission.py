@@ -6,6 +6,7 @@ from ..decoding.memory_needs import UNCHECKED, kv_bytes
 from ..layers.target import Target
 from ..machine import memory
 from .group import layout_of
+from .replay import slots_for
 from .sequence import Sequence
 
 
@@ -13,17 +14,19 @@ class Admission:
     """Who may come in.
 
     A slot of a pool is as long as the longest text's, and while a pool grows the old one is there, too. Who comes
-    alone comes in: his own needs were looked at when he was inserted. ignore: lets everybody in.
+    alone comes in: his own needs were looked at when he was inserted. ignore: lets everybody in. replayed: slots are
+    as many as cycles are recorded for.
     """
 
-    def __init__(self, model: Target, *, ignore: bool):
-        self.model, self.ignore = model, ignore
+    def __init__(self, model: Target, *, ignore: bool, replayed: bool = False):
+        self.model, self.ignore, self.replayed = model, ignore, replayed
         self._bytes: dict[tuple[str, int], int] = {}
         self._refused: Any = None
 
     def lets_in(self, text: Sequence, there: list[Sequence]) -> bool:
         """Tell whether a text may begin beside others; one that was refused is looked at again when some left."""
         longest, slots = max(t.longest for t in (text, *there)), len(there) + 1
+        slots = slots_for(slots) if self.replayed else slots
         if self.ignore or not there or slots * longest <= UNCHECKED:
             return True
         case = text.uid, {t.uid for t in there}

@@ -64,7 +64,7 @@ class BatchGenerator:
         self._stops = StopSequences(stop_tokens or None)
         how = {"adaptive": settings.adaptive, "replayed": settings.replays}
         self.controls_for = Controls(model, settings.k, **how).of
-        self._admission = Admission(model, ignore=not settings.check_memory)
+        self._admission = Admission(model, ignore=not settings.check_memory, replayed=settings.replays)
         self._unprocessed: deque[Sequence] = deque()
         self._places = Places(settings, lambda texts: self.controls_for(texts))
         self._uids = 0

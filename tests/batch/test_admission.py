@@ -1,5 +1,7 @@
 """Let texts in as they fit: those that wait begin when others have left, and are what they are alone."""
 
+import types
+
 import pytest
 
 import mlx_mtp
@@ -28,6 +30,18 @@ def test_newcomers_wait_until_they_fit(tiny_models, monkeypatch, room, ignore, m
     assert at_once == most
     alone = [token for token, *_ in mlx_mtp.generate_step(PROMPT, model, max_tokens=9)]
     assert list(texts.values()) == [alone[:n] for n in (9, 5, 7, 2)]
+
+
+def test_replayed_cycles_have_slots_in_few_numbers(tiny_models, monkeypatch):
+    """A fifth text takes two slots, of which there is only one more."""
+    model, _ = tiny_models(0)
+    monkeypatch.setattr(admission, "UNCHECKED", 0)
+    text = types.SimpleNamespace(cache=mlx_mtp.make_prompt_cache(model), longest=20, uid=0)
+    each = sum(kv_bytes(model, text.cache, 20))
+    monkeypatch.setattr(admission.memory, "available", lambda: Available(int(5.1 * each), "a test"))
+    for replayed in (False, True):
+        gate = admission.Admission(model, ignore=False, replayed=replayed)
+        assert [gate.lets_in(text, [text] * there) for there in (3, 4, 5)] == [True, not replayed, False]
 
 
 def test_what_waits_goes_on_when_all_others_are_removed(tiny_models):
