@@ -1,6 +1,7 @@
 """Decode the answers of a loaded model together: a cycle of all of them is one pass over the weights."""
 
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any
 
 from ..batch.generator import BatchGenerator
@@ -35,13 +36,14 @@ class Together:
                 self._said[response.uid].append(response)
         except Exception as e:
             self._error = e
-            self.close()
+            with suppress(Exception):  # what is broken may not even close
+                self.close()
 
     def close(self) -> None:
         """Let go of all answers, and of the batch."""
-        if self._batch:
-            self._batch.close()
-        self._batch, self._said = None, {}
+        batch, self._batch, self._said = self._batch, None, {}
+        if batch:
+            batch.close()
 
     def decode(self, prompt: list[int], held: list[PromptCache], options: dict[str, Any]) -> Responses:
         """Decode an answer with the others; yield None wherever its turn is over.
