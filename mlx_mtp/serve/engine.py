@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.prompt_cache import PromptCache
 from ..machine.errors import first_line
 from ..machine.memory import wired
 from ..machine.stream import in_turn
@@ -59,7 +60,7 @@ class Engine:
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._pending = 0  # jobs that were submitted and have not begun
-        self._behind: deque[Job] = deque(maxlen=BEHIND)
+        self._behind: deque[tuple[Job, PromptCache]] = deque(maxlen=BEHIND)
         self._rereads: Iterator[int] | None = None
         self._stopping: float | None = None
         self._opened = False
@@ -183,8 +184,8 @@ class Engine:
                 steps.close()  # type: ignore[attr-defined]
             if not job.cancelled:
                 job.emit(Failed(504, "the time limit of a request is over (--timeout)"))
-        except StopIteration:
-            self._behind.append(job)
+        except StopIteration as end:
+            self._behind.append((job, end.value))
         except ValueError as e:
             job.emit(Failed(400, first_line(e)))
         except Exception as e:
@@ -195,10 +196,10 @@ class Engine:
     def _idle(self) -> None:
         """Read the beginning of what may be asked next; with nothing to read wait for a request, or unload."""
         if self._rereads is None and self._behind and self.served:
-            job = self._behind.popleft()
+            job, cache = self._behind.popleft()
             prompt = job.ask.follows(job.parts) if job.ask.follows else []
             self._tell("read ahead", AHEAD, prompt)
-            self._rereads, job.cache = reread(self.served, prompt, job.cache), None
+            self._rereads = reread(self.served, prompt, cache)
         if self._rereads is not None:
             with in_turn():
                 self._tell("step", AHEAD)

@@ -94,7 +94,6 @@ class Job:
     """A request on its way.
 
     emit: tells its client, from the engine's thread. cancelled: nobody waits for it. reading: it does not decode yet.
-    cache: what decoding left.
     """
 
     ask: Ask
@@ -104,7 +103,6 @@ class Job:
     begun: float = field(default_factory=time.monotonic)
     parts: list[Part] = field(default_factory=list)
     reading: bool = True
-    cache: PromptCache | None = None
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -126,8 +124,11 @@ class Served(NamedTuple):
     together: Together | None = None
 
 
-def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Iterator[None]:
-    """Answer a request, yielding after every step; crowded: others' steps come in between, so time tells nothing."""
+def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache]:
+    """Answer a request, yielding after every step; return the cache that decoding left.
+
+    crowded: others' steps come in between, so time tells nothing.
+    """
     ask = job.ask
     if served.files:
         served.files.load(served.tree, ask.prompt)
@@ -139,7 +140,7 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Iterator[No
         yield
     job.reading = False
     yield from _decode(served, job, held, most, cached, crowded)
-    job.cache = held[0]
+    return held[0]
 
 
 def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:

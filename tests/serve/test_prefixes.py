@@ -1,6 +1,7 @@
 """Reuse beginnings of prompts: an answer is what it is without; memory is bounded; files outlive the server."""
 
 import sys
+import weakref
 
 import families
 import mlx.core as mx
@@ -42,6 +43,15 @@ def ask(served, prompt, n=6, turns=(), **sampling):
     assert isinstance(events[-1], End)
     assert events[-1].stats.generation_tokens == n
     return "".join(getattr(e, "text", "") for e in events), begun.cached
+
+
+def left(steps):
+    """Take all steps of an answer; return what they leave."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def prompts(vocab, seed=0):
@@ -90,18 +100,23 @@ def test_answers_are_remembered_as_decoded_where_that_is_as_if_read(model):
     prompt, _ = prompts(model.vocab_size)
     served, fresh = serve(model), serve(model)
     served.tree.decoded = rows_alike(model, served.tree.blank, 24)
-    job = Job(Ask(prompt, (), 14), lambda event: None)
-    for _ in answer(served, job, lambda: False):
-        pass
-    text = [*job.cache.tokens, *range(5)]
+    cache = left(answer(served, Job(Ask(prompt, (), 14), lambda event: None), lambda: False))
+    text = [*cache.tokens, *range(5)]
     assert len(text) == len(prompt) + 13 + 5
-    reads = [list(reread(served, text, job.cache)), list(reread(fresh, text))]
+    reads = [list(reread(served, text, cache)), list(reread(fresh, text))]
     assert reads == ([[40]] if served.tree.decoded else [list(range(24, 44, 4))]) + [list(range(4, 44, 4))]
     a, b = served.tree.take(text, 64), fresh.tree.take(text, 64)
     assert a.tokens == b.tokens == text[:40]
     for x, y in zip(a.layers, b.layers, strict=True):
         assert x.start == y.start
         assert all(map(mx.array_equal, x.parts, y.parts))
+
+
+def test_a_request_that_is_over_holds_no_cache(tiny_models):
+    """Python looks for jobs in circles seldom, and each would have megabytes."""
+    job = Job(Ask([1, 2, 3], (), 4), lambda event: None)
+    cache = weakref.ref(left(answer(serve(tiny_models(vocab_size=40)[0]), job, lambda: False)))
+    assert cache() is None
 
 
 def test_a_model_whose_rows_depend_on_their_number_reads_its_answers(model, monkeypatch):
