@@ -67,6 +67,8 @@ class BatchGenerator:
         self._admission = Admission(model, ignore=not settings.check_memory, replayed=settings.replays)
         self._unprocessed: deque[Sequence] = deque()
         self._places = Places(settings, lambda texts: self.controls_for(texts))
+        self.failed: int | None = None
+        self._failed: list[tuple[int, Exception]] = []
         self._uids = 0
         self._counters = BatchCounters()
         switch_on_for_texts(model)
@@ -83,6 +85,7 @@ class BatchGenerator:
     def close(self) -> None:
         """Let go of all texts and of what was kept resident for them."""
         self._unprocessed.clear()
+        self._failed.clear()
         self._places.clear()
         self._resident.close()
 
@@ -160,10 +163,18 @@ class BatchGenerator:
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
         """Take one cycle of those that decode, and read on in the prompts of those that are to.
 
-        Returns what each prompt's reading has come to, and the tokens, in order, several of a text perhaps.
+        Returns what each prompt's reading has come to, and the tokens, in order, several of a text perhaps. Raises
+        what a text's own sampler or processor raised in the call before: that text is over, `failed` is its number,
+        and the next call goes on with the others. Of what else is raised `failed` is None.
         """
-        counters, tic, places = self._counters, time.perf_counter(), len(self._places)
+        self.failed = None
+        if self._failed:
+            self.failed = self._failed[0][0]
+            raise self._failed.pop(0)[1]
+        counters, tic, there = self._counters, time.perf_counter(), self._places.texts
+        places = len(self._places)
         shown = self._places.step()
+        self._note_failed(there)
         counters.generation_steps += places
         counters.decode_time += time.perf_counter() - tic
         read = self._read_prompts(shown)
@@ -172,6 +183,13 @@ class BatchGenerator:
         counters.generation_tokens += len(shown)
         self._count()
         return read, shown
+
+    def _note_failed(self, texts: list[Sequence]) -> None:
+        """Keep what texts failed of until it can be raised; they let go of it, as it leads back to them."""
+        for text in texts:
+            if text.error:
+                self._failed.append((text.uid, text.error))
+                text.error = None
 
     def _count(self) -> None:
         """Tell the caller's `stats` what all texts took until now."""
@@ -184,7 +202,7 @@ class BatchGenerator:
         """Go on until there are tokens; return them, none when all texts are over."""
         while True:
             shown = self.next()[1]
-            if shown or not self._texts():
+            if shown or not (self._texts() or self._failed):
                 return shown
 
     @in_turn()
@@ -205,6 +223,7 @@ class BatchGenerator:
                 self._unprocessed.remove(text)
             else:
                 self._places.take_out(text)
+        self._failed = [(uid, error) for uid, error in self._failed if uid not in set(uids)]
         return caches
 
     def _chosen(self, uids: Any) -> list[Sequence]:
@@ -250,7 +269,12 @@ class BatchGenerator:
         """Choose the first token of a text whose prompt has been read, and let it decode."""
         if text.k:
             test_heads(self.model)
-        run = first_run(self.model, text.cache, hidden, text.picker)
+        try:
+            run = first_run(self.model, text.cache, hidden, text.picker)
+        except Exception as e:
+            text.fail(e)
+            self._note_failed([text])
+            return []
         text.tokens = list(text.cache.tokens)
         shown = text.show(run.read()[0], 0, run.logprobs)
         text.stats.begins()

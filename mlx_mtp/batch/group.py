@@ -91,7 +91,7 @@ class Group:
         """Finish a cycle; return what it says, and leave the next one under way."""
         self.clock.resume()
         last = self.last or self._submitted(None, self._built(None))
-        ahead = None if self._waits_for_tokens(last) else self._built(last)  # the device is busy meanwhile
+        ahead = self._built(last) if self._builds_ahead(last) else None  # the device is busy meanwhile
         shown = self._read(last, ahead)
         if ahead is None and any(s and not s.over for s in last.rows):
             ahead = self._built(last)
@@ -135,9 +135,10 @@ class Group:
         if not self.texts:
             self.pool = self.last = None
 
-    def _waits_for_tokens(self, last: Cycle) -> bool:
-        """Tell whether the next cycle can be built only when this one's tokens are known."""
-        return any(s.picker.processors for s in (*last.rows, *(s for s, _ in self.waiting)) if s)
+    def _builds_ahead(self, last: Cycle) -> bool:
+        """Tell whether somebody is there, and the next cycle can be built before this one's tokens are known."""
+        there = [s for s in (*last.rows, *(s for s, _ in self.waiting)) if s]
+        return not (all(s.over for s in there) or any(s.picker.processors for s in there))
 
     def _built(self, last: Cycle | None) -> Cycle:
         """Build the graph of the next cycle of all that are there."""

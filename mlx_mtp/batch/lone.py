@@ -38,7 +38,12 @@ class Lone:
         d, text, shown = self._decoder or self._begun(), self.text, []
         text.stats.crowded, self.hidden = self.hidden, False
         while not shown or (d.rows <= d.shown.accepted and not text.over):
-            token, logprobs, drafted = next(self._steps)
+            try:
+                token, logprobs, drafted = next(self._steps)
+            except Exception as e:
+                self._decoder = None
+                text.fail(e)
+                return shown
             shown += text.show([token], int(drafted), None if logprobs is None else logprobs[None])
         if text.over:
             self.rest()

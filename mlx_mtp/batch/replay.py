@@ -50,6 +50,10 @@ class Chosen(NamedTuple):
     plain: bool
     tokens: tuple = ()
 
+    def fail(self, error: Exception) -> None:
+        """Raise it: no sampler or processor of a user's own has a part in what is recorded."""
+        raise error
+
 
 def slots_for(texts: int) -> int:
     """Round a number of slots up to the bucket that its cycles are recorded for: 1, 2, 3, 4, 6, 8, 12, 16 ..."""

@@ -34,7 +34,7 @@ class Sequence:
     cycle. tokens: all that are known, the cache's own among them. base: the position of its first row in the newest
     run. follows: of the next one. slot: its place in the pool. over: no more of its tokens are shown. longest:
     positions that it may come to hold. begun: whether its prompt is being read, or was. max_lookup: most drafts of
-    prompt lookup in a cycle, while it decodes alone.
+    prompt lookup in a cycle, while it decodes alone. error: what its own sampler or processor raised.
     """
 
     uid: int
@@ -55,6 +55,7 @@ class Sequence:
     plain: bool = False
     longest: int = 0
     begun: bool = False
+    error: Exception | None = None
 
     def __post_init__(self):
         self.tokens, self.total = list(self.cache.tokens), sum(map(len, self.segments))
@@ -76,6 +77,10 @@ class Sequence:
                 self.over = True
                 break
         return shown
+
+    def fail(self, error: Exception) -> None:
+        """End the text, and nobody else's, for what its own sampler or processor raised."""
+        self.error, self.over = error, True
 
     def hand_over(self, shown: list[Response]) -> list[Response]:
         """Give the last of a text's responses its cache, which is at rest, if the text is over."""

@@ -16,7 +16,10 @@ from .pool import Pool, PoolArrays
 
 
 class Chosen(Protocol):
-    """How a text's tokens are chosen. plain: the likeliest, and no more is asked. tokens: those that it has."""
+    """How a text's tokens are chosen.
+
+    plain: the likeliest, and no more is asked. tokens: those that it has. fail: is told what choosing them raised.
+    """
 
     @property
     def plain(self) -> bool: ...
@@ -26,6 +29,8 @@ class Chosen(Protocol):
 
     @property
     def tokens(self) -> Sequence[int]: ...
+
+    def fail(self, error: Exception) -> None: ...
 
 
 Rows = Sequence[Chosen | None]  # by row of a pass, None where a slot is free
@@ -182,10 +187,14 @@ def pick(
     for i, text in others.items():
         guesses = mx.array([], mx.int32) if drafts is None else drafts[i]
         at, p = position[i : i + 1], text.picker
-        if choice is None and logits is not None:
-            drawn, logprobs = p(logits[i], at, text.tokens, guesses)
-        else:
-            drawn, logprobs = p.pick(model, hidden[i : i + 1], at, text.tokens, guesses)
+        try:
+            if choice is None and logits is not None:
+                drawn, logprobs = p(logits[i], at, text.tokens, guesses)
+            else:
+                drawn, logprobs = p.pick(model, hidden[i : i + 1], at, text.tokens, guesses)
+        except Exception as e:  # of a user's own sampler or processor; nobody sees this text's row
+            text.fail(e)
+            continue
         each[i] = drawn[None]
         if logprobs is not None:
             found[i] = logprobs

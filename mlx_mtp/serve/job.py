@@ -227,6 +227,7 @@ def _decode(
             reasoned += splitter.reasoning
             _tell(job, found)
             if splitter.stopped is not None or (ask.one_call and splitter.called):
+                reason = "stop"  # even if it is the last token that may come
                 break
     _tell(job, splitter.end(cut=reason == "length"))
     reason = "tool_calls" if splitter.called and reason == "stop" else reason

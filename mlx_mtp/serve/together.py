@@ -24,10 +24,11 @@ class Together:
         self.model, self.tokenizer, self.options, self.chunk = model, tokenizer, options, step
         self._batch: BatchGenerator | None = None
         self._said: dict[int, list[Response]] = {}
+        self._raised: dict[int, Exception] = {}
         self._error: Exception | None = None
 
     def step(self) -> None:
-        """Take a cycle of all answers; where that fails all of them do."""
+        """Take a cycle of all answers; one fails of its own sampler or processor, all of anything else."""
         if not self._said:
             return
         assert self._batch
@@ -35,6 +36,9 @@ class Together:
             for response in self._batch.next()[1]:
                 self._said[response.uid].append(response)
         except Exception as e:
+            if self._batch.failed is not None:
+                self._raised[self._batch.failed] = e
+                return
             self._error = e
             with suppress(Exception):  # what is broken may not even close
                 self.close()
@@ -58,11 +62,14 @@ class Together:
                 yield None
                 if self._said.get(uid) is not said:
                     raise RuntimeError("answers that were decoded together failed") from self._error
+                if uid in self._raised:
+                    raise self._raised.pop(uid)
                 for r in self._taken(uid, held):
                     told += 1
                     yield text_response(detokenizer, (r.token, r.logprobs, r.from_draft), stats, r.finish_reason)
         finally:
             stats.generation_tokens = told
+            self._raised.pop(uid, None)
             if self._batch and self._said.pop(uid, None) is not None:
                 held += [cache for cache, _ in self._batch.remove([uid], return_prompt_caches=True).values()]
 

@@ -126,6 +126,31 @@ def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(en
     assert again.text == alone(model, again.job.ask)
 
 
+def test_an_answer_whose_processor_raises_fails_alone(engine, tiny_models, monkeypatch):
+    def broken(tokens, logits):
+        if tokens.size > 7:
+            raise ZeroDivisionError("of its own")
+        return logits
+
+    monkeypatch.setattr("mlx_mtp.serve.job.make_logits_processors", lambda **_: [broken])
+    clients = [Client(Ask([i, 2, 3], max_tokens=20, penalties={"any": i} if i == 1 else {})) for i in range(3)]
+    engine.submit([client.job for client in clients])
+    assert all(client.over.wait(20) for client in clients)
+    assert [type(client.events[-1]) for client in clients] == [End, Failed, End]
+    assert clients[1].events[-1].message == "ZeroDivisionError: of its own"
+    for client in clients[::2]:
+        assert client.text == alone(tiny_models(vocab_size=40)[0], client.job.ask)
+
+
+def test_a_string_that_ends_an_answer_at_its_last_token_is_why_it_ends(engine, tiny_models):
+    ask = Ask([1, 2, 3], max_tokens=6)
+    whole = alone(tiny_models(vocab_size=40)[0], ask)
+    client = Client(Ask([1, 2, 3], max_tokens=whole.index(whole[5]) + 1, stops=(whole[5],)))
+    engine.submit([client.job])
+    assert client.over.wait(20)
+    assert (client.events[-1].reason, client.events[-1].stop) == ("stop", whole[5])
+
+
 def test_a_cache_comes_back_wherever_an_answer_ends(tiny_models):
     """It holds what was decoded, and goes on."""
     model = tiny_models(vocab_size=40)[0]
