@@ -63,10 +63,9 @@ class BatchGenerator:
         checked.check_numbers(max_tokens, step, settings.seed, settings.draft_p_min)
         self._stops = StopSequences(stop_tokens or None)
         how = {"adaptive": settings.adaptive, "replayed": settings.replays}
-        self.controls_for = Controls(model, settings.k, **how).of
         self._admission = Admission(model, ignore=not settings.check_memory, replayed=settings.replays)
         self._unprocessed: deque[Sequence] = deque()
-        self._places = Places(settings, lambda texts: self.controls_for(texts))
+        self._places = Places(settings, Controls(model, settings.k, **how).of)
         self.failed: int | None = None
         self._failed: list[tuple[int, Exception]] = []
         self._uids = 0

@@ -148,7 +148,7 @@ class Group:
         there = [s for s in (*rows, *(s for s, _ in joining)) if s and not s.over]
         control, most = self.controls(len(there)), max(s.k for s in there)
         pool = self.pool or self._opened(there[0].cache)
-        behind = len(pool.missed) or max(s.cache.behind for s in there) * (not pool.live)
+        behind = len(pool.missed) or sum(s.cache.behind for s in there) * (not pool.live)
         plan = control.plan(behind=behind)
         plan = Plan(k=min(plan.k, most)) if most else PLAIN
         moves = bool(joining) or len(there) < sum(s is not None for s in rows)

@@ -110,7 +110,8 @@ class PrefixTree:
         """
         if self.decoded:
             self.insert(cache)
-        if self.decoded or not self._takes(cache):
+            return
+        if not self._takes(cache):
             return
         *before, last = self._split(cache.tokens, cache.offset)
         known = self._walk(before)

@@ -1,6 +1,8 @@
 """Call `BatchGenerator` as mlx_lm's own callers do, and end its texts in every way."""
 
+import gc
 import types
+import weakref
 
 import mlx.core as mx
 import pytest
@@ -8,6 +10,7 @@ from mlx_lm.generate import BatchGenerator as Theirs
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_mtp
+from mlx_mtp.tuning.plan import Fixed, Plan
 
 PROMPTS = [[1, 2, 3, 0, 2, 4], [2, 2, 1], [3, 0, 1, 2, 2, 1, 0]]
 
@@ -126,6 +129,31 @@ def test_caches_change_while_texts_decode(tiny_models):
     found, _ = texts(batch, prompts, limits)
     for uid, (prompt, n) in enumerate(zip(prompts, limits, strict=True)):
         assert found[uid] == [t for t, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, **options)]
+
+
+def test_a_batch_that_is_dropped_lets_go_at_once(pair):
+    """Its caches and what it keeps resident wait for no garbage collector."""
+    batch = mlx_mtp.BatchGenerator(pair[0])
+    batch.insert(PROMPTS, [5] * 3)
+    batch.next_generated()
+    gone = weakref.ref(batch)
+    gc.disable()
+    try:
+        del batch
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_waking_counts_what_the_heads_of_all_texts_missed(pair, monkeypatch):
+    """Three texts whose heads did not read along: all their rows are told, but the newest of each."""
+    asked, model = [], pair[0]
+    monkeypatch.setattr(Fixed, "plan", lambda self, matched=0, behind=0: asked.append(behind) or Plan(k=self.k))
+    batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, adaptive=False)
+    batch.insert(PROMPTS, [5] * 3)
+    while batch.next_generated():
+        pass
+    assert max(asked) == sum(len(prompt) - 1 for prompt in PROMPTS)
 
 
 def test_a_text_without_a_limit_goes_on_to_its_stop(pair):

@@ -113,7 +113,7 @@ def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None, **o
             fixed |= {"prompt_lookup": k > 0, "draft_p_min": 0.3}
         batch = BatchGenerator(model, prefill_step_size=16, **fixed, **layout, **options)
         if whims:
-            batch.controls_for = lambda texts: whims
+            batch._places.controls = lambda texts: whims
         drive(batch, cases)
         batch.close()
 
