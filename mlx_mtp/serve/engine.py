@@ -17,12 +17,13 @@ from ..machine.errors import first_line
 from ..machine.memory import wired
 from ..machine.stream import in_turn
 from .follow import AHEAD, as_json
-from .job import Ask, Failed, Job, Served, answer, reread
+from .job import Ask, Failed, Job, Served, answer, read_end, reread
 from .together import Together
 
 log = logging.getLogger("mlx_mtp.serve")
 WAKE = object()  # ends the engine's wait for a request
 BEHIND = 4  # answers that idle time is to read again, at most
+CALM = 0.05  # seconds without a request, after which there is time for what is seldom asked
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Engine:
         self._pending = 0  # jobs that were submitted and have not begun
         self._behind: deque[tuple[Job, PromptCache]] = deque(maxlen=BEHIND)
         self._rereads: Iterator[int] | None = None
+        self._answered: list[int] = []  # the last prompt whose answer is over
         self._stopping: float | None = None
         self._opened = False
         self._lock = threading.Lock()
@@ -199,11 +201,15 @@ class Engine:
             job, cache = self._behind.popleft()
             prompt = job.ask.follows(job.parts) if job.ask.follows else []
             self._tell("read ahead", AHEAD, prompt)
-            self._rereads = reread(self.served, prompt, cache)
+            self._rereads, self._answered = reread(self.served, prompt, cache), job.ask.prompt
         if self._rereads is not None:
             with in_turn():
                 self._tell("step", AHEAD)
-                self._rereads = self._rereads if next(self._rereads, None) else None
+                self._rereads = self._rereads if self._has_read(self._rereads) else None
+        elif self.served and self._answered and getattr(getattr(self.served, "tree", None), "decoded", False):
+            self._collect(CALM)
+            if not self._waiting:
+                self._rereads, self._answered = read_end(self.served, self._answered), []
         elif self.served and self.limits.idle_unload < float("inf"):
             self._collect(self.limits.idle_unload)
             if not self._waiting and self._stopping is None:
@@ -213,6 +219,14 @@ class Engine:
                 mx.clear_cache()
         else:
             self._collect(3600)
+
+    def _has_read(self, steps: Iterator[int]) -> bool:
+        """Take a step of what nobody has asked for, nor is told of; tell whether there may be more."""
+        try:
+            return next(steps, None) is not None
+        except Exception as e:
+            log.warning("not read ahead: %s", first_line(e))
+            return False
 
     def _fail_all(self) -> None:
         """Tell everybody who waits that there will be no answer."""

@@ -173,16 +173,20 @@ def _fitting(served: Served, cache: PromptCache, ask: Ask) -> int:
 
 def read(served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...]) -> Iterator[int]:
     """Read whole chunks of a prompt, never its last token, and remember them; yield how far it has come."""
-    cuts, k = served.tree.chunking.cuts(prompt), served.options["num_draft_tokens"]
+    cuts = served.tree.chunking.cuts(prompt)
     resumes = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
     for end in cuts:
-        if end <= cache.offset:
-            continue
-        options: Any = {"prompt_cache": cache, "num_draft_tokens": k, "check_memory": False}
-        options["prefill_step_size"] = served.tree.chunking.step
-        next(generate_step(prompt[cache.offset : end], served.model, max_tokens=0, **options), None)
-        served.tree.store(cache, resumes=end in resumes)
-        yield end
+        if end > cache.offset:
+            _read_to(served, cache, prompt[:end])
+            served.tree.store(cache, resumes=end in resumes)
+            yield end
+
+
+def _read_to(served: Served, cache: PromptCache, text: list[int]) -> None:
+    """Read what a cache lacks of a text."""
+    options: Any = {"prompt_cache": cache, "num_draft_tokens": served.options["num_draft_tokens"]}
+    options |= {"check_memory": False, "prefill_step_size": served.tree.chunking.step}
+    next(generate_step(text[cache.offset :], served.model, max_tokens=0, **options), None)
 
 
 def reread(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
@@ -190,14 +194,25 @@ def reread(served: Served, prompt: list[int], cache: PromptCache | None = None) 
 
     cache: what decoding the answer left, which saves reading it where its rows are as if read.
     """
-    try:
-        if cache is None or not served.tree.decoded or prompt[: cache.offset] != cache.tokens:
-            cache = served.tree.take(prompt, len(prompt))
-        elif cache.offset in served.tree.chunking.cuts(prompt):
-            served.tree.store(cache, resumes=True)
-        yield from read(served, cache, prompt, ())
-    except Exception as e:  # nobody has asked for it, and nobody is told
-        log.warning("not read ahead: %s", first_line(e))
+    if cache is None or not served.tree.decoded or prompt[: cache.offset] != cache.tokens:
+        cache = served.tree.take(prompt, len(prompt))
+    elif cache.offset in served.tree.chunking.cuts(prompt):
+        served.tree.store(cache, resumes=True)
+    yield from read(served, cache, prompt, ())
+
+
+def read_end(served: Served, prompt: list[int]) -> Iterator[int]:
+    """Read all but the last token of a prompt that was answered and may be asked again.
+
+    Only where all rows are alike, so that it need not be cut into the same chunks each time.
+    """
+    *_, last = 0, *served.tree.chunking.cuts(prompt)
+    end = len(prompt) - 1
+    if served.tree.decoded and last <= served.tree.covered(prompt) < end:
+        cache = served.tree.take(prompt, len(prompt))
+        _read_to(served, cache, prompt[:end])
+        served.tree.insert(cache, is_rest=True)
+        yield end
 
 
 def _decode(

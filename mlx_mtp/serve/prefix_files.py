@@ -50,7 +50,7 @@ class PrefixFiles:
 
     def save(self, tree: PrefixTree, until: float = float("inf")) -> None:
         """Write the texts of a tree, the newest first, as long as time.monotonic() is not past `until`."""
-        for chunk in sorted(tree.leaves(), key=lambda c: -c.used):
+        for chunk in sorted(tree.leaves(rests=False), key=lambda c: -c.used):
             path = resumable(chunk.path())
             tokens = [token for each in path for token in each.tokens]
             file = self._file(tree, tokens)

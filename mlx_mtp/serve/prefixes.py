@@ -42,7 +42,8 @@ class Chunking(NamedTuple):
 class Chunk:
     """Tokens behind those of its `parent`, the caches' rows of them, and perhaps the moment at their end.
 
-    primed: positions that the heads have read there. used: when it was needed last.
+    primed: positions that the heads have read there. used: when it was needed last. is_rest: it was made where no
+    chunk ends by the rule, at a prompt's end.
     """
 
     tokens: tuple[int, ...] = ()
@@ -51,6 +52,7 @@ class Chunk:
     moment: Moment | None = None
     primed: int = 0
     used: int = 0
+    is_rest: bool = False
     children: dict[tuple[int, ...], "Chunk"] = field(default_factory=dict)
 
     @property
@@ -120,15 +122,19 @@ class PrefixTree:
         chunk = self._child(known[-1] if known else self.root, last, cache, cache.offset, cache.primed)
         self._finish(chunk, cache, resumes=resumes or self.every_moment)
 
-    def insert(self, cache: PromptCache) -> None:
-        """Remember all tokens of a cache that rests where a chunk ends; texts may go on from there."""
+    def insert(self, cache: PromptCache, *, is_rest: bool = False) -> None:
+        """Remember all tokens of a cache that rests where a chunk ends; texts may go on from there.
+
+        is_rest: it rests elsewhere, as only caches of decoded answers may.
+        """
         if not self._takes(cache):
             return
         chunk, end = self.root, 0
         for part in self._split(cache.tokens, cache.offset):
             end += len(part)
-            primed = cache.primed if end == cache.offset else min(end - 1, cache.primed)
-            chunk = self._child(chunk, part, cache, end, primed)
+            last, new = end == cache.offset, part not in chunk.children
+            chunk = self._child(chunk, part, cache, end, cache.primed if last else min(end - 1, cache.primed))
+            chunk.is_rest = is_rest and last and (new or chunk.is_rest)
         self._finish(chunk, cache, resumes=True)
 
     def _child(self, above: Chunk, part: tuple[int, ...], cache: PromptCache, end: int, primed: int) -> Chunk:
@@ -151,13 +157,14 @@ class PrefixTree:
         self._touch(chunk)
         self._shrink()
 
-    def leaves(self) -> Iterator[Chunk]:
-        """Yield the chunks at which texts end."""
+    def leaves(self, *, rests: bool = True) -> Iterator[Chunk]:
+        """Yield the chunks at which texts end; rests: with those that only a prompt's end has made."""
         found = [self.root]
         while found:
             chunk = found.pop()
-            found += chunk.children.values()
-            if chunk is not self.root and not chunk.children:
+            below = [child for child in chunk.children.values() if rests or not child.is_rest]
+            found += below
+            if chunk is not self.root and not below:
                 yield chunk
 
     def clear(self) -> None:
@@ -183,7 +190,12 @@ class PrefixTree:
         return found
 
     def _known(self, tokens: Sequence[int]) -> list[Chunk]:
+        """Find the chunks of a text, and behind them the longest end of another one that it goes on from."""
         found = self._walk(self._split(tokens))
+        above, rest = found[-1] if found else self.root, tuple(tokens[sum(len(chunk.tokens) for chunk in found) :])
+        ends = [c for part, c in above.children.items() if len(part) < len(rest) and part == rest[: len(part)]]
+        if self.decoded and ends:
+            found.append(max(ends, key=lambda c: len(c.tokens)))
         if found:
             self._touch(found[-1])
         return found

@@ -2,9 +2,11 @@
 
 import threading
 import time
+import types
 
 import pytest
 
+from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine, Full, Limits
 from mlx_mtp.serve.job import Ask, End, Failed, Job
 
@@ -39,8 +41,8 @@ def steps(monkeypatch):
 def engine(steps):
     made = []
 
-    def make(**limits):
-        made.append(Engine(load=lambda: object(), limits=Limits(**limits)))  # type: ignore[arg-type]
+    def make(load=object, **limits):
+        made.append(Engine(load=load, limits=Limits(**limits)))  # type: ignore[arg-type]
         made[-1].start()
         return made[-1]
 
@@ -140,6 +142,26 @@ def test_time_limits(engine, steps):
     (client,) = submit(engine(), [1] * 10, deadline=time.monotonic() - 1)
     wait([client])
     assert client[0].status == 504
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_was_asked_last_is_read_to_its_end_in_a_quiet_moment(engine, steps, monkeypatch, breaks):
+    """Nobody is told if it fails."""
+    read, served = [], types.SimpleNamespace(tree=types.SimpleNamespace(decoded=True))
+
+    def read_end(served, prompt):
+        read.append(prompt)
+        yield 1 // (not breaks)
+
+    monkeypatch.setattr(engines, "reread", lambda *_: iter(()))
+    monkeypatch.setattr(engines, "read_end", read_end)
+    one = engine(lambda: served)
+    wait(submit(one, [1], [2, 2]))
+    until = time.monotonic() + 5
+    while not read and time.monotonic() < until:
+        time.sleep(0.01)
+    wait(submit(one, [3]))
+    assert read[0] == [2, 2]
 
 
 def test_an_idle_model_is_unloaded_and_loaded_again(engine, steps):

@@ -14,7 +14,7 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.cache.pieces import has_rows
 from mlx_mtp.serve.alike import rows_alike
-from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer, reread
+from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer, read_end, reread
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 
@@ -110,6 +110,23 @@ def test_answers_are_remembered_as_decoded_where_that_is_as_if_read(model):
     for x, y in zip(a.layers, b.layers, strict=True):
         assert x.start == y.start
         assert all(map(mx.array_equal, x.parts, y.parts))
+
+
+def test_a_prompt_that_is_asked_again_is_not_read_again(model, tmp_path):
+    """All but its last token is remembered where rows are alike; what continues it goes on there, files do not."""
+    prompt, _ = prompts(model.vocab_size)
+    longer = [*prompt, 1, 2, 3]
+    fresh, served = [ask(serve(model), text)[0] for text in (prompt, longer)], serve(model)
+    served.tree.decoded = rows_alike(model, served.tree.blank, 24)
+    assert ask(served, prompt) == (fresh[0], 0)
+    assert list(read_end(served, prompt)) == [22] * served.tree.decoded
+    assert ask(served, prompt) == (fresh[0], 22 if served.tree.decoded else 20)
+    assert list(read_end(served, prompt)) == []
+    assert ask(served, longer) == (fresh[1], 22 if served.tree.decoded else 20)
+    assert ask(served, [*longer, 4])[1] == 24
+    files = PrefixFiles(tmp_path, 1 << 30)
+    files.save(served.tree)
+    assert sorted(map(len, files.known.values())) == [24]
 
 
 def test_a_request_that_is_over_holds_no_cache(tiny_models):
