@@ -1,4 +1,5 @@
-"""Compare `mlx-mtp serve` with `mlx_lm.server` on the demo's weights: time to first token, speed, a conversation.
+"""Compare `mlx-mtp serve` with `mlx_lm.server` on the demo's weights: time to first token, speed, a prompt asked again, a
+conversation.
 
     python bench/serve.py [--runs 5] [--max-tokens 250]
 
@@ -95,6 +96,15 @@ def single(address: str, run: int, max_tokens: int) -> tuple[float, float]:
     return first, (tokens - 1) / rest if rest else 0.0
 
 
+def again(address: str, run: int) -> tuple[float, float]:
+    """A prompt that was asked half a second ago: seconds to the first token, tokens per second."""
+    said = [{"role": "user", "content": f"Run {run}. {QUESTIONS[run % len(QUESTIONS)]}"}]
+    ask(address, said, 30)
+    time.sleep(0.5)
+    first, rest, tokens, _ = ask(address, said, 30)
+    return first, (tokens - 1) / rest if rest else 0.0
+
+
 def conversation(address: str, run: int) -> tuple[float, float]:
     """Four turns behind a long system prompt: median seconds to first tokens of turns 2 to 4, seconds of all."""
     said = "Be brief and correct. "
@@ -139,6 +149,7 @@ def in_turn(
 def main(runs: int, max_tokens: int) -> None:
     """Measure both servers in turn and print medians."""
     found = {"single": in_turn(lambda address, run: single(address, run, max_tokens), runs, unending=True)}
+    found["again"] = in_turn(again, runs, unending=True)
     found["conversation"] = in_turn(conversation, runs, unending=False)
     report(found)
 
@@ -148,7 +159,8 @@ def report(found: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
         kind: {name: [statistics.median(values) for values in zip(*pairs, strict=True)] for name, pairs in of.items()}
         for kind, of in found.items()
     }
-    for kind, words in (("single", ("first token s", "tokens/s")), ("conversation", ("first token s", "seconds"))):
+    speeds = ("first token s", "tokens/s")
+    for kind, words in {"single": speeds, "again": speeds, "conversation": ("first token s", "seconds")}.items():
         for i, word in enumerate(words):
             ours, theirs = (medians[kind][name][i] for name in ("ours", "mlx_lm"))
             print(f"{kind:13} {word:14} ours {ours:8.3f}   mlx_lm {theirs:8.3f}   ratio {ours / theirs:.2f}")
