@@ -3,12 +3,17 @@
     python bench/acceptance.py [--model DIR] [--max-tokens 200]
 
 Exact: a slot that a head filled from drafted tokens is filled again when the true ones are known. The approximation
-never goes back: what a draft wrote stays, right or wrong. Same prompts, same texts, k = all heads. These are counts,
-not times: they do not depend on the machine's speed. The last line is one JSON object.
+never goes back: what a draft wrote stays, right or wrong. Same prompts, same texts, k = all heads.
+
+The second table: where heads have windows, how many of the last rows of a prompt they read before they draft; of the
+tokens right behind it, where that matters most.
+
+These are counts, not times: they do not depend on the machine's speed. The last line is one JSON object.
 """
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import click
 import mlx.core as mx
@@ -18,27 +23,32 @@ from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp.bench.result import environment
+from mlx_mtp.bench.subject import make_prompts
+from mlx_mtp.cache import prompt_cache
 from mlx_mtp.decoding import step as step_module
-from mlx_mtp.decoding.draft import Drafts, _put, draft
+from mlx_mtp.decoding.draft import NONE_ACCEPTED, Drafts, _put, draft
 from mlx_mtp.demo import demo_path
+
+LONG, FIRST = 500, 40  # tokens of the second table's prompts, and behind them
 
 
 def draft_without_revisiting(model, cache, run, k: int, chooser) -> Drafts:
     """`draft`, but depth j starts behind the j slots that it filled from drafts in the last cycle."""
     rows, base = run.tokens.size, cache.heads[0].offset
+    accepted = NONE_ACCEPTED if run.accepted is None else run.accepted
     tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
     first, choices = cache.layers[0].offset + 1, []
     for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=True)):
         kv.seek(base + depth, kv.limit + depth)
         output = head(model.embed(tokens[None, depth : rows + depth], depth), hidden[:, depth : rows + depth], kv)
-        answer = mx.take(output, run.accepted, axis=1)  # row `accepted` + depth of the exact rule
+        answer = mx.take(output, accepted, axis=1)  # row `accepted` + depth of the exact rule
         choices.append(chooser(model, depth, answer, first + depth))
-        tokens = _put(tokens, run.accepted + depth + 1, choices[-1].token)
+        tokens = _put(tokens, accepted + depth + 1, choices[-1].token)
         if depth + 1 < len(cache.heads):
             # Rows of the next depth count from the same position, one slot later.
             skipped = mx.zeros_like(hidden[:, : depth + 1])
             hidden = mx.concatenate([skipped, head.feedback(output, hidden)], axis=1)
-            kept.append(mx.take(output, run.accepted, axis=1))
+            kept.append(mx.take(output, accepted, axis=1))
     cache.kept = kept
     cache.heads_follow()
     return Drafts.of(choices[:k])
@@ -57,6 +67,20 @@ def measure(model, prompts: list, stops: set[int], n: int, rule) -> tuple[dict, 
             counts.setdefault(name, mlx_mtp.Stats()).add(stats)
     step_module.draft = draft
     return counts, texts
+
+
+def behind_long_prompts(model, tokenizer) -> dict[int, mlx_mtp.Stats]:
+    """Stats of the first tokens, by the rows that heads read at first; all their windows see at the end."""
+    prompts = make_prompts(tokenizer, model.vocab_size, each=4, context=LONG)
+    found: dict[int, mlx_mtp.Stats] = {}
+    for rows in (4, 8, 16, prompt_cache.AT_FIRST, LONG):
+        found[rows] = mlx_mtp.Stats()
+        with mock.patch.object(prompt_cache, "AT_FIRST", rows):
+            for prompt in prompts:
+                stats = mlx_mtp.Stats()
+                list(mlx_mtp.generate_step(prompt.tokens, model, max_tokens=FIRST, adaptive=False, stats=stats))
+                found[rows].add(stats)
+    return found
 
 
 @click.command()
@@ -82,6 +106,13 @@ def main(model: str, prompts: Path, max_tokens: int) -> None:
             rates = " / ".join(f"{rate:.1%}" for rate in stats.acceptance)
             table.add_row(category, name, str(stats.cycles), rates, f"{stats.tokens_per_cycle:.3f}")
     Console(width=110).print(table)
+    if all(loaded.head_windows()):
+        table = Table("rows read at first", "cycles", "accepted per depth", "tok/cycle")
+        results["rows at first"] = behind_long_prompts(loaded, tokenizer)
+        for rows, stats in results["rows at first"].items():
+            rates = " / ".join(f"{rate:.1%}" for rate in stats.acceptance)
+            table.add_row(str(rows), str(stats.cycles), rates, f"{stats.tokens_per_cycle:.3f}")
+        Console(width=110).print(table)
     figures = {
         name: {category: [stats.cycles, stats.accepted] for category, stats in counts.items()}
         for name, counts in results.items()

@@ -20,6 +20,7 @@ from .ring import Ring
 
 GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)
+AT_FIRST = 32  # rows that heads with windows read before they draft: more hardly better their drafts, and take time
 SPILL = 16  # the backlog is joined and cut at about this many rows, not at each one
 
 
@@ -76,7 +77,8 @@ class PromptCache(ListOfOne):
     live:    the heads follow the target, cycle by cycle; otherwise hidden rows wait in the backlog.
     backlog: the target's hidden rows [1, r, H] that they have not read yet, ending at the last position held.
     kept:    for depths 1.., the previous depth's output [1, 1, H] at position primed - 1.
-    reach:   how many last rows the heads' windows can see at all; None where a head attends to everything.
+    reach:   how many last rows heads read that have been idle, AT_FIRST or all that their windows can see; None
+             where a head attends to everything.
     model:   whose state it is.
     prefix:  the text whose tokens it holds, where `mlx-mtp cache-prompt` made it.
     """
@@ -160,7 +162,7 @@ class PromptCache(ListOfOne):
             c.reserve(rows)
 
     def push(self, hidden: mx.array) -> None:
-        """Add hidden rows for the heads to read later; those beyond every head's reach are dropped."""
+        """Add hidden rows for the heads to read later; those that they will not read are dropped."""
         if not self.heads:
             return
         self.backlog.append(hidden)
@@ -379,7 +381,7 @@ def make_prompt_cache(
         model,
         make_caches(windows, starts=[0] * len(windows), **target),
         make_caches(heads, starts=list(range(len(heads))), **draft),
-        None if None in heads else sum(window for window in heads if window),
+        None if None in heads else min(AT_FIRST, sum(window for window in heads if window)),
         [model.no_hidden() for _ in heads[1:]],
     )
     if later and kv_bits:

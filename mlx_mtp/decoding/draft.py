@@ -149,15 +149,14 @@ def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
 def prime(model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
     """Let every head read positions first..end-1, the rows at the head of the backlog, `step` at a time.
 
-    Positions are host integers here, and `tokens` [end + 1] are known; nothing is evaluated. Where rows
-    were skipped because no head's window reaches them, the heads start anew at `first`, and depth j where depth j-1's
-    outputs are exact.
+    Positions are host integers here, and `tokens` [end + 1] are known; nothing is evaluated. Where rows were skipped
+    the heads start anew at `first`.
     """
     if not cache.heads or first >= end:
         return
     rows = mx.concatenate(cache.backlog, axis=1)
     if first != cache.primed:
-        _start_at(cache, first)
+        _start_at(cache, first, end - first)
     hidden = model.capture(rows)
     for lo in range(first, end, step):
         hi = min(lo + step, end)
@@ -165,11 +164,16 @@ def prime(model: Target, cache: PromptCache, tokens: Any, first: int, end: int, 
         cache.primed, cache.backlog = hi, [rows[:, hi - first :]]
 
 
-def _start_at(cache: PromptCache, first: int) -> None:
-    """Empty the heads; depth j's first exact row is one window past depth j-1's."""
+def _start_at(cache: PromptCache, first: int, rows: int) -> None:
+    """Empty the heads, which then read `rows` rows from position `first` on.
+
+    If these are all that the windows see, depth j's first row is where depth j-1's outputs are exact, else behind the
+    first one of depth j-1.
+    """
+    exact = rows >= sum(kv.window for kv in cache.heads)
     for kv in cache.heads:
         kv.start = first
-        first += kv.window
+        first += kv.window if exact else 1
 
 
 def _read(model: Target, cache: PromptCache, hidden: mx.array, text: Any, lo: int) -> None:

@@ -22,7 +22,7 @@ def prefill(
 ) -> Run:
     """Read the prompt in chunks of `step` and choose the first new token; with `heads`, let them read it, too.
 
-    Heads with a window wait until that token is out: what they can see of a prompt is bounded (`PromptCache.reach`).
+    Heads with a window wait until that token is out: what they read of a prompt is bounded (`PromptCache.reach`).
     """
     hidden = model.no_hidden()
     done = 0

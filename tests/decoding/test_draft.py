@@ -7,6 +7,7 @@ from mlx_lm.models.base import create_causal_mask
 from sweep import paired, sampled
 
 import mlx_mtp
+from mlx_mtp.cache.prompt_cache import AT_FIRST, SPILL
 from mlx_mtp.decoding import step as one_step
 
 
@@ -78,6 +79,28 @@ def test_windows_limit_what_the_heads_read_of_a_prompt(tiny_models):
     list(mlx_mtp.generate_step([1] * 300, model, prompt_cache=cache, max_tokens=0, num_draft_tokens=0))
     held = sum(rows.shape[1] for rows in cache.backlog)
     assert 24 <= held < 24 + 64 + 1
+
+
+def test_heads_of_wide_windows_begin_shortly_before_their_first_draft(tiny_models, monkeypatch):
+    """Their drafts are those of heads to which the text begins there."""
+    model, _ = tiny_models(1, vocab_size=4, sliding_window=64)
+    prompt, calls, real = mx.random.randint(0, 4, (100,), key=mx.random.key(0)).tolist(), [], one_step.draft
+
+    def spy(model, cache, run, k, chooser):
+        calls.append((cache.layers[0].offset, real(model, cache, run, k, chooser), [c.start for c in cache.heads]))
+        return calls[-1][1]
+
+    monkeypatch.setattr(one_step, "draft", spy)
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=12, num_draft_tokens=3, adaptive=False)
+    text = prompt + [token for token, _, _ in steps]
+    for offset, drafts, (first, *others) in calls[:3]:
+        known = text[: offset.item() + 1]
+        assert others == [first + 1, first + 2]
+        assert AT_FIRST <= 100 - first <= AT_FIRST + SPILL
+        rows = plain_hidden(model, known[:-1])[:, first:]
+        outputs = head_outputs(model, known[first:], rows, drafts.tokens.tolist())
+        answers = [mx.argmax(model.draft_logits(j, output[:, -1:])).item() for j, output in enumerate(outputs)]
+        assert answers == drafts.tokens.tolist()
 
 
 def test_parked_heads_catch_up(tiny_models):
