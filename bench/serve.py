@@ -1,5 +1,5 @@
-"""Compare `mlx-mtp serve` with `mlx_lm.server` on the demo's weights: time to first token, speed, a prompt asked again, a
-conversation.
+"""Compare `mlx-mtp serve` with `mlx_lm.server` on the demo's weights: time to first token, speed, a prompt that
+is asked again, a conversation.
 
     python bench/serve.py [--runs 5] [--max-tokens 250]
 
