@@ -4,6 +4,7 @@ As `decoding.loop`, for whoever is there: who joins does so with the next cycle 
 one more cycle at most, whose rows nobody looks at.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..cache.prompt_cache import PromptCache
+from ..cache.prompt_cache import SPILL, PromptCache
 from ..cache.slots import Span, gather
 from ..decoding import draft as single
 from ..decoding.policy import compiled_for, remember
@@ -72,6 +73,8 @@ class Group:
         self.clock, self.alone = Clock(), 0
         self.pool: Pool | None = None
         self.last: Cycle | None = None
+        self.unread: list[mx.array] = []
+        self.readers: list[tuple[int, Sequence]] = []
         self.waiting: list[tuple[Sequence, single.Run]] = []
 
     @property
@@ -98,7 +101,7 @@ class Group:
         if ahead is not None and any(s and not s.over for s in ahead.rows):
             self.last = self._submitted(last, ahead)
         else:
-            self.pool = self.last = None
+            self._close()
         self.alone = self.alone + 1 if self.last and len(self.texts) == 1 else 0
         self.clock.leave()
         return shown
@@ -115,11 +118,12 @@ class Group:
                 n = text.follows - text.base
                 self._bring_home(cycle, row, n, text.cache)
                 left.append((text, _row_of(cycle.run, row, n - 1, text.tokens[-1])))
-        self.pool = self.last = None
+        self._close()
         return shown, left
 
     def cache_of(self, text: Sequence) -> PromptCache:
         """Copy the cache of a text as it stands: all its tokens but the last that was told."""
+        self._hand_out()
         cache = text.cache.copy()
         for run in (run for each, run in self.waiting if each is text):
             cache.push(run.hidden)
@@ -133,7 +137,11 @@ class Group:
         self.waiting = [pair for pair in self.waiting if pair[0] is not text]
         text.over = True
         if not self.texts:
-            self.pool = self.last = None
+            self._close()
+
+    def _close(self) -> None:
+        self.pool = self.last = None
+        self.unread = []
 
     def _builds_ahead(self, last: Cycle) -> bool:
         """Tell whether somebody is there, and the next cycle can be built before this one's tokens are known."""
@@ -148,7 +156,7 @@ class Group:
         there = [s for s in (*rows, *(s for s, _ in joining)) if s and not s.over]
         control, most = self.controls(len(there)), max(s.k for s in there)
         pool = self.pool or self._opened(there[0].cache)
-        behind = len(pool.missed) or sum(s.cache.behind for s in there) * (not pool.live)
+        behind = len(pool.missed) if pool.live else sum(map(self._behind, there))
         plan = control.plan(behind=behind)
         plan = Plan(k=min(plan.k, most)) if most else PLAIN
         moves = bool(joining) or len(there) < sum(s is not None for s in rows)
@@ -160,6 +168,11 @@ class Group:
         run, replayed = self._stepped(pool, run, plan.k, rows, max(s.base for s in there))
         caught_up, seconds = behind if plan.k else 0, time.perf_counter() - tic
         return Cycle(rows, run, pool.mark(), control, plan, caught_up, seconds, replayed)
+
+    def _behind(self, text: Sequence) -> int:
+        """Count the rows that a text's idle heads would read before they draft."""
+        cache = text.cache
+        return int(min(cache.behind + len(self.unread), cache.reach or math.inf))
 
     def _opened(self, like: PromptCache) -> Pool:
         """Make the pool, and what replays its cycles."""
@@ -206,6 +219,8 @@ class Group:
         found = [texts.get(slot) for slot in span.slots]
         anyone = next(iter(texts.values()))
         order = [places[id(s or anyone)] for s in found]
+        if waking:
+            self._hand_out()
         for text in (*staying, *new) if waking else new if pool.live else ():
             self._prime(text)
         pool.regroup(span, order, [(s.slot, s.cache) for s in new])
@@ -224,12 +239,13 @@ class Group:
     def _submitted(self, last: Cycle | None, new: Cycle) -> Cycle:
         """Start computing a cycle: keys and values are written in place, and nothing else may refer to them."""
         assert self.pool is not None
+        moved = last is None or last.rows is not new.rows
         if last:
             last.after = None
-            for row, text in enumerate(last.rows if not self.pool.live else ()):
-                if text and not text.over:
-                    text.cache.push(last.run.hidden[row : row + 1, : text.follows - text.base])
-        moved = last is None or last.rows is not new.rows
+            if self.pool.heads and not self.pool.live:
+                self._keep_unread(last)
+            if moved or len(self.unread) == SPILL:
+                self._hand_out()
         for text in new.rows:
             if text:
                 text.base = text.follows
@@ -238,6 +254,21 @@ class Group:
                     c.parts = ()
         mx.async_eval(new.run.packed, list(new.run.logprobs.values()), self.pool.arrays)
         return new
+
+    def _keep_unread(self, cycle: Cycle) -> None:
+        """Keep the rows of a plain cycle, all that are still there together, as each on its own takes time."""
+        if not self.unread:
+            self.readers = [(row, text) for row, text in enumerate(cycle.rows) if text and not text.over]
+        self.unread.append(cycle.run.hidden)
+
+    def _hand_out(self) -> None:
+        """Give each text what its idle heads have to read."""
+        if not self.unread:
+            return
+        rows, self.unread = mx.concatenate(self.unread, axis=1), []
+        for row, text in self.readers:
+            text.cache.push(rows[row : row + 1])
+        mx.async_eval([text.cache.backlog for _, text in self.readers])
 
     def _read(self, cycle: Cycle, ahead: Cycle | None) -> list[Response]:
         """Wait for a cycle; return what it says, with the caches of those that are over."""
@@ -280,6 +311,7 @@ class Group:
         assert text
         assert self.pool
         assert mark
+        self._hand_out()
         self.pool.copy_out(mark, cache, text.slot, row, base=text.base, rows=shown)
         if shown:
             cache.push(cycle.run.hidden[row : row + 1, :shown])

@@ -20,7 +20,7 @@ from .ring import Ring
 
 GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)
-AT_FIRST = 32  # rows that heads with windows read before they draft: more hardly better their drafts, and take time
+AT_FIRST = 24  # rows that heads with windows read before they draft: more hardly better their drafts, and take time
 SPILL = 16  # the backlog is joined and cut at about this many rows, not at each one
 
 
@@ -168,7 +168,7 @@ class PromptCache(ListOfOne):
         self.backlog.append(hidden)
         if len(self.backlog) > SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)]
-        excess = sum(rows.shape[1] for rows in self.backlog) - (self.reach or math.inf)
+        excess = self._waiting - (self.reach or math.inf)
         if excess >= SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
 
@@ -179,7 +179,11 @@ class PromptCache(ListOfOne):
 
     @property
     def behind(self) -> int:
-        """Rows that wait in the backlog."""
+        """Rows that heads have to read when they are needed, at the end of the backlog."""
+        return min(self._waiting, self.reach or self._waiting)
+
+    @property
+    def _waiting(self) -> int:
         return sum(rows.shape[1] for rows in self.backlog)
 
     def wake(self, base: int) -> None:
@@ -287,7 +291,7 @@ class PromptCache(ListOfOne):
         n = min(n, self.offset)
         if n <= 0 or not self.is_trimmable():
             return 0
-        left, waiting = self.offset - n, max(0, self.behind - n)
+        left, waiting = self.offset - n, max(0, self._waiting - n)
         self.backlog = [mx.concatenate(self.backlog, axis=1)[:, :waiting]] if waiting else []
         self.primed, self.prefix = min(self.primed, left), None
         self.settle(self.tokens[:left])
@@ -391,7 +395,5 @@ def make_prompt_cache(
 
 def group_size_for(model: CachedModel) -> int:
     """Find the largest usual group size that quantized keys and values of `model` can have, else 64."""
-    head_dim = (
-        getattr(getattr(model, "args", None), "head_dim", None) or 64
-    )  # latent attention has none, and nothing to quantize
+    head_dim = getattr(getattr(model, "args", None), "head_dim", None) or 64  # latent attention quantizes nothing
     return next((size for size in (64, 32) if head_dim % size == 0), 64)

@@ -147,7 +147,8 @@ def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
 
 
 def prime(model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
-    """Let every head read positions first..end-1, the rows at the head of the backlog, `step` at a time.
+    """Let every head read positions first..end-1, `step` at a time: the rows at the head of the backlog, or, of heads
+    with windows, at its end.
 
     Positions are host integers here, and `tokens` [end + 1] are known; nothing is evaluated. Where rows were skipped
     the heads start anew at `first`.
@@ -155,6 +156,8 @@ def prime(model: Target, cache: PromptCache, tokens: Any, first: int, end: int, 
     if not cache.heads or first >= end:
         return
     rows = mx.concatenate(cache.backlog, axis=1)
+    if cache.reach is not None:
+        rows = rows[:, first - end :]
     if first != cache.primed:
         _start_at(cache, first, end - first)
     hidden = model.capture(rows)

@@ -1,15 +1,19 @@
 """Heads in a pool draft what they would alone, whatever they missed meanwhile and whoever came and went."""
 
 import random
+from itertools import count as counted
 
+import mlx.core as mx
 import pytest
 from fuzzing import count
 from schedules import Case, Whims, run
 from subjects import subjects
 from sweep import sampled
 
+from mlx_mtp import BatchGenerator
 from mlx_mtp.batch import step as pooled_step
 from mlx_mtp.decoding import step as single_step
+from mlx_mtp.tuning.plan import Fixed, Plan
 
 NAMES = ["step3p5", "qwen3_next", "mimo_v2_flash", "eagle"]
 
@@ -63,3 +67,34 @@ def test_drafts_are_those_from_scratch(subject, monkeypatch, name):
                 assert drafts == s.scratch(tokens[: position + 1], len(drafts))
                 checked[where] += 1
     assert min(checked) >= 5
+
+
+@pytest.mark.parametrize("name", sampled(NAMES[:2], NAMES))
+def test_heads_that_were_idle_for_long_draft_as_from_scratch(subject, monkeypatch, name):
+    """Two drafting cycles of 30; in the idle ones one text ends and two come, and rows go out more than once."""
+    s, together, pooled, turn = subject(name), [], pooled_step.draft, counted()
+
+    def spy(model, pool, given, k, texts):
+        drafts = pooled(model, pool, given, k, texts)
+        if k:
+            together.append(([*texts], pool.layers[0].offset, drafts))
+        return drafts
+
+    monkeypatch.setattr(pooled_step, "draft", spy)
+    monkeypatch.setattr(Fixed, "plan", lambda *_, **__: Plan(k=s.k * (next(turn) % 30 > 27)))
+    batch = BatchGenerator(s.model, num_draft_tokens=s.k, adaptive=False)
+    prompts = mx.random.randint(0, s.model.vocab_size, (4, 9), key=mx.random.key(3)).tolist()
+    batch.insert(prompts[:2], [10, 60])
+    for late in prompts[2:]:
+        for _ in range(9):
+            batch.next()
+        batch.insert([late], [70])
+    while batch.next_generated():
+        pass
+    checked = 0
+    for texts, offset, every in together:
+        for text, position, drafts in zip(texts, offset.tolist(), every.tolist(), strict=True):
+            if text and position + 1 <= len(text.tokens):
+                assert drafts == s.scratch(text.tokens[: position + 1], len(drafts))
+                checked += 1
+    assert checked >= 8
