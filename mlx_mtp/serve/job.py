@@ -57,13 +57,6 @@ class Begun(NamedTuple):
     cached: int
 
 
-class Read(NamedTuple):
-    """Tokens of the prompt that are read by now."""
-
-    done: int
-    total: int
-
-
 class End(NamedTuple):
     """An answer is over.
 
@@ -86,7 +79,7 @@ class Failed(NamedTuple):
     message: str
 
 
-Event = Begun | Read | Part | End | Failed
+Event = Begun | Part | End | Failed
 
 
 @dataclass(eq=False)
@@ -135,8 +128,7 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     held = [served.tree.take(ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
     most, cached = _agreed(served, held[0], ask), held[0].offset
     job.emit(Begun(cached))
-    for done in read(served, held[0], ask.prompt, ask.turns):
-        job.emit(Read(done, len(ask.prompt)))
+    for _ in read(served, held[0], ask.prompt, ask.turns):
         yield
     job.reading = False
     yield from _decode(served, job, held, most, cached, crowded)

@@ -1,11 +1,14 @@
 """Speak the APIs: every answer is the one that `mlx_mtp.generate` gives; what cannot be done is refused by name."""
 
 import json
+import threading
 
 import pytest
 
 import mlx_mtp
+from mlx_mtp.serve.answer import Said
 from mlx_mtp.serve.exchange import parsed
+from mlx_mtp.serve.job import Ask, Begun, End, Job
 
 
 def events(response):
@@ -91,6 +94,17 @@ def test_logprobs(chat):
     assert [e["token"] for c in streamed for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]] == [
         each["token"] for each in told
     ]
+
+
+def test_a_prompt_that_is_being_read_is_silence(served):
+    """Only silence makes a stream say that it lives, and clients give up on one that does not for minutes."""
+    events, over = [], threading.Event()
+    prompt = served.site.door.tokenizer.encode("read this " * 100)
+    ask = Ask(prompt, max_tokens=1, sampling={"seed": 1})
+    served.site.engine.submit([Job(ask, lambda event: (events.append(event), isinstance(event, End) and over.set()))])
+    assert over.wait(60)
+    assert len(prompt) > 2 * served.site.engine.served.tree.chunking.step
+    assert [type(event) for event in events] == [Begun, Said, End]
 
 
 def test_penalties_and_bias_change_the_answer(chat, truth):
