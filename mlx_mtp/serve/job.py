@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
@@ -23,6 +25,9 @@ from .together import Responses, Together
 from .tool_formats import ToolFormat
 
 log = logging.getLogger("mlx_mtp.serve")
+# How tokenizers write a token that is one byte, and the letters by which others write each byte.
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True)
@@ -276,4 +281,14 @@ def _logprob(tokenizer: Any, response: GenerationResponse, count: int | None) ->
 def _token(tokenizer: Any, token: int, logprob: float) -> tuple[str, bytes, float]:
     """Write a token as text, and as the bytes that it stands for."""
     text = tokenizer.decode([token])
-    return text, text.encode("utf-8", "replace"), max(logprob, -9999.0)
+    return text, _bytes(tokenizer, token, text), max(logprob, -9999.0)
+
+
+def _bytes(tokenizer: Any, token: int, text: str) -> bytes:
+    """Look up the bytes of a token that is a part of a character, whose text says nothing; else take the text's."""
+    piece = tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text else ""
+    if BYTE.fullmatch(piece):
+        return bytes([int(piece[3:5], 16)])
+    if piece and BYTES.keys() >= set(piece):
+        return bytes(BYTES[letter] for letter in piece)
+    return text.encode("utf-8", "replace")

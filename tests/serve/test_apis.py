@@ -8,7 +8,7 @@ import pytest
 import mlx_mtp
 from mlx_mtp.serve.answer import Said
 from mlx_mtp.serve.exchange import parsed
-from mlx_mtp.serve.job import Ask, Begun, End, Job
+from mlx_mtp.serve.job import Ask, Begun, End, Job, _bytes
 
 
 def events(response):
@@ -94,6 +94,23 @@ def test_logprobs(chat):
     assert [e["token"] for c in streamed for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]] == [
         each["token"] for each in told
     ]
+
+
+def test_bytes_of_a_token_that_is_a_part_of_a_character(served, chat):
+    tokenizer = served.site.door.tokenizer
+    first, *_ = tokenizer.encode("\U0001f600", add_special_tokens=False)
+    choice = chat(logprobs=True, logit_bias={str(first): 100}, max_tokens=1).json()["choices"][0]
+    assert choice["logprobs"]["content"][0]["bytes"] == [0xF0]
+    assert {pieces: _bytes(Pieces(pieces), 0, "\ufffd") for pieces in ("<0xE2>", "\ufffd", "Ġð")} == {
+        "<0xE2>": b"\xe2", "\ufffd": "\ufffd".encode(), "Ġð": b" \xf0",
+    }  # fmt: skip
+
+
+class Pieces(str):
+    """Stands in for a tokenizer that has one token."""
+
+    def convert_ids_to_tokens(self, token):
+        return str(self)
 
 
 def test_a_prompt_that_is_being_read_is_silence(served):
