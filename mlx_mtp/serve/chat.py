@@ -33,7 +33,7 @@ class ChatExchange:
         self.model, self.stream = door.called(body), boolean(body, "stream")
         refuse(body, "functions", "function_call", "audio", "web_search_options")
         check_format(body.get("response_format"), "response_format")
-        if any(kind != "text" for kind in body.get("modalities") or ()):
+        if body.get("modalities") not in (None, [], ["text"]):
             raise Refused("modalities: allowed is text", param="modalities")
         tools, self.one_call = chosen_tools(body, items(body, "tools"))
         top = integer(body, "top_logprobs", 0, MOST_TOP)

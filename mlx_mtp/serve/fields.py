@@ -9,13 +9,14 @@ from .job import Ask
 from .prompts import Marks, Prompt
 
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
+MOST_SAID = 1000  # characters of a reason, which may quote the request
 
 
 class Refused(ValueError):
     """A request that cannot be served: an HTTP status, the field that is wrong, and a code for programs."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
-        super().__init__(message)
+        super().__init__(message[:MOST_SAID])
         self.status, self.param, self.code = status, param, code
 
 
@@ -54,7 +55,9 @@ class Door:
             return self.name
         if not self.known(name):
             allowed = ", ".join(repr(each) for each in self.names)
-            raise Refused(f"model={name!r}: allowed is {allowed}", status=404, param="model", code="model_not_found")
+            raise Refused(
+                f"model={repr(name)[:80]}: allowed is {allowed}", status=404, param="model", code="model_not_found"
+            )
         return name
 
     def ask(self, prompt: Prompt, body: dict[str, Any], most: int | None, **more: Any) -> Ask:
@@ -64,7 +67,8 @@ class Door:
             raise Refused("the prompt is empty", param="prompt")
         if room < 1:
             numbers = f"{len(prompt.tokens)} tokens > {self.positions - 1} maximum"
-            raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param="messages")
+            said = next(name for name in ("messages", "input", "prompt") if name in body)
+            raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=said)
         most = self.max_tokens if most is None else most
         return Ask(
             prompt.tokens,
@@ -153,13 +157,19 @@ def boolean(body: dict[str, Any], name: str) -> bool:
 
 
 def text(body: dict[str, Any], name: str) -> str | None:
-    """Read a text that is valid Unicode, None where there is none."""
+    """Read a text, None where there is none."""
     value = body.get(name)
     if value is not None and not isinstance(value, str):
         raise _wrong(name, value, "a text")
-    if value is not None and any("\ud800" <= c <= "\udfff" for c in value):
-        raise _wrong(name, value, "valid Unicode")
     return value
+
+
+def fields_of(body: dict[str, Any], name: str) -> dict[str, Any]:
+    """Read an object, empty where there is none."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise _wrong(name, value, "an object")
+    return value or {}
 
 
 def items(body: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -118,11 +118,21 @@ async def read_body(request: Request, most: int) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Refused("the body is not a JSON object")
     _check_depth(body)
+    for name, value in body.items():
+        _check_text(name, value)
     return body
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_text(name: str, value: Any) -> None:
+    """Refuse what JSON can say and no answer could: halves of surrogate pairs, numbers beyond a float's."""
+    try:
+        json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        raise Refused(f"{ascii(name)[:80]}: allowed are valid Unicode and finite numbers") from None
 
 
 def _check_depth(body: Any) -> None:

@@ -7,7 +7,7 @@ from .answer import Part, ToolCall
 from .chat import check_format, chosen_tools, messages_of
 from .conversation import asks_of
 from .exchange import Answer, data, figures, new_id, now, openai_error
-from .fields import Door, Refused, boolean, integer, items, plain_text, refuse, template_options, text
+from .fields import Door, Refused, boolean, fields_of, integer, items, plain_text, refuse, template_options, text
 from .job import Begun, End, Failed
 from .prompts import Message
 
@@ -21,7 +21,7 @@ class ResponseExchange:
         self.model, self.stream = door.called(body), boolean(body, "stream")
         refuse(body, "previous_response_id", "conversation", why="nothing is stored; send the whole conversation")
         refuse(body, "background", "prompt")
-        check_format((body.get("text") or {}).get("format"), "text.format")
+        check_format(fields_of(body, "text").get("format"), "text.format")
         tools, one_call = chosen_tools(body, [_tool(tool) for tool in items(body, "tools")])
         reasoning = body.get("reasoning") or {}
         effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
@@ -204,8 +204,8 @@ def _add(found: list[dict[str, Any]], item: dict[str, Any]) -> None:
         output = plain_text(item.get("output"), "output")
         found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
-        parts = [part for part in item.get("content") or () if isinstance(part, dict)]
-        found.append({"role": "assistant", "reasoning_content": "".join(str(part.get("text", "")) for part in parts)})
+        thought = "".join(text(part, "text") or "" for part in items(item, "content"))
+        found.append({"role": "assistant", "reasoning_content": thought})
     else:
         raise Refused(
             f"input: an item of type {kind!r}; allowed are messages, function calls and outputs", param="input"

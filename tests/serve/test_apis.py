@@ -229,10 +229,18 @@ LONG = [{"role": "user", "content": "hello " * 2100}]
         (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
         (MESSAGES, {"messages": LONG}, "prompt is too long"),
         (RESPONSES, {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+        (RESPONSES, {"input": "x", "text": ["format"]}, "text"),
+        (RESPONSES, {"input": [{"type": "reasoning", "content": 5}]}, "content"),
+        (RESPONSES, {"input": "x", "metadata": {"said": "\ud800"}}, "Unicode"),
+        (RESPONSES, {"input": "x", "metadata": {"said": 1e999}}, "metadata"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": "\ud800"}]}, "tools"),
+        (CHAT, {"modalities": 1}, "modalities"),
+        (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(served, path, change, name):
-    response = served.post(path, content=json.dumps({**HI, **change}), headers={"content-type": "application/json"})
+    body = json.dumps({**HI, **change}).replace("Infinity", "1e999")
+    response = served.post(path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert name in response.json()["error"]["message"]
 
