@@ -25,7 +25,7 @@ NAME = "mlx-mtp-demo"
 @click.option("--alias", multiple=True, help="Name by which requests may call the model, '*' for any; repeatable.")
 @click.option("--allow-host", multiple=True, help="Name by which the server may be reached; repeatable.")
 @click.option("--cors-origin", multiple=True, help="Origin of web pages that may call, '*' for all; repeatable.")
-@click.option("--root-path", default="", help="Path that a reverse proxy takes off.")
+@click.option("--root-path", default="", help="Path below which a reverse proxy serves this.")
 @click.option("--max-body", type=FloatRange(0.001), default=32.0, help="Most MB of a request.")
 @click.option("--timeout", type=FloatRange(0, min_open=True), help="Most seconds of a request.  [default: none]")
 @click.option("--grace", type=FloatRange(0), default=5.0, help="Seconds that answers may go on for at the end.")
@@ -65,6 +65,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     if flags["host"] not in LOOPBACK and not flags["api_key"] and not flags["no_auth"]:
         raise click.UsageError(f"--host {flags['host']} can be reached from elsewhere: give --api-key, or --no-auth")
     _log_to(flags["log_file"], quiet=flags["quiet"])
+    flags["root_path"] = "".join(f"/{part}" for part in flags["root_path"].split("/") if part)
     size = int(flags["prompt_cache_size"] * 1e9)
     files = PrefixFiles(flags["prompt_cache_dir"], size) if flags["prompt_cache_dir"] else None
     body = int(flags["max_body"] * 1e6)

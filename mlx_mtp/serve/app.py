@@ -24,7 +24,7 @@ from .completions import CompletionExchange
 from .engine import Engine, Full
 from .exchange import Answer, Exchange, openai_error
 from .fields import Door, Refused
-from .guard import Guard, Rules, read_body
+from .guard import Below, Guard, Rules, read_body
 from .job import Begun, End, Event, Failed, Job
 from .messages import MessageExchange, anthropic_error, count_tokens
 from .metrics import Metrics
@@ -56,8 +56,8 @@ class Site:
         return self.door
 
 
-def application(site: Site) -> Starlette:
-    """Make the ASGI application."""
+def application(site: Site, root: str = "") -> Starlette:
+    """Make the ASGI application. root: the path in front of all others, which a proxy may have taken off or not."""
     posts: dict[str, Make] = {
         "/v1/chat/completions": ChatExchange,
         "/chat/completions": ChatExchange,
@@ -75,7 +75,7 @@ def application(site: Site) -> Starlette:
             *(Route(path, get) for path, get in gets.items()),
             Route("/v1/models/{name:path}", model),
         ],
-        middleware=[Middleware(Guard, rules=site.rules, refused=refused)],
+        middleware=[Middleware(Below, root=root), Middleware(Guard, rules=site.rules, refused=refused)],
         exception_handlers=handlers,
     )
     app.state.site = site
@@ -84,6 +84,8 @@ def application(site: Site) -> Starlette:
 
 def refused(request: Request, error: Refused) -> Response:
     """Say why a request is not served, as the API of its path says it."""
+    told = f"{request.url.path[:80]} {error.status}: {error}"
+    log.info("%s", told if told.isprintable() else ascii(told))
     return _error(request, error.status, str(error), error.param, error.code)
 
 

@@ -69,6 +69,20 @@ def _is_address(host: str) -> bool:
     return True
 
 
+class Below:
+    """Serves below a path, whether a proxy has taken it off or not."""
+
+    def __init__(self, app: ASGIApp, root: str):
+        self.app, self.root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self.root:
+            within = scope["path"] == self.root or scope["path"].startswith(f"{self.root}/")
+            path = scope["path"].removeprefix(self.root) if within else scope["path"]
+            scope.update(root_path=self.root, path=self.root + (path or "/"))
+        await self.app(scope, receive, send)
+
+
 class Guard:
     """Refuses, before a route sees it, what `Rules` do not allow; `refused` answers in the route's form."""
 

@@ -94,8 +94,7 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site]
     engine.ready, engine.store = (lambda: ready(site)), _store
     site = Site(engine, Metrics(engine), settings.rules, settings.timeout)
     config = uvicorn.Config(
-        application(site),
-        root_path=settings.root_path,
+        application(site, settings.root_path),
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -1,6 +1,7 @@
 """Keep out who may not come in: keys, hosts, origins, kinds and sizes of bodies; errors in the API's own form."""
 
 import json
+import logging
 import threading
 
 import pytest
@@ -74,14 +75,40 @@ def test_unknown_paths_and_methods(served):
         assert path in json.dumps(response.json())
 
 
+def test_below_a_path(served):
+    """A reverse proxy takes the path off, or does not; the request that the banner shows has it."""
+    rules = Rules("secret", body=1000)
+    site = Site(served.site.engine, served.site.metrics, rules, door=served.site.door)
+    with TestClient(application(site, "/llm"), base_url="http://localhost") as client:
+        for root in ("", "/llm"):
+            assert client.get(f"{root}/").status_code == client.get(f"{root}/health").status_code == 200
+            assert client.get(f"{root}/v1/models").status_code == 401
+            assert client.get(f"{root}/v1/models", headers=KEY).status_code == 200
+            assert client.post(f"{root}/v1/messages", json=HI).json()["type"] == "error"
+        assert client.get("/llm").headers["content-type"].startswith("text/html")
+        for other in ("/llm/llm/health", "/llmhealth", "/other/health"):
+            assert client.get(other, headers=KEY).status_code == 404
+
+
+def test_who_is_refused_is_in_the_log(served, closed, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("mlx_mtp.serve"), "propagate", True)
+    with caplog.at_level(logging.INFO, "mlx_mtp.serve"):
+        served.post("/v1/messages", json={**HI, "top_p": 2})
+        closed.get("/v1/%1b[31mmodels")
+    assert caplog.messages == [
+        "/v1/messages 400: top_p=2: allowed is a number from 0 to 1",
+        "'/v1/\\x1b[31mmodels 401: the API key is missing or wrong'",
+    ]
+
+
 def test_models(served):
     (model,) = served.get("/v1/models").json()["data"]
     assert model["id"] == "demo"
     assert served.get("/v1/models/demo").json() == model
     assert served.get("/v1/models/org%2Fother").status_code == 404
-    assert served.post("/v1/chat/completions", json={**HI, "model": "other"}).json()["error"]["code"] == (
-        "model_not_found"
-    )
+    refused = served.post("/v1/chat/completions", json={**HI, "model": "other" * 1000})
+    assert refused.json()["error"]["code"] == "model_not_found"
+    assert len(refused.text) < 1000
 
 
 def test_the_page_asks_nobody_else(served):
