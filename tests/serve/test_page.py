@@ -69,3 +69,8 @@ def test_stop_and_errors(page):
     page.run("find('stop').click()")
     page.wait("find('stop').hidden")
     assert "(stopped)" in page.run("talk.lastElementChild.textContent")
+    ask(page, "Write a class.")
+    page.wait("document.querySelector('.assistant:last-child .said')")
+    page.run("find('clear').click()")
+    page.wait("find('stop').hidden")
+    assert page.run("talk.childElementCount + messages.length") == 0
