@@ -86,7 +86,7 @@ def of_texts(name: str, one: int) -> Pair:
 
 def megabytes(name: str) -> float:
     """Count the source that the launches of a cycle with three drafts carry."""
-    return sum(launch.ours for launch in launches_text.launches(with_kernels(name), ROWS)) / 1e6
+    return sum(launch.ours for launch in launches_text.launches(launches_text.texts(with_kernels(name), ROWS))) / 1e6
 
 
 def unknown(counts: Counts) -> Iterator[str]:

@@ -9,6 +9,7 @@ graphs, as `launches.py` does.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import click
@@ -38,19 +39,20 @@ class Launch(NamedTuple):
         return max(self.all, self.ours + RESERVED)
 
 
-def launches(model: Any, rows: int) -> list[Launch]:
-    """Read the launches of our kernels in a cycle that drafts rows - 1 tokens; rows = 1: a plain step."""
+def texts(model: Any, rows: int) -> list[tuple[str, str]]:
+    """List (kernel, MLX's whole text) of each launch of ours in a cycle of rows - 1 drafts; of 1 a plain step."""
     events: list[dict[str, Any]] = []
     cycle, arrays = cycle_of(model, rows)
     with as_on_a_mac():
         mx.export_function(events.append, cycle, *arrays)
     sources = [event["arguments"][:2] for event in events if event.get("name") == "CustomKernel"]
     named = [(name.removeprefix("custom_kernel_").split("__")[0], text) for name, text in sources]
-    return [
-        Launch(op, len(GENERATED.sub("", text)), len(text))
-        for op, text in named
-        if (DIRECTORY / f"{op}.metal").exists()
-    ]
+    return [(op, text) for op, text in named if (DIRECTORY / f"{op}.metal").exists()]
+
+
+def launches(found: Iterable[tuple[str, str]]) -> list[Launch]:
+    """Measure such texts."""
+    return [Launch(op, len(GENERATED.sub("", text)), len(text)) for op, text in found]
 
 
 def _megabytes(launched: list[Launch], what: str) -> str:
@@ -72,7 +74,7 @@ def main(names: tuple[str, ...], kernels: bool) -> None:
     for name in names or MODELS:
         model = with_kernels(name)
         for k in (0, 1, 3):
-            launched = launches(model, k + 1)
+            launched = launches(texts(model, k + 1))
             _add_rows(table, f"{name}, k = {k}", launched)
             for op in sorted({launch.kernel for launch in launched}) if kernels else ():
                 of_op = [launch for launch in launched if launch.kernel == op]

@@ -1,6 +1,6 @@
 // Attention over a KV cache by 8x8 matrices of a simdgroup: what a query sees, loads of keys and values, products.
 
-#define UNROLL _Pragma("clang loop unroll(full)")
+#include "unroll.h"
 
 typedef simdgroup_matrix<float, 8, 8> Fragment;
 

@@ -34,7 +34,7 @@ for (int c = 0; c < chunks; c++) {
     out = fma(partials[row * Dv + d], factor, out);
   }
 }
-if (SINKS) {
+if constexpr (SINKS) {
   sum += metal::fast::exp(float(sinks[head * sinks_strides[0]]) - largest);
 }
 

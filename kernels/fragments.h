@@ -33,22 +33,27 @@ struct Runs {
   METAL_FUNC void load(
       const device uint8_t* w, const device S* scales, const device S* biases, int k, int K) thread {
     if (k + 2 * RUN <= K) {
-      load_bytes<2 * RUN * BITS / 8>(w + k / 8 * BITS, words);
+      load_bytes<BITS, 2 * RUN * BITS / 8>(w + k / 8 * BITS, words);
     } else {
       UNROLL
       for (int i = 0; i < 2 * RUN * BITS / 32; i++) {
         words[i] = 0;
       }
       if (GROUP == RUN && k < K) { // else K is a multiple of both runs
-        load_bytes<RUN * BITS / 8>(w + k / 8 * BITS, words);
+        load_bytes<BITS, RUN * BITS / 8>(w + k / 8 * BITS, words);
       }
     }
     UNROLL
     for (int i = 0; i < SCALES; i++) {
       const bool inside = k + i * RUN < K;
       const int group = (k + i * RUN) / GROUP;
-      scale[i] = inside ? scale_of<FP, GROUP>(scales[group]) : 0.0f;
-      bias[i] = !FP && inside ? float(biases[group]) : 0.0f;
+      if constexpr (FP) {
+        scale[i] = inside ? scale_of<GROUP>(scales[group]) : 0.0f;
+        bias[i] = 0.0f;
+      } else {
+        scale[i] = inside ? float(scales[group]) : 0.0f;
+        bias[i] = inside ? float(biases[group]) : 0.0f;
+      }
     }
   }
 

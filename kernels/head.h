@@ -1,5 +1,7 @@
 // Choosing among logits: their order, and the best of a tile of a row's.
 
+#include "unroll.h"
+
 struct Choice {
   float value;
   int index;
@@ -29,7 +31,7 @@ template <int TILE, bool SUM>
 METAL_FUNC void keep_first(
     const threadgroup float* tile, int begin, int n, int lane, device float* values, device int* indices) {
   float own[TILE / 32];
-  _Pragma("clang loop unroll(full)")
+  UNROLL
   for (int i = 0; i < TILE / 32; i++) {
     const float value = tile[32 * i + lane];
     own[i] = isnan(value) ? -INFINITY : value;
@@ -38,7 +40,7 @@ METAL_FUNC void keep_first(
   Choice last = before_all();
   for (int j = 0; j < n; j++) {
     Choice next = after_all();
-    _Pragma("clang loop unroll(full)")
+    UNROLL
     for (int i = 0; i < TILE / 32; i++) {
       const Choice candidate = {own[i], begin + 32 * i + lane};
       if (precedes(last, candidate) && precedes(candidate, next)) {
@@ -52,9 +54,9 @@ METAL_FUNC void keep_first(
       indices[j] = last.index;
     }
   }
-  if (SUM) {
+  if constexpr (SUM) {
     float sum = 0.0f;
-    _Pragma("clang loop unroll(full)")
+    UNROLL
     for (int i = 0; i < TILE / 32; i++) {
       const float value = tile[32 * i + lane];
       sum += value == greatest ? 1.0f : metal::precise::exp(value - greatest);

@@ -1,6 +1,6 @@
 // Matrices of 8 x 8 floats that a simdgroup multiplies: each lane holds two neighbours of one row.
 
-#define UNROLL _Pragma("clang loop unroll(full)")
+#include "unroll.h"
 
 typedef simdgroup_matrix<float, 8, 8> Fragment;
 

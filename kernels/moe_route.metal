@@ -20,15 +20,17 @@ for (int i = 0; i < VALUES; i++) {
   values[i] = expert < E ? float(logits[row * E + expert]) : -INFINITY;
 }
 Softmax softmax = {0, 0};
-if (SOFTMAX) {
+if constexpr (SOFTMAX) {
   softmax = softmax_of<VALUES>(values, lane);
 }
 uint candidates[VALUES]; // 0: none, or taken
 for (int i = 0; i < VALUES; i++) {
   const int expert = expert_at(i, lane);
   float score = SOFTMAX ? float(static_cast<T>(softmax(values[i]))) : sigmoid(values[i]);
-  if (BIASED && expert < E) {
-    score = score + float(bias[expert]);
+  if constexpr (BIASED) {
+    if (expert < E) {
+      score = score + float(bias[expert]);
+    }
   }
   candidates[i] = expert < E ? place_of(score) : 0;
 }

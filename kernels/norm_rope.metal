@@ -22,7 +22,7 @@ const int64_t from = text * steps[0] + row * steps[1] + own * steps[2];
 device O* out = (query ? queries : keys) + (size_t(text * (query ? Hq : k_shape[2]) + own) * L + row) * D;
 threadgroup O values[BLOCKS * 128];
 
-if (NORM) {
+if constexpr (NORM) {
   float kept[BLOCKS][READS] = {};
   float squares = 0.0f;
   UNROLL

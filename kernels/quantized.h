@@ -5,12 +5,13 @@
 // used where it lies in its byte (4 bits: in its 16-bit word), unshifted, and x divided by that power of two instead; one
 // that crosses into the next byte is two terms.
 
-#define UNROLL _Pragma("clang loop unroll(full)")
+#include "unroll.h"
 
-// Widths at which a lane's share of a row can be loaded; BYTES of a share is its greatest alignment.
-template <int BYTES>
+// Widths at which a lane's share of a row can be loaded; BYTES of a share is its greatest alignment. Shares of 2, 4 and
+// 8 bits are whole words.
+template <int BITS, int BYTES>
 METAL_FUNC void load_bytes(const device uint8_t* from, thread uint* words) {
-  if constexpr (BYTES % 4 == 0) {
+  if constexpr (BITS == 2 || BITS == 4 || BITS == 8 || BYTES % 4 == 0) {
     UNROLL
     for (int i = 0; i < BYTES / 4; i++) {
       words[i] = ((const device uint*)from)[i];
@@ -45,28 +46,19 @@ METAL_FUNC float e8m0(uint code) {
 }
 
 // Affine scales are numbers; those of floating-point formats are codes: e4m3 for groups of 16 (nvfp4), else e8m0.
-template <bool FP, int GROUP, typename S>
-METAL_FUNC float scale_of(S stored) {
-  if constexpr (!FP) {
-    return float(stored);
-  } else if constexpr (GROUP == 16) {
-    return e4m3(stored);
-  } else {
-    return e8m0(stored);
-  }
+template <int GROUP>
+METAL_FUNC float scale_of(uint code) {
+  return GROUP == 16 ? e4m3(code) : e8m0(code);
 }
 
 template <int BITS, bool FP>
 struct Format {
   static constant constexpr int CHUNK = BITS == 3 || BITS == 5 ? 8 : 4;
-  static constant constexpr bool SUMS_CHUNK = BITS == 2 || BITS == 4; // else term by term
   static constant constexpr int UNIT = BITS == 4 ? 16 : 8;
   static constant constexpr int MASK = (1 << BITS) - 1;
 
-  // Where value i of a chunk lies: the unit, its first bit there, and whether it goes on in the next unit.
-  static constexpr int unit(int i) { return i * BITS / UNIT; }
+  // Where value i of a chunk begins in its unit; it may go on in the next one.
   static constexpr int shift(int i) { return i * BITS % UNIT; }
-  static constexpr bool crosses(int i) { return shift(i) + BITS > UNIT; }
 
   static METAL_FUNC uint unit_at(const thread uint* words, int bit) {
     return words[bit / 32] >> (bit % 32) & ((1u << UNIT) - 1);
@@ -76,14 +68,16 @@ struct Format {
   static METAL_FUNC void decode(const thread uint* words, int c, thread float* low, thread float* high) {
     UNROLL
     for (int i = 0; i < CHUNK; i++) {
-      const int bit = c * CHUNK * BITS + unit(i) * UNIT;
+      const int bit = c * CHUNK * BITS + i * BITS / UNIT * UNIT;
       const uint at = unit_at(words, bit);
       if constexpr (FP) {
         low[i] = BITS == 4 ? e2m1(at >> shift(i)) : e4m3(at);
       } else {
         low[i] = float(int(at & uint(MASK << shift(i))));
-        if (crosses(i)) {
-          high[i] = float(int(unit_at(words, bit + UNIT) & uint(MASK >> (UNIT - shift(i)))));
+        if constexpr (BITS == 3 || BITS > 4) {
+          if (shift(i) + BITS > UNIT) {
+            high[i] = float(int(unit_at(words, bit + UNIT) & uint(MASK >> (UNIT - shift(i)))));
+          }
         }
       }
     }
@@ -120,14 +114,16 @@ struct Format {
   }
 
   static METAL_FUNC float dot(float sum, const thread float* x, const thread float* low, const thread float* high) {
-    if constexpr (SUMS_CHUNK) {
+    if constexpr (BITS == 2 || BITS == 4) {
       sum += x[0] * low[0] + x[1] * low[1] + x[2] * low[2] + x[3] * low[3];
     } else {
       UNROLL
       for (int i = 0; i < CHUNK; i++) {
         sum += low[i] * x[i];
-        if (!FP && crosses(i)) {
-          sum += high[i] * (x[i] * 256.0f);
+        if constexpr (!FP) {
+          if (shift(i) + BITS > UNIT) {
+            sum += high[i] * (x[i] * 256.0f);
+          }
         }
       }
     }
@@ -188,9 +184,14 @@ METAL_FUNC void gathered_products(
       UNROLL
       for (int r = 0; r < RESULTS; r++) {
         const int group = group_offset[r] + k / GROUP;
-        scale[r] = scale_of<FP, GROUP>(from[r / EACH].scales[group]);
-        bias[r] = FP ? 0.0f : float(from[r / EACH].biases[group]);
-        load_bytes<BYTES>(from[r / EACH].w + byte_offset[r] + k * BITS / 8, words[r]);
+        if constexpr (FP) {
+          scale[r] = scale_of<GROUP>(from[r / EACH].scales[group]);
+          bias[r] = 0.0f;
+        } else {
+          scale[r] = float(from[r / EACH].scales[group]);
+          bias[r] = float(from[r / EACH].biases[group]);
+        }
+        load_bytes<BITS, BYTES>(from[r / EACH].w + byte_offset[r] + k * BITS / 8, words[r]);
       }
       float products[ROWS][RESULTS] = {}, sums[ROWS] = {};
       UNROLL

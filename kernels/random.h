@@ -1,10 +1,12 @@
 // The random numbers that mx.random makes of a key, one at a time: threefry-2x32 of 20 rounds (Salmon et al., 2011).
 
+#include "unroll.h"
+
 METAL_FUNC uint2 threefry(uint2 key, uint2 counter) {
   const uint keys[3] = {key.x, key.y, key.x ^ key.y ^ 0x1BD11BDAu};
   const uint turns[8] = {13, 15, 26, 6, 17, 29, 16, 24};
   uint a = counter.x + key.x, b = counter.y + key.y;
-  _Pragma("clang loop unroll(full)")
+  UNROLL
   for (uint round = 0; round < 20; round++) {
     const uint turn = turns[round % 8];
     a += b;

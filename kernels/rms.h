@@ -1,7 +1,7 @@
 // Root mean square normalization in the order of MLX's kernel: a thread takes four neighbouring values.
 // Contracted across statements, bits are MLX's where rows are multiples of four: MLX sums the last few in other code.
 
-#define UNROLL _Pragma("clang loop unroll(full)")
+#include "unroll.h"
 
 static constant constexpr int READS = 4;
 

@@ -1,36 +1,39 @@
 // Each row of x times the one row of w, in the bits of MLX's dot product of that row alone, for K <= 16384.
 // Inputs: x (M, K), w (1, K) of type T; K, M (int). Output: y (M, 1). Template: T; ROWS of x per threadgroup (<= 16).
 // Grid in threadgroups: (ceil(M / ROWS), 1, 1). Threadgroup: (512, 1, 1); each simdgroup sums 1024 values of K.
+
+#include "unroll.h"
+
 constexpr int SPAN = 16 / sizeof(T);  // values that a lane takes at a time
 threadgroup float partial[ROWS * 16];
 const int lane = thread_index_in_simdgroup, simd_id = simdgroup_index_in_threadgroup;
 const int own_m = threadgroup_position_in_grid.x * ROWS, first_m = max(min(own_m, M - ROWS), 0);
 const auto rows_x = x + size_t(first_m) * K;
 int rows[ROWS];
-#pragma clang loop unroll(full)
+UNROLL
 for (int m = 0; m < ROWS; m++) {
   rows[m] = min(m, M - 1 - first_m) * K;
 }
 
 float4 sum[ROWS];
-#pragma clang loop unroll(full)
+UNROLL
 for (int m = 0; m < ROWS; m++) {
   sum[m] = 0.0f;
 }
 for (int step = 0; step < 32; step += SPAN) {
   const int k = 1024 * simd_id + 32 * step + lane * SPAN;
   if (k + SPAN <= K) {
-#pragma clang loop unroll(full)
+    UNROLL
     for (int j = 0; j < SPAN; j += 4) {
       const int i = k + j;
       float4 weight = 0.0f, values = 0.0f;
-#pragma clang loop unroll(full)
+      UNROLL
       for (int e = 0; e < 4; e++) {
         weight[e] = float(w[i + e]);
       }
-#pragma clang loop unroll(full)
+      UNROLL
       for (int m = 0; m < ROWS; m++) {
-#pragma clang loop unroll(full)
+        UNROLL
         for (int e = 0; e < 4; e++) {
           values[e] = float(rows_x[rows[m] + i + e]);
         }
@@ -38,11 +41,11 @@ for (int step = 0; step < 32; step += SPAN) {
       }
     }
   } else {
-#pragma clang loop unroll(full)
+    UNROLL
     for (int j = 0; j < SPAN; j++) {
       if (k + j < K) {
         const float weight = float(w[k + j]);
-#pragma clang loop unroll(full)
+        UNROLL
         for (int m = 0; m < ROWS; m++) {
           sum[m][j & 3] += float(rows_x[rows[m] + k + j]) * weight;
         }
@@ -51,7 +54,7 @@ for (int step = 0; step < 32; step += SPAN) {
   }
 }
 
-#pragma clang loop unroll(full)
+UNROLL
 for (int m = 0; m < ROWS; m++) {
   const float in_lanes = simd_sum(sum[m][0] + sum[m][1] + sum[m][2] + sum[m][3]);
   if (lane == 0) {

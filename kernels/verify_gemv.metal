@@ -18,7 +18,7 @@ const int own_n = (block * (32 / LANES) + lane / LANES) * TM, first_n = min(own_
 
 float sum[SUMS] = {0};
 int rows[ROWS];
-#pragma clang loop unroll(full)
+UNROLL
 for (int m = 0; m < ROWS; m++) {
   rows[m] = min(m, M - 1 - first_m) * K;
 }
@@ -35,9 +35,9 @@ if (own_n < N) {
   }
 }
 
-#pragma clang loop unroll(full)
+UNROLL
 for (int i = 0; i < SUMS; i++) {
-#pragma clang loop unroll(full)
+  UNROLL
   for (ushort apart = LANES / 2; apart >= 1; apart /= 2) {
     sum[i] += simd_shuffle_down(sum[i], apart);
   }
@@ -46,7 +46,7 @@ for (int i = 0; i < SUMS; i++) {
 float total = 0.0f;  // lane i's of simdgroup 0, of sum i
 if (SIMDS > 1) {
   if (lane == 0) {
-#pragma clang loop unroll(full)
+    UNROLL
     for (int i = 0; i < SUMS; i++) {
       partial[place.y * SUMS + i] = sum[i];
     }
@@ -60,7 +60,7 @@ if (SIMDS > 1) {
   }
 }
 
-#pragma clang loop unroll(full)
+UNROLL
 for (int i = 0; i < SUMS; i++) {
   const int m = first_m + i / TM, n = first_n + i % TM;
   const bool holds = SIMDS > 1 ? place.y == 0 && lane == i : lane % LANES == 0;

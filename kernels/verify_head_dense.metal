@@ -25,7 +25,7 @@ for (int i = thread_index_in_threadgroup; i < ROWS * TILE; i += 32 * SIMDS) {
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 int rows[ROWS];
-#pragma clang loop unroll(full)
+UNROLL
 for (int m = 0; m < ROWS; m++) {
   rows[m] = min(m, M - 1 - first) * K;
 }
@@ -44,9 +44,9 @@ for (int block = begin + simd * WIDTH; block < end; block += SIMDS * WIDTH) {
       add_four<ROWS, TM, true>(sum, rows_x, rows, rows_w, k, K);
     }
   }
-#pragma clang loop unroll(full)
+  UNROLL
   for (int i = 0; i < SUMS; i++) {
-#pragma clang loop unroll(full)
+    UNROLL
     for (ushort apart = LANES / 2; apart >= 1; apart /= 2) {
       sum[i] += simd_shuffle_down(sum[i], apart);
     }

@@ -73,7 +73,7 @@ for (int own = thread_id; own < SIMDS * n; own += 32 * SIMDS) {
   }
 }
 
-if (SUM) {
+if constexpr (SUM) {
   float sum = 0.0f;
   for (int t = thread_id; t < tiles; t += 32 * SIMDS) {
     sum += row_values[t * (n + SUM) + n] * metal::precise::exp(row_values[t * (n + SUM)] - greatest);

@@ -46,6 +46,11 @@ def _values(inputs: Sequence) -> list[mx.array]:
     return arrays
 
 
+def _whole(text: str) -> str:
+    """What was written, of a text or name that was shortened for MLX."""
+    return getattr(text, "whole", text)
+
+
 @dataclass(eq=False)
 class MetalKernel:
     """A kernel as `mx.fast.metal_kernel` makes it; `traffic` is the report of its last launch."""
@@ -107,7 +112,7 @@ class MetalKernel:
         self, inputs: list[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, object]]
     ) -> Signature:
         """The function that MLX would generate for these arrays and template arguments."""
-        arguments = tuple(template_argument(name, value) for name, value in template)
+        arguments = tuple(template_argument(_whole(name), value) for name, value in template)
         named = zip(self.input_names, inputs, strict=True)
         parameters = [p for name, x in named for p in input_parameters(name, x, self.source)]
         for output, dtype in zip(self.output_names, output_dtypes, strict=True):
@@ -158,8 +163,8 @@ def metal_kernel(
     mode = (compile_options or {}).get("math_mode", "safe")
     if mode not in ("safe", "relaxed", "fast"):
         raise ValueError(f"math_mode is {mode!r}; it must be 'safe', 'relaxed' or 'fast'")
-    names = list(input_names), list(output_names)
-    source, header = (getattr(text, "whole", text) for text in (source, header))  # where lines are those of the files
+    names = [_whole(name) for name in input_names], [_whole(name) for name in output_names]
+    source, header = _whole(source), _whole(header)  # where lines are those of the files
     return MetalKernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs)
 
 

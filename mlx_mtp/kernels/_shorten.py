@@ -5,6 +5,12 @@ MLX writes the text at each call, keeps it in each launch that is recorded, and 
 
 import functools
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ._abbreviate import abbreviated
+from ._fold import Values, folded
+from ._rename import renamed, renaming
 
 TOKEN = re.compile(
     r'#[^\n]*|"[^"\n]*"|\.?\d(?:[eEpP][+-]|[\w.])*|\w+'
@@ -14,17 +20,46 @@ DEFINED = re.compile(r"#define (\w+)|(?:template < [^({;]*> )?struct (\w+)|[^#({
 
 
 class Text(str):
-    """A text as MLX gets it, and the `whole` as it was written, for a compiler that names lines."""
+    """A text or a name as MLX gets it, and the `whole` as it was written, for a compiler that names lines."""
 
     whole: str
 
+    @classmethod
+    def of(cls, short: str, whole: str) -> "Text":
+        text = cls(short)
+        text.whole = whole
+        return text
 
-def shorten(header: str, body: str) -> tuple[Text, Text]:
-    """Leave out comments, white space, and definitions of the header that nothing in the body leads to."""
-    used = reached(definitions(tokens(header)), body)
-    short = Text(joined([token for each in used for token in each])), Text(joined(tokens(body)))
-    short[0].whole, short[1].whole = header, body
-    return short
+
+class Short(NamedTuple):
+    """A kernel's header and body as MLX gets them, and what they call the names that were given."""
+
+    header: Text
+    body: Text
+    names: dict[str, Text]
+
+
+def shorten(header: str, body: str, given: Iterable[str] = (), values: Values | None = None) -> Short:
+    """Leave out what nothing leads to, comments and white space; give short names to words, macros to phrases.
+
+    given: the names of inputs, outputs and the template. values: of those of the template that mean the same wherever
+    they stand; what they decide against goes as well.
+    """
+    head, source = (folded(tokens(text), values or {}) for text in (header, body))
+    kept = [part for each in reached(definitions(head), " ".join(source)) for part in each]
+    own = [tuple(part.split(maxsplit=2)[1:]) for part in kept if part.startswith("#define")]
+    code = [part for part in kept if part[0] != "#"]
+    short, names = renaming([*code, *source, *(name for name, _ in own)], given)
+    sections = [[renamed(part, short) for part in parts] for parts in (code, source, *([value] for _, value in own))]
+    macros, (code, source, *phrases) = abbreviated(sections, names)
+    macros = [*(renamed(name, short) for name, _ in own), *macros]
+    lines = [part for part in kept if part.startswith("#include")]
+    lines += [f"#define {name} {joined(phrase)}" for name, phrase in zip(macros, phrases, strict=True)]
+    return Short(
+        Text.of("".join(f"{line}\n" for line in lines) + joined(code), header),
+        Text.of(joined(source), body),
+        {name: Text.of(renamed(name, short), name) for name in given},
+    )
 
 
 def tokens(text: str) -> list[str]:

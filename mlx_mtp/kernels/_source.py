@@ -1,6 +1,7 @@
 """Launch the kernels of the `.metal` files, and say where they can run and how rows are shared out."""
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,12 +9,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._shorten import shorten
+from ._shorten import Short, Text, shorten
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
 COMPILED_ROWS = (1, 2, 4, 6, 8, 12, 16)  # numbers of rows with kernels of their own; each is a fraction of a second's
 # compile, those of more than 8 for several sequences only
 BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
+FORMAT = (
+    "BITS",
+    "GROUP",
+)  # `_fold` relies on it that they, and what is bool, mean the same in all of a kernel's text
 Names = tuple[str, ...]
 Maybe = mx.array | None
 INCLUDE = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
@@ -36,11 +41,12 @@ def launch(
     template: dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied first, unless the body
     reads strides.
     """
-    made = _made(mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs))
+    names, values = (tuple(inputs), tuple(outputs), tuple(template)), tuple(template.values())
+    made, short = _made(mx.fast.metal_kernel, DIRECTORY, op, names, values)
     shapes, dtypes = zip(*outputs.values(), strict=True)
     return made(
         inputs=list(inputs.values()),
-        template=list(template.items()),
+        template=list(zip(short, values, strict=True)),
         grid=grid,
         threadgroup=group,
         output_shapes=shapes,
@@ -49,12 +55,23 @@ def launch(
 
 
 @functools.cache
-def _made(maker: Callable[..., Any], directory: Path, op: str, inputs: Names, outputs: Names) -> Callable[..., Any]:
+def _made(
+    maker: Callable[..., Any], directory: Path, op: str, names: tuple[Names, Names, Names], values: tuple[object, ...]
+) -> tuple[Callable[..., Any], list[Text]]:
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
+    numbers = ((name, v) for name, v in zip(names[-1], values, strict=True) if isinstance(v, int))
+    known = tuple((name, v) for name, v in numbers if isinstance(v, bool) or name in FORMAT)
+    header, source, short = _short(directory, op, tuple(itertools.chain(*names)), known)
+    inputs, outputs, template = ([short[name] for name in those] for those in names)
+    strided = "_strides" in source.whole  # which may stand where the values decide against it
+    more = {"source": source, "header": header, "ensure_row_contiguous": not strided}
+    return maker(name=op, input_names=inputs, output_names=outputs, **more), template
+
+
+@functools.cache
+def _short(directory: Path, op: str, given: Names, known: tuple[tuple[str, int], ...]) -> Short:
     *headers, body = _included(directory, f"{op}.metal", {}).values()
-    header, source = shorten("".join(headers), body)
-    names = {"input_names": list(inputs), "output_names": list(outputs)}
-    return maker(name=op, **names, source=source, header=header, ensure_row_contiguous="_strides" not in source)
+    return shorten("".join(headers), body, given, dict(known))
 
 
 def _included(directory: Path, file: str, found: dict[str, str]) -> dict[str, str]:

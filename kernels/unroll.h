@@ -1,0 +1,2 @@
+// In front of a loop: Metal's compiler unrolls it, so that what it indexes stays in registers.
+#define UNROLL _Pragma("clang loop unroll(full)")
