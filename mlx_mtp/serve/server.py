@@ -118,7 +118,8 @@ def listening(host: str, port: int) -> list[socket.socket]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return [socket.create_server(address[:2], family=family) for family, _, _, _, address in found]
     except OSError as e:
-        raise OSError(f"{host}:{port}: {e.strerror or e}") from None
+        why = (e.strerror or str(e)).partition(" (while")[0]  # Python repeats the address
+        raise OSError(f"{host}:{port}: {why}") from None
 
 
 async def _run(server: Server, sockets: list[socket.socket], engine: Engine) -> None:

@@ -1,7 +1,10 @@
 """Keep out who may not come in: keys, hosts, origins, kinds and sizes of bodies; errors in the API's own form."""
 
+import errno
 import json
 import logging
+import os
+import socket
 import threading
 
 import pytest
@@ -10,6 +13,7 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.serve.app import Site, application
 from mlx_mtp.serve.guard import DEPTH, Rules
+from mlx_mtp.serve.server import listening
 
 JSON = {"content-type": "application/json"}
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -99,6 +103,13 @@ def test_who_is_refused_is_in_the_log(served, closed, caplog, monkeypatch):
         "/v1/messages 400: top_p=2: allowed is a number from 0 to 1",
         "'/v1/\\x1b[31mmodels 401: the API key is missing or wrong'",
     ]
+
+
+def test_an_address_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"^127.0.0.1:{port}: {os.strerror(errno.EADDRINUSE)}$"):
+            listening("127.0.0.1", port)
 
 
 def test_models(served):
