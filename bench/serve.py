@@ -34,8 +34,8 @@ QUESTIONS = ("What does len do?", "What does sorted do?", "What does os.path.joi
 
 
 @contextmanager
-def server(command: list[str], port: int) -> Iterator[str]:
-    """Run a server; yields its address."""
+def server(command: list[str], port: int) -> Iterator[tuple[str, int]]:
+    """Run a server; yields its address, and its process."""
     process = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
     try:
@@ -45,7 +45,7 @@ def server(command: list[str], port: int) -> Iterator[str]:
                 break
             except OSError:
                 time.sleep(0.1)
-        yield address
+        yield address, process.pid
     finally:
         process.terminate()
         process.wait()
@@ -133,7 +133,7 @@ def in_turn(
         paths = [copied(demo_path(), p, float32=p.name != "ours", unending=unending) for p in places]
         ours = [sys.executable, "-m", "mlx_mtp", "serve", "--quiet", "--alias", "*", "--model", str(paths[0])]
         theirs = [sys.executable, "-m", "mlx_lm", "server", "--model", str(paths[1])]
-        with server(ours, free_port()) as a, server(theirs, free_port()) as b:
+        with server(ours, free_port()) as (a, _), server(theirs, free_port()) as (b, _):
             found = {"ours": [], "mlx_lm": []}
             for run in range(runs + 1):
                 for name, address in (("ours", a), ("mlx_lm", b)):

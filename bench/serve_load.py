@@ -1,0 +1,110 @@
+"""Let many clients ask `mlx-mtp serve` at once: is every answer the one that it is alone, does memory stay?
+
+    python bench/serve_load.py [--requests 2000] [--clients 32]
+
+The demo's server in a process of its own, which may remember 50 MB of prompts. Whole answers and streams of three
+APIs, greedy and drawn, must be those that came before anybody else asked; between them clients go away while a prompt
+is read or in the middle of a stream, and send what is no JSON. Resident memory is looked at each eighth of the way.
+"""
+
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import click
+from serve import QUESTIONS, free_port, server
+
+DRAWN = {"temperature": 1.2, "seed": 7}
+CHAT, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/completions"
+KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (CHAT, {}),
+    (CHAT, {"stream": True, **DRAWN}),
+    (CHAT, {"n": 2, "logprobs": True, "stop": ["the "], **DRAWN}),
+    (MESSAGES, {}),
+    (MESSAGES, {"stream": True, **DRAWN}),
+    (COMPLETIONS, {"stream": True, "repetition_penalty": 1.3}),
+)
+RUDE = ("no JSON", "gone while its prompt is read", "gone in the middle of a stream")
+
+
+def body_of(kind: int, question: int) -> tuple[str, dict[str, Any]]:
+    """Make a request: its path, and its body."""
+    path, more = KINDS[kind]
+    text = QUESTIONS[question]
+    said = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    return path, {**said, "max_tokens": 30, **more}
+
+
+def post(port: int, path: str, body: str) -> http.client.HTTPResponse:
+    """Send a request; the response is not read yet, and closes its connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("POST", path, body, {"content-type": "application/json", "connection": "close"})
+    return connection.getresponse()
+
+
+def answered(port: int, kind: int, question: int) -> tuple[int, str]:
+    """Ask; return the status, and what was said, without what differs each time."""
+    path, body = body_of(kind, question)
+    with post(port, path, json.dumps(body)) as response:
+        text = response.read().decode()
+    found = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return response.status, json.dumps([told(each) for each in found or [json.loads(text)]])
+
+
+def told(event: dict[str, Any]) -> Any:
+    """Take what an answer says out of an event or a whole answer."""
+    return event.get("choices") or event.get("content") or event.get("delta") or event.get("error")
+
+
+def rude(port: int, i: int) -> int:
+    """Be a client that does not behave; return the status."""
+    if RUDE[i % 3] == "no JSON":
+        with post(port, CHAT, '{"messages": [') as response:
+            return response.status
+    long = RUDE[i % 3] == "gone while its prompt is read"
+    text = " ".join(f"{i} {j}" for j in range(200)) if long else QUESTIONS[0]
+    said = {"messages": [{"role": "user", "content": text}], "stream": True, **DRAWN}
+    with post(port, CHAT, json.dumps(said)) as response:
+        response.read(100 if long else 600)  # the answer begins behind 200 or so
+        return response.status
+
+
+def resident(pid: int) -> float:
+    """Look up a process's resident megabytes."""
+    return int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(pid)])) / 1000
+
+
+def one(port: int, i: int, alone: dict[tuple[int, int], tuple[int, str]]) -> str:
+    """Send the i-th request; return what came of it, in words."""
+    if i % 4 == 3:
+        return f"rude {rude(port, i // 4)}"
+    at = i % len(KINDS), i // len(KINDS) % len(QUESTIONS)
+    status, said = answered(port, *at)
+    return f"answer {status}" if (status, said) == alone[at] else f"WRONG {status}: {said[:200]}"
+
+
+@click.command()
+@click.option("--requests", default=2000, show_default=True)
+@click.option("--clients", default=32, show_default=True)
+def main(requests: int, clients: int) -> None:
+    """Ask, count what came, and fail where an answer is wrong or a status is the server's fault."""
+    port, found, memory, tic = free_port(), Counter(), [], time.perf_counter()
+    command = [sys.executable, "-m", "mlx_mtp", "serve", "--quiet", "--prompt-cache-size", "0.05"]
+    with server(command, port) as (_, pid), ThreadPoolExecutor(clients) as pool:
+        alone = {(k, q): answered(port, k, q) for k in range(len(KINDS)) for q in range(len(QUESTIONS))}
+        for part in range(8):
+            some = range(part * requests // 8, (part + 1) * requests // 8)
+            found.update(pool.map(lambda i: one(port, i, alone), some))
+            memory.append(resident(pid))
+            print(f"{some.stop:6} requests   {memory[-1]:7.1f} MB   {dict(found)}", flush=True)
+    print(json.dumps({"found": found, "resident_mb": memory, "seconds": round(time.perf_counter() - tic, 1)}))
+    sys.exit(any(word.startswith("WRONG") or " 5" in word for word in found))
+
+
+if __name__ == "__main__":
+    main()
