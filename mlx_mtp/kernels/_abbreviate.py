@@ -10,9 +10,8 @@ LONGEST, ROUNDS = 8, 2  # phrases' tokens, and how often they are counted: the s
 KEPT = 0.7  # of what a phrase saves when counted, to be taken after those that overlapped it
 DEFINE = len("#define aB \n")
 SPACE = 0.4  # of a character, that a word needs beside it on average
-FOUND_BY_MLX = re.compile(
-    r"#.*|\w+_(?:shape|strides|ndim|(?:in|per)_\w+)"
-)  # in a body, where no macro may stand for it
+# What MLX looks for in a body, where no macro may stand for it.
+FOUND_BY_MLX = re.compile(r"#.*|\w+_(?:shape|strides|ndim|(?:in|per)_\w+)")
 END = "\n"
 FIRST = 0x4E00  # characters from here on stand for tokens
 

@@ -15,10 +15,8 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
 COMPILED_ROWS = (1, 2, 4, 6, 8, 12, 16)  # numbers of rows with kernels of their own; each is a fraction of a second's
 # compile, those of more than 8 for several sequences only
 BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
-FORMAT = (
-    "BITS",
-    "GROUP",
-)  # `_fold` relies on it that they, and what is bool, mean the same in all of a kernel's text
+# `_fold` relies on it that these, and what is bool, mean the same in all of a kernel's text.
+FORMAT = ("BITS", "GROUP")
 Names = tuple[str, ...]
 Maybe = mx.array | None
 INCLUDE = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
