@@ -26,7 +26,7 @@ from .sampling import Picker, Sampling
 from .step import Frame, step
 
 OFTEN = 2  # times that a kind of cycle has come when it is recorded: one that comes once is not worth it
-KEPT = 4  # kinds recorded in a thread: on a GPU each holds its launches' sources, 13 MB of Step-3.5's
+KEPT = 4  # kinds recorded in a thread: on a GPU each holds its launches' sources, 11 MB of Step-3.5's
 THREADS = 4  # whose records are kept: what MLX compiles in one thread, others cannot call
 COUNTED = 256  # kinds whose occurrences are counted
 
