@@ -59,8 +59,8 @@ class Exchange(Protocol):
 
 
 def data(value: Any, event: str = "") -> str:
-    """Write one server-sent event."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Write one server-sent event, in ASCII: some clients end a line at any of Unicode's separators."""
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
     return f"event: {event}\ndata: {text}\n\n" if event else f"data: {text}\n\n"
 
 

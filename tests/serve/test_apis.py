@@ -7,7 +7,7 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.serve.answer import Said
-from mlx_mtp.serve.exchange import parsed
+from mlx_mtp.serve.exchange import data, parsed
 from mlx_mtp.serve.job import Ask, Begun, End, Job, _bytes
 
 
@@ -261,6 +261,12 @@ def test_prompts_are_reused(chat):
     first, second = (chat(long, max_tokens=1).json()["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] > 100
+
+
+def test_an_event_is_one_line_to_every_client():
+    said = {"text": "a\u2028b\u2029c\x85d\re\U0001f600"}
+    (line,) = data(said).strip("\n").splitlines()
+    assert json.loads(line.removeprefix("data: ")) == said
 
 
 def test_arguments_of_calls():
