@@ -159,6 +159,8 @@ async def respond(request: Request, make: Make) -> Response:
     door = site.ready()
     exchange = await run_in_threadpool(make, body, door)
     talk = Talk(site, exchange, request.url.path)
+    if len(exchange.asks) > (most := site.engine.limits.waiting):
+        raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
         talk.submit()
     except Full:

@@ -12,6 +12,7 @@ from served import KEY, start
 from starlette.testclient import TestClient
 
 from mlx_mtp.serve.app import Site, application
+from mlx_mtp.serve.engine import Limits
 from mlx_mtp.serve.guard import DEPTH, Rules
 from mlx_mtp.serve.server import listening
 
@@ -103,6 +104,17 @@ def test_who_is_refused_is_in_the_log(served, closed, caplog, monkeypatch):
         "/v1/messages 400: top_p=2: allowed is a number from 0 to 1",
         "'/v1/\\x1b[31mmodels 401: the API key is missing or wrong'",
     ]
+
+
+def test_more_choices_than_may_ever_wait_are_not_asked_for_again():
+    site, app = start(limits=Limits(at_once=1, waiting=1))
+    with TestClient(app, base_url="http://localhost") as client:
+        while site.engine.state == "loading":
+            site.engine.thread.join(0.01)
+        refused = client.post("/v1/chat/completions", json={**HI, "n": 2})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+    site.engine.stop(0)
+    site.engine.thread.join()
 
 
 def test_an_address_in_use():
