@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .fields import Refused
@@ -93,11 +94,15 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
+        shared = self._shared(headers.get("origin"))
+        send = _with_headers(send, shared)
         try:
             self.rules.check(scope["path"].removeprefix(scope.get("root_path", "")), scope["method"], headers)
         except Refused as e:
             return await self.refused(Request(scope), e)(scope, receive, send)
-        return await self.app(scope, receive, _with_headers(send, self._shared(headers.get("origin"))))
+        if shared and scope["method"] == "OPTIONS":  # a browser asks whether the page may call
+            return await Response(status_code=204)(scope, receive, send)
+        return await self.app(scope, receive, send)
 
     def _shared(self, origin: str | None) -> list[tuple[bytes, bytes]]:
         """Make the headers that let pages of allowed origins read answers."""

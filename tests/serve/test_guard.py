@@ -59,6 +59,11 @@ def test_origins(closed):
         assert found.status_code == status
         allowed = origin if origin == "https://chat.example" else None
         assert found.headers.get("access-control-allow-origin") == allowed
+        asked = closed.options("/v1/chat/completions", headers={"Origin": origin})  # as a browser does, without a key
+        assert asked.status_code == (204 if allowed else 403 if status == 403 else 405)
+        assert asked.headers.get("access-control-allow-origin") == allowed
+        keyless = closed.get("/v1/models", headers={"Origin": origin})
+        assert keyless.headers.get("access-control-allow-origin") == allowed
 
 
 def test_bodies(closed):
