@@ -2,7 +2,8 @@
 
 Costs are measured (`Costs`) and right drafts are counted; what was measured seldom or long ago is thought better than
 it was. A budget bounds what drafting may lose against plain decoding: it grows a little with every step and by what
-drafts win, and goes on from text to text. Costs are in plain steps: the time of one cycle without drafts is one.
+drafts win, as far as it can hold, and goes on from text to text. Costs are in plain steps: the time of one cycle
+without drafts is one.
 """
 
 import copy
@@ -13,7 +14,7 @@ from .costs import FAR, KEPT, LOST, Costs
 from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 
 SHARE = 0.012  # of a plain step, what each step adds to the budget
-SAVED = 8.0  # plain steps of it, the most that a text begins with
+SAVED = 8.0  # plain steps of it, the most that a text begins with; within a text it holds twice as many
 GUESS, WEIGHT = 0.6, 2.0  # the share of right drafts while none were seen, and as how many drafts that counts
 CURIOUS, DOUBT = 0.3, 0.7  # of its rate, by which a plan, and the plain step, is thought better while not measured
 
@@ -49,7 +50,7 @@ class Controller:
             spare = self.costs.budget - sum(self._risks)
             hope = max(choices, key=lambda c: c.rate)
             best = max((plain, *(c for c in choices if c.risk <= spare)), key=self._score)
-            kind, costs = _kind(hope.plan, matched), self.costs
+            kind, costs = hope.plan.kind(matched), self.costs
             if hope.rate < 1 and costs.again.get(kind, 0.0) <= costs.elapsed and hope.risk <= spare:
                 best = hope
                 costs.again[kind] = costs.elapsed + (hope.risk + 1 - hope.tokens) / SHARE
@@ -73,10 +74,10 @@ class Controller:
         elif seconds is not None:
             steps = costs.observe(did, seconds, cycle.caught_up)
         won = cycle.accepted + 1 - steps if plan.k else 0.0
-        costs.budget += SHARE * steps + won
+        costs.budget = min(costs.budget + SHARE * steps + won, 2 * SAVED)
         costs.elapsed += steps
         costs.unsure = max(0, costs.unsure - 1)
-        kind = _kind(plan, cycle.matched)
+        kind = plan.kind(cycle.matched)
         if won > 0:
             costs.again[kind] = costs.elapsed
         if plan.p_min:
@@ -108,7 +109,7 @@ class Controller:
             rate = (WEIGHT * like.tokens + gave) / (WEIGHT * like.steps + took)
             choices.append(Choice(self.confident, rate * like.steps, like.steps, rows))
         if matched >= SHORTEST and self.lookups:
-            tokens = self._tokens(_kind(self.lookups[0], matched), self.lookups)
+            tokens = self._tokens(self.lookups[0].kind(matched), self.lookups)
             choices += [Choice(p, n, costs.steps(p)) for p, n in zip(self.lookups, tokens, strict=True)]
         most = max(1, 2 * max(p.k for p in costs.levels))  # no leap into the unknown
         return [c for c in choices if c.plan.k <= most or (c.plan.p_min and most > 2) or c.plan in self.lookups[:1]]
@@ -130,10 +131,3 @@ class Controller:
         for i, pair in enumerate(counts):
             right, seen = pairs[i] if i < len(pairs) else (0.0, 0.0)
             pair[:] = KEPT * pair[0] + right, KEPT * pair[1] + seen
-
-
-def _kind(plan: Plan, matched: int) -> str:
-    """Name the drafts that are counted together; of lookups those of matches about as long."""
-    if plan.source == "heads":
-        return "confident" if plan.p_min else "heads"
-    return f"lookup {min(matched, 16).bit_length()}"

@@ -36,11 +36,9 @@ class Costs:
 
     def as_guess(self) -> "Costs":
         """Copy them for cycles that are like these but cost otherwise, as of another number of texts at once."""
-        guess = copy.deepcopy(self)
-        fresh = Costs()
-        guess.pace, guess.unsure, guess.budget = fresh.pace, fresh.unsure, fresh.budget
-        guess.elapsed, guess.again, guess._odd = fresh.elapsed, fresh.again, fresh._odd
-        guess.weights = {plan: min(GUESSED, weight) for plan, weight in self.weights.items()}
+        guess, known = Costs(), copy.deepcopy(self)
+        guess.levels, guess.wake, guess.row, guess.counts = known.levels, known.wake, known.row, known.counts
+        guess.weights = {plan: min(GUESSED, weight) for plan, weight in known.weights.items()}
         return guess
 
     @property

@@ -19,6 +19,12 @@ class Plan:
     k: int = 0
     p_min: bool = False
 
+    def kind(self, matched: int) -> str:
+        """Name the drafts that are counted together; of lookups those of matches about as long."""
+        if self.source == "heads":
+            return "confident" if self.p_min else "heads"
+        return f"lookup {min(matched, 16).bit_length()}"
+
 
 PLAIN = Plan()
 
