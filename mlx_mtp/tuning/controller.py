@@ -66,20 +66,22 @@ class Controller:
         if self._risks:
             self._risks.popleft()
         did = Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
-        steps = costs.steps(did) + costs.reading(cycle.caught_up)
+        steps = expected = costs.steps(did) + costs.reading(cycle.caught_up)
         seconds = cycle.seconds if self._began or cycle.caught_up or costs.pace is None else None
         self._began = True
         if seconds is not None and plan.p_min:
             steps = min(seconds / costs.seconds, math.exp(FAR) * steps)
         elif seconds is not None:
             steps = costs.observe(did, seconds, cycle.caught_up)
-        won = cycle.accepted + 1 - steps if plan.k else 0.0
+        won = cycle.accepted + 1 - steps if plan.k else costs.not_lost(seconds)
         costs.budget = min(costs.budget + SHARE * steps + won, 2 * SAVED)
         costs.elapsed += steps
         costs.unsure = max(0, costs.unsure - 1)
         kind = plan.kind(cycle.matched)
         if won > 0:
             costs.again[kind] = costs.elapsed
+        if plan.k:
+            costs.drafted = costs.drafted[0] + steps, costs.drafted[1] + expected
         if plan.p_min:
             costs.weights[plan] = costs.weights.get(plan, 0.0) + 1
             self._count(kind, [(cycle.accepted + 1.0, steps)])

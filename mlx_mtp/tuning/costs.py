@@ -26,6 +26,8 @@ class Costs:
         self.levels = {PLAIN: 0.0}  # logarithms of plain steps
         self.weights = {PLAIN: 0.0}  # cycles that each rests on
         self.pace: float | None = None  # logarithm of seconds; None: nothing was measured here
+        self.plain_pace: float | None = None  # as the last plain step left it
+        self.drafted = 0.0, 0.0  # plain steps that cycles with drafts took since that step, and that were expected
         self.unsure = 3  # plain steps that come first: beside them all is judged
         self.wake, self.row = FEW * ROW, ROW  # plain steps of idle heads' waking, and per row that they then read
         self.counts: dict[str, list[list[float]]] = {}  # per kind of drafts and depth: right ones, and all
@@ -74,6 +76,18 @@ class Costs:
         if odd or self._odd in (plan, "too fast"):
             self._odd = odd
         return expected * math.exp(min(surprise, FAR))
+
+    def not_lost(self, seconds: float | None) -> float:
+        """Return what drafting since the last plain step seemed to lose, where this one tells that the machine was slower.
+
+        In plain steps, and only what is more than may be lost at once: a plain step, too, may be slow by accident.
+        """
+        if seconds is None or self.pace is None:
+            return 0.0
+        slower = seconds / math.exp(self.levels[PLAIN] + (self.plain_pace or self.pace))
+        took, expected = self.drafted
+        self.plain_pace, self.drafted = self.pace, (0.0, 0.0)
+        return max(took - max(took / slower, expected) - LOST, 0.0)
 
     def _learn(self, plan: Plan, surprise: float, caught_up: int) -> None:
         """Lay a surprise on pace and plan; where heads woke up for a plan that is known, on their reading alone."""

@@ -340,6 +340,16 @@ def test_a_pause_of_the_machine_does_not_park_the_heads(at):
     assert paused.steps - 25 < 1.05 * calm.steps
 
 
+def test_a_slow_spell_while_drafting_is_no_loss_of_the_drafts():
+    """A fifth of each text takes 3.5 times as long; the plain step behind it tells that it was not the drafts."""
+    where, ratios = machine("OpenBLAS", depth=0.2, noise=0.05, drift=lambda at, _: 3.5 if 0.2 < at < 0.4 else 1.0), []
+    for seed in range(20):
+        words = text(trace("typical", 250), seed)
+        steps = [replay(where, words, each, 250, seed).steps for each in (Fixed(3), Controller(max_drafts=3))]
+        ratios.append(steps[0] / steps[1])
+    assert np.median(ratios) >= 0.95  # 0.81 if the loss is charged
+
+
 def test_it_says_why_it_does_not_draft():
     seen = Controller(max_drafts=3)
     assert not seen.paused
