@@ -78,7 +78,7 @@ class Costs:
         return expected * math.exp(min(surprise, FAR))
 
     def not_lost(self, seconds: float | None) -> float:
-        """Return what drafting since the last plain step seemed to lose, where this one tells that the machine was slower.
+        """Return what drafting since the last plain step seemed to lose, if this one tells of a slower machine.
 
         In plain steps, and only what is more than may be lost at once: a plain step, too, may be slow by accident.
         """
