@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import convert_slow_tokenizer
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
@@ -27,7 +27,7 @@ from .tool_formats import ToolFormat
 log = logging.getLogger("mlx_mtp.serve")
 # How tokenizers write a token that is one byte, and the letters by which others write each byte.
 BYTE = re.compile("<0x[0-9A-F]{2}>")
-BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+BYTES = {letter: byte for byte, letter in convert_slow_tokenizer.bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True)
