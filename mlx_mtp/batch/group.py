@@ -141,7 +141,7 @@ class Group:
 
     def _close(self) -> None:
         self.pool = self.last = None
-        self.unread = []
+        self.unread, self.readers = [], []
 
     def _builds_ahead(self, last: Cycle) -> bool:
         """Tell whether somebody is there, and the next cycle can be built before this one's tokens are known."""
@@ -257,6 +257,7 @@ class Group:
 
     def _keep_unread(self, cycle: Cycle) -> None:
         """Keep the rows of a plain cycle, all that are still there together, as each on its own takes time."""
+        assert cycle.run.size == 1, "heads that draft are not idle"
         if not self.unread:
             self.readers = [(row, text) for row, text in enumerate(cycle.rows) if text and not text.over]
         self.unread.append(cycle.run.hidden)
@@ -265,10 +266,11 @@ class Group:
         """Give each text what its idle heads have to read."""
         if not self.unread:
             return
-        rows, self.unread = mx.concatenate(self.unread, axis=1), []
-        for row, text in self.readers:
+        rows, readers = mx.concatenate(self.unread, axis=1), self.readers
+        self.unread, self.readers = [], []
+        for row, text in readers:
             text.cache.push(rows[row : row + 1])
-        mx.async_eval([text.cache.backlog for _, text in self.readers])
+        mx.async_eval([text.cache.backlog for _, text in readers])
 
     def _read(self, cycle: Cycle, ahead: Cycle | None) -> list[Response]:
         """Wait for a cycle; return what it says, with the caches of those that are over."""

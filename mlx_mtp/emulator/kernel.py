@@ -47,7 +47,7 @@ def _values(inputs: Sequence) -> list[mx.array]:
 
 
 def _whole(text: str) -> str:
-    """What was written, of a text or name that was shortened for MLX."""
+    """Return a text or name as it was written, if it was shortened for MLX."""
     return getattr(text, "whole", text)
 
 

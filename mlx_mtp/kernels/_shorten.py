@@ -26,6 +26,7 @@ class Text(str):
 
     @classmethod
     def of(cls, short: str, whole: str) -> "Text":
+        """Make the short text of a whole one."""
         text = cls(short)
         text.whole = whole
         return text

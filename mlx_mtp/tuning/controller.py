@@ -78,7 +78,7 @@ class Controller:
         costs.elapsed += steps
         costs.unsure = max(0, costs.unsure - 1)
         kind = plan.kind(cycle.matched)
-        if won > 0:
+        if won > 0:  # or was not lost
             costs.again[kind] = costs.elapsed
         if plan.k:
             costs.drafted = costs.drafted[0] + steps, costs.drafted[1] + expected

@@ -84,7 +84,8 @@ class Costs:
         """
         if seconds is None or self.pace is None:
             return 0.0
-        slower = seconds / math.exp(self.levels[PLAIN] + (self.plain_pace or self.pace))
+        before = self.pace if self.plain_pace is None else self.plain_pace
+        slower = seconds / math.exp(self.levels[PLAIN] + before)
         took, expected = self.drafted
         self.plain_pace, self.drafted = self.pace, (0.0, 0.0)
         return max(took - max(took / slower, expected) - LOST, 0.0)

@@ -145,6 +145,20 @@ def test_a_batch_that_is_dropped_lets_go_at_once(pair):
         gc.enable()
 
 
+def test_a_text_that_is_over_is_let_go_while_others_decode(pair, monkeypatch):
+    """Its heads were idle, and those of the others draft from then on."""
+    turn = iter([0] * 4)
+    monkeypatch.setattr(Fixed, "plan", lambda self, *_, **__: Plan(k=next(turn, self.k)))
+    batch = mlx_mtp.BatchGenerator(pair[0], num_draft_tokens=2, adaptive=False)
+    batch.insert(PROMPTS, [5, 40, 40])
+    caches = []
+    for _ in range(12):
+        caches += [weakref.ref(r.prompt_cache) for r in batch.next_generated() if r.prompt_cache]
+    gc.collect()
+    assert [cache() for cache in caches] == [None]
+    batch.close()
+
+
 def test_waking_counts_what_the_heads_of_all_texts_missed(pair, monkeypatch):
     """Three texts whose heads did not read along: all their rows are told, but the newest of each."""
     asked, model = [], pair[0]

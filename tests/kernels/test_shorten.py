@@ -138,7 +138,7 @@ def test_what_a_mac_compiles_computes_the_same(op, monkeypatch):
 @linux_only
 @pytest.mark.parametrize("of", sampled([("affine", 6, 64), ("nvfp4", 4, 16)], FORMATS), ids=str)
 def test_each_format_computes_the_same(of, monkeypatch):
-    """What the other formats need is left out of a short text."""
+    """A short text lacks what other formats need."""
     x, weights = draw(*of, (8, 512), 2, mx.bfloat16)
     same_with_short_texts(monkeypatch, lambda: verify_qmm(x, weights))
 
