@@ -133,7 +133,7 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     held = [served.tree.take(ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
     most, cached = _agreed(served, held[0], ask), held[0].offset
     job.emit(Begun(cached))
-    for _ in read(served, held[0], ask.prompt, ask.turns):
+    for _ in read(served, held[0], ask.prompt, ask.turns, spare=served.tree.uncut):
         yield
     job.reading = False
     yield from _decode(served, job, held, most, cached, crowded)
@@ -168,12 +168,17 @@ def _fitting(served: Served, cache: PromptCache, ask: Ask) -> int:
         most //= 2
 
 
-def read(served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...]) -> Iterator[int]:
-    """Read whole chunks of a prompt, never its last token, and remember them; yield how far it has come."""
+def read(
+    served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...], *, spare: int = 0
+) -> Iterator[int]:
+    """Read whole chunks of a prompt, never its last token, and remember them; yield how far it has come.
+
+    spare: most tokens that are left to read in one pass, though a chunk ends among them.
+    """
     cuts = served.tree.chunking.cuts(prompt)
     resumes = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
     for end in cuts:
-        if end > cache.offset:
+        if end > cache.offset and len(prompt) - cache.offset > spare:
             _read_to(served, cache, prompt[:end])
             served.tree.store(cache, resumes=end in resumes)
             yield end
@@ -203,9 +208,8 @@ def read_end(served: Served, prompt: list[int]) -> Iterator[int]:
 
     Only where all rows are alike, so that it need not be cut into the same chunks each time.
     """
-    *_, last = 0, *served.tree.chunking.cuts(prompt)
     end = len(prompt) - 1
-    if served.tree.decoded and last <= served.tree.covered(prompt) < end:
+    if served.tree.decoded and 0 < end - served.tree.covered(prompt) <= served.tree.chunking.step:
         cache = served.tree.take(prompt, len(prompt))
         _read_to(served, cache, prompt[:end])
         served.tree.insert(cache, is_rest=True)

@@ -87,6 +87,11 @@ class PrefixTree:
         self._clock = itertools.count(1)
         self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
 
+    @property
+    def uncut(self) -> int:
+        """Most tokens at a prompt's end that decoding may read at once, as what it leaves is cut without loss."""
+        return self.chunking.step if self.decoded and self.every_moment else 0
+
     def take(self, tokens: Sequence[int], room: int) -> PromptCache:
         """Make a cache of the longest remembered beginning of `tokens`, with room for so many positions."""
         return self.joined(self._known(tokens), room)

@@ -129,6 +129,26 @@ def test_a_prompt_that_is_asked_again_is_not_read_again(model, tmp_path):
     assert sorted(map(len, files.known.values())) == [24]
 
 
+def test_a_prompts_end_is_read_in_one_pass_where_rows_are_alike(tmp_path, monkeypatch):
+    """Chunks that end in it are cut from what decoding leaves; else each would cost a pass before the first token."""
+    model = mlx_mtp.load_model(families.build("glm4_moe", tmp_path)[0])
+    prompt, chunking = [*range(10), *range(11), 12, 1], Chunking(16, 2, frozenset({12}))
+    longer, fresh, served = [*prompt, *prompt], serve(model, chunking=chunking), serve(model, chunking=chunking)
+    served.tree.decoded = rows_alike(model, served.tree.blank, 24)
+    assert served.tree.decoded
+    hidden, passes = type(model).hidden, []
+    monkeypatch.setattr(type(model), "hidden", lambda self, x, c: passes.append(x.shape[1]) or hidden(self, x, c))
+    told = []
+    for each in (fresh, served):
+        passes.clear()
+        told.append(
+            [ask(each, prompt)[0], passes[: passes.index(3)], list(read_end(each, prompt)), ask(each, longer)]
+        )
+    (text, read, end, (then, cached)), alike = told[0], told[1]
+    assert (read, end, cached) == ([16, 5, 2], [], 21)
+    assert alike == [text, [16, 7], [22], (then, 22)]
+
+
 def test_a_request_that_is_over_holds_no_cache(tiny_models):
     """Python looks for jobs in circles seldom, and each would have megabytes."""
     job = Job(Ask([1, 2, 3], (), 4), lambda event: None)
