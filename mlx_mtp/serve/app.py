@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -68,6 +69,7 @@ def application(site: Site, root: str = "") -> Starlette:
     }
     gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
     handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
+    shared: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}
     app = Starlette(
         routes=[
             *(Route(path, partial(respond, make=make), methods=["POST"]) for path, make in posts.items()),
@@ -75,7 +77,11 @@ def application(site: Site, root: str = "") -> Starlette:
             *(Route(path, get) for path, get in gets.items()),
             Route("/v1/models/{name:path}", model),
         ],
-        middleware=[Middleware(Below, root=root), Middleware(Guard, rules=site.rules, refused=refused)],
+        middleware=[
+            Middleware(Below, root=root),
+            Middleware(CORSMiddleware, allow_origins=site.rules.origins, **shared),
+            Middleware(Guard, rules=site.rules, refused=refused),
+        ],
         exception_handlers=handlers,
     )
     app.state.site = site

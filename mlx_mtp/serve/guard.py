@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .fields import Refused
 
@@ -38,7 +37,7 @@ class Rules:
         origin = headers.get("origin")
         if origin and origin not in self.origins and "*" not in self.origins and not self._own(origin, headers):
             raise Refused(f"origin {origin[:80]!r} may not call; --cors-origin allows it", status=403)
-        if self.key is not None and path not in OPEN and method != "OPTIONS" and not self._has_key(headers):
+        if self.key is not None and path not in OPEN and not self._has_key(headers):
             raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
@@ -91,35 +90,13 @@ class Guard:
         self.app, self.rules, self.refused = app, rules, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = Headers(scope=scope)
-        shared = self._shared(headers.get("origin"))
-        send = _with_headers(send, shared)
-        try:
-            self.rules.check(scope["path"].removeprefix(scope.get("root_path", "")), scope["method"], headers)
-        except Refused as e:
-            return await self.refused(Request(scope), e)(scope, receive, send)
-        if shared and scope["method"] == "OPTIONS":  # a browser asks whether the page may call
-            return await Response(status_code=204)(scope, receive, send)
+        if scope["type"] == "http":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            try:
+                self.rules.check(path, scope["method"], Headers(scope=scope))
+            except Refused as e:
+                return await self.refused(Request(scope), e)(scope, receive, send)
         return await self.app(scope, receive, send)
-
-    def _shared(self, origin: str | None) -> list[tuple[bytes, bytes]]:
-        """Make the headers that let pages of allowed origins read answers."""
-        if not origin or not (origin in self.rules.origins or "*" in self.rules.origins):
-            return []
-        allowed = {"allow-origin": origin, "allow-headers": "*, authorization", "allow-methods": "GET, POST, OPTIONS"}
-        shared = [(f"access-control-{name}".encode(), value.encode("latin-1")) for name, value in allowed.items()]
-        return [*shared, (b"vary", b"origin")]
-
-
-def _with_headers(send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], *headers]}
-        await send(message)
-
-    return sending
 
 
 async def read_body(request: Request, most: int) -> dict[str, Any]:

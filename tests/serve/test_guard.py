@@ -59,9 +59,16 @@ def test_origins(closed):
         assert found.status_code == status
         allowed = origin if origin == "https://chat.example" else None
         assert found.headers.get("access-control-allow-origin") == allowed
-        asked = closed.options("/v1/chat/completions", headers={"Origin": origin})  # as a browser does, without a key
-        assert asked.status_code == (204 if allowed else 403 if status == 403 else 405)
+        wanted = {
+            "Method": "POST",
+            "Headers": "authorization",
+            "Private-Network": "true",
+        }  # a browser's, without a key
+        headers = {"Origin": origin, **{f"Access-Control-Request-{name}": value for name, value in wanted.items()}}
+        asked = closed.options("/v1/chat/completions", headers=headers)
+        assert asked.status_code == (200 if allowed else 400)
         assert asked.headers.get("access-control-allow-origin") == allowed
+        assert asked.headers.get("access-control-allow-headers") == "authorization"
         keyless = closed.get("/v1/models", headers={"Origin": origin})
         assert keyless.headers.get("access-control-allow-origin") == allowed
 
