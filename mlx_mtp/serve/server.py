@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -102,6 +104,8 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site]
         h11_max_incomplete_event_size=32 * 1024,
     )
     server, sockets = Server(config, engine, settings.grace), listening(settings.host, settings.port)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, server.handle_exit)  # its terminal is closed; nohup lets it go on
     engine.start()
     asyncio.run(_run(server, sockets, engine))
     engine.stop(settings.grace)

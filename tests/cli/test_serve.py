@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 
+import pytest
 from command_line import call, one_line_error
 
 
@@ -18,7 +19,8 @@ def free_port():
         return s.getsockname()[1]
 
 
-def test_it_answers_and_ends_in_order(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP], ids=["told to", "its terminal is closed"])
+def test_it_answers_and_ends_in_order(tmp_path, sent):
     port, log = free_port(), tmp_path / "log"
     command = [sys.executable, "-m", "mlx_mtp", "serve", "--port", str(port), "--log-file", log, "--alias", "*"]
     command += ["--prompt-cache-dir", tmp_path / "prompts"]
@@ -41,7 +43,7 @@ def test_it_answers_and_ends_in_order(tmp_path):
                 assert time.monotonic() < until
                 time.sleep(0.05)
         assert answer["usage"]["completion_tokens"] <= 2
-        server.send_signal(signal.SIGTERM)
+        server.send_signal(sent)
         assert server.wait(20) == 0
     finally:
         server.kill()
