@@ -19,9 +19,8 @@ from launches_graph import as_on_a_mac
 from rich.console import Console
 from rich.table import Table
 
-from mlx_mtp.kernels._source import DIRECTORY
+from mlx_mtp.kernels._source import DIRECTORY, RESERVED
 
-RESERVED = 16384  # bytes, in MLX's write_signature
 GENERATED = re.compile(
     r"(?:template <[^>]*>\n)?\[\[kernel\]\] void (\w+)\(\n.*?\) \{\n|\n\}\n(?:\ntemplate \[\[host_.*)?$", re.S
 )

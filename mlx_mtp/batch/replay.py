@@ -15,13 +15,15 @@ from ..cache.growing import round_up
 from ..cache.kinds import from_configs
 from ..cache.prompt_cache import PromptCache
 from ..cache.slots import Span
-from ..decoding.replay import Compiled
+from ..decoding import replay
+from ..decoding.replay import Bounds, Compiled
 from ..decoding.sampling import Picker, Sampling
 from ..layers.target import Target
 from .pool import Pool, PoolArrays
 from .step import Frame, Run, step
 
-KEPT = 12  # kinds recorded in a thread: one end of positions has one for each number of drafts and texts
+KEPT = 32  # kinds recorded in a thread: one end of positions has one for each number of drafts and texts
+HELD = 3 * replay.HELD  # bytes of launches' sources in all of them: few are too few where texts come and go
 
 
 class Kind(NamedTuple):
@@ -79,7 +81,7 @@ def find(compiled: Compiled, frame: Frame, run: Run) -> Callable[..., tuple[Run,
     if foreign or not compiled.choice.on or not all(c.parts if c.is_state else c.buffers for c in caches):
         return None
     kind = _kind(frame, run, caches, pick)
-    found = compiled.recall(frame.model, kind, recorded, KEPT)
+    found = compiled.recall(frame.model, kind, recorded, Bounds(KEPT, HELD))
     greedy = pick[0].greedy
     keys = [] if greedy else [(text.picker if text else pickers[0]).key for text in frame.texts]
     return found and partial(found, keys=keys, starts=[c.start for c in caches])

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 from ..cache.growing import round_up
 from ..cache.kinds import from_configs
 from ..cache.prompt_cache import CacheArrays, PromptCache
+from ..kernels import source_held
 from ..layers.target import Target
 from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
@@ -26,7 +27,8 @@ from .sampling import Picker, Sampling
 from .step import Frame, step
 
 OFTEN = 2  # times that a kind of cycle has come when it is recorded: one that comes once is not worth it
-KEPT = 4  # kinds recorded in a thread: on a GPU each holds its launches' sources, 11 MB of Step-3.5's
+KEPT = 32  # kinds recorded in a thread
+HELD = 64 * 2**20  # bytes of launches' sources in all that is recorded: each kind holds 11 MB of Step-3.5's on a GPU
 THREADS = 4  # whose records are kept: what MLX compiles in one thread, others cannot call
 COUNTED = 256  # kinds whose occurrences are counted
 
@@ -84,6 +86,36 @@ def recorded(
     return step(Frame(model, cache, kind.plan, picker, base), Run(*run), CacheArrays(*arrays), Drafts(*guesses))
 
 
+class Bounds(NamedTuple):
+    """What may be kept recorded of one type of kinds: so many in a thread, and bytes of sources that all hold."""
+
+    kinds: int
+    held: int
+
+
+class Record(NamedTuple):
+    """A step that MLX records when it is first called.
+
+    held: one entry, the bytes of launches' sources that it holds from then on.
+    """
+
+    take: Callable
+    held: list[int]
+
+    @classmethod
+    def of(cls, step: Callable) -> "Record":
+        held = [0]
+        return cls(mx.compile(partial(_measured, step, held)), held)
+
+
+def _measured(step: Callable, held: list[int], *args: Any, **more: Any) -> Any:
+    """Take a step while MLX records it, and note what its launches hold."""
+    before = source_held()
+    found = step(*args, **more)
+    held[:] = [source_held() - before]
+    return found
+
+
 class Recorder:
     """The recorded steps of one model by thread, the one used last at the end, and whether replaying them is faster.
 
@@ -91,7 +123,7 @@ class Recorder:
     """
 
     def __init__(self):
-        self.cycles: dict[tuple[threading.Thread, Any], Callable] = {}
+        self.cycles: dict[tuple[threading.Thread, Any], Record] = {}
         self.seen: Counter[tuple[threading.Thread, Any]] = Counter()
         self.verdict: bool | None = None
         self._state: list = []
@@ -106,30 +138,40 @@ class Recorder:
             self.cycles.clear()
             self._state = state
 
-    def find(self, model: Target, kind: Any, record: Callable, kept: int) -> tuple[Callable | None, bool]:
+    def find(self, model: Target, kind: Any, record: Callable, most: Bounds) -> tuple[Callable | None, bool]:
         """Find the step of a kind, None where it has not come often enough here, and whether this call records it.
 
-        record: the function of (weak reference to the model, kind, arrays ...) that is recorded. kept: most kinds of
-        this type that a thread has recorded.
+        record: the function of (weak reference to the model, kind, arrays ...) that is recorded. most: that is kept
+        of kinds of this type.
         """
         thread = threading.current_thread()  # no number, which another thread may have when this one has ended
         found = self.cycles.pop(key := (thread, kind), None)
-        new = found is None
-        if found is None:
-            if len(self.seen) > COUNTED:
-                self.seen.clear()
-            self.seen[key] += 1
-            if self.seen[key] < OFTEN:
-                return None, False
-            found = mx.compile(partial(record, weakref.ref(model), kind))
-        self.cycles[key] = found
-        alike = [key for key in self.cycles if type(key[1]) is type(kind)]
-        here = [key for key in alike if key[0] == thread]
-        if len(here) > kept or len(alike) > THREADS * kept:
-            oldest = here[0] if len(here) > kept else alike[0]
+        if found is not None:
+            self.cycles[key] = found
+            return found.take, False
+        if len(self.seen) > COUNTED:
+            self.seen.clear()
+        self.seen[key] += 1
+        if self.seen[key] < OFTEN:
+            return None, False
+        self.cycles[key] = found = Record.of(partial(record, weakref.ref(model), kind))
+        while oldest := self._beyond(key, most):
             self.seen[oldest] = 0
             del self.cycles[oldest]
-        return found, new
+        return found.take, True
+
+    def _beyond(self, new: tuple[threading.Thread, Any], most: Bounds) -> tuple[threading.Thread, Any] | None:
+        """Find the kind of a type to let go of beside a new one: who was used longest ago, if they are too many.
+
+        The new one is thought to hold as much as any.
+        """
+        alike = [key for key in self.cycles if type(key[1]) is type(new[1])]
+        here = [key for key in alike if key[0] == new[0]]
+        if len(here) > most.kinds:
+            return here[0]
+        sizes = [self.cycles[key].held[0] for key in alike]
+        many = len(alike) > THREADS * most.kinds or (len(alike) > 1 and sum(sizes) + max(sizes) > most.held)
+        return alike[0] if many else None
 
 
 class Compiled:
@@ -145,12 +187,12 @@ class Compiled:
         caches = [*cache.layers, *(cache.heads if plan.k and plan.source == "heads" else [])]
         if plan.p_min or not self.choice.on or not all(c.parts for c in caches):
             return None
-        found = self.recall(frame.model, Kind.of(frame, rows, caches), recorded, KEPT)
+        found = self.recall(frame.model, Kind.of(frame, rows, caches), recorded, Bounds(KEPT, HELD))
         return found and partial(found, key=frame.picker.key)
 
-    def recall(self, model: Target, kind: Any, record: Callable, kept: int) -> Callable | None:
+    def recall(self, model: Target, kind: Any, record: Callable, most: Bounds) -> Callable | None:
         """Find the step of a kind as `Recorder.find` does, or record it."""
-        found, new = self.recorder.find(model, kind, record, kept)
+        found, new = self.recorder.find(model, kind, record, most)
         self.shapes += new
         self._spoilt = 2 if new else self._spoilt
         return found

@@ -6,7 +6,7 @@ The public function runs the kernel on Metal and the reference elsewhere. Bodies
 
 from ._quantized import Quantized, served
 from ._routing import Routing, route_ref
-from ._source import on_metal, padded
+from ._source import on_metal, padded, source_held
 from .add_norm import add_norm, add_norm_ref
 from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
 from .draw_top import draw_top

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,26 @@ COMPILED_ROWS = (1, 2, 4, 6, 8, 12, 16)  # numbers of rows with kernels of their
 BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
 # `_fold` relies on it that these, and what is bool, mean the same in all of a kernel's text.
 FORMAT = ("BITS", "GROUP")
+RESERVED = 16384  # bytes that MLX takes room for beside a launch's source (write_signature in its metal_kernel.cpp)
 Names = tuple[str, ...]
 Maybe = mx.array | None
 INCLUDE = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
 INSTALLED, CHECKOUT = Path(__file__).parent / "metal", Path(__file__).parents[2] / "kernels"
 DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
+
+
+class Launched(threading.local):
+    """A thread's launches. held: bytes that MLX takes for their sources, of all that were ever made."""
+
+    held = 0
+
+
+_launched = Launched()
+
+
+def source_held() -> int:
+    """Count the bytes that MLX has taken for the sources of this thread's launches, let go of or not."""
+    return _launched.held
 
 
 def launch(
@@ -40,7 +56,8 @@ def launch(
     reads strides.
     """
     names, values = (tuple(inputs), tuple(outputs), tuple(template)), tuple(template.values())
-    made, short = _made(mx.fast.metal_kernel, DIRECTORY, op, names, values)
+    made, short, size = _made(mx.fast.metal_kernel, DIRECTORY, op, names, values)
+    _launched.held += size
     shapes, dtypes = zip(*outputs.values(), strict=True)
     return made(
         inputs=list(inputs.values()),
@@ -55,7 +72,7 @@ def launch(
 @functools.cache
 def _made(
     maker: Callable[..., Any], directory: Path, op: str, names: tuple[Names, Names, Names], values: tuple[object, ...]
-) -> tuple[Callable[..., Any], list[Text]]:
+) -> tuple[Callable[..., Any], list[Text], int]:
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
     numbers = ((name, v) for name, v in zip(names[-1], values, strict=True) if isinstance(v, int))
     known = tuple((name, v) for name, v in numbers if isinstance(v, bool) or name in FORMAT)
@@ -63,7 +80,8 @@ def _made(
     inputs, outputs, template = ([short[name] for name in those] for those in names)
     strided = "_strides" in source.whole  # which may stand where the values decide against it
     more = {"source": source, "header": header, "ensure_row_contiguous": not strided}
-    return maker(name=op, input_names=inputs, output_names=outputs, **more), template
+    size = len(header) + len(source) + RESERVED
+    return maker(name=op, input_names=inputs, output_names=outputs, **more), template, size
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import drafters
@@ -247,6 +248,19 @@ def test_buffers_grow_and_few_kinds_are_recorded(cheap, monkeypatch, k):
     monkeypatch.setattr(compiled, "KEPT", 2)
     run(cheap, 80, 1)
     assert len(cheap._recorder.cycles) == 2
+
+
+def test_what_is_recorded_holds_few_sources(cheap, monkeypatch):
+    """Each recorded step holds the sources of its launches: those that are kept hold no more than is allowed."""
+    monkeypatch.setattr(growing, "STEP", 32)
+    monkeypatch.setattr(caches.LinearKVCache, "reserve", lambda self, rows: None)
+    monkeypatch.setattr(compiled, "source_held", partial(next, itertools.count(0, 11)))
+    cheap._recorder = Recorder()
+    for held, most in ((50, 4), (30, 2), (5, 1)):
+        monkeypatch.setattr(compiled, "HELD", held)
+        stats = check(cheap, 160, 1)
+        assert stats.compiled_shapes >= most
+        assert [record.held for record in cheap._recorder.cycles.values()] == [[11]] * most
 
 
 def test_another_conversation_replays_what_is_recorded(tiny_models):

@@ -14,7 +14,7 @@ from sweep import sampled
 
 from mlx_mtp import emulator
 from mlx_mtp.bench.kernels_cases import SMALL
-from mlx_mtp.kernels import _source, verify_qmm
+from mlx_mtp.kernels import _source, source_held, verify_qmm
 from mlx_mtp.kernels._fold import folded
 from mlx_mtp.kernels._rename import ABOUT
 from mlx_mtp.kernels._shorten import Text, defined, definitions, joined, reached, shorten, tokens
@@ -98,15 +98,16 @@ def test_texts_are_strings_for_mlx():
 
 @functools.cache
 def texts(name):
-    """Of the longest recorded cycle."""
-    return launches_text.texts(with_kernels(name), 4)
+    """Of the longest recorded cycle, and what launches say that MLX holds of them."""
+    model, before = with_kernels(name), source_held()
+    return launches_text.texts(model, 4), source_held() - before
 
 
 @linux_only
 @pytest.mark.parametrize("model", sampled(["Step-3.5-Flash", "Qwen3.6-35B-A3B"], MODELS))
 def test_what_mlx_makes_of_short_texts_compiles(model):
     """Of each kernel of a cycle: MLX's own text around ours, instantiated."""
-    checked(dict.fromkeys(text for _, text in texts(model)))
+    checked(dict.fromkeys(text for _, text in texts(model)[0]))
 
 
 def same_with_short_texts(monkeypatch, computed):
@@ -149,6 +150,8 @@ BOUNDS = [("Step-3.5-Flash", 1.5e6, 12e6), ("GLM-4.5", 2.9e6, 25e6)]
 @pytest.mark.parametrize(("name", "ours", "held"), sampled(BOUNDS[:1], BOUNDS))
 def test_text_of_a_cycle_is_bounded(name, ours, held):
     """The source that its launches carry, and what MLX reserves for it."""
-    launched = launches_text.launches(texts(name))
+    found, counted = texts(name)
+    launched = launches_text.launches(found)
     assert sum(each.ours for each in launched) <= ours
     assert sum(each.held for each in launched) <= held
+    assert sum(each.ours + _source.RESERVED for each in launched) == counted
