@@ -35,7 +35,7 @@ from unittest import mock
 import click
 import mlx.core as mx
 import mlx.nn as nn
-from launches import MODELS, WIDTH, make, reached
+from launches import MODELS, WIDTH, at_rest, make, reached
 from launches_graph import as_on_a_mac
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
@@ -150,6 +150,7 @@ def mlx_lm_model(name: str, model: Any, layers: int | None = None) -> Any:
     nn.quantize(made, group_size=32, bits=4, class_predicate=lambda _, m: hasattr(m, "to_quantized"))
     weights = dict(tree_flatten(model.parameters()))
     made.load_weights([(path, weights[path]) for path, _ in tree_flatten(made.parameters())])
+    made.eval()  # as mlx-lm loads it: in training gated delta has no kernel
     return made
 
 
@@ -239,11 +240,8 @@ def plain_step(target: Any) -> Build:
 
 
 def cycle(model: Any, k: int, *, replayed: bool = False) -> Build:
-    """Build, or replay, a cycle behind one of as many drafts."""
-    cache, rows = reached(model, 4), k + 1
-    if not k:
-        cache.idle(4)
-        cache.to_host(5)
+    """Build, or replay, a cycle behind a verify, a plain step behind others."""
+    cache, rows = reached(model, 4) if k else at_rest(model, 4), k + 1
     if replayed:
         cache.to_device()
     hidden = mx.zeros((1, rows, WIDTH), model.no_hidden().dtype)
