@@ -77,10 +77,12 @@ class RecurrentCache(LayerCache):
         """
         rows = tape[0].shape[1]
         if isinstance(self.offset, int):
-            self.offset += rows
-            # A copy: a slice would keep the rows of the whole prompt alive.
-            kept = mx.take(convolved, self.once(mx.arange, rows, convolved.shape[1]), axis=1)
-            self.parts = (mx.array([self.offset]), after, kept)
+            self.offset, position = self.once(moved, self.offset, rows)
+            if rows == 1:
+                kept = convolved[:, 1:]
+            else:  # a copy: a slice would keep the rows of the whole prompt alive
+                kept = mx.take(convolved, self.once(mx.arange, rows, convolved.shape[1]), axis=1)
+            self.parts = (position, after, kept)
         else:
             self.parts = (self.offset, before, convolved, *tape)
             self.offset = self.once(operator.add, self.offset, rows)
@@ -93,6 +95,11 @@ class RecurrentCache(LayerCache):
     @property
     def config(self) -> dict:
         return {"window": self.name}
+
+
+def moved(position: int, rows: int) -> tuple[int, mx.array]:
+    """Return the position `rows` further on, for the host and for the device, int32 [1]."""
+    return position + rows, mx.array([position + rows])
 
 
 def positions_from(start: mx.array, rows: int) -> mx.array:
