@@ -129,4 +129,4 @@ def row_groups(m: int, most: int = 5) -> tuple[int, int]:
 
 def on_metal() -> bool:
     """Tell whether kernels can run: there is Metal, and the default device is the GPU."""
-    return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
+    return mx.metal.is_available() and mx.default_device() == mx.gpu

@@ -4,6 +4,7 @@ import itertools
 
 import families
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from gated_cases import same
@@ -35,7 +36,7 @@ class Fed(GatedDeltaNet):
     def __init__(self, key_dim: int, dtype: mx.Dtype):
         super().__init__(qwen3_5.TextModelArgs.from_dict({**QWEN_TEXT, **HEADS, "linear_key_head_dim": key_dim}))
         self.set_dtype(dtype)
-        self.A_log, self.out_proj = self.A_log - 2, (lambda x: x)  # so that it forgets slowly
+        self.A_log, self.out_proj = self.A_log - 2, nn.Identity()  # so that it forgets slowly
         self.widths = np.cumsum([self.conv_dim, self.value_dim, self.num_v_heads]).tolist()
 
     def inputs(self, x):
