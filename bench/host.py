@@ -51,6 +51,7 @@ from mlx_mtp.decoding.draft import NO_DRAFTS, Run
 from mlx_mtp.decoding.replay import Compiled, Recorder
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.step import Frame, step
+from mlx_mtp.layers.expert_rows import number_rows
 from mlx_mtp.tuning import kernel_switch as switch
 from mlx_mtp.tuning.plan import Plan
 from mlx_mtp.tuning.replay_choice import CompileChoice
@@ -142,6 +143,13 @@ def plain(model: Any) -> Iterator[bool]:
 def speculative(model: Any, draft: Any, k: int) -> Iterator[bool]:
     steps = speculative_generate_step(mx.array(PROMPT), model, draft, num_draft_tokens=k, max_tokens=4096)
     return (step[2] for step in steps)
+
+
+def ours_of(name: str) -> Any:
+    """Our model of a family, as it is loaded."""
+    model = make(MODELS[name][0])
+    number_rows(model.modules())
+    return model
 
 
 def mlx_lm_model(name: str, model: Any, layers: int | None = None) -> Any:
@@ -262,7 +270,7 @@ def cycle(model: Any, k: int, *, replayed: bool = False) -> Build:
 
 def builds(name: str, times: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of building mlx-lm's step and, by k, cycles of a model without and with kernels."""
-    model = make(MODELS[name][0])
+    model = ours_of(name)
     found = {"mlx-lm": {"k=0": traced(plain_step(mlx_lm_model(name, model)), times)}}
     found["stock"] = {f"k={k}": traced(cycle(model, k), times) for k in DRAFTS}
     for site in switch.place(model):
@@ -286,7 +294,7 @@ def launch(*, inputs: list[Any], output_shapes: Any, output_dtypes: Any, **_: An
 
 def replays(name: str, times: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of building mlx-lm's step and, by k, of replaying cycles without and with kernels."""
-    plain, kernels = make(MODELS[name][0]), make(MODELS[name][0])
+    plain, kernels = ours_of(name), ours_of(name)
     for site in switch.place(kernels):
         site.rows = frozenset(site.candidates)
     with as_on_a_mac(partial(_answer, launch)):  # which mx.compile can record
@@ -335,7 +343,7 @@ def print_builds(console: Console, title: str, kind: str, found: dict[str, Any])
 def main(runs: int, cycles: int, families: tuple[str, ...], out: Path | None) -> None:
     console, found = Console(width=118), {}
     for name in families or MODELS:
-        model = make(MODELS[name][0])
+        model = ours_of(name)
         model.set_dtype(mx.float32)  # whose products a CPU has
         loops, remarks = contenders(name, model)
         measured = measure(loops, runs, cycles)

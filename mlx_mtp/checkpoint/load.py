@@ -24,6 +24,7 @@ from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
 from ..decoding.prefill import test_heads
 from ..layers.expert_pieces import cut_experts
+from ..layers.expert_rows import number_rows
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..machine.stream import in_turn
@@ -164,6 +165,7 @@ def _load(path: Path, config: dict, drafting: Drafting, budget: Budget, ranks: R
     if mx.default_device() == mx.cpu:
         share_angles(model)
     cut_experts(model)
+    number_rows(model.modules())
     if drafting.heads and not model.mtp:
         warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
     return model

@@ -37,7 +37,9 @@ def servable(block: Any) -> bool:
     """Say whether the experts are quantized SwiGLUs, or squared ReLUs, in formats that the kernels know."""
     switch = block.switch_mlp
     linears = [switch[name] for name in projections(switch)]
-    if any(type(m) is not QuantizedSwitchLinear or "bias" in m or m.get("global_scale") is not None for m in linears):
+    if not all(isinstance(m, QuantizedSwitchLinear) for m in linears):
+        return False
+    if any("bias" in m or m.get("global_scale") is not None for m in linears):
         return False
     formats = [(m.mode, m.bits, m.group_size) for m in linears]
     if len(linears) == len(UNGATED):
