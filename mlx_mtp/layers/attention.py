@@ -194,19 +194,19 @@ class VerifyAttention:
         if not (pooled or alone) or not (site or placing):  # without a cache, or with one of mlx-lm's
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         # Widths are said, so that projections that were sharded since are an error.
-        q = self.q_proj(x).reshape(texts, rows, form.heads, form.query_dim)
-        k = self.k_proj(x).reshape(texts, rows, form.kv_heads, form.head_dim)
-        v = self.v_proj(x).reshape(texts, rows, form.kv_heads, form.value_dim)
-        gate = None if form.gate is None else self.g_proj(x) if form.gate == "head" else q[..., form.head_dim :]
+        q = self["q_proj"](x).reshape(texts, rows, form.heads, form.query_dim)
+        k = self["k_proj"](x).reshape(texts, rows, form.kv_heads, form.head_dim)
+        v = self["v_proj"](x).reshape(texts, rows, form.kv_heads, form.value_dim)
+        gate = None if form.gate is None else self["g_proj"](x) if form.gate == "head" else q[..., form.head_dim :]
         offset = cache.offset
         q, k = placing.fused(q, k, offset) if placing else placed(self, q, k, offset, form.head_dim)
         if form.value_scale is not None:
             v = v * form.value_scale
         views = cache.update_and_fetch(k, v.swapaxes(1, 2))
         if site and site.serves(q, cache):
-            return self.o_proj(site.fused(q, cache, offset, gate))
+            return self["o_proj"](site.fused(q, cache, offset, gate))
         how = {"cache": cache, "scale": self.scale, "mask": mask, "sinks": self.attention.sinks}
         out = scaled_dot_product_attention(q, *views, **how).swapaxes(1, 2)
         if gate is not None:
             out = out * mx.sigmoid(gate).reshape(texts, rows, form.heads, -1)
-        return self.o_proj(out.reshape(texts, rows, -1))
+        return self["o_proj"](out.reshape(texts, rows, -1))

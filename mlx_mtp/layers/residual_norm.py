@@ -60,7 +60,7 @@ class VerifyBlock:
     after: Sum | None
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        mixer = self.linear_attn if getattr(self, "is_linear", False) else self.self_attn
-        h = self.middle(x, mixer(self.input_layernorm(x), mask, cache))
-        r = self.mlp(self.post_attention_layernorm(h))
+        mixer = self["linear_attn" if getattr(self, "is_linear", False) else "self_attn"]
+        h = self.middle(x, mixer(self["input_layernorm"](x), mask, cache))
+        r = self["mlp"](self["post_attention_layernorm"](h))
         return h + r if self.after is None else self.after(h, r)
