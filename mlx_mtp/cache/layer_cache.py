@@ -33,7 +33,7 @@ class LayerCache:
     offset: positions held, an `int` while the host counts them, int32 [1] while the device does.
     limit:  an upper bound of `offset` that the host knows.
     parts:  the arrays of the state; () before the first row.
-    start:  positions below it hold nothing.
+    start:  positions below it hold nothing; int32 [1] where a cycle is recorded.
     window: how many last positions it holds, None for all; keep: first positions that it holds beside these.
     config: arguments of `kinds.from_configs` that make this cache again, but for its `parts`; kept in files as JSON.
     once:   what it shares with the text's other layers.
@@ -45,7 +45,7 @@ class LayerCache:
     """
 
     is_state = wraps = is_mlx_lm = False
-    start: int = 0
+    start: Any = 0
     context: int = 0
     offset: Any
     limit: int

@@ -37,7 +37,8 @@ class Kind(NamedTuple):
     """All that a recorded step depends on besides the values of its inputs.
 
     rows: of the run before. end: a bound of all positions. context: the caches' one. layers, heads: their `config`s,
-    no heads where they are idle. shapes: of all caches' arrays. pick: how tokens are chosen.
+    no heads where they are idle, and without the starts of these, which are inputs. shapes: of all caches' arrays.
+    pick: how tokens are chosen.
     """
 
     plan: Plan
@@ -52,34 +53,36 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, frame: Frame, rows: int, caches: Sequence[Any]) -> "Kind":
         """Name the step of a frame, and give its caches room, all at once, so that they have one end."""
-        base, plan, picker, n = frame.base, frame.plan, frame.picker, len(frame.cache.layers)
-        end = round_up(base + rows + plan.k + 1)
+        plan, picker, n = frame.plan, frame.picker, len(frame.cache.layers)
+        end = round_up(frame.base + rows + plan.k + 1)
         for c in caches:
             c.hold(end)
-        layouts = tuple(_layout(c, base) for c in caches)
+        layers = tuple(tuple(c.config.items()) for c in caches[:n])
+        heads = tuple(tuple({**c.config, "start": 0}.items()) for c in caches[n:])
         shapes = tuple(part.shape for c in caches for part in c.parts)
         pick = picker.options, picker.logprobs, picker.draft_sampling
-        return cls(plan, rows, end, frame.cache.layers[0].context, layouts[:n], layouts[n:], shapes, pick)
-
-
-def _layout(c: Any, base: int) -> tuple:
-    """Return a cache's `config`, without a start that is not behind the first position of `base`'s window."""
-    config = c.config
-    if c.wraps and c.start <= base - c.window + 1:
-        config["start"] = 0
-    return tuple(config.items())
+        return cls(plan, rows, end, frame.cache.layers[0].context, layers, heads, shapes, pick)
 
 
 def recorded(
-    model_ref: "weakref.ref[Target]", kind: Kind, run: Run, arrays: CacheArrays, guesses: Drafts, *, key: mx.array
+    model_ref: "weakref.ref[Target]",
+    kind: Kind,
+    run: Run,
+    arrays: CacheArrays,
+    guesses: Drafts,
+    *,
+    key: mx.array,
+    starts: mx.array,
 ) -> tuple[Run, CacheArrays]:
-    """Take the step of a kind on caches of its own, which stand in for a conversation's."""
+    """Take the step of a kind on caches of its own, which stand in for a conversation's. starts: [heads], int32."""
     model, n = model_ref(), len(kind.layers)
     assert model is not None
     caches = from_configs([dict(config) for config in (*kind.layers, *kind.heads)])
     cache = PromptCache(model, caches[:n], caches[n:], None, [])
     cache.begin(kind.context)
     cache.live = bool(kind.heads)
+    for i, kv in enumerate(cache.heads):
+        kv.start = starts[i : i + 1]
     options, logprobs, draft_sampling = kind.pick
     picker = Picker(options, logprobs=logprobs, key=key, draft_sampling=draft_sampling)
     base = kind.end - kind.rows - kind.plan.k - 1
@@ -188,7 +191,8 @@ class Compiled:
         if plan.p_min or not self.choice.on or not all(c.parts for c in caches):
             return None
         found = self.recall(frame.model, Kind.of(frame, rows, caches), recorded, Bounds(KEPT, HELD))
-        return found and partial(found, key=frame.picker.key)
+        starts = mx.array([c.start for c in caches[len(cache.layers) :]], mx.int32)
+        return found and partial(found, key=frame.picker.key, starts=starts)
 
     def recall(self, model: Target, kind: Any, record: Callable, most: Bounds) -> Callable | None:
         """Find the step of a kind as `Recorder.find` does, or record it."""

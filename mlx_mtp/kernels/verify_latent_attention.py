@@ -25,7 +25,7 @@ def verify_latent_attention_ref(
     offset: mx.array,
     *,
     scale: float,
-    start: int = 0,
+    start: int | mx.array = 0,
     chosen: Maybe = None,
 ) -> mx.array:
     """Compute softmax(scale * (q latent^T + q_pe k_pe^T)) latent in float32, each row over the positions it sees."""
@@ -51,7 +51,7 @@ def _simdgroups(rows: int, of: int) -> int:
 
 
 def _scores_metal(
-    q: Parts, keys: Parts, offset: mx.array, scale: float, limit: int, start: int, chosen: Maybe
+    q: Parts, keys: Parts, offset: mx.array, scale: float, limit: int, start: int | mx.array, chosen: Maybe
 ) -> tuple[mx.array, mx.array]:
     """Score blocks of 8 keys [blocks, heads * L, 8], and find the largest of each tile [tiles, heads * L].
 
@@ -62,7 +62,8 @@ def _scores_metal(
     together, apart = (rows, 1) if chosen is None else (heads, L)  # rows that look at the same keys
     fragments = 4 if together >= 256 else 2
     tiles, simdgroups = -(-limit // size), _simdgroups(together, 8 * fragments)
-    sight = {"scale": constants(mx.float32, scale), "offset": offset, "start": constants(mx.int32, start)}
+    first = start if isinstance(start, mx.array) else constants(mx.int32, start)
+    sight = {"scale": constants(mx.float32, scale), "offset": offset, "start": first}
     sight["chosen"] = offset if chosen is None else chosen
     scores, peaks = launch(
         "latent_scores",
@@ -131,7 +132,7 @@ def verify_latent_attention(
     *,
     scale: float,
     limit: int,
-    start: int = 0,
+    start: int | mx.array = 0,
     chosen: mx.array | None = None,
 ) -> mx.array:
     """Attend from L rows to keys [latent, k_pe] and values latent: [1, heads, L, Dv] in q's dtype.

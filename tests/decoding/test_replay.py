@@ -21,7 +21,6 @@ from sweep import sampled, sweep
 import mlx_mtp
 from mlx_mtp.cache import growing
 from mlx_mtp.cache import kinds as caches
-from mlx_mtp.cache.ring import Ring
 from mlx_mtp.decoding import policy
 from mlx_mtp.decoding import replay as compiled
 from mlx_mtp.decoding import step as one_step
@@ -263,26 +262,15 @@ def test_what_is_recorded_holds_few_sources(cheap, monkeypatch):
         assert [record.held for record in cheap._recorder.cycles.values()] == [[11]] * most
 
 
-def test_another_conversation_replays_what_is_recorded(tiny_models):
-    """Of another prompt, length and seed, although windows of the heads start at other positions."""
-    model, _ = tiny_models(0, vocab_size=6)
+@pytest.mark.parametrize("window", [8, 64])
+def test_another_conversation_replays_what_is_recorded(tiny_models, window):
+    """Of another prompt, length and seed, although the heads have read from other positions on."""
+    model, _ = tiny_models(0, vocab_size=6, sliding_window=window)
     for k in (0, 3):
         run(model, 12, k, prompt=PROMPT * 9, temp=1.0, seed=1)
         stats = check(model, 12, k, prompt=[3, 3, 1, 5, 0, 0, 1, 2] * 14, temp=1.0, seed=2)
         assert stats.compiled_shapes == 0
         assert stats.compiled_cycles == stats.cycles
-
-
-def test_a_start_is_forgotten_when_no_row_can_see_it():
-    ring = Ring(4)
-    for start, base in itertools.product(range(1, 5), range(12)):
-        known = dict(compiled._layout(caches.make_cache(ring, start=start), base))["start"]
-        same = [
-            bool(mx.array_equal(*(ring.mask(mx.array([position]), 3, ring.slots, s) for s in (start, 0))))
-            for position in range(base, base + 3)
-        ]
-        assert known == (0 if all(same) else start)
-    assert dict(compiled._layout(caches.LinearKVCache(2), 100))["start"] == 2
 
 
 def test_a_kind_that_is_rare_is_not_recorded(cheap, monkeypatch):
