@@ -182,7 +182,7 @@ class Compiled:
 
     def __init__(self, recorder: Recorder, choice: CompileChoice):
         self.recorder, self.choice, self.shapes = recorder, choice, 0
-        self._spoilt = 0  # coming cycles whose time holds a recording, or its compilation
+        self._spoilt = 0  # coming cycles whose time holds a recording, or a build for want of one
 
     def find(self, frame: Frame, rows: int) -> Callable | None:
         """Find what does as `step` does with this frame behind `rows` rows; None where that is to be built."""
@@ -198,7 +198,7 @@ class Compiled:
         """Find the step of a kind as `Recorder.find` does, or record it."""
         found, new = self.recorder.find(model, kind, record, most)
         self.shapes += new
-        self._spoilt = 2 if new else self._spoilt
+        self._spoilt = 2 if new or not found else self._spoilt
         return found
 
     def observe(self, plan: Plan, rows: Any, replayed: bool, seconds: float | None) -> float | None:
