@@ -7,6 +7,7 @@ from ..decoding.policy import learned
 from ..decoding.stats import WAITED
 from ..layers.target import Target
 from ..tuning.controller import Controller
+from ..tuning.costs import GUESSED, Costs
 from ..tuning.plan import Cycle, Fixed, Plan
 
 Control = Controller | Fixed
@@ -30,11 +31,19 @@ class Controls:
                 costs = learned(self.model)
                 known = costs.together_replayed if self.replayed else costs.together
                 if texts not in known and known:
-                    known[texts] = known[min(known, key=lambda n: abs(n - texts))].as_guess()
+                    known[texts] = _guess(known[min(known, key=lambda n: abs(n - texts))])
                 control = Controller(max_drafts=self.k, known=known.get(texts))
                 known[texts] = control.costs
             self._by_texts[texts] = control
         return self._by_texts[texts]
+
+
+def _guess(known: Costs) -> Costs:
+    """Begin with what cycles of another number of texts taught, which are like these but cost otherwise."""
+    guess = Costs()
+    guess.levels, guess.wake, guess.row, guess.counts = known.levels, known.wake, known.row, known.counts
+    guess.weights = {plan: min(GUESSED, weight) for plan, weight in known.weights.items()}
+    return guess
 
 
 def outcome(

@@ -41,6 +41,9 @@ class Choice(NamedTuple):
     def rate(self) -> float:
         return self.tokens / (self.steps + self.rows / STAY)
 
+    def __str__(self) -> str:
+        return f"costs {self.tokens / self.rate:.1f} plain steps, gains {self.tokens:.1f} tokens"
+
     @property
     def risk(self) -> float:
         """Plain steps that are lost if no draft is right."""
