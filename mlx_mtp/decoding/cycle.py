@@ -107,7 +107,7 @@ def follow(d: Decoder, run: Run) -> Flight:
 
 
 def builds_ahead(d: Decoder, flight: Flight) -> bool:
-    """Tell whether the cycle after this one can be built before this one's tokens have been read."""
+    """Tell whether the cycle after this one can be built before this one's tokens are read; note why if it cannot."""
     if flight.plan is PROMPT:  # its token goes out first, before the heads read the prompt
         flight.late = ""
     elif d.picker.processors:
@@ -176,7 +176,7 @@ def prepare(d: Decoder, last: Flight, plan: Plan, *, on_device: bool) -> Drafts:
 
 
 def read(d: Decoder, flight: Flight) -> list[int]:
-    """Wait for a cycle, its only host read; return its right tokens, of which `flight.accepted` are drafts."""
+    """Wait for a cycle's tokens; return the right ones, of which `flight.accepted` are drafts."""
     waited = d.stats.wait_time
     tokens, flight.accepted, flight.seconds = d.stats.reads(flight.run, flight.plan.source)
     flight.waited = d.stats.wait_time - waited
