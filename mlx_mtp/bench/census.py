@@ -92,7 +92,7 @@ def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
     def note(experts: Any, _x: mx.array, indices: mx.array) -> None:
         visits.append((own_bytes(experts) / experts.num_experts, indices))
 
-    with calls_noted(model.modules(), lambda child: type(child) in EXPERTS, note):
+    with calls_noted(model.modules(), lambda child: isinstance(child, EXPERTS), note):
         yield visits
 
 

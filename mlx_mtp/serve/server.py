@@ -80,7 +80,12 @@ class Server(uvicorn.Server):
         self.engine, self.grace = engine, grace
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """End: what is being answered may go on for a while; a second signal ends the process."""
+        """End: what is being answered may go on for a while; a second signal ends the process, but for SIGHUP.
+
+        A closed terminal sends that twice: its shell does, and the system when the shell has ended.
+        """
+        if self.should_exit and sig == signal.SIGHUP:
+            return
         if self.should_exit:
             os._exit(128 + sig)
         self.should_exit = True

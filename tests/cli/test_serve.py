@@ -44,6 +44,9 @@ def test_it_answers_and_ends_in_order(tmp_path, sent):
                 time.sleep(0.05)
         assert answer["usage"]["completion_tokens"] <= 2
         server.send_signal(sent)
+        if sent == signal.SIGHUP:  # once more when the terminal's shell has ended
+            time.sleep(0.05)
+            server.send_signal(sent)
         assert server.wait(20) == 0
     finally:
         server.kill()
