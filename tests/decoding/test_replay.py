@@ -26,6 +26,7 @@ from mlx_mtp.decoding import replay as compiled
 from mlx_mtp.decoding import step as one_step
 from mlx_mtp.decoding.replay import Compiled, Recorder
 from mlx_mtp.decoding.sampling import Picker
+from mlx_mtp.tuning.plan import Plan
 from mlx_mtp.tuning.replay_choice import CompileChoice
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
@@ -279,6 +280,18 @@ def test_a_kind_that_is_rare_is_not_recorded(cheap, monkeypatch):
     assert run(cheap, 2, 1)[1].compiled_cycles == 0
     stats = check(cheap, 40, 1, share=0.7)
     assert (stats.compiled_shapes, stats.cycles - stats.compiled_cycles) == (1, 2)
+
+
+def test_cycles_built_for_want_of_a_record_tell_no_time(cheap, monkeypatch):
+    """They take longer than replayed ones, of which there is none of that kind yet."""
+    monkeypatch.setattr(compiled, "OFTEN", 2)
+    replay, most = compiled.Compiled(Recorder(), CompileChoice(True)), compiled.Bounds(4, 100)
+    for new, recorded in ((0, False), (1, True)):
+        assert (replay.recall(cheap, "a kind", len, most) is not None) is recorded
+        assert replay.shapes == new
+        assert [replay.observe(Plan(), 1, recorded, 0.1) for _ in range(3)] == [None, None, 0.1]
+    assert replay.recall(cheap, "a kind", len, most)
+    assert replay.observe(Plan(), 1, True, 0.1) == 0.1
 
 
 def test_conversations_are_let_go(tiny_models):
