@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from mlx_mtp.bench.result import new_table
 from mlx_mtp.bench.roofline.chips import Chip
-from mlx_mtp.bench.roofline.tables import new_table
 
 from .published import PublishedPass, read_unused
 from .validation import Found, attention, fitted_to

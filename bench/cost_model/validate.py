@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_mtp.bench.documents import MODEL, documents
+from mlx_mtp.bench.result import new_table
 from mlx_mtp.bench.roofline.assemble import find_chip, find_model
 from mlx_mtp.bench.roofline.chips import Chip
 from mlx_mtp.bench.roofline.cost import ALL, LAUNCH, PassShape, of_model, op_seconds, seconds
 from mlx_mtp.bench.roofline.ops import ModelOps
-from mlx_mtp.bench.roofline.tables import documents_table, new_table
+from mlx_mtp.bench.roofline.tables import documents_table
 
 from .fit import fit, forms
 from .published import PublishedPass, read_rows

@@ -6,7 +6,7 @@ Metal GPU kernels are checked under the emulator, on small shapes, and nothing o
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,8 +18,9 @@ from ..tuning.ab_test import KernelTrial, check, compile_kernel, time_pair
 from ..tuning.kernel_switch import trials
 from . import decode, emulated_check, profile, result, verify
 from .decode_tables import rows as decode_rows
+from .doctor_page import PARTS
 from .kernels_cases import CASES, SMALL
-from .machine_facts import gpu_cores, thermal_state
+from .result import gpu_cores, thermal_state
 from .subject import Subject, make_prompts
 from .timing import measured, ratio
 
@@ -31,19 +32,6 @@ Tell = Callable[[str], None]
 Found = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel at one number of rows on the GPU. wrong: how, or None; ratio: stock MLX's time over its own."""
-
-    of: str
-    op: str
-    shape: str
-    rows: int
-    wrong: str | None
-    ratio: float | None
-    compile_seconds: float
-
-
 def examine(subject: Subject, tell: Tell) -> Found:
     """Run all parts, and tell before each what comes; the model must have been loaded without kernels.
 
@@ -52,42 +40,31 @@ def examine(subject: Subject, tell: Tell) -> Found:
     tic, before, patient = time.time(), thermal_state(), Patient(subject)
     found: Found = {"doctor": FORMAT, "environment": {**result.environment(), "gpu_cores": gpu_cores()}}
     found["metal"] = on_metal()
-    found["kernels"] = _part(tell, "kernels", lambda: {"found": list(_every(tell))})
-    for name, title in TITLES.items():
-        found[name] = _part(tell, title, getattr(patient, name))
+    parts: dict[str, Callable[[], Found]] = {"kernels": partial(_every, tell)}
+    parts |= {name: getattr(patient, name) for name in ("facts", "verify", "decode", "host")}
+    for name, run in parts.items():
+        tell(PARTS[name])
+        try:
+            found[name] = run()
+        except Exception as e:  # of any kind: the other parts are still wanted
+            found[name] = {"failed": with_type(e)}
     found["thermal"] = {"before": before, "after": thermal_state()}
     return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
 
 
-TITLES = {
-    "facts": "the model",
-    "verify": "a verify of 1 to 8 rows",
-    "decode": "plain and drafted decoding",
-    "host": "a cycle by phase",
-}
-
-
-def _part(tell: Tell, what: str, run: Callable[[], Found]) -> Found:
-    tell(what)
-    try:
-        return run()
-    except Exception as e:  # of any kind: the other parts are still wanted
-        return {"failed": with_type(e)}
-
-
-def _every(tell: Tell) -> Iterator[Found]:
+def _every(tell: Tell) -> Found:
     """Check every kernel: on the GPU on released models' shapes, else under the emulator on small ones."""
-    if on_metal():
-        for name, (op, make) in CASES.items():
-            tell(f"{op}: {name}")
-            yield from on_gpu(name, op, lambda make=make: [make()], mx.bfloat16)
-    else:
-        for op in SMALL:
-            tell(f"{op}, emulated")
-            try:
-                yield asdict(emulated_check.of_op(op))
-            except Exception as e:
-                yield {"op": op, "failed": with_type(e)}
+    found: list[Found] = []
+    for name, (op, make) in CASES.items() if on_metal() else ():
+        tell(f"{op}: {name}")
+        found += on_gpu(name, op, lambda make=make: [make()], mx.bfloat16)
+    for op in SMALL if not on_metal() else ():
+        tell(f"{op}, emulated")
+        try:
+            found.append(emulated_check.of_op(op))
+        except Exception as e:
+            found.append({"op": op, "failed": with_type(e)})
+    return {"found": found}
 
 
 def on_gpu(name: str, op: str, build: Callable[[], Sequence[Any]], dtype: mx.Dtype) -> Iterator[Found]:
@@ -98,21 +75,21 @@ def on_gpu(name: str, op: str, build: Callable[[], Sequence[Any]], dtype: mx.Dty
         yield {"of": name, "op": op, "failed": with_type(e)}
         return
     for trial in made:
+        line = {"of": name, "op": trial.op, "shape": trial.shape, "rows": trial.rows}
         try:
-            yield asdict(tried(name, trial))
+            yield line | tried(trial)
         except Exception as e:
-            yield {"of": name, "op": trial.op, "rows": trial.rows, "failed": with_type(e)}
+            yield line | {"failed": with_type(e)}
     mx.clear_cache()
 
 
-def tried(name: str, trial: KernelTrial) -> Kernel:
-    """Compile, check and, if it is right, time one kernel."""
+def tried(trial: KernelTrial) -> Found:
+    """Compile, check and, if it is right, time one kernel; ratio: stock MLX's time over its own."""
     tic = time.perf_counter()
     compile_kernel(trial)
     compiled = time.perf_counter() - tic
     wrong = check(trial)
-    faster = None if wrong else time_pair(trial)
-    return Kernel(name, trial.op, trial.shape, trial.rows, wrong, faster, compiled)
+    return {"wrong": wrong, "ratio": None if wrong else time_pair(trial), "compile_seconds": compiled}
 
 
 class Patient:
@@ -120,16 +97,15 @@ class Patient:
 
     def __init__(self, subject: Subject):
         self.subject, self.model = subject, subject.model
-        self.kernels: verify.Kernels | None = None
 
-    def _switched(self) -> verify.Kernels:
-        """Switch on what a trial finds right and faster, the first time."""
-        self.kernels = self.kernels or verify.Kernels(self.model, None)
-        return self.kernels
+    @cached_property
+    def kernels(self) -> verify.Kernels:
+        """Switch on what a trial finds right and faster."""
+        return verify.Kernels(self.model, None)
 
     def facts(self) -> Found:
         """Say what it is, and check its own shapes where there is a GPU."""
-        own, kernels = [], self._switched()
+        own, kernels = [], self.kernels
         if on_metal():
             own = list(on_gpu("the model", "its kernels", lambda: kernels.sites, self.model.no_hidden().dtype))
         return {**self.subject.facts, "kernels": list(kernels.words), "found": own}
@@ -138,7 +114,7 @@ class Patient:
         """Time passes over 1 to 8 rows, with stock modules and with the kernels that are on."""
         text = verify.text_of(self.subject, CONTEXT)
         plan = verify.CurvePlan(ROWS, (CONTEXT,), ROUNDS)
-        curve = next(verify.measure(self.model, text, self._switched(), plan, default_step()))
+        curve = next(verify.measure(self.model, text, self.kernels, plan, default_step()))
         costs = {
             side: [measured([s / t for s, t in zip(of[m], of[1], strict=True)]).median for m in ROWS]
             for side, of in curve.seconds.items()

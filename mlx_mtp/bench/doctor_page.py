@@ -22,9 +22,8 @@ def verdict(found: Found) -> tuple[bool, str]:
     said += [f"{texts} drafted texts differ from plain decoding's"] if texts else []
     said += [f"failed: {', '.join(PARTS[name] for name in parts)}"] if parts else []
     if not found["metal"]:
-        said.append(
-            "not checked here, as there is no Metal GPU: kernels' speed, compile times, Apple's own arithmetic"
-        )
+        left_out = "kernels' speed, compile times, Apple's own arithmetic"
+        said.append(f"not checked here, as there is no Metal GPU: {left_out}")
     return not (wrong or failed or parts or texts), "; ".join(said)
 
 
@@ -50,10 +49,16 @@ def page(found: Found) -> str:
     """Write the whole page."""
     good, words = verdict(found)
     lines = ["# mlx-mtp doctor", "", f"**{'All well' if good else 'Something is wrong'}:** {words}.", ""]
-    sections = (machine, kernels, verify, decoding, host)
-    titles = ("Machine", "Kernels", "Cost of a verify", "Decoding", "A cycle by phase")
-    for title, section in zip(titles, sections, strict=True):
-        lines += [f"## {title}", "", *section(found), ""]
+    sections = {
+        "Machine": ("environment", machine),
+        "Kernels": ("kernels", kernels),
+        "Cost of a verify": ("verify", verify),
+        "Decoding": ("decode", decoding),
+        "A cycle by phase": ("host", host),
+    }
+    for title, (part, section) in sections.items():
+        failed = found[part].get("failed")
+        lines += [f"## {title}", "", *([f"Failed: {failed}"] if failed else section(found)), ""]
     return "\n".join(lines)
 
 
@@ -69,13 +74,13 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], sides: str) -> 
 
 def machine(found: Found) -> Iterator[str]:
     e, heat, model = found["environment"], found["thermal"], found["facts"]
+    commit = f" ({e['commit']})" if e["commit"] else ""
     facts = {
         "chip": e["chip"],
         "GPU cores": e["gpu_cores"] or NOT_SAID,
         "memory": f"{e['memory_bytes'] / 2**30:.0f} GiB" if e["memory_bytes"] else NOT_SAID,
         "system": f"{e['os']}, Python {e['python']}",
-        "MLX": f"{e['mlx']}, mlx-lm {e['mlx_lm']}, mlx-mtp {e['mlx_mtp']}"
-        + (f" ({e['commit']})" if e["commit"] else ""),
+        "MLX": f"{e['mlx']}, mlx-lm {e['mlx_lm']}, mlx-mtp {e['mlx_mtp']}{commit}",
         "runs on": "the GPU" if found["metal"] else f"the CPU, BLAS: {e['blas']}",
         "heat before": heat["before"] or NOT_SAID,
         "heat after": heat["after"] or NOT_SAID,
@@ -87,21 +92,15 @@ def machine(found: Found) -> Iterator[str]:
 
 
 def kernels(found: Found) -> Iterator[str]:
-    if "failed" in found["kernels"]:
-        yield f"Failed: {found['kernels']['failed']}"
-        return
     listed = every_kernel(found)
     if found["metal"]:
-        yield "Beside stock MLX on the GPU; a ratio is stock MLX's time over the kernel's, so above 1 is faster."
-        yield ""
-        yield from table(
-            ("kernel", "shape", "verdict", *(f"M={m}" for m in range(1, 9)), "compile, s"), _timed(listed), "<<<>"
-        )
+        yield "Beside stock MLX on the GPU; a ratio is stock MLX's time over the kernel's, so above 1 is faster.\n"
+        headers = ("kernel", "shape", "verdict", *(f"M={m}" for m in range(1, 9)), "compile, s")
+        yield from table(headers, _timed(listed), "<<<>")
     else:
         yield "**Emulated** on the CPU, on small shapes: there is no Metal GPU here. Counts are counts, never times."
         yield f'Compared with: "{BITS}", what MLX\'s own kernels of the wheel give for each row alone, emulated too;'
-        yield f'"{OWN_BITS}", for kernels with an arithmetic of their own; "error", with float32.'
-        yield ""
+        yield f'"{OWN_BITS}", for kernels with an arithmetic of their own; "error", with float32.\n'
         headers = ("kernel", "shape", "compared with", "verdict", "rows", "launches", "KiB asked", "asks per byte")
         yield from table(headers, map(_counted, listed), "<<<<>")
     yield from (f"\nWRONG: {k['op']} {k['shape']}, M={k['rows']}: {k['wrong']}" for k in listed if k.get("wrong"))
@@ -112,29 +111,16 @@ def _counted(k: Found) -> tuple[Any, ...]:
     if "failed" in k:
         return k["op"], "", "", "**failed**", "", "", "", ""
     result = "**WRONG**" if k["wrong"] else "right"
-    return (
-        k["op"],
-        k["shape"],
-        k["against"],
-        result,
-        k["rows"],
-        k["launches"],
-        f"{k['requested'] / 1024:.0f}",
-        f"{k['reread']:.2f}",
-    )
+    counts = k["rows"], k["launches"], f"{k['requested'] / 1024:.0f}", f"{k['reread']:.2f}"
+    return k["op"], k["shape"], k["against"], result, *counts
 
 
 def _timed(listed: Sequence[Found]) -> Iterator[tuple[Any, ...]]:
     for name in dict.fromkeys(map(name_of, listed)):
         of = [k for k in listed if name_of(k) == name]
         done = {k["rows"]: k for k in of if "failed" not in k}
-        state = (
-            "**WRONG**"
-            if any(k["wrong"] for k in done.values())
-            else "right"
-            if len(done) == len(of)
-            else "**failed**"
-        )
+        state = "right" if len(done) == len(of) else "**failed**"
+        state = "**WRONG**" if any(k["wrong"] for k in done.values()) else state
         ratios = (done[m]["ratio"] if m in done else None for m in range(1, 9))
         seconds = sum(k["compile_seconds"] for k in done.values())
         yield *name, state, *("" if r is None else f"{r:.2f}" for r in ratios), f"{seconds:.1f}"
@@ -142,40 +128,25 @@ def _timed(listed: Sequence[Found]) -> Iterator[tuple[Any, ...]]:
 
 def verify(found: Found) -> Iterator[str]:
     v = found["verify"]
-    if "failed" in v:
-        yield f"Failed: {v['failed']}"
-        return
     where = "on the GPU" if found["metal"] else "on the CPU, whose products are other ones than a GPU's"
     name = found["facts"].get("name", "the model")
-    yield f"Time of M rows over that of one, {name}, behind {v['context']} positions, {where}."
-    yield ""
+    yield f"Time of M rows over that of one, {name}, behind {v['context']} positions, {where}.\n"
     names = {"stock": "stock modules", "ours": "with the kernels"}
-    rows = [
-        (
-            m,
-            *(f"{costs[i]:.2f}" for costs in v["costs"].values()),
-            "█" * round(BAR * list(v["costs"].values())[-1][i]),
-        )
-        for i, m in enumerate(v["rows"])
-    ]
+    lines = zip(v["rows"], *v["costs"].values(), strict=True)
+    rows = [(m, *(f"{cost:.2f}" for cost in costs), "█" * round(BAR * costs[-1])) for m, *costs in lines]
     shown = [f"{names[side]} (M=1: {1e3 * v['one_row_seconds'][side]:.2f} ms)" for side in v["costs"]]
     yield from table(("M", *shown, ""), rows, ">" * (1 + len(shown)) + "<")
 
 
 def decoding(found: Found) -> Iterator[str]:
     d = found["decode"]
-    if "failed" in d:
-        yield f"Failed: {d['failed']}"
-        return
-    yield "Greedy texts of the same prompts in turn; accepted: the share of drafts that was kept, by depth."
-    yield ""
+    yield "Greedy texts of the same prompts in turn; accepted: the share of drafts that was kept, by depth.\n"
     yield from table(("loop", "tokens/s", "over plain", "accepted"), map(_loop, d["loops"]), "<>")
     if any(not loop["conclusive"] for loop in d["loops"]):
         yield "\n?: inconclusive, its spread is above 5%"
     yield from (f"\nleft out: {name} ({why})" for name, why in d["left_out"].items())
-    yield from (
-        f"\nDIFFERENT TEXT: {x['contender']} on {x['category']}, token {x['position']}" for x in d["differences"]
-    )
+    for x in d["differences"]:
+        yield f"\nDIFFERENT TEXT: {x['contender']} on {x['category']}, token {x['position']}"
 
 
 def _loop(loop: Found) -> tuple[str, ...]:
@@ -188,11 +159,7 @@ def _loop(loop: Found) -> tuple[str, ...]:
 
 def host(found: Found) -> Iterator[str]:
     h = found["host"]
-    if "failed" in h:
-        yield f"Failed: {h['failed']}"
-        return
     whole = sum(h["milliseconds"].values())
-    yield f"{h['drafts']} drafts in every cycle, each phase waited for: {h['over_the_loop']:.2f}x the loop's time."
-    yield ""
+    yield f"{h['drafts']} drafts in every cycle, each phase waited for: {h['over_the_loop']:.2f}x the loop's time.\n"
     shown = ((name, f"{ms:.2f}", f"{ms / whole:.0%}") for name, ms in h["milliseconds"].items())
     yield from table(("phase", "ms a cycle", "share"), shown, "<>")

@@ -6,7 +6,7 @@ are not in the wheel as sources: what is made of them is compared with the CPU's
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -15,6 +15,7 @@ import mlx.core as mx
 from ..emulator import emulated, stock
 from ..tuning.ab_test import KernelTrial, check
 from ..tuning.kernel_switch import trials
+from .kernels import asked
 from .kernels_cases import SMALL
 
 ROWS, POSITIONS = 4, 128  # of the sample; of those rows where a kernel serves so many
@@ -25,25 +26,8 @@ BITS, OWN_BITS, ERROR = "MLX's bits", "bits of a row alone, and error", "error"
 CHAINED = {"verify_glu": 4, "gated_delta_verify": 8, "norm_rope": 4, "add_norm": 2}
 
 
-@dataclass(frozen=True)
-class Emulated:
-    """What the emulator says of one kernel: wrong, or None; launches and bytes requested of a call.
-
-    against: what it was compared with. reread: how often a call asks for each byte of its largest buffer.
-    """
-
-    op: str
-    shape: str
-    rows: int
-    against: str
-    wrong: str | None
-    launches: int
-    requested: int
-    reread: float
-
-
-def of_op(op: str) -> Emulated:
-    """Check a kernel on its small shape, and count what a call asks of memory."""
+def of_op(op: str) -> dict[str, Any]:
+    """Check a kernel on its small shape, and count what a call asks of memory; against: what it was compared with."""
     site: Any = SMALL[op]()
     if op == "verify_latent_attention":  # the longest to emulate
         site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
@@ -53,12 +37,9 @@ def of_op(op: str) -> Emulated:
         trial = replace(trial, pairs=[(site.ours, lambda x: [stock.gemv(x, site.module.weight)[0]])])
     with emulated_mlx():
         wrong = erring(trial) if op in CHAINED else check(trial)
-        with emulated() as launches:
-            mx.eval(site.ours(trial.x(0)))
+        counts = asked(site, trial.x(0))
     against = ERROR if op in CHAINED or not trial.bits else OWN_BITS if trial.truth else BITS
-    buffers = [b for launch in launches for b in launch.buffers.values() if b.space != "threadgroup"]
-    requested, most = sum(b.bytes_read for b in buffers), max(buffers, key=lambda b: b.distinct_read)
-    return Emulated(op, site.shape, rows, against, wrong, len(launches), requested, most.reread)
+    return {"op": op, "shape": site.shape, "rows": rows, "against": against, "wrong": wrong, **counts}
 
 
 def erring(trial: KernelTrial) -> str | None:

@@ -13,13 +13,12 @@ from rich.text import Text
 
 from . import plots
 from .decode_tables import by_category, categories, overall, settings
-from .kernels import Asked, Compared, speed_table, traffic_table
+from .kernels import speed_table, traffic_table
 from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels_of, subject
 from .parallel import table as parallel_table
 from .profile import Profile, Timer
 from .profile_report import Bandwidth, lines, phase_table
-from .result import named
-from .roofline.tables import new_table
+from .result import named, new_table
 from .roofline.tables import tables as model_tables
 from .verify import Curve, curve_table
 
@@ -74,10 +73,8 @@ def tables_of(found: Found) -> Iterator[Table]:
                 seconds = [{side: {int(m): s for m, s in c["seconds"][side].items()}} for c in found["curves"]]
                 curves = [Curve(c["name"], c["context"], s) for c, s in zip(found["curves"], seconds, strict=True)]
                 yield curve_table(curves, side, f"T(M)/T(1), {named(found['model'])}, {side}")
-        case "kernels" if found["options"]["emulate"]:
-            yield traffic_table([Asked(**line) for line in found["found"]])
         case "kernels":
-            yield speed_table([Compared(**line) for line in found["found"]])
+            yield (traffic_table if found["options"]["emulate"] else speed_table)(found["found"])
         case "profile":
             tokens, cycles, phases = [0] * found["tokens"], found["cycles"], found["seconds"].items()
             rounds = [({name: seconds[i] for name, seconds in phases}, wall) for i, wall in enumerate(found["wall"])]

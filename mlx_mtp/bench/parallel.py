@@ -20,8 +20,7 @@ from ..decoding.stats import Stats
 from ..generate import generate_step
 from ..machine.errors import first_line
 from .decode import twin
-from .result import named
-from .roofline.tables import new_table
+from .result import named, new_table
 from .subject import BenchPrompt, Subject
 from .timing import interleaved, ratio
 

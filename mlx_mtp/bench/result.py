@@ -1,8 +1,9 @@
-"""Write one measurement as one JSON object: where it was made, with what, and every raw value; and read it again."""
+"""Write one measurement as one JSON object: where it was made, with what, and every raw value; read and show it."""
 
 import json
 import os
 import platform
+import re
 import subprocess
 from contextlib import suppress
 from importlib.metadata import version
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from rich.table import Table
 
 from .._version import __version__
 from ..machine.atomic import write_whole
 from ..machine.errors import one_line
 
 FORMAT = 1
+CHECKOUT = Path(__file__).parents[2] / ".git"
 KINDS = ("decode", "verify", "kernels", "profile", "model", "parallel")
 
 
@@ -34,8 +37,26 @@ def environment() -> dict[str, Any]:
         "mlx": version("mlx"),
         "mlx_lm": version("mlx-lm"),
         "mlx_mtp": __version__,
-        "commit": _commit(),
+        "commit": _said("git", "--git-dir", str(CHECKOUT), "rev-parse", "--short", "HEAD"),  # None of a wheel
     }
+
+
+def gpu_cores() -> int | None:
+    """Count the GPU's cores on a Mac, which MLX does not say."""
+    found = re.search(r'"gpu-core-count" = (\d+)', _said("ioreg", "-rc", "AGXAccelerator", "-d", "1") or "")
+    return int(found[1]) if found else None
+
+
+def thermal_state() -> str | None:
+    """Say in one line what macOS notes of heat."""
+    lines = (_said("pmset", "-g", "therm") or "").splitlines()
+    return "; ".join(line.strip(" \t-") for line in lines if line.strip()) or None
+
+
+def _said(*command: str) -> str | None:
+    """Run a command of the system's; None where there is none, or it fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 def result(kind: str, model: dict[str, Any], options: dict[str, Any], **measured: Any) -> dict[str, Any]:
@@ -54,6 +75,14 @@ def named(model: dict[str, Any]) -> str:
     return f"{model['name']}, SYNTHETIC: {label}" if (label := model.get("synthetic")) else model["name"]
 
 
+def new_table(title: str | None, *columns: str, left: int = 1, **style: Any) -> Table:
+    """Begin a table whose columns from `left` on are numbers."""
+    table = Table(title=title, **style)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right")
+    return table
+
+
 def write(found: dict[str, Any], path: Path) -> None:
     """Write a result as one line, at once."""
     write_whole(path, json.dumps(found) + "\n")
@@ -69,12 +98,3 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
     if kind and found["bench"] != kind:
         raise ValueError(f"{path}: a result of `bench {found['bench']}`, not of `bench {kind}`")
     return found
-
-
-def _commit() -> str | None:
-    """Of the checkout that runs; None where it is an installed wheel."""
-    here = Path(__file__).parents[2]
-    if (here / ".git").exists():
-        git = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
-        with suppress(OSError, subprocess.CalledProcessError):
-            return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

@@ -61,10 +61,10 @@ def kernels(**flags: Any) -> None:
         rounds = flags["rounds"] or (3 if flags["quick"] else 7)
         found = list(timed(op, rows, rounds, flags["cooldown"] or 0.0))
         out.print(speed_table(found))
-        for each in (each for each in found if each.wrong):
-            out.print(f"WRONG: {each.name}, M={each.rows}: {each.wrong}", style="bold red")
+        for each in (each for each in found if each["wrong"]):
+            out.print("WRONG: {name}, M={rows}: {wrong}".format(**each), style="bold red")
     options = {"op": op, "rows": rows, "emulate": flags["emulate"], "rounds": flags["rounds"]}
-    finish(result.result("kernels", {"name": "kernels"}, options, found=[vars(each) for each in found]), flags)
+    finish(result.result("kernels", {"name": "kernels"}, options, found=found), flags)
 
 
 @click.command("model")

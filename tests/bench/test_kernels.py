@@ -10,7 +10,7 @@ from metal_cases import linux_only
 
 from mlx_mtp import kernels as bindings
 from mlx_mtp.bench import kernels
-from mlx_mtp.bench.kernels import OPS, Asked, Compared, compared, speed_table, traffic, traffic_table
+from mlx_mtp.bench.kernels import OPS, compared, speed_table, speedup, traffic, traffic_table
 from mlx_mtp.bench.kernels_cases import CASES, SMALL
 from mlx_mtp.tuning.ab_test import KernelTrial
 
@@ -57,15 +57,15 @@ def trial(ours, stock, rows: int = 2) -> KernelTrial:
 def test_a_faster_kernel_is_faster_and_a_slower_one_slower():
     for ours, stock, low, high in ((work(1), work(6), 3, 12), (work(6), work(1), 1 / 12, 1 / 3)):
         found = compared("case", trial(ours, stock), 3)
-        assert {side: len(times) for side, times in found.seconds.items()} == {"ours": 3, "stock": 3}
-        assert low < found.speedup.median < high
+        assert {side: len(times) for side, times in found["seconds"].items()} == {"ours": 3, "stock": 3}
+        assert low < speedup(found).median < high
 
 
 def test_a_wrong_kernel_is_wrong_however_fast():
     found = compared("case", trial(lambda x: [x], work(1)), 1)
-    assert "differs from one row alone" in found.wrong
+    assert "differs from one row alone" in found["wrong"]
     assert "WRONG" in cells(speed_table([found]))
-    assert found.seconds["ours"]
+    assert found["seconds"]["ours"]
 
 
 def test_a_kernel_that_fails_has_no_times():
@@ -73,8 +73,8 @@ def test_a_kernel_that_fails_has_no_times():
         raise RuntimeError("no such buffer")
 
     found = compared("case", trial(failing, work(1)), 1)
-    assert found.seconds == {}
-    assert "fails with RuntimeError: no such buffer" in found.wrong
+    assert found["seconds"] == {}
+    assert "fails with RuntimeError: no such buffer" in found["wrong"]
     assert "WRONG" in cells(speed_table([found]))
 
 
@@ -84,8 +84,9 @@ def cells(table) -> list[str]:
 
 def test_a_table_has_a_line_per_case_and_a_column_per_number_of_rows():
     fast, slow = {"ours": [1.0] * 3, "stock": [2.0] * 3}, {"ours": [1.0] * 3, "stock": [0.5, 0.4, 0.6]}
-    found = [Compared("a", "op", "s", 2, None, fast), Compared("b", "op", "s", 2, None, slow)]
-    found.append(Compared("b", "op", "s", 4, None, fast))
+    names = "name", "op", "shape", "rows", "wrong", "seconds"
+    lines = ("a", "op", "s", 2, None, fast), ("b", "op", "s", 2, None, slow), ("b", "op", "s", 4, None, fast)
+    found = [dict(zip(names, line, strict=True)) for line in lines]
     columns = [list(column.cells) for column in speed_table(found).columns]
     assert columns == [["op", "op"], ["a", "b"], ["2.00", "0.50 inconclusive"], ["", "2.00"]]
 
@@ -105,8 +106,8 @@ def test_all_cases_of_one_op_are_tried(monkeypatch):
 def test_traffic_is_one_calls():
     found = list(traffic("add_norm", 2))
     row = 512 * 2  # bytes of a row
-    assert [(a.rows, a.launches, a.written) for a in found] == [(1, 1, 2 * row), (2, 1, 4 * row)]
-    assert all(a.reread == 1 and a.requested >= 3 * row for a in found)
+    assert [(a["rows"], a["launches"], a["written"]) for a in found] == [(1, 1, 2 * row), (2, 1, 4 * row)]
+    assert all(a["reread"] == 1 and a["requested"] >= 3 * row for a in found)
     with pytest.raises(ValueError, match="rows=4: allowed for verify_qmm_mma are 5 to 8"):
         list(traffic("verify_qmm_mma", 4))
 
@@ -114,13 +115,14 @@ def test_traffic_is_one_calls():
 @linux_only
 def test_a_matrix_is_read_once_for_all_rows():
     found = list(traffic("verify_qmm", 4))
-    assert [(a.rows, a.largest, a.reread) for a in found] == [(m, "w", 1.0) for m in (2, 3, 4)]
-    assert all(a.requested <= b.requested for a, b in pairwise(found))
+    assert [(a["rows"], a["largest"], a["reread"]) for a in found] == [(m, "w", 1.0) for m in (2, 3, 4)]
+    assert all(a["requested"] <= b["requested"] for a, b in pairwise(found))
 
 
 def test_the_tables_show_each_op_once():
-    found = [Asked("a", 1, 1, 1024, 2048, "w", 1.0), Asked("a", 2, 1, 1024, 2048, "w", 2.0)]
-    found.append(Asked("b", 1, 3, 1536, 0, "x", 1.5))
+    names = "op", "rows", "launches", "requested", "written", "largest", "reread"
+    lines = ("a", 1, 1, 1024, 2048, "w", 1.0), ("a", 2, 1, 1024, 2048, "w", 2.0), ("b", 1, 3, 1536, 0, "x", 1.5)
+    found = [dict(zip(names, line, strict=True)) for line in lines]
     columns = [list(column.cells) for column in traffic_table(found).columns]
     assert columns[0] == ["a", "", "b"]
     assert columns[3] == ["1.0", "1.0", "1.5"]

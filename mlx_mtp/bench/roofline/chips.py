@@ -2,15 +2,14 @@
 
 import csv
 import json
-import platform
 import re
-import subprocess
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
+from ..result import gpu_cores
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,4 @@ def find(device: str, gpu_cores: int | None = None) -> str | None:
 
 def at_hand() -> str | None:
     """Find the name in CHIPS of this machine's chip; None where it is not there, as on Linux."""
-    if platform.system() != "Darwin":
-        return None
-    command, shown = ["system_profiler", "SPDisplaysDataType"], ""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
-    cores = re.search(r"Total Number of Cores: (\d+)", shown)
-    return find(str(mx.device_info().get("device_name", "")), int(cores[1]) if cores else None)
+    return find(str(mx.device_info().get("device_name", "")), gpu_cores())

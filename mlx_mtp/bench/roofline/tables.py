@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from ..documents import CHIP, MAC
+from ..result import new_table
 from .chips import read_fitted
 from .cost import KERNELS
 from .links import LINKS
@@ -16,14 +17,6 @@ from .ops import OVERLAPS
 from .phases import OURS, PHASES, PLAIN, SHOWN_OVERLAP, STOCK, VERIFY, shown_times
 
 Found = dict[str, Any]
-
-
-def new_table(title: str | None, *columns: str, left: int = 1, caption: str | None = None) -> Table:
-    """Begin a table whose columns from `left` on are numbers."""
-    table = Table(title=title, caption=caption)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right")
-    return table
 
 
 def tables(found: Found) -> Iterator[Table]:
