@@ -1,8 +1,9 @@
-"""Keep the state of a recurrent layer (gated delta rule, Mamba2) and roll it back without a copy per position.
+"""Keep the state of a recurrent layer (gated delta rule, Mamba2) and roll it back to any row of a verify.
 
 A verify leaves the state where it was before its rows and keeps what these rows would do to it: the tape. The next
 call replays the rows that were accepted, however many, and then adds its own. Nothing goes through the weights twice,
-and the number of accepted rows stays on the device.
+and the number of accepted rows stays on the device. Who has computed a few rows one by one anyway may keep the state
+after each as a tape of one array: then nothing is replayed, one of them is taken.
 """
 
 import operator
@@ -20,7 +21,8 @@ class RecurrentCache(LayerCache):
     """Committed state and tape of one layer, with the positions of `cache.LinearKVCache`; B = 1.
 
     parts: (position of the state [1] int32, state, rows before and on the tape that the convolution reads
-           [1, K-1+T, C]), and after a verify of T rows what the recurrence reads of each ([1, T, ..] arrays).
+           [1, K-1+T, C]), and after a verify of T rows what the recurrence reads of each ([1, T, ..] arrays), or one
+           array of the states after each.
     """
 
     name = "recurrent"
@@ -44,11 +46,19 @@ class RecurrentCache(LayerCache):
         return self.parts[2] if self.parts else mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
 
     def state(self, replay: Replay) -> mx.array | None:
-        """Compute the state at `offset`, None at the start; `replay(state, mask [1, T], *tape)` adds rows."""
-        accepted = self.accepted
+        """Compute the state at `offset`, None at the start; `replay(state, mask [1, T], *tape)` adds a tape."""
+        accepted, tape = self.accepted, self.tape
         if accepted is None:
             return self.committed
-        return replay(self.committed, self.once(first, accepted, self.tape[0].shape[1]), *self.tape)
+        if self.replays:
+            return replay(self.committed, self.once(first, accepted, tape[0].shape[1]), *tape)
+        return self.chosen()
+
+    def chosen(self) -> mx.array:
+        """Take from a tape of states the one after its last accepted row; the one before it, if none is."""
+        _, before, _, states = self.parts
+        newest, some = self.once(newest_of, self.accepted, states.shape[1])
+        return mx.where(some, mx.take(states.flatten(0, 1), newest, axis=0), before)
 
     @property
     def committed(self) -> mx.array | None:
@@ -64,6 +74,11 @@ class RecurrentCache(LayerCache):
     def accepted(self) -> mx.array | None:
         """How many rows of the tape are accepted, [1]; None without a tape."""
         return self.once(operator.sub, self.offset, self.parts[0]) if len(self.parts) > 3 else None
+
+    @property
+    def replays(self) -> bool:
+        """Whether the tape is to be replayed; one of states is not."""
+        return len(self.parts) > 4
 
     @property
     def final(self) -> bool:
@@ -88,6 +103,15 @@ class RecurrentCache(LayerCache):
             self.offset = self.once(operator.add, self.offset, rows)
         self.limit += rows
 
+    def seek(self, offset: Any, limit: int) -> None:
+        """Set the position; where the host sets it, only the state there is kept of those on a tape."""
+        self.offset, self.limit = offset, limit
+        if isinstance(offset, int) and self.tape and not self.replays:
+            position, _, convolved, states = self.parts
+            taps = convolved.shape[1] - states.shape[1]
+            kept = mx.take(convolved, positions_from(offset - position, taps), axis=1)
+            self.parts = (mx.array([offset]), self.chosen(), kept)
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
         """Return None: rows are read in order, there is nothing to hide."""
         return None
@@ -108,5 +132,14 @@ def positions_from(start: mx.array, rows: int) -> mx.array:
 
 
 def first(n: mx.array, rows: int) -> mx.array:
-    """Mark the first n of `rows` rows, for n int32 [1]: [1, rows]."""
-    return mx.arange(rows)[None] < n
+    """Mark the first of `rows` rows of each text, for n int32 [texts]: [texts, rows]."""
+    return mx.arange(rows) < n[:, None]
+
+
+def newest_of(n: mx.array, rows: int) -> tuple[mx.array, mx.array]:
+    """Return where the last of each text's first rows lies among all texts' rows, for n int32 [texts]: [texts].
+
+    And whether it has any, [texts, 1, 1, 1]: the index of one that has none is of no use.
+    """
+    index = mx.arange(0, n.size * rows, rows) + mx.maximum(n, 1) - 1
+    return index, (n > 0).reshape(-1, 1, 1, 1)

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from .growing import QuantizedStorage, round_up
 from .layer_cache import LayerCache, OncePerPass, Parts
-from .recurrent import RecurrentCache, Replay
+from .recurrent import RecurrentCache
 from .ring import Ring
 
 GRAIN = 32  # views of the buffers are cut at multiples of this many rows
@@ -169,12 +169,6 @@ class PooledState(RecurrentCache):
             before = mx.take_along_axis(before, self.once(_positions_from, accepted, taps - 1), axis=1)
         return mx.concatenate([before, rows], axis=1)
 
-    def state(self, replay: Replay) -> mx.array | None:
-        accepted = self.accepted
-        if accepted is None:
-            return self.committed
-        return replay(self.committed, self.once(_first, accepted, self.tape[0].shape[1]), *self.tape)
-
     def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
         """Put the last pass's rows and those of newcomers' caches in the order of an index, tapes of one length."""
         every = [parts for parts in (self.parts, *(cache.parts for cache in newcomers)) if parts]
@@ -212,11 +206,6 @@ def gather(old: mx.array | None, new: Sequence[mx.array], index: mx.array) -> mx
     """Put rows [n, ...] of the last pass and newcomers' [1, ...] in the order of an index."""
     rows = [*([] if old is None else [old]), *new]
     return mx.take(mx.concatenate(rows) if len(rows) > 1 else rows[0], index, axis=0)
-
-
-def _first(n: mx.array, rows: int) -> mx.array:
-    """Mark the first n of `rows` rows, for n int32 [n]: [n, rows]."""
-    return mx.arange(rows) < n[:, None]
 
 
 def pooled(cache: Any, ring: Ring | None) -> Any:

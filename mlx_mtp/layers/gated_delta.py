@@ -15,13 +15,15 @@ from mlx_lm.models.gated_delta import compute_g, gated_delta_kernel
 from ..kernels import Gates, delta_inputs, gated_delta_verify, gated_norm, on_metal
 from .kernel_site import Site
 
+KEPT = 4  # rows of a verify after each of which the state is kept where it is known: each is as large as the state
+
 
 class GatedDelta:
     """Mixin in front of mlx-lm's gated-delta modules, whose `__call__` it replaces where there is a cache.
 
     A port whose module projects otherwise overrides `inputs` and, perhaps, `grouped`. verify_rows: the row counts at
     which kernels do what lies between the projections (`fused`), not mlx-lm's functions (`plain`). A tape is k, v, a,
-    b of its rows, and the gates g and beta where kernels wrote them; each of the two paths reads the other's.
+    b of its rows and their gates g and beta, or the states after each; each of the two paths reads the other's.
     Submodules are asked for by key: as attributes they are found only behind an exception, 0.4 us each time.
     Shapes: C channels of the convolution, Hk and Hv key and value heads, of Dk and Dv values.
     """
@@ -53,8 +55,11 @@ class GatedDelta:
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
         g, beta = self._gates(a, b)
         before = cache.state(self._replay)
-        y, after = self._update(q, k, v, g, beta, before)
-        cache.advance(mx.zeros_like(after) if before is None else before, after, rows, (k, v, a, b, g, beta))
+        y, after, each = self._update(q, k, v, g, beta, before)
+        tape = k, v, a, b, g, beta
+        if each and len(each) <= KEPT and not cache.final:
+            tape = (mx.concatenate(each, axis=1).reshape(-1, len(each), *after.shape[1:]),)
+        cache.advance(mx.zeros_like(after) if before is None else before, after, rows, tape)
         return self["norm"](y, z)
 
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
@@ -65,11 +70,12 @@ class GatedDelta:
         layer = Gates(a, b, self.A_log, self.dt_bias)
         q, k, v, g, beta, rows = delta_inputs(qkv, behind, self.conv1d.weight, layer, **heads, accepted=accepted)
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
-        if accepted is not None:
+        if cache.replays:
             old_k, old_v, old_a, old_b, *old_gates = cache.tape
             old_g, old_beta = old_gates or self._gates(old_a, old_b)
-            tape = (old_k, old_v, old_g, old_beta)
-        state = cache.committed
+            tape, state = (old_k, old_v, old_g, old_beta), cache.committed
+        else:
+            accepted, state = None, cache.state(self._replay)
         if state is None:
             state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
         y, state = gated_delta_verify(q, (k, v, g, beta), state, tape=tape, accepted=accepted, last=cache.final)
@@ -97,17 +103,18 @@ class GatedDelta:
     def _update(
         self: Any, q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None
     ):
-        """Run the recurrence over rows as mlx-lm does: outputs [1, S, Hv, Dv], none without q, and the state."""
+        """Run the recurrence over rows as mlx-lm does: what `row_by_row` gives, of a kernel no states in between."""
         if state is None:
             state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
         if on_metal() and self.head_k_dim % 32 == 0:
-            return gated_delta_kernel(k if q is None else q, k, v, g, beta, state, mask)
+            return *gated_delta_kernel(k if q is None else q, k, v, g, beta, state, mask), []
         return row_by_row(q, k, v, g, beta, state, mask)
 
 
 def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None):
     """Do as mlx-lm's `gated_delta_ops`, to the bit, in a third of its calls; without q there are no outputs.
 
+    Return these [B, S, Hv, Dv], the state after all rows, and the ones after each, [B, 1, Hk, Hv / Hk, Dv, Dk].
     q, k [B, S, Hk, Dk], v [B, S, Hv, Dv], g [B, S, Hv] or [B, S, Hv, Dk], beta [B, S, Hv], mask [B, S];
     state [B, Hv, Dv, Dk], None at the start.
     """
@@ -128,16 +135,17 @@ def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
     counts = [None] * S
     if mask is not None:
         counts = mx.split(mx.broadcast_to(mask.reshape(B, S, 1, 1, 1, 1), whole), S, axis=1)
-    outputs = []
+    outputs, states = [], []
     for key, value, decay, rate, query, count in zip(*rows, asked, counts, strict=True):
         decayed = state * decay
         delta = (value - (decayed * key).sum(-1, keepdims=True)) * rate
         after = decayed + key * delta
         state = after if count is None else mx.where(count, after, state)
+        states.append(state)
         if query is not None:
             outputs.append((after * query).sum(-1))
     y = None if q is None else mx.concatenate(outputs, axis=1).reshape(B, S, Hv, Dv).astype(q.dtype)
-    return y, state.reshape(B, Hv, Dv, Dk)
+    return y, state.reshape(B, Hv, Dv, Dk), states
 
 
 class Recurrence(Site):
