@@ -114,12 +114,9 @@ class Patient:
         """Time passes over 1 to 8 rows, with stock modules and with the kernels that are on."""
         text = verify.text_of(self.subject, CONTEXT)
         plan = verify.CurvePlan(ROWS, (CONTEXT,), ROUNDS)
-        curve = next(verify.measure(self.model, text, self.kernels, plan, default_step()))
-        costs = {
-            side: [measured([s / t for s, t in zip(of[m], of[1], strict=True)]).median for m in ROWS]
-            for side, of in curve.seconds.items()
-        }
-        one = {side: measured(of[1]).median for side, of in curve.seconds.items()}
+        seconds = next(verify.measure(self.model, text, self.kernels, plan, default_step()))["seconds"]
+        costs = {side: [ratio(of[m], of[1]).median for m in ROWS] for side, of in seconds.items()}
+        one = {side: measured(of[1]).median for side, of in seconds.items()}
         return {"context": CONTEXT, "rows": list(ROWS), "costs": costs, "one_row_seconds": one}
 
     def decode(self) -> Found:
@@ -146,11 +143,10 @@ class Patient:
         (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
         k = min(DRAFTS, default_draft_tokens(self.model))
         work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_step())
-        seen = profile.profile(work, rounds=ROUNDS)
-        cycles = [max(1, timer.cycles) for timer in seen.timers]
+        timers, undisturbed = profile.profile(work, rounds=ROUNDS)
         phases = {
-            name: 1e3 * measured([t.phases[name] / n for t, n in zip(seen.timers, cycles, strict=True)]).median
+            name: 1e3 * measured([t.phases[name] / max(1, t.cycles) for t in timers]).median
             for name in profile.PHASES[1:]
         }
-        price = ratio([t.wall for t in seen.timers], seen.undisturbed).median
+        price = ratio([t.wall for t in timers], undisturbed).median
         return {"drafts": k, "milliseconds": phases, "over_the_loop": price}

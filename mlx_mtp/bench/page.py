@@ -16,11 +16,10 @@ from .decode_tables import by_category, categories, overall, settings
 from .kernels import speed_table, traffic_table
 from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels_of, subject
 from .parallel import table as parallel_table
-from .profile import Profile, Timer
-from .profile_report import Bandwidth, lines, phase_table
+from .profile_report import phase_table
 from .result import named, new_table
 from .roofline.tables import tables as model_tables
-from .verify import Curve, curve_table
+from .verify import curve_table
 
 STYLE = Path(__file__).with_name("page.css")
 
@@ -69,19 +68,12 @@ def tables_of(found: Found) -> Iterator[Table]:
                 if len(categories(found)) > 1:
                     yield by_category(found, setting)
         case "verify":
-            for side in dict.fromkeys(side for curve in found["curves"] for side in curve["seconds"]):
-                seconds = [{side: {int(m): s for m, s in c["seconds"][side].items()}} for c in found["curves"]]
-                curves = [Curve(c["name"], c["context"], s) for c, s in zip(found["curves"], seconds, strict=True)]
-                yield curve_table(curves, side, f"T(M)/T(1), {named(found['model'])}, {side}")
+            for side in found["curves"][0]["seconds"]:
+                yield curve_table(found["curves"], side, f"T(M)/T(1), {named(found['model'])}, {side}")
         case "kernels":
             yield (traffic_table if found["options"]["emulate"] else speed_table)(found["found"])
         case "profile":
-            tokens, cycles, phases = [0] * found["tokens"], found["cycles"], found["seconds"].items()
-            rounds = [({name: seconds[i] for name, seconds in phases}, wall) for i, wall in enumerate(found["wall"])]
-            timers = [Timer(seconds, tokens, cycles, wall) for seconds, wall in rounds]
-            made = lines(Profile(timers, found["undisturbed"]), found["operations"], found["bytes"])
-            title = f"{named(found['model'])}, {found['options']['k']} drafts per cycle"
-            yield phase_table(made, Bandwidth(**found["bandwidth"]), title)
+            yield phase_table(found)
         case "parallel":
             yield parallel_table(found)
         case "model":

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .decode_tables import Setting, categories, rows, settings
+from .result import curve_title
 from .roofline.phases import CYCLE, DRAFT, OURS, SHOWN_OVERLAP, STOCK, VERIFY, shown_times
 from .roofline.phases import PLAIN as PLAIN_STEP
 from .timing import Measured, measured, ratio
@@ -166,8 +167,7 @@ def verify_curves(found: Found) -> Iterator[Panel]:
     for whole, what in ((True, "the whole model"), (False, "its parts")):
         series = []
         for colour, curve in enumerate(c for c in found["curves"] if (c["name"] == "whole") == whole):
-            name = curve["name"] if curve["context"] is None else f"{curve['name']} at {curve['context']}"
-            both = len(curve["seconds"]) > 1
+            name, both = curve_title(curve), len(curve["seconds"]) > 1
             for side, seconds in curve["seconds"].items():
                 points = [(float(m), ratio(times, seconds["1"])) for m, times in seconds.items()]
                 line = "--" if both and side == "stock" else "-"

@@ -143,18 +143,10 @@ def undisturbed(work: Workload) -> tuple[list[int], float]:
     return tokens, time.perf_counter() - tic
 
 
-@dataclass
-class Profile:
-    """Rounds of a profiled generation, and of the same one undisturbed in turn; seconds."""
-
-    timers: list[Timer]
-    undisturbed: list[float]
-
-
-def profile(work: Workload, *, rounds: int, cooldown: float = 0.0) -> Profile:
-    """Time `rounds` generations of the workload phase by phase, and as many undisturbed ones, in turn."""
+def profile(work: Workload, *, rounds: int, cooldown: float = 0.0) -> tuple[list[Timer], list[float]]:
+    """Time `rounds` generations of the workload phase by phase, and in turn as many undisturbed ones, in seconds."""
     turns: list[Any] = [lambda: decode_in_phases(work, Timer()), lambda: undisturbed(work)]
     with wired_limit(work.model):
         timers, plain = interleaved(dict(enumerate(turns)), rounds, cooldown=cooldown).values()
     assert all(t.tokens == tokens for t in timers for tokens, _ in plain), "the profiled text is another one"
-    return Profile(timers, [seconds for _, seconds in plain])
+    return timers, [seconds for _, seconds in plain]

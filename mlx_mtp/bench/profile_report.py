@@ -1,28 +1,20 @@
 """Report a profile: a line per phase, what is left unexplained, and the price of having looked."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from .census import stream_rate
-from .profile import HOST, PHASES, Profile
+from .profile import HOST, PHASES, Timer
+from .result import named, new_table
 from .roofline.chips import CHIPS, at_hand
 from .timing import Measured, measured, ratio
 
+Found = dict[str, Any]
 REST = "in no phase"
 COLUMNS = ("ms", "of the wall", "operations", "MB read", "GB/s", "of bandwidth")
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Bytes per second, and where the figure comes from."""
-
-    rate: float
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.rate / 1e9:.1f} GB/s, {self.source}"
 
 
 @dataclass(frozen=True)
@@ -38,67 +30,68 @@ class Line:
     @property
     def rate(self) -> float | None:
         """Bytes per second."""
-        return None if self.nbytes is None else self.nbytes / (self.ms.median / 1e3)
+        return self.nbytes and self.nbytes / (self.ms.median / 1e3)
 
 
-def lines(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) -> list[Line]:
+def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
+    """Collect every round's seconds, for a result, which has "operations", "bytes" and "bandwidth" as well."""
+    first = timers[0]
+    return {
+        **{"tokens": len(first.tokens), "cycles": first.cycles, "undisturbed": undisturbed},
+        "seconds": {name: [t.seconds[name] for t in timers] for name in first.seconds},
+        **{name: [getattr(t, name) for t in timers] for name in ("wall", "unexplained")},
+    }
+
+
+def lines(found: Found) -> list[Line]:
     """Make a line of each phase that took any time; behind "host" its parts, and what is left of the wall."""
-    made, walls = [], sum(t.wall for t in found.timers)
+    made, seconds = [], found["seconds"]
+    host = [sum(parts) for parts in zip(*(seconds[name] for name in HOST), strict=True)]
+    seconds = {**seconds, "host": host, REST: found["unexplained"]}
     for name in (*PHASES, *HOST, REST):
-        seconds = [{**t.seconds, **t.phases, REST: t.unexplained}[name] for t in found.timers]
-        if min(seconds) > 0:
-            cycles = [1 if name == "prefill" else max(1, t.cycles) for t in found.timers]
-            ms = measured([1e3 * s / n for s, n in zip(seconds, cycles, strict=True)])
-            made.append(Line(name, ms, sum(seconds) / walls, operations.get(name), nbytes.get(name)))
+        if min(seconds[name]) > 0:
+            cycles = 1 if name == "prefill" else max(1, found["cycles"])
+            ms = measured([1e3 * s / cycles for s in seconds[name]])
+            counts = found["operations"].get(name), found["bytes"].get(name)
+            made.append(Line(name, ms, sum(seconds[name]) / sum(found["wall"]), *counts))
     return made
 
 
-def phase_table(found: list[Line], bandwidth: Bandwidth, title: str) -> Table:
+def phase_table(found: Found) -> Table:
     """Show the lines, with what share of the bandwidth each phase that reads weights achieved."""
-    headers = [Column("phase", no_wrap=True), *(Column(name, justify="right") for name in COLUMNS)]
-    caption = f"of a cycle, but prefill: of the prompt; bandwidth {bandwidth}"
-    table = Table(*headers, title=title, caption=caption)
-    for line in found:
+    bandwidth = found["bandwidth"]["rate"]
+    title = f"{named(found['model'])}, {found['options']['k']} drafts per cycle"
+    caption = f"of a cycle, but prefill: of the prompt; bandwidth {bandwidth / 1e9:.1f} GB/s, "
+    table = new_table(title, "phase", *COLUMNS, caption=caption + found["bandwidth"]["source"])
+    for line in lines(found):
         part = line.name in HOST
         if line.name == REST:
             table.add_section()
         cells = [f"{line.ms}", f"{line.share:.1%}", "" if line.operations is None else str(line.operations)]
-        if line.nbytes and line.rate is not None:
-            cells += [f"{line.nbytes / 1e6:.1f}", f"{line.rate / 1e9:.1f}", f"{line.rate / bandwidth.rate:.0%}"]
+        if line.nbytes and line.rate:
+            cells += [f"{line.nbytes / 1e6:.1f}", f"{line.rate / 1e9:.1f}", f"{line.rate / bandwidth:.0%}"]
         table.add_row(f"  {line.name}" if part else line.name, *cells, style="dim" if part else None)
     return table
 
 
-def remarks(found: Profile, made: list[Line], bandwidth: Bandwidth) -> list[str]:
+def remarks(found: Found) -> list[str]:
     """Say what the table does not, a sentence each."""
-    first, wall = found.timers[0], measured([t.wall for t in found.timers])
-    price = ratio([t.wall for t in found.timers], found.undisturbed)
-    rest = sum(t.unexplained for t in found.timers) / sum(t.wall for t in found.timers)
+    wall, price = measured(found["wall"]), ratio(found["wall"], found["undisturbed"])
+    rest = sum(found["unexplained"]) / sum(found["wall"])
     sure = "" if price.conclusive else " (inconclusive)"
     said = [
-        f"{len(first.tokens)} tokens, {first.cycles} cycles; {rest:.2%} of {1e3 * wall.median:.1f} ms in no phase.",
+        f"{found['tokens']} tokens, {found['cycles']} cycles; {rest:.2%} of {1e3 * wall.median:.1f} ms in no phase.",
         f"Overhead: it takes {price.median:.2f}x{sure} the time of the loop, which builds a cycle while one runs.",
     ]
-    if any(line.rate and line.rate > bandwidth.rate for line in made):
+    if any(line.rate and line.rate > found["bandwidth"]["rate"] for line in lines(found)):
         said.append("More than all of the bandwidth: weights came out of caches.")
     return said
 
 
-def raw(found: Profile, operations: dict[str, int], nbytes: dict[str, float]) -> dict[str, Any]:
-    """Collect every round's seconds, for a result."""
-    first = found.timers[0]
-    return {
-        **{"tokens": len(first.tokens), "cycles": first.cycles},
-        "seconds": {name: [t.seconds[name] for t in found.timers] for name in first.seconds},
-        **{name: [getattr(t, name) for t in found.timers] for name in ("wall", "unexplained")},
-        **{"undisturbed": found.undisturbed, "operations": operations, "bytes": nbytes},
-    }
-
-
-def bandwidth_of(stated: float | None) -> Bandwidth:
-    """Take the bandwidth stated, in GB/s, else of the chip at hand, else what MLX streams on this machine."""
+def bandwidth_of(stated: float | None) -> Found:
+    """Take the bandwidth stated, in GB/s, else of the chip at hand, else what MLX streams; rate: bytes per second."""
     if stated is not None:
-        return Bandwidth(1e9 * stated, "as stated")
+        return {"rate": 1e9 * stated, "source": "as stated"}
     if known := CHIPS.get(at_hand() or ""):
-        return Bandwidth(1e9 * known.gbps, f"of an {known.name}, as published")
-    return Bandwidth(stream_rate(), "measured: MLX copies a large array, reads and writes")
+        return {"rate": 1e9 * known.gbps, "source": f"of an {known.name}, as published"}
+    return {"rate": stream_rate(), "source": "measured: MLX copies a large array, reads and writes"}

@@ -67,12 +67,17 @@ def result(kind: str, model: dict[str, Any], options: dict[str, Any], **measured
     """
     assert kind in KINDS
     found = {"bench": kind, "format": FORMAT, "environment": environment(), "model": model, "options": options}
-    return found | measured
+    return json.loads(json.dumps(found | measured))  # as it is when it is read again: keys are text
 
 
 def named(model: dict[str, Any]) -> str:
     """Name a result's model as titles of tables do, with what is synthetic of it."""
     return f"{model['name']}, SYNTHETIC: {label}" if (label := model.get("synthetic")) else model["name"]
+
+
+def curve_title(curve: dict[str, Any]) -> str:
+    """Name what a curve of `bench verify` is of."""
+    return curve["name"] if curve["context"] is None else f"{curve['name']} at {curve['context']}"
 
 
 def new_table(title: str | None, *columns: str, left: int = 1, **style: Any) -> Table:

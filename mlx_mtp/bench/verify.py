@@ -4,17 +4,16 @@ The whole is the decoding loop's own pass (`cycle.verify`) at some context, on c
 of their own (`timing.py`). Numbers of rows take turns within a round, and ratios are within a round.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
-from rich.table import Column, Table
+from rich.table import Table
 
 from ..cache.ring import MAX_ROWS
 from ..decoding.draft import NONE_ACCEPTED, Drafts, Run
@@ -27,11 +26,13 @@ from ..tuning.kernel_trials import decide, requested
 from ..tuning.kernel_verdict import in_words
 from ..tuning.plan import Plan
 from .profile import read_prompt
+from .result import curve_title, new_table
 from .subject import Subject, filler, make_prompts
 from .timing import REPEATS, Timed, interleaved, measured, ratio, steps_for
 from .verify_parts import expert_inputs, parts_of
 
 STOCK, OURS = "stock", "ours"
+Curve = dict[str, Any]
 Turns = dict[tuple[str, int], Callable[[], float]]  # by side and rows, what measures seconds
 
 
@@ -113,19 +114,6 @@ class VerifyPass:
         return min(self.run(rows, self.context + rows, rows) for _ in range(REPEATS))
 
 
-@dataclass
-class Curve:
-    """T(M) of the whole or a part. seconds: by side and rows, a value a round, of one pass over all layers."""
-
-    name: str
-    context: int | None
-    seconds: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-
-    @property
-    def title(self) -> str:
-        return self.name if self.context is None else f"{self.name} at {self.context}"
-
-
 @dataclass(frozen=True)
 class CurvePlan:
     """Numbers of rows, 1 among them, and contexts to time; seconds: of a part's chain. ValueError for others."""
@@ -156,7 +144,10 @@ def text_of(subject: Subject, context: int) -> list[int]:
 
 
 def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: CurvePlan, step: int) -> Iterator[Curve]:
-    """Time the curve of the whole at each context, then that of each part."""
+    """Time T(M) of the whole at each context, then of each part.
+
+    A curve has a name, context, and seconds: by side and rows, a value a round, of one pass over all layers.
+    """
     with wired_limit(model):
         with expert_inputs(model) as inputs, kernels.only(STOCK):
             VerifyPass(model, text, plan.contexts[0], step).run(MAX_ROWS, plan.contexts[0], 0)
@@ -164,7 +155,7 @@ def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: CurvePlan, 
         for context in plan.contexts:
             whole = VerifyPass(model, text, context, step)
             turns = {(side, m): partial(whole, m) for side in kernels.sides for m in plan.rows}
-            yield _filled(Curve("whole", context), turns, kernels, plan)
+            yield {"name": "whole", "context": context, "seconds": _timed(turns, kernels, plan)}
             del whole, turns
         for part in parts_of(model, plan.contexts, inputs):
             turns = {}
@@ -173,31 +164,28 @@ def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: CurvePlan, 
                     for m in (m for m in plan.rows if m <= part.most):
                         calls = part.calls(m)
                         turns[side, m] = Timed(calls, steps_for(calls, plan.seconds))
-            yield _filled(Curve(part.name, part.context), turns, kernels, plan)
+            yield {"name": part.name, "context": part.context, "seconds": _timed(turns, kernels, plan)}
 
 
-def _filled(curve: Curve, turns: Turns, kernels: Kernels, plan: CurvePlan) -> Curve:
+def _timed(turns: Turns, kernels: Kernels, plan: CurvePlan) -> dict[str, dict[int, list[float]]]:
     contenders = {turn: kernels.only(turn[0])(run) for turn, run in turns.items()}
+    found: dict[str, dict[int, list[float]]] = {}
     for (side, m), seconds in interleaved(contenders, plan.rounds, cooldown=plan.cooldown).items():
         calls = len(run.calls) if isinstance(run := turns[side, m], Timed) else 1
-        curve.seconds.setdefault(side, {})[m] = [calls * s for s in seconds]
-    return curve
+        found.setdefault(side, {})[m] = [calls * s for s in seconds]
+    return found
 
 
 def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
     """Show T(M)/T(1), a line per number of rows, a column per curve; in front T(1), of one pass over all layers."""
-    rows = sorted({m for curve in curves for m in curve.seconds[side]} - {1})
-    cells: dict[int, list[str]] = {m: [] for m in rows}
-    for m, curve in itertools.product(rows, curves):
-        found = ratio(seconds[m], seconds[1]) if m in (seconds := curve.seconds[side]) else None
-        cells[m].append(f"{found.median:.2f}{'' if found.conclusive else '?'}" if found else "")
-    unsure = any("?" in cell for line in cells.values() for cell in line)
-    headers = [Column(name, justify="right") for name in ("M", *(curve.title for curve in curves))]
-    table = Table(*headers, title=title, caption="?: inconclusive, its spread is above 5%" if unsure else None)
-    times = [measured(curve.seconds[side][1]).median for curve in curves]
-    table.add_row("1, ms", *(f"{1e3 * seconds:.3f}" for seconds in times), end_section=True)
-    for m, line in cells.items():
-        table.add_row(str(m), *line)
+    seconds = [curve["seconds"][side] for curve in curves]  # as read from JSON, with rows as text
+    table = new_table(title, "M", *map(curve_title, curves), left=0)
+    table.add_row("1, ms", *(f"{1e3 * measured(of['1']).median:.3f}" for of in seconds), end_section=True)
+    for m in sorted({m for of in seconds for m in of} - {"1"}, key=int):
+        ratios = [ratio(of[m], of["1"]) if m in of else None for of in seconds]
+        table.add_row(m, *(f"{r.median:.2f}{'' if r.conclusive else '?'}" if r else "" for r in ratios))
+    if any("?" in str(cell) for column in table.columns for cell in column.cells):
+        table.caption = "?: inconclusive, its spread is above 5%"
     return table
 
 

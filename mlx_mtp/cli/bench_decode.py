@@ -158,7 +158,7 @@ def verify(**flags: Any) -> None:
     mlx-lm's modules; ours has the Metal kernels that are on. Turns are short: without --cooldown there is no rest.
     """
     from ..bench import result
-    from ..bench.verify import OURS, STOCK, CurvePlan, Kernels, curve_table, measure, remarks, text_of
+    from ..bench.verify import CurvePlan, Kernels, measure, remarks, text_of
     from ..decoding.options import default_step
 
     rows = tuple(sorted({1, *(flags["rows"] or range(1, MOST_ROWS + 1))}))
@@ -171,13 +171,11 @@ def verify(**flags: Any) -> None:
         progress("caches", 0, 0)
         for curve in measure(subject.model, text, kernels, plan, default_step()):
             curves.append(curve)
-            progress(f"{curve.title} done", len(curves), 0)
-    title, names = f"T(M)/T(1), {result.named(subject.facts)}", {STOCK: "stock modules", OURS: "our kernels"}
-    tables = [curve_table(curves, side, f"{title}, {names[side]}") for side in kernels.sides]
+            progress(f"{result.curve_title(curve)} done", len(curves), 0)
     facts = {**subject.facts, "kernels": list(kernels.words)}
     options = {"rows": rows, "contexts": plan.contexts, "rounds": plan.rounds, "quick": flags["quick"]}
-    found = result.result("verify", facts, options, curves=[vars(c) for c in curves])
-    shared.report(found, flags, remarks(kernels, subject.facts["target_bytes"]), *tables)
+    found = result.result("verify", facts, options, curves=curves)
+    shared.report(found, flags, remarks(kernels, subject.facts["target_bytes"]))
 
 
 @click.command()
@@ -214,13 +212,11 @@ def profile(**flags: Any) -> None:
     work = Workload(model, prompt.tokens, flags["max_tokens"] or (48 if flags["quick"] else 128), k, default_step())
     rounds = flags["rounds"] or (9 if flags["quick"] else 21)
     with subject.acceptance():
-        found = measure(work, rounds=rounds, cooldown=shared.cooldown_of(flags))
-        counts = census.launches(work), census.bytes_read(work)
-        bandwidth = profile_report.bandwidth_of(flags["bandwidth"])
+        raw = profile_report.raw(*measure(work, rounds=rounds, cooldown=shared.cooldown_of(flags)))
+        raw |= {"operations": census.launches(work), "bytes": census.bytes_read(work)}
+        raw["bandwidth"] = profile_report.bandwidth_of(flags["bandwidth"])
         options = {"k": work.k, "max_tokens": work.max_tokens}
         options |= {name: flags[name] for name in ("category", "context", "quick")}
-        raw = {**profile_report.raw(found, *counts), "bandwidth": vars(bandwidth)}
-        said = profile_report.remarks(found, profile_report.lines(found, *counts), bandwidth)
-        shared.report(result.result("profile", subject.facts, options, **raw), flags, said)
+        shared.report(result.result("profile", subject.facts, options, **raw), flags, profile_report.remarks(raw))
         for file in census.capture(work, *trace) if flags["capture"] else ():
             click.echo(f"trace of {flags['capture']}: {file}", err=True)

@@ -124,12 +124,12 @@ def console() -> "Console":
     return Console(width=max(WIDTH, Console().width if sys.stdout.isatty() else 0))
 
 
-def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str], *tables: Any) -> None:
-    """Print the tables of a result, unless others are given, remarks, and the result itself; see `finish`."""
+def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str]) -> None:
+    """Print the tables of a result, remarks, and the result itself; see `finish`."""
     from ..bench.page import tables_of
 
     out = console()
-    out.print(*(tables or tables_of(found)))
+    out.print(*tables_of(found))
     for remark in remarks:
         out.print(remark, highlight=False)
     finish(found, flags)
@@ -139,14 +139,13 @@ def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
     """Write the result and its pictures where they were asked for, and print it as the last line."""
     from ..bench import result
 
-    line = json.dumps({**found, "command": shlex.join(["mlx-mtp", *sys.argv[1:]])})
-    found = json.loads(line)  # as it is when it is read again
+    found = {**found, "command": shlex.join(["mlx-mtp", *sys.argv[1:]])}
     try:
         if flags["out"]:
             result.write(found, flags["out"])
         draw([found], flags)
     finally:
-        click.echo(line)
+        click.echo(json.dumps(found))
 
 
 def draw(results: Sequence[dict[str, Any]], flags: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def parallel(**flags: Any) -> None:
     the one alone is counted.
     """
     from ..bench import result
-    from ..bench.parallel import CONTEXTS, TEXTS, contenders, measure, table
+    from ..bench.parallel import CONTEXTS, TEXTS, contenders, measure
     from ..bench.subject import make_prompts
     from ..decoding.options import default_step
 
@@ -51,4 +51,4 @@ def parallel(**flags: Any) -> None:
                 entries += measure(running[0], prompts, n, most, drawn=bool(subject.rates), **turns)
     options = {"texts": numbers, "contexts": contexts, "max_tokens": most, "rounds": rounds, "quick": quick}
     found = result.result("parallel", subject.facts, options, entries=entries)
-    shared.report(found, flags, [f"left out: mlx-lm ({running[1]})"] if running[1] else [], table(found))
+    shared.report(found, flags, [f"left out: mlx-lm ({running[1]})"] if running[1] else [])

@@ -16,8 +16,9 @@ import mlx_mtp
 from mlx_mtp.bench import timing, verify, verify_parts
 from mlx_mtp.bench.census import operations
 from mlx_mtp.bench.page import tables_of
+from mlx_mtp.bench.result import curve_title
 from mlx_mtp.bench.timing import Call
-from mlx_mtp.bench.verify import Curve, CurvePlan, Kernels, VerifyPass, curve_table, measure
+from mlx_mtp.bench.verify import CurvePlan, Kernels, VerifyPass, curve_table, measure
 from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.ring import MAX_ROWS
 from mlx_mtp.layers.mamba2 import Mamba2
@@ -146,7 +147,7 @@ def test_rows_that_are_slower_show(tiny_models, monkeypatch):
     monkeypatch.setattr(type(model), "hidden", noted)
     monkeypatch.setattr(verify.mx, "eval", slowed)
     whole = next(measure(model, TEXT, Kernels(model, "off"), CurvePlan((1, 2, 4), (CONTEXT,), 3), 64))
-    found = {m: min(times) for m, times in whole.seconds["stock"].items()}
+    found = {m: min(times) for m, times in whole["seconds"]["stock"].items()}
     assert found[4] > found[1] + 0.015
     assert found[2] < found[1] + 0.01
 
@@ -255,10 +256,10 @@ def test_every_curve_has_every_round(tiny_models):
     model = tiny_models()[0]
     curves = list(measure(model, TEXT, Kernels(model, "off"), CurvePlan((1, 3), (9, CONTEXT), 2, seconds=1e-5), 64))
     titles = ["whole at 9", "whole at 20", "projections", "attention at 9", "attention at 20", "experts", "LM head"]
-    assert [curve.title for curve in curves] == titles
+    assert [curve_title(curve) for curve in curves] == titles
     for curve in curves:
-        assert {m: len(times) for m, times in curve.seconds["stock"].items()} == {1: 2, 3: 2}
-        assert min(itertools.chain(*curve.seconds["stock"].values())) > 0
+        assert {m: len(times) for m, times in curve["seconds"]["stock"].items()} == {1: 2, 3: 2}
+        assert min(itertools.chain(*curve["seconds"]["stock"].values())) > 0
 
 
 def test_kernels_go_out_and_come_back():
@@ -287,13 +288,15 @@ def test_a_side_is_timed_with_its_kernels(tiny_models, monkeypatch):
     monkeypatch.setattr(type(model), "hidden", noted)
     monkeypatch.setattr(verify.mx, "eval", lambda *arrays: (real(*arrays), time.sleep(pause["s"])))
     whole = next(measure(model, TEXT, kernels, CurvePlan((1, 2), (CONTEXT,), 2), 64))
-    found = {side: min(seconds[2]) for side, seconds in whole.seconds.items()}
+    found = {side: min(seconds[2]) for side, seconds in whole["seconds"].items()}
     assert found["ours"] > 0.02 > found["stock"]
 
 
 def test_a_table_marks_what_is_inconclusive():
-    sure = Curve("whole", 8, {"stock": {1: [1.0] * 9, 2: [1.5] * 9}})
-    unsure = Curve("LM head", None, {"stock": {1: [1.0] * 9, 2: [1.5, 2.0, 1.0] * 3}})
+    seconds = {"stock": {"1": [1.0] * 9, "2": [1.5] * 9}}
+    sure = {"name": "whole", "context": 8, "seconds": seconds}
+    seconds = {"stock": {"1": [1.0] * 9, "2": [1.5, 2.0, 1.0] * 3}}
+    unsure = {"name": "LM head", "context": None, "seconds": seconds}
     table = curve_table([sure, unsure], "stock", "T")
     assert [list(column.cells) for column in table.columns] == [
         ["1, ms", "2"],
