@@ -101,7 +101,8 @@ def generate_step(
     cache = checked.cache_for(model, given, k, kv_group_size, quantized_kv_start, layout)
     max_tokens = within(max_context, cache.offset, len(tokens), max_tokens)
     check_prompt(model, cache, len(tokens), max_tokens, step, ignore=not check_memory)
-    cache.reserve(cache.offset + len(tokens) + min(max_tokens % 2**31, RESERVED_TOKENS))
+    new = RESERVED_TOKENS if max_tokens == -1 else min(max_tokens, RESERVED_TOKENS)
+    cache.reserve(cache.offset + len(tokens) + new)
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)

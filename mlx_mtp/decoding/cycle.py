@@ -21,20 +21,19 @@ from .stats import Stats
 from .step import Frame, propose, step, verify
 
 PROMPT = Plan()  # of the prompt's own run, which is no cycle
-LEAST = 0.25  # of a cycle's seconds, what is left of them when the next one's building is taken off
-HOST_BOUND = 0.05  # of a cycle's seconds, the most that a host waits which is slower than the device
+LEAST = 0.25  # share of its seconds that a cycle is said to have taken at least, however long the next was built
+HOST_BOUND = 0.05  # share of a cycle's seconds; a host that waits longer for the device is the faster of the two
 
 
 @dataclass
 class Flight:
-    """A cycle from when it is begun until its tokens have been shown.
+    """A cycle from when it is begun until its tokens have been shown. Its fields are known from some moment on:
 
-    before: the caches as its predecessor leaves them, once heads that were behind have caught up.
-    run:    with p_min, known when it is submitted, and then made from `drafts`.
-    after:  the caches as it leaves them itself, from when it is submitted on.
-    base:   the position of its first row, known then too.
-    accepted, seconds, waited: what was read. late: why its successor is built late, "" behind the prompt.
-    built:  seconds that the host took to build it. caught_up: rows that idle heads had to read for it.
+    planned    plan, matched (tokens that the text's own past knows), caught_up (rows that idle heads read for it),
+               before (the caches as its predecessor leaves them, once those heads have read).
+    begun      run, or with p_min the `drafts` that it will be made from; replayed; built (the host's seconds for it).
+    submitted  run, base (the position of its first row), after (the caches as it leaves them itself).
+    read       accepted, seconds, waited. late: why its successor could not be built ahead, "" behind the prompt.
     """
 
     plan: Plan
@@ -67,7 +66,7 @@ class Decoder:
     compiled: replays cycles that were recorded; None: all are built.
     text:    the tokens that the host has read.
     ended:   the cycle under way is to be the last.
-    shown, rows: the cycle whose tokens are going out, and how many have. newest: the one begun last to be submitted.
+    shown, rows: the cycle whose tokens are going out, and how many have. newest: the one submitted last.
     """
 
     model: Target
@@ -253,8 +252,8 @@ def settle(d: Decoder) -> None:
     """Bring the caches to rest: drop a cycle that was not submitted, take back rows that were not shown."""
     cache, shown, newest = d.cache, d.shown, d.newest
     rest = shown.after if shown is newest else newest.before
-    cache.restore(newest.after)
-    rest.release()
+    cache.restore(newest.after)  # keys and values as the device has them: a cycle after it was only built
+    rest.release()  # of the moment behind the tokens shown: states alone, rows that came later stay and are covered
     cache.restore(rest)
     if d.rows:
         cache.push(shown.run.hidden[:, : d.rows])

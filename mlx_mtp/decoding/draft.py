@@ -147,11 +147,10 @@ def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
 
 
 def prime(model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
-    """Let every head read positions first..end-1, `step` at a time: the rows at the head of the backlog, or, of heads
-    with windows, at its end.
+    """Let every head read positions first..end-1, `step` at a time, from the hidden rows that wait in the backlog.
 
-    Positions are host integers here, and `tokens` [end + 1] are known; nothing is evaluated. Where rows were skipped
-    the heads start anew at `first`.
+    These begin at `first`, but of heads with windows, which may skip rows, they end at end-1; who skips any starts
+    anew at `first`. Positions are host integers, and `tokens` [end + 1] are known; nothing is evaluated.
     """
     if not cache.heads or first >= end:
         return
@@ -170,8 +169,8 @@ def prime(model: Target, cache: PromptCache, tokens: Any, first: int, end: int, 
 def _start_at(cache: PromptCache, first: int, rows: int) -> None:
     """Empty the heads, which then read `rows` rows from position `first` on.
 
-    If these are all that the windows see, depth j's first row is where depth j-1's outputs are exact, else behind the
-    first one of depth j-1.
+    Depth j reads what depth j-1 gave, so it starts behind it: by a whole window if there are rows enough, so that all
+    it reads is as exact as if nothing had been skipped, else by one row.
     """
     exact = rows >= sum(kv.window for kv in cache.heads)
     for kv in cache.heads:

@@ -1,10 +1,15 @@
 """Decode in cycles: draft, verify, accept, commit. Plain decoding is the same loop with k = 0 drafts.
 
-One cycle is one graph. While it runs the next one is built on top of its arrays; when its tokens have arrived
-(the cycle's one device-to-host read, but where the heads' confidence is read, too) the next is submitted, so that
-every cache write finds its buffer free and happens in place. Where the next one needs those tokens (processors do)
-it is built when they are out. What a cycle accepted stays on the device: the next cycle's shapes do not depend on it.
-How many tokens that one drafts was decided before, from the cycles that had ended by then.
+One cycle is one graph of one step (`step.py`). While it runs the next one is built on top of its arrays; when its
+tokens have arrived (the cycle's one device-to-host read, but where the heads' confidence is read, too) the next is
+submitted, so that every cache write finds its buffer free and happens in place:
+
+    host    | begin 2      | read 1, submit 2 | learn, yield 1, begin 3      | read 2, submit 3 | ...
+    device  | cycle 1 ─────┤                  | cycle 2 ─────────────────────┤                  | cycle 3 ── ...
+
+Where the next one needs those tokens (processors do) it is built when they are out. What a cycle accepted stays on
+the device: the next cycle's shapes do not depend on it. How many tokens that one drafts was decided before, from the
+cycles that had ended by then.
 """
 
 from collections.abc import Callable, Collection, Generator

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-SHORTEST = 3  # tokens that a match has at least
+from ..tuning.plan import SHORTEST
+
 LONGEST = 8  # tokens of a match that are compared
 WIDTH = 21  # bits of a token in the number of a run
 CANDIDATES = 64  # newest matches whose length the host compares

@@ -202,7 +202,10 @@ class Compiled:
         return found
 
     def observe(self, plan: Plan, rows: Any, replayed: bool, seconds: float | None) -> float | None:
-        """Learn from a cycle's seconds; None where these tell nothing. rows: of it, or what else its like have."""
+        """Tell the replay trial a cycle's seconds and return them; None where a recording, or its want, is in them.
+
+        rows: how many the cycle verified, or what else makes two cycles alike.
+        """
         if self._spoilt:
             self._spoilt -= 1
             return None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-SHORTEST = 3  # tokens that must have occurred before
+SHORTEST = 3  # tokens that have to have occurred before for a lookup
 STAY = 8  # cycles over which a catch-up of the heads is paid off
 
 
