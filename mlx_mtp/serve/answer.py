@@ -34,6 +34,19 @@ class TokenLogprob(NamedTuple):
 Part = Said | ToolCall
 
 
+def text_of(parts: list[Part], *, reasoning: bool = False) -> str:
+    """Join what was said, or the reasoning before it."""
+    return "".join(part.text for part in parts if isinstance(part, Said) and part.reasoning == reasoning)
+
+
+def calls_of(parts: list[Part]) -> list[ToolCall]:
+    return [part for part in parts if isinstance(part, ToolCall)]
+
+
+def logprobs_of(parts: list[Part]) -> list[TokenLogprob]:
+    return [each for part in parts if isinstance(part, Said) for each in part.logprobs]
+
+
 class Splitter:
     """Follows one answer; `stopped` is the stop string that ended it, if one has.
 

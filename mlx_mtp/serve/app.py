@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from .answer import Said, ToolCall
+from .answer import Part
 from .chat import ChatExchange
 from .completions import CompletionExchange
 from .engine import Engine, Full
@@ -36,7 +36,6 @@ PATIENCE = 2.0  # seconds before a stream begins without a word, while its reque
 SILENCE = 10.0  # seconds after which a stream that says nothing says that it lives
 PAGE = Path(__file__).parent / "page.html"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-Make = Callable[[dict[str, Any], Door], Exchange]
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Site:
 
 def application(site: Site, root: str = "") -> Starlette:
     """Make the ASGI application. root: the path in front of all others, which a proxy may have taken off or not."""
-    posts: dict[str, Make] = {
+    posts: dict[str, type[Exchange]] = {
         "/v1/chat/completions": ChatExchange,
         "/chat/completions": ChatExchange,
         "/v1/completions": CompletionExchange,
@@ -158,7 +157,7 @@ async def counted(request: Request) -> Response:
     return JSONResponse(await run_in_threadpool(count_tokens, body, site.ready()))
 
 
-async def respond(request: Request, make: Make) -> Response:
+async def respond(request: Request, make: type[Exchange]) -> Response:
     """Answer a request, as a stream or whole."""
     site: Site = request.app.state.site
     body = await read_body(request, site.rules.body)
@@ -168,7 +167,7 @@ async def respond(request: Request, make: Make) -> Response:
     if len(exchange.asks) > (most := site.engine.limits.waiting):
         raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
-        talk.submit()
+        site.engine.submit(talk.jobs)
     except Full:
         raise Refused("too many requests wait", status=503) from None
     try:
@@ -215,11 +214,7 @@ class Talk:
         self._loop = asyncio.get_running_loop()
         deadline = time.monotonic() + site.timeout
         self.jobs = [Job(ask, partial(self._emit, i), deadline) for i, ask in enumerate(exchange.asks)]
-        self._left, self._begun = len(self.jobs), False
-        self.answers = [Answer() for _ in self.jobs]
-
-    def submit(self) -> None:
-        self.site.engine.submit(self.jobs)
+        self._begun, self._ends = False, dict[int, End]()
 
     def cancel(self) -> None:
         """Let the engine know that nobody waits."""
@@ -241,63 +236,55 @@ class Talk:
             self.site.metrics.requests.labels("error").inc()
             log.warning("%s %d: %s", self.path, event.status, event.message)
             return event
-        if isinstance(event, (Said, ToolCall)):
-            self.answers[choice].parts.append(event)
-        elif isinstance(event, End):
-            self.answers[choice].end = event
-            self._left -= 1
-            self._note(choice, event)
+        if isinstance(event, End):
+            self._ends[choice] = event
+            self._note(self.jobs[choice], event)
         return choice, event
+
+    @property
+    def over(self) -> bool:
+        return len(self._ends) == len(self.jobs)
 
     async def whole(self) -> list[Answer] | Failed:
         """Wait until all answers are over."""
-        while self._left:
+        while not self.over:
             if isinstance(found := await self.next(3600), Failed):
                 return found
-        return self.answers
+        return [Answer(job.parts, self._ends[i]) for i, job in enumerate(self.jobs)]
 
-    async def stream(self, found: tuple[int, Event] | None) -> AsyncIterator[str]:
+    async def stream(self, found: tuple[int, Event] | Failed | None) -> AsyncIterator[str]:
         """Yield the lines of the stream, whose first event may be known; with a word every so often."""
-        exchange = self.exchange
+        if found is None:
+            yield ": waiting\n\n"
         try:
-            if found is None:
-                yield ": waiting\n\n"
-            while True:
+            while not isinstance(found, Failed):
                 for line in self._lines(*found) if found else ():
                     yield line
-                if not self._left:
-                    break
-                found = None
-                if (event := await self.next(SILENCE)) is None:
-                    yield exchange.keep_alive
-                elif isinstance(event, Failed):
-                    yield exchange.failed(event)
+                if self.over:
+                    for line in self.exchange.close():
+                        yield line
                     return
-                else:
-                    found = event
-            for line in exchange.close():
-                yield line
+                if (found := await self.next(SILENCE)) is None:
+                    yield self.exchange.keep_alive
+            yield self.exchange.failed(found)
         finally:
             self.cancel()
 
-    def _lines(self, choice: int, event: Event) -> list[str]:
-        exchange = self.exchange
-        if isinstance(event, Begun) and not self._begun:
-            self._begun = True
-            return list(exchange.begin(event))
-        if isinstance(event, (Said, ToolCall)):
-            return list(exchange.part(choice, event))
-        return list(exchange.finish(choice, event)) if isinstance(event, End) else []
+    def _lines(self, choice: int, event: Event) -> Iterable[str]:
+        if isinstance(event, End):
+            return self.exchange.finish(choice, event)
+        if isinstance(event, Part):
+            return self.exchange.part(choice, event)
+        begun, self._begun = self._begun, True
+        return self.exchange.begin(event) if isinstance(event, Begun) and not begun else ()
 
-    def _note(self, choice: int, end: End) -> None:
+    def _note(self, job: Job, end: End) -> None:
         """Count an answer, and write its line in the log."""
-        job, stats = self.jobs[choice], end.stats
         seconds, prompt = time.monotonic() - job.begun, len(job.ask.prompt)
         self.site.metrics.answered(end, prompt, seconds)
-        drafted, accepted = sum(stats.drafted) + stats.lookup_drafted, sum(stats.accepted) + stats.lookup_accepted
         log.info(
             "%s: prompt %d tokens, %d of them cached; %d tokens in %.2f s, first after %.2f s, %.2f a cycle, "
             "%d of %d drafts right; %s",
-            *(self.path, prompt, end.cached, stats.generation_tokens, seconds, end.first_token),
-            *(stats.tokens_per_cycle, accepted, drafted, end.reason),
+            *(self.path, prompt, end.cached, end.stats.generation_tokens, seconds, end.first_token),
+            *(end.stats.tokens_per_cycle, *end.drafts[::-1], end.reason),
         )

@@ -3,41 +3,27 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .answer import Part, Said, TokenLogprob
-from .conversation import ROLES, asks_of
-from .exchange import Answer, data, new_id, now, openai_error, parsed, usage
-from .fields import (
-    MOST_CHOICES,
-    MOST_TOP,
-    Door,
-    Refused,
-    boolean,
-    integer,
-    items,
-    plain_text,
-    refuse,
-    stops,
-    template_options,
-    text,
-)  # fmt: skip
-from .job import Begun, End, Failed
+from .answer import Part, Said, TokenLogprob, calls_of, logprobs_of, text_of
+from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of, new_id, parsed
+from .fields import MOST_TOP, Door, Refused, boolean, integer, items, plain_text, refuse, stops, template_of, text
+from .job import Begun, End
 from .prompts import Message
 
 
-class ChatExchange:
-    """One chat completion. body: of the request, as JSON has it. Raises Refused."""
+class ChatExchange(Completion):
+    """One chat completion."""
 
-    keep_alive = ": keep-alive\n\n"
+    prefix, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
     def __init__(self, body: dict[str, Any], door: Door):
-        self.model, self.stream = door.called(body), boolean(body, "stream")
+        super().__init__(body, door)
         refuse(body, "functions", "function_call", "audio", "web_search_options")
         check_format(body.get("response_format"), "response_format")
         if body.get("modalities") not in (None, [], ["text"]):
             raise Refused("modalities: allowed is text", param="modalities")
-        tools, self.one_call = chosen_tools(body, items(body, "tools"))
-        top = integer(body, "top_logprobs", 0, MOST_TOP)
-        if top is not None and not boolean(body, "logprobs"):
+        tools, one_call = chosen_tools(body, items(body, "tools"))
+        top, wanted = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
+        if top is not None and not wanted:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
         most = [integer(body, name, 1, 2**31) for name in ("max_completion_tokens", "max_tokens")]
         self.asks = asks_of(
@@ -45,85 +31,56 @@ class ChatExchange:
             body,
             messages_of(items(body, "messages")),
             tools,
-            template_options(body, door),
+            template_of(body, door),
             most=most[0] or most[1],
-            choices=integer(body, "n", 1, MOST_CHOICES) or 1,
+            choices=self.choices,
             stops=stops(body, "stop"),
-            logprobs=(top or 0) if boolean(body, "logprobs") else None,
-            one_call=self.one_call,
+            logprobs=(top or 0) if wanted else None,
+            one_call=one_call,
         )
-        options = body.get("stream_options") or {}
-        self._counts = isinstance(options, dict) and bool(options.get("include_usage"))
-        self._head = {"id": new_id("chatcmpl-"), "created": now(), "model": self.model}
-        self._ends: list[End] = []
-        self._calls = [0] * len(self.asks)
+        self._calls = [0] * self.choices
 
     def begin(self, begun: Begun) -> Iterable[str]:
-        for choice in range(len(self.asks)):
-            yield self._chunk(choice, {"role": "assistant", "content": ""})
+        for choice in range(self.choices):
+            yield self._delta(choice, {"role": "assistant", "content": ""})
 
     def part(self, choice: int, part: Part) -> Iterable[str]:
         if isinstance(part, Said):
             name = "reasoning_content" if part.reasoning else "content"
-            yield self._chunk(choice, {name: part.text}, logprobs=part.logprobs)
+            yield self._delta(choice, {name: part.text}, _logprobs(part.logprobs) if part.logprobs else None)
             return
         index = self._calls[choice]
         self._calls[choice] += 1
-        function = {"name": part.name, "arguments": ""}
-        call = {"index": index, "id": new_id("call_"), "type": "function", "function": function}
-        yield self._chunk(choice, {"tool_calls": [call]})
-        yield self._chunk(choice, {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]})
+        call = function_call(new_id("call_"), part.name, "")
+        yield self._delta(choice, {"tool_calls": [{"index": index, **call}]})
+        yield self._delta(choice, {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]})
 
     def finish(self, choice: int, end: End) -> Iterable[str]:
-        self._ends.append(end)
-        yield self._chunk(choice, {}, reason=end.reason)
+        self.ends.append(end)
+        yield self._delta(choice, {}, reason=end.reason)
 
-    def close(self) -> Iterable[str]:
-        if self._counts:
-            counts = usage(self._ends, len(self.asks[0].prompt))
-            yield data({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": counts})
-        yield data("[DONE]")
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        calls = [function_call(new_id("call_"), *call) for call in calls_of(answer.parts)]
+        content = text_of(answer.parts) or (None if calls else "")
+        message = message_of("assistant", content, text_of(answer.parts, reasoning=True), calls)
+        told = None if self.asks[index].logprobs is None else _logprobs(logprobs_of(answer.parts))
+        shown = {"message": {**message, "refusal": None}, "logprobs": told}
+        return {"index": index, **shown, "finish_reason": answer.end.reason}
 
-    def failed(self, failed: Failed) -> str:
-        return data(openai_error(failed.status, failed.message))
-
-    def whole(self, answers: list[Answer]) -> dict[str, Any]:
-        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
-        counts = usage([answer.over for answer in answers], len(self.asks[0].prompt))
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": counts}
-
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        calls = [
-            {"id": new_id("call_"), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in answer.calls
-        ]
-        message = {"role": "assistant", "content": answer.text() or (None if calls else ""), "refusal": None}
-        if reasoning := answer.text(reasoning=True):
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls  # type: ignore[assignment]
-        logprobs = tuple(each for part in answer.parts if isinstance(part, Said) for each in part.logprobs)
-        told = {"content": [_logprob(each) for each in logprobs]} if self.asks[index].logprobs is not None else None
-        return {"index": index, "message": message, "logprobs": told, "finish_reason": answer.over.reason}
-
-    def _chunk(
-        self,
-        choice: int,
-        delta: dict[str, Any],
-        *,
-        reason: str | None = None,
-        logprobs: tuple[TokenLogprob, ...] = (),
+    def _delta(
+        self, choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
     ) -> str:
-        told = {"content": [_logprob(each) for each in logprobs]} if logprobs else None
-        choices = [{"index": choice, "delta": delta, "logprobs": told, "finish_reason": reason}]
-        return data({**self._head, "object": "chat.completion.chunk", "choices": choices})
+        return self.chunk({"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
 
-def _logprob(each: TokenLogprob) -> dict[str, Any]:
-    own, *others = (
-        {"token": token, "logprob": logprob, "bytes": list(raw)} for token, raw, logprob in (each.token, *each.top)
-    )
-    return {**own, "top_logprobs": others}
+def _logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
+    return {
+        "content": [{**_logprob(*each.token), "top_logprobs": [_logprob(*t) for t in each.top]} for each in tokens]
+    }
+
+
+def _logprob(token: str, raw: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(raw)}
 
 
 def check_format(given: Any, name: str) -> None:
@@ -167,8 +124,9 @@ def _message(message: dict[str, Any]) -> Message:
             found[name] = value
     if role == "assistant" and (reasoning := text(message, "reasoning")):
         found.setdefault("reasoning_content", reasoning)
-    calls = [_call(call) for call in items(message, "tool_calls")]
-    return {**found, **({"tool_calls": calls} if calls else {})}
+    if calls := [_call(call) for call in items(message, "tool_calls")]:
+        found["tool_calls"] = calls
+    return found
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -176,4 +134,4 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not text(function, "name"):
         raise Refused("tool_calls: a call needs a function with a name", param="messages")
     arguments = parsed(function.get("arguments") or {})
-    return {"id": text(call, "id") or "", "type": "function", "function": {**function, "arguments": arguments}}
+    return {"id": text(call, "id"), "type": "function", "function": {**function, "arguments": arguments}}

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,9 @@ from ..machine.memory import wired
 from ..machine.stream import in_turn
 from .follow import AHEAD, as_json
 from .job import Ask, Failed, Job, Served, answer, read_end, reread
-from .together import Together
 
+Steps = Generator[None, None, PromptCache]
 log = logging.getLogger("mlx_mtp.serve")
-WAKE = object()  # ends the engine's wait for a request
 BEHIND = 4  # answers that idle time is to read again, at most
 CALM = 0.05  # seconds without a request, after which there is time for what is seldom asked
 
@@ -46,6 +45,7 @@ class Engine:
     load:   makes what is served, on the engine's thread; ready: is called there when it was made first.
     store:  keeps the tree's prefixes when the engine ends.
     state:  "loading", "ready", "unloaded" or "failed", whose reason is `error`.
+    waiting: how many jobs were submitted and have not begun.
     """
 
     load: Callable[[], Served]
@@ -55,12 +55,12 @@ class Engine:
     state: str = "loading"
     error: BaseException | None = None
     served: Served | None = None
-    running: list[tuple[Job, Iterator[None]]] = field(default_factory=list)
+    running: list[tuple[Job, Steps]] = field(default_factory=list)
+    waiting: int = 0
 
     def __post_init__(self):
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
-        self._pending = 0  # jobs that were submitted and have not begun
         self._behind: deque[tuple[Job, PromptCache]] = deque(maxlen=BEHIND)
         self._rereads: Iterator[int] | None = None
         self._answered: list[int] = []  # the last prompt whose answer is over
@@ -77,20 +77,15 @@ class Engine:
         with self._lock:
             if self._stopping is not None or self.waiting + len(jobs) > self.limits.waiting:
                 raise Full
-            self._pending += len(jobs)
+            self.waiting += len(jobs)
         for job in jobs:
             self._asked.put(job)
-
-    @property
-    def waiting(self) -> int:
-        """Count the requests that have not begun."""
-        return self._pending
 
     def stop(self, grace: float) -> None:
         """End: what runs may go on for `grace` seconds, then it is cancelled."""
         with self._lock:
             self._stopping = time.monotonic() + grace
-        self._asked.put(WAKE)
+        self._asked.put(None)  # ends the wait for a request
 
     def _run(self) -> None:
         try:
@@ -118,9 +113,9 @@ class Engine:
         except BaseException as e:
             self.state, self.error = "failed", e
             return False
-        first, self.state = not self._opened, "ready"
-        self._opened = True
-        if first:
+        self.state = "ready"
+        if not self._opened:
+            self._opened = True
             self.ready()
         return True
 
@@ -135,46 +130,40 @@ class Engine:
         while self._waiting and len(self.running) < self.limits.at_once and self.served:
             job = self._waiting.popleft()
             with self._lock:
-                self._pending -= 1
+                self.waiting -= 1
             self._tell("begin", id(job), job.ask)
             self.running.append((job, answer(self.served, job, self._crowded)))
         self.running.sort(key=lambda running: running[0].reading)  # who decodes has something to tell
         self.running = [(job, steps) for job, steps in self.running if self._advanced(job, steps)]
-        if self._together:
-            self._together.step()
+        if self.served and self.served.together:
+            self.served.together.step()
         if not self.running and not self._waiting and not ending:
             self._idle()
         return True
 
     def _tell(self, word: str, number: int = AHEAD, what: Any = None) -> None:
         """Let the other ranks, where there are any, do the same."""
-        ranks = getattr(getattr(self.served, "model", None), "ranks", None)
-        if ranks:
-            ranks.told((word, number, as_json(what) if isinstance(what, Ask) else what))
-
-    @property
-    def _together(self) -> Together | None:
-        return getattr(self.served, "together", None)
+        if self.served and self.served.ranks:
+            self.served.ranks.told((word, number, as_json(what) if isinstance(what, Ask) else what))
 
     def _let_go(self) -> None:
         """Let go of the model, and of the batch."""
-        if self._together:
-            self._together.close()
+        if self.served and self.served.together:
+            self.served.together.close()
         self.served = None
 
     def _crowded(self) -> bool:
         return len(self.running) > 1
 
-    def _collect(self, timeout: float | None = 0.0) -> None:
+    def _collect(self, timeout: float = 0.0) -> None:
         """Take new requests from the queue; wait for one at most `timeout` seconds."""
         with contextlib.suppress(queue.Empty):
             while True:
-                job = self._asked.get(timeout=timeout) if timeout else self._asked.get_nowait()
-                timeout = 0.0
-                if job is not WAKE:
+                if job := self._asked.get(timeout=timeout):
                     self._waiting.append(job)
+                timeout = 0.0
 
-    def _advanced(self, job: Job, steps: Iterator[None]) -> bool:
+    def _advanced(self, job: Job, steps: Steps) -> bool:
         """Take one step of a job; tell whether there are more. What goes wrong in it is its own."""
         try:
             with in_turn():
@@ -183,7 +172,7 @@ class Engine:
                     next(steps)
                     return True
                 self._tell("close", id(job))
-                steps.close()  # type: ignore[attr-defined]
+                steps.close()
             if not job.cancelled:
                 job.emit(Failed(504, "the time limit of a request is over (--timeout)"))
         except StopIteration as end:
@@ -200,33 +189,28 @@ class Engine:
         if self._rereads is None and self._behind and self.served:
             job, cache = self._behind.popleft()
             prompt = job.ask.follows(job.parts) if job.ask.follows else []
-            self._tell("read ahead", AHEAD, prompt)
+            self._tell("read ahead", what=prompt)
             self._rereads, self._answered = reread(self.served, prompt, cache), job.ask.prompt
         if self._rereads is not None:
-            with in_turn():
-                self._tell("step", AHEAD)
-                self._rereads = self._rereads if self._has_read(self._rereads) else None
-        elif self.served and self._answered and getattr(getattr(self.served, "tree", None), "decoded", False):
+            try:
+                with in_turn():
+                    self._tell("step")
+                    next(self._rereads)
+            except Exception as e:  # nobody has asked for it, nor is told
+                self._rereads = None
+                if not isinstance(e, StopIteration):
+                    log.warning("not read ahead: %s", first_line(e))
+        elif self.served and self._answered and self.served.tree.decoded:
             self._collect(CALM)
             if not self._waiting:
                 self._rereads, self._answered = read_end(self.served, self._answered), []
-        elif self.served and self.limits.idle_unload < float("inf"):
-            self._collect(self.limits.idle_unload)
-            if not self._waiting and self._stopping is None:
+        else:
+            self._collect(min(self.limits.idle_unload, threading.TIMEOUT_MAX))
+            if self.served and not self._waiting and self._stopping is None:
                 self.store(self.served)
                 self._let_go()
                 self.state = "unloaded"
                 mx.clear_cache()
-        else:
-            self._collect(3600)
-
-    def _has_read(self, steps: Iterator[int]) -> bool:
-        """Take a step of what nobody has asked for, nor is told of; tell whether there may be more."""
-        try:
-            return next(steps, None) is not None
-        except Exception as e:
-            log.warning("not read ahead: %s", first_line(e))
-            return False
 
     def _fail_all(self) -> None:
         """Tell everybody who waits that there will be no answer."""
@@ -235,7 +219,7 @@ class Engine:
         with self._lock:
             self._stopping = self._stopping or 0.0
         for _, steps in self.running:
-            steps.close()  # type: ignore[attr-defined]
+            steps.close()
         for job in [*(job for job, _ in self.running), *self._waiting]:
             job.emit(Failed(503, "the server is shutting down"))
         self.running, self._waiting = [], deque()

@@ -4,46 +4,39 @@ import json
 import secrets
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
-from .answer import Part, Said, ToolCall
+from ..decoding.stats import Stats
+from .answer import Part, calls_of, text_of
+from .fields import MOST_CHOICES, Door, Refused, boolean, integer
 from .job import Ask, Begun, End, Failed
-from .prompts import Message
+from .prompts import Message, Prompt, encode_chat
+
+ROLES = ("system", "user", "assistant", "tool")
 
 
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     """All that an answer's events told: its parts, and how it ended."""
 
-    parts: list[Part] = field(default_factory=list)
-    end: End | None = None
-
-    def text(self, *, reasoning: bool = False) -> str:
-        """Join what was said, or the reasoning before it."""
-        return "".join(part.text for part in self.parts if isinstance(part, Said) and part.reasoning == reasoning)
-
-    @property
-    def calls(self) -> list[ToolCall]:
-        return [part for part in self.parts if isinstance(part, ToolCall)]
-
-    @property
-    def over(self) -> End:
-        assert self.end is not None
-        return self.end
+    parts: list[Part]
+    end: End
 
 
-class Exchange(Protocol):
+class Exchange:
     """A request as one API reads it, and its answers as that API writes them.
 
+    body: of the request, as JSON has it; raises Refused.
     asks: one for each choice. stream: the answer is told as server-sent events, of which the methods return the
     lines, in this order: begin, part or finish of the choices, close.
     keep_alive: an event that says nothing, for when nothing else is said.
     """
 
     asks: list[Ask]
-    stream: bool
-    keep_alive: str
+    keep_alive = ": keep-alive\n\n"
+
+    def __init__(self, body: dict[str, Any], door: Door):
+        self.model, self.stream = door.called(body), boolean(body, "stream")
 
     def begin(self, begun: Begun) -> Iterable[str]: ...
 
@@ -58,18 +51,67 @@ class Exchange(Protocol):
     def whole(self, answers: list[Answer]) -> dict[str, Any]: ...
 
 
-def data(value: Any, event: str = "") -> str:
+class Completion(Exchange):
+    """A request for choices, each of which is told in chunks: what OpenAI's two completions have in common."""
+
+    prefix: str  # of ids
+    kinds: tuple[str, str]  # names of the whole and of a chunk
+
+    def __init__(self, body: dict[str, Any], door: Door):
+        super().__init__(body, door)
+        self.choices = integer(body, "n", 1, MOST_CHOICES) or 1
+        options = body.get("stream_options") or {}
+        self._counts = isinstance(options, dict) and bool(options.get("include_usage"))
+        self._head = {"id": new_id(self.prefix), "created": int(time.time()), "model": self.model}
+        self.ends: list[End] = []
+
+    def close(self) -> Iterable[str]:
+        if self._counts:
+            yield self.chunk(usage=self.usage(self.ends))
+        yield data("[DONE]")
+
+    def failed(self, failed: Failed) -> str:
+        return data(openai_error(failed.status, failed.message))
+
+    def chunk(self, *choices: dict[str, Any], **more: Any) -> str:
+        return data({**self._head, "object": self.kinds[1], "choices": choices, **more})
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+        choices = [self.choice(i, answer) for i, answer in enumerate(answers)]
+        counts = self.usage([answer.end for answer in answers])
+        return {**self._head, "object": self.kinds[0], "choices": choices, "usage": counts}
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]: ...
+
+    def usage(self, ends: list[End]) -> dict[str, Any]:
+        """Count tokens as OpenAI does, all choices together, and beside them what the drafts did."""
+        prompt = sum(len(ask.prompt) for ask in self.asks) // self.choices
+        made, drafts = sum(end.stats.generation_tokens for end in ends), figures(ends)
+        accepted = drafts["draft_n_accepted"]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": min((end.cached for end in ends), default=0)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafts["draft_n"] - accepted,
+            },
+            "mlx_mtp": drafts,
+        }
+
+
+def data(event: dict[str, Any] | str) -> str:
     """Write one server-sent event, in ASCII: some clients end a line at any of Unicode's separators."""
-    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-    return f"event: {event}\ndata: {text}\n\n" if event else f"data: {text}\n\n"
+    if isinstance(event, str):
+        return f"data: {event}\n\n"
+    named = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{named}data: {json.dumps(event, separators=(',', ':'))}\n\n"
 
 
 def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
-
-
-def now() -> int:
-    return int(time.time())
 
 
 def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -79,53 +121,70 @@ def openai_error(status: int, message: str, param: str | None = None, code: str 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def usage(ends: list[End], prompt_tokens: int) -> dict[str, Any]:
-    """Count tokens as OpenAI does, all choices together, and beside them what the drafts did and how fast it went."""
-    made = sum(end.stats.generation_tokens for end in ends)
-    drafted = sum(sum(end.stats.drafted) + end.stats.lookup_drafted for end in ends)
-    accepted = sum(sum(end.stats.accepted) + end.stats.lookup_accepted for end in ends)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": made,
-        "total_tokens": prompt_tokens + made,
-        "prompt_tokens_details": {"cached_tokens": min((end.cached for end in ends), default=0)},
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-        },
-        "mlx_mtp": figures(ends),
-    }
-
-
 def figures(ends: list[End]) -> dict[str, Any]:
     """Say what the drafts did and how fast it went; clients ignore fields that they do not know."""
-    cycles = sum(end.stats.cycles for end in ends)
-    accepted = sum(sum(end.stats.accepted) + end.stats.lookup_accepted for end in ends)
-    made, seconds = sum(end.stats.generation_tokens for end in ends), sum(end.stats.decode_time for end in ends)
+    total = Stats()
+    for end in ends:
+        total.add(end.stats)
     return {
-        "draft_n": sum(sum(end.stats.drafted) + end.stats.lookup_drafted for end in ends),
-        "draft_n_accepted": accepted,
-        "tokens_per_cycle": round(1 + accepted / cycles, 3) if cycles else 1.0,
+        "draft_n": sum(end.drafts[0] for end in ends),
+        "draft_n_accepted": sum(end.drafts[1] for end in ends),
+        "tokens_per_cycle": round(total.tokens_per_cycle or 1.0, 3),
         "time_to_first_token": round(min((end.first_token for end in ends), default=0.0), 4),
-        "tokens_per_second": round(made / seconds, 2) if seconds else 0.0,
+        "tokens_per_second": round(total.generation_tokens / total.decode_time, 2) if total.decode_time else 0.0,
     }
 
 
-def said(parts: list[Part]) -> Message:
-    """Write an answer as the message of a conversation that goes on."""
-    answer = Answer(parts)
-    calls = [
-        {"id": f"call_{i}", "type": "function", "function": {"name": call.name, "arguments": parsed(call.arguments)}}
-        for i, call in enumerate(answer.calls)
-    ]
-    reasoning = answer.text(reasoning=True)
-    message: Message = {"role": "assistant", "content": answer.text()}
-    return {
-        **message,
-        **({"reasoning_content": reasoning} if reasoning else {}),
-        **({"tool_calls": calls} if calls else {}),
-    }
+def asks_of(
+    door: Door,
+    body: dict[str, Any],
+    messages: list[Message],
+    tools: list[Any] | None,
+    template: dict[str, Any],
+    **more: Any,
+) -> list[Ask]:
+    """Make what is to be answered of a conversation, in the form that all APIs are brought to; raises Refused.
+
+    messages: with texts as content, and arguments of calls as objects. more: of `Door.asks`.
+    """
+    prompt = prompt_of(door, messages, tools, template, turns=door.turns)
+    known, tokens = door.tokenizer, prompt.tokens
+    thinking = known.has_thinking and known.rfind_think_start(tokens) > known.rfind_think_end(tokens)
+    follows = partial(_next_prompt, door, messages, tools, template)
+    return door.asks(prompt, body, chat=True, thinking=thinking, tools=tools, follows=follows, **more)
+
+
+def prompt_of(
+    door: Door, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], **how: bool
+) -> Prompt:
+    """Encode a conversation; raises Refused."""
+    if not messages:
+        raise Refused("messages: allowed is one or more", param="messages")
+    try:
+        return encode_chat(door.tokenizer, door.marks, messages, tools, template, **how)
+    except ValueError as e:
+        raise Refused(str(e), param="messages") from e
+
+
+def _next_prompt(
+    door: Door, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], parts: list[Part]
+) -> list[int]:
+    """Encode the conversation with its answer, as the next turn will begin."""
+    calls = [function_call(f"call_{i}", name, parsed(given)) for i, (name, given) in enumerate(calls_of(parts))]
+    answer = message_of("assistant", text_of(parts), text_of(parts, reasoning=True), calls)
+    asked = [*messages, answer, {"role": "user", "content": ""}]
+    return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False, answers=False).tokens
+
+
+def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[str, Any]]) -> Message:
+    """Write a message of a conversation as OpenAI's chat completions do; reasoning and calls where there are any."""
+    more = {"reasoning_content": reasoning, "tool_calls": calls}
+    return {"role": role, "content": content, **{name: value for name, value in more.items() if value}}
+
+
+def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
+    """Write a call of a tool as OpenAI's chat completions do."""
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
 
 
 def parsed(arguments: Any) -> Any:

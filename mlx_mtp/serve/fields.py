@@ -50,9 +50,9 @@ class Door:
 
     def called(self, body: dict[str, Any]) -> str:
         """Return the name by which a request calls the model; refuse another model's."""
-        name = text(body, "model")
-        if name is None:
+        if body.get("model") is None:
             return self.name
+        name = text(body, "model")
         if not self.known(name):
             allowed = ", ".join(repr(each) for each in self.names)
             raise Refused(
@@ -60,8 +60,10 @@ class Door:
             )
         return name
 
-    def ask(self, prompt: Prompt, body: dict[str, Any], most: int | None, **more: Any) -> Ask:
-        """Put together what an answer needs; the prompt has to leave room for a token of it."""
+    def asks(
+        self, prompt: Prompt, body: dict[str, Any], *, most: int | None, choices: int = 1, **more: Any
+    ) -> list[Ask]:
+        """Put together what answers need, whose draws differ; the prompt has to leave room for a token of them."""
         room = self.positions - len(prompt.tokens)
         if not prompt.tokens:
             raise Refused("the prompt is empty", param="prompt")
@@ -70,14 +72,10 @@ class Door:
             said = next(name for name in ("messages", "input", "prompt") if name in body)
             raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=said)
         most = self.max_tokens if most is None else most
-        return Ask(
-            prompt.tokens,
-            prompt.turns,
-            room if most is None else min(most, room),
-            sampling=self.sampling(body),
-            penalties=self.penalties(body),
-            **more,
-        )
+        more["max_tokens"] = room if most is None else min(most, room)
+        sampling, penalties = self.sampling(body), self.penalties(body)
+        seeds = ((sampling["seed"] + i) % 2**63 for i in range(choices))
+        return [Ask(*prompt, sampling={**sampling, "seed": seed}, penalties=penalties, **more) for seed in seeds]
 
     def sampling(self, body: dict[str, Any]) -> dict[str, Any]:
         """Read what decides the draws, over the defaults."""
@@ -127,68 +125,57 @@ class Door:
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
-def _wrong(name: str, value: Any, allowed: str) -> Refused:
-    shown = repr(value)
-    return Refused(f"{name}={shown[:80]}: allowed is {allowed}", param=name)
+def _field(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any], bool]) -> Any:
+    """Return a field of a request, None where there is none; refuse it where it does not fit."""
+    value = body.get(name)
+    if value is not None and not fits(value):
+        raise Refused(f"{name}={repr(value)[:80]}: allowed is {allowed}", param=name)
+    return value
 
 
 def number(body: dict[str, Any], name: str, least: float, most: float) -> float | None:
-    """Read a number, None where there is none."""
-    value = body.get(name)
-    if value is not None and not (type(value) in (int, float) and least <= value <= most):
-        raise _wrong(name, value, f"a number from {least} to {most}")
+    allowed = f"a number from {least} to {most}"
+    value = _field(body, name, allowed, lambda v: type(v) in (int, float) and least <= v <= most)
     return value if value is None else float(value)
 
 
 def integer(body: dict[str, Any], name: str, least: int, most: int) -> int | None:
-    """Read an integer, None where there is none."""
-    value = body.get(name)
-    if value is not None and not (type(value) is int and least <= value <= most):
-        raise _wrong(name, value, f"an integer from {least} to {most}")
-    return value
+    allowed = f"an integer from {least} to {most}"
+    return _field(body, name, allowed, lambda v: type(v) is int and least <= v <= most)
 
 
 def boolean(body: dict[str, Any], name: str) -> bool:
-    """Read a boolean, False where there is none."""
-    value = body.get(name)
-    if value not in (None, True, False):
-        raise _wrong(name, value, "true or false")
-    return bool(value)
+    return bool(_field(body, name, "true or false", lambda v: v in (True, False)))
 
 
-def text(body: dict[str, Any], name: str) -> str | None:
-    """Read a text, None where there is none."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, str):
-        raise _wrong(name, value, "a text")
-    return value
+def text(body: dict[str, Any], name: str) -> str:
+    """Read a text, "" where there is none."""
+    return _field(body, name, "a text", lambda v: isinstance(v, str)) or ""
 
 
 def fields_of(body: dict[str, Any], name: str) -> dict[str, Any]:
     """Read an object, empty where there is none."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise _wrong(name, value, "an object")
-    return value or {}
+    return _field(body, name, "an object", lambda v: isinstance(v, dict)) or {}
 
 
 def items(body: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """Read a list of objects, empty where there is none."""
-    value = body.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise _wrong(name, value, "a list of objects")
-    return value
+    return _field(body, name, "a list of objects", _are_objects) or []
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
 def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
     """Read stop strings: one, or a list."""
-    value = body.get(name)
+    found = _field(body, name, f"a text, or up to {MOST_STOPS} of them, none empty", _are_stops) or ()
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def _are_stops(value: Any) -> bool:
     found = [value] if isinstance(value, str) else value or []
-    if not isinstance(found, list) or len(found) > MOST_STOPS or not all(isinstance(s, str) and s for s in found):
-        raise _wrong(name, value, f"a text, or up to {MOST_STOPS} of them, none empty")
-    return tuple(found)
+    return isinstance(found, list) and len(found) <= MOST_STOPS and all(isinstance(s, str) and s for s in found)
 
 
 def refuse(body: dict[str, Any], *names: str, why: str = "not supported") -> None:
@@ -200,22 +187,22 @@ def refuse(body: dict[str, Any], *names: str, why: str = "not supported") -> Non
 
 def plain_text(value: Any, name: str) -> str:
     """Join a content's parts, of which only texts can be read; "" for none."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return text({name: value}, name) or ""
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        raise _wrong(name, value, "a text or a list of parts")
+    if value is None or isinstance(value, str):
+        return value or ""
+    _field({name: value}, name, "a text or a list of parts", _are_objects)
     for part in value:
         if part.get("type") not in ("text", "input_text", "output_text", "refusal"):
             raise Refused(f"{name}: a part of type {part.get('type')!r}; allowed is text", param=name)
-    return "".join(text(part, "refusal" if part["type"] == "refusal" else "text") or "" for part in value)
+    return "".join(text(part, "refusal" if part["type"] == "refusal" else "text") for part in value)
 
 
-def template_options(body: dict[str, Any], door: Door) -> dict[str, Any]:
+def template_of(body: dict[str, Any], door: Door) -> dict[str, Any]:
     """Collect variables of the chat template."""
-    given = body.get("chat_template_kwargs") or {}
-    if not isinstance(given, dict) or (RESERVED_KEYS | {"tools"}) & given.keys():
-        raise _wrong("chat_template_kwargs", given, "an object of the template's own variables")
+    allowed = "an object of the template's own variables"
+    given = _field(body, "chat_template_kwargs", allowed, _are_variables) or {}
     effort = text(body, "reasoning_effort")
     return {**door.template, **({"reasoning_effort": effort} if effort else {}), **given}
+
+
+def _are_variables(value: Any) -> bool:
+    return not value or (isinstance(value, dict) and not (RESERVED_KEYS | {"tools"}) & value.keys())

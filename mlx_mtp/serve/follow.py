@@ -1,6 +1,5 @@
 """Do on the other ranks what the engine of rank 0 does: begin, step and close the same answers, in the same order."""
 
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -25,31 +24,23 @@ def from_json(told: dict[str, Any]) -> Ask:
 
 def follow(served: Served) -> None:
     """Follow rank 0's engine until it ends."""
-    running: dict[int, Iterator[Any]] = {}
+    running: dict[int, Any] = {}
     while True:
         word, number, what = served.model.ranks.told()
         if word == "end":
             return
         if word == "begin":
-            running[number] = answer(served, Job(from_json(what), emit=_unheard), crowded=bool)
+            job = Job(from_json(what), emit=lambda event: None)  # clients are rank 0's
+            running[number] = answer(served, job, crowded=bool)
         elif word == "read ahead":
             running[number] = reread(served, what)
-        elif word == "step" and number in running:
-            _step(running, number)
-        elif word == "close" and number in running:
-            running.pop(number).close()  # type: ignore[attr-defined]
-
-
-def _unheard(event: Any) -> None:
-    """Tell nobody: clients are rank 0's."""
-
-
-def _step(running: dict[int, Iterator[Any]], number: int) -> None:
-    """Take one step; what ends it there ends it here."""
-    try:
-        with in_turn():
-            next(running[number])
-    except StopIteration:
-        del running[number]
-    except Exception:  # rank 0 has met the same, and tells its client
-        del running[number]
+        elif number not in running:
+            continue
+        elif word == "close":
+            running.pop(number).close()
+        else:
+            try:
+                with in_turn():
+                    next(running[number])
+            except Exception:  # it is over, or rank 0 has met the same, and tells its client
+                del running[number]

@@ -76,6 +76,12 @@ class End(NamedTuple):
     first_token: float
     reasoning_tokens: int
 
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Count the drafts that were verified, and those that were right."""
+        stats = self.stats
+        return sum(stats.drafted) + stats.lookup_drafted, sum(stats.accepted) + stats.lookup_accepted
+
 
 class Failed(NamedTuple):
     """A request ended in an error, with this HTTP status."""
@@ -121,6 +127,11 @@ class Served(NamedTuple):
     files: PrefixFiles | None = None
     together: Together | None = None
 
+    @property
+    def ranks(self) -> Any:
+        """What splits the model over several machines; None where nothing does."""
+        return getattr(self.model, "ranks", None)
+
 
 def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache]:
     """Answer a request, yielding after every step; return the cache that decoding left.
@@ -142,14 +153,13 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
 
 def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
     """Do as `_fitting`, which on several ranks is for rank 0 to say."""
-    ranks = getattr(served.model, "ranks", None)
-    if not ranks:
+    if not served.ranks:
         return _fitting(served, cache, ask)
     try:
-        found: Any = None if ranks.rank else _fitting(served, cache, ask)
+        found: Any = None if served.ranks.rank else _fitting(served, cache, ask)
     except ValueError as e:
         found = first_line(e)
-    found = ranks.told(found)
+    found = served.ranks.told(found)
     if isinstance(found, str):
         raise ValueError(found)
     return found

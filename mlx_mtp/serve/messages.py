@@ -5,11 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, ToolCall
-from .conversation import ROLES, asks_of
-from .exchange import Answer, data, figures, new_id, parsed
-from .fields import Door, Refused, boolean, integer, items, plain_text, refuse, stops, template_options, text
+from .exchange import Answer, Exchange, asks_of, data, figures, function_call, message_of, new_id, parsed, prompt_of
+from .fields import Door, Refused, integer, items, plain_text, refuse, stops, template_of, text
 from .job import Begun, End, Failed
-from .prompts import Message, encode_chat
+from .prompts import Message
 
 BILLING = "x-anthropic-billing-header:"  # Claude Code's first line, which differs from text to text and says nothing
 KINDS = {
@@ -19,98 +18,92 @@ KINDS = {
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageExchange:
-    """One message. body: of the request, as JSON has it. Raises Refused."""
+class MessageExchange(Exchange):
+    """One message."""
 
     def __init__(self, body: dict[str, Any], door: Door):
-        self.model, self.stream = door.called(body), boolean(body, "stream")
+        super().__init__(body, door)
         refuse(body, "mcp_servers", "container")
         output = body.get("output_config") or {}
         if isinstance(output, dict) and output.get("format"):
             raise Refused("output_config.format: a schema is not supported", param="output_config")
         tools, one_call = _tools(body)
-        messages, template = conversation_of(body), _template(body, door)
-        self.asks = asks_of(
-            door,
-            body,
-            messages,
-            tools,
-            template,
-            most=integer(body, "max_tokens", 1, 2**31),
-            stops=stops(body, "stop_sequences"),
-            one_call=one_call,
-        )
-        self.keep_alive = data({"type": "ping"}, "ping")
+        most, ends = integer(body, "max_tokens", 1, 2**31), stops(body, "stop_sequences")
+        given = conversation_of(body), tools, _template(body, door)
+        self.asks = asks_of(door, body, *given, most=most, stops=ends, one_call=one_call)
+        self.keep_alive = data({"type": "ping"})
         self._id, self._open, self._index = new_id("msg_"), "", -1
 
     def begin(self, begun: Begun) -> Iterable[str]:
-        prompt = len(self.asks[0].prompt)
-        head = {**self._message([]), "usage": {**_read(prompt, begun.cached), "output_tokens": 0}}
-        yield data({"type": "message_start", "message": head}, "message_start")
+        head = {**self._message([]), "usage": self._usage(begun.cached, 0)}
+        yield data({"type": "message_start", "message": head})
 
     def part(self, choice: int, part: Part) -> Iterable[str]:
+        block = _block(part)
+        kind = block["type"]
+        if isinstance(part, ToolCall) or kind != self._open:
+            yield from self._stop()
+            self._open, self._index = kind, self._index + 1
+            yield data({"type": "content_block_start", "index": self._index, "content_block": block})
         if isinstance(part, ToolCall):
-            block = {"type": "tool_use", "id": new_id("toolu_"), "name": part.name, "input": {}}
-            yield from self._start("tool_use", block, anew=True)
             yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
-        elif part.reasoning:
-            yield from self._start("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._delta({"type": "thinking_delta", "thinking": part.text})
         else:
-            yield from self._start("text", {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": part.text})
+            yield self._delta({"type": f"{kind}_delta", kind: part.text})
 
     def finish(self, choice: int, end: End) -> Iterable[str]:
         yield from self._stop()
-        counts = {**_read(len(self.asks[0].prompt), end.cached), "output_tokens": end.stats.generation_tokens}
-        counts["mlx_mtp"] = figures([end])  # type: ignore[assignment]
-        yield data({"type": "message_delta", "delta": _reason(end), "usage": counts}, "message_delta")
+        yield data({"type": "message_delta", "delta": _reason(end), "usage": self._usage_of(end)})
 
     def close(self) -> Iterable[str]:
-        yield data({"type": "message_stop"}, "message_stop")
+        yield data({"type": "message_stop"})
 
     def failed(self, failed: Failed) -> str:
-        return data(anthropic_error(failed.status, failed.message), "error")
+        return data(anthropic_error(failed.status, failed.message))
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
-        (answer,) = answers
+        ((parts, end),) = answers
         content: list[dict[str, Any]] = []
-        for part in answer.parts:
-            kind = "tool_use" if isinstance(part, ToolCall) else "thinking" if part.reasoning else "text"
+        for part in parts:
+            block = _block(part)
+            kind = block["type"]
             if isinstance(part, ToolCall):
                 given = parsed(part.arguments)
-                given = given if isinstance(given, dict) else {}
-                content.append({"type": kind, "id": new_id("toolu_"), "name": part.name, "input": given})
-            elif content and content[-1]["type"] == kind:
-                content[-1][kind] += part.text
+                content.append({**block, "input": given if isinstance(given, dict) else {}})
             elif part.text:
-                content.append({"type": kind, kind: part.text, **({"signature": ""} if part.reasoning else {})})
-        end = answer.over
-        counts = {**_read(len(self.asks[0].prompt), end.cached), "output_tokens": end.stats.generation_tokens}
-        return {**self._message(content), **_reason(end), "usage": {**counts, "mlx_mtp": figures([end])}}
+                if not content or content[-1]["type"] != kind:
+                    content.append(block)
+                content[-1][kind] += part.text
+        return {**self._message(content), **_reason(end), "usage": self._usage_of(end)}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         message = {"id": self._id, "type": "message", "role": "assistant", "model": self.model, "content": content}
         return {**message, "stop_reason": None, "stop_sequence": None}
 
-    def _start(self, kind: str, block: dict[str, Any], *, anew: bool = False) -> Iterable[str]:
-        """Open a block, and close another one; one is open at a time."""
-        if self._open == kind and not anew:
-            return
-        yield from self._stop()
-        self._open, self._index = kind, self._index + 1
-        opened = {"type": "content_block_start", "index": self._index, "content_block": block}
-        yield data(opened, "content_block_start")
+    def _usage(self, cached: int, made: int) -> dict[str, Any]:
+        """Count tokens, those of the prompt that were not read again apart."""
+        read = {"input_tokens": len(self.asks[0].prompt) - cached, "cache_read_input_tokens": cached}
+        return {**read, "cache_creation_input_tokens": 0, "output_tokens": made}
+
+    def _usage_of(self, end: End) -> dict[str, Any]:
+        return {**self._usage(end.cached, end.stats.generation_tokens), "mlx_mtp": figures([end])}
 
     def _stop(self) -> Iterable[str]:
+        """Close the block that is open, if one is."""
         if self._open == "thinking":
             yield self._delta({"type": "signature_delta", "signature": ""})
         if self._open:
-            yield data({"type": "content_block_stop", "index": self._index}, "content_block_stop")
+            yield data({"type": "content_block_stop", "index": self._index})
         self._open = ""
 
     def _delta(self, delta: dict[str, Any]) -> str:
-        return data({"type": "content_block_delta", "index": self._index, "delta": delta}, "content_block_delta")
+        return data({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+
+def _block(part: Part) -> dict[str, Any]:
+    """Begin the block that a part belongs to."""
+    if isinstance(part, ToolCall):
+        return {"type": "tool_use", "id": new_id("toolu_"), "name": part.name, "input": {}}
+    return {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
@@ -123,18 +116,8 @@ def count_tokens(body: dict[str, Any], door: Door) -> dict[str, int]:
     """Count the tokens of a prompt. Raises Refused."""
     door.called(body)
     tools, _ = _tools(body)
-    try:
-        messages, options = conversation_of(body), _template(body, door)
-        return {
-            "input_tokens": len(encode_chat(door.tokenizer, door.marks, messages, tools, options, turns=False)[0])
-        }
-    except ValueError as e:
-        raise e if isinstance(e, Refused) else Refused(str(e), param="messages") from e
-
-
-def _read(prompt: int, cached: int) -> dict[str, int]:
-    """Count the prompt's tokens, those that were not read again apart."""
-    return {"input_tokens": prompt - cached, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+    prompt = prompt_of(door, conversation_of(body), tools, _template(body, door), turns=False)
+    return {"input_tokens": len(prompt.tokens)}
 
 
 def _reason(end: End) -> dict[str, Any]:
@@ -149,7 +132,7 @@ def _template(body: dict[str, Any], door: Door) -> dict[str, Any]:
     if kind not in (None, "enabled", "adaptive", "disabled"):
         raise Refused(f"thinking: type {kind!r}; allowed are enabled, adaptive and disabled", param="thinking")
     switch = {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else {}
-    return {**template_options(body, door), **switch}
+    return {**template_of(body, door), **switch}
 
 
 def _tools(body: dict[str, Any]) -> tuple[list[Any] | None, bool]:
@@ -158,15 +141,14 @@ def _tools(body: dict[str, Any]) -> tuple[list[Any] | None, bool]:
     for tool in items(body, "tools"):
         if tool.get("type") not in (None, "custom") or not text(tool, "name"):
             raise Refused(f"tools: type {tool.get('type')!r}; allowed are tools of the client", param="tools")
-        known = {"name": tool["name"], "description": text(tool, "description") or ""}
+        known = {"name": tool["name"], "description": text(tool, "description")}
         schema = tool.get("input_schema") or {"type": "object", "properties": {}}
         tools.append({"type": "function", "function": {**known, "parameters": schema}})
     choice = body.get("tool_choice") or {"type": "auto"}
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind not in ("auto", "none"):
-        raise Refused(
-            f"tool_choice={choice!r}: allowed are auto and none, a call cannot be forced", param="tool_choice"
-        )
+        refused = f"tool_choice={choice!r}: allowed are auto and none, a call cannot be forced"
+        raise Refused(refused, param="tool_choice")
     return (None if kind == "none" else tools or None), bool(choice.get("disable_parallel_tool_use"))
 
 
@@ -184,38 +166,34 @@ def conversation_of(body: dict[str, Any]) -> list[Message]:
 
 def _system(given: Any) -> str:
     if given is None or isinstance(given, str):
-        return plain_text(given, "system")
-    blocks = items({"system": given}, "system")
-    texts = [plain_text([block], "system") for block in blocks]
+        return given or ""
+    texts = [plain_text([block], "system") for block in items({"system": given}, "system")]
     return "\n".join(each for each in texts if not each.startswith(BILLING))
 
 
 def _messages(message: dict[str, Any]) -> list[Message]:
     """Take a message's blocks apart: results of tools are messages of their own."""
     role, content = message.get("role"), message.get("content")
-    if role not in ROLES[:3]:
+    if role not in ("system", "user", "assistant"):
         raise Refused(f"messages: role {role!r}; allowed are system, user and assistant", param="messages")
     if not isinstance(content, list):
         return [{"role": role, "content": plain_text(content, "content")}]
-    results: list[Message] = []
-    texts, thoughts, calls = [], [], []
+    texts, thoughts, calls, results = [], [], [], []
     for block in items(message, "content"):
         kind = block.get("type")
         if kind == "text":
-            texts.append(text(block, "text") or "")
+            texts.append(text(block, "text"))
         elif kind == "thinking" and role == "assistant":
-            thoughts.append(text(block, "thinking") or "")
+            thoughts.append(text(block, "thinking"))
         elif kind == "redacted_thinking" and role == "assistant":
             continue
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": text(block, "name") or "", "arguments": block.get("input") or {}}
-            calls.append({"id": text(block, "id") or "", "type": "function", "function": function})
+            calls.append(function_call(text(block, "id"), text(block, "name"), block.get("input") or {}))
         elif kind == "tool_result" and role == "user":
             results.append(_result(block))
         else:
             raise Refused(f"messages: a block of type {kind!r} from {role}; allowed is text", param="messages")
-    more = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-    own = {"role": role, "content": "\n".join(texts), **more, **({"tool_calls": calls} if calls else {})}
+    own = message_of(role, "\n".join(texts), "\n".join(thoughts), calls)
     return [*results, own] if texts or calls or not results else results
 
 
@@ -223,4 +201,4 @@ def _result(block: dict[str, Any]) -> Message:
     content = block.get("content")
     said = content if isinstance(content, (str, list)) or content is None else json.dumps(content)
     found = plain_text(said, "tool_result")
-    return {"role": "tool", "tool_call_id": text(block, "tool_use_id") or "", "content": found}
+    return {"role": "tool", "tool_call_id": text(block, "tool_use_id"), "content": found}

@@ -1,9 +1,10 @@
 """Make prompts of conversations: through the chat template, with what users wrote kept text."""
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ..cache.prompt_prefix import render, shared
@@ -58,21 +59,22 @@ def encode_chat(
     """
     held: list[str] = []
     safe = [_held_in(message, marks, held) for message in messages]
-    given = {
-        **options,
-        "add_generation_prompt": answers,
-        **({"tools": _held(tools, marks.every, held)} if tools else {}),
-    }
-    forms = list(_forms(safe))
-    for i, form in enumerate(forms):
-        try:
-            tokens = _encode(tokenizer, render(tokenizer, form, given), held)
-        except ValueError:
-            if i + 1 == len(forms):
-                raise
-            continue
-        return Prompt(tokens, tuple(_turns(tokenizer, form, given, held, tokens)) if turns else ())
-    raise AssertionError("a conversation has one form at least")
+    given = {**options, "add_generation_prompt": answers}
+    if tools:
+        given["tools"] = _held(tools, marks.every, held)
+    *others, last = _forms(safe)
+    for form in others:
+        with contextlib.suppress(ValueError):
+            return _prompt(tokenizer, form, given, held, turns=turns)
+    return _prompt(tokenizer, last, given, held, turns=turns)
+
+
+def _prompt(
+    tokenizer: Any, messages: list[Message], options: dict[str, Any], held: list[str], *, turns: bool
+) -> Prompt:
+    """Encode one form of a conversation; ValueError where the template refuses it."""
+    tokens = _encode(tokenizer, render(tokenizer, messages, options), held)
+    return Prompt(tokens, tuple(_turns(tokenizer, messages, options, held, tokens)) if turns else ())
 
 
 def encode_text(tokenizer: Any, text: str) -> Prompt:
@@ -129,7 +131,8 @@ def _forms(messages: list[Message]) -> Iterator[list[Message]]:
     """List a conversation's forms: as it is; without system turns but the first; with arguments of calls as JSON."""
     yield messages
     if any(message["role"] == "system" for message in messages[1:]):
-        messages = merged([_as_user(message) if i else message for i, message in enumerate(messages)])
+        # Joined, as templates may want turns to alternate.
+        messages = joined([messages[0], *map(_as_user, messages[1:])], "user", _one_text)
         yield messages
     if any(message.get("tool_calls") for message in messages):
         yield [_with_json_arguments(message) for message in messages]
@@ -139,15 +142,19 @@ def _as_user(message: Message) -> Message:
     return {**message, "role": "user"} if message["role"] == "system" else message
 
 
-def merged(messages: list[Message]) -> list[Message]:
-    """Join neighbouring texts of a user: templates may want turns to alternate."""
-    joined: list[Message] = []
+def _one_text(message: Message, more: Message) -> Message:
+    return {**message, "content": f"{message['content']}\n\n{more['content']}"}
+
+
+def joined(messages: list[Message], role: str, join: Callable[[Message, Message], Message]) -> list[Message]:
+    """Join neighbouring messages of a role."""
+    found: list[Message] = []
     for message in messages:
-        if joined and message["role"] == joined[-1]["role"] == "user":
-            joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        if found and message["role"] == found[-1]["role"] == role:
+            found[-1] = join(found[-1], message)
         else:
-            joined.append(message)
-    return joined
+            found.append(message)
+    return found
 
 
 def _with_json_arguments(message: Message) -> Message:

@@ -1,24 +1,22 @@
 """Speak OpenAI's responses, text and tools, without state: `POST /v1/responses`."""
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
-from .answer import Part, ToolCall
+from .answer import Part, ToolCall, calls_of, text_of
 from .chat import check_format, chosen_tools, messages_of
-from .conversation import asks_of
-from .exchange import Answer, data, figures, new_id, now, openai_error
-from .fields import Door, Refused, boolean, fields_of, integer, items, plain_text, refuse, template_options, text
+from .exchange import Answer, Exchange, asks_of, data, figures, function_call, new_id, openai_error
+from .fields import Door, Refused, fields_of, integer, items, plain_text, refuse, template_of, text
 from .job import Begun, End, Failed
-from .prompts import Message
+from .prompts import Message, joined
 
 
-class ResponseExchange:
-    """One response. body: of the request, as JSON has it. Raises Refused."""
-
-    keep_alive = ": keep-alive\n\n"
+class ResponseExchange(Exchange):
+    """One response."""
 
     def __init__(self, body: dict[str, Any], door: Door):
-        self.model, self.stream = door.called(body), boolean(body, "stream")
+        super().__init__(body, door)
         refuse(body, "previous_response_id", "conversation", why="nothing is stored; send the whole conversation")
         refuse(body, "background", "prompt")
         check_format(fields_of(body, "text").get("format"), "text.format")
@@ -26,16 +24,9 @@ class ResponseExchange:
         reasoning = body.get("reasoning") or {}
         effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
         given = {**body, "reasoning_effort": body.get("reasoning_effort") or effort}
-        self.asks = asks_of(
-            door,
-            body,
-            _messages(body),
-            tools,
-            template_options(given, door),
-            most=integer(body, "max_output_tokens", 1, 2**31),
-            one_call=one_call,
-        )
-        self._body, self._id, self._created = body, new_id("resp_"), now()
+        most, template = integer(body, "max_output_tokens", 1, 2**31), template_of(given, door)
+        self.asks = asks_of(door, body, _messages(body), tools, template, most=most, one_call=one_call)
+        self._body, self._id, self._created = body, new_id("resp_"), int(time.time())
         self._items: list[dict[str, Any]] = []
         self._kind, self._said, self._number = "", "", 0
 
@@ -63,25 +54,24 @@ class ResponseExchange:
     def finish(self, choice: int, end: End) -> Iterable[str]:
         yield from self._close_item()
         self._end = end
-        return
 
     def close(self) -> Iterable[str]:
         # Also where the answer was cut: OpenAI's client waits for this event and no other.
-        yield self._event("response.completed", response=self._response(_status(self._end), self._end))
+        yield self._event("response.completed", response=self._ended(self._end))
 
     def failed(self, failed: Failed) -> str:
         error = openai_error(failed.status, failed.message)["error"]
         return self._event("error", code=error["code"], message=error["message"], param=error["param"])
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
-        (answer,) = answers
-        reasoning, said = answer.text(reasoning=True), answer.text()
-        if reasoning:
+        ((parts, end),) = answers
+        said, calls = text_of(parts), calls_of(parts)
+        if reasoning := text_of(parts, reasoning=True):
             self._items.append(_text_item("reasoning", new_id("rs_"), reasoning))
-        if said or not answer.calls:
+        if said or not calls:
             self._items.append(_text_item("message", new_id("msg_"), said))
-        self._items += [_call_item(call) for call in answer.calls]
-        return self._response(_status(answer.over), answer.over)
+        self._items += [_call_item(call) for call in calls]
+        return self._ended(end)
 
     def _at(self) -> dict[str, Any]:
         return {"item_id": self._item, "output_index": len(self._items), "content_index": 0}
@@ -114,11 +104,25 @@ class ResponseExchange:
 
     def _event(self, name: str, /, **fields: Any) -> str:
         number, self._number = self._number, self._number + 1
-        return data({"type": name, "sequence_number": number, **fields}, name)
+        return data({"type": name, "sequence_number": number, **fields})
 
-    def _response(self, status: str, end: End | None = None) -> dict[str, Any]:
+    def _ended(self, end: End) -> dict[str, Any]:
+        made, prompt = end.stats.generation_tokens, len(self.asks[0].prompt)
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": end.cached},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
+            "total_tokens": prompt + made,
+            "mlx_mtp": figures([end]),
+        }
+        if end.reason == "length":
+            return self._response("incomplete", usage, {"reason": "max_output_tokens"})
+        return self._response("completed", usage)
+
+    def _response(self, status: str, usage: Any = None, cut: Any = None) -> dict[str, Any]:
+        given = ("instructions", "max_output_tokens", "temperature", "top_p")
         body = self._body
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self._id,
             "object": "response",
@@ -126,34 +130,15 @@ class ResponseExchange:
             "status": status,
             "error": None,
             "incomplete_details": cut,
-            "instructions": body.get("instructions"),
-            "max_output_tokens": body.get("max_output_tokens"),
             "metadata": body.get("metadata") or {},
             "model": self.model,
             "output": self._items,
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
-            "temperature": body.get("temperature"),
             "tool_choice": body.get("tool_choice", "auto"),
             "tools": body.get("tools") or [],
-            "top_p": body.get("top_p"),
-            "usage": end and _usage(len(self.asks[0].prompt), end),
+            "usage": usage,
+            **{name: body.get(name) for name in given},
         }
-
-
-def _status(end: End) -> str:
-    return "incomplete" if end.reason == "length" else "completed"
-
-
-def _usage(prompt: int, end: End) -> dict[str, Any]:
-    made = end.stats.generation_tokens
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": end.cached},
-        "output_tokens": made,
-        "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
-        "total_tokens": prompt + made,
-        "mlx_mtp": figures([end]),
-    }
 
 
 def _content(said: str) -> dict[str, Any]:
@@ -186,41 +171,30 @@ def _messages(body: dict[str, Any]) -> list[Message]:
     if isinstance(given, str):
         found.append({"role": "user", "content": given})
     else:
-        for item in items(body, "input"):
-            _add(found, item)
-    return merged_turns(messages_of(found))
+        found += [_message(item) for item in items(body, "input")]
+    return joined(messages_of(found), "assistant", _one_turn)
 
 
-def _add(found: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add an item; what an assistant thought, said and called is one message."""
+def _message(item: dict[str, Any]) -> dict[str, Any]:
+    """Write an item as a message; what an assistant thought, said and called are three."""
     kind = item.get("type", "message")
     if kind == "message":
-        found.append({"role": item.get("role"), "content": item.get("content")})
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        found.append({"role": "assistant", "content": None, "tool_calls": [call]})
-    elif kind == "function_call_output":
+        return {"role": item.get("role"), "content": item.get("content")}
+    if kind == "function_call":
+        call = function_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+        return {"role": "assistant", "tool_calls": [call]}
+    if kind == "function_call_output":
         output = plain_text(item.get("output"), "output")
-        found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-    elif kind == "reasoning":
-        thought = "".join(text(part, "text") or "" for part in items(item, "content"))
-        found.append({"role": "assistant", "reasoning_content": thought})
-    else:
-        raise Refused(
-            f"input: an item of type {kind!r}; allowed are messages, function calls and outputs", param="input"
-        )
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    if kind == "reasoning":
+        thought = "".join(text(part, "text") for part in items(item, "content"))
+        return {"role": "assistant", "reasoning_content": thought}
+    allowed = "messages, function calls and outputs"
+    raise Refused(f"input: an item of type {kind!r}; allowed are {allowed}", param="input")
 
 
-def merged_turns(messages: list[Message]) -> list[Message]:
-    """Join the parts of an assistant's turn."""
-    joined: list[Message] = []
-    for message in messages:
-        if joined and message["role"] == joined[-1]["role"] == "assistant":
-            last = joined[-1]
-            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-            content = "\n".join(each["content"] for each in (last, message) if each["content"])
-            joined[-1] = {**last, **message, "content": content, **({"tool_calls": calls} if calls else {})}
-        else:
-            joined.append(message)
-    return joined
+def _one_turn(message: Message, more: Message) -> Message:
+    """Join two parts of an assistant's turn."""
+    calls = [*message.get("tool_calls", ()), *more.get("tool_calls", ())]
+    content = "\n".join(each["content"] for each in (message, more) if each["content"])
+    return {**message, **more, "content": content, **({"tool_calls": calls} if calls else {})}

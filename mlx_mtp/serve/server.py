@@ -91,14 +91,17 @@ class Server(uvicorn.Server):
         self.should_exit = True
         self.engine.stop(self.grace)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Tell, ten times a second, whether to end: also when the engine has ended."""
+        return await super().on_tick(counter) or not self.engine.thread.is_alive()
+
 
 def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site], None]) -> None:
     """Serve until a signal ends it. Raises what loading the model raised, and OSError for an address in use.
 
     load: is called on the engine's thread, and `ready` when requests are answered.
     """
-    engine = Engine(load=lambda: opened(load(), settings, site), limits=settings.limits)
-    engine.ready, engine.store = (lambda: ready(site)), _store
+    engine = Engine(lambda: opened(load(), settings, site), settings.limits, lambda: ready(site), _store)
     site = Site(engine, Metrics(engine), settings.rules, settings.timeout)
     config = uvicorn.Config(
         application(site, settings.root_path),
@@ -112,7 +115,7 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site]
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, server.handle_exit)  # its terminal is closed; nohup lets it go on
     engine.start()
-    asyncio.run(_run(server, sockets, engine))
+    asyncio.run(server.serve(sockets))
     engine.stop(settings.grace)
     engine.thread.join(0 if engine.state == "loading" else settings.grace + STORING)
     if engine.thread.is_alive():  # nothing interrupts MLX while it reads weights or computes
@@ -131,33 +134,17 @@ def listening(host: str, port: int) -> list[socket.socket]:
         raise OSError(f"{host}:{port}: {why}") from None
 
 
-async def _run(server: Server, sockets: list[socket.socket], engine: Engine) -> None:
-    """Serve, and end when the engine has ended."""
-    watch = asyncio.ensure_future(_watch(server, engine))
-    try:
-        await server.serve(sockets)
-    finally:
-        watch.cancel()
-
-
-async def _watch(server: Server, engine: Engine) -> None:
-    while engine.thread.is_alive():
-        await asyncio.sleep(0.2)
-    server.should_exit = True
-
-
 def shared(loaded: Loaded, settings: Settings) -> Served:
     """Collect what all answers of a model that is loaded share."""
     model, tokenizer, _, layout = loaded
     k = settings.options.get("num_draft_tokens")
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
-    tree = PrefixTree(blank, chunking_of(tokenizer, settings.step), settings.cache_bytes)
-    tree.decoded = (
-        bool(tree.limit) and not getattr(model, "ranks", None) and rows_alike(model, blank, tree.chunking.step)
-    )
+    most, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
+    step, ranks = settings.step or most, getattr(model, "ranks", None)
+    tree = PrefixTree(blank, Chunking(step, least, frozenset(tokenizer.eos_token_ids)), settings.cache_bytes)
+    tree.decoded = bool(tree.limit) and not ranks and rows_alike(model, blank, step)
     options = {**settings.options, "num_draft_tokens": k}
-    ranks, step = getattr(model, "ranks", None), tree.chunking.step
     together = None if ranks else Together(model, tokenizer, options, step)
     return Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files, together)
 
@@ -180,12 +167,6 @@ def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )
     return served
-
-
-def chunking_of(tokenizer: Any, step: int | None) -> Chunking:
-    """Choose how many tokens of a prompt, `step` at most, are read at a time, and remembered together."""
-    most, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
-    return Chunking(step or most, least, frozenset(tokenizer.eos_token_ids))
 
 
 def _store(served: Served) -> None:

@@ -10,6 +10,8 @@ from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine, Full, Limits
 from mlx_mtp.serve.job import Ask, End, Failed, Job
 
+SERVED = types.SimpleNamespace(ranks=None, together=None, tree=types.SimpleNamespace(decoded=False))
+
 
 class Steps:
     """Stands in for `answer`: a job's steps are as many as its prompt has tokens; -1 raises."""
@@ -41,7 +43,7 @@ def steps(monkeypatch):
 def engine(steps):
     made = []
 
-    def make(load=object, **limits):
+    def make(load=lambda: SERVED, **limits):
         made.append(Engine(load=load, limits=Limits(**limits)))  # type: ignore[arg-type]
         made[-1].start()
         return made[-1]
@@ -147,7 +149,7 @@ def test_time_limits(engine, steps):
 @pytest.mark.parametrize("breaks", [False, True])
 def test_what_was_asked_last_is_read_to_its_end_in_a_quiet_moment(engine, steps, monkeypatch, breaks):
     """Nobody is told if it fails."""
-    read, served = [], types.SimpleNamespace(tree=types.SimpleNamespace(decoded=True))
+    read, served = [], types.SimpleNamespace(**{**vars(SERVED), "tree": types.SimpleNamespace(decoded=True)})
 
     def read_end(served, prompt):
         read.append(prompt)
