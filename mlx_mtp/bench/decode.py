@@ -27,7 +27,7 @@ from ..generate import generate_step
 from ..machine.errors import first_line
 from . import timing
 from .result import result
-from .subject import BenchPrompt, Subject
+from .subject import BenchPrompt, Subject, forget
 
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
 USUAL_DRAFTS = 3  # most fixed numbers of drafts that are tried where nothing is said
@@ -243,7 +243,7 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
 
 def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSettings, progress: Progress) -> None:
     """Let all loops generate from each prompt in turn, and note times and texts in the session."""
-    session.subject.forget()
+    forget(session.subject.model)
     with session.subject.acceptance(), wired_limit(session.subject.model):
         for i, prompt in enumerate(prompts):
             progress(prompt.category, i, len(prompts))

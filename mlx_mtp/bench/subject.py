@@ -11,7 +11,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,6 @@ class Subject:
 
     model: Any
     tokenizer: Any
-    name: str
     facts: dict[str, Any]
     rates: tuple[float, ...] = ()
 
@@ -77,10 +76,6 @@ class Subject:
     def acceptance(self) -> AbstractContextManager[None]:
         """Draw what is accepted inside, where rates were given; everything that drafts is to run there."""
         return drawn_acceptance(self.rates) if self.rates else nullcontext()
-
-    def forget(self) -> None:
-        """Let go of what cycles were learned to cost; the next adaptive generation begins from nothing."""
-        forget(self.model)
 
 
 def open_subject(
@@ -107,12 +102,11 @@ def open_subject(
         if model is not None or draft_model is not None:
             raise ValueError(f"config={config}: not together with a checkpoint; allowed is one of the two")
         if tensor_group is not None:
-            raise ValueError(
-                f"config={config}: a model that is drawn is not split over ranks; allowed is a checkpoint"
-            )
+            raise ValueError(f"config={config}: a drawn model is not split over ranks; allowed is a checkpoint")
         found = random_model(config, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
-        tokenizer, path = None, config
+        tokenizer, name = None, config.resolve().parent.name if config.name == "config.json" else config.stem
         on, not_exact = switch_on(found, requested(kernels))
+        found.report = replace(found.report, kernels=on, not_exact=not_exact)
         label = "random weights" if layers is None else f"random weights, the first {layers} layers only"
     else:
         if layers is not None:
@@ -122,20 +116,18 @@ def open_subject(
             warnings.simplefilter("ignore")
             given: dict[str, Any] = {"mtp": mtp, "draft_model": draft_model, "kernels": kernels}
             found, tokenizer = load(path, **given, tensor_group=tensor_group)
-        on, not_exact, label = found.report.kernels, found.report.not_exact, None
+        name, label = DEMO if path == demo_path() else Path(model or DEMO).resolve().name, None
     if rates and not found.mtp:
         raise ValueError(f"synth_rates={rates}: the model has no heads that draft; allowed is none")
-    name = DEMO if path == demo_path() else path.parent.name if path.name == "config.json" else path.stem
     drawn = f"acceptance drawn at {', '.join(map(str, rates))}" if rates else None
     of, synthetic = found.report, "; ".join(filter(None, (label, drawn))) or None
-    facts = {"name": name, **{what: getattr(of, what) for what in ("family", "layers", "heads")}}
-    facts["max_draft_tokens"] = found.max_draft_tokens
-    facts |= {what: getattr(of, what) for what in ("target_bytes", "head_bytes", "target_quantization")}
-    facts["head_quantization"] = of.head_quantization if of.heads else None
-    facts |= {"dtype": dtype_of(found), "kernels": list(on), "not_exact": list(not_exact), "synthetic": synthetic}
-    subject = Subject(found, tokenizer, name, facts, rates)
-    subject.forget()
-    return subject
+    counted = "family", "layers", "heads", "target_bytes", "head_bytes", "target_quantization"
+    facts = {"name": name, **{what: getattr(of, what) for what in counted}}
+    facts |= {"head_quantization": of.head_quantization if of.heads else None, "dtype": dtype_of(found)}
+    facts |= {"max_draft_tokens": found.max_draft_tokens, "synthetic": synthetic}
+    facts |= {"kernels": list(of.kernels), "not_exact": list(of.not_exact)}
+    forget(found)
+    return Subject(found, tokenizer, facts, rates)
 
 
 def dtype_of(model: nn.Module) -> str:
@@ -152,8 +144,6 @@ DEPTHS = 16
 
 def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
     """Return one rate per depth; ValueError for one that is no chance, or above the one before."""
-    if not rates:
-        raise ValueError("synth_rates=(): allowed is one number between 0 and 1 per depth")
     if wrong := [rate for rate in rates if not 0 <= rate <= 1]:
         raise ValueError(f"synth_rates={wrong[0]}: allowed is between 0 and 1")
     if risen := [pair for pair in itertools.pairwise(rates) if pair[1] > pair[0]]:
@@ -181,7 +171,7 @@ def drawn_acceptance(rates: Sequence[float], seed: int = 0) -> Iterator[None]:
 
     Where a draft is to be right the target's token becomes the draft, where it is to be wrong another one.
     """
-    right, pick, pick_together = draws(check_rates(rates), seed), Picker.pick, together.pick
+    right, pick, pick_together = draws(rates, seed), Picker.pick, together.pick
     mx.eval(right)
 
     def forced(self: Picker, model: Target, hidden: mx.array, position: Any, history: Any, drafts: mx.array):

@@ -7,9 +7,8 @@ from typing import Any
 import click
 from click import IntRange, option
 
-from .bench_decode import compare, decode, profile, verify
+from .bench_decode import compare, decode, parallel, profile, verify
 from .bench_options import WRITTEN, complete, console, draw, finish, picture_options, report, run_options
-from .bench_parallel import parallel
 from .options import GIVEN
 from .together import check_command
 

@@ -14,7 +14,7 @@ from mlx_mtp.decoding.replay import Recorder
 
 
 def test_everybody_takes_turns_on_the_same_prompts(tiny_models, monkeypatch):
-    subject = Subject(tiny_models(0)[0], None, "tiny", {"name": "tiny", "synthetic": "random weights"})
+    subject = Subject(tiny_models(0)[0], None, {"name": "tiny", "synthetic": "random weights"})
     monkeypatch.setattr(bench_options, "subject_of", lambda flags: subject)
     done = call("bench", "parallel", "--quick", "--texts", "2", "-m", "2", "--rounds", "1")
     assert done.returncode == 0, done.stderr
@@ -32,7 +32,7 @@ def test_built_and_replayed(tiny_models, monkeypatch):
     model = tiny_models(0)[0]
     monkeypatch.setattr(model, "_recorder", recorder := Recorder(), raising=False)
     monkeypatch.setattr(replay, "OFTEN", 1)
-    found, missing = contenders(Subject(model, None, "tiny", {}), 64, replayed=True)
+    found, missing = contenders(Subject(model, None, {}), 64, replayed=True)
     assert missing is None
     assert [*found] == [MLX_LM, PLAIN, DRAFTED, PLAIN + REPLAYED, DRAFTED + REPLAYED, AFTER]
     built = found[PLAIN]([[1, 2], [2, 3]], 4)
@@ -43,7 +43,7 @@ def test_built_and_replayed(tiny_models, monkeypatch):
 
 def test_drawn_acceptance(tiny_models):
     """Of every draft the first is right and the second wrong, alone and together; texts are not compared."""
-    subject = Subject(tiny_models(0)[0], None, "tiny", {}, rates=(1.0, 0.0))
+    subject = Subject(tiny_models(0)[0], None, {}, rates=(1.0, 0.0))
     with subject.acceptance():
         for n in (1, 2):
             stats = Stats()

@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import suppress
+from pathlib import Path
 
 import families
 import mlx.core as mx
@@ -13,9 +14,19 @@ from published import FILES, read
 from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp.bench import subject
 from mlx_mtp.bench.decode import LoopSettings, MlxLm, Reader, twin
 from mlx_mtp.bench.random_model import first_layers, head_count, random_model
-from mlx_mtp.bench.subject import DEPTHS, POSITIONS, NothingRemembered, drawn_acceptance, draws, open_subject, rate_at
+from mlx_mtp.bench.subject import (
+    DEPTHS,
+    POSITIONS,
+    NothingRemembered,
+    drawn_acceptance,
+    draws,
+    forget,
+    open_subject,
+    rate_at,
+)
 from mlx_mtp.checkpoint.build import read_args
 from mlx_mtp.decoding import policy
 from mlx_mtp.decoding.sampling import Picker
@@ -179,8 +190,16 @@ def test_facts_of_a_subject(config):
     )
     demo = open_subject("demo")
     assert demo.stop_tokens == tuple(sorted(demo.tokenizer.eos_token_ids)) != ()
-    assert (demo.name, demo.synthetic, demo.facts["dtype"], demo.rates) == ("demo", None, "float32", ())
+    assert (demo.facts["name"], demo.synthetic, demo.facts["dtype"], demo.rates) == ("demo", None, "float32", ())
     assert json.loads(json.dumps(demo.facts)) == demo.facts
+
+
+def test_a_subject_is_named_as_it_was_given(config, tmp_path, monkeypatch):
+    (tmp_path / "Qwen3.6-27B").symlink_to(demo_path())
+    monkeypatch.setattr(subject, "resolve", lambda name: tmp_path / "Qwen3.6-27B")  # where the hub keeps it
+    assert open_subject("of/Step-3.5-Flash").facts["name"] == "Step-3.5-Flash"
+    monkeypatch.chdir(config(families.MIMO_V2).parent)
+    assert open_subject(config=Path("config.json"), group_size=32).facts["name"] == tmp_path.name
 
 
 def expected_lengths(right: list[list[bool]], k: int, first: int, n: int) -> tuple[list[int], list[int]]:
@@ -268,7 +287,7 @@ def test_a_benchmark_leaves_no_costs_behind(drawn, monkeypatch):
     subject = drawn()
     generated(subject.model, 2, 30, adaptive=True)
     assert policy.learned(subject.model).recall(replayed=False) is not None
-    subject.forget()
+    forget(subject.model)
     assert policy.learned(subject.model).recall(replayed=False) is None
     assert kept == []
     assert NothingRemembered().recall_compiled() is None
