@@ -1,9 +1,8 @@
 """Summarise a result of `bench decode` as rows, show them as tables, and two results side by side."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Column, Table
@@ -136,25 +135,16 @@ def _with_spread(value: Measured | None) -> str:
     return f"{value.median:.2f} ({f'{value.spread:.0%}' if value.count > 1 else '-'})" if value else ""
 
 
-@dataclass(frozen=True)
-class Change:
-    """A loop's speed, or its ratio to plain, in two results."""
+class Change(NamedTuple):
+    """A loop's speed, or its ratio to plain, in two results. beyond: it has changed by more than either's spread."""
 
     setting: Setting
     contender: str
     what: str
     before: Measured
     after: Measured
-
-    @property
-    def ratio(self) -> float:
-        return self.after.median / self.before.median
-
-    @property
-    def beyond(self) -> bool:
-        """Whether it has changed by more than the spread of either."""
-        known = min(self.before.count, self.after.count) > 1
-        return known and abs(self.ratio - 1) > max(self.before.spread, self.after.spread)
+    ratio: float
+    beyond: bool
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
@@ -166,7 +156,9 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
             for what, name in COMPARED.items():
                 earlier, later = getattr(old.get(row.contender), name, None), getattr(row, name)
                 if earlier and later and what != f"over {row.contender}":
-                    found.append(Change(setting, row.contender, what, earlier, later))
+                    change, known = later.median / earlier.median, min(earlier.count, later.count) > 1
+                    beyond = known and abs(change - 1) > max(earlier.spread, later.spread)
+                    found.append(Change(setting, row.contender, what, earlier, later, change, beyond))
     return found
 
 

@@ -44,12 +44,17 @@ def examine(subject: Subject, tell: Tell) -> Found:
     parts |= {name: getattr(patient, name) for name in ("facts", "verify", "decode", "host")}
     for name, run in parts.items():
         tell(PARTS[name])
-        try:
-            found[name] = run()
-        except Exception as e:  # of any kind: the other parts are still wanted
-            found[name] = {"failed": with_type(e)}
+        found[name] = _or_why({}, run)
     found["thermal"] = {"before": before, "after": thermal_state()}
     return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
+
+
+def _or_why(line: Found, run: Callable[[], Found]) -> Found:
+    """Add to a line what `run` finds, or why it failed."""
+    try:
+        return line | run()
+    except Exception as e:  # of any kind: the other parts are still wanted
+        return line | {"failed": with_type(e)}
 
 
 def _every(tell: Tell) -> Found:
@@ -60,10 +65,7 @@ def _every(tell: Tell) -> Found:
         found += on_gpu(name, op, lambda make=make: [make()], mx.bfloat16)
     for op in SMALL if not on_metal() else ():
         tell(f"{op}, emulated")
-        try:
-            found.append(emulated_check.of_op(op))
-        except Exception as e:
-            found.append({"op": op, "failed": with_type(e)})
+        found.append(_or_why({"op": op}, partial(emulated_check.of_op, op)))
     return {"found": found}
 
 
@@ -76,10 +78,7 @@ def on_gpu(name: str, op: str, build: Callable[[], Sequence[Any]], dtype: mx.Dty
         return
     for trial in made:
         line = {"of": name, "op": trial.op, "shape": trial.shape, "rows": trial.rows}
-        try:
-            yield line | tried(trial)
-        except Exception as e:
-            yield line | {"failed": with_type(e)}
+        yield _or_why(line, partial(tried, trial))
     mx.clear_cache()
 
 

@@ -25,7 +25,7 @@ STYLE = Path(__file__).with_name("page.css")
 
 
 def page(results: Sequence[Found]) -> str:
-    """Write a complete document; raises ValueError where matplotlib is missing."""
+    """Write a complete document."""
     names = dict.fromkeys(f"{found['bench']} {subject(found)}" for found in results)
     title = escape("mlx-mtp bench: " + ", ".join(names))
     start = (

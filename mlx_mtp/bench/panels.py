@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .decode_tables import Setting, categories, rows, settings
+from .documents import MAC
 from .result import curve_title
 from .roofline.phases import CYCLE, DRAFT, OURS, SHOWN_OVERLAP, STOCK, VERIFY, shown_times
 from .roofline.phases import PLAIN as PLAIN_STEP
@@ -75,12 +76,12 @@ class GridPanel(Panel):
 
 @dataclass(frozen=True)
 class RangePanel(Panel):
-    """Of each row, a range, and marks by name, in a theme's colours by number; None where a row lacks one."""
+    """Of each row, a range, and marks by name, in a theme's colours by number."""
 
     rows: list[str]
     spans: list[tuple[float, float]]
     span_label: str
-    marks: dict[str, list[float | None]]
+    marks: dict[str, list[float]]
     colours: list[int]
 
 
@@ -276,25 +277,21 @@ def model_cycles(found: Found) -> Iterator[Panel]:
     yield BarPanel(title, "ms of a plain step, or of a cycle", names, parts, group=len(sides))
 
 
-def documents(found: Found, machine: str = "Mac Studio") -> Iterator[Panel]:
+def documents(found: Found) -> Iterator[Panel]:
     """Draw the published engine's cycles over their floors, from all experts shared to independent routing."""
-    names, spans, marks = [], [], []
-    lines = [line for line in found["documents"] if line["machine"] == machine]
-    first = {(line["weights"], line["context"]): line for line in reversed(lines)}
-    for line, kind in ((line, kind) for line in lines for kind in ("plain", "cycle")):
-        if kind == "plain" and line is not first[line["weights"], line["context"]]:
-            continue  # the same for every k of an experiment
-        step = f"k={line['drafts']}" if kind == "cycle" else kind
-        names.append(f"{line['weights']} {line['context'] // 1024}k {step}")
-        floors = line["cycle_floor"] if kind == "cycle" else {SHOWN_OVERLAP: line["plain_floor"]}
-        spans.append((1e3 * min(floors.values()), 1e3 * max(floors.values())))
-        values = line[kind], floors[SHOWN_OVERLAP], line["predicted"].get(OURS, {}).get(kind)
-        marks.append([None if value is None else 1e3 * value for value in values])
+    spans, marks = {}, {}
+    for line in (line for line in found["documents"] if line["machine"] == MAC):
+        for kind, step in (("plain", "plain"), ("cycle", f"k={line['drafts']}")):
+            name = f"{line['weights']} {line['context'] // 1024}k {step}"  # plain is the same for every k
+            floors = line["cycle_floor"] if kind == "cycle" else {SHOWN_OVERLAP: line["plain_floor"]}
+            spans[name] = 1e3 * min(floors.values()), 1e3 * max(floors.values())
+            marks[name] = [1e3 * x for x in (line[kind], floors[SHOWN_OVERLAP], line["predicted"][OURS][kind])]
     labels = "published", "floor, routed as published", "ours, predicted, 4 bits"
-    if names:
+    if spans:
         yield RangePanel(
-            f"another engine's {found['model']['name']} on a {machine}, and its byte floor",
-            *("ms of a plain step, or of a cycle", names, spans, "floor: shared to independent routing"),
-            dict(zip(labels, map(list, zip(*marks, strict=True)), strict=True)),
+            f"another engine's {found['model']['name']} on a {MAC}, and its byte floor",
+            *("ms of a plain step, or of a cycle", [*spans], [*spans.values()]),
+            "floor: shared to independent routing",
+            dict(zip(labels, map(list, zip(*marks.values(), strict=True)), strict=True)),
             [3, FLOOR, 0],
         )

@@ -60,7 +60,6 @@ def need_matplotlib() -> None:
 
 def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
     """Draw all pictures of the results, one under the other, into a .png or .svg file."""
-    check(path)
     panels = panels_of(results)
     if not panels:
         raise ValueError(f"plot={path}: nothing in these results can be drawn")
@@ -69,7 +68,6 @@ def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
 
 def svg(panel: Panel, *, dark: bool, name: str) -> str:
     """Draw one picture as an <svg> element for a page of several; ids in it begin anew for each name."""
-    need_matplotlib()
     text = _rendered([panel], "svg", dark, salt=name).decode()
     return text[text.index("<svg") :]
 

@@ -166,12 +166,12 @@ def draws(rates: Sequence[float], seed: int) -> mx.array:
 
 
 @contextmanager
-def drawn_acceptance(rates: Sequence[float], seed: int = 0) -> Iterator[None]:
+def drawn_acceptance(rates: Sequence[float]) -> Iterator[None]:
     """Let every verify inside accept as many drafts as are drawn; a handful of operations on k numbers per cycle.
 
     Where a draft is to be right the target's token becomes the draft, where it is to be wrong another one.
     """
-    right, pick, pick_together = draws(rates, seed), Picker.pick, together.pick
+    right, pick, pick_together = draws(rates, 0), Picker.pick, together.pick
     mx.eval(right)
 
     def forced(self: Picker, model: Target, hidden: mx.array, position: Any, history: Any, drafts: mx.array):

@@ -81,6 +81,7 @@ def _skipped(n: int) -> int:
     return max(0, sum(chance <= 1 - CONFIDENCE for chance in outside) - 1)
 
 
+MOST_STEPS = 4096  # of a chain
 REPEATS = 3  # of a chain in each turn; other work on the machine only ever adds time, so the fastest counts
 
 
@@ -132,8 +133,8 @@ class Timed:
         return max(own - waiting, 1e-9) / self.steps
 
 
-def steps_for(calls: Sequence[Call], seconds: float, most: int = 4096) -> int:
+def steps_for(calls: Sequence[Call], seconds: float) -> int:
     """Choose how many calls take about that long; all of them in turn at least once."""
     chain_seconds(calls, len(calls))  # compiles
     once = min(chain_seconds(calls, len(calls)) for _ in range(2))
-    return len(calls) * max(1, min(round(seconds / once), most // len(calls)))
+    return len(calls) * max(1, min(round(seconds / once), MOST_STEPS // len(calls)))

@@ -98,7 +98,7 @@ def model(**flags: Any) -> None:
                 raise click.UsageError(f"--measured: which model is {name!r}? name it with --model, or its --config")
         subject = assemble.find_model(of, flags["config"], on_chip=chip is not None)
         if results and not flags["context"]:
-            context = assemble.contexts(results[0])[0]
+            context = assemble.times(results[0])[0]["context"]
         rows = (2, 4) if flags["quick"] else assemble.ROWS
         found = assemble.bench_model(subject, chip, context, rows, results, flags["ranks"])
     notes = ["no chip that is known: bytes only; name one with --chip"] if chip is None else []

@@ -33,15 +33,15 @@ def test_the_chip_at_hand(device, cores, name):
 
 def test_measured_times_are_those_of_the_results():
     verify, decode, profile = (made() for made in (verify_result, decode_result, profile_result))
-    times = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in assemble.times(verify, 128)}
+    times = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in assemble.nearest(verify, 128)}
     whole = next(c for c in verify["curves"] if (c["name"], c["context"]) == ("whole", 128))
     for side, seconds in whole["seconds"].items():
         for m, values in seconds.items():
             phase = "plain step" if m == "1" else "verify"
             assert times.pop((phase, int(m), f"{side} pass")) == statistics.median(values)
     assert not times
-    (context,) = assemble.contexts(decode)
-    found = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in assemble.times(decode, context)}
+    found = {(t["phase"], t["rows"], t["side"]): t["seconds"] for t in assemble.times(decode)}
+    assert len({t["context"] for t in assemble.times(decode)}) == 1
     entries = [e for e in decode["entries"] if e["contender"] == "k=2"]
     speeds = [sum(e["tokens"][i] - 1 for e in entries) / sum(e["seconds"][i] for e in entries) for i in range(3)]
     cycles, kept = (
@@ -49,7 +49,7 @@ def test_measured_times_are_those_of_the_results():
     )
     assert found["cycle", 3, "loop"] == pytest.approx((1 + kept / cycles) / statistics.median(speeds))
     assert found.keys() >= {("plain step", 1, "loop"), ("plain step", 1, "mlx-lm's loop"), ("cycle", 2, "loop")}
-    parts = {(t["phase"], t["rows"]): t["seconds"] for t in assemble.times(profile, 0)}
+    parts = {(t["phase"], t["rows"]): t["seconds"] for t in assemble.times(profile)}
     assert parts["draft", 4] == statistics.median(profile["seconds"]["draft"]) / profile["cycles"]
     assert parts["cycle", 4] > parts["draft", 4] + parts["verify", 4]
 
@@ -62,7 +62,7 @@ def test_a_result_of_another_model_or_context_is_refused():
     with pytest.raises(ValueError, match=r"Step-3\.5-Flash has 111 GB: say --model"):
         assemble.bench_model(step, M3_ULTRA, 128, results=[verify_result()])
     with pytest.raises(ValueError, match="a result of bench model; allowed are decode, verify, profile"):
-        assemble.contexts({"bench": "model"})
+        assemble.times({"bench": "model"})
 
 
 def test_the_command_with_what_was_measured(tmp_path):

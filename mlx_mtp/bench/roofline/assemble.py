@@ -22,7 +22,7 @@ from .ops import ModelOps
 from .phases import CYCLE, DRAFT, PLAIN, ROWS, VERIFY, floors, kernels, predicted
 
 Found = dict[str, Any]
-Time = tuple[str, int, str, float]  # phase, rows M, side, seconds
+Time = tuple[int, str, int, str, float]  # context, phase, rows M, side, seconds
 DEMO = "demo"
 ALIKE = 0.8  # of the other's bytes a model has to have to be the same; vectors are not counted here
 NEAR = 256  # tokens, which change no floor by much; prompts differ in length, and a profile does not tell its own
@@ -98,86 +98,83 @@ def bench_model(
     rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}
     facts |= {"max_draft_tokens": model.max_drafts, "target_bytes": model.total_bytes, "synthetic": None}
-    on_chip = {}
-    if chip is not None:
-        fitted_to = fitted["chips"][chip.name]["fitted_to"]
-        on_chip["chip"] = asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": fitted_to}
-        on_chip["predicted"] = predicted(model, chip, context, rows)
-        on_chip["kernels"] = kernels(model, chip, context)
     for other in results:
         there, here = other["model"].get("target_bytes"), model.total_bytes
         if there and not ALIKE < there / here < 1 / ALIKE:
             what = f"bench {other['bench']} of {other['model']['name']}, {there / 1e9:.3g} GB of weights"
             raise ValueError(f"measured: {what}; {subject.name} has {here / 1e9:.3g} GB: say --model or --config")
-    found = {"floors": floors(model, context, rows), **on_chip}
+    found: Found = {"floors": floors(model, context, rows)}
+    if chip is not None:
+        fitted_to = fitted["chips"][chip.name]["fitted_to"]
+        found["chip"] = asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": fitted_to}
+        found |= {"predicted": predicted(model, chip, context, rows), "kernels": kernels(model, chip, context)}
     if ranks > 1:
         found["links"] = over_links(model, ranks, rows)
-    found["measured"] = [line for other in results for line in times(other, nearest(other, context))]
+    found["measured"] = [line for other in results for line in nearest(other, context)]
     found["documents"] = documents(fitted_chips()) if subject.name == MODEL else []
     return result("model", facts, {"context": context, "rows": rows}, **found, validation=fitted["validation"])
 
 
-def contexts(found: Found) -> list[int]:
-    """List the contexts (tokens) that a result has times at; about the middle of a text where prompts were short."""
-    match found["bench"]:
-        case "decode":
-            return list(dict.fromkeys(_context(found, setting[0]) for setting in settings(found)))
-        case "verify":
-            return [curve["context"] for curve in found["curves"] if curve["name"] == "whole"]
-        case "profile":
-            return [found["options"]["context"] or found["tokens"] // 2]
-    raise ValueError(f"measured: a result of bench {found['bench']}; allowed are decode, verify, profile")
-
-
-def nearest(found: Found, context: int) -> int:
-    """Choose the result's context that is meant: within NEAR tokens, or a tenth; ValueError where none is."""
-    known = contexts(found)
+def nearest(found: Found, context: int) -> list[Found]:
+    """Take a result's times at the context that is meant: within NEAR tokens, or a tenth; else ValueError."""
+    taken = times(found)
+    known = list(dict.fromkeys(time["context"] for time in taken))
     near = min(known, key=lambda other: abs(other - context))
     if abs(near - context) > max(NEAR, context / 10):
         tokens = ", ".join(map(str, known))
         raise ValueError(f"context={context}: bench {found['bench']} was measured at {tokens} tokens")
-    return near
+    return [time for time in taken if time["context"] == near]
 
 
-def times(found: Found, context: int) -> list[Found]:
-    """Take the result's times at one of its `contexts`: phase, rows M of the verify, drafts k, side, seconds."""
-    taken = {"decode": _of_loops, "verify": _of_passes, "profile": _of_phases}[found["bench"]](found, context)
-    return [{"phase": p, "rows": m, "drafts": m - 1, "side": side, "seconds": s} for p, m, side, s in taken]
+def times(found: Found) -> list[Found]:
+    """Take a result's times: context (tokens), phase, rows M of the verify, drafts k, side, seconds.
+
+    A context is about the middle of a text where prompts were short. Raises ValueError for a result without times.
+    """
+    taken = TAKEN.get(found["bench"])
+    if taken is None:
+        raise ValueError(f"measured: a result of bench {found['bench']}; allowed are {', '.join(TAKEN)}")
+    names = "context", "phase", "rows", "side", "seconds"
+    lines = [dict(zip(names, line, strict=True)) for line in taken(found)]
+    if not lines:
+        raise ValueError(f"measured: bench {found['bench']} has no times with caches in 16 bits")
+    return [line | {"drafts": line["rows"] - 1} for line in lines]
 
 
-def _context(found: Found, asked: int) -> int:
-    """Count prompt and half of the text where no context was asked for."""
-    entries = [e for e in found["entries"] if e["context"] == asked]
-    length = sum(e["prompt_tokens"] + sum(e["tokens"]) / len(e["tokens"]) / 2 for e in entries) / len(entries)
-    return asked or round(length)
-
-
-def _of_loops(found: Found, context: int) -> Iterator[Time]:
+def _of_loops(found: Found) -> Iterator[Time]:
     """Take whole cycles of the loop, host included."""
     for setting in settings(found):
-        if _context(found, setting[0]) == context and setting[1:] == (None, None):
-            for row in loop_rows(found, setting):
-                if row.speed and row.contender in ("plain", "mlx-lm"):
-                    yield PLAIN, 1, "loop" if row.contender == "plain" else "mlx-lm's loop", 1 / row.speed.median
-                elif row.speed and row.contender.startswith("k="):
-                    assert row.tokens_per_cycle
-                    yield CYCLE, int(row.contender[2:]) + 1, "loop", row.tokens_per_cycle / row.speed.median
+        entries = [e for e in found["entries"] if e["context"] == setting[0]]
+        length = sum(e["prompt_tokens"] + sum(e["tokens"]) / len(e["tokens"]) / 2 for e in entries) / len(entries)
+        context = setting[0] or round(length)
+        for row in loop_rows(found, setting) if setting[1:] == (None, None) else ():
+            if row.speed and row.contender in ("plain", "mlx-lm"):
+                side = "loop" if row.contender == "plain" else "mlx-lm's loop"
+                yield context, PLAIN, 1, side, 1 / row.speed.median
+            elif row.speed and row.contender.startswith("k="):
+                assert row.tokens_per_cycle
+                yield context, CYCLE, int(row.contender[2:]) + 1, "loop", row.tokens_per_cycle / row.speed.median
 
 
-def _of_passes(found: Found, context: int) -> Iterator[Time]:
-    whole = [curve for curve in found["curves"] if (curve["name"], curve["context"]) == ("whole", context)]
-    for side, seconds in (pair for curve in whole for pair in curve["seconds"].items()):
-        for m, values in seconds.items():
-            yield PLAIN if int(m) == 1 else VERIFY, int(m), f"{side} pass", interval(values).median
+def _of_passes(found: Found) -> Iterator[Time]:
+    for curve in (curve for curve in found["curves"] if curve["name"] == "whole"):
+        for side, seconds in curve["seconds"].items():
+            for m, values in seconds.items():
+                phase = PLAIN if int(m) == 1 else VERIFY
+                yield curve["context"], phase, int(m), f"{side} pass", interval(values).median
 
 
-def _of_phases(found: Found, _: int) -> Iterator[Time]:
+def _of_phases(found: Found) -> Iterator[Time]:
     """Take phases one after the other; a verify with what its acceptance takes, a cycle with the host in between."""
+    context = found["options"]["context"] or found["tokens"] // 2
     rows, cycles = found["options"]["k"] + 1, max(1, found["cycles"])
     parts: dict[str, Sequence[float]] = {name: s for name, s in found["seconds"].items() if name != "prefill"}
     verify = [a + b for a, b in zip(parts["verify"], parts["accept"], strict=True)]
-    whole = [sum(values) for values in zip(*parts.values(), strict=True)]
+    taken = {PLAIN if rows == 1 else VERIFY: verify, CYCLE: [sum(s) for s in zip(*parts.values(), strict=True)]}
     if rows > 1:
-        yield DRAFT, rows, "profile", interval(parts["draft"]).median / cycles
-    yield PLAIN if rows == 1 else VERIFY, rows, "profile", interval(verify).median / cycles
-    yield CYCLE, rows, "profile", interval(whole).median / cycles
+        taken = {DRAFT: parts["draft"], **taken}
+    for phase, seconds in taken.items():
+        yield context, phase, rows, "profile", interval(seconds).median / cycles
+
+
+TAKEN = {"decode": _of_loops, "verify": _of_passes, "profile": _of_phases}
