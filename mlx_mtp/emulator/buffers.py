@@ -24,12 +24,8 @@ class KernelBuffer:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.frombuffer(bytearray(array.tobytes()), np.uint8)
-
-
-def _numpy(x: mx.array) -> np.ndarray:
-    return np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+def _bytes(x: mx.array) -> np.ndarray:
+    return np.array(x.reshape(-1).view(mx.uint8))
 
 
 def input_buffers(name: str, x: mx.array, contiguous: bool) -> dict[str, KernelBuffer]:
@@ -37,10 +33,10 @@ def input_buffers(name: str, x: mx.array, contiguous: bool) -> dict[str, KernelB
 
     With `contiguous`, x is laid out row by row if it is not; else a view comes with all that lies between its ends.
     """
-    a = _numpy(x)
+    a = np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
     if x.size == 0 or contiguous or a.flags.c_contiguous:
         strides = [int(np.prod(x.shape[i + 1 :])) for i in range(x.ndim)]
-        data = KernelBuffer(name, _bytes(a), x.itemsize, INPUT)
+        data = KernelBuffer(name, _bytes(x), x.itemsize, INPUT)
     else:
         strides = [s // x.itemsize for s in a.strides]
         reach = [(n - 1) * s for n, s in zip(a.shape, a.strides, strict=True)]
@@ -50,9 +46,9 @@ def input_buffers(name: str, x: mx.array, contiguous: bool) -> dict[str, KernelB
         data = KernelBuffer(name, window.copy(), x.itemsize, INPUT, origin=-first)
     buffers = {name: data}
     if x.ndim > 0:
-        for what, values, type_ in (("shape", x.shape, "i4"), ("strides", strides, "i8"), ("ndim", [x.ndim], "i4")):
-            about = np.array(values, type_)
-            buffers[f"{name}_{what}"] = KernelBuffer(f"{name}_{what}", _bytes(about), about.itemsize, INPUT)
+        about = {"shape": mx.array(x.shape), "strides": mx.array(strides, mx.int64), "ndim": mx.array([x.ndim])}
+        for what, values in about.items():
+            buffers[f"{name}_{what}"] = KernelBuffer(f"{name}_{what}", _bytes(values), values.itemsize, INPUT)
     return buffers
 
 
@@ -61,12 +57,9 @@ def output_buffer(name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: 
     if init_value is None:
         size = int(np.prod(shape)) * dtype.size
         return KernelBuffer(name, np.full(size, 0xFF, np.uint8), dtype.size, OUTPUT, initialised=False)
-    full = mx.full(tuple(shape), init_value, dtype=dtype)
-    return KernelBuffer(name, _bytes(_numpy(full)), dtype.size, OUTPUT)
+    return KernelBuffer(name, _bytes(mx.full(tuple(shape), init_value, dtype=dtype)), dtype.size, OUTPUT)
 
 
 def output_array(buffer: KernelBuffer, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
     """Read the output, of `shape` and `dtype`, that a kernel has left in its buffer."""
-    plain = mx.uint16 if dtype == mx.bfloat16 else dtype
-    typed = buffer.data.view(np.asarray(mx.zeros(1, plain)).dtype).reshape(tuple(shape))
-    return mx.array(typed, plain).view(dtype)
+    return mx.array(buffer.data).view(dtype).reshape(tuple(shape))

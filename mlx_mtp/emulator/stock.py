@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .kernel import MetalKernel, metal_kernel
+from .kernel import metal_kernel
 from .launch import Traffic, Triple
 from .options import EmulatorOptions
 
@@ -29,9 +29,7 @@ def include(*headers: str) -> str:
     return "".join(f'#include "mlx/backend/metal/kernels/{h}.h"\n' for h in headers)
 
 
-@functools.cache
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str, header: str) -> MetalKernel:
-    return metal_kernel(name, inputs, outputs, body, header)
+_kernel = functools.cache(metal_kernel)
 
 
 def launched(

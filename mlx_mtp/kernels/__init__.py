@@ -16,16 +16,7 @@ from .mamba2_verify import mamba2_verify, mamba2_verify_ref
 from .norm_rope import Rope, norm_rope, norm_rope_ref
 from .verify_attention import attention_served, verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
-from .verify_head import (
-    draw_ref,
-    top_ref,
-    verify_head,
-    verify_head_draw,
-    verify_head_draw_ref,
-    verify_head_ref,
-    verify_head_top,
-    verify_head_top_ref,
-)
+from .verify_head import draw_ref, top_ref, verify_head, verify_head_draw, verify_head_ref, verify_head_top
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
 from .verify_moe import Experts, verify_moe, verify_moe_ref
 from .verify_qmm import verify_glu, verify_glu_ref, verify_qmm, verify_qmm_heads, verify_qmm_heads_ref, verify_qmm_ref

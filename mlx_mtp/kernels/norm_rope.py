@@ -13,8 +13,6 @@ import mlx.core as mx
 
 from ._source import BLOCK, MOST_BLOCKS, constants, floats, launch, on_metal
 
-OF_MLX = "mlx.nn.layers.positional_encoding"
-OF_MLX_LM = "mlx_lm.models.rope_utils"
 Heads = tuple[mx.array, mx.array]  # queries [B, Hq, L, D], keys [B, Hk, L, D]
 
 
@@ -38,23 +36,22 @@ class Rope:
             raise ValueError(f"dims is {self.dims}; it must be a positive even number")
         if (self.base is None) == (self.freqs is None):
             raise ValueError(f"base is {self.base} and freqs {self.freqs}; one of them must be given")
-        if self.freqs is not None and self.freqs.shape != (self.dims // 2,):
-            raise ValueError(
-                f"freqs has shape {self.freqs.shape}; for {self.dims} dims it must be ({self.dims // 2},)"
-            )
+        shape = (self.dims // 2,)
+        if self.freqs is not None and self.freqs.shape != shape:
+            raise ValueError(f"freqs has shape {self.freqs.shape}; for {self.dims} dims it must be {shape}")
 
     @staticmethod
     def of(module: Any) -> "Rope | None":
         """Read that of `nn.RoPE` or of one of mlx-lm's, also one that shares its angles; None for another module."""
         kind = getattr(module, "plain", type(module))
         match kind.__module__, kind.__name__:
-            case (str(of), "RoPE") if of == OF_MLX:
+            case "mlx.nn.layers.positional_encoding", "RoPE":
                 return Rope(module.dims, module.traditional, base=module.base, scale=module.scale)
-            case (str(of), "Llama3RoPE" | "ProportionalRoPE") if of == OF_MLX_LM:
+            case "mlx_lm.models.rope_utils", "Llama3RoPE" | "ProportionalRoPE":
                 return Rope(module.dims, module.traditional, freqs=module._freqs)
-            case (str(of), "YarnRoPE") if of == OF_MLX_LM:
+            case "mlx_lm.models.rope_utils", "YarnRoPE":
                 return Rope(module.dims, module.traditional, freqs=module._freqs, mscale=module.mscale)
-            case (str(of), "SuScaledRoPE") if of == OF_MLX_LM:
+            case "mlx_lm.models.rope_utils", "SuScaledRoPE":
                 return Rope(module.dim, freqs=module._freqs, mscale=module._scale)
         return None
 

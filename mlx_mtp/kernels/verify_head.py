@@ -56,16 +56,6 @@ def verify_head_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.arr
     return mx.argmax(logits_ref(x, weights, bias), axis=-1).astype(mx.int32)
 
 
-def verify_head_draw_ref(
-    x: mx.array, weights: Weights, key: mx.array, position: Any, temp: float, bias: Maybe = None
-) -> mx.array:
-    return draw_ref(logits_ref(x, weights, bias), key, position, temp)
-
-
-def verify_head_top_ref(x: mx.array, weights: Weights, n: int, bias: Maybe = None) -> Top:
-    return top_ref(logits_ref(x, weights, bias), n)
-
-
 def tile(n: int) -> int:
     """Choose how many weight rows make a tile, of which the first n are kept."""
     return 128 if n <= 8 else 256 if n <= 16 else 512
@@ -86,11 +76,8 @@ def _verify_head_metal(
 ) -> list[mx.array]:
     """Find values and tokens [M, n] of each row's first n; behind the values the logsumexp where it is asked for."""
     x = x.astype(_dtype(x, weights, bias))
-    m, tiles, registers = (
-        x.shape[0],
-        -(-_columns(weights) // tile(n)),
-        DENSE_ROWS if isinstance(weights, mx.array) else WEIGHTS_ONCE,
-    )
+    m, tiles = x.shape[0], -(-_columns(weights) // tile(n))
+    registers = DENSE_ROWS if isinstance(weights, mx.array) else WEIGHTS_ONCE
     groups, rows = row_groups(m, min(registers, LOGITS // tile(n)))
     op, inputs, template = _product(x, weights)
     key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
@@ -166,7 +153,7 @@ def verify_head_draw(
     if temp <= 0:
         raise ValueError(f"temp={temp}: allowed is more than 0")
     if not (on_metal() and supported(x, weights, bias)):
-        return verify_head_draw_ref(x, weights, key, position, temp, bias)
+        return draw_ref(logits_ref(x, weights, bias), key, position, temp)
     noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, 1.0 / temp))
     return _verify_head_metal(x, weights, bias, noise=noise)[1][:, 0]
 
@@ -184,6 +171,6 @@ def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None) -
     if not 1 <= n <= min(MOST_TOP, _columns(weights)):
         raise ValueError(f"n={n}: allowed is 1 to {min(MOST_TOP, _columns(weights))}")
     if not (on_metal() and supported(x, weights, bias)):
-        return verify_head_top_ref(x, weights, n, bias)
+        return top_ref(logits_ref(x, weights, bias), n)
     values, tokens = _verify_head_metal(x, weights, bias, n, with_sum=True)
     return values[:, :n], tokens, values[:, n]
