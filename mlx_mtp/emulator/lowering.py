@@ -109,11 +109,9 @@ def lower_threadgroup(text: str) -> str:
 
 def _merge_members(text: str) -> str:
     text = _MEMBER.sub(r"\1 const \2", text)
-    while True:
-        merged = _REPEATED.sub(lambda m: m[1] + m[2] + "\n" * m[1].count("\n"), text)
-        if merged == text:
-            return text
+    while (merged := _REPEATED.sub(lambda m: m[1] + m[2] + "\n" * m[1].count("\n"), text)) != text:
         text = merged
+    return text
 
 
 def _cast(match: re.Match) -> str:

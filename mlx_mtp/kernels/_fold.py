@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 TEST = re.compile(r"(!?)(\w+)(?:(==|!=|<|>)(\d+))?")
 COMPARE = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "": operator.ne}
@@ -25,31 +25,23 @@ def folded(parts: list[str], values: Values) -> list[str]:
     return parts
 
 
-def truth(condition: list[str], values: Values) -> bool | None:
+def truth(condition: str, values: Values) -> bool | None:
     """Decide tests of names by numbers that || and && join, as far as the values do: else None."""
     if "(" in condition:
         return None
     for word, decides in (("||", True), ("&&", False)):
         if word in condition:
-            sides = [truth(side, values) for side in _split(condition, word)]
+            sides = [truth(side, values) for side in condition.split(word)]
             return decides if decides in sides else None if None in sides else not decides
-    test = TEST.fullmatch("".join(condition))
+    test = TEST.fullmatch(condition)
     if not test or test[2] not in values or (test[1] and test[3]):
         return None
     return COMPARE[test[3] or ""](values[test[2]], int(test[4] or 0)) != bool(test[1])
 
 
-def _split(condition: list[str], word: str) -> Iterator[list[str]]:
-    while word in condition:
-        at = condition.index(word)
-        yield condition[:at]
-        condition = condition[at + 1 :]
-    yield condition
-
-
 def _fold_branch(parts: list[str], start: int, values: Values) -> None:
     closing = _closing(parts, start + 2)
-    chosen = truth(parts[start + 3 : closing], values)
+    chosen = truth("".join(parts[start + 3 : closing]), values)
     if chosen is None:
         return
     end = stop = _closing(parts, closing + 1) + 1
@@ -73,7 +65,7 @@ def _fold_choice(parts: list[str], at: int, values: Values) -> None:
     start = at
     while parts[start - 1] not in STARTS:
         start -= 1
-    chosen = truth(parts[start:at], values)
+    chosen = truth("".join(parts[start:at]), values)
     if chosen is None:
         return
     colon = _end(parts, at + 1, {":"})

@@ -27,14 +27,7 @@ def draw_top_ref(
 
 
 def draw_top(
-    top: Top,
-    key: mx.array,
-    position: Any,
-    *,
-    temp: float,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    vocab_size: int,
+    top: Top, key: mx.array, position: Any, *, temp: float, top_p: float = 1.0, min_p: float = 0.0, vocab_size: int
 ) -> mx.array:
     """Draw a token [M] int32 of each row from the n greatest logits of `vocab_size`, all rows in one launch.
 

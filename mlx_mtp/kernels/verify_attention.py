@@ -174,11 +174,8 @@ def merge(
     sinks: [Hq]. gate: logits, [N, L, Hq], [N, L, Hq * Dv], or [N, L, Hq, Dv] of any strides, which is not copied.
     """
     pairs, _, R, Dv = partials.shape
-    assert R % rows == 0, f"{R} rows of {rows} queries"
-    assert pairs % texts == 0, f"{pairs} KV heads of {texts} texts"
     heads = pairs // texts * R // rows
     shape = texts, rows, heads
-    assert gate is None or gate.size in (math.prod(shape), math.prod(shape) * Dv), f"a gate of shape {gate.shape}"
     gated = 0 if gate is None else 1 if gate.size == math.prod(shape) else 2
     inputs = {"partials": partials, "ml": ml, "sinks": ml if sinks is None else sinks}
     inputs["gate"] = constants(dtype, *[0.0] * DEVICE) if gate is None else gate.astype(dtype).reshape(*shape, -1)

@@ -65,13 +65,12 @@ def _scores_metal(
     first = start if isinstance(start, mx.array) else constants(mx.int32, start)
     sight = {"scale": constants(mx.float32, scale), "offset": offset, "start": first}
     sight["chosen"] = offset if chosen is None else chosen
+    template = {"T": dtype, "DV": dv, "DR": dr, "KEYS": size, "FRAGMENTS": fragments, "CHOSEN": chosen is not None}
     scores, peaks = launch(
         "latent_scores",
         {"q": q[0], "q_pe": q[1], "latent": keys[0], "k_pe": keys[1], **sight},
         {"scores": ((tiles * size // 8, rows, 8), mx.float32), "peaks": ((tiles, rows), mx.float32)},
-        template={
-            **{"T": dtype, "DV": dv, "DR": dr, "KEYS": size, "FRAGMENTS": fragments, "CHOSEN": chosen is not None}
-        },
+        template=template,
         grid=(32 * tiles, simdgroups, apart),
         group=(32, simdgroups, 1),
     )

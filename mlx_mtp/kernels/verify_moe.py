@@ -98,11 +98,8 @@ def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> dict[str, object]:
     """
     pack, fast = packs(weights.bits)
     values = fast if weights.k % (32 * fast) == 0 else pack
-    return {
-        **format_template(weights, dtype),
-        "VALUES": values,
-        "ROWS": next((rows for rows in VISITS if rows >= m), VISITS[-1]),
-    }
+    rows = next((rows for rows in VISITS if rows >= m), VISITS[-1])
+    return {**format_template(weights, dtype), "VALUES": values, "ROWS": rows}
 
 
 def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:

@@ -31,7 +31,7 @@ VALUES = {"BITS": 4, "FP": 0, "BIAS": 1}
     ],
 )
 def test_conditions(condition, decided):
-    assert truth(tokens(condition), VALUES) is decided
+    assert truth("".join(tokens(condition)), VALUES) is decided
 
 
 @pytest.mark.parametrize(
