@@ -126,18 +126,6 @@ def main(ctx: click.Context) -> None:
     check_command(ctx.invoked_subcommand)
 
 
-COMMANDS = (
-    generate,
-    chat,
-    cache_prompt,
-    convert,
-    draft_vocab,
-    emulate,
-    bench,
-    doctor,
-    inspect,
-    serve,
-    verify_lossless,
-)
+COMMANDS = generate, chat, cache_prompt, convert, draft_vocab, emulate, bench, doctor, inspect, serve, verify_lossless
 for command in COMMANDS:
     main.add_command(command)

@@ -1,6 +1,5 @@
 """Define `mlx-mtp cache-prompt`: read the beginning of a prompt once, for many to go on from."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,12 @@ from . import options
 from .together import own_file
 
 
-def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
-    """Check that a file can be there, before anything is read."""
-    path = Path(value)
-    if not path.parent.is_dir():
-        raise click.BadParameter(f"{path.parent} is not a directory")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise click.BadParameter(f"{path.parent} cannot be written to")
-    if path.exists() and not path.is_file():
-        raise click.BadParameter(f"{value} is not a file")
-    return path
-
-
 @click.command("cache-prompt")
 @options.model_options
 @click.option("--eos-token", help="The tokenizer's end-of-text token.")
 @options.system_prompt_option
 @click.option("--prompt", "-p", required=True, help="Beginning of the message; '-' reads standard input.")
-@click.option("--prompt-cache-file", required=True, callback=check_place, help="File to write.")
+@click.option("--prompt-cache-file", required=True, callback=options.check_place, help="File to write.")
 @options.no_template_option
 @options.template_config_option
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")

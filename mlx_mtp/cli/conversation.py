@@ -4,7 +4,6 @@ import contextlib
 import shutil
 import sys
 import textwrap
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -43,7 +42,7 @@ class Chat:
         self.ranks = session.ranks
         self.read = MessageReader(interactive=self.interactive, patient=not self.ranks)
         self.drafts = session.num_draft_tokens or default_draft_tokens(session.model)
-        self.totals = Totals()
+        self.turns: list[Turn] = []
         self._last: GenerationResponse | None = None
         self._line_ended = False
 
@@ -80,10 +79,10 @@ class Chat:
             click.echo(HELP + "\n" + KEYS if self.interactive else HELP)
         elif name == "/reset":
             self.session.reset()
-            self.totals = Totals()
+            self.turns = []
             click.echo("The conversation begins anew.")
         elif name == "/stats":
-            click.echo("\n".join(self.totals.lines(self.session)))
+            click.echo("\n".join(totals(self.session, self.turns)))
         elif name == "/mtp":
             self._set_drafting(argument)
         elif name in ("/system", "/save", "/load"):
@@ -123,7 +122,7 @@ class Chat:
         if self.ranks:
             raise ValueError(f"/load {printable(name)}: not on several ranks, which do not all have the file")
         conversation_file.load(file, self.session)
-        self.totals = Totals()
+        self.turns = []
         return f"{printable(str(file))}: {_count(len(self.session.messages), 'message')} loaded"
 
     def _answer(self, text: str) -> None:
@@ -138,9 +137,9 @@ class Chat:
                 raise
             trouble = "error: " + first_line(e)
         last = self._last
+        stopped = not trouble and (last is None or last.finish_reason is None)
         if last and not self._line_ended:
             click.echo()
-        stopped = not trouble and (last is None or last.finish_reason is None)
         if trouble:
             click.echo(trouble, err=True)
         elif stopped:
@@ -151,10 +150,8 @@ class Chat:
             sys.exit(130)  # Ctrl-C has ended the launcher, too, and nothing more is read or written
 
     def _stream(self, text: str) -> None:
-        session = self.session
-        progress = PromptProgress(
-            shown=self.progress, chunk=session.options.get("prefill_step_size") or default_step()
-        )
+        session, chunk = self.session, self.session.options.get("prefill_step_size") or default_step()
+        progress = PromptProgress(shown=self.progress, chunk=chunk)
         typing = hidden_typing() if self.interactive else contextlib.nullcontext()
         responses = contextlib.closing(session.ask(text, progress))
         with StopOnInterrupt(session, progress.stopping), typing, progress, responses as answer:
@@ -165,7 +162,7 @@ class Chat:
 
     def _close_turn(self, last: GenerationResponse) -> None:
         turn, held = self.session.turn, self.session.cache.offset
-        self.totals.add(turn)
+        self.turns.append(turn)
         if not self.quiet:
             lines, width = footer(turn, last).splitlines(), shutil.get_terminal_size().columns
             faint("\n".join([*(textwrap.fill(line, width) for line in lines), ""] if self.interactive else lines))
@@ -205,39 +202,26 @@ def mtp_state(session: ChatSession) -> str:
     return f"MTP on, {most}{_count(k, 'draft')} per cycle" if k else "MTP off"
 
 
-@dataclass
-class Totals:
-    """Sums over the turns of a conversation; `drafting` counts only turns that drafted."""
-
-    turns: int = 0
-    prompt_tokens: int = 0
-    reused: int = 0
-    stats: Stats = field(default_factory=Stats)
-    drafting: Stats = field(default_factory=Stats)
-
-    def add(self, turn: Turn) -> None:
-        self.turns += 1
-        self.prompt_tokens += turn.prompt_tokens
-        self.reused += turn.reused
-        self.stats.add(turn.stats)
+def totals(session: ChatSession, turns: list[Turn]) -> list[str]:
+    """Write the text of /stats; figures of drafts are those of the turns that drafted."""
+    every, drafting = Stats(), Stats()
+    for turn in turns:
+        every.add(turn.stats)
         if turn.stats.num_draft_tokens:
-            self.drafting.add(turn.stats)
-
-    def lines(self, session: ChatSession) -> list[str]:
-        """Write the text of /stats."""
-        every, drafting = self.stats, self.drafting
-        turns = [_count(self.turns, "turn"), _count(every.generation_tokens, "token")]
-        if every.decode_time:
-            turns.append(f"{every.generation_tokens / every.decode_time:.1f} tok/s")
-        turns.append(f"prompts {self.prompt_tokens:,} tokens, {self.reused:,} of them reused")
-        drafts = [mtp_state(session)]
-        if drafting.cycles:
-            rates = " / ".join(f"{rate:.0%}" for rate in drafting.acceptance)
-            per_cycle = f"{drafting.tokens_per_cycle:.2f} tokens per cycle"
-            drafts += [f"{drafting.drafts_per_cycle:.1f} verified", per_cycle, f"accepted {rates}"]
-        caches = [f"caches {session.cache.offset:,} tokens, {session.cache.nbytes / 1e6:.1f} MB"]
-        caches.append(f"peak {every.peak_memory / 1e9:.2f} GB")
-        return [" · ".join(parts) for parts in (turns, drafts, caches)]
+            drafting.add(turn.stats)
+    answers = [_count(len(turns), "turn"), _count(every.generation_tokens, "token")]
+    if every.decode_time:
+        answers.append(f"{every.generation_tokens / every.decode_time:.1f} tok/s")
+    prompts, reused = sum(turn.prompt_tokens for turn in turns), sum(turn.reused for turn in turns)
+    answers.append(f"prompts {prompts:,} tokens, {reused:,} of them reused")
+    drafts = [mtp_state(session)]
+    if drafting.cycles:
+        rates = " / ".join(f"{rate:.0%}" for rate in drafting.acceptance)
+        per_cycle = f"{drafting.tokens_per_cycle:.2f} tokens per cycle"
+        drafts += [f"{drafting.drafts_per_cycle:.1f} verified", per_cycle, f"accepted {rates}"]
+    caches = [f"caches {session.cache.offset:,} tokens, {session.cache.nbytes / 1e6:.1f} MB"]
+    caches.append(f"peak {every.peak_memory / 1e9:.2f} GB")
+    return [" · ".join(parts) for parts in (answers, drafts, caches)]
 
 
 def _short(number: float) -> str:

@@ -8,33 +8,21 @@ from pathlib import Path
 
 import click
 
-from ..demo import demo_path
-from .options import checkpoint_options
+from .options import check_place, checkpoint_options, checkpoint_path
 
 SHARE = 4  # by default one token in so many is kept
 PIECE = 1 << 20  # characters that are encoded at a time
 
 
-def check_folder(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    """Refuse a file that cannot be written before texts are counted, which takes a while."""
-    if not Path(value).parent.is_dir():
-        raise click.BadParameter(f"{Path(value).parent}: no such directory")
-    return value
-
-
 @click.command("draft-vocab")
 @checkpoint_options
 @click.option(
-    "--out",
-    required=True,
-    type=click.Path(dir_okay=False, writable=True),
-    callback=check_folder,
-    help="File to write, for --draft-vocab of the other commands.",
+    "--out", required=True, callback=check_place, help="File to write, for --draft-vocab of the other commands."
 )
 @click.option("--size", type=click.IntRange(1), help="Number of tokens.  [default: a quarter of the vocabulary]")
 @click.argument("texts", nargs=-1, metavar="[TEXTS]...", type=click.Path(exists=True, allow_dash=True))
 def draft_vocab(
-    model: str | None, trust_remote_code: bool, out: str, size: int | None, texts: tuple[str, ...]
+    model: str | None, trust_remote_code: bool, out: Path, size: int | None, texts: tuple[str, ...]
 ) -> None:
     """Choose the tokens that a model's heads draft: the most frequent of TEXTS.
 
@@ -43,11 +31,11 @@ def draft_vocab(
     not depend on them: what a list lacks is only not drafted.
     """
     from ..checkpoint.draft_vocab import most_frequent, write
-    from ..checkpoint.files import read_config, resolve
+    from ..checkpoint.files import read_config
     from ..checkpoint.load import load_tokenizer
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long texts
-    path = resolve(demo_path() if model is None else model)
+    path = checkpoint_path(model)
     config = read_config(path)
     vocab_size = (config | config.get("text_config", {})).get("vocab_size")
     if not isinstance(vocab_size, int):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from functools import reduce
 from pathlib import Path
@@ -66,6 +67,18 @@ def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: float | None)
     if value is not None and not 0 <= value <= MOST_GB:  # not a number, to which click has no objection, is neither
         raise click.BadParameter(f"{value}: allowed is 0 to {MOST_GB} GB")
     return None if value is None else int(value * 1e9)
+
+
+def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
+    """Check that a file can be written there, before anything is read that takes a while."""
+    path = Path(value)
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"{path.parent}: no such directory")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise click.BadParameter(f"{path.parent} cannot be written to")
+    if path.exists() and not path.is_file():
+        raise click.BadParameter(f"{value} is not a file")
+    return path
 
 
 class GivenFile(click.Path):
@@ -193,6 +206,13 @@ def continues_cache(flags: dict[str, Any]) -> None:
             flags["model"], flags["eos_token"] = flags["model"] or prefix.model, prefix.eos_token
 
 
+def checkpoint_path(model: str | None) -> Path:
+    """Find the checkpoint that --model names, the demo where it names none; what is on the hub is downloaded."""
+    from ..checkpoint.files import resolve
+
+    return resolve(demo_path() if model is None else model)
+
+
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     """Load the model and its tokenizer; the demo's where no model is named."""
     if not flags["mtp"] and flags["num_draft_tokens"]:
@@ -203,31 +223,31 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
 
     shown = shows_progress(quiet=flags["quiet"])
     with loading(shown=shown):
-        from ..checkpoint.files import resolve
         from ..checkpoint.load import load
         from ..decoding.memory_needs import UNCHECKED, Budget
         from ..decoding.options import default_step
         from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
-    path = resolve(demo_path() if flags["model"] is None else flags["model"])  # a download shows progress of its own
-    context, ignore = flags.get("max_context") or UNCHECKED, flags.get("ignore_memory", False)
+    path = checkpoint_path(flags["model"])  # a download shows progress of its own
+    context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or default_step()
+    budget = Budget(context, step, cache_layout(flags), flags.get("ignore_memory", False))
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
         extra = ("trust_remote_code", "eos_token", "use_default_chat_template")
         given = ("mtp", "mtp_path", "draft_model", "draft_vocab", "adapter_path", "kernels")
-        step = flags.get("prefill_step_size") or default_step()
-        kept: dict[str, Any] = {"tokenizer_config": {name: flags[name] for name in extra if flags.get(name)}}
-        kept |= {
-            "budget": Budget(context, step, cache_layout(flags), ignore),
+        model, tokenizer = load(
+            path,
+            tensor_group=group(),
+            tokenizer_config={name: flags[name] for name in extra if flags.get(name)},
+            budget=budget,
             **{name: flags[name] for name in given},
-        }
-        model, tokenizer = load(path, tensor_group=group(), **kept)
+        )
     for token in flags.get("extra_eos_token", ()):
         try:
             tokenizer.add_eos_token(token)
         except ValueError:  # of mlx-lm, or of text that is no UTF-8
-            hint = "--extra-eos-token"
-            raise click.BadParameter(f"{token!r} is no token of this tokenizer", param_hint=hint) from None
+            wrong = f"{token!r} is no token of this tokenizer"
+            raise click.BadParameter(wrong, param_hint="--extra-eos-token") from None
     return model, tokenizer
 
 

@@ -8,12 +8,17 @@ from typing import Any
 
 import click
 from click import FloatRange, IntRange
+from click.core import ParameterSource
 
 from . import options
 from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME = "mlx-mtp-demo"
+# Flags that decide how, and not what, is decoded; and those that a request may say itself.
+DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
+SAMPLING = ("temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "seed")
+ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
 
 @click.command()
@@ -68,14 +73,14 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     flags["root_path"] = "".join(f"/{part}" for part in flags["root_path"].split("/") if part)
     size = int(flags["prompt_cache_size"] * 1e9)
     files = PrefixFiles(flags["prompt_cache_dir"], size) if flags["prompt_cache_dir"] else None
-    body = int(flags["max_body"] * 1e6)
+    given = [name for name in SAMPLING if ctx.get_parameter_source(name) != ParameterSource.DEFAULT]
     settings = Settings(
         names=_names(flags["model"], flags["alias"]),
         host=flags["host"],
         port=flags["port"],
-        rules=Rules(flags["api_key"], flags["allow_host"], flags["cors_origin"], body),
-        options=_decoding(flags),
-        sampling=_sampling(ctx, flags),
+        rules=Rules(flags["api_key"], flags["allow_host"], flags["cors_origin"], int(flags["max_body"] * 1e6)),
+        options={name: flags[name] for name in DECODING},
+        sampling={name: flags[name] for name in given},
         template=flags["chat_template_config"],
         step=flags["prefill_step_size"],
         positions=flags["max_context"],
@@ -104,36 +109,20 @@ def _log_to(file: Path | None, *, quiet: bool) -> None:
     log = logging.getLogger("mlx_mtp.serve")
     log.setLevel(logging.INFO)
     log.propagate = False
-    log.handlers.clear()
     shown = logging.StreamHandler(sys.stderr)
     shown.setLevel(logging.WARNING if quiet else logging.INFO)
-    for handler in (shown, *([logging.FileHandler(file)] if file else ())):
+    log.handlers = [shown, *([logging.FileHandler(file)] if file else ())]
+    for handler in log.handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-        log.addHandler(handler)
-
-
-def _decoding(flags: dict[str, Any]) -> dict[str, Any]:
-    """Collect what decides how, and not what, is decoded."""
-    names = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
-    return {name: flags[name] for name in names}
-
-
-def _sampling(ctx: click.Context, flags: dict[str, Any]) -> dict[str, Any]:
-    """Collect the flags of sampling that were given."""
-    names = ("temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "seed")
-    default = click.core.ParameterSource.DEFAULT
-    return {name: flags[name] for name in names if ctx.get_parameter_source(name) != default}
 
 
 def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
     """Load the model, on whatever thread this is."""
-    from ..checkpoint.files import resolve
-    from ..demo import demo_path
     from ..serve.server import Loaded
 
     with ctx.scope(cleanup=False):
         model, tokenizer = options.load_model(flags)
-    advised = _advised(resolve(demo_path() if flags["model"] is None else flags["model"]))
+    advised = _advised(options.checkpoint_path(flags["model"]))
     advised["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     return Loaded(model, tokenizer, advised, options.cache_layout(flags))
 
@@ -146,9 +135,8 @@ def _advised(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict) or found.get("do_sample") is False:
         return {}
-    names = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-    names["repetition_penalty"] = "repetition_penalty"
-    return {own: found[name] for name, own in names.items() if type(found.get(name)) in (int, float)}
+    sampling = {name: found[name] for name in ADVISED if type(found.get(name)) in (int, float)}
+    return {"temp" if name == "temperature" else name: value for name, value in sampling.items()}
 
 
 def _banner(site: Any, flags: dict[str, Any]) -> None:
@@ -159,8 +147,7 @@ def _banner(site: Any, flags: dict[str, Any]) -> None:
     address = f"http://{f'[{host}]' if ':' in host else host}:{flags['port']}{flags['root_path']}"
     key = " -H 'Authorization: Bearer KEY'" if flags["api_key"] else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60})
-    model = site.engine.served.model if site.engine.served else None
     click.echo(f"{door.name} at {address} · {door.positions:,} positions · a chat at {address}/", err=True)
-    if report := getattr(model, "report", None):
+    if report := getattr(site.engine.served.model, "report", None):
         click.echo(str(report), err=True)
     click.echo(f"curl{key} {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", err=True)

@@ -80,11 +80,12 @@ def verify_lossless(**flags: Any) -> None:
 
 def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
     """Load the model and its tokenizer, in float32 where that is asked for."""
+    flags = {**flags, "quiet": flags["as_json"]}
     if not flags["float32"]:
-        return load_model({**flags, "quiet": flags["as_json"]})
+        return load_model(flags)
     if flags["kernels"] not in (None, "off"):
         raise click.UsageError(f"--float32 is without kernels; leave --kernels {flags['kernels']} out")
-    model, tokenizer = load_model({**flags, "quiet": flags["as_json"], "kernels": "off"})
+    model, tokenizer = load_model({**flags, "kernels": "off"})
     import mlx.core as mx
 
     model.set_dtype(mx.float32)
