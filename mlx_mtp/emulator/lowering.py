@@ -32,12 +32,8 @@ def _blanked(text: str) -> str:
 
 def _line_of(text: str, at: int) -> str:
     """File and line of a place in preprocessed text."""
-    before = text[:at]
-    markers = list(_LINE.finditer(before))
-    if not markers:
-        return f"line {before.count(chr(10)) + 1}"
-    last = markers[-1]
-    return f"{last[2]}:{int(last[1]) + before.count(chr(10), last.end()) - 1}"
+    *_, last = _LINE.finditer(text, 0, at)
+    return f"{last[2]}:{int(last[1]) + text.count(chr(10), last.end(), at) - 1}"
 
 
 def _declaration_end(text: str, start: int) -> int:

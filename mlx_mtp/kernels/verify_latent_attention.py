@@ -111,9 +111,8 @@ def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, ch
 
 def _check_shapes(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, limit: int, chosen: Maybe) -> None:
     (_, heads, L, dv), S, dr = q.shape, latent.shape[2], q_pe.shape[-1]
-    given = {"q": q, "q_pe": q_pe, "latent": latent, "k_pe": k_pe}
-    wanted = (1, heads, L, dv), (1, heads, L, dr), (1, 1, S, dv), (1, 1, S, dr)
-    for (name, x), want in zip(given.items(), wanted, strict=True):
+    wanted = {"q": (1, heads, L, dv), "q_pe": (1, heads, L, dr), "latent": (1, 1, S, dv), "k_pe": (1, 1, S, dr)}
+    for x, (name, want) in zip((q, q_pe, latent, k_pe), wanted.items(), strict=True):
         if x.shape != want:
             raise ValueError(f"{name} has shape {x.shape}; it must be {want} here")
     if chosen is not None and (chosen.ndim != 2 or chosen.shape[0] != L):

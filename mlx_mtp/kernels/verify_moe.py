@@ -151,11 +151,9 @@ def verify_moe(
     that it has alone. Else it is the reference. Raises ValueError where shapes do not fit.
     """
     check_columns(x, experts.up)
-    count = experts.up.w.shape[0]
-    if logits.shape != (x.shape[0], count):
-        raise ValueError(
-            f"logits are {logits.shape}; {x.shape[0]} rows and {count} experts need {(x.shape[0], count)}"
-        )
+    rows, count = x.shape[0], experts.up.w.shape[0]
+    if logits.shape != (rows, count):
+        raise ValueError(f"logits are {logits.shape}; {rows} rows and {count} experts need {(rows, count)}")
     if shared_gate is not None and shared is None:
         raise ValueError("shared_gate is given without shared, which it gates")
     if bias is not None and routing.kind == "softmax":
