@@ -179,28 +179,23 @@ def _begin() -> int:
     return mx.get_active_memory()
 
 
-class Entry:
-    """One loop on one prompt: a value per round in each list.
+def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> dict[str, Any]:
+    """Describe one loop on one prompt: a value per round in each list; those about cycles are empty for mlx-lm.
 
     context, kv_bits, mtp_kv_bits: 0 and None where they were left alone. read_seconds: the prompt's, but for its last
     token. text: a digest of the tokens; tokens: how many. seconds: since the first. drafted, accepted: per depth.
-    Lists about cycles are empty for mlx-lm.
     """
-
-    def __init__(self, prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]):
-        counted = [run.stats for run in runs if run.stats]
-        self.context = prompt.context
-        self.kv_bits, self.mtp_kv_bits = reader.settings.kv_bits, reader.settings.mtp_kv_bits
-        self.category, self.contender = prompt.category, reader.loop.name
-        self.prompt_tokens = len(prompt.tokens)
-        self.read_seconds, self.read_peak_bytes = reader.seconds, reader.peak
-        self.text = hashlib.sha256(str(runs[0].tokens).encode()).hexdigest()[:12]
-        self.tokens = [len(run.tokens) for run in runs]
-        self.seconds, self.peak_bytes = [run.seconds for run in runs], [run.peak for run in runs]
-        self.cycles = [stats.cycles for stats in counted]
-        self.drafted, self.accepted = [stats.drafted for stats in counted], [stats.accepted for stats in counted]
-        self.lookup_drafted = [stats.lookup_drafted for stats in counted]
-        self.lookup_accepted = [stats.lookup_accepted for stats in counted]
+    stats = [run.stats for run in runs if run.stats]
+    counted = "cycles", "drafted", "accepted", "lookup_drafted", "lookup_accepted"
+    return {
+        **{"context": prompt.context, "kv_bits": reader.settings.kv_bits, "mtp_kv_bits": reader.settings.mtp_kv_bits},
+        **{"category": prompt.category, "contender": reader.loop.name, "prompt_tokens": len(prompt.tokens)},
+        **{"read_seconds": reader.seconds, "read_peak_bytes": reader.peak},
+        "text": hashlib.sha256(str(runs[0].tokens).encode()).hexdigest()[:12],
+        "tokens": [len(run.tokens) for run in runs],
+        **{"seconds": [run.seconds for run in runs], "peak_bytes": [run.peak for run in runs]},
+        **{name: [getattr(of_run, name) for of_run in stats] for name in counted},
+    }
 
 
 @dataclass
@@ -211,7 +206,7 @@ class Session:
     loops: list[Loop]
     rounds: int
     cooldown: float = 0.0
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
     differences: list[dict[str, Any]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -251,7 +246,7 @@ def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSett
             turns = {name: reader.run for name, reader in readers.items()}
             warmups = 0 if i else WARMUPS
             found = timing.interleaved(turns, session.rounds, warmups=warmups, cooldown=session.cooldown)
-            session.entries += [Entry(prompt, readers[name], runs) for name, runs in found.items()]
+            session.entries += [entry_of(prompt, readers[name], runs) for name, runs in found.items()]
             session.differences += _differences(session, prompt, settings, found)
     progress("", len(prompts), len(prompts))
 
@@ -289,8 +284,8 @@ def _differences(
 def as_result(session: Session, options: dict[str, Any]) -> dict[str, Any]:
     """Make a result of the session."""
     options = {"rounds": session.rounds, "cooldown": session.cooldown, **options}
-    found = {"entries": [dict(vars(e)) for e in session.entries], "differences": session.differences}
-    return result("decode", session.subject.facts, options, **found, left_out=session.left_out)
+    found = {name: getattr(session, name) for name in ("entries", "differences", "left_out")}
+    return result("decode", session.subject.facts, options, **found)
 
 
 def broken(found: dict[str, Any]) -> list[dict[str, Any]]:

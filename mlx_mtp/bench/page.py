@@ -14,7 +14,7 @@ from rich.text import Text
 from . import plots
 from .decode_tables import by_category, categories, overall, settings
 from .kernels import speed_table, traffic_table
-from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels_of, subject
+from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels, subject
 from .parallel import table as parallel_table
 from .profile_report import phase_table
 from .result import named, new_table
@@ -34,7 +34,7 @@ def page(results: Sequence[Found]) -> str:
         f"<style>\n{STYLE.read_text()}</style></head><body>\n<h1>{title}</h1>"
     )
     figures = []
-    for i, panel in enumerate(panels_of(results)):  # drawn twice, of which one is shown; behind it, its numbers
+    for i, panel in enumerate(panels(*results)):  # drawn twice, of which one is shown; behind it, its numbers
         label, drawn = escape(panel.title, quote=True), ""
         for scheme in ("light", "dark"):
             svg = plots.svg(panel, dark=scheme == "dark", name=f"panel-{i}-{scheme}")

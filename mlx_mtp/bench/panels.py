@@ -85,17 +85,12 @@ class RangePanel(Panel):
     colours: list[int]
 
 
-def panels(found: Found) -> list[Panel]:
-    """Give the pictures of one result, of whatever command; empty where there is nothing to draw."""
-    return panels_of([found])
-
-
-def panels_of(results: Sequence[Found]) -> list[Panel]:
-    """Give those of several results: profiles side by side in one panel, else one result after the other."""
-    makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,), "profile": ()}
-    makers |= {"model": (model_curve, model_cycles, documents), "parallel": ()}
+def panels(*results: Found) -> list[Panel]:
+    """Give the pictures of results: profiles side by side in one panel, else one result after the other."""
+    makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,)}
+    makers["model"] = model_curve, model_cycles, documents
     profiles = [found for found in results if found["bench"] == "profile"]
-    made = [panel for found in results for maker in makers[found["bench"]] for panel in maker(found)]
+    made = [panel for found in results for maker in makers.get(found["bench"], ()) for panel in maker(found)]
     return [*made, phase_bars(profiles)] if profiles else made
 
 
@@ -186,27 +181,26 @@ def verify_panel(title: str, series: list[Series]) -> LinePanel:
 def phase_bars(results: Sequence[Found]) -> BarPanel:
     """Draw milliseconds of a cycle by phase, a bar per profile; what no phase explains is a part of its own."""
     bars = [f"{found['model']['name']}, k={found['options'].get('k', '?')}" for found in results]
-    cycles: list[dict[str, float]] = []
+    parts: dict[str, list[float]] = {}
     for found in results:
-        phases = {**found["seconds"], "unexplained": found["unexplained"]}
-        ms = {name: 1e3 * measured(s).median / max(1, found["cycles"]) for name, s in phases.items()}
-        cycles.append({name: value for name, value in ms.items() if name != "prefill"})
-    names = dict.fromkeys(name for phases in cycles for name in phases)
-    parts = {name: [phases.get(name, 0.0) for phases in cycles] for name in names}
-    shown = {name: values for name, values in parts.items() if max(values) > 0}
+        for name, seconds in (found["seconds"] | {"unexplained": found["unexplained"]}).items():
+            parts.setdefault(name, []).append(1e3 * measured(seconds).median / max(1, found["cycles"]))
+    shown = {name: ms for name, ms in parts.items() if name != "prefill" and max(ms) > 0}
     return BarPanel(f"where a cycle's time goes: {subject(results[0])}", "ms of a cycle", bars, shown)
 
 
 def kernel_grid(found: Found) -> Iterator[Panel]:
     """Draw by case and rows stock MLX's time over ours; where emulated, what is asked of memory."""
-    lines = found["found"]
-    if lines and "seconds" in lines[0]:
-        names, sizes = (list(dict.fromkeys(line[key] for line in lines)) for key in ("name", "rows"))
-        times = {(line["name"], line["rows"]): line["seconds"] for line in lines if not line["wrong"]}
-        made = {place: ratio(seconds["stock"], seconds["ours"]).median for place, seconds in times.items()}
-        yield _grid_of(f"stock MLX's time over ours: {subject(found)}", made, names, sizes)
-    elif lines:
-        yield from _traffic_grids(lines)
+    if found["options"]["emulate"]:
+        yield from _traffic_grids(found["found"])
+        return
+    made: dict[tuple[str, int], float | None] = {}
+    for line in found["found"]:
+        seconds = line["seconds"]
+        right = None if line["wrong"] else ratio(seconds["stock"], seconds["ours"]).median
+        made[line["name"], line["rows"]] = right
+    if made:
+        yield _grid_of(f"stock MLX's time over ours: {subject(found)}", made)
 
 
 def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
@@ -223,15 +217,15 @@ def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
     titles = "largest buffer, bytes requested over distinct", "largest buffer read once: bytes over the fewest rows'"
     for title, made in zip(titles, (reads, growth), strict=True):
         if made:
-            names, sizes = (list(dict.fromkeys(place[i] for place in made)) for i in (0, 1))
-            yield _grid_of(f"{title}, emulated: counts, no times", made, names, sizes)
+            yield _grid_of(f"{title}, emulated: counts, no times", made)
 
 
-def _grid_of(title: str, made: dict[tuple[str, int], float], names: list[str], sizes: list[int]) -> GridPanel:
-    """Arrange ratios by (kernel, rows) as a grid; its colours reach up to two at least."""
-    values = [[made.get((name, m)) for m in sorted(sizes)] for name in names]
-    axes = "rows, M", "kernel", names, [str(m) for m in sorted(sizes)]
-    return GridPanel(title, *axes, values, "{:.2f}", max([2.0, *made.values()]), "x")
+def _grid_of(title: str, made: dict[tuple[str, int], Any]) -> GridPanel:
+    """Arrange ratios by (kernel, rows), None for a wrong kernel, as a grid; its colours reach up to two at least."""
+    names, sizes = list(dict.fromkeys(name for name, _ in made)), sorted({m for _, m in made})
+    values = [[made.get((name, m)) for m in sizes] for name in names]
+    axes = "rows, M", "kernel", names, [str(m) for m in sizes]
+    return GridPanel(title, *axes, values, "{:.2f}", max(2.0, *(value or 0.0 for value in made.values())), "x")
 
 
 def model_curve(found: Found) -> Iterator[Panel]:

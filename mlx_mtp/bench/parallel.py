@@ -16,7 +16,6 @@ from mlx_lm.generate import BatchGenerator as MlxLmBatchGenerator
 from rich.table import Table
 
 from ..batch.generator import BatchGenerator
-from ..decoding.stats import Stats
 from ..generate import generate_step
 from ..machine.errors import first_line
 from .decode import twin
@@ -51,24 +50,21 @@ def contenders(
     missing = None
     try:
         theirs = twin(model)
-        found[MLX_LM] = _with(partial(MlxLmBatchGenerator, theirs, prefill_step_size=step))
+        found[MLX_LM] = partial(_batch, partial(MlxLmBatchGenerator, theirs, prefill_step_size=step))
     except ValueError as e:
         missing = first_line(e)
     drafts: dict[str, dict[str, Any]] = {PLAIN: {"num_draft_tokens": 0}, **({DRAFTED: {}} if model.mtp else {})}
     for replays in (False, True) if replayed else (None,):
         for name, options in drafts.items():
             ours = partial(BatchGenerator, model, prefill_step_size=step, compile_cycles=replays, **options)
-            found[name + REPLAYED * bool(replays)] = _with(ours)
+            found[name + REPLAYED * bool(replays)] = partial(_batch, ours)
     found[AFTER] = partial(_one_by_one, model, step)
     return found, missing
 
 
-def _with(make: Callable[[], Any]) -> Callable[..., Together]:
-    return lambda prompts, most: _batch(make(), prompts, most)
-
-
-def _batch(batch: Any, prompts: Sequence[list[int]], most: int) -> Together:
+def _batch(make: Callable[[], Any], prompts: Sequence[list[int]], most: int) -> Together:
     """Drive either generator, whose calls are the same."""
+    batch = make()
     uids = batch.insert([list(prompt) for prompt in prompts], [most] * len(prompts))
     tokens: dict[int, list[int]] = {uid: [] for uid in uids}
     arrived: dict[int, list[float]] = {uid: [] for uid in uids}
@@ -80,20 +76,18 @@ def _batch(batch: Any, prompts: Sequence[list[int]], most: int) -> Together:
             for uid in {response.uid for response in responses}:
                 arrived[uid].append(now)
     batch.close()
-    gaps = [float(gap) for times in arrived.values() for gap in np.diff(times)]
+    gaps = [gap for times in arrived.values() for gap in np.diff(times).tolist()]
     return Together(list(tokens.values()), stats.generation_time, gaps)
 
 
 def _one_by_one(model: Any, step: int, prompts: Sequence[list[int]], most: int) -> Together:
     texts, seconds, gaps = [], 0.0, []
     for prompt in prompts:
-        stats, tokens, times = Stats(), [], []
-        for token, *_ in generate_step(prompt, model, max_tokens=most, prefill_step_size=step, stats=stats):
-            tokens.append(token)
-            times.append(time.perf_counter())
+        steps = generate_step(prompt, model, max_tokens=most, prefill_step_size=step)
+        tokens, times = zip(*((token, time.perf_counter()) for token, *_ in steps), strict=True)
         seconds += times[-1] - times[0]
-        gaps += [float(gap) for gap in np.diff(times)]
-        texts.append(tokens)
+        gaps += np.diff(times).tolist()
+        texts.append(list(tokens))
     return Together(texts, seconds, gaps)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..machine.atomic import write_whole
-from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels_of
+from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,10 +60,10 @@ def need_matplotlib() -> None:
 
 def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
     """Draw all pictures of the results, one under the other, into a .png or .svg file."""
-    panels = panels_of(results)
-    if not panels:
+    drawn = panels(*results)
+    if not drawn:
         raise ValueError(f"plot={path}: nothing in these results can be drawn")
-    write_whole(path, _rendered(panels, path.suffix.lower().removeprefix("."), dark))
+    write_whole(path, _rendered(drawn, path.suffix.lower().removeprefix("."), dark))
 
 
 def svg(panel: Panel, *, dark: bool, name: str) -> str:

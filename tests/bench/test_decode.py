@@ -138,7 +138,7 @@ def test_a_loop_slowed_on_purpose_shows_as_much(demo, monkeypatch, slow):
     measure(session, prompt_of(demo), settings, lambda *_: None)
     plain, drafting = rows(as_result(session, {}), WHOLE)
     per_cycle = {name: 0.01 + rest.get(name, 0.0) for name in (PLAIN, "k=2")}
-    (cycles,) = {count for entry in session.entries for count in entry.cycles if entry.contender == "k=2"}
+    (cycles,) = {count for entry in session.entries for count in entry["cycles"] if entry["contender"] == "k=2"}
     assert cycles < 8
     assert plain.speed.median == pytest.approx(1 / per_cycle[PLAIN])
     assert drafting.speed.median == pytest.approx(8 / cycles / per_cycle["k=2"])
@@ -167,13 +167,13 @@ def test_sampled_texts_are_compared_among_our_loops_alone(demo):
     others = [Ours(demo.model, "k=2", 2, fixed), Wrong(demo.model, "wrong", 2)]
     session = session_of(demo, others, 1, temp=1.5, seed=4, stop_tokens=())
     assert [d["contender"] for d in session.differences] == ["wrong"]
-    by_loop = {entry.contender: entry for entry in session.entries}
-    assert by_loop["k=2"].text == by_loop[PLAIN].text != by_loop["mlx-lm"].text
+    by_loop = {entry["contender"]: entry for entry in session.entries}
+    assert by_loop["k=2"]["text"] == by_loop[PLAIN]["text"] != by_loop["mlx-lm"]["text"]
 
 
 def test_peaks_are_a_loops_own(demo):
     session = session_of(demo, [Ours(demo.model, "k=2", 2, {"adaptive": False}, 10**9)], 1)
-    by_loop = {entry.contender: max(*entry.peak_bytes, entry.read_peak_bytes) for entry in session.entries}
+    by_loop = {e["contender"]: max(*e["peak_bytes"], e["read_peak_bytes"]) for e in session.entries}
     target = demo.facts["target_bytes"]
     assert target < by_loop["mlx-lm"] < 2 * target
     assert target < by_loop[PLAIN] < 2 * target
@@ -284,7 +284,7 @@ def test_prompts_are_nine_kinds_padded_to_a_length(demo):
 def test_loops_that_cannot_run_are_left_out_and_named(demo):
     session = session_of(demo, [], 1, kv_bits=8, kv_group_size=32)
     assert list(session.left_out) == ["mlx-lm with kv_bits=8"]  # its windows cannot be quantized
-    assert {e.contender for e in session.entries} == {PLAIN}
+    assert {e["contender"] for e in session.entries} == {PLAIN}
     with pytest.raises(ValueError, match=r"drafts=4: allowed with this model is 1 to 3"):
         open_session(demo, [4], 1, 0.0)
 

@@ -164,7 +164,7 @@ def test_phases_and_the_unexplained_are_the_wall(made):
     assert bars.parts["unexplained"] == [pytest.approx(1e3 * 0.002 / 20)]
     assert sum(v[0] for v in bars.parts.values()) == pytest.approx(4 + 12 + 0.5 + 1 + 1.5 + 0.1 + 0.1, rel=0.02)
     assert "prefill" not in bars.parts
-    side_by_side = panels.panels_of([made("profile"), made("verify"), made("profile without drafts")])
+    side_by_side = panels.panels(made("profile"), made("verify"), made("profile without drafts"))
     last = side_by_side[-1]
     assert last.bars == ["demo, k=3", "demo, k=0"]
     assert last.parts["draft"][1] == 0 < last.parts["draft"][0]
@@ -260,7 +260,7 @@ def test_a_page_stands_alone(made):
     assert not read.open
     assert not read.outside
     assert not re.search(r"@import|url\((?!#)|<script|<link", text)
-    shown = panels.panels_of(results)
+    shown = panels.panels(*results)
     assert read.found.count("svg") == 2 * len(shown) == 2 * read.found.count("figure")
     assert text.count('class="light"') == text.count('class="dark"') == len(shown)
     of_pictures = [i for i in read.ids if re.search(r"[0-9a-f]{8}", i)]

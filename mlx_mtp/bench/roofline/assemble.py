@@ -135,7 +135,7 @@ def times(found: Found) -> list[Found]:
     if taken is None:
         raise ValueError(f"measured: a result of bench {found['bench']}; allowed are {', '.join(TAKEN)}")
     names = "context", "phase", "rows", "side", "seconds"
-    lines = [dict(zip(names, line, strict=True)) for line in taken(found)]
+    lines: list[Found] = [dict(zip(names, line, strict=True)) for line in taken(found)]
     if not lines:
         raise ValueError(f"measured: bench {found['bench']} has no times with caches in 16 bits")
     return [line | {"drafts": line["rows"] - 1} for line in lines]

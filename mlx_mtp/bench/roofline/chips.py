@@ -54,8 +54,7 @@ def read_fitted() -> dict[str, Any]:
 def fitted_chips() -> dict[str, Chip]:
     """Give all of CHIPS with their two fitted shares."""
     found = read_fitted()["chips"]
-    shares = {name: {share: found[name][share] for share in ("usable", "issue")} for name in CHIPS}
-    return {name: replace(chip, **shares[name]) for name, chip in CHIPS.items()}
+    return {name: replace(c, usable=found[name]["usable"], issue=found[name]["issue"]) for name, c in CHIPS.items()}
 
 
 def find(device: str, gpu_cores: int | None = None) -> str | None:
