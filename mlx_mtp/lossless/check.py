@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..checkpoint.head_self_test import LEAST
 from ..layers.target import Target
-from .compare import PLAIN, Comparison, Drift, Reference, Way, compare, compare_one_pass, drift, ways, worst
+from .compare import PLAIN, Comparison, Drift, Reference, Way, by_share, compare, compare_one_pass, drift, ways
 from .heads import LONGEST, Known, Rights, kept, right, shares, suspicions
 from .prompts import Prompt, built_in, source
 from .rounding_judge import OnePass
@@ -91,7 +92,8 @@ def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress
     verdict = Verdict(str(references[0].one_pass.dtype).rpartition(".")[2])
     verdict.greedy = _greedy(references, settings, progress)
     if settings.drafts:
-        verdict.drift = worst([drift(r, settings.most) for r in told(references, "logits", progress)])
+        drifts = [drift(r, settings.most) for r in told(references, "logits", progress)]
+        verdict.drift = max(drifts, key=by_share)
         verdict.sampled = _sampled(model, prompts[:SAMPLED_PROMPTS], stops, settings, progress)
         verdict.fits = _fits(model, references, settings, progress)
     if model.mtp:
@@ -134,8 +136,8 @@ def _fits(model: Target, references: list[Reference], settings: Settings, progre
     short = [r for r in references if len(r.prompt.tokens) <= FIT_PROMPT]
     prompt = max(short, key=_spread).prompt.tokens
     first, options = settings.seed + 1000, settings.most.options | {"temp": FIT_TEMP, "draft_sampling": "coupled"}
-    plan: Any = {"seeds": range(first, first + settings.draws), "length": FIT_TOKENS}
-    texts = draw(model, prompt, options, **plan, progress=lambda n: progress("distribution", n, settings.draws))
+    seeds = told(range(first, first + settings.draws), "distribution", progress)
+    texts = draw(model, prompt, options, seeds=seeds, length=FIT_TOKENS)
     return [fit(model, prompt, told(texts, "probabilities", progress), temp=FIT_TEMP, mode="coupled")]
 
 
@@ -151,7 +153,7 @@ def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verd
     verdict.agreement = shares(own)
     verdict.warnings += suspicions(model, own)
     if settings.diagnose:
-        verdict.better = diagnose(model, texts, own, lambda done, total: progress("other wirings", done, total))
+        verdict.better = diagnose(model, texts, own, partial(progress, "other wirings"))
     return own
 
 
@@ -174,7 +176,7 @@ def conclude(model: Target, verdict: Verdict) -> None:
     for name, found in (("greedy", verdict.greedy), ("sampled", verdict.sampled)):
         if ways := [c.way for c in found if c.diverged]:
             broken.append(f"{name} text differs from the plain one: {', '.join(ways)}")
-    if (d := verdict.drift) and not d.share <= 1:
+    if (d := verdict.drift) and d.share > 1:
         text = f"logprobs of drafted text differ by {d.change:.2g} ({d.prompt}, token {d.position}), {d.share:.1f}x "
         if verdict.dtype == "float32":
             broken.append(text + "what rounding explains")

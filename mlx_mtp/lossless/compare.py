@@ -6,6 +6,7 @@ text up to there, so that one near-tie does not hide a later real divergence; be
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from .rounding_judge import Judgement, OnePass
 
 STEP = 256  # tokens of a prompt that are read in one call
 DOUBTED = 4  # positions of a text at which it is measured how far rounding reaches
+by_share = operator.attrgetter("share")
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ class Drift:
 
     @property
     def share(self) -> float:
-        return self.change / self.tolerance
+        """The change as a part of the tolerance; infinite where one is not a number, so that it is the worst."""
+        share = self.change / self.tolerance
+        return math.inf if math.isnan(share) else share
 
 
 class Reference:
@@ -133,7 +137,7 @@ class Reference:
 
     def difference(self, way: Way, position: int, drafted: int | None) -> Difference:
         """Judge what differs at a position of the text."""
-        plain, judgement = next(iter(self.text[position:]), None), None
+        plain, judgement = self.text[position] if position < len(self.text) else None, None
         if plain is not None and drafted is not None:
             place = len(self.prompt.tokens) + position
             judgement = self.one_pass.judge(place, (plain, drafted), way.noise(place, self.model.vocab_size))
@@ -173,7 +177,8 @@ def compare_one_pass(reference: Reference, into: Comparison) -> None:
 
 def drift(reference: Reference, way: Way) -> Drift:
     """Find where the logprobs of a way's text differ most from the judge's, as long as the texts are the same."""
-    found, one_pass, start = [], reference.one_pass, len(reference.prompt.tokens)
+    found: list[Drift] = []
+    one_pass, start = reference.one_pass, len(reference.prompt.tokens)
     steps = reference.steps(way, logprobs=True)
     for position, ((token, logprobs, _), plain) in enumerate(zip(steps, reference.text, strict=False)):
         place = start + position
@@ -182,16 +187,6 @@ def drift(reference: Reference, way: Way) -> Drift:
         found.append(Drift(reference.prompt.name, position, float(change), one_pass.floor(place)))
         if token != plain:
             break
-    found.sort(key=_share, reverse=True)
-    doubted = [d for d in found[:DOUBTED] if not d.share <= 1]
-    measured = [replace(d, tolerance=one_pass.reach(start + d.position)) for d in doubted]
-    return worst(measured + found[len(doubted) : DOUBTED])
-
-
-def worst(found: list[Drift]) -> Drift:
-    """Choose that of the greatest share, or the first whose share is not a number."""
-    return max(found, key=_share)
-
-
-def _share(drift: Drift) -> float:
-    return math.inf if math.isnan(drift.share) else drift.share
+    worst = sorted(found, key=by_share, reverse=True)[:DOUBTED]
+    reached = [replace(d, tolerance=one_pass.reach(start + d.position)) if d.share > 1 else d for d in worst]
+    return max(reached, key=by_share)

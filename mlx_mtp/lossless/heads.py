@@ -7,6 +7,7 @@ compared with what the target says at position p + 2 + j. So depths are judged o
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -14,8 +15,8 @@ import numpy as np
 from ..cache.kinds import make_caches
 from ..checkpoint.parameters import named, same
 from ..layers.target import Target
+from .rounding_judge import greedy
 
-ROWS = 16  # whose logits are held at a time
 Rights = list[list[mx.array]]  # by text and depth, at which positions a guess is `right`
 USUAL = 0.3  # of depth 1; released heads are right in 60-97%
 CLEARLY = 4.0  # sds
@@ -113,8 +114,4 @@ def suspicions(model: Target, found: Rights) -> list[str]:
 
 def _guesses(model: Target, depth: int, output: mx.array) -> mx.array:
     """Compute the greedy guesses [L] of a head's output rows [1, L, H]."""
-    parts = []
-    for i in range(0, output.shape[1], ROWS):
-        parts.append(mx.argmax(model.draft_logits(depth, output[:, i : i + ROWS])[0], axis=-1))
-        mx.eval(parts[-1])
-    return model.mtp[depth].token(mx.concatenate(parts))
+    return model.mtp[depth].token(greedy(partial(model.draft_logits, depth), output))

@@ -8,7 +8,7 @@ repeated with the embeddings changed in their last place, so that all later roun
 """
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -48,9 +48,7 @@ class OnePass:
     @cached_property
     def said(self) -> list[int]:
         """The greatest logit's token behind each of the L tokens."""
-        starts = range(0, self.hidden.shape[1], ROWS)
-        rows = (self.model.logits(self.hidden[:, i : i + ROWS])[0] for i in starts)
-        return [token for some in rows for token in np.array(mx.argmax(some, axis=-1)).tolist()]
+        return greedy(self.model.logits, self.hidden).tolist()  # type: ignore[return-value]
 
     def floor(self, position: int) -> float:
         """Estimate how far rounding reaches at least, as a difference of two logits; see the module's docstring."""
@@ -84,6 +82,15 @@ class OnePass:
             with _other_roundings(self.model.model.embed_tokens, seed):
                 hidden = _read(self.model, self.tokens[:position])
             yield _logits(self.model, hidden, position)
+
+
+def greedy(logits: Callable[[mx.array], mx.array], hidden: mx.array) -> mx.array:
+    """Compute the greatest logits' tokens [L] of rows [1, L, H], ROWS of them at a time."""
+    parts = []
+    for i in range(0, hidden.shape[1], ROWS):
+        parts.append(mx.argmax(logits(hidden[:, i : i + ROWS])[0], axis=-1))
+        mx.eval(parts[-1])
+    return mx.concatenate(parts)
 
 
 def _logits(model: Any, hidden: mx.array, position: int) -> np.ndarray:

@@ -7,7 +7,7 @@ is known: so its quadratic form is chi-squared. No text has to be drawn twice, a
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,7 @@ class Fit:
 
 
 def draw(
-    model: Target,
-    prompt: list[int],
-    options: dict[str, Any],
-    *,
-    seeds: Sequence[int],
-    length: int,
-    progress: Callable[[int], None],
+    model: Target, prompt: list[int], options: dict[str, Any], *, seeds: Iterable[int], length: int
 ) -> list[list[int]]:
     """Draw a text of `length` tokens for each seed; the prompt is read once."""
     k = options.get("num_draft_tokens")
@@ -62,7 +56,6 @@ def draw(
         steps = generate_step(prompt[-1:], model, prompt_cache=cache, max_tokens=length, seed=seed, **options)
         texts.append([token for token, _, _ in steps])
         cache.rewind(moment)
-        progress(len(texts))
     return texts
 
 
