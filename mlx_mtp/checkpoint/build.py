@@ -6,11 +6,12 @@ A drafter of a directory of its own takes the place of heads.
 import json
 import re
 import warnings
-from dataclasses import is_dataclass, replace
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,11 +21,11 @@ from mlx_lm.utils import infer_quant_config
 
 from ..decoding.memory_needs import Budget
 from ..layers.mtp_spec import MTPSpec
+from ..layers.port import Port
 from ..machine.errors import first_line, one_line
 from ..models import drafter_kinds
 from ..ranks.group import Ranks
 from ..ranks.split import split
-from .config_types import check_types
 from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve
 from .head_self_test import blaming_config
 from .heads_beside import is_split
@@ -35,6 +36,7 @@ from .report import make_report, with_heads
 from .sort_tensors import Contents, Drafting, sort_tensors
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
+NO_NUMBERS = str, bool, dict  # of JSON's types; a list may hold a number's values by layer, and null mean none
 Raw = tuple[bool, bool]  # whether the trunk's norms, and the heads', are stored zero-centred
 CANNOT = "the model cannot be built from it"
 MISBUILT = TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError
@@ -111,8 +113,19 @@ def read_args(port: ModuleType, path: Path, config: dict) -> Any:
         raise ValueError(f"{path}/config.json: {first_line(e)}") from e
     with one_line(f"{path}/config.json: {CANNOT}"):
         for part in (args, *filter(is_dataclass, vars(args).values())):
-            check_types(part)
+            _check_types(part)
     return args
+
+
+def _check_types(args: Any) -> None:
+    """Raise TypeError, which names field and value, where a dataclass of mlx-lm's has no number for one."""
+    hints = get_type_hints(type(args))
+    for field in fields(args):
+        kinds, value = get_args(hints[field.name]) or (hints[field.name],), getattr(args, field.name)
+        if not {int, float} & {*kinds} or value is field.default or type(value) in kinds:
+            continue
+        if isinstance(value, NO_NUMBERS):
+            raise TypeError(f"{field.name} is {value!r}, expected {'a number' if float in kinds else 'an integer'}")
 
 
 def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, args: Any) -> nn.Module:
@@ -153,8 +166,10 @@ def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dic
         raise ValueError(f"{file}: tensor {raw_name} is missing; the rest of its layer needs it") from None
 
 
-def _load_checked(model: nn.Module, contents: Contents, path: Path, weights: list[Any], strict: bool) -> None:
-    """Do as `nn.Module.load_weights`, with errors that name file, tensor, expected and found."""
+def _load_checked(
+    model: nn.Module, contents: Contents, path: Path, weights: list[Any], *, note: str = "", **_: Any
+) -> None:
+    """Do as `nn.Module.load_weights`, with errors that name file, tensor, expected and found, and end in `note`."""
     parameters, found = _stored(model, contents), dict(weights)
     for name, array in parameters.items():
         if name not in found:
@@ -162,7 +177,8 @@ def _load_checked(model: nn.Module, contents: Contents, path: Path, weights: lis
             raise ValueError(f"{file}: tensor {raw} is missing; config.json expects it with shape {array.shape}")
         if found[name].shape != array.shape:
             file, raw = origin(model, contents, name)
-            raise ValueError(f"{file}: tensor {raw} has shape {found[name].shape}; config.json expects {array.shape}")
+            shapes = f"shape {found[name].shape}; config.json expects {array.shape}"
+            raise ValueError(f"{file}: tensor {raw} has {shapes}{note}")
     for name in found:
         if name not in parameters:
             file, raw = origin(model, contents, name)
@@ -172,11 +188,10 @@ def _load_checked(model: nn.Module, contents: Contents, path: Path, weights: lis
 
 def _expand_experts(model: nn.Module) -> bool:
     """Make a half-precision model with unquantized experts float32 on a CPU, where MLX multiplies no others."""
-    experts = [m for m in model.modules() if type(m) is SwitchLinear and m.weight.dtype != mx.float32]
-    if not experts or mx.default_device() != mx.Device(mx.cpu):
-        return False
-    model.set_dtype(mx.float32)
-    return True
+    half = any(type(m) is SwitchLinear and m.weight.dtype != mx.float32 for m in model.modules())
+    if expanded := half and mx.default_device() == mx.cpu:
+        model.set_dtype(mx.float32)
+    return expanded
 
 
 def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
@@ -218,21 +233,21 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
     """
     path = resolve(path_or_hf_repo)
     layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
-    _, contents, head = _open_drafter(path, layers, size, overrides)
-    spec = contents.spec
-    checked = {f"mtp.0.{at}": array for at, array in named(head).items() if not at.endswith(".biases")}
-    check_numbers(checked, partial(_place_in_drafter, contents))
-    _check_drafter_fits(model, head, path)
-    head.set_dtype(model.model.norm.weight.dtype)
-    head.eval()
-    model.spec, model.mtp = spec, [head]
-    return f"{path}, reading the target after layers {', '.join(map(str, spec.capture))}", contents.ignored
+    _, drafter, contents = _open_drafter(path, layers, size, overrides)
+    check_numbers(named(drafter), partial(origin, drafter, contents))
+    _check_drafter_fits(model, drafter.mtp[0], path)
+    drafter.set_dtype(model.model.norm.weight.dtype)
+    drafter.eval()
+    model.spec, model.mtp = drafter.spec, drafter.mtp
+    return f"{path}, reading the target after layers {', '.join(map(str, model.spec.capture))}", contents.ignored
 
 
 class DrafterAlone(nn.Module):
     """Stand in for a model whose only part is its one head, a drafter."""
 
     ZERO_CENTRED = None
+    RENAMED = ()
+    renamed, unrenamed = Port.renamed, Port.unrenamed
 
     def __init__(self, spec: MTPSpec, head: nn.Module):
         super().__init__()
@@ -242,12 +257,13 @@ class DrafterAlone(nn.Module):
 
 def open_drafter(path: Path) -> tuple[dict, DrafterAlone, Contents]:
     """Open a drafter without a target, no array computed: (config.json, the model that it is, its tensors)."""
-    config, contents, head = _open_drafter(path, MOST_LAYERS, None, {})
+    config, drafter, contents = _open_drafter(path, MOST_LAYERS, None, {})
     spelled = tuple(pair for pair in contents.spec.tensors if any(f"{pair[0]}." in f"{n}." for n in contents.heads))
-    return config, DrafterAlone(replace(contents.spec, tensors=spelled), head), contents
+    drafter.spec = replace(contents.spec, tensors=spelled)
+    return config, drafter, contents
 
 
-def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) -> tuple[dict, Contents, Any]:
+def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) -> tuple[dict, DrafterAlone, Contents]:
     """Build a drafter for a target of `layers` layers and `size` features (None: its own), no array computed."""
     config, header, kind = _read_drafter(path)
     ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
@@ -260,26 +276,16 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
         raise ValueError(f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {e})") from e
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from e
-    _load_drafter(head, spec, header, path, f"its target has {len(spec.capture)} x {size} features")
-    return config, Contents({}, header, 1, str(path), ignored, spec), head
-
-
-def _place_in_drafter(contents: Contents, path: str) -> tuple[Path, str]:
-    """Find the file and the name in it of a drafter's parameter mtp.0.<path>."""
-    inside = path.split(".", 2)[2]
-    name = next(name for name in contents.heads if contents.spec.locate(name, 0) == (0, inside))
-    return contents.heads[name].file, name
+    drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(path), ignored, spec)
+    _load_drafter(drafter, contents, path, f" (its target has {len(spec.capture)} x {size} features)")
+    return config, drafter, contents
 
 
 def is_drafter(path: Path) -> bool:
     """Tell whether a directory holds a drafter, of a kind here or mlx-vlm's MTP heads."""
-    if is_split(path):
-        return True
-    try:
-        _read_drafter(path)
-    except (ValueError, OSError):
-        return False
-    return True
+    with suppress(ValueError, OSError):
+        return is_split(path) or bool(_read_drafter(path))
+    return False
 
 
 def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
@@ -305,30 +311,20 @@ def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
     raise ValueError(f"{path}: {reason}; {accepted}")
 
 
-def _load_drafter(head: nn.Module, spec: Any, header: Header, path: Path, target: str) -> None:
+def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str) -> None:
     """Fill the module with the tensors; each of both must have its partner, of the same shape."""
-    names = {}
-    for name, tensor in header.items():
-        _, inside = spec.locate(name, 0) or (0, None)
-        if inside is None:
+    weights, names = {}, {}
+    stored = read_tensors(contents.heads)
+    for name, tensor in contents.heads.items():
+        if model.spec.locate(name, 0) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no part of a drafter")
-        if inside in names:
-            raise ValueError(f"{tensor.file}: tensors {names[inside]} and {name} are the same one")
-        names[inside] = name
-    stored = read_tensors(header)
-    weights = {inside: stored[name] for inside, name in names.items()}
+        (at,) = model.renamed(name)
+        if at in names:
+            raise ValueError(f"{tensor.file}: tensors {names[at]} and {name} are the same one")
+        weights[at], names[at] = stored[name], name
     packed = {at.removesuffix(".scales") for at in weights if at.endswith(".scales")}
-    nn.quantize(head, class_predicate=lambda at, m: at in packed and infer_quant_config(at, m, weights))
-    expected = named(head)
-    for inside, array in expected.items():
-        if inside not in weights:
-            raise ValueError(f"{path}: tensor {spec.stored(inside)} is missing; expected with shape {array.shape}")
-        if weights[inside].shape != array.shape:
-            has = f"tensor {names[inside]} has shape {weights[inside].shape}"
-            raise ValueError(f"{header[names[inside]].file}: {has}; config.json expects {array.shape} ({target})")
-    for inside in weights.keys() - expected.keys():
-        raise ValueError(f"{path}: tensor {names[inside]} is not part of the drafter that config.json describes")
-    head.load_weights(list(weights.items()))
+    nn.quantize(model, class_predicate=lambda at, m: at in packed and infer_quant_config(at, m, weights))
+    _load_checked(model, contents, path, list(weights.items()), note=note)
 
 
 def _check_drafter_fits(model: Any, head: Any, path: Path) -> None:

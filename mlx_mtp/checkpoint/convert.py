@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_lm.utils import get_total_parameters, save_config
 
 from ..machine import atomic
+from ..machine.errors import one_line
 from ..models import find_port, port_names
 from . import convert_writer as writer
 from .build import check_norms, is_drafter, open_drafter, read_args, read_port
@@ -97,10 +98,8 @@ class Source:
     def compute(self, name: str, w: mx.array) -> None:
         """Read and compute a tensor; ValueError where that fails, or it was NaN or a head's zeros when stored."""
         states = self.trained.pop(name, ())
-        try:
+        with one_line(f"{self.path}: tensor {name} cannot be read", (RuntimeError,)):
             mx.eval(w, *states)
-        except RuntimeError as e:
-            raise ValueError(f"{self.path}: tensor {name} cannot be read ({e})") from e
         if states and (states[0].item() or not states[1].item()):
             state = "NaN" if states[0].item() else "only zeros"
             raise ValueError(f"{self.path}: tensor {name} holds {state}, expected trained weights")

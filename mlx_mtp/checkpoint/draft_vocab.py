@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..layers.lm_head import KINDS, sliced
 from ..machine.atomic import write_whole
-from ..machine.errors import first_line
+from ..machine.errors import one_line
 
 FORMAT = 1
 
@@ -50,11 +50,10 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
     if file.exists() and not file.is_file():  # a device may never end
         raise ValueError(f"{file}: not a file")
     try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
+        with one_line(f"{file}: not a draft vocabulary, no valid JSON", (ValueError, RecursionError)):
+            entries = json.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
         raise ValueError(f"{file}: cannot be read ({e.strerror})") from None
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{file}: not a draft vocabulary, no valid JSON ({first_line(e)})") from None
     found = entries.get("format") if isinstance(entries, dict) else type(entries).__name__
     if found != FORMAT:
         wrote = "an object that `mlx-mtp draft-vocab` wrote"

@@ -22,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from mlx_lm.utils import load_config
 from safetensors import SafetensorError, safe_open
 
-from ..machine.errors import first_line, naming
+from ..machine.errors import first_line, naming, one_line
 
 TRUNK_FILES = "model*.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -66,8 +66,7 @@ Header = dict[str, Tensor]
 
 def resolve(path_or_repo: str | Path, revision: str | None = None, *, files: Collection[str] = DOWNLOADED) -> Path:
     """Find the local directory of a checkpoint; where it is no path, its `files` are downloaded from the hub."""
-    path = local(path_or_repo)
-    if path is not None:
+    if path := local(path_or_repo):
         return path
     try:
         return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(files)))
@@ -147,15 +146,12 @@ def read_header(files: Iterable[Path]) -> Header:
     for file in files:
         if not file.is_file():  # to open a pipe waits for its writer
             raise ValueError(f"{file}: not a file")
-        try:
-            with safe_open(file, "numpy") as f:
-                metadata = f.metadata() or {}
-                said = metadata.get("format"), metadata.get("norms") == CONVERTED["norms"]
-                for name in f.keys():  # noqa: SIM118 - safe_open is not iterable
-                    entry = f.get_slice(name)
-                    header[name] = Tensor(file, tuple(entry.get_shape()), entry.get_dtype(), *said)
-        except (SafetensorError, OSError) as e:
-            raise ValueError(f"{file}: truncated or damaged ({e})") from None
+        with one_line(f"{file}: truncated or damaged", (SafetensorError, OSError)), safe_open(file, "numpy") as f:
+            metadata = f.metadata() or {}
+            said = metadata.get("format"), metadata.get("norms") == CONVERTED["norms"]
+            for name in f.keys():  # noqa: SIM118 - safe_open is not iterable
+                entry = f.get_slice(name)
+                header[name] = Tensor(file, tuple(entry.get_shape()), entry.get_dtype(), *said)
     return header
 
 
@@ -186,11 +182,9 @@ def read_index(path: Path) -> dict[str, str]:
     index = path / INDEX
     if not index.exists():
         return {}
-    try:
+    with one_line(f"{index}: damaged"):
         listed = json.loads(index.read_text())["weight_map"]
         files = set(listed.values())
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{index}: damaged ({first_line(e)})") from None
     for file in files:
         parts = PurePosixPath(file).parts if isinstance(file, str) else ()
         if not parts or ".." in parts or parts[0] == "/":
@@ -272,11 +266,10 @@ def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
 
 def downloaded(repo: str, revision: str | None = None) -> Path | None:
     """Find the directory of a repository that was downloaded with its weights; None where it was not."""
-    try:
+    with contextlib.suppress(Exception):  # of many kinds: not there, no such name, no cache
         path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-    except Exception:  # of many kinds: not there, no such name, no cache
-        return None
-    return path if any(path.glob(TRUNK_FILES)) else None
+        return path if any(path.glob(TRUNK_FILES)) else None
+    return None
 
 
 def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:

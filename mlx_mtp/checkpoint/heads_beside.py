@@ -6,6 +6,7 @@ mlx-vlm's MTP drafters, whose model_type is a family's and `_mtp`, are that fami
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -40,10 +41,9 @@ def read_heads_beside(port: ModuleType, path: Path, layers: int, mtp_path: str |
 
 def is_split(path: Path) -> bool:
     """Tell whether a directory is an MTP drafter of mlx-vlm's, by its config.json."""
-    try:
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return json.loads((path / "config.json").read_text())["model_type"].endswith("_mtp")
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return False
+    return False
 
 
 def _read(given: Path) -> Header:

@@ -61,16 +61,15 @@ def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, 
     zeros = {name for name, (_, value) in found.items() if OF_HEAD.match(name) and not value.item()}
     matrices = {name for name in found if parameters[name].ndim > 1 and OF_HEAD.match(name)}
     used = {_depth(name) for name in matrices - zeros}
-    for name in sorted({_depth(name): name for name in matrices & zeros if _depth(name) not in used}.values()):
-        text = f"{place(name)[0]}: MTP depth {_depth(name)} holds only zeros, expected trained weights"
+    idle = {depth: name for name in matrices if (depth := _depth(name)) not in used}
+    for depth, name in sorted(idle.items()):
+        text = f"{place(name)[0]}: MTP depth {depth} holds only zeros, expected trained weights"
         warnings.warn(text, stacklevel=5)
-        zeros = {other for other in zeros if _depth(other) != _depth(name)}
     for name, (nan, _) in found.items():
-        if nan.item() or name in zeros:
+        if nan.item() or (name in zeros and _depth(name) not in idle):
+            state = "NaN" if nan.item() else "only zeros"
             file, raw = place(name)
-            raise ValueError(
-                f"{file}: tensor {raw} holds {'NaN' if nan.item() else 'only zeros'}, expected trained weights"
-            )
+            raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
 
 
 def _depth(name: str) -> str:

@@ -56,14 +56,10 @@ class Report:
         found = self.heads if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
         shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
         left, before = self.drafted_from or (0, 0)
-        whole, saved = ", by its whole LM head" * bool(before), size(abs(self.saved_bytes))
+        whole, exact = ", by its whole LM head" * bool(before), ", ".join(self.not_exact)
         few = f"; few: {ADVICE}" if self.agreement and self.agreement[-1][1] < FEW else ""
-        exact, change = (
-            ", ".join(self.not_exact),
-            f"{saved} {'more for a copy of their rows' if self.saved_bytes < 0 else 'less'}",
-        )
-        width = COLUMNS - 11  # beside a row's name
-        wrap = textwrap.TextWrapper(width, subsequent_indent="    ", break_on_hyphens=False).wrap
+        change = "less" if self.saved_bytes >= 0 else "more for a copy of their rows"
+        wrap = textwrap.TextWrapper(COLUMNS - 11, subsequent_indent="    ", break_on_hyphens=False).wrap
         lines = [line for kernel in self.kernels for line in wrap(kernel)]
         return table(
             ("family", f"{self.family}, {self.layers} layers"),
@@ -73,7 +69,7 @@ class Report:
             ("LM heads", self.heads and self.lm_head),
             ("self-test", shares and f"the first head agrees with the target on {shares}{whole}{few}"),
             ("self-test", self.untested and "before the first draft, when the heads' weights are read and checked"),
-            ("drafts", before and f"from {left:,} of {before:,} tokens, {change}"),
+            ("drafts", before and f"from {left:,} of {before:,} tokens, {size(abs(self.saved_bytes))} {change}"),
             ("ranks", self.ranks > 1 and f"{self.ranks}, each with its part of the target's layers and whole heads"),
             ("norms", self.norms),
             ("precision", self.expanded and "expanded to float32: MLX multiplies experts on a CPU in nothing else"),
