@@ -23,8 +23,7 @@ from ..cache.mlx_lm_caches import MlxLmCaches
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
 from ..decoding.prefill import test_heads
-from ..layers.expert_pieces import cut_experts
-from ..layers.expert_rows import number_rows
+from ..layers.expert_rows import cut_experts, number_rows
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..machine.stream import in_turn

@@ -10,15 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import (
-    Quantized,
-    draw_ref,
-    draw_top,
-    top_ref,
-    verify_head,
-    verify_head_draw,
-    verify_head_top,
-)
+from ..kernels import Quantized, draw_ref, draw_top, top_ref, verify_head, verify_head_draw, verify_head_top
 from ..kernels.draw_top import draw_top_ref
 from .kernel_site import TOGETHER_ROWS, Site, format_of, known_format, quantized, rows_of
 
@@ -59,8 +51,12 @@ class LMHeadSite(Site):
 
     def logits(self, x: mx.array) -> mx.array:
         """Compute the module's logits [M, n] of x [M, K]."""
-        tied = isinstance(self.module, (nn.Embedding, nn.QuantizedEmbedding))
-        return self.module.as_linear(x) if tied else self.module(x)
+        return logits_of(self.module, x)
+
+
+def logits_of(module: Any, x: mx.array) -> mx.array:
+    """Compute logits [..., n] of x [..., K] by an LM head, or by an embedding that is tied to it."""
+    return module.as_linear(x) if hasattr(type(module), "as_linear") else module(x)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,11 @@ class LatentAttention(CachedAttention):
     def _read(self, x: mx.array, offset: int, op: Callable = verify_latent_attention) -> mx.array:
         parts = [part.astype(x.dtype) for part in self._before(x.dtype)]
         cache = SimpleNamespace(parts=parts, limit=offset + len(x), start=0)
-        return side_by_side(self.fused(*self._queries(x), cache, offset, op))
+        return side_by_side(self.fused(*self._queries(x), cache, offset, op, self._chosen(offset, len(x))))
+
+    def _chosen(self, offset: int, rows: int) -> mx.array | None:
+        """Return the slots that a trial's rows look at, as `fused` takes them."""
+        return None
 
     def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:
         q, q_pe = mx.split(x.reshape(1, len(x), self.module.num_heads, -1).swapaxes(1, 2), self.dims[:1], axis=-1)

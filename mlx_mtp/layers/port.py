@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache.layer_cache import CacheKind
-from .lm_head import Rows, head_on
+from .lm_head import Rows, head_on, logits_of
 from .mtp_head import MTPHead
 from .mtp_spec import MTPSpec
 
@@ -135,16 +135,11 @@ class Port(nn.Module):
     def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
         return (self.mtp[depth] if "embed_tokens" in self.mtp[depth] else self.model).embed_tokens(tokens)
 
-    def unembed(self, normed: mx.array) -> mx.array:
-        """Apply the LM head, or the embedding where the two are tied, to normed rows [..., H]: [..., vocab]."""
-        tied = "lm_head" not in self.language
-        return self.model.embed_tokens.as_linear(normed) if tied else self.language.lm_head(normed)
-
     def unembedding(self, depth: int | None = None) -> Any:
-        """Find the module that `unembed` applies, or the LM head that the MTP head of `depth` has for its own."""
-        if depth is not None and "head" in self.mtp[depth]:
-            return self.mtp[depth].head
-        return self.language.lm_head if "lm_head" in self.language else self.model.embed_tokens
+        """Find the LM head, the embedding where the two are tied, or what the MTP head of `depth` has for its own."""
+        if depth is not None and "head" in self["mtp"][depth]:
+            return self["mtp"][depth]["head"]
+        return self.language["lm_head"] if "lm_head" in self.language else self.model.embed_tokens
 
     def normed(self, hidden: mx.array) -> mx.array:
         """Norm hidden rows, as `hidden` returns them, for the LM head: [..., H]."""
@@ -153,7 +148,7 @@ class Port(nn.Module):
         return self.model.norm(hidden)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        return self.unembed(self.normed(hidden))
+        return logits_of(self.unembedding(), self.normed(hidden))
 
     def choice(self, hidden: mx.array) -> Rows | None:
         head = head_on(self.unembedding())
@@ -166,9 +161,7 @@ class Port(nn.Module):
         return hidden if self.spec.capture == "pre" else self.model.norm(hidden)
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
-        head = self.mtp[depth]
-        normed = head.norm(output)
-        return head.head(normed) if "head" in head else self.unembed(normed)
+        return logits_of(self.unembedding(depth), self.mtp[depth].norm(output))
 
     def draft_choice(self, depth: int, output: mx.array) -> mx.array:
         rows = self.draft_rows(depth, output)

@@ -60,15 +60,7 @@ class SharedRope:
         return mx.concatenate(rotated, axis=-1)
 
 
-class SharedRoPE(SharedRope, nn.RoPE):
-    plain = nn.RoPE
-
-
-class SharedLlama3RoPE(SharedRope, Llama3RoPE):
-    plain = Llama3RoPE
-
-
-SHARED = {kind.plain: kind for kind in (SharedRoPE, SharedLlama3RoPE)}
+SHARED = {kind: type(kind.__name__, (SharedRope, kind), {"plain": kind}) for kind in (nn.RoPE, Llama3RoPE)}
 
 
 def share_angles(model: nn.Module) -> None:

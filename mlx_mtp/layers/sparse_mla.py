@@ -6,14 +6,11 @@ that a row's arithmetic depends neither on the other rows nor on how long the bu
 position is chosen, as by mlx-lm. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 
-from ..kernels import verify_latent_attention
 from .kernel_site import side_by_side
 from .mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention, Mask
 from .norm_rope import Offset
@@ -49,11 +46,6 @@ class ChosenAttention(LatentAttention):
         out = self.module.attend_to(self._chosen(self.OFFSET, len(x)), *self._queries(x), *parts, None)
         return [side_by_side(out)]
 
-    def _read(self, x: mx.array, offset: int, op: Callable = verify_latent_attention) -> mx.array:
-        parts, rows = [part.astype(x.dtype) for part in self._before(x.dtype)], len(x)
-        cache = SimpleNamespace(parts=parts, limit=offset + rows, start=0)
-        return side_by_side(self.fused(*self._queries(x), cache, offset, op, self._chosen(offset, rows)))
-
     def _chosen(self, offset: int, rows: int) -> mx.array:
         return mx.arange(self.count) * (offset + 1 + mx.arange(rows)[:, None]) // self.count
 
@@ -81,24 +73,12 @@ class SparseMLA(AbsorbedMLA):
         texts = [[a[i : i + 1] for a in (offset, *arrays)] for i in range(n)]
         return self.output(mx.concatenate([self.attended(i, masks[i], None, *text) for i, text in enumerate(texts)]))
 
-    def attended(
-        self: Any,
-        text: int,
-        mask: Mask,
-        cache: Any,
-        offset: Offset,
-        x: mx.array,
-        compressed: mx.array,
-        q: mx.array,
-        q_pe: mx.array,
-        latent: mx.array,
-        k_pe: mx.array,
-        *keys: mx.array,
-    ) -> mx.array:
+    def attended(self: Any, text: int, mask: Mask, cache: Any, offset: Offset, *arrays: mx.array) -> mx.array:
         """Attend a text's rows to its latent rows, of which its `keys`, if there are any, are asked first.
 
         cache: what holds the text alone, whose buffers a kernel can read; None where others are beside it.
         """
+        x, compressed, q, q_pe, latent, k_pe, *keys = arrays
         chosen = self.choose(x, compressed, keys[0], mask, offset) if keys else self.handed_on.slots[text]
         if keys and self.handed_on:
             self.handed_on.slots[text:] = [chosen]

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import switch_layers
 
-from mlx_mtp.layers.expert_pieces import SORTED, cut_experts
+from mlx_mtp.layers.expert_rows import SORTED, cut_experts
 
 
 @pytest.mark.parametrize("kind", [switch_layers.SwitchGLU, switch_layers.SwitchMLP])
