@@ -79,11 +79,8 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
     file = _own_file(file, model)
     with file.open("rb") as f:  # one file from here on, whoever replaces it
         state = _checked(f, file)
-        if state.setdefault("part", WHOLE) != _part(model):
-            rank, ranks = state.get("part", WHOLE)
-            raise ValueError(
-                f"{file}: made on rank {rank} of {ranks}; expected {' of '.join(map(str, _part(model)))}"
-            )
+        if (part := state.get("part", WHOLE)) != (own := _part(model)):
+            raise ValueError(f"{file}: made on rank {part[0]} of {part[1]}; expected {own[0]} of {own[1]}")
         if state.get("model") != fingerprint(model, heads=False):
             raise ValueError(f"{file}: made with another model, or in another precision")
         if model.mtp and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
@@ -217,13 +214,10 @@ def _suits(needed: CacheKind, c: LayerCache) -> bool:
 def _checked(f: BinaryIO, file: str | Path) -> dict[str, Any]:
     """Read what `_state` wrote, of a file every byte of which is as it was written."""
     state, checksum = _state_in(f, file)
-    try:
-        found = _checksum(f)[1]
-    except ValueError:
-        found = None
-    if found != checksum:
-        raise ValueError(f"{file}: damaged, its content does not have its checksum")
-    return state
+    with contextlib.suppress(ValueError):
+        if _checksum(f)[1] == checksum:
+            return state
+    raise ValueError(f"{file}: damaged, its content does not have its checksum")
 
 
 def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:

@@ -37,13 +37,6 @@ class LinearKVCache(LayerCache):
         self.once = OncePerPass()
         self._reserved = 0
 
-    # Storage: what a row's keys, values and perhaps more become, and how attention gets them back.
-    def _encode(self, *rows: mx.array) -> Parts:
-        return rows
-
-    def _decode(self, parts: Parts):
-        return parts
-
     def reserve(self, rows: int) -> None:
         self._reserved = rows
 
@@ -108,12 +101,6 @@ class LinearKVCache(LayerCache):
         slots = mx.arange(self._visible(N).stop)[None]
         # A row before `start` is never read; it sees itself so that its softmax is defined.
         return (slots <= queries) & (slots >= mx.minimum(self.start, queries))
-
-    def rollback(self, n: int | mx.array) -> None:
-        """Forget the last n positions; n may be on the device (`limit` then stays an upper bound)."""
-        self.offset = self.offset - n
-        if isinstance(self.offset, int):
-            self.limit = self.offset
 
     @property
     def config(self) -> dict:

@@ -33,9 +33,8 @@ def make_cache(
 
 def make_caches(windows: Sequence[CacheKind | Ring], *, starts: list[int], **quantization: Any) -> list[Any]:
     """Make one cache per layer; layers of the same window share one Ring."""
-    rings: dict[Any, Ring] = {window: Ring(window) for window in windows if isinstance(window, int)}
     pairs = zip(windows, starts, strict=True)
-    return sharing([make_cache(rings.get(window, window), start=start, **quantization) for window, start in pairs])
+    return from_configs([{"window": window, "start": start, **quantization} for window, start in pairs])
 
 
 def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
@@ -47,7 +46,7 @@ def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
         if isinstance(window, str):
             caches.append(BY_NAME[window](**{name: value for name, value in config.items() if name != "window"}))
             continue
-        if window is not None:
+        if isinstance(window, int):
             window = rings.setdefault((window, keep), Ring(window, keep))
         caches.append(make_cache(**{**config, "window": window}))
     return sharing(caches)

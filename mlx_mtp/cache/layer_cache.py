@@ -47,6 +47,9 @@ class LayerCache:
     is_state = wraps = is_mlx_lm = False
     start: Any = 0
     context: int = 0
+    window: int | None = None
+    keep: int = 0
+    rewinds: Any = True  # whether `seek` can go back now
     offset: Any
     limit: int
     parts: Any
@@ -58,19 +61,6 @@ class LayerCache:
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def window(self) -> int | None:
-        return None
-
-    @property
-    def keep(self) -> int:
-        return 0
-
-    @property
-    def rewinds(self) -> bool:
-        """Whether `seek` can go back now."""
-        return True
-
-    @property
     def trims(self) -> bool:
         """Whether `seek` can go back to any position, and needs nothing else for it."""
         return not self.is_state and self.rewinds
@@ -79,6 +69,13 @@ class LayerCache:
     def empty_config(self) -> dict[str, Any]:
         """The `config` of an empty cache of this layout."""
         return self.config
+
+    # Storage: what a row's keys, values and perhaps more become, and how attention gets them back.
+    def _encode(self, *rows: mx.array) -> Parts:
+        return rows
+
+    def _decode(self, parts: Parts):
+        return parts
 
     def reserve(self, rows: int) -> None:
         """Make the next growth reach `rows` positions at once, where a longer run is known to come."""

@@ -79,15 +79,7 @@ class SlidingKVCache(LinearKVCache):
 
     def __init__(self, ring: Ring, start: int = 0):
         super().__init__(start)
-        self.ring = ring
-
-    @property
-    def window(self) -> int:
-        return self.ring.window
-
-    @property
-    def keep(self) -> int:
-        return self.ring.keep
+        self.ring, self.window, self.keep = ring, ring.window, ring.keep
 
     @property
     def trims(self) -> bool:

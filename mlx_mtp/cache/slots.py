@@ -55,22 +55,13 @@ class PooledKV(LayerCache):
     """
 
     def __init__(self, ring: Ring | None = None):
-        self.ring, self.limit, self.starts = ring, 0, []
+        self.ring, self.window = ring, ring and ring.window
+        self.limit, self.starts = 0, []
         self.buffers: Parts = ()
         self.offset: Any = None
         self.start: Any = 0
         self.span = Span([0], 1)
         self.once = OncePerPass()
-
-    def _encode(self, *rows: mx.array) -> Parts:
-        return rows
-
-    def _decode(self, parts: Parts):
-        return parts
-
-    @property
-    def window(self) -> int | None:
-        return self.ring.window if self.ring else None
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,6 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from ..kernels import Quantized, verify_latent_attention, verify_latent_attention_ref, verify_qmm_heads
 from .attention import CachedAttention
 from .kernel_site import Site, format_of, quantized, side_by_side
-from .mtp_spec import MTPSpec
 from .norm_rope import NormRope, Offset, on_device
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
 
@@ -227,9 +226,3 @@ class MLAPort(Port):
     RENAMED = (NUMBERED_EXPERTS, MLA_KV_B, SCALED_FP8)
     MASK_ARRAY = True
     NO_KV_BITS = "multi-head latent attention"
-    LATENT: Any  # what takes the place of its attention
-
-    def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
-        super().__init__(args, heads, spec)
-        for layer in [*self.model.layers, *(head.block for head in self.mtp)]:
-            layer.self_attn = self.LATENT(args)

@@ -60,6 +60,7 @@ class Port(nn.Module):
     NO_KV_BITS: str | None = None  # what forbids quantized keys and values
     MASK_ARRAY = False  # the layers want a mask as an array, never "causal"
     INSIDE = "model.layers.0."  # where BASE.sanitize, of a `one_layer()`, expects what a head's block has
+    OURS: tuple[type, ...] = ()  # a mixin and one of mlx-lm's modules each, of which all become that
     MLP: tuple[type, ...] = ()  # mlx-lm's modules that are down(swiglu(gate(x), up(x))), clamped at their `limit`
     ROUTER: tuple[type, ...] = ()  # those that are a choice from `x @ weight.T`, and use x for nothing else
     ATTENTION: tuple[type, ...] = ()  # those with q_proj, k_proj and v_proj, and perhaps norms, RoPE and a gate
@@ -86,11 +87,10 @@ class Port(nn.Module):
         super().__init__(args)  # type: ignore[call-arg]
         if self.ATTENTION and not getattr(args, "head_dim", None):
             args.head_dim = args.hidden_size // args.num_attention_heads
-        self.replace_modules()
         self.add_heads(spec or self.SPEC, [self.head_block(depth) for depth in range(heads)])
-
-    def replace_modules(self) -> None:
-        """Put modules of ours in the place of mlx-lm's, where these cannot roll back their state."""
+        ours = {kind.__bases__[-1]: kind for kind in self.OURS}
+        for module in self.modules():
+            module.__class__ = ours.get(type(module), type(module))
 
     def head_block(self, depth: int) -> nn.Module:
         """Make the decoder layer of an MTP head: by default the one that follows the target's last."""
@@ -139,7 +139,7 @@ class Port(nn.Module):
         """Find the LM head, the embedding where the two are tied, or what the MTP head of `depth` has for its own."""
         if depth is not None and "head" in self["mtp"][depth]:
             return self["mtp"][depth]["head"]
-        return self.language["lm_head"] if "lm_head" in self.language else self.model.embed_tokens
+        return self.language.get("lm_head", self.model.embed_tokens)
 
     def normed(self, hidden: mx.array) -> mx.array:
         """Norm hidden rows, as `hidden` returns them, for the LM head: [..., H]."""

@@ -20,4 +20,4 @@ class Model(MLAPort, deepseek_v3.Model):
     ROUTER = (deepseek_v3.MoEGate,)
     MOE = (deepseek_v3.DeepseekV3MoE,)
     BLOCK = (deepseek_v3.DeepseekV3DecoderLayer,)
-    LATENT = Attention
+    OURS = (Attention,)

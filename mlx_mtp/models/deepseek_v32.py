@@ -21,4 +21,4 @@ class Model(MLAPort, deepseek_v32.Model):
     ROUTER = (deepseek_v32.MoEGate,)
     MOE = (deepseek_v32.DeepseekV32MoE,)
     BLOCK = (deepseek_v32.DeepseekV32DecoderLayer,)
-    LATENT = Attention
+    OURS = (Attention,)

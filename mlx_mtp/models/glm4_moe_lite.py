@@ -20,4 +20,4 @@ class Model(MLAPort, glm4_moe_lite.Model):
     ROUTER = (glm4_moe_lite.MoEGate,)
     MOE = (glm4_moe_lite.Glm4MoeLiteMoE,)
     BLOCK = (glm4_moe_lite.Glm4MoeLiteDecoderLayer,)
-    LATENT = Attention
+    OURS = (Attention,)

@@ -75,6 +75,7 @@ class Model(Port, nemotron_h.Model):
             *((f"layers.{i}", f"block.layers.{i}") for i in range(len(HEAD_PATTERN))),
         ),
     )
+    OURS = (Mamba2Mixer,)
     ROUTER = (nemotron_h.MoEGate,)
     MOE = (nemotron_h.NemotronHMoE,)
     ATTENTION = (nemotron_h.NemotronHAttention,)
@@ -83,11 +84,6 @@ class Model(Port, nemotron_h.Model):
         Renaming(r"\.experts\.\d+\.up_proj\.", (".switch_mlp.fc1.",), ".experts.*.up_proj."),
         Renaming(r"\.experts\.\d+\.down_proj\.", (".switch_mlp.fc2.",), ".experts.*.down_proj."),
     )
-
-    def replace_modules(self) -> None:
-        for layer in self.layers:
-            if layer.block_type == "M":
-                layer.mixer = Mamba2Mixer(self.args)
 
     def head_block(self, depth: int) -> nn.Module:
         return HeadBlock(self.args.head)

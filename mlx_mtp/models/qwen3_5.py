@@ -53,6 +53,7 @@ class GatedDeltaNet(GatedDelta, qwen3_5.GatedDeltaNet):
 
 class Model(Port, qwen3_5.Model):
     SPEC = QWEN_MTP
+    OURS = (GatedDeltaNet,)
     MLP = (Qwen3NextMLP,)
     ATTENTION = (Qwen3NextAttention,)
     MOE = (Qwen3NextSparseMoeBlock,)
@@ -69,11 +70,6 @@ class Model(Port, qwen3_5.Model):
         Renaming(r"^model\.language_model\.", ("language_model.model.",)),
         Renaming(r"^(?!language_model\.|mtp\.\d)", ("language_model.",)),
     )
-
-    def replace_modules(self) -> None:
-        for layer in self.layers:
-            if layer.is_linear:
-                layer.linear_attn = GatedDeltaNet(self.args.text)
 
     def head_block(self, depth: int) -> nn.Module:
         return qwen3_5.DecoderLayer(self.args.text, self.args.text.full_attention_interval - 1)

@@ -33,17 +33,13 @@ class GatedDeltaNet(GatedDelta, qwen3_next.Qwen3NextGatedDeltaNet):
 
 class Model(Port, qwen3_next.Model):
     SPEC = QWEN_MTP
+    OURS = (GatedDeltaNet,)
     MLP = (qwen3_next.Qwen3NextMLP,)
     ATTENTION = (qwen3_next.Qwen3NextAttention,)
     MOE = (qwen3_next.Qwen3NextSparseMoeBlock,)
     BLOCK = (qwen3_next.Qwen3NextDecoderLayer,)
     ZERO_CENTRED = (r"\.mlp\.experts\.\d+\.", r"\.switch_mlp\.")
     RENAMED = (NUMBERED_EXPERTS,)
-
-    def replace_modules(self) -> None:
-        for layer in self.layers:
-            if layer.is_linear:
-                layer.linear_attn = GatedDeltaNet(self.args)
 
     def head_block(self, depth: int) -> nn.Module:
         return qwen3_next.Qwen3NextDecoderLayer(self.args, self.args.full_attention_interval - 1)
