@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..machine.errors import first_line
+from ..machine.errors import one_line
 
 # Whose tokens depend on what follows: often a mark is of one token with the letters behind it.
 LAST_RUNS = re.compile(r"(\w+|\s+|[^\w\s]+){1,2}\Z")
@@ -60,10 +60,8 @@ class PromptPrefix:
 
 def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
     """Render the chat template; raises ValueError, in one line, where the template fails."""
-    try:
+    with one_line("the chat template refuses this conversation"):  # a program of the checkpoint's: anything can fail
         text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
-    except Exception as e:  # a template is a program of the checkpoint's: anything can go wrong in it
-        raise ValueError(f"the chat template refuses this conversation ({first_line(e)})") from e
     if any("\ud800" <= c <= "\udfff" for c in text):  # what Python makes of bytes that are no text
         raise ValueError("the prompt is not valid UTF-8 text")
     return text

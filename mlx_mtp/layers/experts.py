@@ -7,8 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
-from ..kernels import Experts, Routing, route_ref, served, verify_moe, verify_moe_ref
-from .kernel_site import TOGETHER_ROWS, Site, format_of, quantized, rows_of
+from ..kernels import Experts, Routing, route_ref, verify_moe, verify_moe_ref
+from .kernel_site import TOGETHER_ROWS, Site, format_of, known_format, quantized, rows_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 UNGATED = ("fc1", "fc2")  # of a squared ReLU
@@ -37,17 +37,12 @@ def servable(block: Any) -> bool:
     """Say whether the experts are quantized SwiGLUs, or squared ReLUs, in formats that the kernels know."""
     switch = block.switch_mlp
     linears = [switch[name] for name in projections(switch)]
-    if not all(isinstance(m, QuantizedSwitchLinear) for m in linears):
+    if not all(isinstance(m, QuantizedSwitchLinear) and "bias" not in m and known_format(m) for m in linears):
         return False
-    if any("bias" in m or m.get("global_scale") is not None for m in linears):
-        return False
-    formats = [(m.mode, m.bits, m.group_size) for m in linears]
     if len(linears) == len(UNGATED):
-        activation = type(switch.activation) is nn.ReLU2
-    else:
-        activation = type(switch.activation) is SwiGLU or hasattr(switch.activation, "limit")
-        activation = activation and formats[0] == formats[1]
-    return activation and all(served(*form) for form in formats)
+        return type(switch.activation) is nn.ReLU2
+    swiglu = type(switch.activation) is SwiGLU or hasattr(switch.activation, "limit")
+    return swiglu and format_of(linears[0]) == format_of(linears[1])
 
 
 class Mixture(Site):

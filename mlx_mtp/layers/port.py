@@ -1,7 +1,7 @@
 """Share between ports the mixin in front of mlx-lm's Model, which adds MTP heads and the decode loop's contract."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,8 +26,6 @@ NEXTN_TENSORS = (
 )
 # One layer of the trunk's kind behind the trunk, fed its own output again: DeepSeek's and GLM's heads.
 NEXTN = MTPSpec(head="shared_or_own", embedding="shared_or_own", tensors=NEXTN_TENSORS)
-# No tensor of the checkpoint is an MTP head's: what drafts is a drafter of its own, or nothing.
-NO_HEADS = MTPSpec(tensors=())
 MAX_RECYCLED = 15  # drafts that one recycled MTP head may make: a cycle's rows fit into a ring's slack
 OUTSIDE = "outside."  # of an MTP head's block: norms, eh_proj and LM heads
 
@@ -87,7 +85,9 @@ class Port(nn.Module):
         super().__init__(args)  # type: ignore[call-arg]
         if self.ATTENTION and not getattr(args, "head_dim", None):
             args.head_dim = args.hidden_size // args.num_attention_heads
-        self.add_heads(spec or self.SPEC, [self.head_block(depth) for depth in range(heads)])
+        self.spec, sizes = spec or self.SPEC, (self.model.norm, self.args.vocab_size)
+        blocks = [self.head_block(depth) for depth in range(heads)]
+        self.mtp = [MTPHead(self.spec, block, *sizes, mask_array=self.MASK_ARRAY) for block in blocks]
         ours = {kind.__bases__[-1]: kind for kind in self.OURS}
         for module in self.modules():
             module.__class__ = ours.get(type(module), type(module))
@@ -95,11 +95,6 @@ class Port(nn.Module):
     def head_block(self, depth: int) -> nn.Module:
         """Make the decoder layer of an MTP head: by default the one that follows the target's last."""
         return self.BLOCK[0](self.args, self.args.num_hidden_layers + depth)
-
-    def add_heads(self, spec: MTPSpec, blocks: Iterable[nn.Module]) -> None:
-        """Make one MTPHead around each of the blocks."""
-        self.spec, sizes = spec, (self.model.norm, self.args.vocab_size)
-        self.mtp = [MTPHead(spec, block, *sizes, mask_array=self.MASK_ARRAY) for block in blocks]
 
     @property
     def vocab_size(self) -> int:
@@ -244,7 +239,7 @@ class Port(nn.Module):
 class HeadlessPort(Port):
     """A family whose checkpoints have no MTP heads: the target of a drafter, or decoded plainly."""
 
-    SPEC = NO_HEADS
+    SPEC = MTPSpec(tensors=())  # no tensor of the checkpoint is an MTP head's
 
     def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
         super().__init__(args, 0, spec)

@@ -70,7 +70,7 @@ def share_angles(model: nn.Module) -> None:
         rope = module.get("rope")
         if type(rope) not in SHARED or rope.traditional:
             continue
-        freqs = getattr(rope, "_freqs", None)
-        kind = (rope.dims, getattr(rope, "base", None), None if freqs is None else tuple(freqs.tolist()))
-        rope._angles = known.setdefault((*kind, getattr(rope, "scale", 1.0)), Angles(rope))
+        angles = Angles(rope)
+        freqs = None if angles.freqs is None else tuple(angles.freqs.tolist())
+        rope._angles = known.setdefault((angles.dims, angles.scale, angles.base, freqs), angles)
         rope.__class__ = SHARED[type(rope)]

@@ -6,22 +6,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..cache.layer_cache import CachedModel, LayerCache
-
-
-class TokenChoice(Protocol):
-    """Rows that an LM head can choose tokens of, M of them, without writing their logits."""
-
-    def greedy(self) -> mx.array:
-        """Return the likeliest token of each row, int32 [M]."""
-        ...
-
-    def draw(self, key: mx.array, position: Any, temp: float) -> mx.array:
-        """Draw a token of each row, int32 [M], with the noise of positions from `position` on."""
-        ...
-
-    def top(self, n: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the n greatest logits [M, n], sorted, their tokens [M, n], and the logsumexp of all [M]."""
-        ...
+from .lm_head import Rows
 
 
 class Target(CachedModel, Protocol):
@@ -49,7 +34,7 @@ class Target(CachedModel, Protocol):
         """Return logits [1, M, V] of hidden rows [1, M, H]."""
         ...
 
-    def choice(self, hidden: mx.array) -> TokenChoice | None:
+    def choice(self, hidden: mx.array) -> Rows | None:
         """Return what chooses tokens of hidden rows [1, M, H] without logits; None where they must be computed."""
         ...
 
@@ -77,6 +62,6 @@ class Target(CachedModel, Protocol):
         """Return the number of the greatest of an output row's `draft_logits`, int32 []."""
         ...
 
-    def draft_rows(self, depth: int, output: mx.array) -> TokenChoice | None:
+    def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
         """Return what chooses a draft of an output row [1, 1, H] without logits; None where they must be computed."""
         ...

@@ -15,16 +15,14 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-from . import watch
 from .watch import STARTS, Watch
 
 
 @contextlib.contextmanager
-def watched_from_outside() -> Iterator[None]:
-    """Let a guard take the place of this process's watch; in the main thread, which alone may ask for it, signals end
-    the process at once.
+def watched_from_outside(begun: Watch | None) -> Iterator[None]:
+    """Let a guard take the place of this process's watch, if there is one; in the main thread, which alone may ask
+    for it, signals end the process at once.
     """
-    begun = watch.begun()
     if begun is None:
         yield
         return

@@ -76,7 +76,8 @@ def meet() -> Ranks | None:
     here = launched()
     if here is None:
         return None
-    watch.begin(here.rank, here.size, here.meeting)
-    watch.wait_for_all()
-    with watched_from_outside():
+    begun = watch.begin(here.rank, here.size, here.meeting)
+    if begun is not None:
+        begun.met.wait()  # who is missing for long ends the process
+    with watched_from_outside(begun):
         return ranks_of(mx.distributed.init(strict=True))

@@ -65,10 +65,10 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
     """Raise ValueError where mlx-lm cannot split the family, or sizes do not divide by the number of ranks."""
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
-    for what, size, kv in _sizes(model):
+    sizes = list(_sizes(model))
+    for what, size, kv in sizes:
         if not _divides(size, ranks, kv=kv):
-            sizes = {(size, kv) for _, size, kv in _sizes(model)}
-            fits = [n for n in range(1, MOST_RANKS + 1) if all(_divides(s, n, kv=kv) for s, kv in sizes)]
+            fits = (n for n in range(1, MOST_RANKS + 1) if all(_divides(s, n, kv=kv) for _, s, kv in sizes))
             allowed = ", ".join(map(str, fits))
             raise ValueError(f"ranks={ranks}: model_type {name!r} has {size} {what}; allowed are {allowed}")
 

@@ -23,30 +23,20 @@ UNWINDING = 2.0  # seconds that the main thread gets to leave nothing half-writt
 _watch: "Watch | None" = None
 
 
-def begin(rank: int, size: int, meeting: tuple[str, int] | None) -> None:
-    """Begin to watch, once a process; not at all where `meeting`, rank 0's host and port for it, is not known."""
+def begin(rank: int, size: int, meeting: tuple[str, int] | None) -> "Watch | None":
+    """Begin to watch, once a process; None where `meeting`, rank 0's host and port for it, is not known."""
     global _watch
     if _watch is None and meeting is not None:
         _watch = Watch(rank, size, meeting)
         threading.Thread(target=_watch.run, daemon=True).start()
         atexit.register(_watch.leave)
+    return _watch
 
 
 def leave(code: int) -> None:
     """Let the others know that this process is about to end with an exit code, which is then theirs."""
     if _watch is not None:
         _watch.leave(code)
-
-
-def wait_for_all() -> None:
-    """Wait until all ranks watch each other; who is missing for long ends the process."""
-    if _watch is not None:
-        _watch.met.wait()
-
-
-def begun() -> "Watch | None":
-    """Return this process's watch; None where there is none."""
-    return _watch
 
 
 def wait_for_reason(error: BaseException) -> None:
@@ -72,7 +62,7 @@ class Peer:
 class Watch:
     """The connections of this rank: rank 0's to all others, any other's to rank 0.
 
-    code: with which it is ended. turn: who holds it listens.
+    code: with which it is ended. met: set once all watch each other. turn: who holds it listens.
     """
 
     rank: int
