@@ -8,9 +8,8 @@ import json
 import os
 import re
 import shutil
-import struct
 import uuid
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
@@ -181,12 +180,11 @@ def _filled(kind: type[Any], values: dict[str, Any] | None) -> Any:
     """Make a dataclass of a file's values, or None of none; TypeError where one is not of its field's type."""
     if values is None:
         return None
-    hints, made = get_type_hints(kind), kind(**values)
-    for field in fields(made):
-        hint, value = hints[field.name], getattr(made, field.name)
+    made = kind(**values)
+    for name, hint in get_type_hints(kind).items():
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if type(value) not in [get_origin(kind) or kind for kind in kinds]:
-            raise TypeError(f"{field.name} is {value!r}")
+        if type(value := getattr(made, name)) not in [get_origin(kind) or kind for kind in kinds]:
+            raise TypeError(f"{name} is {value!r}")
     return made
 
 
@@ -239,9 +237,8 @@ def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
 def _header(f: BinaryIO) -> bytes:
     """Read a safetensors file's header; ValueError where there is none."""
     f.seek(0)
-    start = f.read(8)
-    size = os.fstat(f.fileno()).st_size
-    if len(start) < 8 or (length := struct.unpack("<Q", start)[0]) > size - 8:
+    length = int.from_bytes(f.read(8), "little")
+    if length > os.fstat(f.fileno()).st_size - 8:
         raise ValueError("truncated")
     return f.read(length)
 

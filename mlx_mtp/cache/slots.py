@@ -72,9 +72,7 @@ class PooledKV(LayerCache):
         return self.buffers[0].shape[2] if self.buffers else 0
 
     def hold(self, rows: int, like: Parts) -> None:
-        """Have slots for the span, of so many rows: a copy only where there are fewer. like: keys and values, [.., H,
-        .., D].
-        """
+        """Have slots for the span of so many rows, by a copy where there are fewer; like: arrays [.., H, .., D]."""
         have, capacity = (self.buffers[0].shape[0], self.capacity) if self.buffers else (0, 0)
         if self.ring:
             rows = self.ring.slots

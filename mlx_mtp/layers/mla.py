@@ -23,10 +23,7 @@ Mask = mx.array | None  # boolean [L, S] or broadcast to it
 
 
 class PerHead(Site):
-    """The products of a `QuantizedMultiLinear`, [heads, N, K].
-
-    `heads_first`: the order that what reads the products wants them in.
-    """
+    """The products of a `QuantizedMultiLinear`, [heads, N, K]; `heads_first`: the order that their reader wants."""
 
     op = "verify_qmm_heads"  # for a single row, too: there MLX copies queries that are split from rotated ones
 

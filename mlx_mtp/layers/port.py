@@ -214,9 +214,7 @@ class Port(nn.Module):
         return SimpleNamespace(args=replace(self.args, num_hidden_layers=1))
 
     def sanitized_heads(self, heads: Tensors) -> Tensors:
-        """Apply mlx-lm's sanitizing (experts, fp8, MLA) of a one-layer model to each depth; a KeyError names what
-        it misses.
-        """
+        """Apply mlx-lm's sanitizing (experts, fp8, MLA) of one layer to each depth; KeyError names what it misses."""
         depths: dict[int, Tensors] = {}
         for name, w in heads.items():
             depth, path = self.spec.locate(name, self.args.num_hidden_layers)  # type: ignore[misc]

@@ -20,10 +20,7 @@ SCORED_ROWS = 64  # of a prompt at a time: every indexer head scores every posit
 
 @dataclass
 class Chosen:
-    """Slots [L, index_topk] that the last indexer chose for each text, for the layers behind it that have none.
-
-    None: all.
-    """
+    """Slots [L, index_topk], None for all, that the last indexer chose for each text, for layers that have none."""
 
     slots: list[mx.array | None] = field(default_factory=list)
 
