@@ -76,6 +76,7 @@ class SlidingKVCache(LinearKVCache):
     """
 
     wraps = True
+    window: int
 
     def __init__(self, ring: Ring, start: int = 0):
         super().__init__(start)

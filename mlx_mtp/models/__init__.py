@@ -16,6 +16,8 @@ from types import ModuleType
 from mlx_lm.utils import MODEL_REMAPPING
 
 DRAFTERS = ("eagle3",)
+# Beside mlx-lm's other names of a model_type: a text model exported without its wrapper, with a flat config.json.
+REMAPPED = {**MODEL_REMAPPING, "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 
 def port_names() -> list[str]:
@@ -24,8 +26,8 @@ def port_names() -> list[str]:
 
 
 def find_port(config: dict) -> ModuleType | None:
-    """Import the port of a config.json's model_type, or of the one that mlx-lm takes it for; None: there is none."""
-    model_type = MODEL_REMAPPING.get(config["model_type"], config["model_type"])
+    """Import the port of a config.json's model_type, or of the one that it is another name of; None without one."""
+    model_type = REMAPPED.get(config["model_type"], config["model_type"])
     return importlib.import_module(f".{model_type}", __package__) if model_type in port_names() else None
 
 
