@@ -98,7 +98,7 @@ class Mixture(Site):
         if "gate" in router:
             return router.gate(x)
         site = getattr(router, "site", None)
-        return site.ours(x)[0] if site is not None and rows_of(x) in site.rows else x @ router.weight.T
+        return site.part(x, 0) if site is not None and rows_of(x) in site.rows else x @ router.weight.T
 
     def fused(self, x: mx.array, logits: mx.array, **shared: mx.array | None) -> mx.array:
         """Sum the experts that logits [M, E] choose for x [M, H], and a `shared` one's output if given: [M, H]."""

@@ -131,25 +131,6 @@ class Matrices(Site):
         return self.stack.biased(verify_qmm_ref(x.astype(mx.float32), self.stack.weights))
 
 
-class VerifyLinear(nn.QuantizedLinear):
-    """`nn.QuantizedLinear` that is number `index` of a Stack."""
-
-    site: Stack
-    index: int
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.site.part(x, self.index) if rows_of(x) in self.site.rows else super().__call__(x)
-
-
-class VerifyEmbedding(nn.QuantizedEmbedding):
-    """`nn.QuantizedEmbedding` that is the LM head, too, with a Stack of its own."""
-
-    site: Stack
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return self.site.part(x, 0) if rows_of(x) in self.site.rows else super().as_linear(x)
-
-
 class GLU(Site):
     """Gate, up and SwiGLU of an MLP in one launch; `limit` clamps them where the MLP has one."""
 
@@ -203,8 +184,12 @@ class Dense(Site):
         dtype = str(module.weight.dtype).rpartition(".")[2]
         self.shape = f"{n}x{self.width} {dtype}" + (" with bias" if "bias" in module else "")
 
+    def part(self, x: mx.array, index: int) -> mx.array:
+        """Multiply by the module, its only part."""
+        return verify_gemv(x, self.module.weight, self.module.get("bias"))
+
     def ours(self, x: mx.array) -> list[mx.array]:
-        return [verify_gemv(x, self.module.weight, self.module.get("bias"))]
+        return [self.part(x, 0)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         if "bias" in self.module:
@@ -212,22 +197,25 @@ class Dense(Site):
         return [x @ self.module.weight.T]
 
 
-class VerifyDense(nn.Linear):
-    """`nn.Linear` with a site."""
+class VerifyLinear:
+    """Mixin in front of a linear, quantized or not, that is number `index` of a site."""
 
-    site: Dense
+    site: Stack | Dense
+    index = 0
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.site.ours(x)[0] if rows_of(x) in self.site.rows else super().__call__(x)
+        on = rows_of(x) in self.site.rows
+        return self.site.part(x, self.index) if on else super().__call__(x)  # type: ignore[misc]
 
 
-class VerifyDenseEmbedding(nn.Embedding):
-    """`nn.Embedding` that is the LM head, too, with a site."""
+class VerifyEmbedding:
+    """Mixin in front of an embedding, quantized or not, that is the LM head, too, with a site of its own."""
 
-    site: Dense
+    site: Stack | Dense
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self.site.ours(x)[0] if rows_of(x) in self.site.rows else super().as_linear(x)
+        on = rows_of(x) in self.site.rows
+        return self.site.part(x, 0) if on else super().as_linear(x)  # type: ignore[misc]
 
 
 class _Rows:

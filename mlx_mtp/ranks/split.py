@@ -87,17 +87,13 @@ def _sizes(model: Any) -> Iterator[tuple[str, int, bool]]:
     """Yield all that has to divide: (what, size, whether it is heads of keys and values)."""
     for i, layer in enumerate(model.layers):
         mixer = _mixer(layer)
-        for names, kv in ((HEADS, False), (KV_HEADS, True)):
-            for attribute in names:
-                if hasattr(mixer, attribute):
-                    kind = attribute.removeprefix("num_").removeprefix("n_").replace("_", " ")
-                    yield f"{kind} in layer {i}", getattr(mixer, attribute), kv
+        for attribute in (name for name in (*HEADS, *KV_HEADS) if hasattr(mixer, name)):
+            kind = attribute.removeprefix("num_").removeprefix("n_").replace("_", " ")
+            yield f"{kind} in layer {i}", getattr(mixer, attribute), attribute in KV_HEADS
         for path, linear in [*mixer.named_modules(), *layer.mlp.named_modules()]:
             if path.rpartition(".")[2] in INPUTS_SPLIT:
-                groups = "scales" in linear
-                columns = linear.scales if groups else linear.weight
-                what = "groups of columns" if groups else "columns"
-                yield f"{what} in layer {i}'s {path}", columns.shape[-1], False
+                what, name = ("groups of columns", "scales") if "scales" in linear else ("columns", "weight")
+                yield f"{what} in layer {i}'s {path}", linear[name].shape[-1], False
 
 
 def _repeat_kv_heads(mixer: Any, ranks: int) -> None:

@@ -22,17 +22,7 @@ from ..layers.mla import AbsorbedMLA, LatentAttention, PerHead, VerifyMultiLinea
 from ..layers.mtp_head import EagleHead
 from ..layers.norm_rope import Form, NormRope
 from ..layers.port import Port
-from ..layers.products import (
-    GLU,
-    Dense,
-    Stack,
-    VerifyDense,
-    VerifyDenseEmbedding,
-    VerifyEmbedding,
-    VerifyLinear,
-    VerifyMLP,
-    VerifyRouter,
-)
+from ..layers.products import GLU, Dense, Stack, VerifyEmbedding, VerifyLinear, VerifyMLP, VerifyRouter
 from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm
 from ..layers.sparse_mla import ChosenAttention, SparseMLA
 
@@ -95,9 +85,9 @@ def _single(model: Port, module: Any) -> list[Site]:
         return [_swap(module, "glu", GLU(module), VerifyMLP)]
     if kind is nn.QuantizedEmbedding and tie and known_format(module):
         return [_swap(module, "site", Stack([module]), VerifyEmbedding)]
-    dense = {nn.Linear: VerifyDense, **dict.fromkeys(model.ROUTER, VerifyRouter)}
+    dense = {nn.Linear: VerifyLinear, **dict.fromkeys(model.ROUTER, VerifyRouter)}
     if tie:
-        dense[nn.Embedding] = VerifyDenseEmbedding
+        dense[nn.Embedding] = VerifyEmbedding
     return [_swap(module, "site", Dense(module), dense[kind])] if kind in dense else []
 
 
@@ -110,8 +100,8 @@ def tied(model: Any, module: Any) -> bool:
 def _is_stacked(mlp: Any) -> bool:
     """Tell whether gate and up are one stack of their own, without biases."""
     gate, up = mlp.gate_proj, mlp.up_proj
-    stacked = type(gate) is type(up) is VerifyLinear and gate.site is up.site and gate.site.modules == [gate, up]
-    return stacked and "bias" not in gate and "bias" not in up
+    shared = isinstance(gate, VerifyLinear) and isinstance(up, VerifyLinear) and gate.site is up.site
+    return shared and gate.site.modules == [gate, up] and "bias" not in gate and "bias" not in up
 
 
 def _swap(module: Any, name: str, site: T, kind: type) -> T:

@@ -13,7 +13,7 @@ from sweep import paired
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
-from mlx_mtp.layers.products import GLU, Dense, Matrices, Stack, VerifyDense, VerifyLinear
+from mlx_mtp.layers.products import GLU, Dense, Matrices, Stack, VerifyLinear
 from mlx_mtp.tuning import kernel_sites as sites
 from mlx_mtp.tuning import kernel_switch as switch
 
@@ -32,7 +32,8 @@ def stacked(modules: list) -> Stack:
     stack = Stack(modules)
     stack.rows = frozenset(range(2, 9))
     for i, module in enumerate(modules):
-        module.__class__, module.site, module.index = VerifyLinear, stack, i
+        module.index = i
+        sites._swap(module, "site", stack, VerifyLinear)
     return stack
 
 
@@ -136,8 +137,7 @@ def test_one_row_of_several_linears_is_one_product(on_paper):
 @pytest.mark.parametrize("bias", [False, True])
 def test_dense_linears(bias):
     linear, x = nn.Linear(64, 24, bias=bias), mx.random.normal((1, 3, 64))
-    linear.site, linear.__class__ = Dense(linear), VerifyDense
-    linear.site.rows = frozenset({3})
+    sites._swap(linear, "site", Dense(linear), VerifyLinear).rows = frozenset({3})
     with emulator.emulated() as launches:
         y = linear(x)
     assert [launch.kernel for launch in launches] == ["verify_gemv"]
