@@ -63,8 +63,8 @@ class PerHead(Site):
         return [side_by_side(QuantizedMultiLinear.__call__(self.module, heads))]
 
 
-class VerifyMultiLinear(QuantizedMultiLinear):
-    """`QuantizedMultiLinear` with a site."""
+class VerifyMultiLinear:
+    """Mixin in front of a `QuantizedMultiLinear` with a site."""
 
     site: PerHead
 
@@ -73,7 +73,7 @@ class VerifyMultiLinear(QuantizedMultiLinear):
         heads = x.shape[1]
         if transpose and heads == self.site.heads and x.shape[2] in self.site.rows:
             return self.site.product(x.swapaxes(1, 2))
-        return super().__call__(x, transpose)
+        return super().__call__(x, transpose)  # type: ignore[misc]
 
 
 class LatentAttention(CachedAttention):

@@ -104,11 +104,10 @@ def _is_stacked(mlp: Any) -> bool:
     return shared and gate.site.modules == [gate, up] and "bias" not in gate and "bias" not in up
 
 
-def _swap(module: Any, name: str, site: T, kind: type) -> T:
-    """Give a module its site under a name, and a class that asks it: a subclass of its own, or with a mixin."""
+def _swap(module: Any, name: str, site: T, mixin: type) -> T:
+    """Give a module its site under a name, and a class that asks it: its own behind a mixin."""
     setattr(module, name, site)
-    own = type(module)
-    module.__class__ = kind if issubclass(kind, own) else _mixed(kind, own)
+    module.__class__ = _mixed(mixin, type(module))
     return site
 
 
