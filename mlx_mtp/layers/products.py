@@ -27,8 +27,6 @@ class Stack(Site):
 
     def __init__(self, modules: Sequence[Any]):
         self.modules, self.matrix_rows = list(modules), frozenset()
-        if len(modules) == 1:  # several linears are one launch for a single row, too
-            self.candidates = tuple(VERIFY_ROWS)
         self.read: tuple[mx.array | None, list[Any]] = (None, [])
         self._stack()
         w = self.stacked
@@ -63,6 +61,11 @@ class Stack(Site):
         if any(module.get(name) is not array for module, name, array in self.parts):
             self._stack()
         return self.stacked
+
+    @property
+    def candidates(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Row counts to try: several linears are one launch for a single row, too."""
+        return (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
 
     def ours(self, x: mx.array) -> list[mx.array]:
         w = self.weights
