@@ -8,7 +8,7 @@ more of them than they do on real text, so that a mixture's verify is at its dea
 import json
 import math
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ def shaped_model(
         model = port.Model(build.read_args(port, file, config), heads, port.Model.SPEC.resolve(()))
         model.set_dtype(mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16)
         if bits != UNQUANTIZED:
-            nn.quantize(model, group_size, bits, class_predicate=_rule(model, stated, group_size))
+            rule = partial(_rule, getattr(model, "quant_predicate", None), stated, group_size)
+            nn.quantize(model, group_size, bits, class_predicate=rule)
     return model, config
 
 
@@ -99,18 +100,13 @@ def _first(name: str, value: Any, layers: int, total: int) -> Any:
     return value
 
 
-def _rule(model: Any, stated: dict, group_size: int) -> Callable[[str, nn.Module], bool | dict]:
-    """Say what is quantized, and how: as mlx-lm converts the family, and as config.json states for single modules."""
-    of_family = getattr(model, "quant_predicate", None) or (lambda path, module: True)
-
-    def rule(path: str, module: Any) -> bool | dict:
-        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
-            return False
-        chosen = stated[path] if path in stated else of_family(path, module)
-        fits = not isinstance(chosen, dict) or module.weight.shape[-1] % chosen["group_size"] == 0
-        return chosen if fits else True
-
-    return rule
+def _rule(of_family: Any, stated: dict, group_size: int, path: str, module: Any) -> bool | dict:
+    """Say whether a module is quantized, and how: as config.json states, else as mlx-lm converts the family."""
+    if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
+        return False
+    chosen = of_family(path, module) if of_family and path not in stated else stated.get(path, True)
+    fits = not isinstance(chosen, dict) or module.weight.shape[-1] % chosen["group_size"] == 0
+    return chosen if fits else True
 
 
 def draw_weights(model: Any, seed: int) -> None:

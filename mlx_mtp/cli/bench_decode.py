@@ -1,6 +1,7 @@
 """Run the `mlx-mtp bench` commands that decode with a model: decode, compare, verify, profile, parallel."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ SHOWN = 20  # differences of texts that are listed
 DOCUMENTS = ("stepwise_math",)  # asked behind a context of source code
 MOST_ROWS = 16  # of a verify
 CONTEXTS, LOOKED_BACK = {False: (1024, 4096), True: (128, 1024)}, "1024,4096, --quick 128,1024"  # of a verify
-INTEGERS = shared.numbers(int, "numbers")
+INTEGERS = partial(shared.numbers, int)
 
 
 @click.command()

@@ -6,6 +6,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +25,13 @@ WIDTH = 124  # columns that the tables need
 WRITTEN = click.Path(dir_okay=False, path_type=Path)
 
 
-def numbers(kind: type, what: str) -> Any:
-    """Make a callback for numbers with commas between them, as a tuple; empty where the option is not given."""
-
-    def parse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple:
-        try:
-            return tuple(kind(part) for part in value.split(",")) if value is not None else ()
-        except ValueError:
-            raise click.BadParameter(f"{value!r}; expected {what} with commas between them") from None
-
-    return parse
+def numbers(kind: type, _ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple:
+    """Read numbers with commas between them; none where the option is not given."""
+    try:
+        return tuple(kind(part) for part in value.split(",")) if value is not None else ()
+    except ValueError:
+        what = "chances" if kind is float else "numbers"
+        raise click.BadParameter(f"{value!r}; expected {what} with commas between them") from None
 
 
 def _drawable(_ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
@@ -63,7 +61,7 @@ subject_options = options(
     option("--q-group-size", type=Choice(["32", "64", "128"]), help="With --config.  [default: the file's, else 64]"),
     option(
         "--synth-rates",
-        callback=numbers(float, "chances"),
+        callback=partial(numbers, float),
         help="Draw what is accepted: the share per depth that is kept, as 0.87,0.76,0.69; deeper ones fall on alike.",
     ),
     option("--mtp/--no-mtp", default=True, help="With the MTP heads."),
