@@ -73,7 +73,8 @@ class Splitter:
         if self._format:
             edges["normal"].append((self._format.start, "tool"))
             edges["reasoning"].append((self._format.start, "tool"))
-            edges["tool"] += [(self._format.end, "normal")] if self._format.end else []
+            if self._format.end:
+                edges["tool"].append((self._format.end, "normal"))
         for stop in stops:
             edges["normal"].append((stop, STOP + stop))
             edges[STOP + stop] = []
@@ -147,10 +148,10 @@ class Splitter:
         if not text.strip():
             return []
         try:
-            calls = [ToolCall(*call) for call in self._format.calls(text, self._tools)]
+            calls: list[Part] = [ToolCall(*call) for call in self._format.calls(text, self._tools)]
         except ValueError:
             self._at = "normal"
-            marks = ("", "") if self._format.whole and text.lstrip().startswith("{") else (self._format.start, "")
-            return [self._piece(marks[0] + text + (self._format.end if closed else ""))]
+            start = "" if self._format.whole and text.lstrip().startswith("{") else self._format.start
+            return [self._piece(start + text + (self._format.end if closed else ""))]
         self.called = True
-        return list(calls)
+        return calls

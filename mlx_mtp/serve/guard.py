@@ -34,17 +34,15 @@ class Rules:
         host = host_of(headers.get("host", ""))
         if not (host in ("localhost", *self.hosts) or _is_address(host)):
             raise Refused(f"host {host[:80]!r} is not this server's; --allow-host adds it", status=403)
-        origin = headers.get("origin")
-        if origin and origin not in self.origins and "*" not in self.origins and not self._own(origin, headers):
+        origin = headers.get("origin", "")
+        own = origin.partition("://")[2] == headers.get("host")
+        if origin and not own and origin not in self.origins and "*" not in self.origins:
             raise Refused(f"origin {origin[:80]!r} may not call; --cors-origin allows it", status=403)
         if self.key is not None and path not in OPEN and not self._has_key(headers):
             raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
             raise Refused(f"content-type {kind[:80]!r}: allowed is application/json", status=415)
-
-    def _own(self, origin: str, headers: Headers) -> bool:
-        return urlsplit(origin).netloc == headers.get("host")
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -131,15 +129,10 @@ def _check_text(name: str, value: Any) -> None:
         raise Refused(f"{ascii(name)[:80]}: allowed are valid Unicode and finite numbers") from None
 
 
-def _check_depth(body: Any) -> None:
-    level = [body]
-    for _ in range(DEPTH):
-        level = [
-            each
-            for value in level
-            if isinstance(value, (dict, list))
-            for each in (value.values() if isinstance(value, dict) else value)
-        ]
-        if not level:
-            return
-    raise Refused(f"the body is nested deeper than {DEPTH} levels")
+def _check_depth(value: Any, left: int = DEPTH - 1) -> None:
+    if not isinstance(value, (dict, list)):
+        return
+    if not left:
+        raise Refused(f"the body is nested deeper than {DEPTH} levels")
+    for each in value.values() if isinstance(value, dict) else value:
+        _check_depth(each, left - 1)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from ..cache.prompt_prefix import render, shared
 
 Message = dict[str, Any]
-# Stand in the rendered text for what a user wrote that would be read as a special token; noncharacters of Unicode.
+# Stand around what a user wrote that would be read as a special token, in hexadecimal; noncharacters of Unicode.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-HELD = re.compile(f"{OPEN}(\\d+){CLOSE}")
+HELD = re.compile(f"{OPEN}([0-9a-f]+){CLOSE}")
 
 
 class Prompt(NamedTuple):
@@ -31,10 +31,9 @@ class Marks(NamedTuple):
 
 def marks_of(tokenizer: Any) -> Marks:
     """Collect a tokenizer's added tokens, and those among them that are special."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    every = {str(token) for token in added.values() if str(token).strip()}
-    special = {str(token) for token in added.values() if getattr(token, "special", False) and str(token).strip()}
-    return Marks(*(_any_of(names | set(tokenizer.all_special_tokens)) for names in (every, special)))
+    added = [token for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if str(token).strip()]
+    special = [token for token in added if getattr(token, "special", False)]
+    return Marks(*(_any_of({*map(str, tokens), *tokenizer.all_special_tokens}) for tokens in (added, special)))
 
 
 def _any_of(names: set[str]) -> re.Pattern[str]:
@@ -57,24 +56,20 @@ def encode_chat(
     options: variables of the template. turns: find out also where turns begin. Raises ValueError where the template
     refuses the conversation in every form that could mean the same.
     """
-    held: list[str] = []
-    safe = [_held_in(message, marks, held) for message in messages]
     given = {**options, "add_generation_prompt": answers}
     if tools:
-        given["tools"] = _held(tools, marks.every, held)
-    *others, last = _forms(safe)
+        given["tools"] = _held(tools, marks.every)
+    *others, last = _forms([_held_in(message, marks) for message in messages])
     for form in others:
         with contextlib.suppress(ValueError):
-            return _prompt(tokenizer, form, given, held, turns=turns)
-    return _prompt(tokenizer, last, given, held, turns=turns)
+            return _prompt(tokenizer, form, given, turns=turns)
+    return _prompt(tokenizer, last, given, turns=turns)
 
 
-def _prompt(
-    tokenizer: Any, messages: list[Message], options: dict[str, Any], held: list[str], *, turns: bool
-) -> Prompt:
+def _prompt(tokenizer: Any, messages: list[Message], options: dict[str, Any], *, turns: bool) -> Prompt:
     """Encode one form of a conversation; ValueError where the template refuses it."""
-    tokens = _encode(tokenizer, render(tokenizer, messages, options), held)
-    return Prompt(tokens, tuple(_turns(tokenizer, messages, options, held, tokens)) if turns else ())
+    tokens = _encode(tokenizer, render(tokenizer, messages, options))
+    return Prompt(tokens, tuple(_turns(tokenizer, messages, options, tokens)) if turns else ())
 
 
 def encode_text(tokenizer: Any, text: str) -> Prompt:
@@ -83,33 +78,31 @@ def encode_text(tokenizer: Any, text: str) -> Prompt:
     return Prompt(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
 
 
-def _held_in(message: Message, marks: Marks, held: list[str]) -> Message:
+def _held_in(message: Message, marks: Marks) -> Message:
     """Hold back marks; a model's own words may have those that are not special, such as of its reasoning."""
     pattern = marks.special if message["role"] == "assistant" else marks.every
-    return {key: value if key == "role" else _held(value, pattern, held) for key, value in message.items()}
+    return {key: value if key == "role" else _held(value, pattern) for key, value in message.items()}
 
 
-def _held(value: Any, pattern: re.Pattern[str], held: list[str]) -> Any:
+def _held(value: Any, pattern: re.Pattern[str]) -> Any:
     """Put a stand-in in the place of each mark, in all texts of a JSON value."""
     if isinstance(value, dict):
-        return {_held(key, pattern, held): _held(each, pattern, held) for key, each in value.items()}
+        return {_held(key, pattern): _held(each, pattern) for key, each in value.items()}
     if isinstance(value, list):
-        return [_held(each, pattern, held) for each in value]
-    return pattern.sub(functools.partial(_stand_in, held), value) if isinstance(value, str) else value
+        return [_held(each, pattern) for each in value]
+    return pattern.sub(_stand_in, value) if isinstance(value, str) else value
 
 
-def _stand_in(held: list[str], match: re.Match[str]) -> str:
-    if match[0] not in held:
-        held.append(match[0])
-    return f"{OPEN}{held.index(match[0])}{CLOSE}"
+def _stand_in(mark: re.Match[str]) -> str:
+    return f"{OPEN}{mark[0].encode().hex()}{CLOSE}"
 
 
-def _encode(tokenizer: Any, text: str, held: list[str]) -> list[int]:
+def _encode(tokenizer: Any, text: str) -> list[int]:
     """Encode a rendered text, with the marks that were held back as the letters that they are written in."""
     tokens: list[int] = []
     for i, part in enumerate(HELD.split(text)):
         if i % 2:
-            tokens += _letters(tokenizer, held[int(part)])
+            tokens += _letters(tokenizer, bytes.fromhex(part).decode())
         elif part:
             tokens += _tokens(tokenizer, part)
     return tokens
@@ -165,15 +158,11 @@ def _with_json_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _turns(
-    tokenizer: Any, messages: list[Message], options: dict[str, Any], held: list[str], tokens: list[int]
-) -> Iterator[int]:
+def _turns(tokenizer: Any, messages: list[Message], options: dict[str, Any], tokens: list[int]) -> Iterator[int]:
     """Find where the first and the last question of a user begin: other texts may go on from there."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     for i in sorted({users[0], users[-1]}) if users else ():
         other = [*messages[:i], {"role": "user", "content": ""}]
-        try:
+        with contextlib.suppress(ValueError):
             text = render(tokenizer, other, {**options, "add_generation_prompt": False})
-        except ValueError:
-            continue
-        yield shared(_encode(tokenizer, text, held), tokens)
+            yield shared(_encode(tokenizer, text), tokens)

@@ -16,7 +16,6 @@ import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.options import default_draft_tokens
-from .alike import rows_alike
 from .app import Site, application
 from .engine import Engine, Limits
 from .fields import Door
@@ -24,7 +23,7 @@ from .guard import Rules
 from .job import Served
 from .metrics import Metrics
 from .prefix_files import PrefixFiles
-from .prefixes import Chunking, PrefixTree
+from .prefixes import Chunking, PrefixTree, rows_alike
 from .prompts import marks_of
 from .together import Together
 from .tool_formats import format_of

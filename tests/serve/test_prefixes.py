@@ -13,10 +13,9 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.pieces import has_rows
-from mlx_mtp.serve.alike import rows_alike
 from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer, read_end, reread
 from mlx_mtp.serve.prefix_files import PrefixFiles
-from mlx_mtp.serve.prefixes import Chunking, PrefixTree
+from mlx_mtp.serve.prefixes import Chunking, PrefixTree, rows_alike
 
 FIXED = Chunking(4)
 KINDS = ["qwen3_5"]  # gated delta; windows are the first model's
