@@ -41,11 +41,10 @@ def is_large(model: Target) -> bool:
 def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
     """Note in the report how often the first head is right, and warn where it hardly ever is.
 
-    texts: token ids by the kind of text, the most telling kind last; random ones are tried besides.
+    texts: token ids by the kind of text, the most telling kind last.
     """
     if not model.mtp:
         return
-    texts = {"random tokens": random_tokens(model.vocab_size), **texts}
     with blaming_config(path):
         shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
     model.report = replace(model.report, agreement=tuple(shares.items()))

@@ -185,9 +185,10 @@ def _finish(
 ) -> None:
     """Test the first head, reduce the draft vocabulary, switch kernels on; the report notes what came of it."""
     if not lazy:
-        texts = {"words": tokenizer.encode(WORDS)} if tokenizer is not None else {}
+        texts = {"random tokens": random_tokens(model.vocab_size)}
+        if tokenizer is not None:
+            texts["words"] = tokenizer.encode(WORDS)
         if later := vocab is None and is_large(model):
-            texts = {"random tokens": random_tokens(model.vocab_size), **texts}
             texts = {kind: tokens[:FEW_TOKENS] for kind, tokens in texts.items()}
         model.untested = partial(_test_heads, model, model.untested, path, texts)
         model.report = replace(model.report, untested=later and bool(model.mtp))

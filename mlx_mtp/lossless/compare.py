@@ -118,7 +118,7 @@ class Reference:
         self.model, self.prompt, self.max_tokens = model, prompt, max_tokens
         self.stops = stops if prompt.stops else ()
         self.text: list[int] = []
-        self.text, self.stats = self.generated(plain)
+        self.text, _ = self.generated(plain)
 
     @cached_property
     def one_pass(self) -> OnePass:

@@ -121,11 +121,10 @@ def chi_squared_tail(x: float, freedom: int) -> float:
     """Compute how probably chi-squared with so many degrees of freedom exceeds x (Abramowitz and Stegun 26.4.4-5)."""
     if freedom < 1 or x <= 0:
         return 1.0
-    half = x / 2
-    steps = range(1, (freedom + 1) // 2) if freedom % 2 else range(freedom // 2)
-    shift = 0.5 if freedom % 2 else 0.0
-    terms = [math.exp((i - shift) * math.log(half) - half - math.lgamma(i - shift + 1)) for i in steps]
-    return min(1.0, sum(terms) + (math.erfc(math.sqrt(half)) if freedom % 2 else 0.0))
+    half, odd = x / 2, freedom % 2
+    orders = np.arange(odd / 2, freedom / 2)
+    terms = [math.exp(order * math.log(half) - half - math.lgamma(order + 1)) for order in orders]
+    return min(1.0, sum(terms) + odd * math.erfc(math.sqrt(half)))
 
 
 def noncentral_tail(x: float, freedom: int, noncentral: float) -> float:
