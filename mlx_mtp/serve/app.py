@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ class Site:
     rules: Rules
     timeout: float = float("inf")
     door: Door | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
 
     def ready(self) -> Door:
         """Return the door; raises Refused while there is none."""

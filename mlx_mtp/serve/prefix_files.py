@@ -64,8 +64,12 @@ class PrefixFiles:
             except OSError as e:
                 log.warning("%s", first_line(e))
                 break
+            for shorter, own in [*self.known.items()]:
+                if (
+                    len(own) < len(tokens) and own == tokens[: len(own)]
+                ):  # it holds no more than the beginning of this one
+                    self._remove(shorter)
             self.known[file] = tokens
-            self._remove_shorter(tokens)
         self._shrink()
 
     def _file(self, tree: PrefixTree, tokens: Sequence[int]) -> Path:
@@ -73,12 +77,6 @@ class PrefixFiles:
         step, least, ends = tree.chunking
         made = (step, least, sorted(ends), version("mlx"), str(mx.default_device()), [*tokens])
         return self.directory / f"{hashlib.sha256(repr(made).encode()).hexdigest()[:32]}{ENDING}"
-
-    def _remove_shorter(self, tokens: list[int]) -> None:
-        """Remove files that hold no more than the beginning of a text that is written."""
-        for file, own in list(self.known.items()):
-            if len(own) < len(tokens) and own == tokens[: len(own)]:
-                self._remove(file)
 
     def _shrink(self) -> None:
         files = sorted((f for f in self.known if f.exists()), key=lambda f: f.stat().st_mtime)
