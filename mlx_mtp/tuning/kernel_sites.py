@@ -99,9 +99,9 @@ def tied(model: Any, module: Any) -> bool:
 
 def _is_stacked(mlp: Any) -> bool:
     """Tell whether gate and up are one stack of their own, without biases."""
-    gate, up = mlp.gate_proj, mlp.up_proj
-    shared = isinstance(gate, VerifyLinear) and isinstance(up, VerifyLinear) and gate.site is up.site
-    return shared and gate.site.modules == [gate, up] and "bias" not in gate and "bias" not in up
+    both = [mlp.gate_proj, mlp.up_proj]
+    stack = getattr(mlp.gate_proj, "site", None)
+    return isinstance(stack, Stack) and stack.modules == both and not any("bias" in linear for linear in both)
 
 
 def _swap(module: Any, name: str, site: T, mixin: type) -> T:
