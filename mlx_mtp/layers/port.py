@@ -134,7 +134,10 @@ class Port(nn.Module):
         """Find the LM head, the embedding where the two are tied, or what the MTP head of `depth` has for its own."""
         if depth is not None and "head" in self["mtp"][depth]:
             return self["mtp"][depth]["head"]
-        return self.language.get("lm_head", self.model.embed_tokens)
+        language = self.language
+        if "lm_head" in language:
+            return language["lm_head"]
+        return self.model.embed_tokens
 
     def normed(self, hidden: mx.array) -> mx.array:
         """Norm hidden rows, as `hidden` returns them, for the LM head: [..., H]."""
