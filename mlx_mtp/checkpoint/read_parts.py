@@ -83,7 +83,12 @@ def _is_rows(stored: list[Stored], part: mx.array, ranks: int) -> bool:
 def _read_rows(stored: list[Stored], part: mx.array, ranks: Ranks) -> mx.array:
     """Read this rank's rows of tensors: of the shape and type of `part`, which is not computed."""
     kind = TYPES[stored[0].tensor.dtype]
-    shape = math.prod(part.shape[:-2]) // len(stored), ranks.size, math.prod(part.shape[-2:]) * kind.size
-    whole = (np.memmap(tensor.file, np.uint8, "r", begin, shape) for tensor, begin in stored)
-    read = np.stack([matrices[:, ranks.rank] for matrices in whole])
+    size = math.prod(part.shape[-2:]) * kind.size
+    read = np.empty((len(stored), math.prod(part.shape[:-2]) // len(stored), size), np.uint8)
+    for (tensor, begin), matrices in zip(stored, read, strict=True):
+        with tensor.file.open("rb") as f:
+            for i, rows in enumerate(matrices):
+                f.seek(begin + (i * ranks.size + ranks.rank) * size)
+                if f.readinto(rows.data) != size:
+                    raise ValueError(f"{tensor.file}: truncated or damaged")
     return mx.array(read).view(kind).reshape(part.shape).astype(part.dtype)
