@@ -2,8 +2,8 @@
 
 Costs are measured (`Costs`) and right drafts are counted; what was measured seldom or long ago is thought better than
 it was. A budget bounds what drafting may lose against plain decoding: it grows a little with every step and by what
-drafts win, as far as it can hold, and goes on from text to text. Costs are in plain steps: the time of one cycle
-without drafts is one.
+drafts win, up to four times what may be lost at once, and goes on from text to text. Costs are in plain steps: the
+time of one cycle without drafts is one.
 """
 
 import copy
@@ -14,7 +14,6 @@ from .costs import GUESSED, KEPT, LOST, Costs
 from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 
 SHARE = 0.013  # of a plain step, what each step adds to the budget
-SAVED = 10.0  # plain steps, the most that the budget holds
 GUESS = 0.6  # the share of right drafts while none were seen
 CURIOUS, DOUBT = 0.25, 0.7  # of its rate, by which a plan, and the plain step, is thought better while not measured
 
@@ -63,7 +62,7 @@ class Controller:
         self._began = True
         steps = costs.observe(did, seconds, cycle.caught_up, learn=not plan.p_min)
         won = cycle.accepted + 1 - steps if plan.k else costs.not_lost(seconds)
-        costs.budget = min(costs.budget + SHARE * steps + won, SAVED)
+        costs.budget = min(costs.budget + SHARE * steps + won, 4 * LOST)
         costs.elapsed += steps
         if plan.p_min:
             costs.weights[plan] = costs.weights.get(plan, 0.0) + 1

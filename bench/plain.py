@@ -1,0 +1,95 @@
+"""Time plain decoding, and what a user gets who says nothing, beside mlx-lm's loop, and that loop beside itself.
+
+    python bench/plain.py [--model DIR] [--contexts 500,8000] [--rounds 24] [--max-tokens 100]
+
+All read the same text of so many tokens and go on, in every round in another order. A ratio is of two turns of one
+round; medians and quartiles are shown. Ours is as fast as mlx-lm's where its median is 1 or more, or within the
+quartiles of the second turn of mlx-lm's. A model with fewer positions than are asked for is given as many: its text
+is worth nothing then, but no slower. The last line is one JSON object.
+"""
+
+import json
+import random
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+import click
+from decode import HERE
+from rich.console import Console
+from rich.table import Table
+
+import mlx_mtp
+from mlx_mtp.bench.decode import Loop, LoopSettings, MlxLm, Ours, Reader, twin
+from mlx_mtp.bench.result import environment
+from mlx_mtp.bench.subject import forget
+from mlx_mtp.demo import demo_path
+
+WARMUPS = 3
+
+
+def with_positions(path: Path, positions: int, to: Path) -> Path:
+    """Copy a checkpoint to a directory, with at least so many positions in its config."""
+    shutil.copytree(path, to, dirs_exist_ok=True)
+    config = json.loads((to / "config.json").read_text())
+    config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+def text_of(tokenizer, tokens: int) -> list[int]:
+    """So many tokens of the benchmark's prompts, again and again."""
+    entries = [entry for of_kind in json.loads((HERE / "prompts.json").read_text()).values() for entry in of_kind]
+    text = tokenizer.encode(" ".join(entry for entry in entries if isinstance(entry, str)))
+    return (text * (tokens // len(text) + 1))[:tokens]
+
+
+def measure(loops: list[Loop], prompt: list[int], settings: LoopSettings, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each loop by round."""
+    readers, order = {loop.name: Reader(loop, prompt, settings).read() for loop in loops}, random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in readers}
+    for round_ in range(-WARMUPS, rounds):
+        for name in order.sample(list(readers), len(readers)):
+            found = readers[name].run()
+            assert len(found.tokens) == settings.max_tokens, name
+            if round_ >= 0:
+                seconds[name].append(found.seconds)
+    return seconds
+
+
+def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Lower quartile, median and upper quartile of each loop's speed over that of the first."""
+    first, *others = seconds
+    pairs = {name: [a / b for a, b in zip(seconds[first], seconds[name], strict=True)] for name in others}
+    return {name: statistics.quantiles(values, n=4) for name, values in pairs.items()}
+
+
+@click.command()
+@click.option("--model", default=str(demo_path()), help="Local checkpoint directory.  [default: the demo]")
+@click.option("--contexts", default="500,8000", show_default=True, help="Tokens that the prompts have.")
+@click.option("--rounds", default=24, show_default=True, type=click.IntRange(2))
+@click.option("--max-tokens", default=100, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the JSON there too.")
+def main(model: str, contexts: str, rounds: int, max_tokens: int, out: Path | None) -> None:
+    """Compare plain and default decoding with mlx-lm's loop, and that loop with itself."""
+    lengths, found = [int(context) for context in contexts.split(",")], {}
+    with tempfile.TemporaryDirectory() as folder:
+        ours, tokenizer = mlx_mtp.load(with_positions(Path(model), max(lengths) + max_tokens, Path(folder)))
+    forget(ours)
+    theirs = twin(ours)
+    loops = [MlxLm(theirs), MlxLm(theirs, "mlx-lm again"), Ours(ours, "plain", 0), Ours(ours, "default flags", None)]
+    table = Table("context", *(loop.name for loop in loops[1:]), title="tokens/s over mlx-lm's loop (quartiles)")
+    for context in lengths:
+        found[context] = measure(loops, text_of(tokenizer, context), LoopSettings(max_tokens), rounds)
+        quartiles = ratios(found[context]).values()
+        table.add_row(str(context), *(f"{median:.2f}x ({low:.2f} to {high:.2f})" for low, median, high in quartiles))
+    Console(width=110).print(table)
+    line = json.dumps({"environment": environment(), "model": Path(model).name, "seconds": found})
+    print(line)
+    if out:
+        out.write_text(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
