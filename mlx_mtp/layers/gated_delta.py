@@ -57,8 +57,8 @@ class GatedDelta:
         before = cache.state(self._replay)
         y, after, each = self._update(q, k, v, g, beta, before)
         tape = k, v, a, b, g, beta
-        if each and len(each) <= KEPT and not cache.final:
-            tape = (mx.concatenate(each, axis=1).reshape(-1, len(each), *after.shape[1:]),)
+        if each is not None and not cache.final:
+            tape = (each.reshape(*each.shape[:2], *after.shape[1:]),)
         cache.advance(mx.zeros_like(after) if before is None else before, after, rows, tape)
         return self["norm"](y, z)
 
@@ -103,18 +103,19 @@ class GatedDelta:
     def _update(
         self: Any, q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None
     ):
-        """Run the recurrence over rows as mlx-lm does: what `row_by_row` gives, of a kernel no states in between."""
+        """Run the recurrence over rows as mlx-lm does: what `row_by_row` gives, of a kernel no states after each."""
         if state is None:
             state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
         if on_metal() and self.head_k_dim % 32 == 0:
-            return *gated_delta_kernel(k if q is None else q, k, v, g, beta, state, mask), []
+            return *gated_delta_kernel(k if q is None else q, k, v, g, beta, state, mask), None
         return row_by_row(q, k, v, g, beta, state, mask)
 
 
 def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None):
     """Do as mlx-lm's `gated_delta_ops`, to the bit, in a third of its calls; without q there are no outputs.
 
-    Return these [B, S, Hv, Dv], the state after all rows, and the ones after each, [B, 1, Hk, Hv / Hk, Dv, Dk].
+    Return these [B, S, Hv, Dv], the state after all rows, and of up to KEPT rows those after each if it counts,
+    [B, S, Hk, Hv / Hk, Dv, Dk], else None.
     q, k [B, S, Hk, Dk], v [B, S, Hv, Dv], g [B, S, Hv] or [B, S, Hv, Dk], beta [B, S, Hv], mask [B, S];
     state [B, Hv, Dv, Dk], None at the start.
     """
@@ -130,22 +131,30 @@ def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
         mx.broadcast_to(g.reshape(*groups, 1, -1), whole),
         mx.broadcast_to(beta.reshape(*groups, 1, 1), column),
     ]
-    rows = [mx.split(stack, S, axis=1) for stack in stacks]
-    asked = [None] * S if q is None else mx.split(mx.broadcast_to(q.reshape(B, S, Hk, 1, 1, Dk), whole), S, axis=1)
     counts = [None] * S
     if mask is not None:
         counts = mx.split(mx.broadcast_to(mask.reshape(B, S, 1, 1, 1, 1), whole), S, axis=1)
-    outputs, states = [], []
-    for key, value, decay, rate, query, count in zip(*rows, asked, counts, strict=True):
+    states = []
+    for key, value, decay, rate, count in zip(*[mx.split(stack, S, axis=1) for stack in stacks], counts, strict=True):
         decayed = state * decay
         delta = (value - (decayed * key).sum(-1, keepdims=True)) * rate
-        after = decayed + key * delta
-        state = after if count is None else mx.where(count, after, state)
-        states.append(state)
-        if query is not None:
-            outputs.append((after * query).sum(-1))
-    y = None if q is None else mx.concatenate(outputs, axis=1).reshape(B, S, Hv, Dv).astype(q.dtype)
-    return y, state.reshape(B, Hv, Dv, Dk), states
+        states.append(decayed + key * delta)
+        state = states[-1] if count is None else mx.where(count, states[-1], state)
+    each = mx.concatenate(states, axis=1) if S <= KEPT else None
+    y = (
+        None
+        if q is None
+        else _asked(q.reshape(B, S, Hk, 1, 1, Dk), states, each).reshape(B, S, Hv, Dv).astype(q.dtype)
+    )
+    return y, state.reshape(B, Hv, Dv, Dk), each
+
+
+def _asked(q: mx.array, states: list[mx.array], each: mx.array | None) -> mx.array:
+    """Ask the state after each row with its query: [B, S, Hk, Hv / Hk, Dv]; of many rows one at a time."""
+    if each is not None:
+        return (each * q).sum(-1)
+    queries = mx.split(mx.broadcast_to(q, (*q.shape[:3], *states[0].shape[3:])), len(states), axis=1)
+    return mx.concatenate([(state * query).sum(-1) for state, query in zip(states, queries, strict=True)], axis=1)
 
 
 class Recurrence(Site):
