@@ -152,7 +152,8 @@ def _planned(d: Decoder, last: Flight, most: float) -> Flight:
     cache, base = d.cache, last.base
     matched = d.text.matched() if d.max_lookup else 0
     plan = d.control.plan(matched, 0 if cache.live else cache.behind)
-    plan = replace(plan, k=int(min(plan.k, most))) if most else Plan()
+    if most < plan.k:
+        plan = replace(plan, k=int(most)) if most else Plan()
     if not (plan.k and plan.source == "heads") or cache.live:
         return Flight(plan, last.after, matched)
     behind = cache.behind

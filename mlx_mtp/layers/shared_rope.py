@@ -1,6 +1,7 @@
 """Compute RoPE's angles once for all layers of a pass, on a CPU, where MLX computes them in every call anew.
 
-The formula is that of `mx.fast.rope` where MLX has no kernel for it, so that bits are the same. A GPU has a kernel.
+The bits are those of `mx.fast.rope` where MLX has no kernel for it: halves a and b become a cos - b sin and
+b cos + a sin. A GPU has a kernel.
 """
 
 import math
@@ -13,9 +14,10 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 
 class Angles:
-    """Cosines and sines [L, dims / 2] of the last positions asked for, by thread: arrays belong to one.
+    """The factors of a row and of its halves in the other order, of the last positions asked for, by thread: arrays
+    belong to one.
 
-    Of several texts, [n, 1, L, dims / 2].
+    Cosines, and sines that are negative for the first half, [L, dims]; of several texts [n, 1, L, dims].
     """
 
     def __init__(self, module: Any):
@@ -24,14 +26,15 @@ class Angles:
         self._last: dict[int, tuple] = {}
 
     def at(self, offset: Any, rows: int) -> tuple[mx.array, mx.array]:
-        """Return cosines and sines of `rows` positions from `offset`, an int or int32 [n]."""
+        """Return the factors of `rows` positions from `offset`, an int or int32 [n]."""
         thread = threading.get_ident()
         known, n, found = self._last.get(thread, (None, 0, None))
         same = known == offset if isinstance(known, int) and isinstance(offset, int) else known is offset
         if found is None or n != rows or not same:
             first = offset if isinstance(offset, int) or offset.size == 1 else offset[:, None, None]
             theta = ((mx.arange(rows, dtype=mx.float32) + first) * self.scale)[..., None] * self._inverse()
-            found = mx.cos(theta), mx.sin(theta)
+            cos, sin = mx.cos(theta), mx.sin(theta)
+            found = mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
             self._last = {thread: (offset, rows, found)}
         return found
 
@@ -51,13 +54,12 @@ class SharedRope:
         """Rotate x [B, heads, L, D], its first `dims` of D."""
         if x.dtype != mx.float32 or x.ndim != 4:
             return super().__call__(x, offset=offset)  # type: ignore[misc]
-        half = self._angles.dims // 2
-        cos, sin = self._angles.at(offset, x.shape[2])
-        a, b = x[:, :, :, :half], x[:, :, :, half : 2 * half]
-        rotated = [a * cos - b * sin, a * sin + b * cos]
-        if 2 * half < x.shape[3]:
-            rotated.append(x[:, :, :, 2 * half :])
-        return mx.concatenate(rotated, axis=-1)
+        dims = self._angles.dims
+        own, other = self._angles.at(offset, x.shape[2])
+        x, *rest = mx.split(x, [dims], axis=-1) if dims < x.shape[3] else [x]
+        a, b = mx.split(x, 2, axis=-1)
+        rotated = x * own + mx.concatenate([b, a], axis=-1) * other
+        return mx.concatenate([rotated, *rest], axis=-1) if rest else rotated
 
 
 SHARED = {kind: type(kind.__name__, (SharedRope, kind), {"plain": kind}) for kind in (nn.RoPE, Llama3RoPE)}
