@@ -18,7 +18,7 @@ Replay = Callable[..., mx.array]
 
 
 class RecurrentCache(LayerCache):
-    """Committed state and tape of one layer, with the positions of `cache.LinearKVCache`; B = 1.
+    """Committed state and tape of one layer, with the positions of `LinearKVCache`; B = 1.
 
     parts: (position of the state [1] int32, state, rows before and on the tape that the convolution reads
            [1, K-1+T, C]), and after a verify of T rows what the recurrence reads of each ([1, T, ..] arrays), or one
@@ -72,7 +72,7 @@ class RecurrentCache(LayerCache):
 
     @property
     def accepted(self) -> mx.array | None:
-        """How many rows of the tape are accepted, [1]; None without a tape."""
+        """How many rows of the tape are accepted, [1], the newest token's among them; None without a tape."""
         return self.once(operator.sub, self.offset, self.parts[0]) if len(self.parts) > 3 else None
 
     @property
@@ -82,13 +82,13 @@ class RecurrentCache(LayerCache):
 
     @property
     def final(self) -> bool:
-        """Whether rows that are read now are: their positions are on the host, and there is nothing to take back."""
+        """Whether rows that are read now stay: the host counts their positions, and takes none of them back."""
         return isinstance(self.offset, int)
 
     def advance(self, before: mx.array, after: mx.array, convolved: mx.array, tape: tuple[mx.array, ...]) -> None:
         """Note rows read: the state before and after them, the convolution's input, and their tape.
 
-        Where the rows are `final` only the state after them is kept, else only the one before.
+        Where the rows are `final` only the state after them is kept, else the one before, and the tape.
         """
         rows = tape[0].shape[1]
         if isinstance(self.offset, int):

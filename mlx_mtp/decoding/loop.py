@@ -59,11 +59,12 @@ def decode_on(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None,
 
 
 def _cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
+    """Yield the tokens of a cycle that is under way and of those after it; left < 0 means no limit."""
     while left != 0:
         ahead = begin(d, cycle) if builds_ahead(d, cycle) and not d.ended else None  # the device is busy meanwhile
-        tokens, last = _cut(read(d, cycle), left, stop_tokens)  # the one wait
-        last = last or d.ended
-        if ahead and not last:
+        tokens, over = _cut(read(d, cycle), left, stop_tokens)  # the one wait
+        over = over or d.ended
+        if ahead and not over:
             submit(d, cycle, ahead)
         learn(d, cycle, ahead)
         for i, token in enumerate(tokens):
@@ -71,7 +72,7 @@ def _cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) 
             d.stats.yields()
             yield token, cycle.run.logprobs_of(i), i < cycle.accepted
             d.stats.resumed()
-        if last:
+        if over:
             return
         cycle, left = ahead or _submit_late(d, cycle), left - len(tokens)
 

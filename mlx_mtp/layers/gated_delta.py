@@ -81,7 +81,7 @@ class GatedDelta:
         y, state = gated_delta_verify(q, (k, v, g, beta), state, tape=tape, accepted=accepted, last=cache.final)
         kept = k, v, a.flatten(2), b.flatten(2), g, beta
         cache.advance(state, state, rows, kept)  # the one of the two states that it keeps
-        y, z = (heads.reshape(1, -1, *heads.shape[2:]) for heads in (y, z))
+        y, z = (each.reshape(1, -1, *each.shape[2:]) for each in (y, z))  # rows of all texts in a line
         return gated_norm(y, z, self.norm.weight, self.norm.eps)
 
     def _normed(self: Any, qk: mx.array) -> list[mx.array]:
