@@ -124,6 +124,9 @@ class Stats:
         self.drafted, self.accepted = [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
         if self.whole is None:
             mx.reset_peak_memory()
+        else:
+            self.whole.num_draft_tokens = max(self.whole.num_draft_tokens, self.num_draft_tokens)
+            self.whole._deepen(self.num_draft_tokens)
         self._tic = time.perf_counter()
 
     def notes_memory(self) -> None:
@@ -190,9 +193,15 @@ class Stats:
             self.lookup_drafted += drafted
             self.lookup_accepted += accepted
             return
+        self._deepen(drafted)
         for depth in range(drafted):
             self.drafted[depth] += 1
             self.accepted[depth] += depth < accepted
+
+    def _deepen(self, depths: int) -> None:
+        """Lengthen the counts to at least this many depths."""
+        for counts in (self.drafted, self.accepted):
+            counts += [0] * (depths - len(counts))
 
     def replays(self, cycles: int, shapes: int = 0) -> None:
         """Count cycles that were replayed, or kinds of them that were recorded."""

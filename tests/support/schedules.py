@@ -74,6 +74,16 @@ class Whims:
         assert 0 <= cycle.accepted <= cycle.verified == len(cycle.depths)
 
 
+class Bounded:
+    """Plans of others, with at most so many drafts."""
+
+    def __init__(self, plans: Whims, most: int):
+        self.plans, self.most, self.observe = plans, most, plans.observe
+
+    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+        return Plan(k=min(self.plans.plan().k, self.most))
+
+
 def alike(cases: list[Case]) -> None:
     """Let all choose their tokens as the first does, by a sampling alone."""
     for case in cases:
@@ -113,7 +123,7 @@ def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None, **o
             fixed |= {"prompt_lookup": k > 0, "draft_p_min": 0.3}
         batch = BatchGenerator(model, prefill_step_size=16, **fixed, **layout, **options)
         if whims:
-            batch._places.controls = lambda texts: whims
+            batch._places.controls = lambda _, most: Bounded(whims, most)
         drive(batch, cases)
         batch.close()
 
