@@ -288,6 +288,8 @@ class Group:
             text.stats.counts(kept[-1][1], accepted, "heads")
             text.stats.shares(len(new), self.clock.took, waited)
             text.stats.replays(cycle.replayed)
+            if text.k:
+                text.stats.pauses(cycle.control.paused)
             text.follows = text.base + accepted + 1
             if text.over:
                 self._bring_home(cycle, row, len(new), text.cache)

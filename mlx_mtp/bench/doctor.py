@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.options import default_draft_tokens, default_step
+from ..decoding.summary import paused
 from ..kernels import on_metal
 from ..machine.errors import with_type
 from ..tuning.ab_test import KernelTrial, check, compile_kernel, time_pair
@@ -132,6 +133,7 @@ class Patient:
                 "over_plain": row.vs_plain and row.vs_plain.median,
                 "conclusive": row.conclusive,
                 "accepted": row.rates,
+                "paused": paused(row.paused),
             }
             for row in decode_rows(found, (0, None, None))
         ]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ..decoding.summary import percentages
 from .emulated_check import BITS, OWN_BITS
 
 Found = dict[str, Any]
@@ -151,7 +152,9 @@ def decoding(found: Found) -> Iterator[str]:
 
 def _loop(loop: Found) -> tuple[str, ...]:
     speed, over = loop["tokens_per_second"], loop["over_plain"]
-    accepted = ", ".join(f"{rate:.0%}" for rate in loop["accepted"] if rate is not None)
+    drafted = [share for share in loop["accepted"] if share is not None]
+    words = percentages(drafted or loop["accepted"], separator=", "), loop.get("paused", "")
+    accepted = "; ".join(filter(None, words))
     unsure = "" if loop["conclusive"] else "?"
     numbers = ("" if speed is None else f"{speed:.1f}", "" if over is None else f"{over:.2f}x{unsure}")
     return loop["loop"], *numbers, accepted

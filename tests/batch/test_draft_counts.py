@@ -48,7 +48,7 @@ def test_each_sequence_has_its_own_limit(model_of, name, default, adaptive):
         own = draft_count(default, model, None)
         expected = [own if limit is None else limit for limit in limits]
         assert [s.num_draft_tokens for s in each] == [len(s.drafted) for s in each] == expected
-        assert all(len(s.accepted) == len(s.drafted) == len(s.acceptance) for s in (whole, *each))
+        assert all(len(s.accepted) == len(s.drafted) == len(s.by_depth) for s in (whole, *each))
         for depth in range(most):
             for kind in ("drafted", "accepted"):
                 counted = [getattr(s, kind)[depth : depth + 1] for s in each]
