@@ -106,6 +106,8 @@ class Stats:
         """What drafting did, in words: tokens per cycle, accepted drafts per depth, and why drafting is paused."""
         if not self.num_draft_tokens and not self.lookups:
             return "plain decoding"
+        if not self.cycles:
+            return "no cycles"
         words = [f"{self.tokens_per_cycle:.2f} tokens per cycle"]
         if self.num_draft_tokens:
             words.insert(0, f"{self.drafts_per_cycle:.1f} drafts per cycle (at most {self.num_draft_tokens})")
