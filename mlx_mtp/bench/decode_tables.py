@@ -13,7 +13,8 @@ from .timing import Measured, measured, ratio
 
 NUMBERS = ("tokens", "drafted", "accepted", "per depth", "tok/\ncycle", "tok/s", "over\nplain", "over\nmlx-lm")
 NUMBERS += ("prompt\ntok/s", "peak\nGB")
-STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
+STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+STYLE |= {"title_justify": "left", "caption_justify": "left"}
 COMPARED = {"tok/s": "speed", f"over {PLAIN}": "vs_plain", f"over {MLX_LM}": "vs_mlx_lm"}
 UNLIKE = ("chip", "memory_bytes", "cores", "os", "python", "device", "blas", "threads", "mlx", "mlx_lm", "mlx_mtp")
 
@@ -103,9 +104,12 @@ def overall(found: dict[str, Any], setting: Setting) -> Table:
     numbers = [Column(name, justify="right", no_wrap=True) for name in NUMBERS]
     table = Table("loop", *numbers, "", title=", ".join(title), **STYLE)
     different = {d["contender"] for d in found["differences"] if setting_of(d) == setting}
+    notes = []
     for row in rows(found, setting):
         remarks = ["text differs"] * (row.contender in different) + ["inconclusive"] * (not row.conclusive)
-        table.add_row(row.contender, *_cells(row), ", ".join(filter(None, [*remarks, paused(row.paused)])))
+        table.add_row(row.contender, *_cells(row), ", ".join(remarks))
+        notes += [f"{row.contender}: {paused(row.paused)}"] if row.paused else []
+    table.caption = "\n".join(notes) or None
     return table
 
 

@@ -72,7 +72,7 @@ def test_shares_in_a_table():
     [
         ([5, 5, 5], [5, 4, 0], "1.90/cycle 100/80/0%"),
         ([5, 5, 0], [5, 4, 0], "1.90/cycle 100/80/-%"),
-        ([0, 0, 0], [0, 0, 0], "1.00/cycle nothing drafted"),
+        ([0, 0, 0], [0, 0, 0], "1.00/cycle, nothing drafted"),
     ],
 )
 def test_the_chats_footer(drafted, accepted, words):
