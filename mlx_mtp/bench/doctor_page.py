@@ -19,7 +19,8 @@ def verdict(found: Found) -> tuple[bool, str]:
     right = {name_of(k) for k in kernels} - wrong - failed
     parts = [name for name in PARTS if "failed" in found[name]]
     texts = len(found["decode"].get("differences", ()))
-    said = [f"{len(right)} kernels right, {len(wrong)} wrong" + (f", {len(failed)} failed" if failed else "")]
+    counted = f"{len(right)} kernels right, {len(wrong)} wrong" + (f", {len(failed)} failed" if failed else "")
+    said = [found["kernels"].get("not_checked", counted)]
     said += [f"{texts} drafted texts differ from plain decoding's"] if texts else []
     said += [f"failed: {', '.join(PARTS[name] for name in parts)}"] if parts else []
     if not found["metal"]:
@@ -49,7 +50,8 @@ PARTS = {
 def page(found: Found) -> str:
     """Write the whole page."""
     good, words = verdict(found)
-    lines = ["# mlx-mtp doctor", "", f"**{'All well' if good else 'Something is wrong'}:** {words}.", ""]
+    well = "No fault found" if "not_checked" in found["kernels"] else "All well"
+    lines = ["# mlx-mtp doctor", "", f"**{well if good else 'Something is wrong'}:** {words}.", ""]
     sections = {
         "Machine": ("environment", machine),
         "Kernels": ("kernels", kernels),
@@ -93,6 +95,9 @@ def machine(found: Found) -> Iterator[str]:
 
 
 def kernels(found: Found) -> Iterator[str]:
+    if reason := found["kernels"].get("not_checked"):
+        yield f"{reason[0].upper()}{reason[1:]}."
+        return
     listed = every_kernel(found)
     if found["metal"]:
         yield "Beside stock MLX on the GPU; a ratio is stock MLX's time over the kernel's, so above 1 is faster.\n"

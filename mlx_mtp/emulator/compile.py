@@ -16,6 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..machine.errors import install
 from .lowering import lower_function_constants, lower_literals, lower_threadgroup
 from .options import CONTRACTIONS, CompileError, EmulatorOptions
 from .signature import ATTRIBUTES, Signature
@@ -83,10 +84,9 @@ def find_clang() -> tuple[list[str], list[str], str]:
         if chosen:
             raise ValueError(f"MLX_MTP_CLANG is {chosen!r}; it must be a clang of version {OLDEST_CLANG} or newer")
     package = importlib.util.find_spec("ziglang")
-    zig = Path((package and package.origin) or "").with_name("zig")
-    if package and zig.exists():
+    if package and package.origin and (zig := Path(package.origin).with_name("zig")).exists():
         return [str(zig), "clang"], [str(zig), "ld.lld", "-shared"], _version(str(zig), "clang")
-    raise ValueError(f"no clang {OLDEST_CLANG} or newer: pip install ziglang, or set MLX_MTP_CLANG")
+    raise ValueError(f"no clang {OLDEST_CLANG} or newer: {install('emulate')}, or set MLX_MTP_CLANG")
 
 
 def _clang_major(version: str) -> int:
