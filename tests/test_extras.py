@@ -10,6 +10,7 @@ import pytest
 from command_line import one_line_error
 from sweep import sampled
 
+from mlx_mtp.emulator.compile import INSTALL
 from mlx_mtp.machine.errors import install
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,7 @@ def test_the_tests_have_every_extra_of_users():
 def test_the_instruction(extra):
     assert extra in EXTRAS
     assert install(extra).startswith(f"pip install -e '.[{extra}]'")
+    assert extra != "emulate" or install(extra) == INSTALL
 
 
 def test_what_is_named_works_from_a_clone():

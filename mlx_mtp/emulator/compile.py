@@ -16,7 +16,6 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..machine.errors import install
 from .lowering import lower_function_constants, lower_literals, lower_threadgroup
 from .options import CONTRACTIONS, CompileError, EmulatorOptions
 from .signature import ATTRIBUTES, Signature
@@ -25,6 +24,8 @@ NATIVE = Path(__file__).parent / "native"
 LOWERING = Path(__file__).parent / "lowering.py"  # rewrites what is compiled
 MLX_INCLUDE = Path(mx.__file__).parent / "include"
 OLDEST_CLANG = 16
+# The words of `machine.errors.install`, which is a room on the same floor; tests/test_extras.py compares them.
+INSTALL = "pip install -e '.[emulate]' in the clone of mlx_mtp"
 
 COMMON = ["-std=c++17", "-ffreestanding", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
 COMMON += ["-fno-stack-protector", "-fno-math-errno", "-nostdinc++", "-fsigned-char"]
@@ -86,7 +87,7 @@ def find_clang() -> tuple[list[str], list[str], str]:
     package = importlib.util.find_spec("ziglang")
     if package and package.origin and (zig := Path(package.origin).with_name("zig")).exists():
         return [str(zig), "clang"], [str(zig), "ld.lld", "-shared"], _version(str(zig), "clang")
-    raise ValueError(f"no clang {OLDEST_CLANG} or newer: {install('emulate')}, or set MLX_MTP_CLANG")
+    raise ValueError(f"no clang {OLDEST_CLANG} or newer: {INSTALL}, or set MLX_MTP_CLANG")
 
 
 def _clang_major(version: str) -> int:
