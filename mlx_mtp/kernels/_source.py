@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ._shorten import Short, Text, shorten
+from .contraction import kernel_spelling
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
 COMPILED_ROWS = (1, 2, 4, 6, 8, 12, 16)  # numbers of rows with kernels of their own; each is a fraction of a second's
@@ -56,7 +57,7 @@ def launch(
     reads strides.
     """
     names, values = (tuple(inputs), tuple(outputs), tuple(template)), tuple(template.values())
-    made, short, size = _made(mx.fast.metal_kernel, DIRECTORY, op, names, values)
+    made, short, size = _made(mx.fast.metal_kernel, DIRECTORY, op, names, values, kernel_spelling(op))
     _launched.held += size
     shapes, dtypes = zip(*outputs.values(), strict=True)
     return made(
@@ -71,12 +72,17 @@ def launch(
 
 @functools.cache
 def _made(
-    maker: Callable[..., Any], directory: Path, op: str, names: tuple[Names, Names, Names], values: tuple[object, ...]
+    maker: Callable[..., Any],
+    directory: Path,
+    op: str,
+    names: tuple[Names, Names, Names],
+    values: tuple[object, ...],
+    spelling: str,
 ) -> tuple[Callable[..., Any], list[Text], int]:
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
     numbers = ((name, v) for name, v in zip(names[-1], values, strict=True) if isinstance(v, int))
     known = tuple((name, v) for name, v in numbers if isinstance(v, bool) or name in FORMAT)
-    header, source, short = _short(directory, op, tuple(itertools.chain(*names)), known)
+    header, source, short = _short(directory, op, tuple(itertools.chain(*names)), known, spelling)
     inputs, outputs, template = ([short[name] for name in those] for those in names)
     strided = "_strides" in source.whole  # which may stand where the values decide against it
     more = {"source": source, "header": header, "ensure_row_contiguous": not strided}
@@ -85,9 +91,9 @@ def _made(
 
 
 @functools.cache
-def _short(directory: Path, op: str, given: Names, known: tuple[tuple[str, int], ...]) -> Short:
+def _short(directory: Path, op: str, given: Names, known: tuple[tuple[str, int], ...], spelling: str) -> Short:
     *headers, body = _included(directory, f"{op}.metal", {}).values()
-    return shorten("".join(headers), body, given, dict(known))
+    return shorten(f"#define CONTRACTION {spelling}\n" + "".join(headers), body, given, dict(known))
 
 
 def _included(directory: Path, file: str, found: dict[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..kernels import _source
+from ..kernels.contraction import AS_COMPILED, SPELLINGS
 from ..machine.remembered import RememberedFile, machine
 
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
@@ -19,11 +20,12 @@ Key = tuple[str, str, int]  # op, shape, rows
 class Found(NamedTuple):
     """The finding of a kernel trial: why the kernel is wrong, or stock MLX's time over its own.
 
-    Where it is right and was not timed, `wrong` is "".
+    Where it is right and was not timed, `wrong` is "". spelling: of the kernel's multiply-adds, see `kernels/contraction.h`.
     """
 
     wrong: str | None
     ratio: float | None
+    spelling: str = AS_COMPILED
 
 
 class RememberedVerdicts:
@@ -54,12 +56,13 @@ class RememberedVerdicts:
 
 def _parsed(entry: list) -> tuple[Key, Found]:
     """Read one line of the file; ValueError where this module cannot have written it."""
-    op, shape, rows, wrong, ratio = entry
+    op, shape, rows, wrong, ratio, spelling = entry
     timed = wrong is None and isinstance(ratio, float) and 0 < ratio < math.inf
     found = timed or (isinstance(wrong, str) and ratio is None)
-    if not (isinstance(op, str) and isinstance(shape, str) and type(rows) is int and found):
+    named = isinstance(op, str) and isinstance(shape, str) and spelling in SPELLINGS
+    if not (named and type(rows) is int and found):
         raise ValueError(entry)
-    return (op, shape, rows), Found(wrong, ratio)
+    return (op, shape, rows), Found(wrong, ratio, spelling)
 
 
 def _kernels() -> str:
