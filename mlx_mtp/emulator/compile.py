@@ -180,7 +180,10 @@ def translation_unit(signature: Signature, source: str, header: str, name: str) 
 
 
 def build(signature: Signature, source: str, header: str, name: str, options: EmulatorOptions) -> Path:
-    """Build the kernel's library, or find it in the cache; CompileError gives lines of <name>.metal and <name>.h."""
+    """Build the kernel's library, or find it in the cache.
+
+    CompileError names lines of <name>.h and <name>.metal, or the places that `#line` directives state.
+    """
     clang, link, version = find_clang()
     includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]
     fma = CONTRACTIONS[options.fp_contract] if platform.machine() == "x86_64" else []
