@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ._text import kernel_text
-from .contraction import kernel_spelling
+from .contraction import SPELLINGS, kernel_spelling
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
 COMPILED_ROWS = (1, 2, 4, 6, 8, 12, 16)  # numbers of rows with kernels of their own; each is a fraction of a second's
@@ -71,7 +71,7 @@ def _made(
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
     header, source = kernel_text(directory, op)
     if "CONTRACTION" in header:
-        header = f"#define CONTRACTION {spelling}\n{header}"
+        header = f"#define CONTRACTION {SPELLINGS.index(spelling)}\n{header}"
     more = {"source": source, "header": header, "ensure_row_contiguous": "_strides" not in source}
     size = len(header) + len(source) + RESERVED
     return maker(name=op, input_names=inputs, output_names=outputs, **more), size

@@ -174,7 +174,9 @@ def _by_trial(
             take(op, known.spelling)
     found, verdicts = decisions.found, decisions.verdicts
     try:
-        while left := [g for g in sharing(trials) if any(is_stale(trial.key, verdicts.get(trial.key)) for trial in g)]:
+        while left := [
+            g for g in sharing(trials) if any(is_stale(trial.key, verdicts.get(trial.key)) for trial in g)
+        ]:
             for done, group in enumerate(left):
                 tell(TRYING, done, len(left))
                 decisions.judge(group)

@@ -10,11 +10,8 @@ from .verdict_file import Found, Key
 
 MARGIN = 1.02  # of 80 trials of a thing with itself, on a busy CPU, 77 stayed below
 AS_ROWS = "as M="  # begins why a kernel is on that was not timed, but another number of rows of its shape
-CONTRACTIONS = {  # what a spelling does with a product that is added to something
-    "SEPARATE": "rounded before they are added",
-    "FUSED": "fused with sums in one expression",
-    "FUSED_ACROSS": "fused with all sums",
-}
+WORDS = {"SEPARATE": "separate", "FUSED": "fused", "FUSED_ACROSS": "fused across statements"}
+SPELLED_OUT = "multiply-adds spelled out, as the compiler's differ from those of MLX's library"
 MLX_IS = {"slower": "faster", "no faster": "as fast"}  # than a kernel that is right, and off
 
 
@@ -62,9 +59,9 @@ def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
 
 
 def contractions_in_words(spellings: Mapping[str, str]) -> tuple[str, ...]:
-    """Say, by op, where multiply-adds are spelled out: "products as in MLX's library: verify_qmm fused with all sums"."""
-    found = [f"{op} {CONTRACTIONS[spelling]}" for op, spelling in spellings.items() if spelling in CONTRACTIONS]
-    return (f"products as in MLX's library: {', '.join(found)}",) if found else ()
+    """Name in a line the ops whose multiply-adds are not left to the compiler, if there are any."""
+    found = [f"{op} {WORDS[spelling]}" for op, spelling in spellings.items() if spelling in WORDS]
+    return (f"{SPELLED_OUT}: {', '.join(found)}",) if found else ()
 
 
 def _ranges(found: list[tuple[int, KernelVerdict]]) -> str:

@@ -20,7 +20,7 @@ Key = tuple[str, str, int]  # op, shape, rows
 class Found(NamedTuple):
     """The finding of a kernel trial: why the kernel is wrong, or stock MLX's time over its own.
 
-    Where it is right and was not timed, `wrong` is "". spelling: of the kernel's multiply-adds, see `kernels/contraction.h`.
+    Where it is right and was not timed, `wrong` is "". spelling: of its multiply-adds, see `kernels/contraction.h`.
     """
 
     wrong: str | None
@@ -44,25 +44,35 @@ class RememberedVerdicts:
         this process.
         """
         try:
-            return dict(map(_parsed, self._file.recall()["found"])) | self._found
-        except (ValueError, LookupError, TypeError):
+            kept = self._file.recall()
+            spellings = kept.get("spellings", {})
+            found = dict(map(_parsed, kept["found"]))
+            return {key: f._replace(spelling=_spelling(spellings, key[0])) for key, f in found.items()} | self._found
+        except (ValueError, LookupError, TypeError, AttributeError):
             return self._found
 
     def keep(self, found: Mapping[Key, Found]) -> None:
         """Replace what was kept; where it cannot be written, warn, but only the first time."""
         self._found = dict(found)
-        self._file.keep(found=[[*key, *finding] for key, finding in found.items()])
+        spellings = {op: f.spelling for (op, *_), f in found.items() if f.spelling != AS_COMPILED}
+        self._file.keep(found=[[*key, f.wrong, f.ratio] for key, f in found.items()], spellings=spellings)
 
 
 def _parsed(entry: list) -> tuple[Key, Found]:
     """Read one line of the file; ValueError where this module cannot have written it."""
-    op, shape, rows, wrong, ratio, spelling = entry
+    op, shape, rows, wrong, ratio = entry
     timed = wrong is None and isinstance(ratio, float) and 0 < ratio < math.inf
     found = timed or (isinstance(wrong, str) and ratio is None)
-    named = isinstance(op, str) and isinstance(shape, str) and spelling in SPELLINGS
-    if not (named and type(rows) is int and found):
+    if not (isinstance(op, str) and isinstance(shape, str) and type(rows) is int and found):
         raise ValueError(entry)
-    return (op, shape, rows), Found(wrong, ratio, spelling)
+    return (op, shape, rows), Found(wrong, ratio)
+
+
+def _spelling(spellings: dict[str, str], op: str) -> str:
+    """Read how an op's multiply-adds were spelled; ValueError where this module cannot have written it."""
+    if (found := spellings.get(op, AS_COMPILED)) not in SPELLINGS:
+        raise ValueError(found)
+    return found
 
 
 def _kernels() -> str:
