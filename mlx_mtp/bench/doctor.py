@@ -15,9 +15,11 @@ from ..decoding.options import default_draft_tokens, default_step
 from ..decoding.summary import paused
 from ..emulator.compile import find_clang
 from ..kernels import on_metal
+from ..kernels.contraction import spelling
 from ..machine.errors import first_line, with_type
-from ..tuning.ab_test import KernelTrial, check, compile_kernel, time_pair
+from ..tuning.ab_test import KernelTrial, compile_kernel, time_pair
 from ..tuning.kernel_switch import trials
+from ..tuning.kernel_trials import check_spellings
 from . import decode, emulated_check, profile, result, verify
 from .decode_tables import rows as decode_rows
 from .doctor_page import PARTS
@@ -95,8 +97,9 @@ def tried(trial: KernelTrial) -> Found:
     tic = time.perf_counter()
     compile_kernel(trial)
     compiled = time.perf_counter() - tic
-    wrong = check(trial)
-    return {"wrong": wrong, "ratio": None if wrong else time_pair(trial), "compile_seconds": compiled}
+    wrong = check_spellings(trial)
+    found = {"wrong": wrong, "spelling": spelling(trial.op), "compile_seconds": compiled}
+    return found | {"ratio": None if wrong else time_pair(trial)}
 
 
 class Patient:

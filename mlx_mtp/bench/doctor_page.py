@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..decoding.summary import percentages
+from ..tuning.kernel_verdict import contractions_in_words
 from .emulated_check import BITS, OWN_BITS
 
 Found = dict[str, Any]
@@ -103,6 +104,8 @@ def kernels(found: Found) -> Iterator[str]:
         yield "Beside stock MLX on the GPU; a ratio is stock MLX's time over the kernel's, so above 1 is faster.\n"
         headers = ("kernel", "shape", "verdict", *(f"M={m}" for m in range(1, 9)), "compile, s")
         yield from table(headers, _timed(listed), "<<<>")
+        spellings = {k["op"]: k["spelling"] for k in listed if "spelling" in k and not k["wrong"]}
+        yield from (f"\n{line[0].upper()}{line[1:]}." for line in contractions_in_words(spellings))
     else:
         yield "**Emulated** on the CPU, on small shapes: there is no Metal GPU here. Counts are counts, never times."
         yield f'Compared with: "{BITS}", what MLX\'s own kernels of the wheel give for each row alone, emulated too;'

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ._text import kernel_text
+from .contraction import SPELLINGS, kernel_spelling
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
 COMPILED_ROWS = (1, 2, 4, 6, 8, 12, 16)  # numbers of rows with kernels of their own; each is a fraction of a second's
@@ -50,7 +51,7 @@ def launch(
     template: dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied first, unless the body
     reads strides.
     """
-    made, size = _made(mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs))
+    made, size = _made(mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs), kernel_spelling(op))
     _launched.held += size
     shapes, dtypes = zip(*outputs.values(), strict=True)
     return made(
@@ -65,10 +66,12 @@ def launch(
 
 @functools.cache
 def _made(
-    maker: Callable[..., Any], directory: Path, op: str, inputs: Names, outputs: Names
+    maker: Callable[..., Any], directory: Path, op: str, inputs: Names, outputs: Names, spelling: str
 ) -> tuple[Callable[..., Any], int]:
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
     header, source = kernel_text(directory, op)
+    if "CONTRACTION" in header:
+        header = f"#define CONTRACTION {SPELLINGS.index(spelling)}\n{header}"
     more = {"source": source, "header": header, "ensure_row_contiguous": "_strides" not in source}
     size = len(header) + len(source) + RESERVED
     return maker(name=op, input_names=inputs, output_names=outputs, **more), size

@@ -57,6 +57,16 @@ def test_on_a_gpu_a_line_has_the_ratio_of_each_number_of_rows():
     assert "not checked" not in shown
 
 
+def test_a_spelling_of_multiply_adds_is_named_once():
+    spelled = {**TIMED, "spelling": "FUSED"}
+    wrong = {**spelled, "op": "verify_qmm", "wrong": "row 1 differs from one row alone"}
+    shown = page(found_of({**TIMED, "spelling": "AS_COMPILED"}, wrong, metal=True))
+    assert "ultiply-adds" not in shown
+    shown = page(found_of(spelled, {**spelled, "rows": 3}, wrong, metal=True))
+    (line,) = [line for line in shown.splitlines() if "ultiply-adds" in line]
+    assert line == "Multiply-adds spelled out, as the compiler's differ from those of MLX's library: add_norm fused."
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
