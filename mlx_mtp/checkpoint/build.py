@@ -35,7 +35,7 @@ from .norm_conventions import conventions, warn_of_unusual
 from .parameters import check_numbers, expected, named, origin, same
 from .read_parts import read_parts
 from .report import make_report, with_heads
-from .rope_modules import apply_scaling
+from .rope_modules import apply_rope
 from .sort_tensors import Contents, Drafting, sort_tensors
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
@@ -137,7 +137,7 @@ def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: d
     """Make the model that mlx-lm fills, with checks in place of its ways to rename and load tensors."""
     with one_line(f"{path}/config.json: {CANNOT}", MISBUILT):
         model = port.Model(args, contents.depths, contents.spec)
-        apply_scaling(model, config)
+        apply_rope(model, config)
     _check_names(model, contents)
     model.sanitize = partial(_sanitize, model, contents, path, raw)
     model.load_weights = partial(_load_checked, model, contents, path)

@@ -8,16 +8,18 @@ applied; `Normalized.warn` names what else is not read.
 import copy
 import logging
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any, get_args, get_type_hints
 
-from ..models import field_names, find_family, text_args
+from ..machine.errors import first_line
+from ..models import field_names, find_family, is_port, text_args
 from . import config_rope
-from .config_layers import PATTERNS, same_layers
-from .config_names import GELU, HARMLESS, HARMLESS_PATTERN, NEUTRAL, SPELLINGS
+from .config_layers import LETTERED, PATTERNS, letters, same_layers
+from .config_names import BY_TENSORS, GELU, HARMLESS, HARMLESS_PATTERN, NEUTRAL, SPELLINGS
 
 Config = dict[str, Any]
 TEXT = "text_config"
@@ -35,8 +37,8 @@ class Normalized:
 
     config: Config
     wrong: str | None = None
-    lost: tuple[str, ...] = field(default=())
-    unread: tuple[str, ...] = field(default=())
+    lost: Sequence[str] = ()
+    unread: Sequence[str] = ()
 
     def check(self, file: Path) -> None:
         """Raise ValueError, which names `file`, for what changes logits and cannot be applied."""
@@ -67,21 +69,21 @@ def normalize(config: Config) -> Normalized:
     text = config[TEXT] if nested else config
     if nested:
         text |= {name: config[name] for name in BESIDE if name in config and not text.keys() & {*BESIDE}}
-    text = getattr(family, "respelled", dict)(text if nested else config)
     inner = text_args(family, text)
     read = field_names(inner) | (set() if nested else outer)
     try:
-        normal, lost = _normal(text, read, inner)
-    except (ValueError, TypeError, ArithmeticError) as e:
-        return Normalized(config, wrong=str(e))
-    unread, refused = _unread(normal, read, _model_type(config, text))
-    lost += refused
+        text = getattr(family.ModelArgs, "respelled", dict)(text)
+        normal, homeless = _normal(text, read, inner)
+    except (ValueError, TypeError, KeyError, ArithmeticError) as e:
+        return Normalized(config, wrong=first_line(e))
+    reader = Reader(text.get("model_type") or config["model_type"], read, family)
+    unread, lost = reader.left_out(normal, homeless)
     if not nested:
-        return Normalized(normal, tuple(lost), tuple(unread))
-    unread = [f"{TEXT}.{name}" for name in unread]
+        return Normalized(normal, lost=lost, unread=unread)
     beside = {name: value for name, value in config.items() if not isinstance(value, dict) and name not in NEUTRAL}
-    unread += _unread(beside, outer | read | {TEXT}, config["model_type"])[0]
-    return Normalized(config | {TEXT: normal}, tuple(lost), tuple(unread))
+    unread = [f"{TEXT}.{name}" for name in unread]
+    unread += Reader(config["model_type"], outer | read | {TEXT}, family).left_out(beside, {})[0]
+    return Normalized(config | {TEXT: normal}, lost=lost, unread=unread)
 
 
 def with_overrides(config: Config, overrides: Config) -> Config:
@@ -95,15 +97,18 @@ def with_overrides(config: Config, overrides: Config) -> Config:
     return config | overrides
 
 
-def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, list[str]]:
-    """Return the config in the names of `read`, and in words what has no place there."""
-    rope, lost = config_rope.write(config, read)
+def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
+    """Return the config in the names of `read`, and by name what of its rotary embeddings has no place there."""
+    rope, homeless = config_rope.write(config, read)
     config = _without_nulls(_spelled({**config, **rope}, read), args)
+    lettered = str in get_args(get_type_hints(args).get(LETTERED))
     for name, (source, pattern) in PATTERNS.items():
-        if name in read and config.get(name) is None and isinstance(config.get(source), list):
-            value = pattern(config[source])
-            config |= {} if value is None else {name: value}
-    return config, lost
+        of_letters = name == LETTERED and lettered
+        unset = config.get(name) is None or (of_letters and not isinstance(config[name], str))
+        if name in read and unset and isinstance(config.get(source), list):
+            value = letters(config[source]) if of_letters else pattern(config[source])
+            config |= {} if value is None and not of_letters else {name: value}
+    return config, homeless
 
 
 def _spelled(config: Config, read: set[str]) -> Config:
@@ -138,41 +143,60 @@ def _without_nulls(config: Config, args: Any) -> Config:
     return found
 
 
-def _unread(config: Config, read: set[str], model_type: str) -> tuple[list[str], list[str]]:
-    """List the keys that are not read: those to warn of, and in words those that change logits."""
-    left = {name: value for name, value in config.items() if _matters(name, value, config, read)}
-    if not left:
-        return [], []
-    known = {name: value for name, value in config.items() if name in read | config_rope.KEYS}
-    usual, warned, refused = _as_transformers_has_it(model_type, known), [], []
-    for name, value in left.items():
-        equal = name in usual and _plain(usual[name]) == _plain(value)
-        if name in WINDOW:
-            (warned if equal else refused).append(name)
-        elif equal:
-            continue
-        elif name not in NEUTRAL or GELU in str(value) and GELU in str(usual.get(name)):
-            warned.append(name)
-        else:
-            refused.append(name)
-    inside = [f"rope_parameters.{name}" for name in config_rope.unread(config)] if config_rope.KEYS & read else []
-    return warned + inside, [f"{name}={config[name]!r}" for name in refused]
+@dataclass(frozen=True)
+class Reader:
+    """What reads a config: the fields of its family's dataclass, and what the family implements without reading it."""
 
+    model_type: str
+    read: set[str]
+    family: ModuleType
 
-def _matters(name: str, value: Any, config: Config, read: set[str]) -> bool:
-    """Whether a key is not read, and its value may mean something."""
-    if name in read or value is None or name in config_rope.KEYS:
-        return False
-    if name in NEUTRAL and value in NEUTRAL[name]:
-        return False
-    others = (config.get(other) for group in SPELLINGS if name in group for other in group if other in read)
-    if any(_plain(value) == _plain(other) for other in others):
-        return False
-    if name in WINDOW or name == "use_sliding_window":
-        return _windowed(config) and not read & {*WINDOW}
-    if name in ("layer_types", "mlp_layer_types"):
-        return not same_layers(name, value, config, read) and (name != "layer_types" or _windowed(config))
-    return name in NEUTRAL or not (name in HARMLESS or HARMLESS_PATTERN.fullmatch(name))
+    def left_out(self, config: Config, homeless: Config) -> tuple[list[str], list[str]]:
+        """List the keys that are not read: those to warn of, and in words those that change logits.
+
+        homeless: of rotary embeddings, what has no field. What the family has by default it implements.
+        """
+        left = {name: value for name, value in config.items() if self._matters(name, value, config)}
+        warned, refused = [f"rope_parameters.{name}" for name in config_rope.Rope(config).unread()], []
+        if not left and not homeless:
+            return warned, refused
+        known = {name: value for name, value in config.items() if name in self.read | config_rope.KEYS}
+        usual = _as_transformers_has_it(self.model_type, {})
+        derived = _as_transformers_has_it(self.model_type, known) if left else {}
+        for name, value in left.items():
+            equal = any(name in keys and _plain(keys[name]) == _plain(value) for keys in (derived, usual))
+            if name in WINDOW:
+                (warned if equal else refused).append(name)
+            elif equal:
+                continue
+            elif name not in NEUTRAL or (GELU in str(value) and GELU in str(usual.get(name))):
+                warned.append(name)
+            else:
+                refused.append(name)
+        rope = config_rope.usual(usual)
+        lost = [f"{name}={value!r}" for name, value in homeless.items() if rope is not None and value != rope.get(name)]
+        return warned, lost + [f"{name}={config[name]!r}" for name in refused]
+
+    def _matters(self, name: str, value: Any, config: Config) -> bool:
+        """Whether a key is not read, and its value may mean something."""
+        read = self.read
+        if name in read or value is None or name in config_rope.KEYS:
+            return False
+        implied = getattr(self.family.Model, "IMPLIED", {})
+        if name in implied:
+            return value != implied[name]
+        if name in NEUTRAL and value in NEUTRAL[name]:
+            return False
+        others = (config.get(other) for group in SPELLINGS if name in group for other in group if other in read)
+        if any(_plain(value) == _plain(other) for other in others):
+            return False
+        if name in WINDOW or name == "use_sliding_window":
+            return _windowed(config) and not read & {*WINDOW}
+        if name in ("layer_types", "mlp_layer_types"):
+            return not same_layers(name, value, config, read) and (name != "layer_types" or _windowed(config))
+        if name in BY_TENSORS and is_port(self.family):
+            return False
+        return name in NEUTRAL or not (name in HARMLESS or HARMLESS_PATTERN.fullmatch(name))
 
 
 def _windowed(config: Config) -> bool:
@@ -188,10 +212,6 @@ def _windowed(config: Config) -> bool:
         sliding = not isinstance(first, int) or not isinstance(layers, int) or first < layers
     longest = config.get("max_position_embeddings")
     return sliding and not (isinstance(longest, int) and isinstance(window, int) and window >= longest)
-
-
-def _model_type(config: Config, text: Config) -> str:
-    return text.get("model_type") or config["model_type"]
 
 
 def _as_transformers_has_it(model_type: str, known: Config) -> Config:

@@ -71,13 +71,15 @@ HARMLESS = frozenset(
     transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attn use_mamba_kernels
     use_associative_scan use_mambapy router_jitter_noise input_jitter_noise mamba_ssm_cache_dtype mamba_ssm_dtype
     attention_softmax_in_fp32 scale_attention_softmax_in_fp32 initial_context_length max_window_size
-    moe_shared_expert_overlap ep_size reorder_and_upcast_attn language_model_only mlx_version
+    moe_shared_expert_overlap ep_size reorder_and_upcast_attn language_model_only mlx_version head_dim qk_head_dim
+    attention_chunk_size max_position_embeddings
     """.split()
 )
 HARMLESS_PATTERN = re.compile(
     r".*_token_(ids?|index)|.*(dropout|_pdrop|dropout_prob|layerdrop)|.*initializer.*|.*_init(_scheme)?|.*loss.*"
     r"|(vision|audio|video|image|speech|projector|mm|multimodal|summary|classifier|mtp|num_mtp|eagle)_.*"
     r"|.*(init_floor|variance_scale)|_.*|time_step_(min|max|floor|scale|rank)|use_(flash|sdpa|kernel).*"
+    r"|.*(_dtype|fp32.*)|.*_mtp_.*"
 )
 
 # Keys that change logits, with the values under which they do not. Unread and of another value they are refused.
@@ -118,9 +120,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_alibi": (False,),
     "position_embedding_type": ("rope",),
     "rope_interleave": (),
+    "use_mrope": (False,),
     "rope_traditional": (),
     "attn_temperature_tuning": (False,),
-    "attention_chunk_size": (),
     "use_bidirectional_attention": (False,),
     "is_causal": (True,),
     "no_rope_layers": ([],),
@@ -148,4 +150,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_moe_block": (False,),
     "moe_latent_size": (),
 }
+# Of these a port's loader decides by the tensors that are there.
+BY_TENSORS = frozenset(
+    """
+    attention_bias qkv_bias use_qkv_bias attn_bias add_qkv_bias mlp_bias use_bias lm_head_bias tie_word_embeddings
+    tie_embedding tie_embeddings use_qk_norm qk_norm qk_layernorm
+    """.split()
+)
 GELU = "gelu"  # its forms differ by about 1e-3: a warning, not a refusal

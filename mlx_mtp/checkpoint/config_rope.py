@@ -64,31 +64,29 @@ class Rope:
         return sorted(set(names))
 
 
-def write(config: Config, fields: set[str]) -> tuple[Config, list[str]]:
-    """Return a config's rotary embeddings in the names of `fields`, and in words what these cannot hold."""
-    rope, found, lost = Rope(config), {}, []
+def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
+    """Return a config's rotary embeddings in the names of `fields`, and by name what these cannot hold."""
+    rope, found, lost = Rope(config), {}, {}
     if not rope.stated:
-        return {}, []
+        return {}, {}
     main, local = rope.main, rope.local
     if "rope_parameters" in fields:
         found["rope_parameters"] = rope.kinds if rope.nested and "rope_theta" not in fields else main
         if found["rope_parameters"] is rope.kinds:
-            return found, []
+            return found, {}
     theta, local_theta = main.get("rope_theta"), local.get("rope_theta")
     if not rope.nested:
         local_theta = next((config[name] for name in LOCAL_THETA if config.get(name) is not None), None)
     for names, value in ((THETA, theta), (LOCAL_THETA, local_theta)):
         found |= {name: value for name in names if name in fields and value is not None}
     if theta is not None and not found.keys() & {*THETA, "rope_parameters"}:
-        lost.append(f"rope_theta={theta}")
+        lost["rope_theta"] = theta
     if local_theta not in (None, theta) and not fields & {*LOCAL_THETA}:
-        lost.append(f"rope_parameters.{SLIDING}.rope_theta={local_theta}")
+        lost[f"{SLIDING}.rope_theta"] = local_theta
     if "rope_scaling" in fields:
         found["rope_scaling"] = main if scaled(main) else None
-    elif scaled(main) and "rope_parameters" not in fields:
-        lost.append(f"rope_scaling of type {main['rope_type']}")
     if scaled(local) and local is not main and _scaling(local) != _scaling(main):
-        lost.append(f"rope_parameters.{SLIDING} of type {local['rope_type']}")
+        lost[f"{SLIDING}.rope_scaling"] = local["rope_type"]
     if LENGTH in fields and LENGTH in main and config.get(LENGTH) is None:
         found[LENGTH] = main[LENGTH]
     return found | _partial(config, main, local, fields, lost), lost
@@ -97,6 +95,14 @@ def write(config: Config, fields: set[str]) -> tuple[Config, list[str]]:
 def scaled(parameters: Config) -> bool:
     """Whether parameters scale positions or frequencies."""
     return parameters.get("rope_type", "default") not in ("default", "mrope")
+
+
+def usual(config: Config) -> Config | None:
+    """Return the rotary embeddings that a family has by default, none where transformers has it without any."""
+    parameters = config.get("rope_parameters") or {}
+    if config and not parameters:
+        return None
+    return {"rope_theta": 10000.0, **parameters}
 
 
 def _object(config: Config, name: str) -> Config:
@@ -126,36 +132,42 @@ def _parameters(config: Config, given: Config, scaling: Config) -> Config:
         merged |= {LENGTH: length} if length else {}
         if "factor" not in merged and kind == "yarn" and length:
             merged["factor"] = config["max_position_embeddings"] / length
-    return _with_mscale(merged) if "attention_factor" in merged else merged
+    return _with_mscale(merged) if kind == "yarn" else merged
 
 
 def _with_mscale(parameters: Config) -> Config:
-    """State YaRN's attention_factor as the `mscale` that makes MLX's module scale by it."""
-    factor, wanted = parameters.get("factor", 1), parameters["attention_factor"]
-    if "yarn" not in parameters["rope_type"]:
+    """State what YaRN multiplies queries and keys by as the `mscale` that makes MLX's module do so.
+
+    It is `attention_factor`, else a ratio of `mscale` and `mscale_all_dim` where both are there, else by the factor.
+    """
+    factor, both = parameters.get("factor", 1), ("mscale", "mscale_all_dim")
+    scales = [bool(parameters.get(name)) for name in both]
+    if "attention_factor" not in parameters and scales[0] == scales[1]:
         return parameters
-    if factor <= 1:
-        raise ValueError(f"rope_scaling: attention_factor={wanted} needs a factor above 1")
-    step = 0.1 * math.log(factor)
+    step = 0.1 * math.log(max(factor, 1))
+    wanted = parameters.get("attention_factor", step + 1)
+    if not step:
+        if wanted != 1:
+            raise ValueError(f"rope_scaling: attention_factor={wanted} needs a factor above 1")
+        return parameters
     mscale = (wanted * (step * parameters.get("mscale_all_dim", 0) + 1) - 1) / step
-    return {**parameters, "mscale": mscale}
+    # In transformers' form again, so that reading it twice is the same
+    return {**parameters, "mscale": mscale, "attention_factor": wanted}
 
 
 def _scaling(parameters: Config) -> Config:
     return {name: value for name, value in parameters.items() if name != "rope_theta"}
 
 
-def _partial(config: Config, main: Config, local: Config, fields: set[str], lost: list[str]) -> Config:
-    """Write how much of a head is rotated; `lost` is extended by what has no field."""
+def _partial(config: Config, main: Config, local: Config, fields: set[str], lost: dict[str, Any]) -> Config:
+    """Write how much of a head is rotated; `lost` is extended where that differs by type of layer."""
     part = main.get("partial_rotary_factor")
     if part is None:
         return {}
     if local.get("partial_rotary_factor") != part:
-        lost.append(f"rope_parameters.{SLIDING}.partial_rotary_factor={local.get('partial_rotary_factor')}")
+        lost[f"{SLIDING}.partial_rotary_factor"] = local.get("partial_rotary_factor")
     found = {name: part for name in PARTIAL if name in fields}
     if "rotary_dim" in fields and config.get("rotary_dim") is None:
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         found["rotary_dim"] = int(size * part)
-    if not found and "rotary_dim" not in fields and "rope_parameters" not in fields and part != 1:
-        lost.append(f"partial_rotary_factor={part}")
     return found

@@ -41,7 +41,7 @@ from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_tes
 from .heads_beside import is_split
 from .parameters import check_numbers, named
 from .report import make_report
-from .rope_modules import apply_scaling
+from .rope_modules import apply_rope
 from .sort_tensors import Drafting
 
 WEIGHTS_ALONE = Budget()
@@ -286,7 +286,7 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
     def build(args: Any) -> Any:
         kind: Any = type("Model", (Plain, family.Model), {})
         model = kind(args)
-        apply_scaling(model, config)
+        apply_rope(model, config)
         model.load_weights = partial(_load_weights, model, path, ignored)
         return model
 

@@ -3,8 +3,8 @@
 A port `mlx_mtp/models/<model_type>.py` defines `ModelArgs`, mlx-lm's dataclass of config.json with
 `num_hidden_layers` and `vocab_size`; and `Model(args, heads=0, spec=None)`: in front of mlx-lm's model
 `layers.port.Port`, of whose attributes and methods it states what is another one's here. Nothing outside this package
-knows a family by name. Where transformers writes a family's config.json in other terms than `ModelArgs` has, the port's
-`respelled(config)` returns it in these.
+knows a family by name. Where transformers writes a family's config.json in other terms than `ModelArgs` has,
+`ModelArgs.respelled(config)` returns it in these.
 
 A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,
 num_hidden_layers, overrides)`, `features(header)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED.
@@ -45,6 +45,11 @@ def find_family(config: dict) -> ModuleType | None:
         return importlib.import_module(f"mlx_lm.models.{name}")
     except (ImportError, SystemExit):  # one of mlx-lm's modules exits where a package is missing
         return None
+
+
+def is_port(family: ModuleType) -> bool:
+    """Whether a family is one of the ports here."""
+    return family.__name__.startswith(f"{__name__}.")
 
 
 def text_args(family: ModuleType, text: dict) -> Any:
