@@ -96,7 +96,7 @@ def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) ->
     Returns (the model, what the checkpoint holds, which norms are stored zero-centred). Raises ValueError.
     """
     args = read_args(port, path, config)
-    normalize(config).warn(path / "config.json", stacklevel=6)
+    normalize(config).warn(path / "config.json", stacklevel=5)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     raw = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
     classes = partial(_build, port, path, contents, raw, config), SimpleNamespace(from_dict=lambda merged: args)
@@ -277,7 +277,10 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
     try:
         spec = kind.make_spec(config, header.keys(), layers, overrides)
         size = size or kind.features(header) // len(spec.capture)
-        head = kind.make_head(spec, config, header.keys(), size)
+        layer = normalize(kind.layer_config(config))
+        layer.check(path / "config.json")
+        head = kind.make_head(spec, config, layer.config, header.keys(), size)
+        apply_rope(head, layer.config)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise ValueError(f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {e})") from e
     except ValueError as e:

@@ -1,38 +1,37 @@
 """Normalise config.json before a family's dataclass reads it, and find what that dataclass does not read.
 
-A value takes the name that the dataclass reads: other spellings, rotary embeddings as transformers 5 writes them, null
-where the dataclass needs a value, and patterns of layers. `Normalized.check` refuses what changes logits and cannot be
-applied; `Normalized.warn` names what else is not read.
+Each value takes the name that the dataclass reads: other spellings, rotary embeddings as transformers 5 writes them,
+null where the dataclass needs a value, and patterns of layers. `Normalized.check` refuses what changes logits and
+cannot be applied; `Normalized.warn` names what else is not read.
 """
 
 import copy
-import logging
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, get_args, get_type_hints
 
-from ..machine.errors import first_line
-from ..models import field_names, find_family, is_port, text_args
+from ..machine.errors import first_line, with_type
+from ..models import field_names, find_family, text_args
 from . import config_rope
-from .config_layers import LETTERED, PATTERNS, letters, same_layers
-from .config_names import BY_TENSORS, GELU, HARMLESS, HARMLESS_PATTERN, NEUTRAL, SPELLINGS
+from .config_layers import LETTERED, PATTERNS, letters
+from .config_names import COMMON, NEUTRAL, SPELLINGS, TIES, WINDOW
+from .config_unread import Reader
 
 Config = dict[str, Any]
 TEXT = "text_config"
-WINDOW = {name: group for group in SPELLINGS for name in group if "sliding_window" in group}
-BESIDE = tuple(name for group in SPELLINGS for name in group if "tie_word_embeddings" in group)
+SHARED = ("torch_dtype", "eos_token_id")  # of a text model inside, which readers look for outside
+MISREAD = (TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Normalized:
     """A config in the names that its family reads.
 
-    wrong: what cannot be understood. lost: what changes logits and has no place in the family. unread: other keys that
-    the family does not read.
+    wrong: what cannot be understood. lost: what changes logits and has no place in the family. unread: other keys
+    that the family does not read.
     """
 
     config: Config
@@ -64,18 +63,22 @@ def normalize(config: Config) -> Normalized:
     family = find_family(config)
     if family is None:
         return Normalized(config)
-    config = copy.deepcopy(config)
+    try:
+        return _of_family(family, copy.deepcopy(config))
+    except ValueError as e:
+        return Normalized(config, wrong=first_line(e))
+    except MISREAD as e:
+        return Normalized(config, wrong=f"the model cannot be built from it ({with_type(e)})")
+
+
+def _of_family(family: ModuleType, config: Config) -> Normalized:
     outer, nested = field_names(family.ModelArgs), TEXT in config
     text = config[TEXT] if nested else config
-    if nested:
-        text |= {name: config[name] for name in BESIDE if name in config and not text.keys() & {*BESIDE}}
+    if nested and all(text.get(name) is None for name in TIES):
+        text |= {name: config[name] for name in TIES if name in config}
     inner = text_args(family, text)
     read = field_names(inner) | (set() if nested else outer)
-    try:
-        text = getattr(family.ModelArgs, "respelled", dict)(text)
-        normal, homeless = _normal(text, read, inner)
-    except (ValueError, TypeError, KeyError, ArithmeticError) as e:
-        return Normalized(config, wrong=first_line(e))
+    normal, homeless = _normal(getattr(family.ModelArgs, "respelled", dict)(text), read, inner)
     reader = Reader(text.get("model_type") or config["model_type"], read, family)
     unread, lost = reader.left_out(normal, homeless)
     if not nested:
@@ -83,18 +86,26 @@ def normalize(config: Config) -> Normalized:
     beside = {name: value for name, value in config.items() if not isinstance(value, dict) and name not in NEUTRAL}
     unread = [f"{TEXT}.{name}" for name in unread]
     unread += Reader(config["model_type"], outer | read | {TEXT}, family).left_out(beside, {})[0]
-    return Normalized(config | {TEXT: normal}, lost=lost, unread=unread)
+    shared = {name: normal[name] for name in SHARED if normal.get(name) is not None}
+    stated = {name: value for name, value in config.items() if value is not None or name not in shared}
+    return Normalized(_with_dtype({**shared, **stated, TEXT: normal}), lost=lost, unread=unread)
 
 
 def with_overrides(config: Config, overrides: Config) -> Config:
     """Return a config with a user's values, which also count before what its `rope_parameters` has inside."""
     inside = config.get("rope_parameters")
     if isinstance(inside, dict) and "rope_parameters" not in overrides:
-        kept = {name: value for name, value in inside.items() if name not in overrides}
-        if "rope_scaling" in overrides:
-            kept = {name: value for name, value in kept.items() if name in ("rope_theta", "partial_rotary_factor")}
-        config = config | {"rope_parameters": kept}
+        config = config | {"rope_parameters": _without(inside, overrides)}
     return config | overrides
+
+
+def _without(parameters: Config, overrides: Config) -> Config:
+    """Leave out what is overridden of rotary embeddings, for all layers or for each type of layer."""
+    kept = {name: value for name, value in parameters.items() if name not in overrides}
+    if "rope_scaling" in overrides:
+        own = ("rope_theta", "partial_rotary_factor")
+        kept = {name: value for name, value in kept.items() if name in own or isinstance(value, dict)}
+    return {name: _without(value, overrides) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
@@ -119,8 +130,15 @@ def _spelled(config: Config, read: set[str]) -> Config:
         value = next((config[name] for name in group if config.get(name) is not None), None)
         if ours and value is not None and all(config.get(name) is None for name in ours):
             found[ours[0]] = value
+        if group[0] in COMMON and value is not None:
+            found.setdefault(group[0], value)
+    return _with_dtype(found)
+
+
+def _with_dtype(config: Config) -> Config:
+    """Add the name that transformers 4 has for the type of the weights."""
     dtype = config.get("torch_dtype") or config.get("dtype")
-    return found | ({"torch_dtype": dtype} if dtype else {})
+    return config | ({"torch_dtype": dtype} if isinstance(dtype, str) else {})
 
 
 def _without_nulls(config: Config, args: Any) -> Config:
@@ -141,100 +159,3 @@ def _without_nulls(config: Config, args: Any) -> Config:
         elif not required:
             found.pop(name, None)
     return found
-
-
-@dataclass(frozen=True)
-class Reader:
-    """What reads a config: the fields of its family's dataclass, and what the family implements without reading it."""
-
-    model_type: str
-    read: set[str]
-    family: ModuleType
-
-    def left_out(self, config: Config, homeless: Config) -> tuple[list[str], list[str]]:
-        """List the keys that are not read: those to warn of, and in words those that change logits.
-
-        homeless: of rotary embeddings, what has no field. What the family has by default it implements.
-        """
-        left = {name: value for name, value in config.items() if self._matters(name, value, config)}
-        warned, refused = [f"rope_parameters.{name}" for name in config_rope.Rope(config).unread()], []
-        if not left and not homeless:
-            return warned, refused
-        known = {name: value for name, value in config.items() if name in self.read | config_rope.KEYS}
-        usual = _as_transformers_has_it(self.model_type, {})
-        derived = _as_transformers_has_it(self.model_type, known) if left else {}
-        for name, value in left.items():
-            equal = any(name in keys and _plain(keys[name]) == _plain(value) for keys in (derived, usual))
-            if name in WINDOW:
-                (warned if equal else refused).append(name)
-            elif equal:
-                continue
-            elif name not in NEUTRAL or (GELU in str(value) and GELU in str(usual.get(name))):
-                warned.append(name)
-            else:
-                refused.append(name)
-        rope = config_rope.usual(usual)
-        lost = [f"{name}={value!r}" for name, value in homeless.items() if rope is not None and value != rope.get(name)]
-        return warned, lost + [f"{name}={config[name]!r}" for name in refused]
-
-    def _matters(self, name: str, value: Any, config: Config) -> bool:
-        """Whether a key is not read, and its value may mean something."""
-        read = self.read
-        if name in read or value is None or name in config_rope.KEYS:
-            return False
-        implied = getattr(self.family.Model, "IMPLIED", {})
-        if name in implied:
-            return value != implied[name]
-        if name in NEUTRAL and value in NEUTRAL[name]:
-            return False
-        others = (config.get(other) for group in SPELLINGS if name in group for other in group if other in read)
-        if any(_plain(value) == _plain(other) for other in others):
-            return False
-        if name in WINDOW or name == "use_sliding_window":
-            return _windowed(config) and not read & {*WINDOW}
-        if name in ("layer_types", "mlp_layer_types"):
-            return not same_layers(name, value, config, read) and (name != "layer_types" or _windowed(config))
-        if name in BY_TENSORS and is_port(self.family):
-            return False
-        return name in NEUTRAL or not (name in HARMLESS or HARMLESS_PATTERN.fullmatch(name))
-
-
-def _windowed(config: Config) -> bool:
-    """Whether some layer attends to fewer positions than the model has."""
-    window = next((config[name] for name in WINDOW if config.get(name) is not None), None)
-    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
-    if window is None or config.get("use_sliding_window") is False:
-        return False
-    if isinstance(kinds, list):
-        sliding = bool(set(kinds) - {config_rope.FULL, "linear_attention"})
-    else:
-        first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
-        sliding = not isinstance(first, int) or not isinstance(layers, int) or first < layers
-    longest = config.get("max_position_embeddings")
-    return sliding and not (isinstance(longest, int) and isinstance(window, int) and window >= longest)
-
-
-def _as_transformers_has_it(model_type: str, known: Config) -> Config:
-    """Return all keys as transformers derives them from the known ones; empty where it has no such family.
-
-    What equals them says nothing that the family's implementation, made for these defaults, does not do.
-    """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # seconds to import
-
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        for values in (known, {}):
-            with suppress(Exception):  # of many kinds, where values do not go together
-                return CONFIG_MAPPING[model_type](**copy.deepcopy(values)).to_dict()
-    finally:
-        logger.setLevel(level)
-    return {}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return {str(name): _plain(item) for name, item in value.items()} if isinstance(value, dict) else value

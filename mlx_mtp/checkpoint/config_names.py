@@ -58,23 +58,26 @@ SPELLINGS = (
     ("torch_dtype", "dtype"),
 )
 
-# Keys that change no logits of a text decoded alone: training, files, other modalities, the program that saved them.
-HARMLESS = frozenset(
-    """
-    _attn_implementation _attn_implementation_internal _commit_hash _name_or_path architectures attn_implementation
-    auto_map boi_token_index bos_token_id chunk_size_feed_forward compression_config custom_pipelines cross_attention_hidden_size
-    dtype early_exit eos_token_id finetuning_task gradient_checkpointing id2label is_decoder is_encoder_decoder
-    keys_to_ignore_at_inference label2id max_length max_window_layers model_type mtp_layers_block_type name_or_path num_labels
-    num_logits_to_keep num_nextn_predict_layers output_attentions output_hidden_states output_router_logits pretraining_tp
-    problem_type pruned_heads quantization quantization_config quantize_activations return_dict rescale_prenorm_residual
-    residual_in_fp32 seq_aux sep_token_id task_specific_params tokenizer_class torch_dtype torchscript
-    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attn use_mamba_kernels
-    use_associative_scan use_mambapy router_jitter_noise input_jitter_noise mamba_ssm_cache_dtype mamba_ssm_dtype
-    attention_softmax_in_fp32 scale_attention_softmax_in_fp32 initial_context_length max_window_size
-    moe_shared_expert_overlap ep_size reorder_and_upcast_attn language_model_only mlx_version head_dim qk_head_dim
-    attention_chunk_size max_position_embeddings
-    """.split()
+COMMON = ("num_hidden_layers", "vocab_size", "max_position_embeddings")  # reports look for these names
+WINDOW, TIES = (
+    next(group for group in SPELLINGS if name in group) for name in ("sliding_window", "tie_word_embeddings")
 )
+
+# Keys that change no logits of a text decoded alone: training, files, other modalities, the program that saved them.
+HARMLESS = """
+_attn_implementation _attn_implementation_internal _commit_hash _name_or_path architectures attention_chunk_size
+attention_softmax_in_fp32 attn_implementation auto_map boi_token_index bos_token_id chunk_size_feed_forward
+compression_config cross_attention_hidden_size custom_pipelines dtype early_exit eos_token_id ep_size
+finetuning_task gradient_checkpointing head_dim id2label initial_context_length input_jitter_noise is_decoder
+is_encoder_decoder keys_to_ignore_at_inference label2id language_model_only mamba_ssm_cache_dtype mamba_ssm_dtype
+max_length max_position_embeddings max_window_layers max_window_size mlx_version model_type
+moe_shared_expert_overlap mtp_layers_block_type name_or_path num_labels num_logits_to_keep num_nextn_predict_layers
+output_attentions output_hidden_states output_router_logits pretraining_tp problem_type pruned_heads qk_head_dim
+quantization quantization_config quantize_activations reorder_and_upcast_attn rescale_prenorm_residual
+residual_in_fp32 return_dict router_jitter_noise scale_attention_softmax_in_fp32 sep_token_id seq_aux
+task_specific_params tokenizer_class torch_dtype torchscript transformers_version unsloth_fixed unsloth_version
+use_associative_scan use_bfloat16 use_cache use_flash_attn use_mamba_kernels use_mambapy
+"""
 HARMLESS_PATTERN = re.compile(
     r".*_token_(ids?|index)|.*(dropout|_pdrop|dropout_prob|layerdrop)|.*initializer.*|.*_init(_scheme)?|.*loss.*"
     r"|(vision|audio|video|image|speech|projector|mm|multimodal|summary|classifier|mtp|num_mtp|eagle)_.*"
@@ -151,10 +154,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_latent_size": (),
 }
 # Of these a port's loader decides by the tensors that are there.
-BY_TENSORS = frozenset(
-    """
-    attention_bias qkv_bias use_qkv_bias attn_bias add_qkv_bias mlp_bias use_bias lm_head_bias tie_word_embeddings
-    tie_embedding tie_embeddings use_qk_norm qk_norm qk_layernorm
-    """.split()
-)
+BY_TENSORS = """
+add_qkv_bias attention_bias attn_bias lm_head_bias mlp_bias qk_layernorm qk_norm qkv_bias tie_embedding
+tie_embeddings tie_word_embeddings use_bias use_qk_norm use_qkv_bias
+"""
 GELU = "gelu"  # its forms differ by about 1e-3: a warning, not a refusal

@@ -26,7 +26,7 @@ TYPES = {
     "yarn": YARN,
     "deepseek_yarn": YARN,
     "telechat3-yarn": YARN,
-    "longrope": {"short_factor", "long_factor", "short_mscale", "long_mscale", "factor", LENGTH},
+    "longrope": {"short_factor", "long_factor", "short_mscale", "long_mscale", "factor", "attention_factor", LENGTH},
     "proportional": {"factor"},
     "mrope": {"mrope_section"},
 }
@@ -132,7 +132,22 @@ def _parameters(config: Config, given: Config, scaling: Config) -> Config:
         merged |= {LENGTH: length} if length else {}
         if "factor" not in merged and kind == "yarn" and length:
             merged["factor"] = config["max_position_embeddings"] / length
+    if kind == "longrope":
+        _check_longrope(merged, config.get("max_position_embeddings"))
     return _with_mscale(merged) if kind == "yarn" else merged
+
+
+def _check_longrope(parameters: Config, longest: int | None) -> None:
+    """Raise ValueError for another factor of attention than the one that MLX's module computes of two lengths."""
+    length = parameters.get(LENGTH)
+    if length and longest:
+        factor = longest / length
+        usual = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+        stated = parameters.get("attention_factor", usual)
+        if abs(stated - usual) > 1e-6 or abs(parameters.get("factor", factor) / factor - 1) > 1e-6:
+            raise ValueError(
+                f"rope_scaling: a factor other than {factor:g} or an attention_factor other than {usual:g}"
+            )
 
 
 def _with_mscale(parameters: Config) -> Config:

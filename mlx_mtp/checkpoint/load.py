@@ -292,7 +292,7 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
 
     normal = normalize(config)
     normal.check(path / "config.json")
-    normal.warn(path / "config.json", stacklevel=6)
+    normal.warn(path / "config.json", stacklevel=5)
     args = SimpleNamespace(from_dict=lambda merged: family.ModelArgs.from_dict(config))
     classes: Any = (build, args)
     options: Any = {"model_config": config, "get_model_classes": lambda config: classes}

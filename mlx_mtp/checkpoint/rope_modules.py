@@ -34,12 +34,13 @@ def apply_rope(model: nn.Module, config: dict[str, Any]) -> None:
     if part != 1 and part == local_part:
         _rotate_in_part([rotary for _, _, rotary in plain], text, part)
     if scaled(rope.main):
-        if not plain and not others and not KEYS & field_names(text_args(find_family(config), text)):
+        family: Any = find_family(config)
+        if not plain and not others and not KEYS & field_names(text_args(family, text)):
             raise ValueError(f"rope_parameters of type {rope.main['rope_type']!r}: {NOT_APPLIED}")
         _scale(plain, others, rope, text.get("max_position_embeddings"))
 
 
-def _rotate_in_part(modules: list[nn.RoPE], text: dict[str, Any], part: float) -> None:
+def _rotate_in_part(modules: list[Any], text: dict[str, Any], part: float) -> None:
     """Let modules that rotate whole heads rotate the first `part` of them."""
     size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     for module in modules:

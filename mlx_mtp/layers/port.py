@@ -53,7 +53,7 @@ class Port(nn.Module):
     SPEC: MTPSpec
     BASE: Any  # whose `sanitize` is used: mlx-lm's Model behind this mixin, where a port names no other
     IGNORED: tuple[str, ...] = ()  # prefixes and suffixes of tensors that text decoding does not use
-    IMPLIED: dict[str, Any] = {}  # keys of config.json that ModelArgs does not read, and the value that is implemented
+    IMPLIED: tuple[tuple[str, Any], ...] = ()  # keys of config.json, and what is implemented unread
     ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names that only hub / only converted checkpoints have
     RENAMED: tuple[Renaming, ...] = ()  # what that sanitizing does to names, for messages
     NO_KV_BITS: str | None = None  # what forbids quantized keys and values

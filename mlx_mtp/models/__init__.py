@@ -7,13 +7,13 @@ knows a family by name. Where transformers writes a family's config.json in othe
 `ModelArgs.respelled(config)` returns it in these.
 
 A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,
-num_hidden_layers, overrides)`, `features(header)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED.
+num_hidden_layers, overrides)`, `features(header)`, `layer_config(config)`, `make_head(spec, config, layer, names,
+captured)`, ACCEPTED and IGNORED.
 """
 
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,7 +62,7 @@ def text_args(family: ModuleType, text: dict) -> Any:
             if "Text" in name and dataclasses.is_dataclass(found):
                 return found
     inner = {m.__name__.rpartition(".")[2]: m for module in _modules(args) for m in _imported(module)}
-    own = text.get("model_type", "")
+    own = text.get("model_type") or ""
     chosen = inner.get(REMAPPED.get(own, own)) or next(iter(inner.values()), None)
     return args if chosen is None else text_args(chosen, text)
 
@@ -74,15 +74,14 @@ def field_names(args: Any) -> set[str]:
 
 def _modules(args: type) -> list[ModuleType]:
     """List the modules that define a class and its bases."""
-    return [sys.modules[kind.__module__] for kind in args.__mro__ if kind.__module__.startswith(("mlx_lm.", __name__))]
+    names = (kind.__module__ for kind in args.__mro__)
+    return [sys.modules[name] for name in names if name.startswith(("mlx_lm.", __name__))]
 
 
-def _imported(module: ModuleType) -> Iterator[ModuleType]:
-    """Yield the families of mlx-lm that a module imports."""
-    for found in vars(module).values():
-        if isinstance(found, ModuleType) and found.__name__.startswith("mlx_lm.models.") and found is not module:
-            if hasattr(found, "ModelArgs"):
-                yield found
+def _imported(module: ModuleType) -> list[ModuleType]:
+    """List the families of mlx-lm that a module imports."""
+    inside = (found for found in vars(module).values() if isinstance(found, ModuleType))
+    return [found for found in inside if found.__name__.startswith("mlx_lm.models.") and hasattr(found, "ModelArgs")]
 
 
 def drafter_kinds() -> list[ModuleType]:

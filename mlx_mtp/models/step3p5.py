@@ -77,12 +77,12 @@ class Model(Port, step3p5.Model):
     MOE = (step3p5.Step3p5MoE,)
     BLOCK = (step3p5.Step3p5DecoderLayer,)
     NORM = (step3p5.ZeroCenteredRMSNorm,)
-    IMPLIED = {
-        "use_moe": True,
-        "moe_router_activation": "sigmoid",
-        "use_moe_router_bias": True,
-        "zero_centered": True,
-    }
+    IMPLIED = (
+        ("use_moe", True),
+        ("moe_router_activation", "sigmoid"),
+        ("use_moe_router_bias", True),
+        ("zero_centered", True),
+    )
     ZERO_CENTRED = (
         r"\.moe\.|(?<!\.mlp)\.share_expert\.",
         r"\.switch_mlp\.|\.mlp\.share_expert\.|\.mlp\.gate\.gate\.|\.scales$",
