@@ -18,9 +18,9 @@ import mlx.nn as nn
 from ..checkpoint import build
 from ..checkpoint.files import DECLARED, checked_config
 from ..checkpoint.report import make_report
-from ..checkpoint.rope_modules import apply_rope
 from ..machine.errors import one_line
 from ..models import find_port, port_names
+from ..models.config.rope_modules import apply_rope
 
 UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of a family whose config.json does not count them
 UNQUANTIZED = 16  # bits

@@ -25,9 +25,10 @@ from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
 from ..machine.errors import first_line, one_line
 from ..models import drafter_kinds
+from ..models.config.normalize import normalize
+from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
-from .config import normalize
 from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve
 from .head_self_test import blaming_config
 from .heads_beside import is_split
@@ -35,7 +36,6 @@ from .norm_conventions import conventions, warn_of_unusual
 from .parameters import check_numbers, expected, named, origin, same
 from .read_parts import read_parts
 from .report import make_report, with_heads
-from .rope_modules import apply_rope
 from .sort_tensors import Contents, Drafting, sort_tensors
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others

@@ -23,7 +23,7 @@ from mlx_lm.utils import load_config
 from safetensors import SafetensorError, safe_open
 
 from ..machine.errors import first_line, naming, one_line
-from .config import normalize, with_overrides
+from ..models.config.normalize import normalize, with_overrides
 
 TRUNK_FILES = "model*.safetensors"
 INDEX = "model.safetensors.index.json"

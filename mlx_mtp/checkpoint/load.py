@@ -29,11 +29,12 @@ from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..machine.stream import in_turn
 from ..models import find_port, port_names
+from ..models.config.normalize import normalize
+from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks, ranks_of
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
 from .build import load_port
-from .config import normalize
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config, read_header, resolve, trunk_header
@@ -41,7 +42,6 @@ from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_tes
 from .heads_beside import is_split
 from .parameters import check_numbers, named
 from .report import make_report
-from .rope_modules import apply_rope
 from .sort_tensors import Drafting
 
 WEIGHTS_ALONE = Budget()

@@ -8,8 +8,8 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
-from ..models import field_names, find_family, text_args
-from .config_rope import LENGTH, Rope, scaled
+from .. import field_names, find_family, text_args
+from .rope import LENGTH, Rope, scaled
 
 SCALED = tuple(kind for name, kind in vars(rope_utils).items() if isinstance(kind, type) and name.endswith("RoPE"))
 APPLIED = ("linear", "dynamic", "llama3", "yarn")  # where the rest of a layer need not change

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, get_args, get_type_hints
 
-from ..machine.errors import first_line, with_type
-from ..models import field_names, find_family, text_args
-from . import config_rope
-from .config_layers import LETTERED, PATTERNS, letters
-from .config_names import COMMON, NEUTRAL, SPELLINGS, TIES, WINDOW
-from .config_unread import Reader
+from ...machine.errors import first_line, with_type
+from .. import field_names, find_family, text_args
+from . import rope as rotary
+from .layers import LETTERED, PATTERNS, letters
+from .names import COMMON, NEUTRAL, SPELLINGS, TIES, WINDOW
+from .unread import Reader
 
 Config = dict[str, Any]
 TEXT = "text_config"
@@ -110,7 +110,7 @@ def _without(parameters: Config, overrides: Config) -> Config:
 
 def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
     """Return the config in the names of `read`, and by name what of its rotary embeddings has no place there."""
-    rope, homeless = config_rope.write(config, read)
+    rope, homeless = rotary.write(config, read)
     config = _without_nulls(_spelled({**config, **rope}, read), args)
     lettered = str in get_args(get_type_hints(args).get(LETTERED))
     for name, (source, pattern) in PATTERNS.items():

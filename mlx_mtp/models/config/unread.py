@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ..models import is_port
-from . import config_rope
-from .config_layers import same_layers
-from .config_names import BY_TENSORS, GELU, HARMLESS, HARMLESS_PATTERN, NEUTRAL, SPELLINGS, WINDOW
+from .. import is_port
+from . import rope as rotary
+from .layers import same_layers
+from .names import BY_TENSORS, GELU, HARMLESS, HARMLESS_PATTERN, NEUTRAL, SPELLINGS, WINDOW
 
 Config = dict[str, Any]
 DECIDED, NO_MATTER = frozenset(BY_TENSORS.split()), frozenset(HARMLESS.split())
@@ -30,10 +30,10 @@ class Reader:
         homeless: of rotary embeddings, what has no field. What the family has by default it implements.
         """
         left = {name: value for name, value in config.items() if self._matters(name, value, config)}
-        warned, refused = [f"rope_parameters.{name}" for name in config_rope.Rope(config).unread()], []
+        warned, refused = [f"rope_parameters.{name}" for name in rotary.Rope(config).unread()], []
         if not left and not homeless:
             return warned, refused
-        known = {name: value for name, value in config.items() if name in self.read | config_rope.KEYS}
+        known = {name: value for name, value in config.items() if name in self.read | rotary.KEYS}
         usual = _as_transformers_has_it(self.model_type, {})
         derived = _as_transformers_has_it(self.model_type, known) if left else {}
         for name, value in left.items():
@@ -46,14 +46,14 @@ class Reader:
                 warned.append(name)
             else:
                 refused.append(name)
-        rope = config_rope.usual(usual)
+        rope = rotary.usual(usual)
         lost = {name: value for name, value in homeless.items() if rope is not None and value != rope.get(name)}
         return warned, [f"{name}={value!r}" for name, value in (lost | {n: config[n] for n in refused}).items()]
 
     def _matters(self, name: str, value: Any, config: Config) -> bool:
         """Whether a key is not read, and its value may mean something."""
         read = self.read
-        if name in read or value is None or name in config_rope.KEYS:
+        if name in read or value is None or name in rotary.KEYS:
             return False
         implied = dict(getattr(self.family.Model, "IMPLIED", ()))
         if name in implied:
@@ -79,7 +79,7 @@ def _windowed(config: Config) -> bool:
     if window is None or config.get("use_sliding_window") is False:
         return False
     if isinstance(kinds, list):
-        sliding = bool(set(kinds) - {config_rope.FULL, "linear_attention"})
+        sliding = bool(set(kinds) - {rotary.FULL, "linear_attention"})
     else:
         first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
         sliding = not isinstance(first, int) or not isinstance(layers, int) or first < layers
