@@ -82,6 +82,8 @@ def check_piece(rows: list[Parts], at: Moment | None, like: PromptCache, tokens:
         right += [like.caches[i].fits(parts) or not (parts or i < len(like.layers)) for i, parts in at.whole.items()]
         right += [shapes_of(at.kept) == shapes_of(like.kept), len(at.starts) == len(like.caches)]
         right += [shapes_of([rows[:, :0]]) == shapes_of([like.backlog[0][:, :0]]) for rows in at.backlog]
+        waiting, unread = sum(rows.shape[1] for rows in at.backlog), at.length - at.primed
+        right.append(not like.heads or waiting == unread or (like.reach or unread) <= waiting < unread)
     if not all(right):
         raise ValueError("its arrays have not the shapes of this model's caches")
 

@@ -4,6 +4,7 @@ Each chunk has a digest of its own: a reader verifies the chunks that it uses, a
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -33,12 +34,11 @@ TYPES = {name: dtype for dtype, name in DTYPES.items()}
 class Stored:
     """What a file holds, without its arrays.
 
-    identity: of the tree that it was written from. decoded: whether that tree kept answers as decoding left them.
+    identity: of the tree that it was written from.
     ends: the positions behind its chunks. resumable: those of them at which a sequence can continue.
     """
 
     identity: str = ""
-    decoded: bool = False
     tokens: Sequence[int] = ()
     ends: Sequence[int] = ()
     resumable: frozenset[int] = frozenset()
@@ -50,11 +50,11 @@ class Stored:
 FOREIGN = Stored()  # a file that this version cannot read
 
 
-def write_chunks(file: Path, path: list[Chunk], identity: str, *, decoded: bool) -> Iterator[int]:
+def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
     """Write the chunks of a path to a file, about PIECE bytes before each yield; yield the bytes written so far."""
-    named = [_named(chunk) for chunk in path]
-    records, state = _records(path), {"format": FORMAT, "identity": identity, "decoded": decoded}
-    digests = [_digest(state, record, arrays) for record, arrays in zip(records, named, strict=True)]
+    named, records, state = [_named(chunk) for chunk in path], [*map(_record, path)], _state(identity)
+    ends = itertools.accumulate(len(chunk.tokens) for chunk in path)
+    digests = [_digest(state, *facts) for facts in zip(ends, records, named, strict=True)]
     begin = _begin(named, records, [BLANK] * len(path), state)
     written = flushed = len(begin)
     with file.open("wb") as f:
@@ -76,8 +76,8 @@ def write_chunks(file: Path, path: list[Chunk], identity: str, *, decoded: bool)
 
 def bytes_needed(path: list[Chunk]) -> int:
     """Count the bytes of the file that `write_chunks` makes of a path."""
-    state = {"format": FORMAT, "identity": BLANK, "decoded": False}
-    begin = _begin([_named(chunk) for chunk in path], _records(path), [BLANK] * len(path), state)
+    named, records = [_named(chunk) for chunk in path], [*map(_record, path)]
+    begin = _begin(named, records, [BLANK] * len(path), _state(BLANK))
     return len(begin) + sum(chunk.nbytes for chunk in path)
 
 
@@ -110,13 +110,14 @@ class ChunkReader:
         if self._base + max(e["data_offsets"][1] for e in entries.values()) != os.fstat(self._f.fileno()).st_size:
             raise ValueError("its length is not that of its content")
         tokens = [token for record in self._records for token in record["tokens"]]
-        ends = [record["end"] for record in self._records]
-        resumable = frozenset(record["end"] for record in self._records if record["moment"])
-        self.stored = Stored(self._state["identity"], self._state["decoded"], tokens, ends, resumable)
+        ends = [*itertools.accumulate(len(record["tokens"]) for record in self._records)]
+        resumable = frozenset(end for end, record in zip(ends, self._records, strict=True) if record["moment"])
+        self.stored = Stored(self._state["identity"], tokens, ends, resumable)
 
     def primed(self, index: int) -> int:
         """Return the positions that the heads have read at the end of a chunk."""
-        return self._records[index]["primed"]
+        with _damaged(self._file):
+            return self._records[index]["primed"]
 
     def bytes_of(self, index: int) -> int:
         """Count the bytes of a chunk's arrays."""
@@ -130,20 +131,20 @@ class ChunkReader:
         read before it.
         """
         with _damaged(self._file):
-            record = {**self._records[index]}
+            record, end = {**self._records[index]}, self.stored.ends[index]
             expected = record.pop("digest")
             arrays, contents = {}, []
             for name, entry in self._entries[index].items():
-                begin, end = entry["data_offsets"]
-                self._f.seek(self._base + begin)
-                contents.append(self._f.read(end - begin))
+                first, last = entry["data_offsets"]
+                self._f.seek(self._base + first)
+                contents.append(self._f.read(last - first))
                 arrays[name] = _array(contents[-1], TYPES[entry["dtype"]], entry["shape"])
-            digest = _digest(self._state, record, arrays)
+            digest = _digest(self._state, end, record, arrays)
             for content in contents:
                 digest.update(content)
             if digest.hexdigest() != expected:
                 raise ValueError("its content has not its digest")
-            chunk = _rebuilt(record, arrays, like)
+            chunk = _rebuilt(record, end, arrays, like)
             check_piece(chunk.rows, chunk.moment, like, len(chunk.tokens), chunk.primed - above)
             mx.eval(list(arrays.values()))
             return chunk
@@ -164,19 +165,14 @@ def _named(chunk: Chunk) -> dict[str, mx.array]:
     }
 
 
-def _records(path: list[Chunk]) -> list[dict[str, Any]]:
-    """Collect what of each chunk is no array."""
-    found, end = [], 0
-    for chunk in path:
-        end += len(chunk.tokens)
-        at = chunk.moment
-        moment = at and {"length": at.length, "primed": at.primed, "starts": at.starts}
-        found.append({"tokens": chunk.tokens, "end": end, "primed": chunk.primed, "moment": moment})
-    return found
+def _record(chunk: Chunk) -> dict[str, Any]:
+    """Collect what of a chunk is no array."""
+    moment = chunk.moment and {"primed": chunk.moment.primed, "starts": chunk.moment.starts}
+    return {"tokens": chunk.tokens, "primed": chunk.primed, "moment": moment}
 
 
-def _rebuilt(record: dict[str, Any], arrays: dict[str, mx.array], like: PromptCache) -> Chunk:
-    """Make a chunk of what `_records` and `_named` made of one."""
+def _rebuilt(record: dict[str, Any], end: int, arrays: dict[str, mx.array], like: PromptCache) -> Chunk:
+    """Make a chunk of what `_record` and `_named` made of one."""
     groups: dict[str, dict[int, Parts]] = {"rows": {}, "kept": {}, "backlog": {}, "whole": {}}
     for name, array in arrays.items():
         kind, i, _ = name.split(".")
@@ -186,8 +182,12 @@ def _rebuilt(record: dict[str, Any], arrays: dict[str, mx.array], like: PromptCa
     if at := record["moment"]:
         kept, backlog = ([part for (part,) in groups[kind].values()] for kind in ("kept", "backlog"))
         whole = {i: groups["whole"].get(i, ()) for i, c in enumerate(like.caches) if not has_rows(c)}
-        moment = Moment(at["length"], at["primed"], kept, backlog, whole, at["starts"])
+        moment = Moment(end, at["primed"], kept, backlog, whole, at["starts"])
     return Chunk(tuple(record["tokens"]), rows=rows, moment=moment, primed=record["primed"])
+
+
+def _state(identity: str) -> dict[str, Any]:
+    return {"format": FORMAT, "identity": identity}
 
 
 def _begin(named: list, records: list, digests: list[str], state: dict[str, Any]) -> bytes:
@@ -197,10 +197,10 @@ def _begin(named: list, records: list, digests: list[str], state: dict[str, Any]
     return header(tensors, {"mlx_mtp": json.dumps({**state, "chunks": chunks}, separators=(",", ":"))})
 
 
-def _digest(state: dict[str, Any], record: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """Begin the digest of a chunk with all but its arrays' bytes."""
+def _digest(state: dict[str, Any], end: int, record: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
+    """Begin the digest of a chunk, which ends at a position, with all but its arrays' bytes."""
     kinds = [(name, DTYPES[array.dtype], array.shape) for name, array in arrays.items()]
-    return hashlib.sha256(json.dumps([state, record, kinds]).encode())
+    return hashlib.sha256(json.dumps([state, end, record, kinds]).encode())
 
 
 def _pieces(array: mx.array) -> Iterator[memoryview]:
@@ -214,9 +214,9 @@ def _pieces(array: mx.array) -> Iterator[memoryview]:
 def _array(content: bytes, dtype: mx.Dtype, shape: list[int]) -> mx.array:
     if len(content) != math.prod(shape) * dtype.size:
         raise ValueError("truncated")
-    return (
-        mx.array(np.frombuffer(content, np.uint8)).view(dtype).reshape(shape) if content else mx.zeros(shape, dtype)
-    )
+    if not content:
+        return mx.zeros(shape, dtype)
+    return mx.array(np.frombuffer(content, np.uint8)).view(dtype).reshape(shape)
 
 
 def _flush(f: BinaryIO) -> None:

@@ -100,15 +100,14 @@ class PrefixFiles:
     def _write(self, tree: PrefixTree, path: list[Chunk], leaf: Chunk) -> Iterator[int]:
         """Write one file, a piece before each yield, in the place of files that hold no more than its beginning."""
         tokens, resumes = _tokens(path), _resumes(path)
-        made = repr((tree.identity, tree.decoded, tokens)).encode()
-        file = self.directory / f"{hashlib.sha256(made).hexdigest()[:32]}{ENDING}"
+        file = self.directory / _name(tree.identity, tokens)
         replaced = {f for f, own in self._usable(tree) if own.resumable <= resumes and _begins(tokens, own.tokens)}
         size, used = bytes_needed(path), path[-1].used
         if not self._make_room(size, used, replaced):
             return
         atomic.check_free(file, size)
         with atomic.file(file) as work:
-            for written in write_chunks(work, path, tree.identity, decoded=tree.decoded):
+            for written in write_chunks(work, path, tree.identity):
                 yield written
                 if any(not child.is_rest for child in leaf.children.values()):
                     raise Outgrown
@@ -140,7 +139,7 @@ class PrefixFiles:
     def _usable(self, tree: PrefixTree) -> list[tuple[Path, Stored]]:
         """List the files that a tree can take chunks from."""
         known = [(file, own) for file, own in self.known.items() if own is not FOREIGN]
-        return [(f, own) for f, own in known if own.identity == tree.identity and (tree.decoded or not own.decoded)]
+        return [(file, own) for file, own in known if own.identity == tree.identity]
 
     def _longest(self, tree: PrefixTree, tokens: Sequence[int], held: int) -> tuple[Path, int] | None:
         """Find the file that holds most of the beginning of `tokens`, and the position up to which it does."""
@@ -167,7 +166,9 @@ class PrefixFiles:
         self.known = {file: own for file, own in self.known.items() if file in found}
         for file in found - self.known.keys():
             try:
-                self.known[file] = read_stored(file)
+                self.known[file] = own = read_stored(file)
+                if own is not FOREIGN and file.name != _name(own.identity, own.tokens):
+                    raise ValueError(f"{file}: its content is not that of its name")
             except FileNotFoundError:
                 continue
             except OSError as e:
@@ -207,6 +208,11 @@ class PrefixFiles:
     def _remove(self, file: Path) -> None:
         file.unlink(missing_ok=True)
         self.known.pop(file, None)
+
+
+def _name(identity: str, tokens: Sequence[int]) -> str:
+    """Name a file by all that its content depends on."""
+    return hashlib.sha256(repr((identity, [*tokens])).encode()).hexdigest()[:32] + ENDING
 
 
 def _tokens(path: list[Chunk]) -> list[int]:

@@ -8,6 +8,7 @@ for it, but for models whose rows come out alike in all shapes (`rows_alike`).
 
 import hashlib
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -100,7 +101,7 @@ class PrefixTree:
 
     @cached_property
     def identity(self) -> str:
-        """Digest of all that the bits of a chunk depend on beside its tokens, but for `decoded`."""
+        """Digest of all that the bits of a chunk depend on beside its tokens."""
         blank, device = self.blank, mx.device_info()
         facts = (
             [fingerprint(blank.model, heads=heads) for heads in ([False, True] if blank.heads else [False])],
@@ -110,6 +111,7 @@ class PrefixTree:
             (self.chunking.step, self.chunking.least, sorted(self.chunking.ends)),
             (__version__, version("mlx"), version("mlx-lm")),
             (str(mx.default_device()), device.get("architecture"), device.get("device_name")),
+            os.environ.get("LD_PRELOAD"),  # another BLAS rounds otherwise
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
