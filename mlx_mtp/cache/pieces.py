@@ -72,7 +72,7 @@ def join(blank: PromptCache, pieces: list[list[Parts]], at: Moment, tokens: list
 
 
 def check_piece(rows: list[Parts], at: Moment | None, like: PromptCache, tokens: int, primed: int) -> None:
-    """Raise ValueError where a piece, read from a file, has not the shapes of `like`, a cache that holds rows.
+    """Raise ValueError if a piece, read from a file, has other shapes than `like`, a cache that holds rows.
 
     tokens, primed: positions that it covers, of the target and of the heads.
     """
@@ -85,11 +85,11 @@ def check_piece(rows: list[Parts], at: Moment | None, like: PromptCache, tokens:
         waiting, unread = sum(rows.shape[1] for rows in at.backlog), at.length - at.primed
         right.append(not like.heads or waiting == unread or (like.reach or unread) <= waiting < unread)
     if not all(right):
-        raise ValueError("its arrays have not the shapes of this model's caches")
+        raise ValueError("its arrays do not have the shapes of this model's caches")
 
 
 def _suits(parts: Parts, like: LayerCache, span: int) -> bool:
-    """Tell whether parts are what `cut` takes of a span of positions of a cache like this one."""
+    """Return whether parts have the shapes that `cut` returns for a span of positions of a cache like this one."""
     expected = like.parts if has_rows(like) and span > 0 else ()
     return shapes_of(parts) == [((*a.shape[:2], span, *a.shape[3:]), a.dtype) for a in expected]
 

@@ -105,7 +105,7 @@ def file(path: Path) -> Iterator[Path]:
 
 
 def is_abandoned(work: Path) -> bool:
-    """Tell whether no process holds the lock under which `file` and `directory` write; False if it is unknown."""
+    """Return whether no process holds the lock under which `file` and `directory` write; False if unknown."""
     try:
         with work.open("r+b") as f:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -108,7 +108,7 @@ class ChunkReader:
             index, _, rest = name.partition(".")
             self._entries[int(index)][rest] = entry
         if self._base + max(e["data_offsets"][1] for e in entries.values()) != os.fstat(self._f.fileno()).st_size:
-            raise ValueError("its length is not that of its content")
+            raise ValueError("its size does not match its header")
         tokens = [token for record in self._records for token in record["tokens"]]
         ends = [*itertools.accumulate(len(record["tokens"]) for record in self._records)]
         resumable = frozenset(end for end, record in zip(ends, self._records, strict=True) if record["moment"])
@@ -143,7 +143,7 @@ class ChunkReader:
             for content in contents:
                 digest.update(content)
             if digest.hexdigest() != expected:
-                raise ValueError("its content has not its digest")
+                raise ValueError("its content does not match its digest")
             chunk = _rebuilt(record, end, arrays, like)
             check_piece(chunk.rows, chunk.moment, like, len(chunk.tokens), chunk.primed - above)
             mx.eval(list(arrays.values()))

@@ -45,11 +45,12 @@ class PrefixFiles:
         directory.mkdir(parents=True, exist_ok=True)
         for file in self._unfinished():
             if atomic.is_abandoned(file):
-                file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    file.unlink()
         self._refresh()
 
     def load(self, tree: PrefixTree, tokens: Sequence[int]) -> None:
-        """Add to the tree what a file holds of the beginning of `tokens`, if that is more than the tree holds."""
+        """Add the longest beginning of `tokens` that a file holds to the tree, if it is longer than the tree's."""
         held = tree.covered(tokens)
         self._refresh()
         while tree.limit and (found := self._longest(tree, tokens, held)):
@@ -85,7 +86,7 @@ class PrefixFiles:
         return False
 
     def _pieces(self, tree: PrefixTree) -> Iterator[int]:
-        """Write what no file holds, a piece before each yield; in between the tree may change."""
+        """Write the sequences that no file holds, a piece before each yield; the tree may change in between."""
         tried: set[Chunk] = set()
         self._refresh()
         self._make_room(0, float("inf"), ())
@@ -98,7 +99,7 @@ class PrefixFiles:
                     yield from self._write(tree, path, leaf)
 
     def _write(self, tree: PrefixTree, path: list[Chunk], leaf: Chunk) -> Iterator[int]:
-        """Write one file, a piece before each yield, in the place of files that hold no more than its beginning."""
+        """Write one file, a piece before each yield, and remove the files that it makes unnecessary."""
         tokens, resumes = _tokens(path), _resumes(path)
         file = self.directory / _name(tree.identity, tokens)
         replaced = {f for f, own in self._usable(tree) if own.resumable <= resumes and _begins(tokens, own.tokens)}
@@ -142,7 +143,7 @@ class PrefixFiles:
         return [(file, own) for file, own in known if own.identity == tree.identity]
 
     def _longest(self, tree: PrefixTree, tokens: Sequence[int], held: int) -> tuple[Path, int] | None:
-        """Find the file that holds most of the beginning of `tokens`, and the position up to which it does."""
+        """Find the file that holds the longest beginning of `tokens`, more than `held` of them, and its length."""
         found, cuts = [], set(tree.chunking.cuts(tokens))
         for file, own in self._usable(tree):
             same = min(shared(own.tokens, tokens), len(tokens) - 1)
@@ -151,7 +152,7 @@ class PrefixFiles:
         return max(found)[::-1] if found else None
 
     def _holds(self, tree: PrefixTree, path: list[Chunk]) -> bool:
-        """Tell whether a file holds a path; if so, note when it was used last."""
+        """Return whether a file holds a path; if so, its time becomes that of the path's last use."""
         tokens, resumes, used = _tokens(path), _resumes(path), path[-1].used
         for file, own in self._usable(tree):
             if resumes <= own.resumable and _begins(own.tokens, tokens):
@@ -161,7 +162,7 @@ class PrefixFiles:
         return False
 
     def _refresh(self) -> None:
-        """Read what new files hold, and forget those that are gone: other servers write and remove files, too."""
+        """Bring `known` in line with the directory, in which other servers write and remove files, too."""
         found = {file for file in self.directory.glob(f"*{ENDING}") if OURS.fullmatch(file.name)}
         self.known = {file: own for file, own in self.known.items() if file in found}
         for file in found - self.known.keys():
@@ -178,23 +179,25 @@ class PrefixFiles:
                 self._drop(file, e)
 
     def _make_room(self, size: int, used: float, replaced: Collection[Path]) -> bool:
-        """Remove files last used before `used`, the oldest first, until `size` bytes more fit; tell whether they do.
+        """Remove files last used before `used`, the oldest first, so that `size` more bytes fit; False if not.
 
         replaced: files whose bytes do not count.
         """
-        sizes = [(info.st_mtime, info.st_size, file) for file in self.known if (info := _info(file))]
-        sizes = sorted(each for each in sizes if each[2] not in replaced)
-        total = size + sum(each[1] for each in sizes)
-        total += sum(info.st_size for file in self._unfinished() if (info := _info(file)))
-        for when, bytes_, file in sizes:
-            if total <= self.limit or when >= used:
-                break
+        counted = [*self._unfinished(), *(file for file in self.known if file not in replaced)]
+        infos = {file: info for file in counted if (info := _info(file))}
+        excess, removed = size + sum(info.st_size for info in infos.values()) - self.limit, []
+        for file in sorted(infos.keys() & self.known.keys(), key=lambda file: infos[file].st_mtime):
+            if excess > 0 and infos[file].st_mtime < used:
+                removed.append(file)
+                excess -= infos[file].st_size
+        if size and excess > 0:
+            return False
+        for file in removed:
             self._remove(file)
-            total -= bytes_
-        return total <= self.limit
+        return True
 
     def _unfinished(self) -> list[Path]:
-        """List the files that a process is writing, or was."""
+        """List the files that a process has begun to write."""
         return [file for pattern in UNFINISHED for file in self.directory.glob(pattern)]
 
     def _drop(self, file: Path, why: Exception) -> None:
@@ -244,9 +247,10 @@ def _check_memory(file: Path, needed: int) -> None:
 
 
 def _shaped(tree: PrefixTree) -> PromptCache:
-    """Make a cache of two tokens for the shapes of its arrays, which are not computed."""
+    """Make a cache that holds a few tokens, all heads a row, for the shapes of its arrays, which are not computed."""
     model: Any = tree.blank.model
     cache = tree.blank.like_new()
-    cache.push(model.hidden(mx.zeros((1, 2), mx.int32), cache.layers))
-    prime(model, cache, [0, 0], 0, 1, step=1)
+    rows = len(cache.heads) + 2
+    cache.push(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers))
+    prime(model, cache, [0] * (rows + 1), 0, rows, step=rows)
     return cache

@@ -190,7 +190,7 @@ class PrefixTree:
         self.use(chunk)
 
     def graft(self, above: Chunk, chunk: Chunk) -> Chunk | None:
-        """Add a chunk behind another one; return the one that is there, None where it is of other `primed`."""
+        """Add a chunk behind another one; return the tree's chunk of these tokens, None if its `primed` differs."""
         known = above.children.get(chunk.tokens)
         if known is None:
             above.children[chunk.tokens], chunk.parent = chunk, above

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from letters import Letters
-from prefix_asks import ask, prompts, serve
+from prefix_asks import ask, left, prompts, serve
 from sweep import sampled
 
 import mlx_mtp
@@ -24,15 +24,6 @@ KINDS = ["qwen3_5"]  # gated delta; windows are the first model's
 @pytest.fixture(autouse=True)
 def wrapped(monkeypatch):
     monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
-
-
-def left(steps):
-    """Take all steps of an answer; return what they leave."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 @pytest.fixture(scope="module", params=["step3p5", *sampled(KINDS, sorted(families.FAMILIES))])

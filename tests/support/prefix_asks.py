@@ -28,6 +28,15 @@ def ask(served, prompt, n=6, turns=(), **sampling):
     return "".join(getattr(e, "text", "") for e in events), begun.cached
 
 
+def left(steps):
+    """Take all steps of an answer; return what they leave."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
 def prompts(vocab, seed=0):
     """Two prompts that share their first 18 tokens."""
     rng = np.random.default_rng(seed)
