@@ -107,7 +107,7 @@ def test_rotary_embeddings_as_transformers_5_saves_them(name, kind):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_theta_scaling_and_parts_are_applied(name):
-    """No value is lost: another one makes another model."""
+    """Every value is applied: another one makes another model."""
     hub = CONFIGS[name]
     before = rotations(hub)
     changes = [{"rope_theta": 123.0}]
@@ -145,8 +145,8 @@ def test_types_of_layers():
         "full_attention": {**part, "rope_theta": mimo["rope_theta"]},
         "sliding_attention": {**part, "rope_theta": mimo["swa_rope_theta"]},
     }
-    lost = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
-    newer = {name: value for name, value in mimo.items() if name not in lost} | {"rope_parameters": inside}
+    unsupported = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
+    newer = {name: value for name, value in mimo.items() if name not in unsupported} | {"rope_parameters": inside}
     assert rotations(newer) == rotations(mimo)
     flat = {**CONFIGS["llama"], "rope_scaling": None}
     both = {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}
@@ -211,7 +211,7 @@ def test_every_spelling(config):
                 assert arguments(renamed) == expected, other
                 assert arguments({**renamed, ours[0]: None}) == expected, other
                 assert normalize(renamed).unread == normalize(config).unread
-                assert not normalize(renamed).lost
+                assert not normalize(renamed).unsupported
                 tried += 1
     assert tried > 10
 
@@ -239,7 +239,7 @@ def test_patterns_of_layers():
     uneven = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     gemma = {**GQA, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 6}
     refused = normalize({**gemma, "layer_types": uneven, "sliding_window_pattern": 2})
-    assert "layer_types" in refused.lost[0]
+    assert "layer_types" in refused.unsupported[0]
 
 
 def test_a_text_model_in_a_wrapper():
@@ -271,7 +271,7 @@ def test_harmless_keys_are_silent_and_others_make_one_warning(name, tmp_path):
     config = {**CONFIGS[name], **HARMLESS}
     for unread in ([], ["frobnicate"], ["frobnicate", "gyre"]):
         normal = normalize(config | dict.fromkeys(unread, 3))
-        assert (list(normal.unread), list(normal.lost)) == (unread, [])
+        assert (list(normal.unread), list(normal.unsupported)) == (unread, [])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         normal.warn(tmp_path / "config.json", 1)
@@ -335,12 +335,12 @@ def test_a_refused_config_does_not_load_and_is_a_problem_for_inspect(tmp_path):
 
 
 @pytest.mark.parametrize("file", published.FILES, ids=lambda file: file.stem)
-def test_released_configs_are_read_without_a_word(file):
+def test_released_configs_are_read_without_a_warning(file):
     config = published.read_config(file)
     if file.stem.startswith("eagle3-"):
         config = {name: value for name, value in config.items() if name != "draft_vocab_size"}
     normal = normalize(config)
-    assert (normal.wrong, list(normal.lost), list(normal.unread)) == (None, [], [])
+    assert (normal.wrong, list(normal.unsupported), list(normal.unread)) == (None, [], [])
     assert normalize(normal.config).config == normal.config
 
 
@@ -355,10 +355,10 @@ USUAL += ("glm_moe_dsa", "mimo_v2_flash", "nemotron_h", "step3p7", "gemma2", "ge
 
 
 @pytest.mark.parametrize("model_type", sampled(USUAL, KNOWN))
-def test_defaults_of_transformers_are_read_without_a_word(model_type):
+def test_defaults_of_transformers_are_read_without_a_warning(model_type):
     config = CONFIG_MAPPING[model_type]().to_json_string(use_diff=False)
     normal = normalize(json.loads(config, object_hook=untagged))
-    assert (normal.wrong, list(normal.lost)) == (None, [])
+    assert (normal.wrong, list(normal.unsupported)) == (None, [])
     assert list(normal.unread) == WARNED.get(model_type, [])
     assert normalize(normal.config).config == normal.config
 

@@ -152,10 +152,8 @@ def hub_form(config: dict) -> dict:
         beside["rope_local_base_freq"] = beside["swa_rope_theta"] = inside["sliding_attention"]["rope_theta"]
         inside = inside["full_attention"]
     own = ("rope_theta", "partial_rotary_factor")
-    scaling = {name: value for name, value in inside.items() if name not in own}
-    beside["rope_scaling"] = (
-        None if inside["rope_type"] == "default" else {**scaling, "type": scaling.pop("rope_type")}
-    )
+    scaling = {name: value for name, value in inside.items() if name not in (*own, "rope_type")}
+    beside["rope_scaling"] = None if inside["rope_type"] == "default" else {**scaling, "type": inside["rope_type"]}
     return beside | {name: inside[name] for name in own if name in inside}
 
 
