@@ -20,6 +20,7 @@ from sweep import sampled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mlx_mtp
+from mlx_mtp.bench.random_model import shaped_model
 from mlx_mtp.checkpoint.convert import convert
 from mlx_mtp.checkpoint.files import checked_config, read_config
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
@@ -414,3 +415,32 @@ def test_frequencies_with_bounds_between_dimensions():
     changes = {}, {"truncate": False}
     rounded, exact = ({**CONFIGS["gpt_oss"], "rope_scaling": {**YARN, **change}} for change in changes)
     assert rotations(rounded) != rotations(exact)
+
+
+def test_a_window_of_every_layer(tmp_path):
+    """Mistral's window is all layers'; tokens are those of a forward over the whole sequence with mlx-lm's mask."""
+    config = CONFIGS["mistral"]
+    path, _ = families.headless(tmp_path, {**config, "mlx_lm": "llama"})
+    (path / "config.json").write_text(json.dumps(config))
+    model = mlx_mtp.load_model(path)
+    prompt = [i % 13 for i in range(1, 12)]
+    expected = tiny.greedy(model, prompt, 12)
+    assert [t for t, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=12)] == expected
+    far = [[5, *prompt], [6, *prompt]]  # 4 layers of 6 positions reach 20 back, one more than the prompt has
+    rows = [model(mx.array([tokens]))[0] for tokens in far]
+    assert not mx.allclose(rows[0][0], rows[1][0])
+    (path / "config.json").write_text(json.dumps({**config, "sliding_window": 2, "num_hidden_layers": 4}))
+    short = mlx_mtp.load_model(path)
+    rows = [short(mx.array([tokens]))[0, -1] for tokens in far]
+    assert mx.array_equal(*rows), "four layers of two positions reach four back"
+
+
+def test_a_drawn_model_of_a_config_as_transformers_5_saves_it(tmp_path):
+    hub = CONFIGS["glm4_moe"]
+    found = []
+    for config in (hub, as_transformers_5(hub)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        model, _ = shaped_model(tmp_path / "config.json", bits=16)
+        ropes = [layer.self_attn.rope for layer in model.layers]
+        found.append([(rope.dims, rope.base, rope.scale) for rope in ropes])
+    assert found[0] == found[1] == [(8, 1e6, 0.5)] * 3
