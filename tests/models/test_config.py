@@ -263,6 +263,7 @@ HARMLESS = {
     "eos_token_id": [1, 2], "pad_token_id": None, "output_router_logits": False, "router_aux_loss_coef": 0.1,
     "id2label": {"0": "a"}, "_name_or_path": "x", "pretraining_tp": 1, "vision_config": {"a": 1},
     "hidden_act": "silu", "sliding_window": None, "use_sliding_window": False, "max_window_layers": 2,
+    "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": "b"},
     "quantization_config": None,
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 Config = dict[str, Any]
-THETA = ("rope_theta", "rotary_emb_base", "rope_base", "rope_freq_constant", "rope_embedding_base")
+THETA = ("rope_theta", "rotary_emb_base", "rope_base", "rope_freq_constant", "rope_embedding_base", "theta")
 LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta")  # of layers with a window
 PARTIAL = ("partial_rotary_factor", "rotary_pct")
 KEYS = {"rope_parameters", "rope_scaling", *THETA, *LOCAL_THETA, *PARTIAL}
