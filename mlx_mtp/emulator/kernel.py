@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,10 +124,13 @@ class MetalKernel:
         name = function_name(self.name, arguments, inputs, output_dtypes)
         return Signature(name, arguments, tuple(parameters), tuple(a for a in ATTRIBUTES if a in self.source))
 
+    def text(self, signature: Signature) -> str:
+        """The text that MLX would compile behind its preamble."""
+        return f"{self.header}{signature.head}{self.source}\n}}\n{signature.host_name}"
+
     def generated_source(self, signature: Signature) -> str:
-        """The text that MLX would compile."""
-        text = f"{self.header}{signature.head}{self.source}\n}}\n{signature.host_name}"
-        return f"Generated source code for `{self.name}`:\n```\n{text}\n```"
+        """What MLX prints of a kernel with `verbose`."""
+        return f"Generated source code for `{self.name}`:\n```\n{self.text(signature)}\n```"
 
     def _run(
         self, library: Path, buffers: list[KernelBuffer], grid: Triple, group: Triple, options: EmulatorOptions
@@ -188,8 +191,8 @@ def _holds_kernel(value: object) -> bool:
 
 
 @functools.cache
-def _made_again(module: ModuleType) -> dict[str, object]:
-    """The module's kernels, and its cached functions, from a second run of its source."""
+def _made_again(module: ModuleType, maker: Callable[..., Any]) -> dict[str, object]:
+    """The module's kernels, and its cached functions, from a second run of its source in which `maker` makes them."""
     spec: Any = module.__spec__
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
@@ -214,16 +217,25 @@ def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
     are made again for the time being. `options` are those of launches that name none. Not for several threads.
     """
     launches: list[Traffic] = []
+    emulations.append((options or EmulatorOptions(), launches))
+    try:
+        with replaced(metal_kernel):
+            yield launches
+    finally:
+        emulations.pop()
+
+
+@contextmanager
+def replaced(maker: Callable[..., Any]) -> Iterator[None]:
+    """Let `maker` make the kernels inside, as `emulated` says; what it makes are instances of MetalKernel."""
     gpu = mx.Device(mx.gpu)
     with ExitStack() as undo:
-        emulations.append((options or EmulatorOptions(), launches))
-        undo.callback(emulations.pop)
-        _replace(undo, mx.fast, "metal_kernel", metal_kernel)
+        _replace(undo, mx.fast, "metal_kernel", maker)
         _replace(undo, mx.metal, "is_available", lambda: True)
         _replace(undo, mx, "default_device", lambda: gpu)
         mx.disable_compile()
         undo.callback(mx.enable_compile)
         for module in [m for m in sys.modules.values() if _makes_kernels(m)]:
-            for name, value in _made_again(module).items():
+            for name, value in _made_again(module, maker).items():
                 _replace(undo, module, name, value)
-        yield launches
+        yield

@@ -1,0 +1,37 @@
+"""Find functions that call themselves in what clang makes of a text (LLVM's assembly, with tables of lines)."""
+
+import re
+
+from .findings import Finding
+
+_DEFINITION = re.compile(r'^define [^\n]*?@("[^"]*"|[\w.$]+)\([^\n]*?(?:!dbg !(\d+) )?\{\n(.*?)^\}', re.MULTILINE | re.DOTALL)
+_CALL = re.compile(r'\bcall [^\n@]*@("[^"]*"|[\w.$]+)\(')
+_SUBPROGRAM = re.compile(
+    r'^!(\d+) = (?:distinct )?!DISubprogram\(name: "([^"]*)"[^\n]*?file: !(\d+), line: (\d+)', re.MULTILINE
+)
+_FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.MULTILINE)
+
+
+def recursions(assembly: str) -> list[Finding]:
+    """List the functions that call themselves, by others too, each at its own line."""
+    defined = {name: (debug, set(_CALL.findall(body))) for name, debug, body in _DEFINITION.findall(assembly)}
+    calls = {name: called & defined.keys() for name, (_, called) in defined.items()}
+    subprograms = {number: found for number, *found in _SUBPROGRAM.findall(assembly)}
+    files = dict(_FILE.findall(assembly))
+    found = []
+    for name, (debug, _) in defined.items():
+        if name in _reached(calls, name):
+            function, file, line = subprograms.get(debug, (name, "", "0"))
+            found.append(Finding(files.get(file, ""), int(line), f"{function} calls itself; Metal has no recursion"))
+    return found
+
+
+def _reached(calls: dict[str, set[str]], start: str) -> set[str]:
+    """Return what `start` calls, and what that calls."""
+    seen: set[str] = set()
+    pending = [start]
+    while pending:
+        more = calls[pending.pop()] - seen
+        seen |= more
+        pending += more
+    return seen
