@@ -1,15 +1,28 @@
-"""Find functions that call themselves in what clang makes of a text (LLVM's assembly, with tables of lines)."""
+"""Find functions that call themselves: by name in a text, and of those the true ones in LLVM's assembly."""
 
 import re
 
+from .dialect import closing
 from .findings import Finding
 
 _DEFINITION = re.compile(r'^define [^\n]*?@("[^"]*"|[\w.$]+)\([^\n]*?(?:!dbg !(\d+) )?\{\n(.*?)^\}', re.MULTILINE | re.DOTALL)
+_FUNCTION = re.compile(r"\b(?!(?:if|for|while|switch|return|constexpr)\b)(\w+)\s*\((?:[^(){};]|\([^()]*\))*\)[\w\s]*\{")
+_NAMED_CALL = re.compile(r"\b(\w+)\s*(?:<[^;{}]*?>)?\s*\(")
 _CALL = re.compile(r'\bcall [^\n@]*@("[^"]*"|[\w.$]+)\(')
 _SUBPROGRAM = re.compile(
     r'^!(\d+) = (?:distinct )?!DISubprogram\(name: "([^"]*)"[^\n]*?file: !(\d+), line: (\d+)', re.MULTILINE
 )
 _FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.MULTILINE)
+
+
+def may_recurse(code: str) -> bool:
+    """Whether a text's functions, taken by name alone, lead back to one of them: overloads and methods count as one."""
+    calls: dict[str, set[str]] = {}
+    for found in _FUNCTION.finditer(code):
+        body = code[found.end() : closing(code, found.end() - 1)]
+        calls.setdefault(found[1], set()).update(_NAMED_CALL.findall(body))
+    calls = {name: called & calls.keys() for name, called in calls.items()}
+    return any(name in _reached(calls, name) for name in calls)
 
 
 def recursions(assembly: str) -> list[Finding]:

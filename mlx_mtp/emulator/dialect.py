@@ -9,11 +9,19 @@ MOST_THREADGROUP_BYTES = 32768
 
 COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _INSTANCE = re.compile(r"\btemplate\s*\[\[host_name\([^)]*\)\]\]\s*\[\[kernel\]\]")
-KERNEL = re.compile(r"(?:\[\[\s*kernel\s*\]\]|\bkernel)\s+void\s+(\w+)\s*(\()")
+KERNEL = re.compile(r"(?:\[\[\s*kernel\b[^\]]*\]\]|\bkernel)\s+void\s+(\w+)\s*(\()")
 _ELEMENTS = "bool|char|uchar|short|ushort|int|uint|long|ulong|half|bfloat|float"
+_THREADGROUP = re.compile(r"(?<=[;{}\n])\s*\b(threadgroup)\s")
+_NAMESPACE = re.compile(r"\bnamespace\b[^{;]*(\{)")
+_INLINE = re.compile(r"(?<![\w>])(?:(?<=[;}\n])|^)([ \t]*(?:static\s+)?)(METAL_FUNC|inline)\b", re.MULTILINE)
+_TO_BFLOAT = re.compile(r"\bstatic_cast\s*<\s*bfloat(?:16_t)?\s*>\s*\(|(?<!operator )\bbfloat(?:16_t)?\s*\((?!\s*[*&])")
 _BFLOAT_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?)(?:bf|BF)\b")
 # Behind a type: a name and arguments, of which the first begins with no type.
 _VARIABLE = re.compile(rf"(\s+\w+)\((?!\s*(?:\)|(?:const|thread|device|constant|threadgroup|void|(?:{_ELEMENTS})[234]?)\s))")
+_NUMBER = re.compile(
+    r"(?<![\w.])(?:(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+)[fF]?(?![\w.])"
+    r"|\b(?:INFINITY|NAN|HUGE_VALF|MAXFLOAT|FLT_\w+|M_\w+_F)\b"
+)
 _CLASS = re.compile(r"\b(?:struct|class)\s+(\w+)")
 _ALIAS = re.compile(
     rf"\busing\s+(\w+)\s*=\s*(?:metal::)?(?:vec\s*<[^;]*>|(?:{_ELEMENTS})[234])\s*;"
@@ -28,14 +36,26 @@ def without_comments(text: str) -> str:
 
 def closing(text: str, start: int) -> int:
     """Return the index of the bracket that closes the one at `start`; the text's length where none does."""
-    pairs = {"(": ")", "{": "}", "[": "]", "<": ">"}
-    opening, close = text[start], pairs[text[start]]
+    opening, close = text[start], {"(": ")", "{": "}", "[": "]", "<": ">"}[text[start]]
     depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == opening) - (text[i] == close)
+    for bracket in re.compile(rf"\{opening}|\{close}").finditer(text, start):
+        depth += 1 if bracket[0] == opening else -1
         if depth == 0:
-            return i
+            return bracket.start()
     return len(text)
+
+
+def blanked(code: str, namespaces: bool = True) -> str:
+    """Replace what is in braces by spaces, that of namespaces only if asked for, and the preprocessor's lines."""
+    code = re.sub(r"^[ \t]*#[^\n]*", lambda m: " " * len(m[0]), code, flags=re.MULTILINE)
+    opened = set() if namespaces else {m.start(1) for m in _NAMESPACE.finditer(code)}
+    pieces, last = [], 0
+    for brace in re.finditer("{", code):
+        if brace.start() >= last and brace.start() not in opened:
+            end = closing(code, brace.start())
+            pieces += [code[last : brace.end()], re.sub(r"[^\n]", " ", code[brace.end() : end])]
+            last = end
+    return "".join([*pieces, code[last:]])
 
 
 def kernels(text: str) -> Iterator[tuple[str, int, int, int]]:
@@ -47,43 +67,32 @@ def kernels(text: str) -> Iterator[tuple[str, int, int, int]]:
             yield found[1], found.start(2), begin, closing(text, begin)
 
 
-def _threadgroup_variables(text: str, begin: int, end: int) -> Iterator[tuple[int, int, list[tuple[str, str, str]]]]:
-    """List the declarations of threadgroup variables in the outermost scope of a kernel's body."""
-    depth, i = 0, begin
-    while i < end:
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 1 and text.startswith("threadgroup ", i) and text[i - 1] in " \n;{\t":
-            stop = text.find(";", i)
-            found = declarators(text[i + len("threadgroup ") : stop])
-            if found:
-                yield i, stop, found
-            i = stop
-        else:
-            i += 1
-
-
 def _with_storage(text: str) -> str:
     """Make each threadgroup variable a reference to threadgroup memory, and check how much of it a kernel takes."""
     pieces, last = [], 0
     for _, _, begin, end in kernels(text):
         sizes: list[str] = []
-        for start, stop, variables in _threadgroup_variables(text, begin, end):
-            lines = text.count("\n", start, stop)
-            written = []
-            for type_, name, extents in variables:
-                sizes.append(f"(sizeof({name}_memory) + 15) / 16 * 16")
-                written.append(
-                    f"using {name}_memory = {type_}{extents}; "
-                    f"threadgroup {name}_memory& {name} = *(threadgroup {name}_memory*)0;"
-                )
-            total = " + ".join(sizes)
-            written.append(
-                f'static_assert({total} <= {MOST_THREADGROUP_BYTES}, "a kernel has {MOST_THREADGROUP_BYTES} '
-                'bytes of threadgroup memory");'
-            )
-            pieces += [text[last:start], " ".join(written), "\n" * lines]
-            last = stop + 1
+        for found in _THREADGROUP.finditer(text, begin, end):
+            stop = text.find(";", found.end())
+            declaration = text[found.end() : stop]
+            plain = not re.search("[=*&]", re.sub(r"\[[^\[\]]*\]", "", declaration))
+            if plain and (variables := declarators(declaration)):
+                sizes += [f"(sizeof({type_} {extents}) + 15) / 16 * 16" for type_, _, extents in variables]
+                lines = "\n" * text.count("\n", found.start(1), stop)
+                pieces += [text[last : found.start(1)], *map(_reference, variables), _checked_size(sizes), lines]
+                last = stop + 1
     return "".join([*pieces, text[last:]])
+
+
+def _reference(variable: tuple[str, str, str]) -> str:
+    type_, name, extents = variable
+    memory = f"threadgroup {name}_memory"
+    return f"using {name}_memory = {type_} {extents}; {memory}& {name} = *({memory}*)0; "
+
+
+def _checked_size(sizes: list[str]) -> str:
+    message = f"a kernel has {MOST_THREADGROUP_BYTES} bytes of threadgroup memory"
+    return f'static_assert({" + ".join(sizes)} <= {MOST_THREADGROUP_BYTES}, "{message}");'
 
 
 def _with_made_vectors(text: str) -> str:
@@ -112,8 +121,28 @@ def _with_free_constructors(text: str) -> str:
     return re.sub(rf"\b((?:{names})\s*\([^()]*(?:\([^()]*\)[^()]*)*\))\s*thread\b", r"\1", text) if names else text
 
 
+def _with_uncalled(text: str) -> str:
+    """Have functions compiled that nothing calls, if they are no templates or members."""
+    pieces, last = [], 0
+    for found in _INLINE.finditer(blanked(text)):
+        if not text[: found.start(2)].rstrip().endswith(">"):
+            pieces += [text[last : found.start(2)], "__attribute__((used)) "]
+            last = found.start(2)
+    return "".join([*pieces, text[last:]])
+
+
+def with_unknown_numbers(translated: str) -> str:
+    """Hide the values of literals and constants that are no integers.
+
+    Clang does not warn where a constant that bfloat can hold becomes one; Metal converts no float to bfloat by itself.
+    """
+    return _NUMBER.sub(lambda m: f"declared::number({m[0]})", translated)
+
+
 def to_opencl(text: str) -> str:
     """Return C++ for OpenCL that clang accepts where Metal's front end accepts `text`, as far as can be."""
     text = _INSTANCE.sub("template", without_comments(text))
+    text = _TO_BFLOAT.sub("declared::to_bfloat(", text)
     text = _BFLOAT_LITERAL.sub(r"bfloat(\1f)", text)
+    text = _with_uncalled(text)
     return _with_made_vectors(_with_free_constructors(_with_storage(text)))

@@ -96,6 +96,9 @@ class MetalKernel:
             raise ValueError("stream is on the CPU; a Metal kernel's is on the GPU")
         arrays = _values(inputs)
         signature = self._signature(arrays, output_dtypes, template or [])
+        if (count := len(signature.parameters)) > MOST_BUFFERS:
+            has = f"{count} buffers, shapes and strides included"
+            raise CompileError(f"kernel {self.name} has {has}; Metal has {MOST_BUFFERS}")
         if verbose:
             sys.stdout.write(self.generated_source(signature) + "\n")
         named: dict[str, KernelBuffer] = {}
@@ -118,9 +121,6 @@ class MetalKernel:
         for output, dtype in zip(self.output_names, output_dtypes, strict=True):
             type_ = f"atomic<{type_name(dtype)}>" if self.atomic_outputs else type_name(dtype)
             parameters.append(Parameter(output, f"device {type_}* {output}", False))
-        if len(parameters) > MOST_BUFFERS:
-            has = f"{len(parameters)} buffers, shapes and strides included"
-            raise CompileError(f"kernel {self.name} has {has}; Metal has {MOST_BUFFERS}")
         name = function_name(self.name, arguments, inputs, output_dtypes)
         return Signature(name, arguments, tuple(parameters), tuple(a for a in ATTRIBUTES if a in self.source))
 

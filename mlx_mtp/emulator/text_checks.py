@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from .dialect import closing, kernels, without_comments
+from .dialect import blanked, closing, kernels, without_comments
 from .findings import Finding, place
 
 MOST_BUFFERS = 31
@@ -33,7 +33,13 @@ _WORDS = {
     "thread_local": "Metal has no thread_local variables",
     "register": "Metal has no register variables",
 }
+_RESERVED = "vertex fragment object_data ray_data threadgroup_imageblock as_type".split()
 _WORD = re.compile(rf"\b(?:{'|'.join(_WORDS)})\b")
+# As the name of a variable, parameter or function.
+_RESERVED_NAME = re.compile(rf"\b(?:\w+|[>*&])\s+\b({'|'.join(_RESERVED)})\s*[=;,()\[]")
+_COMPONENT = re.compile(r"[\w)\]]\.(s[0-9a-fA-F]{1,4}|lo|hi|even|odd)\b(?!\s*\()")
+_METHOD = re.compile(r"(?<![\w:.~])(\w+)\s*\((?:[^(){};]|\([^()]*\))*\)\s*((?:\b\w+\s*)*)\{")
+_STRUCT = re.compile(r"\b(?:struct|class)\s+(?:alignas\s*\([^)]*\)\s*)?(\w+)[^;{}()]*(\{)")
 _DEFAULTED = re.compile(r"=\s*$")
 _CAPTURES = re.compile(r"(?<![\w\])\[])\s*(\[\s*[^\[\]\s][^\[\]]*\])\s*(?:[({]|mutable\b|->)")
 _BEFORE_LAMBDA = re.compile(r"(?:[=(,{};?:!|+\-*/<>]|&&|\breturn)\s*$")
@@ -42,14 +48,37 @@ _BEFORE_LAMBDA = re.compile(r"(?:[=(,{};?:!|+\-*/<>]|&&|\breturn)\s*$")
 def checked(text: str, name: str) -> list[Finding]:
     """List what `text`, of a kernel of that name, has and Metal does not."""
     code = without_comments(text)
-    found = [*_words(code), *_lambdas(code), *_buffers(code), *_without_space(code)]
-    return [Finding(*place(text, index, name), message) for index, message in sorted(found)]
+    found = [check(code) for check in (_words, _components, _lambdas, _buffers, _methods, _without_space)]
+    return [Finding(*place(text, index, name), message) for each in found for index, message in each]
 
 
 def _words(code: str) -> Iterator[tuple[int, str]]:
     for word in _WORD.finditer(code):
         if not (word[0] == "delete" and _DEFAULTED.search(code[: word.start()][-8:])):
             yield word.start(), _WORDS[word[0]]
+
+
+    for name in _RESERVED_NAME.finditer(code):
+        yield name.start(1), f"{name[1]} is a word of Metal's own"
+
+
+def _components(code: str) -> Iterator[tuple[int, str]]:
+    """Find the components of a vector as OpenCL names them, where no field has that name."""
+    for found in _COMPONENT.finditer(code):
+        if not re.search(rf"(?<!\.)\b{found[1]}\b", code):
+            yield found.start(1), f"a vector of Metal has no component {found[1]}"
+
+
+def _methods(code: str) -> Iterator[tuple[int, str]]:
+    """Find methods of no address space: their `this` is generic from Metal 4.1 on, where no member is a `thread` one."""
+    for struct in _STRUCT.finditer(code):
+        begin = struct.start(2) + 1
+        inside = blanked(code[begin : closing(code, begin - 1)])
+        for method in _METHOD.finditer(inside):
+            before = inside[: method.start()].rpartition(";")[2].rpartition("}")[2]
+            free = method[1] in (struct[1], "alignas", "operator") or re.search(r"\bstatic\b|\bfriend\b|[:,]\s*$", before)
+            if not free and not re.search(rf"\b(?:{_SPACES})\b", method[2]):
+                yield begin + method.start(1), f"method {method[1]} of {struct[1]} has no address space"
 
 
 def _lambdas(code: str) -> Iterator[tuple[int, str]]:

@@ -102,7 +102,6 @@ DECLARED_TRAIT(is_const, __is_const(T))
 DECLARED_TRAIT(is_class, __is_class(T))
 DECLARED_TRAIT(is_enum, __is_enum(T))
 DECLARED_TRAIT(is_union, __is_union(T))
-DECLARED_TRAIT(is_empty, __is_empty(T))
 DECLARED_TRAIT(is_integral, __is_integral(T))
 DECLARED_TRAIT(is_floating_point, __is_floating_point(T))
 DECLARED_TRAIT(is_arithmetic, __is_arithmetic(T))
@@ -117,6 +116,14 @@ constexpr constant bool is_constructible_v = __is_constructible(T, A...);
 
 template <typename T>
 T declval();
+
+// A value that all threads share is a value.
+template <typename T>
+using uniform = T;
+template <typename T>
+constexpr T make_uniform(T x) {
+  return x;
+}
 
 template <typename T>
 struct numeric_limits;

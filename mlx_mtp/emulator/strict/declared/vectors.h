@@ -102,4 +102,18 @@ METAL_FUNC constexpr V made(Parts... parts) {
                 "a vector is made of one value, or of as many as it has elements");
   return V(0);
 }
+
+// Clang casts no half to bfloat, Metal does.
+template <typename T>
+METAL_FUNC constexpr bfloat to_bfloat(T x) {
+  if constexpr (__is_same(T, half)) {
+    return bfloat(float(x));
+  } else {
+    return bfloat(x);
+  }
+}
+
+// A number whose value is not known to the compiler: front_end.py puts literals in.
+float number(float x);
+double number(double x);
 }  // namespace declared
