@@ -65,5 +65,7 @@ typedef __bf16 bfloat;
 template <typename To, typename From>
 METAL_FUNC constexpr To as_type(From x) {
   static_assert(sizeof(To) == sizeof(From), "as_type needs types of one size");
-  return __builtin_bit_cast(To, x);
+  if constexpr (sizeof(To) == sizeof(From)) {
+    return __builtin_bit_cast(To, x);
+  }
 }

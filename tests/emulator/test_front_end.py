@@ -1,0 +1,47 @@
+"""The front end check reports each error that Metal's would, at its line, and nothing else."""
+
+import re
+
+import pytest
+from metal_cases import linux_only
+from planted import CLEAN, MORE, REQUIRED, Plant
+from sweep import sampled
+
+from mlx_mtp.emulator.front_end import check
+
+pytestmark = linux_only
+
+
+def reported(plant: Plant) -> list[str]:
+    launch = plant.text
+    return [str(found) for found in check(launch.text, launch.kernel)]
+
+
+@pytest.mark.parametrize("name", [*REQUIRED, *sampled(list(MORE)[::8], MORE)])
+def test_planted_errors_are_reported(name):
+    plant = {**REQUIRED, **MORE}[name]
+    found = reported(plant)
+    assert any(re.search(plant.message, each) for each in found), found
+    assert all(re.match(r"probe:\d+: ", each) for each in found)
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_what_metal_accepts_is_accepted(name):
+    assert not reported(CLEAN[name])
+
+
+def test_vectors_need_their_namespace():
+    """MLX's preamble opens it; a text without one does not."""
+    text = "#include <metal_stdlib>\n[[kernel]] void k(device float* o) {\n  {}vec<float, 4> v; o[0] = v.x;\n}\n"
+    bare, named = (check(text.replace("{}", space), "k", preamble=False) for space in ("", "metal::"))
+    assert [(each.file, each.line) for each in bare] == [("k", 3)]
+    assert "no template named 'vec'" in bare[0].message
+    assert not named
+
+
+def test_lines_are_those_of_directives():
+    header = '#line 40 "kernels/helper.h"\nMETAL_FUNC float first(device float* x) { return x[0]; }\n\nfloat* nothing;'
+    body = 'threadgroup float z[8];\n#line 12 "kernels/probe.metal"\nout[i] = T(first(z));\nauto f = [&] { return 1; };'
+    found = [(each.file, each.line) for each in check(Plant(header, body).text.text, "probe")]
+    places = {("kernels/helper.h", 42), ("kernels/probe.metal", 12), ("kernels/probe.metal", 13)}
+    assert set(found) == places
