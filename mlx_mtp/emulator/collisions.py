@@ -42,10 +42,10 @@ def library_names(library: str) -> set[str]:
     return {name for name in found if not _INTERNAL.match(name)} | UNDECLARED
 
 
-def collisions(text: str, names: set[str]) -> Iterator[tuple[int, str]]:
-    """List index and message for each function, type and macro of a text whose name is one of the library's `names`."""
-    code = without_comments(text)
-    macros = ((found.start(1), found[1]) for found in _MACRO.finditer(code))
-    for index, name in (*definitions(code), *macros):
+def collisions(text: str, expanded: str, names: set[str]) -> Iterator[tuple[str, int, str]]:
+    """List text, index and message where a macro of `text`, or a function or type of it `expanded`, has a library's name."""
+    macros = ((text, found.start(1), found[1]) for found in _MACRO.finditer(without_comments(text)))
+    others = ((expanded, index, name) for index, name in definitions(without_comments(expanded)))
+    for where, index, name in (*macros, *others):
         if name in names:
-            yield index, f"{name} is a name of Metal's library or of MLX's preamble as well"
+            yield where, index, f"{name} is a name of Metal's library or of MLX's preamble as well"

@@ -49,7 +49,7 @@ def check(text: str, name: str = "program_source", preamble: bool = True) -> lis
     if "bfloat" in text:
         _, messages = read(with_unknown_numbers(translated), name, "generic", preamble=preamble)
         found += [_finding(each) for each in messages if each.warning and _counts(each, "generic")]
-    found += [Finding(*place(text, at, name), message) for at, message in collisions(text, _names())]
+    found += [Finding(*place(where, at, name), message) for where, at, message in collisions(text, code, _names())]
     return sorted({*found, *checked(code, name)})
 
 

@@ -33,7 +33,7 @@ class TextKernel(MetalKernel):
     ) -> list[mx.array]:
         """Collect the text of a launch with these arguments; arrays are not evaluated."""
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
-        named = [(name, value) for name, value in template or ()]
+        named = [(str(name), value) for name, value in template or ()]
         text = LaunchText(self.name, self.text(self._signature(arrays, output_dtypes, named)))
         for found in _collections:
             found.append(text)

@@ -88,11 +88,17 @@ def heads(of: Format) -> Iterator[Launch]:
 
 
 def dense() -> Iterator[Launch]:
-    """verify_gemv, verify_dot and verify_head_dense."""
+    """verify_gemv."""
+    shapes = (3, 64), (64, 64), (8, 1024), (64, 512), (160, 2048), (2048, 512), (4096, 512)
+    for dtype, m, biased, (n, k) in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True), shapes):
+        bias = mx.zeros((n,), dtype) if biased else None
+        yield partial(kernels.verify_gemv, rows(m, k, dtype), mx.zeros((n, k), dtype), bias)
+
+
+def dense_heads() -> Iterator[Launch]:
+    """verify_head_dense and verify_dot."""
     for dtype, m, biased in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True)):
-        for n, k in ((3, 64), (64, 64), (8, 1024), (64, 512), (160, 2048), (2048, 512), (4096, 512), (1, 512)):
-            bias = mx.zeros((n,), dtype) if biased else None
-            yield partial(kernels.verify_gemv, rows(m, k, dtype), mx.zeros((n, k), dtype), bias)
+        yield partial(kernels.verify_gemv, rows(m, 512, dtype), mx.zeros((1, 512), dtype))
         for k, top in itertools.product((64, 512), (1, 20)):
             bias = mx.zeros((1024,), dtype) if biased else None
             yield partial(kernels.verify_head_top, rows(m, k, dtype), mx.zeros((1024, k), dtype), top, bias)
@@ -178,5 +184,5 @@ GROUPS: dict[str, Callable[[], Iterator[Launch]]] = {
     **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of)
        for make, of in itertools.product((products, matrices, experts, heads), FORMATS)},
     **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
-    **{make.__name__: make for make in (dense, routers, latent, norms, recurrences)},
+    **{make.__name__: make for make in (dense, dense_heads, routers, latent, norms, recurrences)},
 }  # fmt: skip
