@@ -1,4 +1,4 @@
-"""Write Metal source as C++ for OpenCL reads it, with every line where it was."""
+"""Translate Metal source to C++ for OpenCL; every line keeps its number."""
 
 import re
 from collections.abc import Iterator
@@ -7,17 +7,20 @@ from .lowering import declarators
 
 MOST_THREADGROUP_BYTES = 32768
 
-COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+_COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _INSTANCE = re.compile(r"\btemplate\s*\[\[host_name\([^)]*\)\]\]\s*\[\[kernel\]\]")
-KERNEL = re.compile(r"(?:\[\[\s*kernel\b[^\]]*\]\]|\bkernel)\s+void\s+(\w+)\s*(\()")
+_KERNEL = re.compile(r"(?:\[\[\s*kernel\b[^\]]*\]\]|\bkernel)\s+void\s+(\w+)\s*(\()")
 _ELEMENTS = "bool|char|uchar|short|ushort|int|uint|long|ulong|half|bfloat|float"
 _THREADGROUP = re.compile(r"(?<=[;{}\n])\s*\b(threadgroup)\s")
 _NAMESPACE = re.compile(r"\bnamespace\b[^{;]*(\{)")
 _INLINE = re.compile(r"(?<![\w>])(?:(?<=[;}\n])|^)([ \t]*(?:static\s+)?)(METAL_FUNC|inline)\b", re.MULTILINE)
-_TO_BFLOAT = re.compile(r"\bstatic_cast\s*<\s*bfloat(?:16_t)?\s*>\s*\(|(?<!operator )\bbfloat(?:16_t)?\s*\((?!\s*[*&])")
+_TO_BFLOAT = re.compile(
+    r"\bstatic_cast\s*<\s*bfloat(?:16_t)?\s*>\s*\(|(?<!operator )\bbfloat(?:16_t)?\s*\((?!\s*[*&])"
+)
 _BFLOAT_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?)(?:bf|BF)\b")
-# Behind a type: a name and arguments, of which the first begins with no type.
-_VARIABLE = re.compile(rf"(\s+\w+)\((?!\s*(?:\)|(?:const|thread|device|constant|threadgroup|void|(?:{_ELEMENTS})[234]?)\s))")
+# The name and arguments behind a type; a parameter list would be empty or begin with a type or qualifier.
+_PARAMETER = rf"const|thread|device|constant|threadgroup|void|(?:{_ELEMENTS})[234]?"
+_VARIABLE = re.compile(rf"(\s+\w+)\((?!\s*(?:\)|(?:{_PARAMETER})\s))")
 _NUMBER = re.compile(
     r"(?<![\w.])(?:(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+)[fF]?(?![\w.])"
     r"|\b(?:INFINITY|NAN|HUGE_VALF|MAXFLOAT|FLT_\w+|M_\w+_F)\b"
@@ -30,8 +33,8 @@ _ALIAS = re.compile(
 
 
 def without_comments(text: str) -> str:
-    """Replace comments by spaces; strings and line breaks stay."""
-    return COMMENT.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), text)
+    """Replace comments by spaces; keep strings and line breaks."""
+    return _COMMENT.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), text)
 
 
 def closing(text: str, start: int) -> int:
@@ -46,7 +49,7 @@ def closing(text: str, start: int) -> int:
 
 
 def blanked(code: str, namespaces: bool = True) -> str:
-    """Replace what is in braces by spaces, that of namespaces only if asked for, and the preprocessor's lines."""
+    """Replace preprocessor lines and the contents of braces by spaces; `namespaces`: also of a namespace's braces."""
     code = re.sub(r"^[ \t]*#[^\n]*", lambda m: " " * len(m[0]), code, flags=re.MULTILINE)
     opened = set() if namespaces else {m.start(1) for m in _NAMESPACE.finditer(code)}
     pieces, last = [], 0
@@ -59,8 +62,8 @@ def blanked(code: str, namespaces: bool = True) -> str:
 
 
 def kernels(text: str) -> Iterator[tuple[str, int, int, int]]:
-    """List (name, index of the opening parenthesis, of the body's opening brace, of its closing one) of each kernel."""
-    for found in KERNEL.finditer(text):
+    """List each kernel's name and the indices of its parameters' `(`, its body's `{` and its body's `}`."""
+    for found in _KERNEL.finditer(text):
         parameters = closing(text, found.start(2))
         begin = text.find("{", parameters)
         if begin >= 0:
@@ -68,7 +71,10 @@ def kernels(text: str) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _with_storage(text: str) -> str:
-    """Make each threadgroup variable a reference to threadgroup memory, and check how much of it a kernel takes."""
+    """Replace threadgroup variables by references, and assert that a kernel's threadgroup memory fits.
+
+    OpenCL allows such variables in kernels only, and a kernel cannot be a template there.
+    """
     pieces, last = [], 0
     for _, _, begin, end in kernels(text):
         sizes: list[str] = []
@@ -96,7 +102,7 @@ def _checked_size(sizes: list[str]) -> str:
 
 
 def _with_made_vectors(text: str) -> str:
-    """Write `float4(a, b)` as the call `declared::made<float4>(a, b)`, and `float4 v(a, b);` as its initializer."""
+    """Replace `float4(a, b)` by a call of `declared::made<float4>`, also in `float4 v(a, b);`."""
     names = "|".join(sorted({name for pair in _ALIAS.findall(text) for name in pair if name}))
     plain = rf"(?:{_ELEMENTS})[234]" + (f"|{names}" if names else "")
     found = re.compile(rf"(?<![\w:])(?:metal::)?(?:\b({plain})|\bvec\s*(<))")
@@ -116,13 +122,13 @@ def _with_made_vectors(text: str) -> str:
 
 
 def _with_free_constructors(text: str) -> str:
-    """Drop `thread` from constructors: OpenCL's temporaries are of no address space."""
+    """Remove `thread` from constructors, because temporaries of OpenCL have no address space."""
     names = "|".join(sorted(set(_CLASS.findall(text))))
     return re.sub(rf"\b((?:{names})\s*\([^()]*(?:\([^()]*\)[^()]*)*\))\s*thread\b", r"\1", text) if names else text
 
 
 def _with_uncalled(text: str) -> str:
-    """Have functions compiled that nothing calls, if they are no templates or members."""
+    """Mark uncalled functions for compilation, except templates and members."""
     pieces, last = [], 0
     for found in _INLINE.finditer(blanked(text)):
         if not text[: found.start(2)].rstrip().endswith(">"):
@@ -132,15 +138,15 @@ def _with_uncalled(text: str) -> str:
 
 
 def with_unknown_numbers(translated: str) -> str:
-    """Hide the values of literals and constants that are no integers.
+    """Hide the values of floating-point literals and constants from the compiler.
 
-    Clang does not warn where a constant that bfloat can hold becomes one; Metal converts no float to bfloat by itself.
+    Clang does not warn about the conversion of a constant that bfloat represents exactly; Metal refuses it.
     """
     return _NUMBER.sub(lambda m: f"declared::number({m[0]})", translated)
 
 
 def to_opencl(text: str) -> str:
-    """Return C++ for OpenCL that clang accepts where Metal's front end accepts `text`, as far as can be."""
+    """Translate Metal source without unexpanded macros; the result compiles where Metal would, as far as possible."""
     text = _INSTANCE.sub("template", without_comments(text))
     text = _TO_BFLOAT.sub("declared::to_bfloat(", text)
     text = _BFLOAT_LITERAL.sub(r"bfloat(\1f)", text)

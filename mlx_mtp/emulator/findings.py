@@ -1,4 +1,4 @@
-"""What a check of a Metal text finds, and where the text says that it stands."""
+"""Findings of a check of a Metal text, and the file and line of an index in it."""
 
 import re
 from typing import NamedTuple
@@ -7,7 +7,7 @@ _LINE = re.compile(r'^[ \t]*#[ \t]*(?:line[ \t]+)?(\d+)(?:[ \t]+"([^"]*)")?[ \t\
 
 
 class Finding(NamedTuple):
-    """One thing that Metal's front end would refuse."""
+    """A construct that Metal's front end would refuse: its file and line, and why."""
 
     file: str
     line: int
@@ -18,7 +18,7 @@ class Finding(NamedTuple):
 
 
 def place(text: str, index: int, name: str) -> tuple[str, int]:
-    """Return the file and line of an index, as `#line` directives and the preprocessor's marks give them."""
+    """Return the file and line of an index, from `#line` directives and the preprocessor's line markers."""
     file, line, start = name, 1, 0
     for directive in _LINE.finditer(text, 0, index):
         file, line, start = directive[2] or file, int(directive[1]), directive.end() + 1

@@ -1,9 +1,9 @@
-"""Check Metal texts by a front end on Linux: what it refuses, Apple's would refuse too.
+"""Check Metal texts on Linux with clang's front end for C++ for OpenCL, from which Metal's was forked.
 
-It is clang's of C++ for OpenCL, which Metal's was forked from, behind declarations of Metal's library that hold no
-more than its specification has (`strict/`); what OpenCL accepts and Metal does not is looked for in the text. So
-errors of address spaces, types, names and overloads are found. It is not Apple's compiler, which may refuse what
-passes here, and it says nothing of registers, pipelines or results.
+It reads a text behind declarations of Metal's library that contain no more than the specification (`strict/`); what
+OpenCL accepts and Metal refuses is found by checks of the text. So it reports errors of address spaces, types, names
+and overloads. It is not Apple's compiler: a text that passes here may fail there, and registers, pipelines and
+results are not checked.
 """
 
 import functools
@@ -36,8 +36,8 @@ _METAL_WORDS = {
 def check(text: str, name: str = "program_source", preamble: bool = True) -> list[Finding]:
     """List what Metal's front end would refuse in `text`: a kernel as MLX generates it, with its instantiation.
 
-    Lines are those that `#line` directives give, else those of `name`. MLX's preamble stands in front, unless `preamble`
-    is false. Raises ValueError where `ziglang` is not installed.
+    Lines are those that `#line` directives give, else those of `name`. MLX's preamble precedes the text, unless
+    `preamble` is false. Raises ValueError if `ziglang` is not installed.
     """
     code = expanded(text, name)
     translated = to_opencl(code)
@@ -59,7 +59,7 @@ def _names() -> set[str]:
 
 
 def _finding(each: Diagnostic) -> Finding:
-    """Say it in Metal's words, at the line of the text that leads to it."""
+    """Write a message in Metal's words, at the line of the text that leads to it."""
     file, line, message = each.file, each.line, each.message
     if file.startswith(str(STRICT)):
         used = [n for n in each.notes if n.message.endswith("requested here") and not n.file.startswith(str(STRICT))]
@@ -84,9 +84,9 @@ def _counts(each: Diagnostic, spaces: Spaces) -> bool:
 
 
 def _is_copy(each: Diagnostic, spaces: Spaces) -> bool:
-    """Whether a struct is not copied for want of an address space that OpenCL's implicit copies need, and Metal's do not.
+    """Whether an error is about the address space of an implicit copy of a struct, which Metal allows from any space.
 
-    Without a generic space that is the fate of most structs, and the reading with it finds what else is wrong.
+    Without a generic space clang copies hardly any struct; other errors of copies are found with it.
     """
     if not _COPY.match(each.message):
         return spaces == "named" and bool(_NO_COPY.search(each.message))

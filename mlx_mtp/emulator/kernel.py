@@ -125,11 +125,11 @@ class MetalKernel:
         return Signature(name, arguments, tuple(parameters), tuple(a for a in ATTRIBUTES if a in self.source))
 
     def text(self, signature: Signature) -> str:
-        """The text that MLX would compile behind its preamble."""
+        """Return the text that MLX would compile after its preamble."""
         return f"{self.header}{signature.head}{self.source}\n}}\n{signature.host_name}"
 
     def generated_source(self, signature: Signature) -> str:
-        """What MLX prints of a kernel with `verbose`."""
+        """Return what MLX prints with `verbose`."""
         return f"Generated source code for `{self.name}`:\n```\n{self.text(signature)}\n```"
 
     def _run(
@@ -227,7 +227,7 @@ def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
 
 @contextmanager
 def replaced(maker: Callable[..., Any]) -> Iterator[None]:
-    """Let `maker` make the kernels inside, as `emulated` says; what it makes are instances of MetalKernel."""
+    """Make the kernels inside by `maker`, which returns instances of MetalKernel, as `emulated` describes."""
     gpu = mx.Device(mx.gpu)
     with ExitStack() as undo:
         _replace(undo, mx.fast, "metal_kernel", maker)

@@ -1,4 +1,4 @@
-"""Read texts with the clang of `ziglang`, as C++ for OpenCL behind Metal's declarations and MLX's preamble."""
+"""Run the clang of `ziglang` on C++ for OpenCL, behind declarations of Metal's library and MLX's preamble."""
 
 import functools
 import re
@@ -16,10 +16,10 @@ LIBRARY = "#include <metal_stdlib>\n"
 COMMAND = ["clang", "--target=spir64", "-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", f"-I{STRICT}", "-O0"]
 COMMAND += ["-Wdouble-promotion", "-Wimplicit-float-conversion", "-Wno-unknown-attributes", "-ferror-limit=0"]
 COMMAND += ["-gline-tables-only", "-fno-caret-diagnostics", "-ftemplate-backtrace-limit=0"]
-# Without the first, variables outside of functions need a space, as in Metal; it needs the other two to be off.
+# Without the first, variables outside of functions need an address space, as in Metal; the others depend on it.
 OFF = ("program_scope_global_variables", "pipes", "device_enqueue")
 TOLERANT = ["-Xclang", "-fallow-pch-with-compiler-errors"]
-# With a generic address space, or without it, where each pointer and reference has a space of its own.
+# Whether there is a generic address space, or each pointer and reference has a named one.
 Spaces = Literal["generic", "named"]
 
 _MLX_INCLUDE = re.compile(r'^#include "(mlx/.*\.h)"$', re.MULTILINE)
@@ -47,10 +47,12 @@ class Diagnostic(NamedTuple):
 
 @functools.cache
 def zig() -> str:
-    """Name the program of `ziglang`; ValueError where it is not installed."""
+    """Return the path of `ziglang`'s program; ValueError if it is not installed."""
     if found := find_zig():
         return found
-    raise ValueError("the front end check needs the clang of ziglang, which reads C++ for OpenCL: pip install ziglang")
+    raise ValueError(
+        "the front end check needs the clang of ziglang, which reads C++ for OpenCL: pip install ziglang"
+    )
 
 
 def _command(spaces: Spaces) -> list[str]:
@@ -59,7 +61,7 @@ def _command(spaces: Spaces) -> list[str]:
 
 
 def _run(command: list[str], text: str, name: str) -> tuple[str, list[Diagnostic]]:
-    """Give clang a text, whose lines count as those of `name`: what it writes, and the messages."""
+    """Run clang on a text that it knows as file `name`: its output, and its messages."""
     done = subprocess.run([*command, "-"], input=f'#line 1 "{name}"\n{text}', capture_output=True, text=True)
     messages = diagnostics(done.stderr)
     if done.returncode and not messages:
@@ -68,7 +70,7 @@ def _run(command: list[str], text: str, name: str) -> tuple[str, list[Diagnostic
 
 
 def diagnostics(output: str) -> list[Diagnostic]:
-    """Read clang's errors and warnings, each with its notes."""
+    """Parse clang's errors and warnings, each with its notes."""
     found: list[Diagnostic] = []
     for match in filter(None, map(_DIAGNOSTIC.match, output.splitlines())):
         file, line, kind, message = match[1], int(match[2]), match[3], match[4]
@@ -80,7 +82,7 @@ def diagnostics(output: str) -> list[Diagnostic]:
 
 
 def expanded(text: str, name: str) -> str:
-    """Expand a text's own macros, which hide words from checks of the text; Metal's words and headers stay."""
+    """Expand a text's own macros, so that checks of the text see the words; Metal's words and headers stay."""
     kept = _METAL_INCLUDE.sub(r"#pragma metal_include \1", text)
     done, messages = _run([zig(), *COMMAND, "-D__METAL__=1", "-D__METAL_VERSION__=320", "-E"], kept, name)
     return re.sub(r"^#pragma metal_include (.*)$", r"#include \1", done, flags=re.MULTILINE) if not messages else text
@@ -89,14 +91,14 @@ def expanded(text: str, name: str) -> str:
 def read(
     text: str, name: str, spaces: Spaces, *, preamble: bool = True, compiled: bool = False
 ) -> tuple[str, list[Diagnostic]]:
-    """Read a text that `to_opencl` has written: LLVM's assembly, if it is to be compiled, and the messages."""
+    """Parse the output of `to_opencl`, and compile it if `compiled`: LLVM's assembly or nothing, and the messages."""
     before = ["-Xclang", "-include-pch", "-Xclang", str(_parsed(spaces))] if preamble else []
     more = ["-S", "-emit-llvm", "-o", "-"] if compiled else ["-fsyntax-only"]
     return _run([*_command(spaces), *before, *TOLERANT, *more], text, name)
 
 
 def preamble_text(header: str = PREAMBLE, seen: set[str] | None = None) -> str:
-    """Put together MLX's headers as its build does for kernels made at run time: each once, behind what it includes."""
+    """Concatenate MLX's headers as its build does for run-time kernels: each once, after those it includes."""
     seen = set() if seen is None else seen
     seen.add(header)
     text = (MLX_INCLUDE / header).read_text()
@@ -112,13 +114,13 @@ def library_text() -> str:
 
 @functools.cache
 def _parsed(spaces: Spaces) -> Path:
-    """Parse Metal's declarations and MLX's preamble once for all texts, and keep that in the cache."""
+    """Precompile Metal's declarations and MLX's preamble for all texts; the result is kept in the cache."""
     command, text = _command(spaces), to_opencl(preamble_text())
     version = subprocess.run([zig(), "version"], capture_output=True, text=True, check=True).stdout
     target = cache_directory() / f"front-end-{digest(text, command[1:], version, directory_digest(STRICT))}.pch"
     if not target.exists():
         with unfinished(target) as work:
-            # Without a generic space clang refuses constructors of MLX's complex numbers, which no kernel of ours has.
+            # Without a generic space clang refuses constructors of MLX's complex numbers; our kernels use none.
             output = ["-c", "-Xclang", "-emit-pch", *TOLERANT, "-o", f"{work}/out"]
             _run([*command, *output], f"{LIBRARY}{text}", "preamble")
     return target

@@ -1,4 +1,4 @@
-"""Find in a Metal text what C++ for OpenCL accepts, and Metal does not."""
+"""Find constructs in a Metal text that C++ for OpenCL accepts and Metal refuses."""
 
 import re
 from collections.abc import Iterator
@@ -33,20 +33,21 @@ _WORDS = {
     "thread_local": "Metal has no thread_local variables",
     "register": "Metal has no register variables",
 }
-_RESERVED = "vertex fragment object_data ray_data threadgroup_imageblock as_type".split()
+_RESERVED = ["vertex", "fragment", "object_data", "ray_data", "threadgroup_imageblock", "as_type"]
 _WORD = re.compile(rf"\b(?:{'|'.join(_WORDS)})\b")
 # As the name of a variable, parameter or function.
 _RESERVED_NAME = re.compile(rf"\b(?:\w+|[>*&])\s+\b({'|'.join(_RESERVED)})\s*[=;,()\[]")
 _COMPONENT = re.compile(r"[\w)\]]\.(s[0-9a-fA-F]{1,4}|lo|hi|even|odd)\b(?!\s*\()")
 _METHOD = re.compile(r"(?<![\w:.~])(\w+)\s*\((?:[^(){};]|\([^()]*\))*\)\s*((?:\b\w+\s*)*)\{")
 _STRUCT = re.compile(r"\b(?:struct|class)\s+(?:alignas\s*\([^)]*\)\s*)?(\w+)[^;{}()]*(\{)")
+_NO_METHOD = re.compile(r"\bstatic\b|\bfriend\b|[:,]\s*$")  # the last: a constructor's initializer
 _DEFAULTED = re.compile(r"=\s*$")
 _CAPTURES = re.compile(r"(?<![\w\])\[])\s*(\[\s*[^\[\]\s][^\[\]]*\])\s*(?:[({]|mutable\b|->)")
 _BEFORE_LAMBDA = re.compile(r"(?:[=(,{};?:!|+\-*/<>]|&&|\breturn)\s*$")
 
 
 def checked(text: str, name: str) -> list[Finding]:
-    """List what `text`, of a kernel of that name, has and Metal does not."""
+    """List the constructs that Metal refuses in the text of the kernel `name`."""
     code = without_comments(text)
     found = [check(code) for check in (_words, _components, _lambdas, _buffers, _methods, _without_space)]
     return [Finding(*place(text, index, name), message) for each in found for index, message in each]
@@ -56,28 +57,26 @@ def _words(code: str) -> Iterator[tuple[int, str]]:
     for word in _WORD.finditer(code):
         if not (word[0] == "delete" and _DEFAULTED.search(code[: word.start()][-8:])):
             yield word.start(), _WORDS[word[0]]
-
-
     for name in _RESERVED_NAME.finditer(code):
-        yield name.start(1), f"{name[1]} is a word of Metal's own"
+        yield name.start(1), f"{name[1]} is a reserved word of Metal"
 
 
 def _components(code: str) -> Iterator[tuple[int, str]]:
-    """Find the components of a vector as OpenCL names them, where no field has that name."""
+    """Find OpenCL's names of vector components, unless the text declares a field of that name."""
     for found in _COMPONENT.finditer(code):
         if not re.search(rf"(?<!\.)\b{found[1]}\b", code):
-            yield found.start(1), f"a vector of Metal has no component {found[1]}"
+            yield found.start(1), f"Metal's vectors have no component {found[1]}"
 
 
 def _methods(code: str) -> Iterator[tuple[int, str]]:
-    """Find methods of no address space: their `this` is generic from Metal 4.1 on, where no member is a `thread` one."""
+    """Find methods without an address space: from Metal 4.1 on their `this` is a generic pointer."""
     for struct in _STRUCT.finditer(code):
         begin = struct.start(2) + 1
         inside = blanked(code[begin : closing(code, begin - 1)])
         for method in _METHOD.finditer(inside):
             before = inside[: method.start()].rpartition(";")[2].rpartition("}")[2]
-            free = method[1] in (struct[1], "alignas", "operator") or re.search(r"\bstatic\b|\bfriend\b|[:,]\s*$", before)
-            if not free and not re.search(rf"\b(?:{_SPACES})\b", method[2]):
+            other = method[1] in (struct[1], "alignas", "operator") or _NO_METHOD.search(before)
+            if not other and not re.search(rf"\b(?:{_SPACES})\b", method[2]):
                 yield begin + method.start(1), f"method {method[1]} of {struct[1]} has no address space"
 
 
@@ -91,11 +90,11 @@ def _buffers(code: str) -> Iterator[tuple[int, str]]:
     for kernel, parameters, _, _ in kernels(code):
         count = len(re.findall(r"\[\[\s*buffer\(", code[parameters : closing(code, parameters)]))
         if count > MOST_BUFFERS:
-            yield parameters, f"{kernel} has {count} buffers; Metal has {MOST_BUFFERS}"
+            yield parameters, f"{kernel} has {count} buffers; Metal allows {MOST_BUFFERS}"
 
 
 def _types(code: str) -> str:
-    """Write an expression for the types that are in no doubt: Metal's, the text's own, and those of its templates."""
+    """Return a pattern of the names that are types: Metal's, the text's own, and its template parameters."""
     own = {name for names in _NAMED_TYPE.findall(code) for name in names if name}
     templates = {name for name in own if re.search(rf"\b{name}\s*<", code)} | set(_TEMPLATES.split())
     inside = r"(?:[^<>;{}()=]|<[^<>;{}()=]*>)*"
@@ -104,7 +103,7 @@ def _types(code: str) -> str:
 
 
 def _without_space(code: str) -> Iterator[tuple[int, str]]:
-    """Find pointers and references whose declaration names no address space."""
+    """Find pointers and references that are declared without an address space."""
     type_ = _types(code)
     declarator = re.compile(
         rf"(?P<before>(?:\b(?:{_QUALIFIERS})\s+)*)(?<![\w.])(?P<type>{type_})"
@@ -116,4 +115,4 @@ def _without_space(code: str) -> Iterator[tuple[int, str]]:
             yield found.start("sign"), f"a {what} to {found['type']} has no address space"
     pointer = re.compile(rf"\b(?:{_SPACES})\s[\w:<>\s]*?[*&]\s*(?P<sign>[*&])")
     for found in pointer.finditer(code):
-        yield found.start("sign"), "a pointer to a pointer has no address space of its own"
+        yield found.start("sign"), "a pointer or reference to a pointer has no address space"

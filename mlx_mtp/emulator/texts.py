@@ -10,7 +10,7 @@ from .kernel import MetalKernel, replaced
 
 
 class LaunchText(NamedTuple):
-    """A kernel's name, and the text that MLX puts behind its preamble: header, generated function, instantiation."""
+    """A kernel's name, and the text after MLX's preamble: header, generated function, instantiation."""
 
     kernel: str
     text: str
@@ -20,7 +20,7 @@ _collections: list[list[LaunchText]] = []  # of `collected`, the innermost last
 
 
 class TextKernel(MetalKernel):
-    """Stands in for what `mx.fast.metal_kernel` returns: a launch adds its text to the lists, and returns zeros."""
+    """A stand-in for a kernel of `mx.fast.metal_kernel`: a launch collects its text and returns zeros."""
 
     def __call__(
         self,
@@ -31,7 +31,7 @@ class TextKernel(MetalKernel):
         template: Sequence[tuple[str, object]] | None = None,
         **_: Any,
     ) -> list[mx.array]:
-        """Collect the text of a launch with these arguments; arrays are not evaluated."""
+        """Add the text of a launch with these arguments; arrays are not evaluated."""
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         named = [(str(name), value) for name, value in template or ()]
         text = LaunchText(self.name, self.text(self._signature(arrays, output_dtypes, named)))
@@ -50,7 +50,7 @@ def text_kernel(
     atomic_outputs: bool = False,
     **_: Any,
 ) -> TextKernel:
-    """Make a kernel whose launches are collected, with the arguments of `mx.fast.metal_kernel`."""
+    """Make a kernel whose launches are collected; the arguments are those of `mx.fast.metal_kernel`."""
     names = [str(n) for n in input_names], [str(n) for n in output_names]
     return TextKernel(name, *names, str(source), str(header), ensure_row_contiguous, atomic_outputs)
 

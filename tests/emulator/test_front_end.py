@@ -40,8 +40,12 @@ def test_vectors_need_their_namespace():
 
 
 def test_lines_are_those_of_directives():
-    header = '#line 40 "kernels/helper.h"\nMETAL_FUNC float first(device float* x) { return x[0]; }\n\nfloat* nothing;'
-    body = 'threadgroup float z[8];\n#line 12 "kernels/probe.metal"\nout[i] = T(first(z));\nauto f = [&] { return 1; };'
-    found = [(each.file, each.line) for each in check(Plant(header, body).text.text, "probe")]
+    header = (
+        '#line 40 "kernels/helper.h"\nMETAL_FUNC float first(device float* x) { return x[0]; }\n\nfloat* nothing;'
+    )
+    body = (
+        'threadgroup float z[8];\n#line 12 "kernels/probe.metal"\nout[i] = T(first(z));\nauto f = [&] { return 1; };'
+    )
+    found = [(each.file, each.line) for each in check(Plant(f"{header}\n", body).text.text, "probe")]
     places = {("kernels/helper.h", 42), ("kernels/probe.metal", 12), ("kernels/probe.metal", 13)}
     assert set(found) == places

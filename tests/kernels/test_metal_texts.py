@@ -36,7 +36,11 @@ FEW = {
 
 @pytest.mark.parametrize("group", sampled(FEW, GROUPS))
 def test_texts_are_accepted(group):
-    found = [each for text in texts(GROUPS[group](), None if SWEEP else FEW[group]) for each in check(text.text, text.kernel)]
+    found = [
+        each
+        for text in texts(GROUPS[group](), None if SWEEP else FEW[group])
+        for each in check(text.text, text.kernel)
+    ]
     assert not found, "\n".join(map(str, dict.fromkeys(found)))
 
 

@@ -121,9 +121,20 @@ def attention(dtype: mx.Dtype) -> Iterator[Launch]:
         for size in (64,) if bits is None or (d, group) != (128, 8) else (32, 64, 128):
             q = mx.zeros((1, 2 * group, m, d), dtype)
             k, v = (cached((1, 2, 64, width), dtype, bits, size) for width in (d, dv))
-            more: dict[str, Any] = {"sinks": mx.zeros((2 * group,), dtype)} if m == 1 else {"window": 32 if m == 2 else None}
+            more: dict[str, Any] = (
+                {"sinks": mx.zeros((2 * group,), dtype)} if m == 1 else {"window": 32 if m == 2 else None}
+            )
             yield partial(
-                kernels.verify_attention, q, k, v, mx.array([8]), scale=1.0, limit=64, group_size=size, bits=bits, **more
+                kernels.verify_attention,
+                q,
+                k,
+                v,
+                mx.array([8]),
+                scale=1.0,
+                limit=64,
+                group_size=size,
+                bits=bits,
+                **more,
             )
 
 

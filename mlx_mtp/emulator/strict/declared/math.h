@@ -81,6 +81,8 @@ DECLARED_TESTS(signbit)
   T distance(vec<T, N> x, vec<T, N> y);             \
   T distance_squared(vec<T, N> x, vec<T, N> y);     \
   vec<T, N> normalize(vec<T, N> x);                 \
+  vec<T, N> refract(vec<T, N> x, vec<T, N> normal, T ratio); \
+  vec<T, N> faceforward(vec<T, N> normal, vec<T, N> x, vec<T, N> reference); \
   vec<T, N> reflect(vec<T, N> x, vec<T, N> normal);
 #define DECLARED_GEOMETRIES(T) \
   DECLARED_GEOMETRY(T, 2) DECLARED_GEOMETRY(T, 3) DECLARED_GEOMETRY(T, 4) T##3 cross(T##3 x, T##3 y);
