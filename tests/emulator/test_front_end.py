@@ -8,6 +8,7 @@ from planted import CLEAN, MORE, REQUIRED, Plant
 from sweep import sampled
 
 from mlx_mtp.emulator.front_end import check
+from mlx_mtp.emulator.opencl import preamble_text
 
 pytestmark = linux_only
 
@@ -28,6 +29,25 @@ def test_planted_errors_are_reported(name):
 @pytest.mark.parametrize("name", CLEAN)
 def test_what_metal_accepts_is_accepted(name):
     assert not reported(CLEAN[name])
+
+
+MLX = {
+    "softmax": ["softmax_single_row<bfloat16_t, float>", "softmax_looped<half>"],
+    "logsumexp": ["logsumexp<bfloat16_t>"],
+    "sort": ["block_sort<bfloat16_t, uint32_t, true, 128, 4>"],
+    "copy": ["copy_s<bfloat16_t, float>", "copy_v<half, bool>"],
+    "arange": ["arange<bfloat16_t>"],
+}
+
+
+@pytest.mark.parametrize("header", sampled(["softmax", "sort"], MLX))
+def test_kernels_of_mlx_are_accepted(header):
+    """Apple's compiler has compiled them."""
+    preamble_text(seen=(seen := set()))
+    text = preamble_text(f"mlx/backend/metal/kernels/{header}.h", seen)
+    for i, kernel in enumerate(MLX[header]):
+        text += f'template [[host_name("{i}")]] [[kernel]] decltype({kernel}) {kernel};\n'
+    assert not check(text)
 
 
 def test_vectors_need_their_namespace():

@@ -49,12 +49,12 @@ void atomic_min_explicit(volatile device atomic<ulong>* object, ulong x, memory_
 void atomic_max_explicit(volatile device atomic<ulong>* object, ulong x, memory_order order);
 
 struct os_log {
-  constexpr os_log(constant char*, constant char*) constant {}
+  constexpr os_log(const constant char*, const constant char*) constant {}
   template <typename... Args>
-  void log_debug(constant char*, Args...) const constant;
+  void log_debug(const constant char*, Args...) const constant;
   template <typename... Args>
-  void log_info(constant char*, Args...) const constant;
+  void log_info(const constant char*, Args...) const constant;
   template <typename... Args>
-  void log_error(constant char*, Args...) const constant;
+  void log_error(const constant char*, Args...) const constant;
 };
 }  // namespace metal
