@@ -59,7 +59,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_mtp" / "emulator"
 
 
-def _version(*command: str) -> str:
+def version_of(*command: str) -> str:
     """What a compiler says of itself; nothing where it does not run."""
     try:
         return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
@@ -84,17 +84,18 @@ def find_clang() -> tuple[list[str], list[str], str]:
         raise ValueError(f"the emulator runs on Linux on x86-64 or arm64, not {sys.platform} on {platform.machine()}")
     chosen = os.environ.get("MLX_MTP_CLANG")
     for clang in [chosen] if chosen else filter(None, [shutil.which("clang"), shutil.which("clang++")]):
-        version = _version(clang)
-        if _clang_major(version) >= OLDEST_CLANG:
+        version = version_of(clang)
+        if clang_major(version) >= OLDEST_CLANG:
             return [clang], [clang, "-shared", "-nostdlib"], version
         if chosen:
             raise ValueError(f"MLX_MTP_CLANG is {chosen!r}; it must be a clang of version {OLDEST_CLANG} or newer")
     if zig := find_zig():
-        return [zig, "clang"], [zig, "ld.lld", "-shared"], _version(zig, "clang")
+        return [zig, "clang"], [zig, "ld.lld", "-shared"], version_of(zig, "clang")
     raise ValueError(f"no clang {OLDEST_CLANG} or newer: pip install ziglang, or set MLX_MTP_CLANG")
 
 
-def _clang_major(version: str) -> int:
+def clang_major(version: str) -> int:
+    """Return the major version in what clang says of itself; 0 where there is none."""
     found = re.search(r"clang version (\d+)", version)
     return int(found[1]) if found else 0
 
@@ -189,7 +190,7 @@ def build(signature: Signature, source: str, header: str, name: str, options: Em
     clang, link, version = find_clang()
     includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]
     fma = CONTRACTIONS[options.fp_contract] if platform.machine() == "x86_64" else []
-    bfloat = ["-Xclang", "-fbfloat16-excess-precision=none"] if _clang_major(version) >= 17 else []
+    bfloat = ["-Xclang", "-fbfloat16-excess-precision=none"] if clang_major(version) >= 17 else []
     contract, optimize = f"-ffp-contract={options.fp_contract}", f"-O{options.optimize}"
     parse = [*clang, *COMMON, *KERNEL, *bfloat, *fma, contract]
     text, constants = translation_unit(signature, source, header, name), dict(options.function_constants)

@@ -37,7 +37,7 @@ def check(text: str, name: str = "program_source", preamble: bool = True) -> lis
     """List what Metal's front end would refuse in `text`: a kernel as MLX generates it, with its instantiation.
 
     Lines are those that `#line` directives give, else those of `name`. MLX's preamble precedes the text, unless
-    `preamble` is false. Raises ValueError if `ziglang` is not installed.
+    `preamble` is false. Raises ValueError if `ziglang` is not installed or too old.
     """
     code = expanded(text, name)
     translated = to_opencl(code)

@@ -6,13 +6,23 @@ import subprocess
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .compile import MLX_INCLUDE, cache_directory, digest, directory_digest, find_zig, unfinished
+from .compile import (
+    MLX_INCLUDE,
+    cache_directory,
+    clang_major,
+    digest,
+    directory_digest,
+    find_zig,
+    unfinished,
+    version_of,
+)
 from .dialect import to_opencl
 from .options import CompileError
 
 STRICT = Path(__file__).parent / "strict"
 PREAMBLE = "mlx/backend/metal/kernels/utils.h"  # what MLX puts in front of a kernel's text
 LIBRARY = "#include <metal_stdlib>\n"
+OLDEST_CLANG = 22  # the first that has __bf16 for this target
 COMMAND = ["clang", "--target=spir64", "-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", f"-I{STRICT}", "-O0"]
 COMMAND += ["-Wdouble-promotion", "-Wimplicit-float-conversion", "-Wno-unknown-attributes", "-ferror-limit=0"]
 COMMAND += ["-gline-tables-only", "-fno-caret-diagnostics", "-ftemplate-backtrace-limit=0"]
@@ -47,12 +57,11 @@ class Diagnostic(NamedTuple):
 
 @functools.cache
 def zig() -> str:
-    """Return the path of `ziglang`'s program; ValueError if it is not installed."""
-    if found := find_zig():
+    """Return the path of `ziglang`'s program; ValueError if it is not installed or too old."""
+    found = find_zig()
+    if found and clang_major(version_of(found, "clang")) >= OLDEST_CLANG:
         return found
-    raise ValueError(
-        "the front end check needs the clang of ziglang, which reads C++ for OpenCL: pip install ziglang"
-    )
+    raise ValueError("the front end check needs clang 22 or newer from ziglang: pip install 'ziglang>=0.17'")
 
 
 def _command(spaces: Spaces) -> list[str]:
@@ -116,7 +125,7 @@ def library_text() -> str:
 def _parsed(spaces: Spaces) -> Path:
     """Precompile Metal's declarations and MLX's preamble for all texts; the result is kept in the cache."""
     command, text = _command(spaces), to_opencl(preamble_text())
-    version = subprocess.run([zig(), "version"], capture_output=True, text=True, check=True).stdout
+    version = version_of(zig(), "clang")
     target = cache_directory() / f"front-end-{digest(text, command[1:], version, directory_digest(STRICT))}.pch"
     if not target.exists():
         with unfinished(target) as work:

@@ -7,6 +7,7 @@ from metal_cases import linux_only
 from planted import CLEAN, MORE, REQUIRED, Plant
 from sweep import sampled
 
+from mlx_mtp.emulator import opencl
 from mlx_mtp.emulator.front_end import check
 from mlx_mtp.emulator.opencl import preamble_text
 
@@ -57,6 +58,15 @@ def test_vectors_need_their_namespace():
     assert [(each.file, each.line) for each in bare] == [("k", 3)]
     assert "no template named 'vec'" in bare[0].message
     assert not named
+
+
+@pytest.mark.parametrize("version", ["", "clang version 21.1.0"])
+def test_another_clang_is_refused(version, monkeypatch):
+    monkeypatch.setattr(opencl, "find_zig", lambda: version and "zig")
+    monkeypatch.setattr(opencl, "version_of", lambda *_: version)
+    opencl.zig.cache_clear()
+    with pytest.raises(ValueError, match=r"ziglang>=0\.17"):
+        check("", "probe")
 
 
 def test_lines_are_those_of_directives():
