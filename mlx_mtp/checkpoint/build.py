@@ -277,10 +277,7 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
     try:
         spec = kind.make_spec(config, header.keys(), layers, overrides)
         size = size or kind.features(header) // len(spec.capture)
-        layer = normalize(kind.layer_config(config))
-        layer.check(path / "config.json")
-        head = kind.make_head(spec, config, layer.config, header.keys(), size)
-        apply_rope(head, layer.config)
+        head = kind.make_head(spec, config, header.keys(), size)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise ValueError(f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {e})") from e
     except ValueError as e:

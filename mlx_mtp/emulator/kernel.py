@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +91,9 @@ class MetalKernel:
             raise ValueError("stream is on the CPU; a Metal kernel's is on the GPU")
         arrays = _values(inputs)
         signature = self._signature(arrays, output_dtypes, template or [])
+        if (count := len(signature.parameters)) > MOST_BUFFERS:
+            has = f"{count} buffers, shapes and strides included"
+            raise CompileError(f"kernel {self.name} has {has}; Metal has {MOST_BUFFERS}")
         if verbose:
             sys.stdout.write(self.generated_source(signature) + "\n")
         named: dict[str, KernelBuffer] = {}
@@ -113,16 +116,16 @@ class MetalKernel:
         for output, dtype in zip(self.output_names, output_dtypes, strict=True):
             type_ = f"atomic<{type_name(dtype)}>" if self.atomic_outputs else type_name(dtype)
             parameters.append(Parameter(output, f"device {type_}* {output}", False))
-        if len(parameters) > MOST_BUFFERS:
-            has = f"{len(parameters)} buffers, shapes and strides included"
-            raise CompileError(f"kernel {self.name} has {has}; Metal has {MOST_BUFFERS}")
         name = function_name(self.name, arguments, inputs, output_dtypes)
         return Signature(name, arguments, tuple(parameters), tuple(a for a in ATTRIBUTES if a in self.source))
 
+    def text(self, signature: Signature) -> str:
+        """Return the text that MLX would compile after its preamble."""
+        return f"{self.header}{signature.head}{self.source}\n}}\n{signature.host_name}"
+
     def generated_source(self, signature: Signature) -> str:
-        """The text that MLX would compile."""
-        text = f"{self.header}{signature.head}{self.source}\n}}\n{signature.host_name}"
-        return f"Generated source code for `{self.name}`:\n```\n{text}\n```"
+        """Return what MLX prints with `verbose`."""
+        return f"Generated source code for `{self.name}`:\n```\n{self.text(signature)}\n```"
 
     def _run(
         self, library: Path, buffers: list[KernelBuffer], grid: Triple, group: Triple, options: EmulatorOptions
@@ -183,8 +186,8 @@ def _holds_kernel(value: object) -> bool:
 
 
 @functools.cache
-def _made_again(module: ModuleType) -> dict[str, object]:
-    """The module's kernels, and its cached functions, from a second run of its source."""
+def _made_again(module: ModuleType, maker: Callable[..., Any]) -> dict[str, object]:
+    """The module's kernels, and its cached functions, from a second run of its source in which `maker` makes them."""
     spec: Any = module.__spec__
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
@@ -209,16 +212,25 @@ def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
     are made again for the time being. `options` are those of launches that name none. Not for several threads.
     """
     launches: list[Traffic] = []
+    emulations.append((options or EmulatorOptions(), launches))
+    try:
+        with replaced(metal_kernel):
+            yield launches
+    finally:
+        emulations.pop()
+
+
+@contextmanager
+def replaced(maker: Callable[..., Any]) -> Iterator[None]:
+    """Make the kernels inside by `maker`, which returns instances of MetalKernel, as `emulated` describes."""
     gpu = mx.Device(mx.gpu)
     with ExitStack() as undo:
-        emulations.append((options or EmulatorOptions(), launches))
-        undo.callback(emulations.pop)
-        _replace(undo, mx.fast, "metal_kernel", metal_kernel)
+        _replace(undo, mx.fast, "metal_kernel", maker)
         _replace(undo, mx.metal, "is_available", lambda: True)
         _replace(undo, mx, "default_device", lambda: gpu)
         mx.disable_compile()
         undo.callback(mx.enable_compile)
         for module in [m for m in sys.modules.values() if _makes_kernels(m)]:
-            for name, value in _made_again(module).items():
+            for name, value in _made_again(module, maker).items():
                 _replace(undo, module, name, value)
-        yield launches
+        yield

@@ -7,8 +7,7 @@ knows a family by name. Where transformers writes a family's config.json in othe
 `ModelArgs.respelled(config)` returns it in these.
 
 A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,
-num_hidden_layers, overrides)`, `features(header)`, `layer_config(config)`, `make_head(spec, config, layer, names,
-captured)`, ACCEPTED and IGNORED.
+num_hidden_layers, overrides)`, `features(header)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED.
 """
 
 import dataclasses

@@ -37,6 +37,8 @@ class ModelArgs(step3p5.ModelArgs):
         if heads and not found.get("attention_other_setting"):
             groups = found.get("num_attention_groups") or found["num_key_value_heads"]
             found["attention_other_setting"] = {"num_attention_heads": heads, "num_attention_groups": groups}
+        if found.get("query_pre_attn_scalar") == found.get("head_dim"):
+            found.pop("query_pre_attn_scalar", None)
         for name in ("per_layer_config", "mtp_mlp_layer_types"):
             found.pop(name, None)
         parameters = found.get("rope_parameters") or {}

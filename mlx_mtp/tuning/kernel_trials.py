@@ -174,9 +174,7 @@ def _by_trial(
             take(op, known.spelling)
     found, verdicts = decisions.found, decisions.verdicts
     try:
-        while left := [
-            g for g in sharing(trials) if any(is_stale(trial.key, verdicts.get(trial.key)) for trial in g)
-        ]:
+        while left := [g for g in sharing(trials) if any(is_stale(t.key, verdicts.get(t.key)) for t in g)]:
             for done, group in enumerate(left):
                 tell(TRYING, done, len(left))
                 decisions.judge(group)
@@ -184,8 +182,7 @@ def _by_trial(
         # What failed is tried again by the next load: memory may have been short.
         kept = {key: finding for key, finding in found.items() if not (finding.wrong or "").startswith(FAILS)}
         if remembered and kept:
-            all_known = {**decisions.known, **kept}
-            remembered.keep({key: finding for key, finding in all_known.items() if not is_stale(key, finding)})
+            remembered.keep({**decisions.known, **kept})
     _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
     return {trial.key: decisions.verdicts[trial.key] for trial in trials}
 

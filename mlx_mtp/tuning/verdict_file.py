@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..kernels import _source
-from ..kernels.contraction import AS_COMPILED, SPELLINGS
+from ..kernels.contraction import AS_COMPILED, SPELLINGS, spelling
 from ..machine.remembered import RememberedFile, machine
 
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
@@ -52,10 +52,13 @@ class RememberedVerdicts:
             return self._found
 
     def keep(self, found: Mapping[Key, Found]) -> None:
-        """Replace what was kept; where it cannot be written, warn, but only the first time."""
-        self._found = dict(found)
-        spellings = {op: f.spelling for (op, *_), f in found.items() if f.spelling != AS_COMPILED}
-        self._file.keep(found=[[*key, f.wrong, f.ratio] for key, f in found.items()], spellings=spellings)
+        """Replace what was kept, without findings of a spelling that their op has given up.
+
+        Where it cannot be written, warn, but only the first time.
+        """
+        self._found = {key: f for key, f in found.items() if f.spelling == spelling(key[0])}
+        spellings = {op: f.spelling for (op, *_), f in self._found.items() if f.spelling != AS_COMPILED}
+        self._file.keep(found=[[*key, f.wrong, f.ratio] for key, f in self._found.items()], spellings=spellings)
 
 
 def _parsed(entry: list) -> tuple[Key, Found]:

@@ -56,7 +56,7 @@ def compiled(run, fp_contract, op="verify_qmm", spelling=AS_COMPILED):
 
 
 def qmm(*form):
-    x, w = draw(*form, (20, 320), 3, mx.float32)
+    x, w = draw(*form, (20, 384), 3, mx.float32)
     return "verify_qmm", lambda: verify_qmm(x, w)[0], partial(one_row, x, w)
 
 

@@ -4,11 +4,12 @@ import copy
 import dataclasses
 import json
 import warnings
-from importlib.util import find_spec
+from pathlib import Path
 
 import families
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm.models
 import portless
 import published
 import pytest
@@ -19,6 +20,7 @@ from sweep import sampled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mlx_mtp
+from mlx_mtp.bench.random_model import shaped_model
 from mlx_mtp.checkpoint.convert import convert
 from mlx_mtp.checkpoint.files import checked_config, read_config
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
@@ -106,7 +108,7 @@ def test_rotary_embeddings_as_transformers_5_saves_them(name, kind):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_theta_scaling_and_parts_are_applied(name):
-    """No value is lost: another one makes another model."""
+    """Every value is applied: another one makes another model."""
     hub = CONFIGS[name]
     before = rotations(hub)
     changes = [{"rope_theta": 123.0}]
@@ -144,8 +146,8 @@ def test_types_of_layers():
         "full_attention": {**part, "rope_theta": mimo["rope_theta"]},
         "sliding_attention": {**part, "rope_theta": mimo["swa_rope_theta"]},
     }
-    lost = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
-    newer = {name: value for name, value in mimo.items() if name not in lost} | {"rope_parameters": inside}
+    unsupported = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
+    newer = {name: value for name, value in mimo.items() if name not in unsupported} | {"rope_parameters": inside}
     assert rotations(newer) == rotations(mimo)
     flat = {**CONFIGS["llama"], "rope_scaling": None}
     both = {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}
@@ -210,7 +212,7 @@ def test_every_spelling(config):
                 assert arguments(renamed) == expected, other
                 assert arguments({**renamed, ours[0]: None}) == expected, other
                 assert normalize(renamed).unread == normalize(config).unread
-                assert not normalize(renamed).lost
+                assert not normalize(renamed).unsupported
                 tried += 1
     assert tried > 10
 
@@ -238,7 +240,7 @@ def test_patterns_of_layers():
     uneven = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     gemma = {**GQA, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 6}
     refused = normalize({**gemma, "layer_types": uneven, "sliding_window_pattern": 2})
-    assert "layer_types" in refused.lost[0]
+    assert "layer_types" in refused.unsupported[0]
 
 
 def test_a_text_model_in_a_wrapper():
@@ -261,6 +263,7 @@ HARMLESS = {
     "eos_token_id": [1, 2], "pad_token_id": None, "output_router_logits": False, "router_aux_loss_coef": 0.1,
     "id2label": {"0": "a"}, "_name_or_path": "x", "pretraining_tp": 1, "vision_config": {"a": 1},
     "hidden_act": "silu", "sliding_window": None, "use_sliding_window": False, "max_window_layers": 2,
+    "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": "b"},
     "quantization_config": None,
 }  # fmt: skip
 
@@ -270,7 +273,7 @@ def test_harmless_keys_are_silent_and_others_make_one_warning(name, tmp_path):
     config = {**CONFIGS[name], **HARMLESS}
     for unread in ([], ["frobnicate"], ["frobnicate", "gyre"]):
         normal = normalize(config | dict.fromkeys(unread, 3))
-        assert (list(normal.unread), list(normal.lost)) == (unread, [])
+        assert (list(normal.unread), list(normal.unsupported)) == (unread, [])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         normal.warn(tmp_path / "config.json", 1)
@@ -334,28 +337,30 @@ def test_a_refused_config_does_not_load_and_is_a_problem_for_inspect(tmp_path):
 
 
 @pytest.mark.parametrize("file", published.FILES, ids=lambda file: file.stem)
-def test_released_configs_are_read_without_a_word(file):
+def test_released_configs_are_read_without_a_warning(file):
     config = published.read_config(file)
     if file.stem.startswith("eagle3-"):
         config = {name: value for name, value in config.items() if name != "draft_vocab_size"}
     normal = normalize(config)
-    assert (normal.wrong, list(normal.lost), list(normal.unread)) == (None, [], [])
+    assert (normal.wrong, list(normal.unsupported), list(normal.unread)) == (None, [], [])
     assert normalize(normal.config).config == normal.config
 
 
 # mlx-lm's Gemma 2 attends to all positions: its text is another one behind 4,096 tokens.
 WARNED = {"gemma2": ["sliding_window"]}
 NO_TEXT = ("pixtral",)  # a vision tower's config
-KNOWN = sorted(n for n in {*CONFIG_MAPPING} - {*NO_TEXT} if find_spec(f"mlx_lm.models.{REMAPPED.get(n, n)}"))
+ROOMS = (*mlx_lm.models.__path__, *mlx_mtp.models.__path__)
+FAMILIES = {file.stem for room in ROOMS for file in Path(room).glob("*.py")}
+KNOWN = sorted(name for name in {*CONFIG_MAPPING} - {*NO_TEXT} if REMAPPED.get(name, name) in FAMILIES)
 USUAL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "glm4_moe", "deepseek_v3")
 USUAL += ("glm_moe_dsa", "mimo_v2_flash", "nemotron_h", "step3p7", "gemma2", "gemma3", "gpt_oss", "phi3", "mixtral")
 
 
 @pytest.mark.parametrize("model_type", sampled(USUAL, KNOWN))
-def test_defaults_of_transformers_are_read_without_a_word(model_type):
+def test_defaults_of_transformers_are_read_without_a_warning(model_type):
     config = CONFIG_MAPPING[model_type]().to_json_string(use_diff=False)
     normal = normalize(json.loads(config, object_hook=untagged))
-    assert (normal.wrong, list(normal.lost)) == (None, [])
+    assert (normal.wrong, list(normal.unsupported)) == (None, [])
     assert list(normal.unread) == WARNED.get(model_type, [])
     assert normalize(normal.config).config == normal.config
 
@@ -382,11 +387,8 @@ def test_overrides_of_a_load(tmp_path):
 
 
 def test_bad_values_are_one_line(tmp_path):
-    bad = [
-        {"rope_parameters": 3},
-        {"rope_scaling": {"rope_type": ["yarn"]}},
-        {"rope_scaling": {**YARN, "attention_factor": "4"}},
-    ]
+    scalings = {"rope_type": ["yarn"]}, {**YARN, "attention_factor": "4"}
+    bad = [{"rope_parameters": 3}, *({"rope_scaling": scaling} for scaling in scalings)]
     for change in bad:
         config = checked_config({**CONFIGS["llama"], **change}, tmp_path)
         assert config["model_type"] == "llama"
@@ -414,3 +416,32 @@ def test_frequencies_with_bounds_between_dimensions():
     changes = {}, {"truncate": False}
     rounded, exact = ({**CONFIGS["gpt_oss"], "rope_scaling": {**YARN, **change}} for change in changes)
     assert rotations(rounded) != rotations(exact)
+
+
+def test_a_window_of_every_layer(tmp_path):
+    """Mistral's window is all layers'; tokens are those of a forward over the whole sequence with mlx-lm's mask."""
+    config = CONFIGS["mistral"]
+    path, _ = families.headless(tmp_path, {**config, "mlx_lm": "llama"})
+    (path / "config.json").write_text(json.dumps(config))
+    model = mlx_mtp.load_model(path)
+    prompt = [i % 13 for i in range(1, 12)]
+    expected = tiny.greedy(model, prompt, 12)
+    assert [t for t, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=12)] == expected
+    far = [[5, *prompt], [6, *prompt]]  # 4 layers of 6 positions reach 20 back, one more than the prompt has
+    rows = [model(mx.array([tokens]))[0] for tokens in far]
+    assert not mx.allclose(rows[0][0], rows[1][0])
+    (path / "config.json").write_text(json.dumps({**config, "sliding_window": 2, "num_hidden_layers": 4}))
+    short = mlx_mtp.load_model(path)
+    rows = [short(mx.array([tokens]))[0, -1] for tokens in far]
+    assert mx.array_equal(*rows), "four layers of two positions reach four back"
+
+
+def test_a_drawn_model_of_a_config_as_transformers_5_saves_it(tmp_path):
+    hub = CONFIGS["glm4_moe"]
+    found = []
+    for config in (hub, as_transformers_5(hub)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        model, _ = shaped_model(tmp_path / "config.json", bits=16)
+        ropes = [layer.self_attn.rope for layer in model.layers]
+        found.append([(rope.dims, rope.base, rope.scale) for rope in ropes])
+    assert found[0] == found[1] == [(8, 1e6, 0.5)] * 3

@@ -40,6 +40,7 @@ SPELLINGS = (
         "moe_topk",
         "top_k_experts",
         "num_selected_experts",
+        "experts_per_token",
     ),
     ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
     ("moe_intermediate_size", "expert_ffn_hidden_size"),
@@ -67,22 +68,23 @@ WINDOW, TIES = (
 HARMLESS = """
 _attn_implementation _attn_implementation_internal _commit_hash _name_or_path architectures attention_chunk_size
 attention_softmax_in_fp32 attn_implementation auto_map boi_token_index bos_token_id chunk_size_feed_forward
-compression_config cross_attention_hidden_size custom_pipelines dtype early_exit eos_token_id ep_size
-finetuning_task gradient_checkpointing head_dim id2label initial_context_length input_jitter_noise is_decoder
-is_encoder_decoder keys_to_ignore_at_inference label2id language_model_only mamba_ssm_cache_dtype mamba_ssm_dtype
-max_length max_position_embeddings max_window_layers max_window_size mlx_version model_type
-moe_shared_expert_overlap mtp_layers_block_type name_or_path num_labels num_logits_to_keep num_nextn_predict_layers
-output_attentions output_hidden_states output_router_logits pretraining_tp problem_type pruned_heads qk_head_dim
-quantization quantization_config quantize_activations reorder_and_upcast_attn rescale_prenorm_residual
-residual_in_fp32 return_dict router_jitter_noise scale_attention_softmax_in_fp32 sep_token_id seq_aux
-task_specific_params tokenizer_class torch_dtype torchscript transformers_version unsloth_fixed unsloth_version
-use_associative_scan use_bfloat16 use_cache use_flash_attn use_mamba_kernels use_mambapy
+compression_config conv_dim conv_dim_out cross_attention_hidden_size custom_pipelines dtype early_exit
+eos_token_id ep_size finetuning_task gradient_checkpointing head_dim id2label initial_context_length
+input_jitter_noise intermediate_size is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference
+label2id language_model_only mamba_ssm_cache_dtype mamba_ssm_dtype max_length max_position_embeddings
+max_window_layers max_window_size mlx_version model_type moe_shared_expert_overlap mtp_layers_block_type
+name_or_path num_labels num_logits_to_keep num_nextn_predict_layers output_attentions output_hidden_states
+output_router_logits pretraining_tp problem_type pruned_heads qk_head_dim quantization quantization_config
+quantize_activations reorder_and_upcast_attn rescale_prenorm_residual residual_in_fp32 return_dict
+router_jitter_noise scale_attention_softmax_in_fp32 sep_token_id seq_aux task_specific_params tokenizer_class
+torch_dtype torchscript transformers_version unsloth_fixed unsloth_version use_associative_scan use_bfloat16
+use_cache use_flash_attn use_mamba_kernels use_mambapy use_pos_enc
 """
 HARMLESS_PATTERN = re.compile(
     r".*_token_(ids?|index)|.*(dropout|_pdrop|dropout_prob|layerdrop)|.*initializer.*|.*_init(_scheme)?|.*loss.*"
     r"|(vision|audio|video|image|speech|projector|mm|multimodal|summary|classifier|mtp|num_mtp|eagle)_.*"
     r"|.*(init_floor|variance_scale)|_.*|time_step_(min|max|floor|scale|rank)|use_(flash|sdpa|kernel).*"
-    r"|.*(_dtype|fp32.*)|.*_mtp_.*"
+    r"|.*(_dtype|fp32.*)|.*_mtp_.*|transformers\..*|block_(mlp|out|norm|use)_.*"
 )
 
 # Keys that change logits, with the values under which they do not. Unread and of another value they are refused.
@@ -123,6 +125,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_alibi": (False,),
     "position_embedding_type": ("rope",),
     "rope_interleave": (),
+    "rope_interleaved": (False,),
     "use_mrope": (False,),
     "rope_traditional": (),
     "attn_temperature_tuning": (False,),
@@ -141,7 +144,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_shared_experts": (0,),
     "norm_topk_prob": (),
     "routed_scaling_factor": (1,),
-    "scoring_func": (),
+    "scoring_func": ("sigmoid", "softmax"),  # of families with one of the two
     "topk_method": (),
     "n_group": (1,),
     "topk_group": (1,),

@@ -30,23 +30,23 @@ MISREAD = (TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 class Normalized:
     """A config in the names that its family reads.
 
-    wrong: what cannot be understood. lost: what changes logits and has no place in the family. unread: other keys
-    that the family does not read.
+    wrong: why the config cannot be read. unsupported: values that change logits and that the family cannot apply.
+    unread: other keys that the family does not read.
     """
 
     config: Config
     wrong: str | None = None
-    lost: Sequence[str] = ()
+    unsupported: Sequence[str] = ()
     unread: Sequence[str] = ()
 
     def check(self, file: Path) -> None:
-        """Raise ValueError, which names `file`, for what changes logits and cannot be applied."""
+        """Raise ValueError, which names `file`, for values that change logits and cannot be applied."""
         if self.wrong:
             raise ValueError(f"{file}: {self.wrong}")
-        if self.lost:
+        if self.unsupported:
             family = f"the implementation of model_type {self.config['model_type']!r} does not support it"
             raise ValueError(
-                f"{file}: {', '.join(self.lost)}: this changes the model's output, and {family}; "
+                f"{file}: {', '.join(self.unsupported)}: this changes the model's output, and {family}; "
                 "remove it from config.json to load the model without it"
             )
 
@@ -78,21 +78,21 @@ def _of_family(family: ModuleType, config: Config) -> Normalized:
         text |= {name: config[name] for name in TIES if name in config}
     inner = text_args(family, text)
     read = field_names(inner) | (set() if nested else outer)
-    normal, homeless = _normal(getattr(family.ModelArgs, "respelled", dict)(text), read, inner)
+    normal, unplaced = _normal(getattr(family.ModelArgs, "respelled", dict)(text), read, inner)
     reader = Reader(text.get("model_type") or config["model_type"], read, family)
-    unread, lost = reader.left_out(normal, homeless)
+    unread, unsupported = reader.unread_keys(normal, unplaced)
     if not nested:
-        return Normalized(normal, lost=lost, unread=unread)
+        return Normalized(normal, unsupported=unsupported, unread=unread)
     beside = {name: value for name, value in config.items() if not isinstance(value, dict) and name not in NEUTRAL}
     unread = [f"{TEXT}.{name}" for name in unread]
-    unread += Reader(config["model_type"], outer | read | {TEXT}, family).left_out(beside, {})[0]
+    unread += Reader(config["model_type"], outer | read | {TEXT}, family).unread_keys(beside, {})[0]
     shared = {name: normal[name] for name in SHARED if normal.get(name) is not None}
     stated = {name: value for name, value in config.items() if value is not None or name not in shared}
-    return Normalized(_with_dtype({**shared, **stated, TEXT: normal}), lost=lost, unread=unread)
+    return Normalized(_with_dtype({**shared, **stated, TEXT: normal}), unsupported=unsupported, unread=unread)
 
 
 def with_overrides(config: Config, overrides: Config) -> Config:
-    """Return a config with a user's values, which also count before what its `rope_parameters` has inside."""
+    """Return a config with a user's values, which also take precedence over those inside `rope_parameters`."""
     inside = config.get("rope_parameters")
     if isinstance(inside, dict) and "rope_parameters" not in overrides:
         config = config | {"rope_parameters": _without(inside, overrides)}
@@ -100,7 +100,7 @@ def with_overrides(config: Config, overrides: Config) -> Config:
 
 
 def _without(parameters: Config, overrides: Config) -> Config:
-    """Leave out what is overridden of rotary embeddings, for all layers or for each type of layer."""
+    """Remove overridden values from rotary parameters, for all layers or for each type of layer."""
     kept = {name: value for name, value in parameters.items() if name not in overrides}
     if "rope_scaling" in overrides:
         own = ("rope_theta", "partial_rotary_factor")
@@ -109,8 +109,8 @@ def _without(parameters: Config, overrides: Config) -> Config:
 
 
 def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
-    """Return the config in the names of `read`, and by name what of its rotary embeddings has no place there."""
-    rope, homeless = rotary.write(config, read)
+    """Return the config in the names of `read`, and its rotary embeddings' values that have no field there."""
+    rope, unplaced = rotary.write(config, read)
     config = _without_nulls(_spelled({**config, **rope}, read), args)
     lettered = str in get_args(get_type_hints(args).get(LETTERED))
     for name, (source, pattern) in PATTERNS.items():
@@ -119,7 +119,7 @@ def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
         if name in read and unset and isinstance(config.get(source), list):
             value = letters(config[source]) if of_letters else pattern(config[source])
             config |= {} if value is None and not of_letters else {name: value}
-    return config, homeless
+    return config, unplaced
 
 
 def _spelled(config: Config, read: set[str]) -> Config:

@@ -1,15 +1,15 @@
-"""Normalise what config.json says of rotary embeddings into the fields that a family's dataclass reads.
+"""Normalise the rotary embeddings of config.json into the fields that a family's dataclass reads.
 
 transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters` with both inside, for all
-layers or for each type of layer. Where the two disagree, theta is that of `rope_parameters`, the scaling that of
-`rope_scaling`, and what is inside them counts before what is beside them, as in transformers.
+layers or for each type of layer. Where a file has both and they disagree, `rope_parameters` decides on theta and the
+rotated part, `rope_scaling` on the scaling, as in transformers.
 """
 
 import math
 from typing import Any
 
 Config = dict[str, Any]
-THETA = ("rope_theta", "rotary_emb_base", "rope_base", "rope_freq_constant", "rope_embedding_base")
+THETA = ("rope_theta", "rotary_emb_base", "rope_base", "rope_freq_constant", "rope_embedding_base", "theta")
 LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta")  # of layers with a window
 PARTIAL = ("partial_rotary_factor", "rotary_pct")
 KEYS = {"rope_parameters", "rope_scaling", *THETA, *LOCAL_THETA, *PARTIAL}
@@ -66,7 +66,7 @@ class Rope:
 
 def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
     """Return a config's rotary embeddings in the names of `fields`, and by name what these cannot hold."""
-    rope, found, lost = Rope(config), {}, {}
+    rope, found, unsupported = Rope(config), {}, {}
     if not rope.stated:
         return {}, {}
     main, local = rope.main, rope.local
@@ -80,16 +80,16 @@ def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
     for names, value in ((THETA, theta), (LOCAL_THETA, local_theta)):
         found |= {name: value for name in names if name in fields and value is not None}
     if theta is not None and not found.keys() & {*THETA, "rope_parameters"}:
-        lost["rope_theta"] = theta
+        unsupported["rope_theta"] = theta
     if local_theta not in (None, theta) and not fields & {*LOCAL_THETA}:
-        lost[f"{SLIDING}.rope_theta"] = local_theta
+        unsupported[f"{SLIDING}.rope_theta"] = local_theta
     if "rope_scaling" in fields:
         found["rope_scaling"] = main if scaled(main) else None
     if scaled(local) and local is not main and _scaling(local) != _scaling(main):
-        lost[f"{SLIDING}.rope_scaling"] = local["rope_type"]
+        unsupported[f"{SLIDING}.rope_scaling"] = local["rope_type"]
     if LENGTH in fields and LENGTH in main and config.get(LENGTH) is None:
         found[LENGTH] = main[LENGTH]
-    return found | _partial(config, main, local, fields, lost), lost
+    return found | _partial(config, main, local, fields, unsupported), unsupported
 
 
 def scaled(parameters: Config) -> bool:
@@ -146,7 +146,7 @@ def _check_longrope(parameters: Config, longest: int | None) -> None:
         stated = parameters.get("attention_factor", usual)
         if abs(stated - usual) > 1e-6 or abs(parameters.get("factor", factor) / factor - 1) > 1e-6:
             raise ValueError(
-                f"rope_scaling: a factor other than {factor:g} or an attention_factor other than {usual:g}"
+                f"rope_scaling: MLX's longrope has factor {factor:g} and attention_factor {usual:g} only"
             )
 
 
@@ -166,7 +166,7 @@ def _with_mscale(parameters: Config) -> Config:
             raise ValueError(f"rope_scaling: attention_factor={wanted} needs a factor above 1")
         return parameters
     mscale = (wanted * (step * parameters.get("mscale_all_dim", 0) + 1) - 1) / step
-    # In transformers' form again, so that reading it twice is the same
+    # attention_factor is set too, so that a second pass computes the same mscale.
     return {**parameters, "mscale": mscale, "attention_factor": wanted}
 
 
@@ -174,13 +174,13 @@ def _scaling(parameters: Config) -> Config:
     return {name: value for name, value in parameters.items() if name != "rope_theta"}
 
 
-def _partial(config: Config, main: Config, local: Config, fields: set[str], lost: dict[str, Any]) -> Config:
-    """Write how much of a head is rotated; `lost` is extended where that differs by type of layer."""
+def _partial(config: Config, main: Config, local: Config, fields: set[str], unsupported: dict[str, Any]) -> Config:
+    """Write how much of a head is rotated; `unsupported` is extended where that differs by type of layer."""
     part = main.get("partial_rotary_factor")
     if part is None:
         return {}
     if local.get("partial_rotary_factor") != part:
-        lost[f"{SLIDING}.partial_rotary_factor"] = local.get("partial_rotary_factor")
+        unsupported[f"{SLIDING}.partial_rotary_factor"] = local.get("partial_rotary_factor")
     found = {name: part for name in PARTIAL if name in fields}
     if "rotary_dim" in fields and config.get("rotary_dim") is None:
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

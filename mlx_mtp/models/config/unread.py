@@ -18,20 +18,20 @@ DECIDED, NO_MATTER = frozenset(BY_TENSORS.split()), frozenset(HARMLESS.split())
 
 @dataclass(frozen=True)
 class Reader:
-    """What a family reads of its config: its dataclass's fields, and what it implements without reading it."""
+    """The keys that a family reads: its dataclass's fields, and those whose only supported value it implements."""
 
     model_type: str
     read: set[str]
     family: ModuleType
 
-    def left_out(self, config: Config, homeless: Config) -> tuple[list[str], list[str]]:
-        """List the keys that are not read: those to warn of, and in words those that change logits.
+    def unread_keys(self, config: Config, unplaced: Config) -> tuple[list[str], list[str]]:
+        """List the unread keys: those to warn of, and as text those that change logits.
 
-        homeless: of rotary embeddings, what has no field. What the family has by default it implements.
+        unplaced: values of rotary embeddings that have no field. The family's defaults count as implemented.
         """
         left = {name: value for name, value in config.items() if self._matters(name, value, config)}
         warned, refused = [f"rope_parameters.{name}" for name in rotary.Rope(config).unread()], []
-        if not left and not homeless:
+        if not left and not unplaced:
             return warned, refused
         known = {name: value for name, value in config.items() if name in self.read | rotary.KEYS}
         usual = _as_transformers_has_it(self.model_type, {})
@@ -47,11 +47,15 @@ class Reader:
             else:
                 refused.append(name)
         rope = rotary.usual(usual)
-        lost = {name: value for name, value in homeless.items() if rope is not None and value != rope.get(name)}
-        return warned, [f"{name}={value!r}" for name, value in (lost | {n: config[n] for n in refused}).items()]
+        unsupported = {
+            name: value for name, value in unplaced.items() if rope is not None and value != rope.get(name)
+        }
+        return warned, [
+            f"{name}={value!r}" for name, value in (unsupported | {n: config[n] for n in refused}).items()
+        ]
 
     def _matters(self, name: str, value: Any, config: Config) -> bool:
-        """Whether a key is not read, and its value may mean something."""
+        """Whether a key is unread and may change the model."""
         read = self.read
         if name in read or value is None or name in rotary.KEYS:
             return False
@@ -90,7 +94,7 @@ def _windowed(config: Config) -> bool:
 def _as_transformers_has_it(model_type: str, known: Config) -> Config:
     """Return all keys as transformers derives them from the known ones; empty where it has no such family.
 
-    What equals them says nothing that the family's implementation, made for these defaults, does not do.
+    An unread key with such a value is harmless: the family's implementation was written for these defaults.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # seconds to import
 
