@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +17,6 @@ from ..decoding.prefill import first_run, read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
 from ..layers.target import Target
-from ..machine.memory import wired
 from ..machine.stream import in_turn
 from ..tuning.kernel_switch import switch_on_for_texts
 from .admission import Admission
@@ -72,8 +71,6 @@ class BatchGenerator:
         self._uids = 0
         self._counters = BatchCounters()
         switch_on_for_texts(model)
-        self._resident = ExitStack()
-        self._resident.enter_context(wired())
 
     @property
     def stream(self) -> mx.Stream:
@@ -83,15 +80,10 @@ class BatchGenerator:
 
     @in_turn()
     def close(self) -> None:
-        """Let go of all texts and of what was kept resident for them."""
+        """Drop all sequences."""
         self._unprocessed.clear()
         self._failed.clear()
         self._places.clear()
-        self._resident.close()
-
-    def __del__(self):
-        if hasattr(self, "_resident"):
-            self._resident.close()
 
     @contextmanager
     def stats(self) -> Iterator[BatchStats]:

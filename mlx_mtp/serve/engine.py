@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
 from ..machine.errors import first_line
-from ..machine.memory import wired
 from ..machine.stream import in_turn
 from .follow import AHEAD, as_json
 from .job import Ask, Failed, Job, Served, answer, read_end, reread, store
