@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -64,8 +63,8 @@ class Engine:
     running: list[tuple[Job, Steps]] = field(default_factory=list)
 
     def __post_init__(self):
-        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
+        self._wake = threading.Event()  # set with each request, and to end
         self._behind: deque[tuple[Job, PromptCache]] = deque(maxlen=BEHIND)
         self._ahead: Iterator[Any] | None = None  # reads a prompt that may be requested next
         self._comparing: Iterator[Any] | None = None  # decides whether the tree may store decoded answers
@@ -78,7 +77,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Number of jobs that were submitted and have not begun."""
-        return self._asked.qsize() + len(self._waiting)
+        return len(self._waiting)
 
     def start(self) -> None:
         self.thread.start()
@@ -88,14 +87,14 @@ class Engine:
         with self._lock:
             if self._stopping is not None or self.waiting + len(jobs) > self.limits.waiting:
                 raise Full
-            for job in jobs:
-                self._asked.put(job)
+            self._waiting.extend(jobs)
+        self._wake.set()
 
     def stop(self, grace: float) -> None:
         """End: active jobs may go on for `grace` seconds, then they are cancelled."""
         with self._lock:
             self._stopping = time.monotonic() + grace
-        self._asked.put(None)  # ends the wait for a request
+        self._wake.set()
 
     def _run(self) -> None:
         try:
@@ -104,13 +103,14 @@ class Engine:
                     resident.enter_context(wired())
                 if self._loaded():
                     self._serve()
-                self._store()
         except BaseException as e:
             self.state, self.error = "failed", e
             log.exception("the engine ended")
         finally:
-            self._fail_all()
-            self._release()
+            with dropped("requests were not ended"):
+                self._fail_all()
+            with dropped("the model was not released"):
+                self._release()
 
     def _serve(self) -> None:
         """Take turns until the engine is to end; a turn that raises is followed by the next one."""
@@ -152,19 +152,20 @@ class Engine:
     def _refuse_waiting(self, error: BaseException) -> None:
         """End all jobs that wait for a model that could not be loaded again."""
         log.error("the model was not loaded again", exc_info=error)
+        failed = Failed(503, f"the model cannot be loaded: {with_type(error)}")
         while self._waiting:
-            self._end(self._waiting.popleft(), None, Failed(503, f"the model cannot be loaded: {with_type(error)}"))
+            self._end(self._waiting[0], None, failed)
+            del self._waiting[0]
 
     def _turn(self) -> bool:
         """Advance all active jobs by a chunk or a cycle, or use idle time; return whether to go on."""
-        self._collect()
         ending = self._stopping is not None
         if ending and (not self.running or time.monotonic() > (self._stopping or 0)):
             return False
         if self._waiting and not self._loaded():
             return self.error is None
         while self._waiting and len(self.running) < self.limits.at_once:
-            self._begin(self._waiting.popleft())
+            self._begin()
         for job, steps in sorted(self.running, key=lambda running: running[0].reading):  # tokens before prompts
             self._advance(job, steps)
         if self.served and self.served.together:
@@ -173,14 +174,17 @@ class Engine:
             self._idle()
         return True
 
-    def _begin(self, job: Job) -> None:
-        """Make a job active, on all ranks."""
+    def _begin(self) -> None:
+        """Make the job that has waited for longest active, on all ranks."""
         assert self.served
+        job = self._waiting[0]
         try:
             self._tell("begin", id(job), job.ask)
             self.running.append((job, answer(self.served, job, self._crowded)))
         except BaseException as e:
             self._end(job, None, error=e)
+        finally:
+            del self._waiting[0]
 
     def _advance(self, job: Job, steps: Steps) -> None:
         """Take one step of a job; an exception ends this job alone."""
@@ -228,15 +232,12 @@ class Engine:
         if self.served and self.served.ranks:
             self.served.ranks.told((word, number, as_json(what) if isinstance(what, Ask) else what))
 
-    def _store(self) -> None:
-        """Write prefixes to files."""
-        if self.served:
-            with dropped("prefixes were not stored"):
-                self.store(self.served)
-
     def _release(self) -> None:
-        """Release the model and the batch."""
+        """Write prefixes to files, and release the model and the batch."""
         served, self.served, self._ahead, self._comparing = self.served, None, None, None
+        if served:
+            with dropped("prefixes were not stored"):
+                self.store(served)
         if served and served.together:
             with dropped("the batch was not closed"):
                 served.together.close()
@@ -244,33 +245,26 @@ class Engine:
     def _crowded(self) -> bool:
         return len(self.running) > 1
 
-    def _collect(self, timeout: float = 0.0) -> None:
-        """Take new requests from the queue; wait for one at most `timeout` seconds."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if job := self._asked.get(timeout=timeout):
-                    self._waiting.append(job)
-                timeout = 0.0
+    def _waits(self, seconds: float) -> bool:
+        """Wait for a request, or the end, at most so long; return whether neither came."""
+        came = self._wake.wait(min(seconds, threading.TIMEOUT_MAX))
+        self._wake.clear()
+        return not (came or self._waiting or self._stopping is not None)
 
     def _idle(self) -> None:
         """Take a step of background work; if there is none, wait for a request and unload the model in time."""
-        served = self.served
         if self._ahead:
             self._ahead = self._continued(self._ahead, "a prompt was not read ahead")
-        elif served and self._behind:
+        elif self.served and self._behind:
             with dropped("the next prompt was not read ahead"):
-                self._ahead = self._read_ahead(served)
-        elif served and (self._comparing or (self._answered and served.tree.decoded)):
-            self._collect(CALM)
-            if not self._waiting and self._stopping is None:
-                self._use_calm(served)
-        else:
-            self._collect(min(self.limits.idle_unload, threading.TIMEOUT_MAX))
-            if served and not self._waiting and self._stopping is None:
-                self._store()
-                self._release()
-                self.state = "unloaded"
-                mx.clear_cache()
+                self._ahead = self._read_ahead(self.served)
+        elif self.served and (self._comparing or (self._answered and self.served.tree.decoded)):
+            if self._waits(CALM):
+                self._use_calm(self.served)
+        elif self._waits(self.limits.idle_unload) and self.served:
+            self.state = "unloaded"
+            self._release()
+            mx.clear_cache()
 
     def _read_ahead(self, served: Served) -> Iterator[Any]:
         """Begin to read the conversation of the oldest answer that has ended, as its next prompt will begin."""
@@ -302,8 +296,6 @@ class Engine:
         """End all jobs: there will be no more answers."""
         with self._lock:
             self._stopping = self._stopping or 0.0
-        with dropped("requests were not collected"):
-            self._collect()
         for job, steps in [*self.running, *((job, None) for job in self._waiting)]:
             with dropped("a request was not ended"):
                 self._end(job, steps, ENDING)

@@ -18,8 +18,11 @@ class Calls:
     """Counts the calls that `files` make in threads that are started within `watched()`.
 
     raises: (name, n), a callable as `seen` names it and which of its calls raises Broken, once.
-    stack:  names of the functions that were active when it did, None before.
+    armed:  calls count from when it is set.
+    stack:  names of the functions that were active when it raised, None before.
     """
+
+    armed = False
 
     def __init__(self, *files: str, raises: tuple[str, int] | None = None):
         self.files, self.raises = {inspect.getsourcefile(sys.modules[file]) for file in files}, raises
@@ -36,7 +39,7 @@ class Calls:
 
     def _note(self, frame, event, arg):
         caller = frame if event == "c_call" else frame.f_back if event == "call" else None
-        if caller is None or caller.f_code.co_filename not in self.files:
+        if not self.armed or caller is None or caller.f_code.co_filename not in self.files:
             return
         if event == "call" and frame.f_code.co_flags & GENERATORS:
             return
