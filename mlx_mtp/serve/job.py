@@ -183,7 +183,7 @@ def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
         return _fitting(served, cache, ask)
     try:
         found: Any = None if served.ranks.rank else _fitting(served, cache, ask)
-    except ValueError as e:
+    except Exception as e:  # the other ranks wait for a word
         found = first_line(e)
     found = served.ranks.told(found)
     if isinstance(found, str):

@@ -123,3 +123,42 @@ def test_every_callable_of_the_engine_raises(stand_ins):
                 print(name, n, repr(str(e))[:300], calls.stack and calls.stack[:6])
                 raised+=1
     assert raised == 0
+
+
+@pytest.fixture(scope="module")
+def asks(tiny_models):
+    """Four requests, each with the letters that it has alone."""
+    model, found = tiny_models(vocab_size=40)[0], []
+    for i, prompt in enumerate(PROMPTS):
+        text = [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=3)]
+        follows = [*prompt, *text, 1, 2, 3]
+        more = {"penalties": {"logit_bias": {1: 0.0}}} if i == 1 else {"logprobs": 1} if i else {}
+        found.append(Ask(prompt, max_tokens=3, follows=lambda _, f=follows: f, **more))
+        found[-1] = found[-1], Letters().decode(text)
+    return found
+
+
+def test_real(tiny_models, asks, monkeypatch):
+    monkeypatch.setattr(engines, "CALM", 0.0002)
+    model = tiny_models(vocab_size=40)[0]
+
+    def load():
+        tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)
+        return Served(model, Letters(), tree, OPTIONS, None, together=Together(model, Letters(), OPTIONS, 4))
+
+    files = [f"mlx_mtp.serve.{name}" for name in FILES]
+    calls = Calls(*files)
+    asks, texts = zip(*asks)
+    t = time.time()
+    check(run(load, asks, calls), texts, calls)
+    print(time.time() - t)
+    bad = 0
+    for name, times in calls.seen.items():
+        for n in range(1, min(5, times) + 1):
+            calls = Calls(*files, raises=(name, n))
+            try:
+                check(run(load, asks, calls), texts, calls)
+            except AssertionError as e:
+                print(name, n, repr(str(e))[:300], calls.stack and calls.stack[:6], flush=True)
+                bad += 1
+    assert not bad
