@@ -153,7 +153,7 @@ class Engine:
         """End all jobs that wait for a model that could not be loaded again."""
         log.error("the model was not loaded again", exc_info=error)
         failed = Failed(503, f"the model cannot be loaded: {with_type(error)}")
-        while self._waiting:
+        for _ in range(len(self._waiting)):  # for a later request the model is loaded again
             self._end(self._waiting[0], None, failed)
             del self._waiting[0]
 

@@ -126,8 +126,10 @@ class Job:
             self.emit(event)
         except BaseException:
             self.lost = self.cancelled = True
-            with dropped("a client cannot be reached"):
-                self.emit(LOST)
+            with dropped("an event did not reach its client"):
+                with contextlib.suppress(BaseException):
+                    self.emit(LOST)
+                raise
 
 
 class Served(NamedTuple):

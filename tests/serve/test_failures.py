@@ -1,30 +1,39 @@
-"""Let whatever the server calls raise: the process stays up, one request is lost at most, other answers are right."""
+"""Let whatever the server calls raise: the process stays up, one request is lost at most, other answers are right.
 
-import threading
+The callables are found by watching a run (`raising.Calls`), so a new one is tested as soon as the server calls it.
+"""
+
+import json
 import time
 from types import SimpleNamespace
 
 import pytest
 from letters import Letters
 from raising import Calls
-from sweep import SWEEP
+from starlette.testclient import TestClient
+from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.answer import Said
+from mlx_mtp.serve.app import application
 from mlx_mtp.serve.engine import Engine, Limits
 from mlx_mtp.serve.job import Ask, End, Failed, Job, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 from mlx_mtp.serve.together import Together
-from mlx_mtp.decoding.stats import Stats
 
 OPTIONS = {"num_draft_tokens": 2, "adaptive": False}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8], [1, 1, 2, 3, 5, 8], [9, 8, 7]]
-FILES = ("engine", "job", "together", "failures", "answer", "prefixes")
+ON_THE_ENGINE = ("engine", "job", "together", "failures", "answer", "prefixes")
+IN_THE_APPLICATION = ("app", "guard", "chat", "exchange", "fields", "prompts", "metrics", "failures", "engine", "job")
+CHAT = "/v1/chat/completions"
+QUIET = "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+pytestmark = pytest.mark.filterwarnings(*QUIET, "ignore:coroutine")
 
 
 class Client:
-    """One answer: its events, and whether the engine has finished with it."""
+    """One request, and the events of its answer."""
 
     def __init__(self, ask: Ask):
         self.events, self.job = [], Job(ask, self.take)
@@ -49,7 +58,7 @@ def until(found, seconds=10) -> None:
 
 
 def run(load, asks, calls: Calls) -> list[Client]:
-    """Answer two requests together, one for which the model is loaded again, and one more, while a call raises."""
+    """Answer two requests together, then one, and one more, for each of which the model is loaded again."""
     engine = Engine(load, Limits(idle_unload=0.001), store=lambda served: None)
     with calls.watched():
         engine.start()
@@ -108,57 +117,88 @@ def stand_ins(monkeypatch):
     return lambda: SimpleNamespace(ranks=Told(), together=together, tree=SimpleNamespace(decoded=True))
 
 
+def watched(files, raises=None) -> Calls:
+    return Calls(*(f"mlx_mtp.serve.{name}" for name in files), raises=raises)
+
+
+def failures(seen: dict[str, int], calls_of_each: int = 5) -> list[tuple[str, int]]:
+    """List the first calls of each callable."""
+    return [(name, n) for name, times in seen.items() for n in range(1, min(calls_of_each, times) + 1)]
+
+
 def test_every_callable_of_the_engine_raises(stand_ins):
     asks = [Ask(prompt, follows=lambda parts: [1, 2, 3]) for prompt in PROMPTS]
     texts = ["".join(chr(97 + token) for token in prompt) for prompt in PROMPTS]
-    calls = Calls("mlx_mtp.serve.engine")
-    check(run(stand_ins, asks, calls), texts, calls)
-    raised = 0
-    for name, times in calls.seen.items():
-        for n in range(1, min(5, times) + 1):
-            calls = Calls("mlx_mtp.serve.engine", raises=(name, n))
-            try:
-                check(run(stand_ins, asks, calls), texts, calls)
-            except AssertionError as e:
-                print(name, n, repr(str(e))[:300], calls.stack and calls.stack[:6])
-                raised+=1
-    assert raised == 0
+    check(run(stand_ins, asks, calls := watched(["engine"])), texts, calls)
+    assert len(calls.seen) > 50
+    for raises in failures(calls.seen):
+        check(run(stand_ins, asks, calls := watched(["engine"], raises)), texts, calls)
 
 
-@pytest.fixture(scope="module")
-def asks(tiny_models):
-    """Four requests, each with the letters that it has alone."""
-    model, found = tiny_models(vocab_size=40)[0], []
+@pytest.fixture
+def real(tiny_models, monkeypatch):
+    """Make what the engine serves of a model; requests, and the letters that each has alone."""
+    model, asks, texts = tiny_models(vocab_size=40)[0], [], []
     for i, prompt in enumerate(PROMPTS):
         text = [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=3)]
         follows = [*prompt, *text, 1, 2, 3]
         more = {"penalties": {"logit_bias": {1: 0.0}}} if i == 1 else {"logprobs": 1} if i else {}
-        found.append(Ask(prompt, max_tokens=3, follows=lambda _, f=follows: f, **more))
-        found[-1] = found[-1], Letters().decode(text)
-    return found
-
-
-def test_real(tiny_models, asks, monkeypatch):
+        asks.append(Ask(prompt, max_tokens=3, follows=lambda _, f=follows: f, **more))
+        texts.append(Letters().decode(text))
     monkeypatch.setattr(engines, "CALM", 0.0002)
-    model = tiny_models(vocab_size=40)[0]
 
     def load():
         tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)
         return Served(model, Letters(), tree, OPTIONS, None, together=Together(model, Letters(), OPTIONS, 4))
 
-    files = [f"mlx_mtp.serve.{name}" for name in FILES]
-    calls = Calls(*files)
-    asks, texts = zip(*asks)
-    t = time.time()
-    check(run(load, asks, calls), texts, calls)
-    print(time.time() - t)
-    bad = 0
-    for name, times in calls.seen.items():
-        for n in range(1, min(5, times) + 1):
-            calls = Calls(*files, raises=(name, n))
-            try:
-                check(run(load, asks, calls), texts, calls)
-            except AssertionError as e:
-                print(name, n, repr(str(e))[:300], calls.stack and calls.stack[:6], flush=True)
-                bad += 1
-    assert not bad
+    return load, asks, texts
+
+
+def test_callables_below_the_engine_raise(real):
+    load, asks, texts = real
+    check(run(load, asks, calls := watched(ON_THE_ENGINE)), texts, calls)
+    assert len(calls.seen) > 200
+    every = failures(calls.seen)
+    for raises in sampled(every[7::131], every):
+        check(run(load, asks, calls := watched(ON_THE_ENGINE, raises)), texts, calls)
+
+
+def asked(**more) -> dict:
+    return {"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 4, **more}
+
+
+def visit(site, calls: Calls) -> list:
+    """Get an answer, a stream, metrics, a refusal, the models, and an answer that no failure concerns."""
+    host = {"base_url": "http://localhost", "raise_server_exceptions": False}
+    with calls.watched(), TestClient(application(site), **host) as client:
+        client.get("/health")
+        calls.armed = True
+        found = [client.post(CHAT, json=asked()), client.post(CHAT, json=asked(stream=True)), client.get("/metrics")]
+        found += [client.post(CHAT, json=asked(n=0)), client.get("/v1/models")]
+        calls.armed = False
+        return [*found, client.post(CHAT, json=asked())]
+
+
+def number_lost(responses: list, text: str) -> int:
+    """Count the responses that a failure has changed; answers are right, and a stream that is cut says so."""
+    whole, stream, *_, last = responses
+    events = [line[6:] for line in stream.text.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for event in events for choice in json.loads(event).get("choices", ())]
+    streamed = "".join(delta.get("content") or "" for delta in deltas)
+    cut = stream.status_code == 200 and streamed != text
+    assert text.startswith(streamed)
+    assert '"error"' in stream.text or not cut
+    for response in [last, *([whole] if whole.status_code == 200 else ())]:
+        assert response.json()["choices"][0]["message"]["content"] == text
+    statuses = [response.status_code for response in responses]
+    return cut + sum(a != b for a, b in zip(statuses, [200, 200, 200, 400, 200, 200], strict=True))
+
+
+def test_callables_of_the_application_raise(served):
+    text = served.post(CHAT, json=asked()).json()["choices"][0]["message"]["content"]
+    calls = watched(IN_THE_APPLICATION)
+    assert not number_lost(visit(served.site, calls), text)
+    assert len(calls.seen) > 200
+    every = failures(calls.seen)
+    for raises in sampled(every[7::131], every):
+        assert number_lost(visit(served.site, watched(IN_THE_APPLICATION, raises)), text) <= 1, raises
