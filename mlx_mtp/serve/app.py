@@ -248,7 +248,8 @@ class Talk:
         """Wait for an event at most so long; a failure of one answer is one of all."""
         complete = all(job.over for job in self.jobs)  # then every event that will come is on its way
         try:
-            choice, event = await asyncio.wait_for(self._events.get(), seconds)
+            async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 may lose a cancellation
+                choice, event = await self._events.get()
         except TimeoutError:
             if not complete:
                 return None
