@@ -142,7 +142,7 @@ class Engine:
             return False
         self.state = "ready"
         with dropped("rows were not compared"):
-            self._comparing = compare_rows(self.served)
+            self._comparing = compare_rows(self.served) if self.served.tree.decoded is None else None
         if not self._opened:
             self._opened = True
             with dropped("the start was not reported"):

@@ -261,13 +261,12 @@ def compare_rows(served: Served) -> Iterator[bool]:
     """Decide whether the tree may store answers as decoding left them, a forward pass at a time; until then it stores
     only what was read as a prompt.
 
-    Yields what is known so far. Caches that the tree cannot store are not compared, and ranks decide nothing by time.
+    Yields what is known so far.
     """
     tree = served.tree
-    if tree.limit and not served.ranks and not tree.blank.is_mlx_lm:
-        for found in comparisons(served.model, tree.blank, max(tree.chunking.step, 2 * LAST)):
-            tree.decoded = found
-            yield found
+    for found in comparisons(served.model, tree.blank, max(tree.chunking.step, 2 * LAST)):
+        tree.decoded = found
+        yield found
 
 
 def _decode(

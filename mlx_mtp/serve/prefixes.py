@@ -82,12 +82,14 @@ class PrefixTree:
     """Chunks of tokens, shared by all texts that begin alike, the least recently used ones dropped first.
 
     blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing. decoded: answers may be
-    remembered as decoding left them.
+    remembered as decoding left them; None until `comparisons` has decided it, which counts as False.
     """
+
+    decoded: bool | None = False
 
     def __init__(self, blank: PromptCache, chunking: Chunking, limit: int):
         self.blank, self.chunking, self.limit = blank, chunking, limit
-        self.root, self.nbytes, self.chunks, self.decoded = Chunk(), 0, 0, False
+        self.root, self.nbytes, self.chunks = Chunk(), 0, 0
         self._clock = itertools.count(1)
         self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
 

@@ -109,12 +109,17 @@ def stand_ins(monkeypatch):
             yield
         job.tell(End("stop", None, Stats(), 0, 0.0, 0))
 
-    for name in ("compare_rows", "reread", "read_end"):
+    def compare(served):
+        served.tree.decoded = True
+        return iter((1, 2))
+
+    for name in ("reread", "read_end"):
         monkeypatch.setattr(engines, name, lambda *_: iter((1, 2)))
+    monkeypatch.setattr(engines, "compare_rows", compare)
     monkeypatch.setattr(engines, "answer", answer)
     monkeypatch.setattr(engines, "CALM", 0.0002)
     together = SimpleNamespace(step=lambda: None, close=lambda: None)
-    return lambda: SimpleNamespace(ranks=Told(), together=together, tree=SimpleNamespace(decoded=True))
+    return lambda: SimpleNamespace(ranks=Told(), together=together, tree=SimpleNamespace(decoded=None))
 
 
 def watched(files, raises=None) -> Calls:
@@ -149,6 +154,7 @@ def real(tiny_models, monkeypatch):
 
     def load():
         tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)
+        tree.decoded = None
         return Served(model, Letters(), tree, OPTIONS, None, together=Together(model, Letters(), OPTIONS, 4))
 
     return load, asks, texts
