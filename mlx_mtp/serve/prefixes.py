@@ -90,12 +90,14 @@ class PrefixTree:
     """Chunks of tokens, shared by all texts that begin alike, the least recently used ones dropped first.
 
     blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing. decoded: answers may be
-    remembered as decoding left them.
+    remembered as decoding left them; None until `comparisons` has decided it, which counts as False.
     """
+
+    decoded: bool | None = False
 
     def __init__(self, blank: PromptCache, chunking: Chunking, limit: int):
         self.blank, self.chunking, self.limit = blank, chunking, limit
-        self.root, self.nbytes, self.chunks, self.decoded = Chunk(), 0, 0, False
+        self.root, self.nbytes, self.chunks = Chunk(), 0, 0
         self._now = 0.0
         self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
 
@@ -275,22 +277,38 @@ def rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:
 
     blank: an empty cache.
     """
-    chunk, first = _hidden(model, blank, (rows,)), rows - LAST
-    if chunk.dtype != mx.float32:
-        return False
-    plain, checked = _hidden(model, blank, (first, *[1] * LAST)), _hidden(model, blank, (first, LAST))
-    return _apart(plain, chunk) <= NEAR * _apart(plain, checked)
+    *_, found = comparisons(model, blank, rows)
+    return found
 
 
-def _hidden(model: Target, blank: PromptCache, pieces: tuple[int, ...]) -> mx.array:
-    """Read the same tokens in pieces; return the last hidden rows [1, LAST, H]."""
-    cache, begun, found = blank.like_new(), 0, []
-    for n in pieces:
-        tokens = mx.arange(begun, begun + n) * 7 % model.vocab_size
-        found.append(model.hidden(tokens[None], cache.layers))
-        mx.eval(found[-1], cache.arrays)
-        begun += n
-    return mx.concatenate(found, axis=1)[:, -LAST:]
+def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
+    """Do as `rows_alike` step by step: yield False behind each forward pass but the last, then the result.
+
+    A model that does not compute in float32 takes no pass.
+    """
+    chunk = _hidden(model, blank.like_new(), 0, rows)
+    if chunk.dtype != mx.float32:  # the graph shows it
+        yield False
+        return
+    mx.eval(chunk)
+    yield False
+    before, first, plain = blank.like_new(), rows - LAST, []
+    mx.eval(_hidden(model, before, 0, first), before.arrays)
+    yield False
+    cache = before.copy()
+    for position in range(first, rows):
+        plain.append(_hidden(model, cache, position, 1))
+        mx.eval(plain[-1], cache.arrays)
+        yield False
+    checked = _hidden(model, before, first, LAST)
+    steps = mx.concatenate(plain, axis=1)
+    yield _apart(steps, chunk[:, -LAST:]) <= NEAR * _apart(steps, checked)
+
+
+def _hidden(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
+    """Return hidden rows [1, n, H] of n tokens from position `begun` on, which the cache is read up to."""
+    tokens = mx.arange(begun, begun + n) * 7 % model.vocab_size
+    return model.hidden(tokens[None], cache.layers)
 
 
 def _apart(a: mx.array, b: mx.array) -> float:
