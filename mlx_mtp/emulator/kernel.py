@@ -19,10 +19,18 @@ from .compile import build
 from .faults import Explainer, numbered, unwritten
 from .launch import Traffic, Triple, make_traffic, run
 from .options import CompileError, EmulatorOptions, KernelFault
-from .signature import ATTRIBUTES, Parameter, Signature, function_name, input_parameters, template_argument, type_name
+from .signature import (
+    ATTRIBUTES,
+    MOST_BUFFERS,
+    Parameter,
+    Signature,
+    function_name,
+    input_parameters,
+    template_argument,
+    type_name,
+)
 
 MAX_THREADS = 1024
-MOST_BUFFERS = 31  # of a Metal function
 
 _CACHED_FUNCTION = type(functools.lru_cache(lambda: None))
 # Of `emulated`, the innermost last: the options of launches that name none, and the list for every launch's report.

@@ -31,6 +31,7 @@ FEW = {
     "latent": 6,
     "norms": 9,
     "recurrences": 9,
+    "spellings": 9,
 }
 
 

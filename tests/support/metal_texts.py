@@ -5,6 +5,7 @@ A group is a function that lists launches; arrays are never evaluated, so they m
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlx_mtp.emulator.texts import LaunchText, collected
 from mlx_mtp.kernels import Experts, Gates, Quantized, Rope, Routing
 from mlx_mtp.kernels._quantized import lanes
 from mlx_mtp.kernels._source import COMPILED_ROWS
+from mlx_mtp.kernels.contraction import EXPLICIT, KERNELS, spelled
 
 Launch = Callable[[], object]
 Format = tuple[str, int, int]
@@ -26,13 +28,16 @@ F32 = mx.float32
 
 def texts(launches: Iterator[Launch], few: int | None = None) -> list[LaunchText]:
     """Return the different texts of launches, or of a `few`, from the first to the last in even steps."""
-    chosen = list(launches)
-    if few is not None:
-        chosen = [chosen[i * (len(chosen) - 1) // (few - 1)] for i in range(few)]
     with collected() as found:
-        for launch in chosen:
+        for launch in launches if few is None else spread(launches, few):
             launch()
     return list(dict.fromkeys(found))
+
+
+def spread(launches: Iterator[Launch], count: int) -> list[Launch]:
+    """Return `count` launches from the first to the last in even steps."""
+    every = list(launches)
+    return [every[i * (len(every) - 1) // (count - 1)] for i in range(count)]
 
 
 def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:
@@ -191,9 +196,24 @@ def recurrences() -> Iterator[Launch]:
             yield partial(kernels.mamba2_verify, *arguments, mx.zeros((4,), dtype))
 
 
+def spellings() -> Iterator[Launch]:
+    """The kernels with multiply-adds of MLX's own sums, in the explicit spellings."""
+    makers = [partial(make, ("affine", 4, 64)) for make in (products, experts, heads)]
+    for make, spelling in itertools.product((*makers, dense, dense_heads, norms, recurrences), EXPLICIT):
+        for launch in spread(make(), 12):
+            yield partial(launched, launch, spelling)
+
+
+def launched(launch: Launch, spelling: str) -> None:
+    with ExitStack() as stack:
+        for op in KERNELS:
+            stack.enter_context(spelled(op, spelling))
+        launch()
+
+
 GROUPS: dict[str, Callable[[], Iterator[Launch]]] = {
     **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of)
        for make, of in itertools.product((products, matrices, experts, heads), FORMATS)},
     **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
-    **{make.__name__: make for make in (dense, dense_heads, routers, latent, norms, recurrences)},
+    **{make.__name__: make for make in (dense, dense_heads, routers, latent, norms, recurrences, spellings)},
 }  # fmt: skip
