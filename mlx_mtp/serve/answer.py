@@ -42,11 +42,11 @@ def logprobs_of(parts: list[Part]) -> list[TokenLogprob]:
 class Splitter:
     """Splits one answer into its parts, however it is cut into pieces.
 
-    Reasoning begins at the beginning of the answer only, and ends at its end mark, whatever was in between. A call is read
-    when the answer has ended, since its arguments may contain any mark; text that cannot become a call is not held back.
+    Reasoning begins at the beginning of the answer only, and ends at its end mark, whatever was in between. A call is
+    read when the answer has ended, since its arguments may contain any mark; other text is not held back.
 
-    thinking: reasoning is separated; begun: the prompt ends within it. tools: those offered, in OpenAI's form. one_call: only
-    the first call counts. stopped: the stop string that ended the answer; called: whether there was a call.
+    thinking: reasoning is separated; begun: the prompt ends within it. tools: those offered, in OpenAI's form.
+    one_call: only the first call counts. stopped: the stop string that ended the answer. called: there was a call.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Splitter:
         return parts
 
     def _advance(self, complete: bool | None) -> list[Part]:
-        """Take steps as long as the text suffices. complete: None while more may arrive, else whether nothing is missing."""
+        """Take the steps that the text suffices for. complete: None while more may come, else whether all came."""
         parts: list[Part] = []
         while self.stopped is None and self._text and (found := self._step(complete)) is not None:
             parts += found

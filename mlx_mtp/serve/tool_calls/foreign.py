@@ -14,7 +14,7 @@ Parser = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class ForeignCalls:
-    """The format of a parser from text to one {"name", "arguments"} or a list of them. end: "" if nothing ends calls."""
+    """The format of a parser that returns one {"name", "arguments"} or several. end: "" if there is no end mark."""
 
     start: str
     end: str

@@ -80,10 +80,8 @@ class JsonCalls:
         if (end := _end_of_value(text, start)) is None or text[start : start + 1] not in ("{", "["):
             return None
         try:
-            if head:
-                calls = [ToolCall(head["name"], strict(text[start:end]))]
-            else:
-                calls = list(_calls(text, start, tools))
+            own = [ToolCall(head["name"], strict(text[start:end]))] if head else None
+            calls = own or list(_calls(text, start, tools))
         except ValueError:
             return None
         foot = patterns.foot.match(text, end)
@@ -142,7 +140,7 @@ def _calls(text: str, start: int, tools: Tools) -> Iterator[ToolCall]:
 
 
 def _arguments(members: dict[str, str]) -> str:
-    """The arguments of a call as JSON, exactly as written where they are JSON; ValueError where they are no object."""
+    """The arguments of a call, as written where that is JSON; ValueError where they are no object."""
     written = next((members[key] for key in ARGUMENT_KEYS if key in members), "{}")
     if written.startswith('"'):  # JSON in JSON
         written = _string(written)

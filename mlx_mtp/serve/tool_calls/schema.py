@@ -3,10 +3,12 @@
 import ast
 import json
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
 Schema = dict[str, Any]
+ESCAPE = re.compile(r'["/bfnrt]|u[0-9a-fA-F]{4}')
 PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # as jinja's `string` filter writes them
 
 
@@ -28,6 +30,15 @@ class Tools:
         """The schema of each declared parameter, by name."""
         properties = self._parameters.get(name, {}).get("properties")
         return properties if isinstance(properties, dict) else {}
+
+    def fits(self, name: str, key: str, text: str) -> bool:
+        """Whether the schema declares a parameter, and the text can be its value by the parameter's type."""
+        properties = self.properties(name)
+        types = types_of(properties.get(key), self._parameters.get(name, {}))
+        if key not in properties or not types or "string" in types:
+            return key in properties
+        kind = _kind(json.loads(untyped_as_json(text, types)))
+        return kind in types or (kind == "integer" and "number" in types)
 
     def as_json(self, name: str, key: str, text: str) -> str:
         """The JSON of an argument that a model wrote without quotes, by the parameter's type in the schema."""
@@ -107,8 +118,8 @@ def dumps(value: Any) -> str:
 def strict(text: str) -> str:
     """The text itself where it is JSON, else the JSON that it most likely stands for.
 
-    Line breaks and stray backslashes in strings are kept as the characters they are; NaN and infinities, which JSON does
-    not have, become null, as in JavaScript. Raises ValueError where there is no JSON in it.
+    Line breaks and stray backslashes in strings are kept as the characters they are; NaN and infinities, which JSON
+    does not have, become null, as in JavaScript. Raises ValueError where there is no JSON in it.
     """
     try:
         json.loads(text, parse_constant=_refuse)
@@ -132,11 +143,7 @@ def _with_escaped_backslashes(text: str) -> str:
     for i, part in enumerate(parts):
         before, *others = part.split("\\")
         for other in others:
-            escape = other[:1] in tuple('"/bfnrt') and bool(other)
-            hexadecimal = (
-                other[:1] == "u" and len(other) > 4 and all(c in "0123456789abcdefABCDEF" for c in other[1:5])
-            )
-            before += ("\\" if escape or hexadecimal else "\\\\") + other
+            before += ("\\" if ESCAPE.match(other) else "\\\\") + other
         parts[i] = before
     return "\\\\".join(parts)
 

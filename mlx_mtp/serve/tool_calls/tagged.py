@@ -1,7 +1,7 @@
 """Calls whose arguments stand between tags, as they are: Qwen3-Coder's, GLM's, MiniMax's, DeepSeek-V3.2's and others.
 
-A value may contain any tag, so where it ends follows from what comes behind: of all ways to read the text the first is taken
-in which the calls reach its end, values are as short as possible, and no parameter is given twice.
+A value may contain any tag, so its end follows from the text behind it. Of all ways to read the text the first one
+counts in which the calls reach its end, values are as short as possible, and no parameter is given twice.
 """
 
 import bisect
@@ -26,9 +26,10 @@ class Tags:
     """The tags of one format.
 
     start, end: around all calls of a block. foot: ends one call; "" where the block's end does.
-    head, parameter: patterns that begin a call, with {name} for the offered names, and an argument, with the group `key`;
-    the optional group `type` has the value's type where the model writes it ("string" or "true": text, as it is).
-    close: ends a value. pad: what the template puts at both ends of a value. cdata: text may stand in a CDATA section.
+    head: pattern of a call's beginning, with {name} for the offered names.
+    parameter: pattern of an argument's beginning, with the group `key`, and `type` where the model writes a value's
+        type ("string" or "true" is text as it is).
+    close: ends a value. pad: what the template puts at both ends of a value. cdata: text may be in a CDATA section.
     """
 
     start: str
@@ -42,17 +43,17 @@ class Tags:
 
 
 class Place(NamedTuple):
-    """A position in the text, and what was read up to it. name: of the call that is open; trail: of calls and values."""
+    """A position in the text, and what was read up to it. inside: a block; name: of the call that is open."""
 
     at: int
-    inside: bool  # a block
+    inside: bool
     name: str | None
     keys: frozenset[str]
     trail: "Trail | None"
 
 
 class Argument(NamedTuple):
-    """An argument, and where its value begins and ends in the text. type: as the model wrote it, None if it did not."""
+    """An argument, and where its value begins and ends in the text. type: as written, None where none is."""
 
     key: str
     start: int
@@ -68,7 +69,7 @@ class Trail(NamedTuple):
 
 
 class Tagged:
-    """The format of these tags. named: a call begins with a name alone, which is no mark where the block's is missing."""
+    """The format of these tags."""
 
     def __init__(self, tags: Tags):
         self.tags = tags
@@ -91,7 +92,7 @@ class Tagged:
     def _search(self, text: str, tools: Tools, complete: bool, to_the_end: bool, declared: bool) -> Place | None:
         """Where the calls end in the first reading, depth first; None if there is none.
 
-        to_the_end: nothing but white space may follow the calls. declared: only the schema's parameters are arguments.
+        to_the_end: only white space may follow. declared: arguments are the schema's parameters, of its types.
         """
         steps = Steps(text, self.tags, tools, complete, declared)
         stack, seen = [Place(0, False, None, frozenset(), None)], set()
@@ -180,11 +181,11 @@ class Steps:
         if not parameter or parameter["key"] in place.keys:
             return
         key, written = parameter["key"], parameter.groupdict().get("type")
-        if self.declared and key not in self.tools.properties(name):
-            return
         section = tags.cdata and CDATA_START.match(self.text, parameter.end())
         for end in self.ends[bisect.bisect_left(self.ends, parameter.end()) :]:
             if section and not self.text[parameter.end() : end].rstrip().endswith("]]>"):
+                continue
+            if self.declared and not self.tools.fits(name, key, self.text[parameter.end() : end]):
                 continue
             trail = Trail(place.trail, Argument(key, parameter.end(), end, written))
             yield Place(end + len(tags.close), place.inside, name, place.keys | {key}, trail)
