@@ -24,6 +24,8 @@ NATIVE = Path(__file__).parent / "native"
 LOWERING = Path(__file__).parent / "lowering.py"  # rewrites what is compiled
 MLX_INCLUDE = Path(mx.__file__).parent / "include"
 OLDEST_CLANG = 16
+# The words of `machine.errors.install`, which is a room on the same floor; tests/test_extras.py compares them.
+INSTALL = "pip install -e '.[emulate]' in the clone of mlx_mtp"
 
 COMMON = ["-std=c++17", "-ffreestanding", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
 COMMON += ["-fno-stack-protector", "-fno-math-errno", "-nostdinc++", "-fsigned-char"]
@@ -83,10 +85,9 @@ def find_clang() -> tuple[list[str], list[str], str]:
         if chosen:
             raise ValueError(f"MLX_MTP_CLANG is {chosen!r}; it must be a clang of version {OLDEST_CLANG} or newer")
     package = importlib.util.find_spec("ziglang")
-    zig = Path((package and package.origin) or "").with_name("zig")
-    if package and zig.exists():
+    if package and package.origin and (zig := Path(package.origin).with_name("zig")).exists():
         return [str(zig), "clang"], [str(zig), "ld.lld", "-shared"], _version(str(zig), "clang")
-    raise ValueError(f"no clang {OLDEST_CLANG} or newer: pip install ziglang, or set MLX_MTP_CLANG")
+    raise ValueError(f"no clang {OLDEST_CLANG} or newer: {INSTALL}, or set MLX_MTP_CLANG")
 
 
 def _clang_major(version: str) -> int:
@@ -180,7 +181,10 @@ def translation_unit(signature: Signature, source: str, header: str, name: str) 
 
 
 def build(signature: Signature, source: str, header: str, name: str, options: EmulatorOptions) -> Path:
-    """Build the kernel's library, or find it in the cache; CompileError gives lines of <name>.metal and <name>.h."""
+    """Build the kernel's library, or find it in the cache.
+
+    CompileError names lines of <name>.h and <name>.metal, or the places that `#line` directives state.
+    """
     clang, link, version = find_clang()
     includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]
     fma = CONTRACTIONS[options.fp_contract] if platform.machine() == "x86_64" else []

@@ -16,7 +16,7 @@ import numpy as np
 
 from .buffers import OUTPUT, KernelBuffer, input_buffers, output_array, output_buffer
 from .compile import build
-from .faults import Explainer, unwritten
+from .faults import Explainer, numbered, unwritten
 from .launch import Traffic, Triple, make_traffic, run
 from .options import CompileError, EmulatorOptions, KernelFault
 from .signature import ATTRIBUTES, Parameter, Signature, function_name, input_parameters, template_argument, type_name
@@ -44,11 +44,6 @@ def _values(inputs: Sequence) -> list[mx.array]:
         inside = "inside mx.compile (mx.disable_compile() switches that off), mx.grad or mx.vmap"
         raise ValueError(f"an emulated kernel needs arrays that have values; it cannot run {inside}") from error
     return arrays
-
-
-def _whole(text: str) -> str:
-    """Return a text or name as it was written, if it was shortened for MLX."""
-    return getattr(text, "whole", text)
 
 
 @dataclass(eq=False)
@@ -112,7 +107,7 @@ class MetalKernel:
         self, inputs: list[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, object]]
     ) -> Signature:
         """The function that MLX would generate for these arrays and template arguments."""
-        arguments = tuple(template_argument(_whole(name), value) for name, value in template)
+        arguments = tuple(template_argument(name, value) for name, value in template)
         named = zip(self.input_names, inputs, strict=True)
         parameters = [p for name, x in named for p in input_parameters(name, x, self.source)]
         for output, dtype in zip(self.output_names, output_dtypes, strict=True):
@@ -134,7 +129,8 @@ class MetalKernel:
     ) -> None:
         outcome = run(library, buffers, grid, group, options)
         if outcome.fault is not None:
-            raise KernelFault(Explainer(self.name, library, self.source, outcome, group, options.max_steps).message())
+            code = numbered(f"{self.name}.h", self.header) | numbered(f"{self.name}.metal", self.source)
+            raise KernelFault(Explainer(self.name, library, code, outcome, group, options.max_steps).message())
         if "unwritten" not in options.allow:
             for buffer in buffers:
                 if buffer.kind == OUTPUT and not buffer.initialised and (sentence := unwritten(self.name, buffer)):
@@ -163,8 +159,7 @@ def metal_kernel(
     mode = (compile_options or {}).get("math_mode", "safe")
     if mode not in ("safe", "relaxed", "fast"):
         raise ValueError(f"math_mode is {mode!r}; it must be 'safe', 'relaxed' or 'fast'")
-    names = [_whole(name) for name in input_names], [_whole(name) for name in output_names]
-    source, header = _whole(source), _whole(header)  # where lines are those of the files
+    names = list(input_names), list(output_names)
     return MetalKernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs)
 
 

@@ -1,4 +1,4 @@
-"""Say an exception in one line, and of which file it is."""
+"""Write errors for users: one line, the file they are about, and what to install."""
 
 import errno
 from collections.abc import Iterator
@@ -17,6 +17,11 @@ def with_type(e: BaseException) -> str:
     """Return an exception's type and the first line of its text, if any: "KeyError: 'name'"."""
     line, kind = first_line(e), type(e).__name__
     return kind if line == kind else f"{kind}: {line}"
+
+
+def install(extra: str) -> str:
+    """Return the instruction that installs one of pyproject.toml's extras, in the form that works from a clone."""
+    return f"pip install -e '.[{extra}]' in the clone of mlx_mtp"
 
 
 @contextmanager

@@ -87,9 +87,11 @@ def _option(config: dict, name: str, default: bool) -> bool:
     return (config.get("eagle_config") or {}).get(name, config.get(name, default))
 
 
-def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> EagleHead:
-    """Make the module that these tensors are for; `captured` is the target's hidden_size. Raises ValueError."""
-    layer = _layer_config(config)
+def make_head(spec: MTPSpec, config: dict, layer: dict, names: Collection[str], captured: int) -> EagleHead:
+    """Make the module that these tensors are for; `captured` is the target's hidden_size. Raises ValueError.
+
+    layer: `layer_config(config)`, normalised.
+    """
     module = importlib.import_module(f"mlx_lm.models.{layer['model_type']}")
     args = module.ModelArgs.from_dict(layer)
     sliding = layer["layer_types"][0] == "sliding_attention"
@@ -109,12 +111,9 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
     )
 
 
-def _layer_config(config: dict) -> dict:
-    """Write config.json of the layer as mlx-lm reads it: flat, rope as before transformers 5, one layer."""
+def layer_config(config: dict) -> dict:
+    """Return config.json of the layer as of a model of one layer of a family of mlx-lm's. Raises ValueError."""
     layer = {**config, **config.get("transformer_layer_config", {})}
-    if rope := layer.get("rope_parameters"):
-        layer["rope_theta"] = rope.get("rope_theta", 10000.0)
-        layer["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
     for name, allowed in (("num_hidden_layers", 1), ("hidden_act", "silu")):
         if layer.get(name, allowed) != allowed:
             raise ValueError(f"{name}={layer[name]!r}: allowed is {allowed!r}")
