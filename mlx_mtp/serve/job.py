@@ -23,7 +23,7 @@ from .failures import dropped
 from .prefix_files import PrefixFiles
 from .prefixes import LAST, PrefixTree, comparisons
 from .together import Responses, Together
-from .tool_formats import ToolFormat
+from .tool_calls.call_format import CallFormat
 
 log = logging.getLogger("mlx_mtp.serve")
 # How tokenizers write a token that is one byte, and the letters by which others write each byte.
@@ -143,7 +143,7 @@ class Served(NamedTuple):
     tokenizer: Any
     tree: PrefixTree
     options: dict[str, Any]
-    tool_format: ToolFormat | None
+    tool_format: CallFormat | None
     files: PrefixFiles | None = None
     together: Together | None = None
 
@@ -281,7 +281,7 @@ def _decode(
     ask, stats = job.ask, Stats()
     splitter = Splitter(
         served.tokenizer, ask.stops, thinking=ask.chat and served.tokenizer.has_thinking, begun=ask.thinking,
-        tool_format=served.tool_format, tools=ask.tools,
+        tool_format=served.tool_format, tools=ask.tools, one_call=ask.one_call,
     )  # fmt: skip
     options = {**served.options, **ask.sampling, "max_tokens": most, "stats": stats}
     options["logprobs"] = ask.logprobs is not None
@@ -304,6 +304,7 @@ def _decode(
                 reason = "stop"  # even if it is the last token that may come
                 break
     _tell(job, splitter.end(cut=reason == "length"))
+    reason = "stop" if splitter.stopped is not None else reason
     reason = "tool_calls" if splitter.called and reason == "stop" else reason
     job.tell(End(reason, splitter.stopped, stats, cached, first, reasoned))
 
