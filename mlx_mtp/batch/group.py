@@ -20,6 +20,7 @@ from ..decoding.replay import Compiled
 from ..decoding.sampling import Picker
 from ..decoding.stats import Stats
 from ..layers.target import Target
+from ..tuning.controller import Controller
 from ..tuning.plan import Fixed, Plan
 from .control import Clock, Control, outcome
 from .pool import Mark, Pool
@@ -288,7 +289,7 @@ class Group:
             text.stats.counts(kept[-1][1], accepted, "heads")
             text.stats.shares(len(new), self.clock.took, waited)
             text.stats.replays(cycle.replayed)
-            if text.k:
+            if text.k and isinstance(cycle.control, Controller):
                 text.stats.pauses(cycle.control.paused)
             text.follows = text.base + accepted + 1
             if text.over:

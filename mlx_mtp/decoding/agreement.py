@@ -49,7 +49,7 @@ class Agreement:
     @property
     def paused(self) -> str:
         """Why rank 0 does not draft; "" on the other ranks."""
-        return self.control.paused
+        return self.control.paused if isinstance(self.control, Controller) else ""
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
         return self._plans.popleft()

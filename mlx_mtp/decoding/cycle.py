@@ -229,7 +229,8 @@ def learn(d: Decoder, flight: Flight, ahead: Flight | None) -> None:
     if flight.plan is not PROMPT:
         verified = flight.run.size - 1
         d.control.observe(Cycle(flight.plan, verified, flight.accepted, seconds, flight.caught_up, flight.matched))
-    d.stats.pauses(d.control.paused)
+    if isinstance(d.control, (Controller, Agreement)):
+        d.stats.pauses(d.control.paused)
 
 
 def among_its_like(seconds: float, waited: float, built: float, following: float) -> float:
