@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from .cache.from_mlx_lm import from_mlx_lm
-from .cache.prompt_cache import Mark, PromptCache, Quantizing, make_prompt_cache
+from .cache.prompt_cache import KEPT_SNAPSHOTS, Mark, PromptCache, Quantizing, make_prompt_cache
 from .cache.prompt_prefix import render, shared
 from .decoding.memory_needs import check_prompt, within
 from .decoding.options import cache_options, default_draft_tokens, default_step
@@ -25,7 +25,6 @@ from .tuning.idle_trials import IdleTrials
 
 Progress = Callable[[int, int], None]
 Responses = Generator[GenerationResponse, None, None]
-KEPT_SNAPSHOTS = 3  # each costs one copy of the wrapped windows
 
 
 class Stopped(Exception):

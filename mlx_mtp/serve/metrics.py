@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from ..decoding.buffer_count import Buffers
 from .engine import Engine
 from .job import End
 
@@ -28,6 +29,7 @@ class Metrics:
 
     def __init__(self, engine: Engine):
         self.engine, self._registry = engine, CollectorRegistry()
+        self.counted = Buffers()
         self.requests = self._made(Counter, "requests", "Requests, by how they ended.", ["reason"])
         self._counters = [(self._made(Counter, name, words), count) for name, (words, count) in COUNTERS.items()]
         depths = "spec_decode_num_accepted_tokens_per_pos", "Drafts of the heads that were right, by depth."
@@ -40,6 +42,8 @@ class Metrics:
             ("num_requests_waiting", "Requests that wait.", lambda: engine.waiting),
             ("prefix_cache_bytes", "Bytes of remembered beginnings.", lambda: self._tree("nbytes")),
             ("prefix_cache_chunks", "Chunks of remembered beginnings.", lambda: self._tree("chunks")),
+            ("prefix_cache_buffers", "Buffers of remembered beginnings.", lambda: self._tree("buffers")),
+            ("buffers", "Buffers of weights, prefix cache and active requests (estimate).", self._buffers),
             ("memory_bytes", "Bytes that MLX holds.", mx.get_active_memory),
         ):
             self._made(Gauge, name, words).set_function(value)
@@ -57,6 +61,11 @@ class Metrics:
     def text(self) -> bytes:
         """Write all figures in Prometheus' format."""
         return generate_latest(self._registry)
+
+    def _buffers(self) -> int:
+        """Estimate the buffers held: the tree's are counted, those of each active request were at the load."""
+        active, fixed = len(self.engine.running), self.counted.weights + self.counted.recordings
+        return self._tree("buffers") + (fixed + active * self.counted.caches if self.engine.served else 0)
 
     def _made(self, kind: Any, name: str, *words: Any, **more: Any) -> Any:
         return kind(f"mlx_mtp:{name}", *words, registry=self._registry, **more)

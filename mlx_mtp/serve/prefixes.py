@@ -21,10 +21,12 @@ import mlx.core as mx
 from .._version import __version__
 from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
-from ..cache.pieces import Moment, cut, has_rows, join, moment
+from ..cache.pieces import Moment, buffers, cut, has_rows, join, moment
 from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
+from ..machine.memory import METAL_BUFFERS
 
+MOST_BUFFERS = METAL_BUFFERS // 20  # of a tree: with the model and active requests it stays below a tenth
 LAST = 4  # rows that `rows_alike` compares, as many as a cycle with three drafts checks
 TICK = 1e-6  # seconds between two uses, at least
 NEAR = 4  # times as far from a plain step's as checked drafts' rows are: a chunk's are of that kind
@@ -72,6 +74,12 @@ class Chunk:
         held = [part for parts in self.rows for part in parts] + (self.moment.arrays if self.moment else [])
         return sum(part.nbytes for part in held)
 
+    @property
+    def buffers(self) -> int:
+        """Number of buffers: one per type of its rows, and one per type of its moment's arrays."""
+        rows = (part for parts in self.rows for part in parts)
+        return buffers(rows) + (buffers(self.moment.arrays) if self.moment else 0)
+
     def path(self) -> list["Chunk"]:
         """List the chunks from the first one of the text to this one."""
         chunks, chunk = [], self
@@ -89,15 +97,16 @@ def resumable(path: list[Chunk]) -> list[Chunk]:
 class PrefixTree:
     """Chunks of tokens, shared by all texts that begin alike, the least recently used ones dropped first.
 
-    blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing. decoded: answers may be
-    remembered as decoding left them; None until `comparisons` has decided it, which counts as False.
+    blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing. most_buffers: most
+    buffers. decoded: answers may be remembered as decoding left them; None until `comparisons` has decided it, which
+    counts as False.
     """
 
     decoded: bool | None = False
 
-    def __init__(self, blank: PromptCache, chunking: Chunking, limit: int):
-        self.blank, self.chunking, self.limit = blank, chunking, limit
-        self.root, self.nbytes, self.chunks = Chunk(), 0, 0
+    def __init__(self, blank: PromptCache, chunking: Chunking, limit: int, most_buffers: int = MOST_BUFFERS):
+        self.blank, self.chunking, self.limit, self.most_buffers = blank, chunking, limit, most_buffers
+        self.root, self.nbytes, self.buffers, self.chunks = Chunk(), 0, 0, 0
         self._now = 0.0
         self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
 
@@ -177,15 +186,14 @@ class PrefixTree:
         if (chunk := above.children.get(part)) is None:
             rows = cut(cache, (end - len(part), end), (above.primed, primed))
             chunk = above.children[part] = Chunk(part, above, rows, primed=primed)
-            self.nbytes += chunk.nbytes
-            self.chunks += 1
+            self._count(chunk)
         return chunk
 
     def _finish(self, chunk: Chunk, cache: PromptCache, *, resumes: bool) -> None:
         if chunk.moment is None and resumes:
-            self.nbytes -= chunk.nbytes
+            self._count(chunk, -1)
             chunk.moment = moment(cache)
-            self.nbytes += chunk.nbytes
+            self._count(chunk)
         path = chunk.path()
         mx.eval([part for each in path for parts in each.rows for part in parts])
         mx.eval(chunk.moment.arrays if chunk.moment else [])
@@ -196,14 +204,13 @@ class PrefixTree:
         known = above.children.get(chunk.tokens)
         if known is None:
             above.children[chunk.tokens], chunk.parent = chunk, above
-            self.nbytes += chunk.nbytes
-            self.chunks += 1
+            self._count(chunk)
             return chunk
         if known.primed != chunk.primed:
             return None
-        self.nbytes -= known.nbytes
+        self._count(known, -1)
         known.moment = known.moment or chunk.moment
-        self.nbytes += known.nbytes
+        self._count(known)
         return known
 
     def use(self, chunk: Chunk) -> None:
@@ -223,7 +230,13 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.root, self.nbytes, self.chunks = Chunk(), 0, 0
+        self.root, self.nbytes, self.buffers, self.chunks = Chunk(), 0, 0, 0
+
+    def _count(self, chunk: Chunk, sign: int = 1) -> None:
+        """Add a chunk to what is held, or with sign -1 take it away."""
+        self.nbytes += sign * chunk.nbytes
+        self.buffers += sign * chunk.buffers
+        self.chunks += sign
 
     def _takes(self, cache: PromptCache) -> bool:
         """Tell whether a cache can be remembered: not an empty one, or one of another layout."""
@@ -260,11 +273,11 @@ class PrefixTree:
             each.used = self._now
 
     def _shrink(self) -> None:
-        """Drop the ends of texts that were not needed for longest."""
-        while self.nbytes > self.limit and (chunk := min(self.leaves(), key=lambda c: c.used, default=None)):
+        """Drop the least recently used ends of texts until bytes and buffers are within their limits."""
+        while self.nbytes > self.limit or self.buffers > self.most_buffers:
+            chunk = min(self.leaves(), key=lambda c: c.used)
             assert chunk.parent is not None
-            self.nbytes -= chunk.nbytes
-            self.chunks -= 1
+            self._count(chunk, -1)
             del chunk.parent.children[chunk.tokens]
 
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
+from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
 from ..decoding.options import default_draft_tokens
 from .app import Site, application
 from .engine import Engine, Limits
@@ -30,7 +31,7 @@ from .tool_calls.table import format_of
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # seconds at the end in which what is remembered is written to files
-CHUNK, CHUNK_ON_CPU = (512, 32), (64, 24)  # tokens at most and at least: read fast, and little of it twice
+CHUNK, CHUNK_ON_CPU = (512, LEAST_CHUNK), (64, 24)  # tokens at most and at least: read fast, and little of it twice
 
 
 class Loaded(NamedTuple):
@@ -153,6 +154,7 @@ def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
     """Open the site's door for requests to a model that is loaded."""
     model, tokenizer, advised, _ = loaded
     served = shared(loaded, settings)
+    site.metrics.counted = count_buffers(served.tree.blank)
     own = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
     site.door = Door(
         names=settings.names,

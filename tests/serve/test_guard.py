@@ -161,6 +161,11 @@ def test_metrics(served):
     text = served.get("/metrics").text
     assert 'mlx_mtp:requests_total{reason="length"}' in text
     assert "mlx_mtp:spec_decode_num_accepted_tokens_per_pos_total" in text
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    tree, counted = served.site.engine.served.tree, served.site.metrics.counted
+    assert int(float(figures["mlx_mtp:prefix_cache_buffers"])) == tree.buffers
+    assert int(float(figures["mlx_mtp:buffers"])) == tree.buffers + counted.weights + counted.recordings
+    assert counted.weights > 0
 
 
 def test_nobody_is_served_before_the_model_is_loaded():
