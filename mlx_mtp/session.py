@@ -210,7 +210,8 @@ class ChatSession:
     def _check(self, new: int) -> None:
         """Raise ValueError where `new` tokens and an answer do not fit."""
         options = self.options
-        step, ignore = options.get("prefill_step_size") or default_step(), not options.get("check_memory", True)
+        step = options.get("prefill_step_size") or default_step(self.model)
+        ignore = not options.get("check_memory", True)
         limit = within(options.get("max_context"), self.cache.offset, new, options.get("max_tokens", 256))
         check_prompt(self.model, self.cache, new, limit, step, ignore=ignore)
 

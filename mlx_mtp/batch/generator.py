@@ -57,7 +57,7 @@ class BatchGenerator:
         self.model, self.max_tokens, self.sampler = model, max_tokens, sampler
         self.logits_processors = list(logits_processors or [])
         self.completion_batch_size = completion_batch_size
-        step = checked.default_step() if prefill_step_size is None else prefill_step_size
+        step = checked.default_step(model) if prefill_step_size is None else prefill_step_size
         self.settings = settings = Settings(model, step, max_kv_size, **options)
         checked.check_sampling(settings.sampling, sampler, settings.draft_sampling)
         checked.check_numbers(max_tokens, step, settings.seed, settings.draft_p_min)

@@ -124,7 +124,7 @@ class Patient:
         """Time passes over 1 to 8 rows, with stock modules and with the kernels that are on."""
         text = verify.text_of(self.subject, CONTEXT)
         plan = verify.CurvePlan(ROWS, (CONTEXT,), ROUNDS)
-        seconds = next(verify.measure(self.model, text, self.kernels, plan, default_step()))["seconds"]
+        seconds = next(verify.measure(self.model, text, self.kernels, plan, default_step(self.model)))["seconds"]
         costs = {side: [ratio(of[m], of[1]).median for m in ROWS] for side, of in seconds.items()}
         one = {side: measured(of[1]).median for side, of in seconds.items()}
         return {"context": CONTEXT, "rows": list(ROWS), "costs": costs, "one_row_seconds": one}
@@ -133,7 +133,8 @@ class Patient:
         """Time mlx-lm's loop, ours without drafts, and with them."""
         session = decode.open_session(self.subject, (), ROUNDS, 0.0)
         prompts = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES)
-        settings = decode.LoopSettings(max_tokens=MAX_TOKENS, stop_tokens=self.subject.stop_tokens)
+        given = {"stop_tokens": self.subject.stop_tokens, "prefill_step_size": default_step(self.model)}
+        settings = decode.LoopSettings(max_tokens=MAX_TOKENS, **given)
         decode.measure(session, prompts, settings, lambda *_: None)
         found = decode.as_result(session, {"max_tokens": MAX_TOKENS})
         loops = [
@@ -153,7 +154,7 @@ class Patient:
         """Time a cycle's phases, each waited for, and what the host does in between."""
         (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
         k = min(DRAFTS, default_draft_tokens(self.model))
-        work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_step())
+        work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_step(self.model))
         timers, undisturbed = profile.profile(work, rounds=ROUNDS)
         phases = {
             name: 1e3 * measured([t.phases[name] / max(1, t.cycles) for t in timers]).median

@@ -24,6 +24,7 @@ from ..cache.mlx_lm_caches import MlxLmCaches
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
 from ..decoding.prefill import test_heads
+from ..decoding.prefill_chunk import prefill_chunk
 from ..layers.expert_rows import cut_experts, number_rows
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
@@ -113,6 +114,7 @@ def load(
             warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=2)
         _finish(model, path, vocab, tokenizer, lane, budget, lazy=lazy)
         wire(nbytes(model.parameters()), wired_limit)
+        model.report = replace(model.report, prefill_chunk=prefill_chunk(model, budget.layout, lazy=lazy))
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -139,6 +141,7 @@ def load_model(
         model = _load(path, read_config(path), drafting, budget, ranks, lazy=lazy)
         _finish(model, path, vocab, None, lane, budget, lazy=lazy)
         wire(nbytes(model.parameters()), wired_limit)
+        model.report = replace(model.report, prefill_chunk=prefill_chunk(model, budget.layout, lazy=lazy))
     return model
 
 

@@ -198,7 +198,12 @@ cache_options = options(
     typed(
         "--max-kv-size", POSITIONS, None, "Full attention keeps this many positions: the first four, and the last."
     ),
-    typed("--prefill-step-size", IntRange(1), None, "Prompt tokens per chunk.  [default: 2048, on a CPU 256]"),
+    typed(
+        "--prefill-step-size",
+        IntRange(1),
+        None,
+        "Prompt tokens per chunk.  [default: chosen at the load]",
+    ),
     typed("--kv-bits", BITS, None, "Quantize the target's KV cache; near-ties may then depend on the drafts."),
     typed("--mtp-kv-bits", BITS, None, "Quantize the heads' KV caches."),
     typed(
@@ -245,11 +250,11 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     with loading(shown=shown):
         from ..checkpoint.load import load
         from ..decoding.memory_needs import UNCHECKED, Budget
-        from ..decoding.options import default_step
+        from ..decoding.options import largest_step
         from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     path = checkpoint_path(flags["model"])  # a download shows progress of its own
-    context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or default_step()
+    context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or largest_step()
     budget = Budget(context, step, cache_layout(flags), flags.get("ignore_memory", False))
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
@@ -297,15 +302,13 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
 
 def generation_options(tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
     """Collect the keyword arguments of `stream_generate`; `cache` has been loaded, or is None."""
-    from ..decoding.options import default_step
-
     names = ("max_tokens", "max_context", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min")
     names += ("prompt_lookup", "compile_cycles")
     return {
         **{name: flags[name] for name in names},
         "check_memory": not flags["ignore_memory"],
-        "prefill_step_size": flags["prefill_step_size"] or default_step(),
+        "prefill_step_size": flags["prefill_step_size"],
         "xtc_special_tokens": [*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
         **({"prompt_cache": cache} if cache is not None else cache_layout(flags)),
     }
