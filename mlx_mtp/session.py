@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from .cache.from_mlx_lm import from_mlx_lm
-from .cache.prompt_cache import KEPT_SNAPSHOTS, Mark, PromptCache, Quantizing, make_prompt_cache
+from .cache.prompt_cache import Mark, PromptCache, Quantizing, make_prompt_cache
 from .cache.prompt_prefix import render, shared
+from .decoding.buffer_count import KEPT_SNAPSHOTS
 from .decoding.memory_needs import check_prompt, within
 from .decoding.options import cache_options, default_draft_tokens, default_step
 from .decoding.stats import Stats

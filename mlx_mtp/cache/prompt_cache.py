@@ -21,7 +21,6 @@ from .ring import Ring
 GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)
 AT_FIRST = 24  # rows that heads with windows read before they draft: more hardly better their drafts, and take time
-KEPT_SNAPSHOTS = 3  # of a conversation: each costs one copy of the wrapped windows
 SPILL = 16  # the backlog is joined and cut at about this many rows, not at each one
 
 

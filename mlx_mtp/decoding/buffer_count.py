@@ -7,11 +7,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..cache.pieces import buffers, has_rows
-from ..cache.prompt_cache import KEPT_SNAPSHOTS, SPILL, PromptCache
+from ..cache.prompt_cache import SPILL, PromptCache
 from ..layers.target import Target
 from .graph_memory import fill, graph_of, shaped
 from .replay import KEPT
 
+KEPT_SNAPSHOTS = 3  # of a chat session: each costs one copy of the wrapped windows
 CONVERSATION = 131_072  # tokens of the conversation that an estimate is for, unless the model is made for fewer
 LEAST_CHUNK = 32  # tokens of the shortest chunks into which the server cuts one, at turns
 CONTEXT, VERIFIED = 8, 4  # positions and rows of the pass whose arrays are counted
