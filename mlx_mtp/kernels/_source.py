@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ._first_launch import KernelRefused, Launch, Refusal, Threads, listeners, note
 from ._shorten import Short, Text, shorten
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
@@ -53,26 +54,35 @@ def launch(
 
     inputs: arrays and numbers by the names that the body has for them. outputs: shape and dtype of each, by name.
     template: dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied first, unless the body
-    reads strides.
+    reads strides. Raises KernelRefused where MLX does not take it.
     """
     names, values = (tuple(inputs), tuple(outputs), tuple(template)), tuple(template.values())
-    made, short, size = _made(mx.fast.metal_kernel, DIRECTORY, op, names, values)
-    _launched.held += size
     shapes, dtypes = zip(*outputs.values(), strict=True)
-    return made(
-        inputs=list(inputs.values()),
-        template=list(zip(short, values, strict=True)),
-        grid=grid,
-        threadgroup=group,
-        output_shapes=shapes,
-        output_dtypes=dtypes,
-    )
+    given = list(inputs.values())
+    try:
+        made, short, size, ran = _made(mx.fast.metal_kernel, DIRECTORY, op, names, values)
+        _launched.held += size
+        arrays = made(
+            inputs=given,
+            template=list(zip(short, values, strict=True)),
+            grid=grid,
+            threadgroup=group,
+            output_shapes=shapes,
+            output_dtypes=dtypes,
+        )
+    except Exception as e:
+        raise KernelRefused([Refusal((op, names[-1], values), e)]) from e
+    if group not in ran or listeners:
+        sizes = {"grid": grid, "threadgroup": group, "output_shapes": shapes, "output_dtypes": dtypes}
+        how = {"template": list(zip(short, values, strict=True)), **sizes}
+        note(Launch((op, names[-1], values), mx.fast.metal_kernel, made, given, how, ran))
+    return arrays
 
 
 @functools.cache
 def _made(
     maker: Callable[..., Any], directory: Path, op: str, names: tuple[Names, Names, Names], values: tuple[object, ...]
-) -> tuple[Callable[..., Any], list[Text], int]:
+) -> tuple[Callable[..., Any], list[Text], int, set[Threads]]:
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
     numbers = ((name, v) for name, v in zip(names[-1], values, strict=True) if isinstance(v, int))
     known = tuple((name, v) for name, v in numbers if isinstance(v, bool) or name in FORMAT)
@@ -81,7 +91,7 @@ def _made(
     strided = "_strides" in source.whole  # which may stand where the values decide against it
     more = {"source": source, "header": header, "ensure_row_contiguous": not strided}
     size = len(header) + len(source) + RESERVED
-    return maker(name=op, input_names=inputs, output_names=outputs, **more), template, size
+    return maker(name=op, input_names=inputs, output_names=outputs, **more), template, size, set()
 
 
 @functools.cache

@@ -7,10 +7,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..kernels import padded
-from ..machine.errors import with_type
+from ..kernels import out_of_memory, padded
 from ..machine.progress import tell
-from .ab_test import FAILS, KernelTrial, check, compile_kernel, time_pair
+from .ab_test import FAILS, KernelTrial, check, compile_kernel, failing, time_pair
 from .kernel_verdict import AS_ROWS, KernelVerdict, judged, off
 from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
 
@@ -58,12 +57,22 @@ def decide(
         return {trial.key: off(ASKED) for trial in trials}
     if lane is None:
         return _by_trial(trials, Decisions(timer, budget, stop), remembered)
+    known = {key: found.wrong for key, found in remembered.recall().items() if refused(found)} if remembered else {}
     wrong: dict[Key, str | None] = {}
     for done, trial in enumerate(trials):
         tell(TRYING, done, len(trials))
-        wrong[trial.key] = wrong[trial.base] if trial.base else check(trial)
-    _warn_of_wrong(wrong)
+        wrong[trial.key] = wrong[trial.base] if trial.base else known.get(trial.key) or check(trial)
+    new = {key: Found(reason, None) for key, reason in wrong.items() if reason and key not in known}
+    if remembered:
+        remembered.add({key: found for key, found in new.items() if refused(found)})
+    warn_of_wrong({key: found.wrong for key, found in new.items()})
     return {key: off(reason) if reason else KernelVerdict(True, True, reason=ASKED) for key, reason in wrong.items()}
+
+
+def refused(found: Found) -> bool:
+    """Tell whether a kernel was found not to compile or run, which it will not the next time either."""
+    wrong = found.wrong or ""
+    return wrong.startswith(FAILS) and not out_of_memory(wrong)
 
 
 def sharing(trials: Iterable[KernelTrial]) -> list[list[KernelTrial]]:
@@ -108,7 +117,7 @@ class Decisions:
         try:
             self.found[trial.key] = Found(wrong, None if wrong else float(self.timer(trial)))
         except Exception as e:
-            return KernelVerdict(False, True, reason=f"timing it fails with {with_type(e)}")
+            return KernelVerdict(False, True, reason=f"timing it {failing(e)}")
         return judged(self.found[trial.key])
 
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
@@ -145,15 +154,14 @@ def _by_trial(
             tell(TRYING, done, len(groups))
             decisions.judge(group)
     finally:
-        # What failed is tried again by the next load: memory may have been short.
-        kept = {key: finding for key, finding in found.items() if not (finding.wrong or "").startswith(FAILS)}
-        if remembered and kept:
-            remembered.keep({**decisions.known, **kept})
-    _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
+        # What failed for want of memory is tried again by the next load.
+        if remembered:
+            remembered.add({key: f for key, f in found.items() if refused(f) or not (f.wrong or "").startswith(FAILS)})
+    warn_of_wrong({key: finding.wrong for key, finding in found.items()})
     return {trial.key: decisions.verdicts[trial.key] for trial in trials}
 
 
-def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
+def warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
     """Warn, in a line per op: MLX may have changed what the kernel has to equal."""
     wrong = [(key, reason) for key, reason in reasons.items() if reason]
     for op, group in itertools.groupby(sorted(wrong), key=lambda item: item[0][0]):

@@ -51,6 +51,11 @@ class RememberedVerdicts:
         self._found = dict(found)
         self._file.keep(found=[[*key, *finding] for key, finding in found.items()])
 
+    def add(self, found: Mapping[Key, Found]) -> None:
+        """Keep more findings, if there are any, beside those that are kept."""
+        if found:
+            self.keep({**self.recall(), **found})
+
 
 def _parsed(entry: list) -> tuple[Key, Found]:
     """Read one line of the file; ValueError where this module cannot have written it."""
