@@ -155,8 +155,9 @@ def _by_trial(
             decisions.judge(group)
     finally:
         # What failed for want of memory is tried again by the next load.
+        kept = {key: f for key, f in found.items() if refused(f) or not (f.wrong or "").startswith(FAILS)}
         if remembered:
-            remembered.add({key: f for key, f in found.items() if refused(f) or not (f.wrong or "").startswith(FAILS)})
+            remembered.add(kept)
     warn_of_wrong({key: finding.wrong for key, finding in found.items()})
     return {trial.key: decisions.verdicts[trial.key] for trial in trials}
 
