@@ -13,7 +13,7 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
-from ..decoding.prefill import first_run, read_chunk, test_heads
+from ..decoding.prefill import first_tokens, read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..layers.target import Target
 from ..machine.memory import wired
@@ -269,13 +269,13 @@ class BatchGenerator:
         if text.k:
             test_heads(self.model)
         try:
-            run = first_run(self.model, text.cache, hidden, text.picker)
+            run, first = first_tokens(self.model, text.cache, hidden, text.picker)
         except Exception as e:
             text.fail(e)
             self._note_failed([text])
             return []
         text.tokens = list(text.cache.tokens)
-        shown = text.show(run.read()[0], 0, run.logprobs)
+        shown = text.show(first, 0, run.logprobs)
         text.stats.begins()
         if not text.over:
             self._places.begin(text, run)

@@ -78,11 +78,15 @@ def _read_chunk(
     return hidden, len(chunk)
 
 
-def read_again(model: Target, cache: PromptCache, *, heads: bool, step: int) -> None:
-    """Read again all tokens that a cache, at rest, holds: its arrays were lost with a graph that failed."""
+def read_again(model: Target, cache: PromptCache, *, heads: bool, step: int) -> mx.array:
+    """Read again all tokens that a cache, at rest, holds: its arrays were lost with a graph that failed.
+
+    Returns the last hidden rows.
+    """
     fresh = unread(cache)
-    prefill(model, fresh, cache.tokens, heads=heads, step=step)
+    hidden = prefill(model, fresh, cache.tokens, heads=heads, step=step)
     take_over(cache, fresh)
+    return hidden
 
 
 def evaluated(evaluate: Callable[..., T], *args: Any) -> T:
@@ -91,6 +95,18 @@ def evaluated(evaluate: Callable[..., T], *args: Any) -> T:
         return evaluate(*args)
     except (RuntimeError, ValueError) as e:
         raise GraphFailed(e) from e
+
+
+def first_tokens(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> tuple[Run, list[int]]:
+    """Choose the first new token as `first_run` does, and wait for it; without kernels to blame for what fails."""
+    fallback = Fallback(model)
+    while True:
+        try:
+            run = first_run(model, cache, hidden, picker)
+            run_first(model)
+            return run, evaluated(run.read)[0]
+        except TROUBLE as e:
+            fallback.take(e, cache.offset)
 
 
 def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> Run:

@@ -72,21 +72,20 @@ class Fallback:
         """
         if isinstance(error, KernelRefused):
             return fall_back(self.model, error)
-        found = on(self.model)
-        if getattr(self.model, "ranks", None) or not found:  # other ranks wait within the graph
+        if getattr(self.model, "ranks", None) or not any_on(self.model):  # other ranks wait within the graph
             raise error.error
         if refusals := run_again():
             return fall_back(self.model, KernelRefused(refusals))
         if self.after == tokens:
-            return switch_off(self.model, dict.fromkeys(found, failing(error.error)))
+            return switch_all_off(self.model, failing(error.error))
         self.after = tokens
         drop_recordings(self.model)
         warnings.warn(f"a graph with kernels {failing(error.error)}; it is built again", stacklevel=2)
 
 
-def on(model: Any) -> list[Key]:
-    """List the kernels of a model that are on, by op, shape and rows."""
-    return [key for key, verdict in trials_of(model).all_verdicts.items() if verdict.on] if placed(model) else []
+def any_on(model: Any) -> bool:
+    """Tell whether a kernel of a model is on."""
+    return any(site.rows for site in placed(model))
 
 
 def trials_of(model: Any) -> ModelTrials:
@@ -101,9 +100,12 @@ def fall_back(model: Any, error: KernelRefused) -> None:
     if ranks := getattr(model, "ranks", None):
         told = ranks.all_told([[*key, reason] for key, reason in blamed.items()])
         blamed = {(op, shape, rows): reason for found in told for op, shape, rows, reason in found}
-    if not blamed:
+    if blamed:
+        switch_off(model, blamed)
+    elif any_on(model):
+        switch_all_off(model, failing(error))
+    else:
         raise error
-    switch_off(model, blamed)
 
 
 def blame(found: ModelTrials, refusals: list[Refusal]) -> dict[Key, str]:
@@ -134,14 +136,25 @@ def launches_of(trial: KernelTrial) -> set[tuple]:
     return set(keys)
 
 
-def switch_off(model: Any, reasons: dict[Key, str]) -> None:
-    """Switch kernels off, by op, shape and rows, for these reasons; keep that, warn and let the report say so."""
+def switch_off(model: Any, reasons: dict[Key, str], *, remembered: bool = True) -> None:
+    """Switch kernels off, by op, shape and rows, for these reasons; warn, and let the report say so.
+
+    remembered: later loads leave them off.
+    """
     found = trials_of(model)
     for key, reason in reasons.items():
-        found.reject(key, reason)
+        found.reject(key, reason, remembered=remembered)
     put_on(model, found)
     drop_recordings(model)
     warn_of_wrong(reasons)
+
+
+def switch_all_off(model: Any, reason: str) -> None:
+    """Switch all kernels off, until the model is loaded again."""
+    on = [key for key, verdict in trials_of(model).all_verdicts.items() if verdict.on]
+    switch_off(model, dict.fromkeys(on, reason), remembered=False)
+    for site in placed(model):
+        site.rows = frozenset()
 
 
 def drop_recordings(model: Any) -> None:

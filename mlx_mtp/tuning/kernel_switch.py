@@ -138,13 +138,14 @@ class ModelTrials:
         """The verdicts of `all_trials`."""
         return {**self.verdicts, **(self.matrices.verdicts if self.matrices else {})}
 
-    def reject(self, key: Key, reason: str) -> None:
-        """Note, for later loads too, that a kernel was refused; it is off from the next `switched` on."""
+    def reject(self, key: Key, reason: str, *, remembered: bool) -> None:
+        """Note, for later loads too if asked for, that a kernel failed; it is off from the next `switched` on."""
         if self.matrices and key in self.matrices.verdicts:
-            return self.matrices.reject(key, reason)
+            return self.matrices.reject(key, reason, remembered=remembered)
         contexts = [trial.key for trial in self.trials if trial.base == key]
         self.verdicts |= dict.fromkeys([key, *contexts], off(reason))
-        self.remembered.add({key: Found(reason, None)})
+        if remembered:
+            self.remembered.add({key: Found(reason, None)})
 
     def begin(self) -> None:
         """Decide on what the first cycles use; where all of that is remembered, let it be compiled, and go on."""
