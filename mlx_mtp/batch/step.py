@@ -14,6 +14,7 @@ from ..cache.slots import gather
 from ..decoding import draft as single
 from ..decoding.draft_sampling import DraftChooser
 from ..decoding.sampling import Picker
+from ..kernels import KernelRefused
 from ..layers.target import Target
 from .pool import Pool, PoolArrays
 
@@ -195,6 +196,8 @@ def pick(
                 drawn, logprobs = p(logits[i], at, text.tokens, guesses)
             else:
                 drawn, logprobs = p.pick(model, hidden[i : i + 1], at, text.tokens, guesses)
+        except KernelRefused:
+            raise
         except Exception as e:  # of a user's own sampler or processor; nobody sees this text's row
             text.fail(e)
             continue
