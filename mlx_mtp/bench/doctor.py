@@ -15,6 +15,7 @@ from ..decoding.options import default_draft_tokens, default_step
 from ..kernels import on_metal
 from ..machine.errors import with_type
 from ..tuning.ab_test import KernelTrial, check, compile_kernel, time_pair
+from ..tuning.kernel_fallback import failed_kernels
 from ..tuning.kernel_switch import trials
 from . import decode, emulated_check, profile, result, verify
 from .decode_tables import rows as decode_rows
@@ -45,6 +46,7 @@ def examine(subject: Subject, tell: Tell) -> Found:
     for name, run in parts.items():
         tell(PARTS[name])
         found[name] = _or_why({}, run)
+    found["refused"] = [list(failed) for failed in failed_kernels(subject.model)]
     found["thermal"] = {"before": before, "after": thermal_state()}
     return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
 

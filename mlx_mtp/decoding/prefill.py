@@ -98,15 +98,25 @@ def evaluated(evaluate: Callable[..., T], *args: Any) -> T:
 
 
 def first_tokens(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> tuple[Run, list[int]]:
-    """Choose the first new token as `first_run` does, and wait for it; without kernels to blame for what fails."""
+    """Choose the first new token as `first_run` does, and wait for it."""
+    return without_refused(model, _first_tokens, model, cache, hidden, picker)
+
+
+def _first_tokens(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> tuple[Run, list[int]]:
+    run = first_run(model, cache, hidden, picker)
+    run_first(model)
+    return run, evaluated(run.read)[0]
+
+
+def without_refused(model: Target, work: Callable[..., T], *args: Any) -> T:
+    """Return work(*args), which builds graphs and evaluates them; it is called again without refused kernels."""
     fallback = Fallback(model)
     while True:
         try:
-            run = first_run(model, cache, hidden, picker)
-            run_first(model)
-            return run, evaluated(run.read)[0]
+            return work(*args)
         except TROUBLE as e:
-            fallback.take(e, cache.offset)
+            vote(model, e)
+            fallback.take(e, 0)
 
 
 def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> Run:

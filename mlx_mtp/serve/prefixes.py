@@ -16,7 +16,9 @@ import mlx.core as mx
 from ..cache.layer_cache import Parts
 from ..cache.pieces import Moment, cut, has_rows, join, moment
 from ..cache.prompt_cache import PromptCache
+from ..decoding.prefill import evaluated, without_refused
 from ..layers.target import Target
+from ..tuning.kernel_fallback import run_first
 
 LAST = 4  # rows that `rows_alike` compares, as many as a cycle with three drafts checks
 NEAR = 4  # times as far from a plain step's as checked drafts' rows are: a chunk's are of that kind
@@ -232,6 +234,10 @@ def rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:
 
     blank: an empty cache.
     """
+    return without_refused(model, _rows_alike, model, blank, rows)
+
+
+def _rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:
     chunk, first = _hidden(model, blank, (rows,)), rows - LAST
     if chunk.dtype != mx.float32:
         return False
@@ -245,7 +251,8 @@ def _hidden(model: Target, blank: PromptCache, pieces: tuple[int, ...]) -> mx.ar
     for n in pieces:
         tokens = mx.arange(begun, begun + n) * 7 % model.vocab_size
         found.append(model.hidden(tokens[None], cache.layers))
-        mx.eval(found[-1], cache.arrays)
+        run_first(model)
+        evaluated(mx.eval, found[-1], cache.arrays)
         begun += n
     return mx.concatenate(found, axis=1)[:, -LAST:]
 

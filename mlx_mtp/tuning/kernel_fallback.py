@@ -2,11 +2,11 @@
 
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..kernels import KernelRefused, Refusal, launched, run_again, run_new
 from ..machine.errors import refusal
-from .ab_test import KernelTrial, failing
+from .ab_test import FAILS, KernelTrial, failing
 from .kernel_sites import placed
 from .kernel_switch import ModelTrials, put_on
 from .kernel_trials import warn_of_wrong
@@ -14,6 +14,14 @@ from .verdict_file import Key
 
 # Kernels that no trial launches: they draw from what the kernel of a trial has found.
 BESIDE = {"draw_top": "verify_head"}
+
+
+class Failed(NamedTuple):
+    """A kernel that is off because it does not compile or run. kernel: op and shape. rows: the row counts."""
+
+    kernel: str
+    rows: tuple[int, ...]
+    reason: str
 
 
 class GraphFailed(RuntimeError):
@@ -144,6 +152,7 @@ def switch_off(model: Any, reasons: dict[Key, str], *, remembered: bool = True) 
     found = trials_of(model)
     for key, reason in reasons.items():
         found.reject(key, reason, remembered=remembered)
+    vars(model)["_failed"] = {**vars(model).get("_failed", {}), **reasons}
     put_on(model, found)
     drop_recordings(model)
     warn_of_wrong(reasons)
@@ -155,6 +164,18 @@ def switch_all_off(model: Any, reason: str) -> None:
     switch_off(model, dict.fromkeys(on, reason), remembered=False)
     for site in placed(model):
         site.rows = frozenset()
+
+
+def failed_kernels(model: Any) -> list[Failed]:
+    """List the kernels of a model that do not compile or run, as its trials or a graph have found."""
+    found = getattr(model, "_trials", None)
+    verdicts = {} if found is None else found.all_verdicts
+    reasons = {key: v.reason for key, v in verdicts.items() if v.reason.startswith(FAILS)}
+    reasons |= vars(model).get("_failed", {})
+    lines: dict[tuple[str, str], list[int]] = {}
+    for (op, shape, rows), reason in sorted(reasons.items()):
+        lines.setdefault((f"{op} {shape}", reason), []).append(rows)
+    return [Failed(kernel, tuple(rows), reason) for (kernel, reason), rows in lines.items()]
 
 
 def drop_recordings(model: Any) -> None:

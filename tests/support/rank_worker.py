@@ -3,15 +3,18 @@
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from oracle import Oracle
+from stand_in import standing_in, switched_on
 
 import mlx_mtp
 from mlx_mtp.decoding import step as one_step
+from mlx_mtp.kernels import _source
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2, 4, 4, 1]
 
@@ -83,6 +86,26 @@ def texts(path: str, group, *, few: bool = False) -> dict:
         "bytes": {n: a.nbytes for n, a in parameters.items() if ".layers." in n and not n.startswith("mtp.")},
         "logits": np.array(logits.astype(mx.float32)).tolist(),
     }
+
+
+def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | None = None) -> dict:
+    """Texts with all kernels on, of which these ranks are refused one; what is off in the end, and was warned of."""
+    plain = mlx_mtp.load_model(path, tensor_group=group)
+    most, found = plain.max_draft_tokens, {}
+    asked = [{"num_draft_tokens": k, **more} for k in (0, most) for more in ({}, {"temp": 1.0, "seed": 7})]
+    asked += [{"num_draft_tokens": most, "draft_p_min": 0.3}]
+    want = [generated(plain, **options) for options in asked]
+    here = group.rank() in ranks
+
+    def refuses(launched, template):
+        return how if here and launched == op and rows in (None, template.get("ROWS")) else None
+
+    with standing_in(refuses), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for options, text in zip(asked, want, strict=True):
+            _source._made.cache_clear()  # as in a new process
+            found[str(options)] = generated(switched_on(plain), **options) == text
+    return {"same": found, "kernels": plain.report.kernels, "warned": len(caught)}
 
 
 if __name__ == "__main__":
