@@ -27,6 +27,7 @@ from mlx_mtp.bench.subject import make_prompts
 from mlx_mtp.cache import prompt_cache
 from mlx_mtp.decoding import step as step_module
 from mlx_mtp.decoding.draft import NONE_ACCEPTED, Drafts, _put, draft
+from mlx_mtp.decoding.summary import percentages
 from mlx_mtp.demo import demo_path
 
 LONG, FIRST = 500, 40  # tokens of the second table's prompts, and behind them
@@ -103,14 +104,14 @@ def main(model: str, prompts: Path, max_tokens: int) -> None:
     for category in results["exact"]:
         for name, counts in results.items():
             stats = counts[category]
-            rates = " / ".join(f"{rate:.1%}" for rate in stats.acceptance)
+            rates = percentages(stats.by_depth, decimals=1)
             table.add_row(category, name, str(stats.cycles), rates, f"{stats.tokens_per_cycle:.3f}")
     Console(width=110).print(table)
     if all(loaded.head_windows()):
         table = Table("rows read at first", "cycles", "accepted per depth", "tok/cycle")
         results["rows at first"] = behind_long_prompts(loaded, tokenizer)
         for rows, stats in results["rows at first"].items():
-            rates = " / ".join(f"{rate:.1%}" for rate in stats.acceptance)
+            rates = percentages(stats.by_depth, decimals=1)
             table.add_row(str(rows), str(stats.cycles), rates, f"{stats.tokens_per_cycle:.3f}")
         Console(width=110).print(table)
     figures = {

@@ -26,6 +26,7 @@ from mlx_mtp.bench import timing
 from mlx_mtp.bench.decode import Loop, LoopSettings, MlxLm, Ours, Reader, twin
 from mlx_mtp.bench.result import environment
 from mlx_mtp.bench.subject import forget
+from mlx_mtp.decoding.summary import paused, percentages
 from mlx_mtp.demo import demo_path
 
 HERE = Path(__file__).parent
@@ -121,7 +122,7 @@ def print_tables(seconds: dict, texts: list, prompts: list, stats: dict) -> None
             f"{statistics.median(values):.0f}",
             *(f"{ratio:.2f}x" for ratio in ratios),
             f"{counts.tokens_per_cycle:.2f}" if drafting else "",
-            " / ".join(f"{rate:.0%}" for rate in counts.acceptance) if drafting else "",
+            percentages(counts.by_depth) if drafting else paused(counts.paused) if counts else "",
             _lengths(counts) if drafting else "",
         )
     console.print(table)

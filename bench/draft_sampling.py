@@ -26,6 +26,7 @@ from mlx_mtp.bench.decode import timed
 from mlx_mtp.bench.result import environment
 from mlx_mtp.decoding.draft_sampling import DraftChooser
 from mlx_mtp.decoding.sampling import DRAFT_SAMPLING, Picker
+from mlx_mtp.decoding.summary import percentages
 from mlx_mtp.demo import demo_path
 
 SETTINGS = {
@@ -138,7 +139,7 @@ def print_table(results: dict) -> None:
     for setting, modes in results.items():
         per_token = {mode: np.array(m["seconds"]) / m["tokens"] for mode, m in modes.items()}
         for mode, m in modes.items():
-            rates = (" / ".join(f"{rate:.1%}" for rate in part["acceptance"]) for part in (m, m["expected"]))
+            rates = (percentages(part["acceptance"], decimals=1) for part in (m, m["expected"]))
             per_cycle = (f"{part['tokens_per_cycle']:.3f}" for part in (m, m["expected"]))
             ratio, milliseconds = per_token["greedy"] / per_token[mode], 1000 * np.median(per_token[mode])
             row = (*rates, *per_cycle, f"{milliseconds:.2f}", f"{np.median(ratio):.2f}x")

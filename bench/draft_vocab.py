@@ -25,6 +25,7 @@ import mlx_mtp
 from mlx_mtp.bench.decode import Loop, LoopSettings, Ours
 from mlx_mtp.bench.result import environment
 from mlx_mtp.checkpoint.draft_vocab import most_frequent
+from mlx_mtp.decoding.summary import percentages
 from mlx_mtp.demo import demo_path
 
 SIZES = (128, 256, 512, 1024, 2048)
@@ -116,7 +117,7 @@ def table(figures: dict[str, dict]) -> Table:
             name,
             f"{f['head_bytes'] / 1e6:.2f} MB",
             f"{f['covered']:.1%}",
-            " / ".join(f"{rate:.1%}" for rate in f["acceptance"]),
+            percentages(f["acceptance"], decimals=1),
             f"{f['tokens_per_cycle']:.3f}",
             f"{1e3 * statistics.median(times[name]) / f['cycles']:.2f}",
             f"{1 / (statistics.median(faster) * per_cycle):.2f}x",

@@ -20,6 +20,7 @@ from rich.table import Table
 import mlx_mtp
 from mlx_mtp.bench.result import environment
 from mlx_mtp.checkpoint.convert import extract_heads
+from mlx_mtp.decoding.summary import percentages, shares
 from mlx_mtp.demo import demo_path
 
 WIDTHS = (4, 6, 8, None)
@@ -78,7 +79,7 @@ def main(model: Path, prompts: Path, max_tokens: int, out: Path | None) -> None:
     whole = found["as they are"]["bytes"]
     table = Table("heads", "in them", "file", "of whole", "accepted per depth", "tokens per cycle", "cycles")
     for name, counts in found.items():
-        rates = " / ".join(f"{a / d:.1%}" for a, d in zip(counts["accepted"], counts["drafted"], strict=True))
+        rates = percentages(shares(counts["drafted"], counts["accepted"]), decimals=1)
         size = f"{counts['bytes'] / 1e6:.2f} MB", f"{counts['bytes'] / whole:.0%}"
         table.add_row(
             name, counts["precision"], *size, rates, f"{counts['tokens_per_cycle']:.3f}", str(counts["cycles"])

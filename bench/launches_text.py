@@ -9,7 +9,7 @@ graphs, as `launches.py` does.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -40,10 +40,14 @@ class Launch(NamedTuple):
 
 def texts(model: Any, rows: int) -> list[tuple[str, str]]:
     """List (kernel, MLX's whole text) of each launch of ours in a cycle of rows - 1 drafts; of 1 a plain step."""
+    return recorded(*cycle_of(model, rows))
+
+
+def recorded(fn: Callable[..., Any], arrays: Sequence[mx.array]) -> list[tuple[str, str]]:
+    """List (kernel, MLX's whole text) of each launch of ours in fn(*arrays)."""
     events: list[dict[str, Any]] = []
-    cycle, arrays = cycle_of(model, rows)
     with as_on_a_mac():
-        mx.export_function(events.append, cycle, *arrays)
+        mx.export_function(events.append, fn, *arrays)
     sources = [event["arguments"][:2] for event in events if event.get("name") == "CustomKernel"]
     named = [(name.removeprefix("custom_kernel_").split("__")[0], text) for name, text in sources]
     return [(op, text) for op, text in named if (DIRECTORY / f"{op}.metal").exists()]

@@ -21,5 +21,4 @@ for response in mlx_mtp.stream_generate(model, tokenizer, prompt, max_tokens=60)
 # Each response has mlx_lm's fields, and `stats`: the last one's are those of the whole text.
 stats = response.stats
 print(f"\n\n{response.generation_tokens} tokens, {response.generation_tps:.0f} a second ({response.finish_reason})")
-print(f"{stats.cycles} passes of the model, {stats.tokens_per_cycle:.2f} tokens each")
-print("drafts that were right, by depth:", ", ".join(f"{rate:.0%}" for rate in stats.acceptance))
+print(f"{stats.cycles} passes of the model: {stats.summary}")

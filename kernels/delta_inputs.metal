@@ -64,7 +64,8 @@ for (int block = 0; block < BLOCKS; block++) {
         const int from = t + tap;
         newest = from < behind ? before[own + (n + from) * before_strides[1] + c * before_strides[2]]
                                : x[(from - behind) * x_strides[1] + place];
-        sum += static_cast<float>(newest) * static_cast<float>(w[c * w_strides[0] + tap * w_strides[1]]);
+        const float weight = static_cast<float>(w[c * w_strides[0] + tap * w_strides[1]]);
+        sum = MULTIPLY_ADD(static_cast<float>(newest), weight, sum);
       }
       rows[size_t(row) * C + c] = newest;
       const T value = static_cast<T>(sum);

@@ -1,3 +1,4 @@
+#include "contraction.h"
 #include "unroll.h"
 
 // Four products to each of a thread's sums: sum[m * TM + t] += w[t][k + i] * x[rows[m] + k + i] for i = 0, 1, 2, 3 in turn.
@@ -23,7 +24,7 @@ inline void add_four(thread float* sum, X x, const thread int* rows, W w, int k,
     for (int t = 0; t < TM; t++) {
       UNROLL
       for (int i = 0; i < 4; i++) {
-        sum[m * TM + t] += weight[4 * t + i] * value[i];
+        sum[m * TM + t] = MULTIPLY_ADD(weight[4 * t + i], value[i], sum[m * TM + t]);
       }
     }
   }

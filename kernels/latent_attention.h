@@ -45,6 +45,12 @@ struct Keys {
   }
 };
 
+// The type of a parameter has no address space of its own; `decltype` of a variable would have one, which no field may have.
+template <bool CHOSEN, typename List>
+METAL_FUNC Keys<CHOSEN, List> keys_of(List list, int end, int last) {
+  return {list, end, last};
+}
+
 // Four neighbours of a row of `width` in a slot, zeros of none: other slots may hold anything.
 template <typename T>
 vec<T, 4> row_quad(const device T* rows, int width, int slot, int column) {

@@ -19,8 +19,7 @@ const int own_rows = CHOSEN ? q_shape[1] : R; // with CHOSEN those of i, one of 
 const int simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;
 const int first = threadgroup_position_in_grid.x * KEYS;
 const int end = CHOSEN ? chosen_shape[1] : min(offset[0] + L, latent_shape[2]);
-const auto list = chosen + (CHOSEN ? i * end : 0);
-const Keys<CHOSEN, decltype(list)> keys{list, end, offset[0] + i};
+const auto keys = keys_of<CHOSEN>(chosen + (CHOSEN ? i * end : 0), end, offset[0] + i);
 device float* own_scores = scores + size_t(first) * R;
 device float* own_peaks = peaks + size_t(first / KEYS) * R;
 

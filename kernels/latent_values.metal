@@ -22,8 +22,7 @@ const int chunk = threadgroup_position_in_grid.y, slice = threadgroup_position_i
 const int3 alike = chunks_like(chunk, NONE, sizes[1], CHUNK);
 const int first = alike.y + (chunk - alike.x) * alike.z;
 const int end = CHOSEN ? chosen_shape[1] : min(offset[0] + L, min(latent_shape[2], 8 * scores_shape[0]));
-const auto list = chosen + (CHOSEN ? i * end : 0);
-const Keys<CHOSEN, decltype(list)> keys{list, end, offset[0] + i};
+const auto keys = keys_of<CHOSEN>(chosen + (CHOSEN ? i * end : 0), end, offset[0] + i);
 const int blocks = clamp((end - first + 7) / 8, 0, alike.z / 8), tiles = (8 * blocks + KEYS - 1) / KEYS;
 
 for (int n = 4 * thread_index; n < 8 * blocks * SLICE; n += 4 * 32 * simdgroups) {

@@ -41,7 +41,7 @@ if (row < P / top_k) {
   float sum = 0;
   for (int i = 0; i < top_k; i++) {
     const int place = places[row * top_k + i];
-    sum += weights[place] * products[place * COLUMNS + lane % COLUMNS];
+    sum = MULTIPLY_ADD(weights[place], products[place * COLUMNS + lane % COLUMNS], sum);
   }
   T total = static_cast<T>(sum);
   if (kind[0] == 1) {

@@ -66,8 +66,8 @@ for (int p = lane; p < pairs; p += 32) {
   const int one = p * layout[2], two = one + layout[3];
   const O factor = static_cast<O>(factors[1]);
   const float a = static_cast<float>(values[one] * factor), b = static_cast<float>(values[two] * factor);
-  out[one] = static_cast<O>(a * cosine - b * sine);
-  out[two] = static_cast<O>(a * sine + b * cosine);
+  out[one] = static_cast<O>(MULTIPLY_ADD(a, cosine, -PRODUCT(b, sine)));
+  out[two] = static_cast<O>(MULTIPLY_ADD(a, sine, PRODUCT(b, cosine)));
 }
 for (int d = 2 * pairs + lane; d < D; d += 32) {
   out[d] = values[d];

@@ -5,6 +5,7 @@
 // used where it lies in its byte (4 bits: in its 16-bit word), unshifted, and x divided by that power of two instead; one
 // that crosses into the next byte is two terms.
 
+#include "contraction.h"
 #include "unroll.h"
 
 // Widths at which a lane's share of a row can be loaded; BYTES of a share is its greatest alignment. Shares of 2, 4 and
@@ -115,14 +116,16 @@ struct Format {
 
   static METAL_FUNC float dot(float sum, const thread float* x, const thread float* low, const thread float* high) {
     if constexpr (BITS == 2 || BITS == 4) {
-      sum += x[0] * low[0] + x[1] * low[1] + x[2] * low[2] + x[3] * low[3];
+      float four = MULTIPLY_ADD(x[0], low[0], PRODUCT(x[1], low[1]));
+      four = MULTIPLY_ADD(x[2], low[2], four);
+      sum += MULTIPLY_ADD(x[3], low[3], four);
     } else {
       UNROLL
       for (int i = 0; i < CHUNK; i++) {
-        sum += low[i] * x[i];
+        sum = MULTIPLY_ADD(low[i], x[i], sum);
         if constexpr (!FP) {
           if (shift(i) + BITS > UNIT) {
-            sum += high[i] * (x[i] * 256.0f);
+            sum = MULTIPLY_ADD(high[i], x[i] * 256.0f, sum);
           }
         }
       }
@@ -132,9 +135,10 @@ struct Format {
 
   static METAL_FUNC float scaled(float sum, float bias, float scale, float products) {
     if constexpr (FP) {
-      return scale * products;
+      return PRODUCT(scale, products);
     } else {
-      return scale * products + sum * bias;
+      return CONTRACTION == FUSED_ACROSS ? MULTIPLY_ADD(sum, bias, PRODUCT(scale, products))
+                                         : MULTIPLY_ADD(scale, products, PRODUCT(sum, bias));
     }
   }
 };
@@ -217,7 +221,11 @@ METAL_FUNC void gathered_products(
         // in MLX's kernels, where the products are the last to be known.
         UNROLL
         for (int m = 0; m < ROWS; m++) {
-          result[m][r] += F::scaled(sums[m], bias[r], scale[r], products[m][r]);
+          if constexpr (FP && CONTRACTION == FUSED_ACROSS) {
+            result[m][r] = MULTIPLY_ADD(scale[r], products[m][r], result[m][r]);
+          } else {
+            result[m][r] += F::scaled(sums[m], bias[r], scale[r], products[m][r]);
+          }
         }
       }
     }

@@ -1,6 +1,7 @@
 // Root mean square normalization in the order of MLX's kernel: a thread takes four neighbouring values.
 // Contracted across statements, bits are MLX's where rows are multiples of four: MLX sums the last few in other code.
 
+#include "contraction.h"
 #include "unroll.h"
 
 static constant constexpr int READS = 4;
@@ -8,7 +9,7 @@ static constant constexpr int READS = 4;
 METAL_FUNC float plus_squares(float sum, const thread float* values) {
   UNROLL
   for (int i = 0; i < READS; i++) {
-    sum += values[i] * values[i];
+    sum = MULTIPLY_ADD(values[i], values[i], sum);
   }
   return sum;
 }

@@ -2,6 +2,7 @@
 // Inputs: x (M, K), w (1, K) of type T; K, M (int). Output: y (M, 1). Template: T; ROWS of x per threadgroup (<= 16).
 // Grid in threadgroups: (ceil(M / ROWS), 1, 1). Threadgroup: (512, 1, 1); each simdgroup sums 1024 values of K.
 
+#include "contraction.h"
 #include "unroll.h"
 
 constexpr int SPAN = 16 / sizeof(T);  // values that a lane takes at a time
@@ -37,7 +38,7 @@ for (int step = 0; step < 32; step += SPAN) {
         for (int e = 0; e < 4; e++) {
           values[e] = float(rows_x[rows[m] + i + e]);
         }
-        sum[m] += values * weight;
+        sum[m] = MULTIPLY_ADD(values, weight, sum[m]);
       }
     }
   } else {
@@ -47,7 +48,7 @@ for (int step = 0; step < 32; step += SPAN) {
         const float weight = float(w[k + j]);
         UNROLL
         for (int m = 0; m < ROWS; m++) {
-          sum[m][j & 3] += float(rows_x[rows[m] + k + j]) * weight;
+          sum[m][j & 3] = MULTIPLY_ADD(float(rows_x[rows[m] + k + j]), weight, float(sum[m][j & 3]));
         }
       }
     }

@@ -116,7 +116,7 @@ def generate_step(
     agreement = Agreement(ranks, control) if ranks else control
     decoder = Decoder(model, cache, picker, agreement, stats, step, k, lookup, draft_p_min, compiled)
     steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return in_turns(_closed_by(steps, partial(remember, model, control, compiled, stats)))
+    return in_turns(_closed_by(steps, partial(remember, model, control, compiled)))
 
 
 def _closed_by(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+import readme_commands
 from sweep import sampled, sweep
 
 import mlx_mtp
@@ -73,6 +74,29 @@ def test_commands_that_are_shown_are_taken(name):
         known = flags(command)
         for word in words:
             assert not word.startswith("-") or word in (known | {"-"}), text
+
+
+def test_every_command_in_the_readme_has_a_rule_by_which_ci_runs_it():
+    """One each, none left over; no command of ours is skipped, or would download a model."""
+    shown = readme_commands.commands(README)
+    rules = [readme_commands.rule_of(command) for command in shown]
+    assert readme_commands.INSTALL in shown
+    assert {id(rule) for rule in rules} == {id(rule) for rule in readme_commands.RULES.values()}
+    for command, rule in zip(shown, rules, strict=True):
+        if command.startswith("mlx-mtp "):
+            assert not rule.skipped
+            run = f"{readme_commands.on_demo(command)} {rule.more}"
+            assert "zai-org" not in run
+            found, words = command_of(shlex.split(run)[1:])
+            assert {word for word in words if word.startswith("-")} <= flags(found)
+
+
+def test_the_conversation_and_the_program_in_the_readme_are_found():
+    question, answer = readme_commands.conversation(README)
+    assert question == "What does os.path.join do?"
+    assert answer.startswith("Join two or more pathname components")
+    assert answer.endswith("ends with a separator.\n")
+    assert len(readme_commands.programs(README)) == 1
 
 
 @pytest.mark.parametrize("repository", sampled(["XiaomiMiMo/MiMo-7B-RL"], which_model.MODELS))

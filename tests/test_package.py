@@ -71,6 +71,7 @@ def test_wheel_from_sdist(tmp_path):
     )
     roofline = {f"mlx_mtp/bench/roofline/{file}" for file in ("chips.csv", "launches.csv", "fitted.json")}
     assert {"mlx_mtp/bench/page.css", *roofline} <= set(names)
-    native = ROOT / "mlx_mtp" / "emulator" / "native"
-    assert {str(p.relative_to(ROOT)) for p in native.rglob("*") if p.is_file()} <= set(names)
+    for folder in ("native", "strict"):
+        files = (ROOT / "mlx_mtp" / "emulator" / folder).rglob("*")
+        assert {str(p.relative_to(ROOT)) for p in files if p.is_file()} <= set(names)
     assert not [n for n in names if n.startswith(("tests/", "bench/", "kernels/"))]

@@ -14,28 +14,31 @@ Control = Controller | Fixed
 
 
 class Controls:
-    """A control for each number of texts: what a draft costs depends on how many rows a pass has without it.
+    """A control for each number of sequences and limit of drafts: the cost of a draft depends on the rows beside it.
 
-    replayed: cycles are replayed, whose costs are others than those of built ones.
+    replayed: cycles are replayed, which cost less than built ones.
     """
 
-    def __init__(self, model: Target, k: int, *, adaptive: bool, replayed: bool = False):
-        self.model, self.k, self.adaptive, self.replayed = model, k, adaptive, replayed
-        self._by_texts: dict[int, Control] = {}
+    def __init__(self, model: Target, *, adaptive: bool, replayed: bool = False):
+        self.model, self.adaptive, self.replayed = model, adaptive, replayed
+        self._made: dict[tuple[int, int], Control] = {}
 
-    def of(self, texts: int) -> Control:
-        """Find or make the control of cycles of so many texts; what is known of the nearest number is a beginning."""
-        if texts not in self._by_texts:
-            control: Control = Fixed(self.k)
-            if self.adaptive and self.k:
-                costs = learned(self.model)
-                known = costs.together_replayed if self.replayed else costs.together
-                if texts not in known and known:
-                    known[texts] = _guess(known[min(known, key=lambda n: abs(n - texts))])
-                control = Controller(max_drafts=self.k, known=known.get(texts))
-                known[texts] = control.costs
-            self._by_texts[texts] = control
-        return self._by_texts[texts]
+    def of(self, sequences: int, k: int) -> Control:
+        """Return the control of cycles of this many sequences, of which one may draft k tokens and none more."""
+        if (sequences, k) not in self._made:
+            adaptive = self.adaptive and k > 0
+            self._made[sequences, k] = self._controller(sequences, k) if adaptive else Fixed(k)
+        return self._made[sequences, k]
+
+    def _controller(self, sequences: int, k: int) -> Controller:
+        """Make a controller that starts from the costs of this number of sequences, or of the nearest known one."""
+        costs = learned(self.model)
+        known = costs.together_replayed if self.replayed else costs.together
+        if sequences not in known and known:
+            known[sequences] = _guess(known[min(known, key=lambda n: abs(n - sequences))])
+        control = Controller(max_drafts=k, known=known.get(sequences))
+        known[sequences] = control.costs
+        return control
 
 
 def _guess(known: Costs) -> Costs:

@@ -15,6 +15,7 @@ from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
 from ..decoding.prefill import first_tokens, read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
+from ..decoding.stats import Stats
 from ..layers.target import Target
 from ..machine.memory import wired
 from ..machine.stream import in_turn
@@ -65,7 +66,7 @@ class BatchGenerator:
         how = {"adaptive": settings.adaptive, "replayed": settings.replays}
         self._admission = Admission(model, ignore=not settings.check_memory, replayed=settings.replays)
         self._unprocessed: deque[Sequence] = deque()
-        self._places = Places(settings, Controls(model, settings.k, **how).of)
+        self._places = Places(settings, Controls(model, **how).of)
         self.failed: int | None = None
         self._failed: list[tuple[int, Exception]] = []
         self._uids = 0
@@ -132,27 +133,28 @@ class BatchGenerator:
 
         Of all but `segments`, a list with one entry for each prompt, or None for this generator's own. caches: of
         `make_prompt_cache`, left as they are. all_tokens: of no account, caches know theirs. samplers: mlx_lm's
-        callables, or a `Sampling`. stop_sequences: mlx_lm's, or lists of token ids. logprobs: whether each is asked
-        for them. stats: a `Stats` of each, which is filled. Raises ValueError.
+        callables, or a `Sampling`. stop_sequences: mlx_lm's, or lists of token ids. num_draft_tokens: at most what
+        the model's heads can draft, whatever this generator's own is. logprobs: whether each is asked for them.
+        stats: a `Stats` of each, which is filled. Raises ValueError.
         """
-        n = len(segments)
         given = {
-            "max_tokens": max_tokens or [self.max_tokens] * n,
-            "caches": caches or [None] * n,
-            "all_tokens": all_tokens or [None] * n,
-            "samplers": [each or self.sampler for each in samplers or [None] * n],
-            "logits_processors": logits_processors or [self.logits_processors] * n,
-            "stop_sequences": stop_sequences or [self._stops] * n,
-            "seeds": seeds or [None] * n,
-            "num_draft_tokens": num_draft_tokens or [None] * n,
-            "logprobs": logprobs or [self.settings.logprobs] * n,
-            "stats": stats or [None] * n,
+            "max_tokens": (max_tokens, self.max_tokens),
+            "caches": (caches, None),
+            "all_tokens": (all_tokens, None),
+            "samplers": (samplers, None),
+            "logits_processors": (logits_processors, self.logits_processors),
+            "stop_sequences": (stop_sequences, self._stops),
+            "seeds": (seeds, None),
+            "num_draft_tokens": (num_draft_tokens, None),
+            "logprobs": (logprobs, self.settings.logprobs),
+            "stats": (stats, None),
         }
-        for name, values in given.items():
-            if len(values) != n:
-                raise ValueError(f"{name}: {len(values)} of them, expected one for each of {n} prompts")
-        given.pop("all_tokens")
-        every = enumerate(zip(segments, *given.values(), strict=True), self._uids)
+        n = len(segments)
+        columns = {name: _for_each(name, values, own, n) for name, (values, own) in given.items()}
+        columns.pop("all_tokens")
+        columns["samplers"] = [sampler or self.sampler for sampler in columns["samplers"]]
+        _check_stats(self.settings.stats, columns["stats"])
+        every = enumerate(zip(segments, *columns.values(), strict=True), self._uids)
         new = [self.settings.sequence(uid, *each) for uid, each in every]
         self._unprocessed += new
         self._uids += n
@@ -280,3 +282,21 @@ class BatchGenerator:
         if not text.over:
             self._places.begin(text, run)
         return text.hand_over(shown)
+
+
+def _for_each(name: str, values: Any, own: Any, n: int) -> list[Any]:
+    """Return an argument's value for each of n prompts, `own` where none is given."""
+    if values is None:
+        return [own] * n
+    if not hasattr(values, "__len__") or isinstance(values, str):
+        raise ValueError(f"{name}={values!r}: expected a list, with one entry for each of {n} prompts")
+    if len(values) not in (0, n):
+        raise ValueError(f"{name}: {len(values)} of them, expected one for each of {n} prompts")
+    return list(values) or [own] * n
+
+
+def _check_stats(whole: Stats, each: list[Stats | None]) -> None:
+    """Raise ValueError where one `Stats` would count two things."""
+    own = [whole, *(stats for stats in each if stats is not None)]
+    if len({id(stats) for stats in own}) < len(own):
+        raise ValueError("stats: expected one Stats for each prompt, none of them twice or the generator's")

@@ -23,7 +23,7 @@ from ..decoding.sampling import Picker
 from ..decoding.stats import Stats
 from ..layers.target import Target
 from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, KernelRefused, Trouble, run_first
-from ..tuning.plan import PLAIN, Fixed, Plan
+from ..tuning.plan import Fixed, Plan
 from .control import Clock, Control, outcome
 from .pool import Mark, Pool
 from .replay import find, rounded, slots_for
@@ -55,7 +55,7 @@ class Cycle:
 class Group:
     """The texts whose caches have one layout, and their pool.
 
-    controls: gives who decides what so many texts draft. chunk: rows that heads read at a time when they catch up.
+    controls: `Controls.of`. chunk: rows that heads read at a time when they catch up.
     stats: counts what was recorded. alone: cycles since one is the only one.
     clock: times cycles; who computes something else in between tells it.
     joining, marks: of the cycle that is being built, who joins with it, and caches before their heads read for it.
@@ -65,7 +65,7 @@ class Group:
     def __init__(
         self,
         model: Target,
-        controls: Callable[[int], Control],
+        controls: Callable[[int, int], Control],
         stats: Stats,
         *,
         chunk: int,
@@ -202,11 +202,10 @@ class Group:
         joining, self.waiting = self.waiting, []
         self.joining = joining
         there = [s for s in (*rows, *(s for s, _ in joining)) if s and not s.over]
-        control, most = self.controls(len(there)), max(s.k for s in there)
+        control = self.controls(len(there), max(s.k for s in there))
         pool = self.pool or self._opened(there[0].cache)
         behind = len(pool.missed) if pool.live else sum(map(self._behind, there))
         plan = control.plan(behind=behind)
-        plan = Plan(k=min(plan.k, most)) if most else PLAIN
         moves = bool(joining) or len(there) < sum(s is not None for s in rows)
         if pool.missed and (moves or len(pool.missed) >= MOST_MISSED):
             pool.retire_heads([(row, s.slot, s.base, s.cache) for row, s in enumerate(rows) if s and not s.over])
@@ -341,6 +340,8 @@ class Group:
             text.stats.counts(kept[-1][1], accepted, "heads")
             text.stats.shares(len(new), self.clock.took, waited)
             text.stats.replays(cycle.replayed)
+            if text.k:
+                text.stats.pauses(cycle.control.paused)
             text.follows = text.base + accepted + 1
             if text.over:
                 self._bring_home(cycle, row, len(new), text.cache)

@@ -63,7 +63,7 @@ class Lone:
         if d := self._decoder:
             self._steps.close()
             self.run, self._decoder = newest_row(d), None
-            remember(d.model, d.control, d.compiled, d.stats)  # type: ignore[arg-type]
+            remember(d.model, d.control, d.compiled)  # type: ignore[arg-type]
 
     def cache_of(self) -> PromptCache:
         """Copy the cache as it stands, at rest."""

@@ -18,10 +18,10 @@ class Places:
 
     Texts whose caches have one layout share a pool; who is the only one of a layout decodes alone. Either is left
     when the company changes, between two cycles, with a cache at rest and the row that chose the last token.
-    controls: gives who decides what so many texts draft.
+    controls: `Controls.of`.
     """
 
-    def __init__(self, settings: Settings, controls: Callable[[int], Control]):
+    def __init__(self, settings: Settings, controls: Callable[[int, int], Control]):
         self.settings, self.controls = settings, controls
         self.lone: list[Lone] = []
         self.groups: dict[str, Group] = {}

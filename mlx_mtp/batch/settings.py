@@ -89,11 +89,12 @@ class Settings:
         seed, total = self.seed if seed is None else seed, sum(map(len, pieces))
         checked.check_numbers(most, self.step, seed, 0.0)
         given: PromptCache | None = None if cache is None else from_mlx_lm(self.model, [*cache]).copy()
-        plain, k = k == 0, checked.draft_count(self.k if k is None else k, self.model, given)
+        plain, asked = k == 0, self.asked if k is None else k
+        k = checked.draft_count(asked, self.model, given)
         own = checked.cache_for(self.model, given, max(k, self.k), *self.quantized, self.layout)
         most = within(self.max_context, own.offset, total, most)
         check_prompt(self.model, own, total, most, self.step, ignore=not self.check_memory)
-        how = {"plain": self.asked == 0, "adaptive": self.adaptive, "asked": self.prompt_lookup}
+        how = {"plain": asked == 0, "adaptive": self.adaptive, "asked": self.prompt_lookup}
         max_lookup = 0 if plain else lookup_drafts(own, k, **how)
         options = sampler if isinstance(sampler, Sampling) else self.sampling
         options.validate(self.model.vocab_size)

@@ -184,9 +184,10 @@ def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> d
 
     context, kv_bits, mtp_kv_bits: 0 and None where they were left alone. read_seconds: the prompt's, but for its last
     token. text: a digest of the tokens; tokens: how many. seconds: since the first. drafted, accepted: per depth.
+    paused: as `Stats` has it.
     """
     stats = [run.stats for run in runs if run.stats]
-    counted = "cycles", "drafted", "accepted", "lookup_drafted", "lookup_accepted"
+    counted = "cycles", "drafted", "accepted", "lookup_drafted", "lookup_accepted", "paused"
     return {
         **{"context": prompt.context, "kv_bits": reader.settings.kv_bits, "mtp_kv_bits": reader.settings.mtp_kv_bits},
         **{"category": prompt.category, "contender": reader.loop.name, "prompt_tokens": len(prompt.tokens)},

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Column, Table
 
+from ..decoding.summary import paused, percentages, shares
 from .decode import MLX_LM, PLAIN
 from .timing import Measured, measured, ratio
 
 NUMBERS = ("tokens", "drafted", "accepted", "per depth", "tok/\ncycle", "tok/s", "over\nplain", "over\nmlx-lm")
 NUMBERS += ("prompt\ntok/s", "peak\nGB")
-STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
+STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+STYLE |= {"title_justify": "left", "caption_justify": "left"}
 COMPARED = {"tok/s": "speed", f"over {PLAIN}": "vs_plain", f"over {MLX_LM}": "vs_mlx_lm"}
 UNLIKE = ("chip", "memory_bytes", "cores", "os", "python", "device", "blas", "threads", "mlx", "mlx_lm", "mlx_mtp")
 
@@ -24,6 +26,7 @@ class Row:
 
     tokens, drafted, accepted: of one round on average, what was looked up included.
     rates:  per depth, the share of the heads' drafts that were kept; None where there were none.
+    paused: why its last run ended without drafts, "" where it did not.
     speed:  tokens/s since the first token; vs_plain, vs_mlx_lm: over these loops' within a round, None without them.
     prompt_speed: tokens/s; peak_bytes: the largest.
     """
@@ -40,7 +43,8 @@ class Row:
         read, kept = sum(e["read_seconds"] for e in entries), sum(accepted) + lookup_kept
         self.prompt_tokens = sum(e["prompt_tokens"] for e in entries)
         self.tokens, self.drafted, self.accepted = (n / rounds for n in (tokens, sum(drafted) + looked_up, kept))
-        self.rates = [a / d if d else None for a, d in zip(accepted, drafted, strict=True)]
+        self.rates = shares(drafted, accepted)
+        self.paused = next((e["paused"][-1] for e in reversed(entries) if e.get("paused")), "")  # not in old results
         self.tokens_per_cycle = 1 + kept / cycles if cycles else None
         self.speed = measured(own) if own else None
         bases = (speeds.get(base) for base in (PLAIN, MLX_LM))
@@ -100,9 +104,12 @@ def overall(found: dict[str, Any], setting: Setting) -> Table:
     numbers = [Column(name, justify="right", no_wrap=True) for name in NUMBERS]
     table = Table("loop", *numbers, "", title=", ".join(title), **STYLE)
     different = {d["contender"] for d in found["differences"] if setting_of(d) == setting}
+    notes = []
     for row in rows(found, setting):
         remarks = ["text differs"] * (row.contender in different) + ["inconclusive"] * (not row.conclusive)
         table.add_row(row.contender, *_cells(row), ", ".join(remarks))
+        notes += [f"{row.contender}: {paused(row.paused)}"] if row.paused else []
+    table.caption = "\n".join(notes) or None
     return table
 
 
@@ -121,7 +128,7 @@ def by_category(found: dict[str, Any], setting: Setting) -> Table:
 
 
 def _cells(row: Row) -> list[str]:
-    rates = "/".join("-" if rate is None else f"{rate:.0%}" for rate in row.rates)
+    rates = percentages(row.rates, separator="/", missing="-")
     per_cycle = f"{row.tokens_per_cycle:.2f}" if row.tokens_per_cycle else ""
     drafts = [f"{row.drafted:.0f}", f"{row.accepted:.0f}", rates, per_cycle] if row.drafted > 0 else [""] * 4
     speed = f"{row.speed.median:.1f}" if row.speed else ""

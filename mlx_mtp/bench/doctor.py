@@ -12,11 +12,15 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.options import default_draft_tokens, default_step
+from ..decoding.summary import paused
+from ..emulator.compile import find_clang
 from ..kernels import on_metal
-from ..machine.errors import with_type
-from ..tuning.ab_test import KernelTrial, check, compile_kernel, time_pair
+from ..kernels.contraction import spelling
+from ..machine.errors import first_line, with_type
+from ..tuning.ab_test import KernelTrial, compile_kernel, time_pair
 from ..tuning.kernel_fallback import failed_kernels
 from ..tuning.kernel_switch import trials
+from ..tuning.kernel_trials import check_spellings
 from . import decode, emulated_check, profile, result, verify
 from .decode_tables import rows as decode_rows
 from .doctor_page import PARTS
@@ -60,12 +64,18 @@ def _or_why(line: Found, run: Callable[[], Found]) -> Found:
 
 
 def _every(tell: Tell) -> Found:
-    """Check every kernel: on the GPU on released models' shapes, else under the emulator on small ones."""
+    """Check every kernel: on the GPU in released models' shapes, else emulated in small ones, if there is a clang."""
     found: list[Found] = []
     for name, (op, make) in CASES.items() if on_metal() else ():
         tell(f"{op}: {name}")
         found += on_gpu(name, op, lambda make=make: [make()], mx.bfloat16)
-    for op in SMALL if not on_metal() else ():
+    if on_metal():
+        return {"found": found}
+    try:
+        find_clang()
+    except ValueError as e:
+        return {"found": [], "not_checked": f"kernels not checked: {first_line(e)}"}
+    for op in SMALL:
         tell(f"{op}, emulated")
         found.append(_or_why({"op": op}, partial(emulated_check.of_op, op)))
     return {"found": found}
@@ -89,8 +99,9 @@ def tried(trial: KernelTrial) -> Found:
     tic = time.perf_counter()
     compile_kernel(trial)
     compiled = time.perf_counter() - tic
-    wrong = check(trial)
-    return {"wrong": wrong, "ratio": None if wrong else time_pair(trial), "compile_seconds": compiled}
+    wrong = check_spellings(trial)
+    found = {"wrong": wrong, "spelling": spelling(trial.op), "compile_seconds": compiled}
+    return found | {"ratio": None if wrong else time_pair(trial)}
 
 
 class Patient:
@@ -134,6 +145,7 @@ class Patient:
                 "over_plain": row.vs_plain and row.vs_plain.median,
                 "conclusive": row.conclusive,
                 "accepted": row.rates,
+                "paused": paused(row.paused),
             }
             for row in decode_rows(found, (0, None, None))
         ]

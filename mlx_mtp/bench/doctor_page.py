@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ..decoding.summary import percentages
+from ..tuning.kernel_verdict import contractions_in_words
 from .emulated_check import BITS, OWN_BITS
 
 Found = dict[str, Any]
@@ -18,7 +20,8 @@ def verdict(found: Found) -> tuple[bool, str]:
     right = {name_of(k) for k in kernels} - wrong - failed
     parts, off = [name for name in PARTS if "failed" in found[name]], found.get("refused", ())
     texts = len(found["decode"].get("differences", ()))
-    said = [f"{len(right)} kernels right, {len(wrong)} wrong" + (f", {len(failed)} failed" if failed else "")]
+    counted = f"{len(right)} kernels right, {len(wrong)} wrong" + (f", {len(failed)} failed" if failed else "")
+    said = [found["kernels"].get("not_checked", counted)]
     said += [f"{len(off)} kernels were refused and are off"] if off else []
     said += [f"{texts} drafted texts differ from plain decoding's"] if texts else []
     said += [f"failed: {', '.join(PARTS[name] for name in parts)}"] if parts else []
@@ -49,7 +52,8 @@ PARTS = {
 def page(found: Found) -> str:
     """Write the whole page."""
     good, words = verdict(found)
-    lines = ["# mlx-mtp doctor", "", f"**{'All well' if good else 'Something is wrong'}:** {words}.", ""]
+    well = "No fault found" if "not_checked" in found["kernels"] else "All well"
+    lines = ["# mlx-mtp doctor", "", f"**{well if good else 'Something is wrong'}:** {words}.", ""]
     sections = {
         "Machine": ("environment", machine),
         "Kernels": ("kernels", kernels),
@@ -93,11 +97,16 @@ def machine(found: Found) -> Iterator[str]:
 
 
 def kernels(found: Found) -> Iterator[str]:
+    if reason := found["kernels"].get("not_checked"):
+        yield f"{reason[0].upper()}{reason[1:]}."
+        return
     listed = every_kernel(found)
     if found["metal"]:
         yield "Beside stock MLX on the GPU; a ratio is stock MLX's time over the kernel's, so above 1 is faster.\n"
         headers = ("kernel", "shape", "verdict", *(f"M={m}" for m in range(1, 9)), "compile, s")
         yield from table(headers, _timed(listed), "<<<>")
+        spellings = {k["op"]: k["spelling"] for k in listed if "spelling" in k and not k["wrong"]}
+        yield from (f"\n{line[0].upper()}{line[1:]}." for line in contractions_in_words(spellings))
     else:
         yield "**Emulated** on the CPU, on small shapes: there is no Metal GPU here. Counts are counts, never times."
         yield f'Compared with: "{BITS}", what MLX\'s own kernels of the wheel give for each row alone, emulated too;'
@@ -154,7 +163,9 @@ def decoding(found: Found) -> Iterator[str]:
 
 def _loop(loop: Found) -> tuple[str, ...]:
     speed, over = loop["tokens_per_second"], loop["over_plain"]
-    accepted = ", ".join(f"{rate:.0%}" for rate in loop["accepted"] if rate is not None)
+    drafted = [share for share in loop["accepted"] if share is not None]
+    words = percentages(drafted or loop["accepted"], separator=", "), loop.get("paused", "")
+    accepted = "; ".join(filter(None, words))
     unsure = "" if loop["conclusive"] else "?"
     numbers = ("" if speed is None else f"{speed:.1f}", "" if over is None else f"{over:.2f}x{unsure}")
     return loop["loop"], *numbers, accepted

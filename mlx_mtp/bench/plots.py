@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..machine.atomic import write_whole
+from ..machine.errors import install
 from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError("pictures need matplotlib: pip install 'mlx-mtp[plot]'") from None
+        raise ValueError(f"pictures need matplotlib: {install('plot')}") from None
 
 
 def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:

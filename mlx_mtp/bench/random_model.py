@@ -20,6 +20,7 @@ from ..checkpoint.files import DECLARED, checked_config
 from ..checkpoint.report import make_report
 from ..machine.errors import one_line
 from ..models import find_port, port_names
+from ..models.config.rope_modules import apply_rope
 
 UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of a family whose config.json does not count them
 UNQUANTIZED = 16  # bits
@@ -63,6 +64,7 @@ def shaped_model(
     bits, group_size = bits or stated.get("bits", 4), group_size or stated.get("group_size", 64)
     with one_line(f"{file}: no model can be built from it", MISBUILT):
         model = port.Model(build.read_args(port, file, config), heads, port.Model.SPEC.resolve(()))
+        apply_rope(model, config)
         model.set_dtype(mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16)
         if bits != UNQUANTIZED:
             rule = partial(_rule, getattr(model, "quant_predicate", None), stated, group_size)

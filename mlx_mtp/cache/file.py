@@ -111,15 +111,6 @@ def saved_opening(file: str | Path) -> PromptPrefix | None:
         raise ValueError(f"{file}: damaged") from None
 
 
-def saved_tokens(file: str | Path) -> list[int]:
-    """Read the token ids that a file holds the state of, unchecked; raises ValueError where it is no such file."""
-    with Path(file).open("rb") as f:
-        tokens = _state_in(f, file)[0].get("tokens")
-    if not isinstance(tokens, list):
-        raise ValueError(f"{file}: damaged")
-    return tokens
-
-
 def _write(work: Path, path: Path, arrays: dict[str, mx.array], state: dict[str, Any]) -> None:
     try:
         mx.save_safetensors(str(work), arrays, {"mlx_mtp": json.dumps(state), "checksum": BLANK})
@@ -221,7 +212,7 @@ def _checked(f: BinaryIO, file: str | Path) -> dict[str, Any]:
 def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
     """Read what the header of a file of this format has of `_state`, and its checksum."""
     try:
-        metadata = json.loads(_header(f))["__metadata__"]
+        metadata = json.loads(safetensors_header(f))["__metadata__"]
         state = json.loads(metadata["mlx_mtp"])
         version = state.get("format", 1)
         if type(version) is not int:
@@ -234,8 +225,8 @@ def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
     return state, metadata.get("checksum", "")
 
 
-def _header(f: BinaryIO) -> bytes:
-    """Read a safetensors file's header; ValueError where there is none."""
+def safetensors_header(f: BinaryIO) -> bytes:
+    """Read the JSON text that a safetensors file begins with; ValueError where there is none."""
     f.seek(0)
     length = int.from_bytes(f.read(8), "little")
     if length > os.fstat(f.fileno()).st_size - 8:
@@ -245,7 +236,7 @@ def _header(f: BinaryIO) -> bytes:
 
 def _checksum(f: BinaryIO) -> tuple[int, str]:
     """Find where a file's checksum is, and what it should be: of all bytes, with zeros in that place."""
-    header = _header(f)
+    header = safetensors_header(f)
     match = CHECKSUM.search(header)
     if match is None:
         raise ValueError("no checksum")

@@ -94,9 +94,18 @@ class LayerCache:
     def check(self) -> None:
         """Raise ValueError where `parts`, read from a file, cannot belong to `offset`."""
 
+    def fits(self, parts: Parts) -> bool:
+        """Whether `parts`, read from a file, are of the shapes and types of this cache's own, which holds rows."""
+        return shapes_of(parts) == shapes_of(self.parts)
+
     def to_quantized(self, bits: int, group_size: int) -> "LayerCache":
         """Return a cache with these contents in `bits` bits, positions kept; a state stays in full precision."""
         return self
+
+
+def shapes_of(parts: Sequence[mx.array]) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+    """List the shapes and types of arrays."""
+    return [(tuple(part.shape), part.dtype) for part in parts]
 
 
 CacheKind = int | None | type[LayerCache]  # what a layer needs: a window, all positions, or a cache of another class

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .growing import round_up
-from .layer_cache import LayerCache, Parts
+from .layer_cache import LayerCache, Parts, shapes_of
 from .prompt_cache import PromptCache
 
 
@@ -69,6 +69,29 @@ def join(blank: PromptCache, pieces: list[list[Parts]], at: Moment, tokens: list
     cache.primed, cache.kept, cache.backlog = at.primed, list(at.kept), list(at.backlog)
     cache.settle(list(tokens))
     return cache
+
+
+def check_piece(rows: list[Parts], at: Moment | None, like: PromptCache, tokens: int, primed: int) -> None:
+    """Raise ValueError if a piece, read from a file, has other shapes than `like`, a cache that holds rows.
+
+    tokens, primed: positions that it covers, of the target and of the heads.
+    """
+    spans = [tokens] * len(like.layers) + [primed] * len(like.heads)
+    right = [_suits(parts, c, span) for parts, c, span in zip(rows, like.caches, spans, strict=True)]
+    if at:
+        right += [like.caches[i].fits(parts) or not (parts or i < len(like.layers)) for i, parts in at.whole.items()]
+        right += [shapes_of(at.kept) == shapes_of(like.kept), len(at.starts) == len(like.caches)]
+        right += [shapes_of([rows[:, :0]]) == shapes_of([like.backlog[0][:, :0]]) for rows in at.backlog]
+        waiting, unread = sum(rows.shape[1] for rows in at.backlog), at.length - at.primed
+        right.append(not like.heads or waiting == unread or (like.reach or unread) <= waiting < unread)
+    if not all(right):
+        raise ValueError("its arrays do not have the shapes of this model's caches")
+
+
+def _suits(parts: Parts, like: LayerCache, span: int) -> bool:
+    """Return whether parts have the shapes that `cut` returns for a span of positions of a cache like this one."""
+    expected = like.parts if has_rows(like) and span > 0 else ()
+    return shapes_of(parts) == [((*a.shape[:2], span, *a.shape[3:]), a.dtype) for a in expected]
 
 
 def _padded(parts: tuple[mx.array, ...], rows: int) -> mx.array:

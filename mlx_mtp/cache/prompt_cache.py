@@ -76,7 +76,6 @@ class PromptCache(ListOfOne):
     primed:  positions that the heads have read.
     live:    the heads follow the target, cycle by cycle; otherwise hidden rows wait in the backlog.
     backlog: the target's hidden rows [1, r, H] that they have not read yet, ending at the last position held.
-    quantized: how the target's caches were quantized after some positions had been read.
     kept:    for depths 1.., the previous depth's output [1, 1, H] at position primed - 1.
     reach:   how many last rows heads read that have been idle, AT_FIRST or all that their windows can see; None
              where a head attends to everything.
@@ -93,7 +92,7 @@ class PromptCache(ListOfOne):
         self.backlog: list[mx.array] = []
         self.kept = kept
         self.quantizing: Quantizing | None = None
-        self.quantized: Quantizing | None = None
+        self.quantized: Quantizing | None = None  # what was done of `quantizing`
         self.live = False
         self.prefix: PromptPrefix | None = None
         self._reserved = 0

@@ -1,6 +1,7 @@
 """Encode conversations, and the beginning of a first message whose state a saved cache holds."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +68,6 @@ def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str
     return text
 
 
-def shared(a: list[int], b: list[int]) -> int:
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
     """Count the tokens of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .layer_cache import LayerCache, OncePerPass
+from .layer_cache import LayerCache, OncePerPass, Parts, shapes_of
 
 Replay = Callable[..., mx.array]
 
@@ -111,6 +111,16 @@ class RecurrentCache(LayerCache):
             taps = convolved.shape[1] - states.shape[1]
             kept = mx.take(convolved, positions_from(offset - position, taps), axis=1)
             self.parts = (mx.array([offset]), self.chosen(), kept)
+
+    def fits(self, parts: Parts) -> bool:
+        """Whether `parts` have the shapes of this one's, and perhaps a tape, whose rows the convolution has, too."""
+        if len(parts) < 3:
+            return False
+        tape = parts[3:]
+        rows = tape[0].shape[1] if tape else 0
+        _, taps, *rest = self.parts[2].shape
+        convolved = [((1, taps + rows, *rest), self.parts[2].dtype)]
+        return shapes_of(parts[:3]) == shapes_of(self.parts[:2]) + convolved and all(t.shape[1] == rows for t in tape)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
         """Return None: rows are read in order, there is nothing to hide."""

@@ -3,6 +3,7 @@
 A drafter of a directory of its own takes the place of heads.
 """
 
+import copy
 import json
 import re
 import warnings
@@ -24,6 +25,8 @@ from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
 from ..machine.errors import first_line, one_line
 from ..models import drafter_kinds
+from ..models.config.normalize import normalize
+from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
 from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve
@@ -93,9 +96,10 @@ def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) ->
     Returns (the model, what the checkpoint holds, which norms are stored zero-centred). Raises ValueError.
     """
     args = read_args(port, path, config)
+    normalize(config).warn(path / "config.json", stacklevel=5)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
     raw = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
-    classes = partial(_build, port, path, contents, raw), port.ModelArgs
+    classes = partial(_build, port, path, contents, raw, config), SimpleNamespace(from_dict=lambda merged: args)
     options: Any = {"model_config": config | contents.overrides(config), "get_model_classes": lambda config: classes}
     with one_line(f"{path}: cannot be loaded", keep=True):
         model, _ = mlx_lm_utils.load_model(path, lazy=True, strict=False, **options)
@@ -104,9 +108,10 @@ def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) ->
 
 
 def read_args(port: ModuleType, path: Path, config: dict) -> Any:
-    """Make the port's ModelArgs of a config.json; ValueError names what is wrong with it."""
+    """Make the port's ModelArgs of a normalised config.json; ValueError names what is wrong with it."""
+    normalize(config).check(path / "config.json")
     try:
-        args = port.ModelArgs.from_dict(config)
+        args = port.ModelArgs.from_dict(copy.deepcopy(config))
         if not isinstance(args.num_hidden_layers, int):
             raise TypeError(f"num_hidden_layers is {args.num_hidden_layers!r}, expected an integer")
     except (TypeError, KeyError, AttributeError, ValueError) as e:
@@ -128,10 +133,11 @@ def _check_types(args: Any) -> None:
             raise TypeError(f"{field.name} is {value!r}, expected {'a number' if float in kinds else 'an integer'}")
 
 
-def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, args: Any) -> nn.Module:
+def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: dict, args: Any) -> nn.Module:
     """Make the model that mlx-lm fills, with checks in place of its ways to rename and load tensors."""
     with one_line(f"{path}/config.json: {CANNOT}", MISBUILT):
         model = port.Model(args, contents.depths, contents.spec)
+        apply_rope(model, config)
     _check_names(model, contents)
     model.sanitize = partial(_sanitize, model, contents, path, raw)
     model.load_weights = partial(_load_checked, model, contents, path)

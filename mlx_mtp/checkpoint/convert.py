@@ -66,8 +66,7 @@ class Source:
                     name = re.sub(r"\.scales$", ".weight", name)
                 nan, value = trained(w)
                 self.trained[name] = nan, value if head else mx.array(True)
-        declared = self.config.get("torch_dtype") or self.config.get("text_config", {}).get("dtype")
-        precision.apply(self.model, declared)
+        precision.apply(self.model, self.config.get("torch_dtype") or self.config.get("dtype"))
         self.dtype = precision.dtype
 
     def tensors(self) -> tuple[Tensors, Tensors]:

@@ -23,13 +23,14 @@ from mlx_lm.utils import load_config
 from safetensors import SafetensorError, safe_open
 
 from ..machine.errors import first_line, naming, one_line
+from ..models.config.normalize import normalize, with_overrides
 
 TRUNK_FILES = "model*.safetensors"
 INDEX = "model.safetensors.index.json"
 SIDECAR_FILES = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
 DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken", TRUNK_FILES, *SIDECAR_FILES)
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # how families spell their number
-DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # and their number of heads
+DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # and their number of heads
 MOST_LAYERS = 1024  # a model is built, layer by layer, before its tensors are looked at
 FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
 FP8_BLOCK = 128
@@ -104,8 +105,11 @@ def local(path_or_repo: str | Path) -> Path | None:
     return None
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read config.json (with generation_config.json's stop tokens) as mlx-lm does."""
+def read_config(path: Path, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read config.json (with generation_config.json's stop tokens), in the names that the family reads.
+
+    overrides: values to use in place of the file's.
+    """
     try:
         config = load_config(path)
     except FileNotFoundError:
@@ -116,13 +120,17 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: config.json and generation_config.json must be JSON objects") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
-    return checked_config(config, path / "config.json")
+    return checked_config(config, path / "config.json", overrides)
 
 
-def checked_config(config: Any, file: Path) -> dict[str, Any]:
-    """Return what a config.json holds, if it is an object that names its family; ValueError names the file."""
+def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what a config.json holds, in the names that its family reads; ValueError names the file.
+
+    It has to be an object that names its family.
+    """
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{file}: expected an object with a model_type")
+    config = with_overrides(config, overrides or {})
     if config.get("text_config", {}) is None:
         del config["text_config"]
     if not isinstance(config.get("text_config", {}), dict):
@@ -137,7 +145,7 @@ def checked_config(config: Any, file: Path) -> dict[str, Any]:
                 raise ValueError(f"{file}: {name} is {count!r}, expected an integer")
             if count is not None and not least <= count <= MOST_LAYERS:
                 raise ValueError(f"{file}: {name} is {count}; allowed are {said} to {MOST_LAYERS}")
-    return config
+    return normalize(config).config
 
 
 def read_header(files: Iterable[Path]) -> Header:

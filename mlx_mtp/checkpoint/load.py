@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +29,8 @@ from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..machine.stream import in_turn
 from ..models import find_port, port_names
+from ..models.config.normalize import normalize
+from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks, ranks_of
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
@@ -93,7 +96,7 @@ def load(
         raise ValueError(f"adapter_path={adapter_path}: not on {ranks.size} ranks; fuse the adapters first")
     path = resolve(path_or_hf_repo, revision)
     with in_turn():
-        config = read_config(path) | (model_config or {})
+        config = read_config(path, model_config)
         drafting = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
         model = _load(path, config, drafting, budget, ranks, lazy=lazy)
         if adapter_path is not None:
@@ -283,10 +286,15 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
     def build(args: Any) -> Any:
         kind: Any = type("Model", (Plain, family.Model), {})
         model = kind(args)
+        apply_rope(model, config)
         model.load_weights = partial(_load_weights, model, path, ignored)
         return model
 
-    classes: Any = (build, family.ModelArgs)
+    normal = normalize(config)
+    normal.check(path / "config.json")
+    normal.warn(path / "config.json", stacklevel=5)
+    args = SimpleNamespace(from_dict=lambda merged: family.ModelArgs.from_dict(config))
+    classes: Any = (build, args)
     options: Any = {"model_config": config, "get_model_classes": lambda config: classes}
     model, _ = mlx_lm_utils.load_model(path, lazy=True, strict=False, **options)
     del model.load_weights  # what loads later, as adapters, is not a checkpoint

@@ -37,9 +37,9 @@ def bench(ctx: click.Context) -> None:
 def kernels(**flags: Any) -> None:
     """Our kernels beside stock MLX, each on a released model's shapes: are they right, and how much faster?
 
-    Times need a Metal GPU. With --emulate each kernel runs on small shapes on the CPU, and what it asks of memory is
-    counted: no times. With --op, MLX's own kernel is set beside where the emulator has it. Turns are short:
-    without --cooldown there is no rest before them.
+    Times need a Metal GPU. With --emulate each kernel runs on small shapes on the CPU (it needs a clang: pip install
+    -e '.[emulate]'), and what it asks of memory is counted: no times. With --op, MLX's own kernel is set beside where
+    the emulator has it. Turns are short: without --cooldown there is no rest before them.
     """
     from ..bench import result
     from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table

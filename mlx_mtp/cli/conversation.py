@@ -10,6 +10,7 @@ import click
 
 from ..decoding.options import default_draft_tokens, default_step
 from ..decoding.stats import Stats
+from ..decoding.summary import paused, percentages
 from ..generate import GenerationResponse
 from ..machine.errors import first_line
 from ..session import ChatSession, Turn
@@ -189,10 +190,16 @@ def footer(turn: Turn, last: GenerationResponse) -> str:
     reused = f"{turn.reused}/{turn.prompt_tokens} reused"
     parts = [f"{last.generation_tokens} tok{speed}", f"prompt {_short(turn.prompt_tps)}/s, {reused}"]
     if stats.cycles and stats.num_draft_tokens:
-        rates = "/".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
-        parts.append(f"{stats.tokens_per_cycle:.2f}/cycle {rates}%")
+        parts.append(f"{stats.tokens_per_cycle:.2f}/cycle{_compact(stats)}")
     line = " · ".join([*parts, f"{_short(stats.peak_memory / 1e9)} GB"])
-    return f"{line}\ndrafting paused: {stats.paused}" if stats.paused else line
+    return "\n".join(filter(None, [line, paused(stats.paused)]))
+
+
+def _compact(stats: Stats) -> str:
+    """Write the share of drafts accepted at each depth, as " 100/75/-%"."""
+    if not stats.acceptance:
+        return ", nothing drafted"
+    return " " + "/".join("-" if share is None else f"{100 * share:.0f}" for share in stats.by_depth) + "%"
 
 
 def mtp_state(session: ChatSession) -> str:
@@ -203,7 +210,7 @@ def mtp_state(session: ChatSession) -> str:
 
 
 def totals(session: ChatSession, turns: list[Turn]) -> list[str]:
-    """Write the text of /stats; figures of drafts are those of the turns that drafted."""
+    """Write the text of /stats; figures of drafts are those of the turns that might draft."""
     every, drafting = Stats(), Stats()
     for turn in turns:
         every.add(turn.stats)
@@ -216,9 +223,8 @@ def totals(session: ChatSession, turns: list[Turn]) -> list[str]:
     answers.append(f"prompts {prompts:,} tokens, {reused:,} of them reused")
     drafts = [mtp_state(session)]
     if drafting.cycles:
-        rates = " / ".join(f"{rate:.0%}" for rate in drafting.acceptance)
-        per_cycle = f"{drafting.tokens_per_cycle:.2f} tokens per cycle"
-        drafts += [f"{drafting.drafts_per_cycle:.1f} verified", per_cycle, f"accepted {rates}"]
+        drafts += [f"{drafting.drafts_per_cycle:.1f} verified", f"{drafting.tokens_per_cycle:.2f} tokens per cycle"]
+        drafts += [f"accepted {percentages(drafting.by_depth)}", *filter(None, [paused(drafting.paused)])]
     caches = [f"caches {session.cache.offset:,} tokens, {session.cache.nbytes / 1e6:.1f} MB"]
     caches.append(f"peak {every.peak_memory / 1e9:.2f} GB")
     return [" · ".join(parts) for parts in (answers, drafts, caches)]

@@ -20,7 +20,8 @@ def doctor(model: str | None, out: Path) -> None:
 
     Checks every kernel beside MLX's own bits, in the shapes of released models with random weights, and of the model;
     times 1 to 8 rows, plain and drafted decoding, and a cycle by phase. Without a Metal GPU the kernels run emulated,
-    on small shapes, and are not timed. Two files can be pasted into an issue. Exit code 1 where anything is wrong.
+    on small shapes, and are not timed; that needs a clang (pip install -e '.[emulate]'), without which they are not
+    checked. Two files can be pasted into an issue. Exit code 1 where anything is wrong.
     """
     from ..bench.doctor import examine
     from ..bench.doctor_page import page, verdict

@@ -14,7 +14,8 @@ TABLES = ("products", "attention", "experts", "head")
 def emulate(tables: tuple[str, ...], stock: bool, shape: tuple[int, int], rows: int) -> None:
     """Count the memory traffic of Metal kernels at M = 1, 2, ... rows, without a GPU: ours beside MLX's own.
 
-    Counts, not times: of products with a matrix, attention, a mixture of experts, and an LM head.
+    Counts, not times: of products with a matrix, attention, a mixture of experts, and an LM head. It runs on Linux
+    and needs a clang: pip install -e '.[emulate]'.
     """
     from rich.console import Console
 

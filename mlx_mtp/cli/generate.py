@@ -52,11 +52,8 @@ def generate(**flags: Any) -> None:
     click.echo(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec")
     click.echo(f"Peak memory: {last.peak_memory:.3f} GB")
     stats = last.stats
-    if stats and stats.num_draft_tokens:
-        rates = " / ".join(f"{rate:.0%}" for rate in stats.acceptance)
-        found = f", {stats.lookup_accepted} of {stats.lookup_drafted} looked up" if stats.lookups else ""
-        most = f"{stats.drafts_per_cycle:.1f} drafts per cycle (at most {stats.num_draft_tokens})"
-        click.echo(f"MTP: {most}, {stats.tokens_per_cycle:.2f} tokens per cycle, accepted {rates}{found}")
+    if stats and (stats.num_draft_tokens or stats.lookups):
+        click.echo(f"MTP: {stats.summary}")
 
 
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:

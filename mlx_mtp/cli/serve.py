@@ -10,6 +10,7 @@ import click
 from click import FloatRange, IntRange
 from click.core import ParameterSource
 
+from ..machine.errors import install
 from . import options
 from .together import check_flags, follows
 
@@ -65,7 +66,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         from ..serve.server import Settings, shared
         from ..serve.server import serve as run
     except ModuleNotFoundError as e:
-        raise click.ClickException(f"{e.name} is missing: pip install 'mlx-mtp[serve]'") from None
+        raise click.ClickException(f"{e.name} is missing: {install('serve')}") from None
     check_flags(prompt_cache_dir=flags["prompt_cache_dir"], idle_unload=flags["idle_unload"])
     if flags["host"] not in LOOPBACK and not flags["api_key"] and not flags["no_auth"]:
         raise click.UsageError(f"--host {flags['host']} can be reached from elsewhere: give --api-key, or --no-auth")

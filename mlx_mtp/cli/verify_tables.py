@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..decoding.summary import paused, percentages
 from ..lossless.check import Verdict
 from ..lossless.compare import Comparison, Difference
 from ..lossless.sampled import HOTTER
@@ -63,11 +64,12 @@ def _ways(title: str, comparisons: list[Comparison]) -> Table:
     for c in comparisons:
         near = sum(difference.near_tie for difference in c.differences)
         speed = f"{c.stats.tokens_per_cycle:.2f}" if c.stats.cycles else ""
-        kept = " / ".join(f"{share:.0%}" for share in c.stats.acceptance)
+        kept = [percentages(c.stats.by_depth)]
         if c.stats.lookups:
-            kept += f", looked up {c.stats.lookup_accepted} of {c.stats.lookup_drafted}"
+            kept.append(f"looked up {c.stats.lookup_accepted} of {c.stats.lookup_drafted}")
+        kept.append(paused(c.stats.paused))
         counts = (c.prompts, c.tokens, near, len(c.differences) - near)
-        table.add_row(c.way, *map(str, counts), speed, kept)
+        table.add_row(c.way, *map(str, counts), speed, ", ".join(filter(None, kept)))
     return table
 
 
@@ -141,5 +143,8 @@ def _comparison(c: Comparison) -> dict[str, Any]:
         {**asdict(d), "judgement": d.judgement and d.judgement._asdict(), "near_tie": d.near_tie}
         for d in c.differences
     ]
-    figures = {"tokens_per_cycle": c.stats.tokens_per_cycle, "kept_per_depth": c.stats.acceptance}
+    figures = {
+        "tokens_per_cycle": c.stats.tokens_per_cycle,
+        "kept_per_depth": c.stats.by_depth,
+    }
     return {"drafting": c.way, "texts": c.prompts, "tokens": c.tokens, **figures, "differences": differences}

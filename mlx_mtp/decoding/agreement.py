@@ -52,6 +52,11 @@ class Agreement:
         self._plans.append(Plan(SOURCES[source], k, bool(p_min)))  # type: ignore[arg-type]
         self.ended = self.ended or bool(ended)
 
+    @property
+    def paused(self) -> str:
+        """Why rank 0 does not draft; "" on the other ranks."""
+        return self.control.paused
+
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
         return self._plans.popleft()
 

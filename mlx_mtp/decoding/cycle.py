@@ -264,7 +264,11 @@ def give_way(d: Decoder, error: Trouble) -> None:
     if isinstance(d.control, Agreement) and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
             d.control.meet(d.text, d.cache, error)
-    d.fallback.take(error, len(d.text.tokens))
+    try:
+        d.fallback.take(error, len(d.text.tokens))
+    except Exception:
+        d.newest.failed = False  # what it wrote is not read again
+        raise
 
 
 def resume(d: Decoder, error: Trouble) -> Flight:
@@ -294,6 +298,7 @@ def learn(d: Decoder, flight: Flight, ahead: Flight | None) -> None:
     if flight.plan is not PROMPT:
         verified = flight.run.size - 1
         d.control.observe(Cycle(flight.plan, verified, flight.accepted, seconds, flight.caught_up, flight.matched))
+    d.stats.pauses(d.control.paused)
 
 
 def among_its_like(seconds: float, waited: float, built: float, following: float) -> float:

@@ -15,7 +15,6 @@ from ..tuning.plan import Fixed
 from ..tuning.replay_choice import CompileChoice
 from .replay import Compiled, Recorder
 from .sampling import Picker
-from .stats import Stats
 
 LOOKUP_DRAFTS = 7  # with the token before them the most rows that have the bits of one (kernels/README.md)
 
@@ -94,15 +93,11 @@ def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool 
     return Compiled(recorder, CompileChoice(asked or recorder.verdict))
 
 
-def remember(
-    model: Target, control: Controller | Fixed, compiled: Compiled | None = None, stats: Stats | None = None
-) -> None:
-    """Keep what a generation measured for the next ones, and note in its counters why it ended without drafts."""
+def remember(model: Target, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
+    """Keep what a generation measured for the next ones."""
     if (ranks := getattr(model, "ranks", None)) and ranks.rank:
         return  # rank 0 has decided, and keeps what it measured
     known, kept = learned(model), set()
-    if stats and isinstance(control, Controller):
-        stats.paused = control.paused
     if isinstance(control, Controller) and control.costs.pace is not None:
         kept.add(replayed := _replayed(compiled))
         known.costs[replayed] = control.costs

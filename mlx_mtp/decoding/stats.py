@@ -8,6 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from .summary import paused, percentages, shares
+
 TIMED_EVERY = 16
 LARGEST, ASKED = (
     ("num_draft_tokens", "peak_memory"),
@@ -31,7 +33,7 @@ class Stats:
     decode_time:   spent in cycles after that; the caller's own time between two tokens is left out.
     wait_time:     the part of it in which the host waited for the device.
     peak_memory:   most bytes that MLX held, the weights included, since the generation began.
-    paused:        why the last cycles were plain although drafts were allowed; empty where they were not, or drafted.
+    paused:        why the next cycle does not draft although it might; "" where it does, or must not.
     phases:        set it to have `draft_time`: every 16th cycle is then computed in two halves, with a wait for each.
     crowded:       set it while others' cycles run in between, so that nothing is learned from the time of this one's.
     whole:         counters of several texts, of which this is one: cycles and drafts are counted there, too.
@@ -90,9 +92,29 @@ class Stats:
         return sum(self.drafted) / self.cycles if self.cycles else 0.0
 
     @property
+    def by_depth(self) -> list[float | None]:
+        """Per depth, the share of the heads' drafts that were accepted; None where nothing was drafted."""
+        return shares(self.drafted, self.accepted)
+
+    @property
     def acceptance(self) -> list[float]:
-        """Per depth, the share of the heads' drafts that were kept."""
-        return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
+        """The same of the depths that were drafted alone, which are the first ones."""
+        return [share for share in self.by_depth if share is not None]
+
+    @property
+    def summary(self) -> str:
+        """What drafting did, in words: tokens per cycle, accepted drafts per depth, and why drafting is paused."""
+        if not self.num_draft_tokens and not self.lookups:
+            return "plain decoding"
+        if not self.cycles:
+            return "no cycles"
+        words = [f"{self.tokens_per_cycle:.2f} tokens per cycle"]
+        if self.num_draft_tokens:
+            words.insert(0, f"{self.drafts_per_cycle:.1f} drafts per cycle (at most {self.num_draft_tokens})")
+            words.append(f"accepted {percentages(self.by_depth)}")
+        if self.lookups:
+            words.append(f"{self.lookup_accepted} of {self.lookup_drafted} looked up")
+        return "; ".join(filter(None, [", ".join(words), paused(self.paused)]))
 
     @property
     def host_ms(self) -> float:
@@ -110,7 +132,8 @@ class Stats:
         return self.decode_time - self.draft_time
 
     def add(self, other: "Stats") -> None:
-        """Count another generation in; both drafted alike, or one not at all."""
+        """Add another generation's counters; `paused` is the one that was added last."""
+        self.paused = other.paused
         for name, theirs in vars(other).items():
             mine = getattr(self, name)
             if name in LARGEST:
@@ -124,6 +147,9 @@ class Stats:
         self.drafted, self.accepted = [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
         if self.whole is None:
             mx.reset_peak_memory()
+        else:
+            self.whole.num_draft_tokens = max(self.whole.num_draft_tokens, self.num_draft_tokens)
+            self.whole._deepen(self.num_draft_tokens)
         self._tic = time.perf_counter()
 
     def notes_memory(self) -> None:
@@ -190,9 +216,21 @@ class Stats:
             self.lookup_drafted += drafted
             self.lookup_accepted += accepted
             return
+        self._deepen(drafted)
         for depth in range(drafted):
             self.drafted[depth] += 1
             self.accepted[depth] += depth < accepted
+
+    def _deepen(self, depths: int) -> None:
+        """Lengthen the counts to at least this many depths."""
+        for counts in (self.drafted, self.accepted):
+            counts += [0] * (depths - len(counts))
+
+    def pauses(self, reason: str) -> None:
+        """Note why the next cycle does not draft, "" where it may."""
+        self.paused = reason
+        if self.whole is not None:
+            self.whole.pauses(reason)
 
     def replays(self, cycles: int, shapes: int = 0) -> None:
         """Count cycles that were replayed, or kinds of them that were recorded."""

@@ -24,6 +24,8 @@ NATIVE = Path(__file__).parent / "native"
 LOWERING = Path(__file__).parent / "lowering.py"  # rewrites what is compiled
 MLX_INCLUDE = Path(mx.__file__).parent / "include"
 OLDEST_CLANG = 16
+# The words of `machine.errors.install`, which is a room on the same floor; tests/test_extras.py compares them.
+INSTALL = "pip install -e '.[emulate]' in the clone of mlx_mtp"
 
 COMMON = ["-std=c++17", "-ffreestanding", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
 COMMON += ["-fno-stack-protector", "-fno-math-errno", "-nostdinc++", "-fsigned-char"]
@@ -59,12 +61,19 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_mtp" / "emulator"
 
 
-def _version(*command: str) -> str:
+def version_of(*command: str) -> str:
     """What a compiler says of itself; nothing where it does not run."""
     try:
         return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def find_zig() -> str:
+    """Name the program of the `ziglang` package; nothing where it is not installed."""
+    package = importlib.util.find_spec("ziglang")
+    zig = Path((package and package.origin) or "").with_name("zig")
+    return str(zig) if package and zig.exists() else ""
 
 
 @functools.cache
@@ -77,19 +86,18 @@ def find_clang() -> tuple[list[str], list[str], str]:
         raise ValueError(f"the emulator runs on Linux on x86-64 or arm64, not {sys.platform} on {platform.machine()}")
     chosen = os.environ.get("MLX_MTP_CLANG")
     for clang in [chosen] if chosen else filter(None, [shutil.which("clang"), shutil.which("clang++")]):
-        version = _version(clang)
-        if _clang_major(version) >= OLDEST_CLANG:
+        version = version_of(clang)
+        if clang_major(version) >= OLDEST_CLANG:
             return [clang], [clang, "-shared", "-nostdlib"], version
         if chosen:
             raise ValueError(f"MLX_MTP_CLANG is {chosen!r}; it must be a clang of version {OLDEST_CLANG} or newer")
-    package = importlib.util.find_spec("ziglang")
-    zig = Path((package and package.origin) or "").with_name("zig")
-    if package and zig.exists():
-        return [str(zig), "clang"], [str(zig), "ld.lld", "-shared"], _version(str(zig), "clang")
-    raise ValueError(f"no clang {OLDEST_CLANG} or newer: pip install ziglang, or set MLX_MTP_CLANG")
+    if zig := find_zig():
+        return [zig, "clang"], [zig, "ld.lld", "-shared"], version_of(zig, "clang")
+    raise ValueError(f"no clang {OLDEST_CLANG} or newer: {INSTALL}, or set MLX_MTP_CLANG")
 
 
-def _clang_major(version: str) -> int:
+def clang_major(version: str) -> int:
+    """Return the major version in what clang says of itself; 0 where there is none."""
     found = re.search(r"clang version (\d+)", version)
     return int(found[1]) if found else 0
 
@@ -101,18 +109,18 @@ def _run(command: list[str], name: str) -> None:
         raise CompileError(f"kernel {name} does not compile:\n{done.stderr.strip()}")
 
 
-def _digest(*parts: object) -> str:
+def digest(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 @functools.cache
-def _directory_digest(directory: Path) -> str:
+def directory_digest(directory: Path) -> str:
     files = sorted(p for p in directory.rglob("*") if p.is_file())
-    return _digest(*(part for p in files for part in (p.relative_to(directory), p.read_text(errors="replace"))))
+    return digest(*(part for p in files for part in (p.relative_to(directory), p.read_text(errors="replace"))))
 
 
 @contextmanager
-def _unfinished(target: Path) -> Iterator[Path]:
+def unfinished(target: Path) -> Iterator[Path]:
     """A folder beside `target`, whose file `out` becomes it in the end."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -129,9 +137,9 @@ def runtime_library() -> Path:
     """Build the runtime, once per version of its source and of clang."""
     clang, link, version = find_clang()
     flags = [*COMMON, "-O2", "-Wno-everything", f"-I{NATIVE / 'include'}"]
-    target = cache_directory() / f"runtime-{_digest(_directory_digest(NATIVE), version, flags)}.so"
+    target = cache_directory() / f"runtime-{digest(directory_digest(NATIVE), version, flags)}.so"
     if not target.exists():
-        with _unfinished(target) as work:
+        with unfinished(target) as work:
             objects = []
             for source in sorted((NATIVE / "runtime").glob("*.cpp")):
                 objects.append(str(work / f"{source.stem}.o"))
@@ -142,9 +150,9 @@ def runtime_library() -> Path:
 
 def _parsed(library: str, command: list[str], version: str) -> Path:
     """Lower and parse the preprocessed library once for all kernels: for most of them that is most of the work."""
-    target = cache_directory() / f"library-{_digest(library, command, version, LOWERING.read_text())}.pch"
+    target = cache_directory() / f"library-{digest(library, command, version, LOWERING.read_text())}.pch"
     if not target.exists():
-        with _unfinished(target) as work:
+        with unfinished(target) as work:
             (work / "library.h").write_text(_lowered(library))
             embedded = ["-Xclang", "-fmodules-embed-all-files"]  # needs no library.h afterwards
             _run([*command, *embedded, "-x", "c++-header", f"{work}/library.h", "-o", f"{work}/out"], "library")
@@ -180,19 +188,22 @@ def translation_unit(signature: Signature, source: str, header: str, name: str) 
 
 
 def build(signature: Signature, source: str, header: str, name: str, options: EmulatorOptions) -> Path:
-    """Build the kernel's library, or find it in the cache; CompileError gives lines of <name>.metal and <name>.h."""
+    """Build the kernel's library, or find it in the cache.
+
+    CompileError names lines of <name>.h and <name>.metal, or the places that `#line` directives state.
+    """
     clang, link, version = find_clang()
     includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]
     fma = CONTRACTIONS[options.fp_contract] if platform.machine() == "x86_64" else []
-    bfloat = ["-Xclang", "-fbfloat16-excess-precision=none"] if _clang_major(version) >= 17 else []
+    bfloat = ["-Xclang", "-fbfloat16-excess-precision=none"] if clang_major(version) >= 17 else []
     contract, optimize = f"-ffp-contract={options.fp_contract}", f"-O{options.optimize}"
     parse = [*clang, *COMMON, *KERNEL, *bfloat, *fma, contract]
     text, constants = translation_unit(signature, source, header, name), dict(options.function_constants)
-    headers = [_directory_digest(NATIVE), _directory_digest(MLX_INCLUDE / "mlx/backend/metal/kernels")]
+    headers = [directory_digest(NATIVE), directory_digest(MLX_INCLUDE / "mlx/backend/metal/kernels")]
     headers.append(LOWERING.read_text())
-    target = cache_directory() / f"{_digest(text, parse, optimize, version, headers, sorted(constants.items()))}.so"
+    target = cache_directory() / f"{digest(text, parse, optimize, version, headers, sorted(constants.items()))}.so"
     if not target.exists():
-        with _unfinished(target) as work:
+        with unfinished(target) as work:
             cpp, preprocessed, made = (str(work / f"kernel.{suffix}") for suffix in ("cpp", "ii", "o"))
             Path(cpp).write_text(text)
             _run([*parse, optimize, *includes, "-E", cpp, "-o", preprocessed], name)

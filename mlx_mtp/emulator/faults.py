@@ -8,7 +8,7 @@ import functools
 import io
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,20 @@ ELSEWHERE = {
     11: "{text} reads lane {f.offset}, but {lane}",
     13: "out of bounds: index {f.offset} of an array that has no such element",
 }
+LINE = re.compile(r'#line (\d+)(?: "(.*)")?')
+Place = tuple[str, int]  # a file's name, without folders, and the number of a line
+
+
+def numbered(file: str, text: str) -> dict[Place, str]:
+    """Return the lines of a text by place: numbered from line 1 of `file`, and as `#line` directives say."""
+    found, number = {}, 1
+    for line in text.split("\n"):
+        if directive := LINE.match(line):
+            number, file = int(directive[1]), Path(directive[2] or file).name
+        else:
+            found[file, number] = line.strip()
+            number += 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -39,20 +53,19 @@ class Explainer:
 
     kernel: str
     library: Path
-    source: str
+    code: Mapping[Place, str]  # the lines of the kernel's header and source
     outcome: Outcome
     group_size: Triple
     max_steps: int
 
     def where(self, site: int) -> str:
-        """Write `file:line`, with the line's text where it is in the kernel's own source."""
+        """Write `file:line`, with the line's code where it is in the kernel's own text."""
         found = find_line(self.library, site - self.outcome.image_low - 1) if site else None
         if found is None:
             return "an unknown line"
-        file, line = found
-        lines = self.source.split("\n")
-        own = file == f"{self.kernel}.metal" and 0 < line <= len(lines)
-        return f"{Path(file).name}:{line}" + (f" `{lines[line - 1].strip()}`" if own else "")
+        place = file, line = Path(found[0]).name, found[1]
+        code = self.code.get(place)
+        return f"{file}:{line}" + (f" `{code}`" if code else "")
 
     def thread(self, index: int, group) -> str:
         x, y, _ = self.group_size

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 
 from .buffers import OUTPUT, KernelBuffer, input_buffers, output_array, output_buffer
 from .compile import build
-from .faults import Explainer, unwritten
+from .faults import Explainer, numbered, unwritten
 from .launch import Traffic, Triple, make_traffic, run
 from .options import CompileError, EmulatorOptions, KernelFault
 from .signature import ATTRIBUTES, Parameter, Signature, function_name, input_parameters, template_argument, type_name
@@ -44,11 +44,6 @@ def _values(inputs: Sequence) -> list[mx.array]:
         inside = "inside mx.compile (mx.disable_compile() switches that off), mx.grad or mx.vmap"
         raise ValueError(f"an emulated kernel needs arrays that have values; it cannot run {inside}") from error
     return arrays
-
-
-def _whole(text: str) -> str:
-    """Return a text or name as it was written, if it was shortened for MLX."""
-    return getattr(text, "whole", text)
 
 
 @dataclass(eq=False)
@@ -97,6 +92,9 @@ class MetalKernel:
             raise ValueError("stream is on the CPU; a Metal kernel's is on the GPU")
         arrays = _values(inputs)
         signature = self._signature(arrays, output_dtypes, template or [])
+        if (count := len(signature.parameters)) > MOST_BUFFERS:
+            has = f"{count} buffers, shapes and strides included"
+            raise CompileError(f"kernel {self.name} has {has}; Metal has {MOST_BUFFERS}")
         if verbose:
             sys.stdout.write(self.generated_source(signature) + "\n")
         named: dict[str, KernelBuffer] = {}
@@ -113,29 +111,30 @@ class MetalKernel:
         self, inputs: list[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, object]]
     ) -> Signature:
         """The function that MLX would generate for these arrays and template arguments."""
-        arguments = tuple(template_argument(_whole(name), value) for name, value in template)
+        arguments = tuple(template_argument(name, value) for name, value in template)
         named = zip(self.input_names, inputs, strict=True)
         parameters = [p for name, x in named for p in input_parameters(name, x, self.source)]
         for output, dtype in zip(self.output_names, output_dtypes, strict=True):
             type_ = f"atomic<{type_name(dtype)}>" if self.atomic_outputs else type_name(dtype)
             parameters.append(Parameter(output, f"device {type_}* {output}", False))
-        if len(parameters) > MOST_BUFFERS:
-            has = f"{len(parameters)} buffers, shapes and strides included"
-            raise CompileError(f"kernel {self.name} has {has}; Metal has {MOST_BUFFERS}")
         name = function_name(self.name, arguments, inputs, output_dtypes)
         return Signature(name, arguments, tuple(parameters), tuple(a for a in ATTRIBUTES if a in self.source))
 
+    def text(self, signature: Signature) -> str:
+        """Return the text that MLX would compile after its preamble."""
+        return f"{self.header}{signature.head}{self.source}\n}}\n{signature.host_name}"
+
     def generated_source(self, signature: Signature) -> str:
-        """The text that MLX would compile."""
-        text = f"{self.header}{signature.head}{self.source}\n}}\n{signature.host_name}"
-        return f"Generated source code for `{self.name}`:\n```\n{text}\n```"
+        """Return what MLX prints with `verbose`."""
+        return f"Generated source code for `{self.name}`:\n```\n{self.text(signature)}\n```"
 
     def _run(
         self, library: Path, buffers: list[KernelBuffer], grid: Triple, group: Triple, options: EmulatorOptions
     ) -> None:
         outcome = run(library, buffers, grid, group, options)
         if outcome.fault is not None:
-            raise KernelFault(Explainer(self.name, library, self.source, outcome, group, options.max_steps).message())
+            code = numbered(f"{self.name}.h", self.header) | numbered(f"{self.name}.metal", self.source)
+            raise KernelFault(Explainer(self.name, library, code, outcome, group, options.max_steps).message())
         if "unwritten" not in options.allow:
             for buffer in buffers:
                 if buffer.kind == OUTPUT and not buffer.initialised and (sentence := unwritten(self.name, buffer)):
@@ -164,8 +163,7 @@ def metal_kernel(
     mode = (compile_options or {}).get("math_mode", "safe")
     if mode not in ("safe", "relaxed", "fast"):
         raise ValueError(f"math_mode is {mode!r}; it must be 'safe', 'relaxed' or 'fast'")
-    names = [_whole(name) for name in input_names], [_whole(name) for name in output_names]
-    source, header = _whole(source), _whole(header)  # where lines are those of the files
+    names = list(input_names), list(output_names)
     return MetalKernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs)
 
 
@@ -189,8 +187,8 @@ def _holds_kernel(value: object) -> bool:
 
 
 @functools.cache
-def _made_again(module: ModuleType) -> dict[str, object]:
-    """The module's kernels, and its cached functions, from a second run of its source."""
+def _made_again(module: ModuleType, maker: Callable[..., Any]) -> dict[str, object]:
+    """The module's kernels, and its cached functions, from a second run of its source in which `maker` makes them."""
     spec: Any = module.__spec__
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
@@ -215,16 +213,25 @@ def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
     are made again for the time being. `options` are those of launches that name none. Not for several threads.
     """
     launches: list[Traffic] = []
+    emulations.append((options or EmulatorOptions(), launches))
+    try:
+        with replaced(metal_kernel):
+            yield launches
+    finally:
+        emulations.pop()
+
+
+@contextmanager
+def replaced(maker: Callable[..., Any]) -> Iterator[None]:
+    """Make the kernels inside by `maker`, which returns instances of MetalKernel, as `emulated` describes."""
     gpu = mx.Device(mx.gpu)
     with ExitStack() as undo:
-        emulations.append((options or EmulatorOptions(), launches))
-        undo.callback(emulations.pop)
-        _replace(undo, mx.fast, "metal_kernel", metal_kernel)
+        _replace(undo, mx.fast, "metal_kernel", maker)
         _replace(undo, mx.metal, "is_available", lambda: True)
         _replace(undo, mx, "default_device", lambda: gpu)
         mx.disable_compile()
         undo.callback(mx.enable_compile)
         for module in [m for m in sys.modules.values() if _makes_kernels(m)]:
-            for name, value in _made_again(module).items():
+            for name, value in _made_again(module, maker).items():
                 _replace(undo, module, name, value)
-        yield launches
+        yield

@@ -57,19 +57,24 @@ def _split(text: str) -> list[str]:
     return [text[a:b] for a, b in zip([0, *(i + 1 for i in commas)], [*commas, len(text)], strict=True)]
 
 
-def _storage(declaration: str) -> str:
-    """C++ for `T a[2][3], b` that is handed its storage by the runtime."""
+def declarators(declaration: str) -> list[tuple[str, str, str]]:
+    """Read `T a[2][3], b`: the type, the name and the extents of each; nothing where it is not understood."""
     first, *others = _split(re.sub(r"\balignas\s*\([^()]*\)|^\s*#.*$", "", declaration, flags=re.MULTILINE))
     match = re.fullmatch(r"\s*(.*?)\s*\b(\w+)\s*((?:\[.*\])?)\s*", first, re.DOTALL)
     if match is None or not match[1]:
-        return ""
-    declarators = [(match[2], match[3])]
+        return []
+    found = [(match[1], match[2], match[3])]
     for other in others:
         more = re.fullmatch(r"\s*(\w+)\s*((?:\[.*\])?)\s*", other, re.DOTALL)
         if more is None:
-            return ""
-        declarators.append((more[1], more[2]))
-    return " ".join(_from_runtime(match[1], array, name) for name, array in declarators)
+            return []
+        found.append((match[1], more[1], more[2]))
+    return found
+
+
+def _storage(declaration: str) -> str:
+    """C++ for `T a[2][3], b` that is handed its storage by the runtime."""
+    return " ".join(_from_runtime(type_, array, name) for type_, name, array in declarators(declaration))
 
 
 def _from_runtime(type_: str, array: str, name: str) -> str:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-Key = tuple[str, tuple[str, ...], tuple[object, ...]]  # kernel, names and values of its template arguments
-Threads = tuple[int, int, int]
+Key = tuple[str, tuple[object, ...]]  # kernel, and what it ran with: template arguments, and threads of a group
 SHORT_OF_MEMORY = re.compile(r"malloc|allocate|out of memory|insufficient memory", re.IGNORECASE)
 
 
@@ -38,7 +37,7 @@ class KernelRefused(RuntimeError):
 class Launch(NamedTuple):
     """A launch without its arrays. inputs: (shape, dtype) of each array, numbers as they are. maker, call: of MLX.
 
-    ran: the sizes of threadgroups with which the kernel has run.
+    ran: all that the kernel's text has run with.
     """
 
     key: Key
@@ -46,7 +45,12 @@ class Launch(NamedTuple):
     call: Callable[..., Any]
     inputs: list[Any]
     how: Mapping[str, Any]
-    ran: set[Threads]
+    ran: set[tuple[object, ...]]
+
+    @property
+    def text(self) -> tuple[Key, int]:
+        """What tells it from other launches: its key, and the kernel's text."""
+        return self.key, id(self.ran)
 
     @property
     def current(self) -> bool:
@@ -60,31 +64,31 @@ class Launch(NamedTuple):
             mx.eval(self.call(inputs=inputs, **self.how))
         except Exception as e:
             return e
-        self.ran.add(self.how["threadgroup"])
+        self.ran.add(self.key[1])
         return None
 
 
 class _Thread(threading.local):
-    """A thread's launches whose kernels have not run with these sizes of threadgroups."""
+    """A thread's launches that are new."""
 
     def __init__(self):
-        self.new: dict[tuple[Key, Threads], Launch] = {}
+        self.new: dict[tuple[Key, int], Launch] = {}
 
 
 _thread = _Thread()
-_known: dict[tuple[Key, Threads], Launch] = {}  # all that have run
+_known: dict[tuple[Key, int], Launch] = {}  # all that have run
 listeners: list[list[Key]] = []  # of `launched`, the innermost last
 
 
 def note(launch: Launch) -> None:
-    """Note a launch whose kernel has not run with this size of threadgroups, or that a listener collects."""
+    """Note a launch that is new, or that a listener collects."""
     if listeners:
         listeners[-1].append(launch.key)
     elif getattr(launch.call, "runs_at_once", False):
-        launch.ran.add(launch.how["threadgroup"])
+        launch.ran.add(launch.key[1])
     else:
         shapes = [(x.shape, x.dtype) if isinstance(x, mx.array) else x for x in launch.inputs]
-        _thread.new[launch.key, launch.how["threadgroup"]] = launch._replace(inputs=shapes)
+        _thread.new[launch.text] = launch._replace(inputs=shapes)
 
 
 @contextmanager
@@ -103,12 +107,12 @@ def run_new() -> None:
         return
     new, _thread.new = _thread.new, {}
     refusals = []
-    for place, launch in new.items():
+    for launch in new.values():
         if not launch.current:
             continue
         error = launch.run()
         if error is None:
-            _known[place] = launch
+            _known[launch.text] = launch
         elif not out_of_memory(str(error)):
             refusals.append(Refusal(launch.key, error))
     if refusals:
@@ -117,9 +121,9 @@ def run_new() -> None:
 
 def ran() -> None:
     """Note that this thread has evaluated all that it launched."""
-    for place, launch in _thread.new.items():
-        launch.ran.add(launch.how["threadgroup"])
-        _known[place] = launch
+    for launch in _thread.new.values():
+        launch.ran.add(launch.key[1])
+        _known[launch.text] = launch
     _thread.new = {}
 
 

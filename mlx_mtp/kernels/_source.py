@@ -1,8 +1,6 @@
 """Launch the kernels of the `.metal` files, and say where they can run and how rows are shared out."""
 
 import functools
-import itertools
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,19 +8,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._first_launch import KernelRefused, Launch, Refusal, Threads, listeners, note
-from ._shorten import Short, Text, shorten
+from ._first_launch import KernelRefused, Launch, Refusal, listeners, note
+from ._text import kernel_text
+from .contraction import SPELLINGS, kernel_spelling
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
 COMPILED_ROWS = (1, 2, 4, 6, 8, 12, 16)  # numbers of rows with kernels of their own; each is a fraction of a second's
 # compile, those of more than 8 for several sequences only
 BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
-# `_fold` relies on it that these, and what is bool, mean the same in all of a kernel's text.
-FORMAT = ("BITS", "GROUP")
 RESERVED = 16384  # bytes that MLX takes room for beside a launch's source (write_signature in its metal_kernel.cpp)
 Names = tuple[str, ...]
 Maybe = mx.array | None
-INCLUDE = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
 INSTALLED, CHECKOUT = Path(__file__).parent / "metal", Path(__file__).parents[2] / "kernels"
 DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
 
@@ -56,58 +52,41 @@ def launch(
     template: dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied first, unless the body
     reads strides. Raises KernelRefused where MLX does not take it.
     """
-    names, values = (tuple(inputs), tuple(outputs), tuple(template)), tuple(template.values())
     shapes, dtypes = zip(*outputs.values(), strict=True)
-    given = list(inputs.values())
+    given, ran = list(inputs.values()), (*template.values(), *group)
     try:
-        made, short, size, ran = _made(mx.fast.metal_kernel, DIRECTORY, op, names, values)
+        made, size, all_ran = _made(
+            mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs), kernel_spelling(op)
+        )
         _launched.held += size
         arrays = made(
             inputs=given,
-            template=list(zip(short, values, strict=True)),
+            template=list(template.items()),
             grid=grid,
             threadgroup=group,
             output_shapes=shapes,
             output_dtypes=dtypes,
         )
     except Exception as e:
-        raise KernelRefused([Refusal((op, names[-1], values), e)]) from e
-    if group not in ran or listeners:
+        raise KernelRefused([Refusal((op, ran), e)]) from e
+    if ran not in all_ran or listeners:
         sizes = {"grid": grid, "threadgroup": group, "output_shapes": shapes, "output_dtypes": dtypes}
-        how = {"template": list(zip(short, values, strict=True)), **sizes}
-        note(Launch((op, names[-1], values), mx.fast.metal_kernel, made, given, how, ran))
+        how = {"template": list(template.items()), **sizes}
+        note(Launch((op, ran), mx.fast.metal_kernel, made, given, how, all_ran))
     return arrays
 
 
 @functools.cache
 def _made(
-    maker: Callable[..., Any], directory: Path, op: str, names: tuple[Names, Names, Names], values: tuple[object, ...]
-) -> tuple[Callable[..., Any], list[Text], int, set[Threads]]:
+    maker: Callable[..., Any], directory: Path, op: str, inputs: Names, outputs: Names, spelling: str
+) -> tuple[Callable[..., Any], int, set[tuple[object, ...]]]:
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
-    numbers = ((name, v) for name, v in zip(names[-1], values, strict=True) if isinstance(v, int))
-    known = tuple((name, v) for name, v in numbers if isinstance(v, bool) or name in FORMAT)
-    header, source, short = _short(directory, op, tuple(itertools.chain(*names)), known)
-    inputs, outputs, template = ([short[name] for name in those] for those in names)
-    strided = "_strides" in source.whole  # which may stand where the values decide against it
-    more = {"source": source, "header": header, "ensure_row_contiguous": not strided}
+    header, source = kernel_text(directory, op)
+    if "CONTRACTION" in header:
+        header = f"#define CONTRACTION {SPELLINGS.index(spelling)}\n{header}"
+    more = {"source": source, "header": header, "ensure_row_contiguous": "_strides" not in source}
     size = len(header) + len(source) + RESERVED
-    return maker(name=op, input_names=inputs, output_names=outputs, **more), template, size, set()
-
-
-@functools.cache
-def _short(directory: Path, op: str, given: Names, known: tuple[tuple[str, int], ...]) -> Short:
-    *headers, body = _included(directory, f"{op}.metal", {}).values()
-    return shorten("".join(headers), body, given, dict(known))
-
-
-def _included(directory: Path, file: str, found: dict[str, str]) -> dict[str, str]:
-    """Add the text of a file to those found, behind the texts of all that it includes, each once."""
-    text = (directory / file).read_text()
-    for header in INCLUDE.findall(text):
-        if header not in found:
-            _included(directory, header, found)
-    found[file] = INCLUDE.sub("", text)
-    return found
+    return maker(name=op, input_names=inputs, output_names=outputs, **more), size, set()
 
 
 @functools.cache

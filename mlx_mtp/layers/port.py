@@ -53,6 +53,7 @@ class Port(nn.Module):
     SPEC: MTPSpec
     BASE: Any  # whose `sanitize` is used: mlx-lm's Model behind this mixin, where a port names no other
     IGNORED: tuple[str, ...] = ()  # prefixes and suffixes of tensors that text decoding does not use
+    IMPLIED: tuple[tuple[str, Any], ...] = ()  # keys of config.json, and what is implemented unread
     ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names that only hub / only converted checkpoints have
     RENAMED: tuple[Renaming, ...] = ()  # what that sanitizing does to names, for messages
     NO_KV_BITS: str | None = None  # what forbids quantized keys and values

@@ -104,6 +104,16 @@ def file(path: Path) -> Iterator[Path]:
             raise
 
 
+def is_abandoned(work: Path) -> bool:
+    """Return whether no process holds the lock under which `file` and `directory` write; False if unknown."""
+    try:
+        with work.open("r+b") as f:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def _work(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 

@@ -1,4 +1,4 @@
-"""Say an exception in one line, and of which file it is."""
+"""Write errors for users: one line, the file they are about, and what to install."""
 
 import errno
 from collections.abc import Iterator
@@ -23,6 +23,11 @@ def refusal(e: BaseException) -> str:
     """Return an exception's type and, of a compiler's text, the first error, else the first line."""
     errors = [line for line in str(e).splitlines() if "error:" in line]
     return f"{type(e).__name__}: {errors[0].strip()}" if errors else with_type(e)
+
+
+def install(extra: str) -> str:
+    """Return the instruction that installs one of pyproject.toml's extras, in the form that works from a clone."""
+    return f"pip install -e '.[{extra}]' in the clone of mlx_mtp"
 
 
 @contextmanager

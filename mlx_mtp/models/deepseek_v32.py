@@ -22,3 +22,4 @@ class Model(MLAPort, deepseek_v32.Model):
     MOE = (deepseek_v32.DeepseekV32MoE,)
     BLOCK = (deepseek_v32.DeepseekV32DecoderLayer,)
     OURS = (Attention,)
+    IMPLIED = (("rope_interleave", True),)

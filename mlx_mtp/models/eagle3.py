@@ -8,10 +8,13 @@ vLLM and SGLang `llama_eagle3.py`, speculators `models/eagle3`.
 import importlib
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..layers.mtp_head import EagleHead
 from ..layers.mtp_spec import MTPSpec
+from .config.normalize import normalize
+from .config.rope_modules import apply_rope
 
 ACCEPTED = (
     "an EAGLE-3 head: a directory with config.json and *.safetensors that hold fc, midlayer or layers.0, norm, "
@@ -89,7 +92,9 @@ def _option(config: dict, name: str, default: bool) -> bool:
 
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> EagleHead:
     """Make the module that these tensors are for; `captured` is the target's hidden_size. Raises ValueError."""
-    layer = _layer_config(config)
+    normal = normalize(_layer_config(config))
+    normal.check(Path("config.json"))
+    layer = normal.config
     module = importlib.import_module(f"mlx_lm.models.{layer['model_type']}")
     args = module.ModelArgs.from_dict(layer)
     sliding = layer["layer_types"][0] == "sliding_attention"
@@ -97,7 +102,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
     own = {name.removeprefix("model.").partition(".")[0] for name in names}
     if known < vocab and "d2t" not in own:
         raise ValueError(f"tensor d2t is missing; it says which the {known} of {vocab} tokens of the LM head are")
-    return EagleHead(
+    head = EagleHead(
         spec,
         module.TransformerBlock(args),
         own & {"input_norm", "fc_norm", "d2t"},
@@ -107,14 +112,13 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
         window=layer.get("sliding_window") if sliding else None,
         residual_normed=_option(config, "norm_before_residual", False),
     )
+    apply_rope(head, layer)
+    return head
 
 
 def _layer_config(config: dict) -> dict:
-    """Write config.json of the layer as mlx-lm reads it: flat, rope as before transformers 5, one layer."""
+    """Return config.json of the layer as of a model of one layer of a family of mlx-lm's. Raises ValueError."""
     layer = {**config, **config.get("transformer_layer_config", {})}
-    if rope := layer.get("rope_parameters"):
-        layer["rope_theta"] = rope.get("rope_theta", 10000.0)
-        layer["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
     for name, allowed in (("num_hidden_layers", 1), ("hidden_act", "silu")):
         if layer.get(name, allowed) != allowed:
             raise ValueError(f"{name}={layer[name]!r}: allowed is {allowed!r}")

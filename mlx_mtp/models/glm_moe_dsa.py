@@ -6,6 +6,7 @@ Sources: transformers `modeling_glm_moe_dsa.py` and `configuration_glm_moe_dsa.p
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from mlx_lm.models import glm_moe_dsa
 
@@ -26,6 +27,11 @@ class ModelArgs(glm_moe_dsa.ModelArgs):
     index_topk_pattern: str | list[str] | None = None
     index_topk_freq: int = 1
     index_skip_topk_offset: int = 2
+
+    @classmethod
+    def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the config with the choice of experts that transformers' model makes unasked."""
+        return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **config}
 
     def indexers(self) -> list[str]:
         """Say per layer whether it has an indexer ("full") or uses the last one's choice ("shared"); ValueError."""

@@ -1,10 +1,26 @@
 """Port Llama 2 and 3, Mistral and what else mlx-lm reads as `llama`: no heads of their own, but drafters exist."""
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 from mlx_lm.models import llama
 
+from ..layers.mtp_spec import MTPSpec
 from ..layers.port import HeadlessPort
 
-ModelArgs = llama.ModelArgs
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass
+class ModelArgs(llama.ModelArgs):
+    """config.json of `llama` and of families that are read as such."""
+
+    @classmethod
+    def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the config with its types of layer: in Mistral a window is every layer's, in Llama no layer's."""
+        if config["model_type"] != "mistral" or not config.get("sliding_window") or config.get("layer_types"):
+            return config
+        return {**config, "layer_types": [SLIDING] * config["num_hidden_layers"]}
 
 
 class Model(HeadlessPort, llama.Model):
@@ -12,6 +28,16 @@ class Model(HeadlessPort, llama.Model):
     ATTENTION = (llama.Attention,)
     BLOCK = (llama.TransformerBlock,)
     IGNORED = ("rotary_emb.inv_freq",)
+
+    def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec | None = None):
+        """Make mlx-lm's model, which cannot be built without a layer of full attention, and set the layers' types."""
+        kinds = args.layer_types or []
+        super().__init__(replace(args, layer_types=[FULL] * len(kinds)), heads, spec)
+        self.args.layer_types = self.model.layer_types = kinds
+        self.model.fa_idx, self.model.swa_idx = (kinds.index(k) if k in kinds else None for k in (FULL, SLIDING))
+        self.model.fa_idx = self.model.fa_idx or 0
+        for layer, kind in zip(self.layers, kinds, strict=True):
+            layer.use_sliding = kind == SLIDING
 
     def windows(self) -> list[int | str | None]:
         return [self.args.sliding_window if layer.use_sliding else None for layer in self.layers]

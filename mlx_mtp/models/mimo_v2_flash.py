@@ -5,13 +5,44 @@ The checkpoint's config.json has no number of heads; they are counted by their t
 PR 1256 (chaining the depths instead loses a third of the acceptance).
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import mlx.nn as nn
 from mlx_lm.models import mimo_v2_flash
 
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import BLOCK_TENSORS, NUMBERED_EXPERTS, SCALED_FP8, Port
 
-ModelArgs = mimo_v2_flash.ModelArgs
+UNSTATED = {
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "n_shared_experts": None,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+
+@dataclass
+class ModelArgs(mimo_v2_flash.ModelArgs):
+    """config.json of `mimo_v2_flash`, field names as in the file."""
+
+    @classmethod
+    def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Return a config of transformers' form in the file's own, with what transformers' model does unasked."""
+        found = dict(config)
+        kinds, sparse = found.pop("layer_types", None), found.pop("mlp_layer_types", None)
+        if kinds:
+            found.setdefault("hybrid_layer_pattern", [int(kind == "sliding_attention") for kind in kinds])
+        if sparse:
+            found.setdefault("moe_layer_freq", [int(kind == "sparse") for kind in sparse])
+        window, size = found.get("sliding_window"), found.get("sliding_window_size")
+        if window and size and window == size + 1:  # transformers adds the query's own position
+            found["sliding_window_size"] = window
+        sizes = {f"swa_{name}": found.get(name) for name in ("num_attention_heads", "head_dim", "v_head_dim")}
+        if groups := found.get("num_key_value_heads"):
+            sizes["swa_num_key_value_heads"] = 2 * groups
+        return {**UNSTATED, **{name: size for name, size in sizes.items() if size}, **found}
 
 
 class Model(Port, mimo_v2_flash.Model):

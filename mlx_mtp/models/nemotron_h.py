@@ -32,6 +32,12 @@ class ModelArgs(nemotron_h.ModelArgs):
     mtp_layers_block_type: list[str] | None = None
     mtp_n_routed_experts: int | None = None
 
+    @classmethod
+    def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the config with its number of layers, which transformers leaves out."""
+        kinds = config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern")
+        return config if config.get("num_hidden_layers") or not kinds else {**config, "num_hidden_layers": len(kinds)}
+
     def __post_init__(self):
         super().__post_init__()
         unknown = set(self.hybrid_override_pattern or []) - set("M*-E")

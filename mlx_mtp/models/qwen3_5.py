@@ -59,6 +59,7 @@ class Model(Port, qwen3_5.Model):
     MOE = (Qwen3NextSparseMoeBlock,)
     BLOCK = (qwen3_5.DecoderLayer,)
     IGNORED = ("model.visual.", "visual.", "vision_tower.")
+    IMPLIED = (("attn_output_gate", True),)
     ZERO_CENTRED = (r"^model\.language_model\.|\.experts\.gate_up_proj$", r"^language_model\.model\.|\.switch_mlp\.")
     RENAMED = (
         Renaming(

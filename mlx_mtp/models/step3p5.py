@@ -14,10 +14,38 @@ from mlx_lm.models import step3p5
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import BLOCK_TENSORS, Port, Tensors
 
+NO_LAYER = 10_000  # for mlx-lm an empty list of layers is its default
+IN_LISTS = ("rope_theta", "partial_rotary_factor")
+
 
 @dataclass
 class ModelArgs(step3p5.ModelArgs):
     """config.json of `step3p5`, field names as in the file."""
+
+    @classmethod
+    def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Return a config of transformers' form, with values by type of layer, in the file's own form, with lists."""
+        found = dict(config)
+        sparse = found.pop("mlp_layer_types", None)
+        kinds = [*(found.get("layer_types") or []), *(found.pop("mtp_layer_types", None) or [])]
+        if kinds:
+            found["layer_types"] = kinds
+        if sparse and not found.get("moe_layers_enum"):
+            layers = [i for i, kind in enumerate(sparse) if kind == "sparse"]
+            found["moe_layers_enum"] = ",".join(map(str, layers or [NO_LAYER]))
+        heads = found.pop("num_sliding_attention_heads", None)
+        if heads and not found.get("attention_other_setting"):
+            groups = found.get("num_attention_groups") or found["num_key_value_heads"]
+            found["attention_other_setting"] = {"num_attention_heads": heads, "num_attention_groups": groups}
+        if found.get("query_pre_attn_scalar") == found.get("head_dim"):
+            found.pop("query_pre_attn_scalar", None)
+        for name in ("per_layer_config", "mtp_mlp_layer_types"):
+            found.pop(name, None)
+        parameters = found.get("rope_parameters") or {}
+        if not any(isinstance(of_kind, dict) for of_kind in parameters.values()):
+            return found
+        del found["rope_parameters"]
+        return found | _rope_lists([parameters[kind] for kind in kinds], kinds)
 
     def padded(self, heads: int) -> "ModelArgs":
         """Extend per-layer lists over the MTP heads, for configs that were cut to num_hidden_layers entries.
@@ -51,6 +79,12 @@ class Model(Port, step3p5.Model):
     MOE = (step3p5.Step3p5MoE,)
     BLOCK = (step3p5.Step3p5DecoderLayer,)
     NORM = (step3p5.ZeroCenteredRMSNorm,)
+    IMPLIED = (
+        ("use_moe", True),
+        ("moe_router_activation", "sigmoid"),
+        ("use_moe_router_bias", True),
+        ("zero_centered", True),
+    )
     ZERO_CENTRED = (
         r"\.moe\.|(?<!\.mlp)\.share_expert\.",
         r"\.switch_mlp\.|\.mlp\.share_expert\.|\.mlp\.gate\.gate\.|\.scales$",
@@ -79,6 +113,20 @@ class Model(Port, step3p5.Model):
             (path,) = self.renamed(name)
             parameters[path] = _shifted(path, w) if shift_heads else w
         return parameters
+
+
+def _rope_lists(layers: list[dict[str, Any]], kinds: list[str]) -> dict[str, Any]:
+    """Write each layer's rotary embedding as lists, and the scaling that layers of some kinds have."""
+    scaled = {kind: rope for kind, rope in zip(kinds, layers, strict=True) if rope.get("rope_type") != "default"}
+    scalings = [{n: v for n, v in rope.items() if n not in IN_LISTS} for rope in scaled.values()]
+    if any(scaling != scalings[0] for scaling in scalings):
+        raise ValueError("rope_parameters: layers are scaled in more than one way; allowed is one")
+    return {
+        "rope_theta": [rope["rope_theta"] for rope in layers],
+        "partial_rotary_factors": [rope.get("partial_rotary_factor", 1.0) for rope in layers],
+        "rope_scaling": scalings[0] if scalings else None,
+        "yarn_only_types": list(scaled) or None,
+    }
 
 
 def _shifted(path: str, weight: mx.array) -> mx.array:

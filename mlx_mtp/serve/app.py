@@ -282,8 +282,7 @@ class Talk:
         seconds, prompt = time.monotonic() - job.begun, len(job.ask.prompt)
         self.site.metrics.answered(end, prompt, seconds)
         log.info(
-            "%s: prompt %d tokens, %d of them cached; %d tokens in %.2f s, first after %.2f s, %.2f a cycle, "
-            "%d of %d drafts right; %s",
+            "%s: prompt %d tokens, %d of them cached; %d tokens in %.2f s, first after %.2f s; %s; %s",
             *(self.path, prompt, end.cached, end.stats.generation_tokens, seconds, end.first_token),
-            *(end.stats.tokens_per_cycle, *end.drafts[::-1], end.reason),
+            *(end.stats.summary, end.reason),
         )

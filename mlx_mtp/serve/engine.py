@@ -17,7 +17,7 @@ from ..machine.errors import first_line
 from ..machine.memory import wired
 from ..machine.stream import in_turn
 from .follow import AHEAD, as_json
-from .job import Ask, Failed, Job, Served, answer, read_end, reread
+from .job import Ask, Failed, Job, Served, answer, read_end, reread, store
 
 Steps = Generator[None, None, PromptCache]
 log = logging.getLogger("mlx_mtp.serve")
@@ -64,6 +64,7 @@ class Engine:
         self._behind: deque[tuple[Job, PromptCache]] = deque(maxlen=BEHIND)
         self._rereads: Iterator[int] | None = None
         self._answered: list[int] = []  # the last prompt whose answer is over
+        self._unsaved: float | None = None  # when the last answer ended, None once its prefix is in a file
         self._stopping: float | None = None
         self._opened = False
         self._lock = threading.Lock()
@@ -182,6 +183,7 @@ class Engine:
         except Exception as e:
             log.exception("a request failed")
             job.emit(Failed(500, f"{type(e).__name__}: {first_line(e)}"))
+        self._unsaved = time.monotonic()
         return False
 
     def _idle(self) -> None:
@@ -204,6 +206,8 @@ class Engine:
             self._collect(CALM)
             if not self._waiting:
                 self._rereads, self._answered = read_end(self.served, self._answered), []
+        elif self.served and self._unsaved is not None:
+            self._store_piece(self.served, self._unsaved)
         else:
             self._collect(min(self.limits.idle_unload, threading.TIMEOUT_MAX))
             if self.served and not self._waiting and self._stopping is None:
@@ -211,6 +215,18 @@ class Engine:
                 self._let_go()
                 self.state = "unloaded"
                 mx.clear_cache()
+
+    def _store_piece(self, served: Served, ended: float) -> None:
+        """Write a piece of the prefix cache to a file, once no request has arrived for CALM seconds."""
+        if (rest := ended + CALM - time.monotonic()) > 0:
+            self._collect(rest)
+            return
+        try:
+            with in_turn():
+                self._unsaved = ended if store(served) else None
+        except Exception as e:  # nobody has asked for it
+            self._unsaved = None
+            log.warning("prefix cache not stored: %s", first_line(e))
 
     def _fail_all(self) -> None:
         """Tell everybody who waits that there will be no answer."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..decoding.stats import Stats
+from ..decoding.summary import paused
 from .answer import Part, calls_of, text_of
 from .fields import MOST_CHOICES, Door, Refused, boolean, integer
 from .job import Ask, Begun, End, Failed
@@ -129,6 +130,7 @@ def figures(ends: list[End]) -> dict[str, Any]:
     return {
         "draft_n": sum(end.drafts[0] for end in ends),
         "draft_n_accepted": sum(end.drafts[1] for end in ends),
+        "paused": paused(total.paused),
         "tokens_per_cycle": round(total.tokens_per_cycle or 1.0, 3),
         "time_to_first_token": round(min((end.first_token for end in ends), default=0.0), 4),
         "tokens_per_second": round(total.generation_tokens / total.decode_time, 2) if total.decode_time else 0.0,

@@ -226,6 +226,11 @@ def read_end(served: Served, prompt: list[int]) -> Iterator[int]:
         yield end
 
 
+def store(served: Served) -> bool:
+    """Write a piece of what is remembered to a file; return whether there may be more to write."""
+    return served.files is not None and served.files.step(served.tree)
+
+
 def _decode(
     served: Served, job: Job, held: list[PromptCache], most: int, cached: int, crowded: Callable[[], bool]
 ) -> Generator[None, None, None]:

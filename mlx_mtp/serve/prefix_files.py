@@ -1,92 +1,256 @@
-"""Keep remembered beginnings of prompts in files, so that they outlive the server."""
+"""Keep the chunks of a prefix tree in files, so that they outlive the server."""
 
+import contextlib
 import hashlib
 import logging
+import os
+import re
 import time
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from ..cache.file import load_prompt_cache, save_prompt_cache, saved_tokens
+from ..cache.prompt_cache import PromptCache
+from ..cache.prompt_prefix import shared
+from ..decoding.draft import prime
+from ..machine import atomic
 from ..machine.errors import first_line
-from .prefixes import PrefixTree, resumable
+from ..machine.memory import check_room
+from .chunk_file import FOREIGN, ChunkReader, Stored, bytes_needed, read_stored, write_chunks
+from .prefixes import Chunk, PrefixTree, resumable
 
 log = logging.getLogger("mlx_mtp.serve")
 ENDING = ".prefix.safetensors"
+OURS = re.compile(rf"[0-9a-f]{{32}}{re.escape(ENDING)}")
+UNFINISHED = (f"*{ENDING}{atomic.SUFFIX}", f".*{ENDING}-*.safetensors")  # the second by earlier versions
+
+
+class Outgrown(Exception):
+    """A sequence became longer while it was written."""
 
 
 class PrefixFiles:
-    """Prompt caches in a directory, by the tokens that they hold; those not used for longest are removed.
+    """A directory with a file for each sequence that a prefix tree ends with; several servers may share it.
 
-    limit: most bytes of all.
+    Files of another model, cache layout, version or machine are left alone, but count as bytes.
+    limit: most bytes of all files; the least recently used are removed. known: what each file holds.
     """
 
     def __init__(self, directory: Path, limit: int):
         self.directory, self.limit = directory, limit
+        self.known: dict[Path, Stored] = {}
+        self._writing: Iterator[int] | None = None
         directory.mkdir(parents=True, exist_ok=True)
-        self.known: dict[Path, list[int]] = {}
-        for file in directory.glob(f"*{ENDING}"):
-            try:
-                self.known[file] = saved_tokens(file)
-            except (ValueError, OSError) as e:
-                log.warning("not used: %s", first_line(e))
+        for file in self._unfinished():
+            if atomic.is_abandoned(file):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+        self._refresh()
 
     def load(self, tree: PrefixTree, tokens: Sequence[int]) -> None:
-        """Put into the tree what a file holds of the beginning of `tokens`, if that is more than the tree has."""
-        held, ends = tree.covered(tokens), set(tree.chunking.cuts(tokens))
-        fitting = [f for f, own in self.known.items() if held < len(own) in ends and own == tokens[: len(own)]]
-        fitting = [f for f in fitting if f == self._file(tree, self.known[f])]
-        if not fitting:
-            return
-        file = max(fitting, key=lambda f: len(self.known[f]))
-        try:
-            tree.insert(load_prompt_cache(file, tree.blank.model))
-            file.touch()
-        except (ValueError, OSError) as e:
-            log.warning("not used: %s", first_line(e))
-            del self.known[file]
+        """Add the longest beginning of `tokens` that a file holds to the tree, if it is longer than the tree's."""
+        held = tree.covered(tokens)
+        self._refresh()
+        while tree.limit and (found := self._longest(tree, tokens, held)):
+            file, end = found
+            try:
+                self._graft(tree, file, end)
+                return
+            except ValueError as e:
+                self._drop(file, e)
+            except Exception as e:  # a file that cannot be read is no reason to refuse a request
+                log.warning("prefix file not read: %s", first_line(e))
+                self.known[file] = FOREIGN
 
     def save(self, tree: PrefixTree, until: float = float("inf")) -> None:
-        """Write the texts of a tree, the newest first, as long as time.monotonic() is not past `until`."""
-        for chunk in sorted(tree.leaves(rests=False), key=lambda c: -c.used):
-            path = resumable(chunk.path())
-            tokens = [token for each in path for token in each.tokens]
-            file = self._file(tree, tokens)
-            if not path or file in self.known:
-                continue
+        """Write all sequences of a tree, the last used first, as long as time.monotonic() is not past `until`."""
+        while self.step(tree):
             if time.monotonic() > until:
-                log.warning("the time to end is over: not every remembered prompt was written to %s", self.directory)
+                log.warning("the time to end is over: not every prefix was written to %s", self.directory)
+                self._writing = None
                 break
+
+    def step(self, tree: PrefixTree) -> bool:
+        """Write a piece of a sequence that no file holds; return whether there may be more to write."""
+        self._writing = self._writing or self._pieces(tree)
+        try:
+            next(self._writing)
+            return True
+        except StopIteration:
+            pass
+        except Exception as e:  # a full disk, another server that writes the same file, ...
+            log.warning("prefix file not written: %s", first_line(e))
+        self._writing = None
+        return False
+
+    def _pieces(self, tree: PrefixTree) -> Iterator[int]:
+        """Write the sequences that no file holds, a piece before each yield; the tree may change in between."""
+        tried: set[Chunk] = set()
+        self._refresh()
+        self._make_room(0, float("inf"), ())
+        while leaves := [leaf for leaf in tree.leaves(rests=False) if leaf not in tried]:
+            leaf = max(leaves, key=lambda c: c.used)
+            tried.add(leaf)
+            path = resumable(leaf.path())
+            if path and not self._holds(tree, path):
+                with contextlib.suppress(Outgrown):
+                    yield from self._write(tree, path, leaf)
+
+    def _write(self, tree: PrefixTree, path: list[Chunk], leaf: Chunk) -> Iterator[int]:
+        """Write one file, a piece before each yield, and remove the files that it makes unnecessary."""
+        tokens, resumes = _tokens(path), _resumes(path)
+        file = self.directory / _name(tree.identity, tokens)
+        replaced = {f for f, own in self._usable(tree) if own.resumable <= resumes and _begins(tokens, own.tokens)}
+        size, used = bytes_needed(path), path[-1].used
+        if not self._make_room(size, used, replaced):
+            return
+        atomic.check_free(file, size)
+        with atomic.file(file) as work:
+            for written in write_chunks(work, path, tree.identity):
+                yield written
+                if any(not child.is_rest for child in leaf.children.values()):
+                    raise Outgrown
+        os.utime(file, (used, used))
+        self.known[file] = read_stored(file)
+        for each in replaced - {file}:
+            self._remove(each)
+
+    def _graft(self, tree: PrefixTree, file: Path, last: int) -> None:
+        """Add a file's chunks up to position `last` to the tree, those that it lacks."""
+        with file.open("rb") as f:  # one file from here on, whoever replaces it
+            reader, chunk, begin = ChunkReader(f, file), tree.root, 0
+            stored = reader.stored
+            if stored != self.known[file]:
+                raise ValueError(f"{file}: changed")
+            ends, like = [end for end in stored.ends if end <= last], _shaped(tree)
+            _check_memory(file, sum(reader.bytes_of(i) for i in range(len(ends))))
+            for i, end in enumerate(ends):
+                known = chunk.children.get(tuple(stored.tokens[begin:end]))
+                if known is None or (known.moment is None and end in stored.resumable):
+                    known = tree.graft(chunk, reader.chunk(i, like, chunk.primed))
+                if known is None or known.primed != reader.primed(i):
+                    break
+                chunk, begin = known, end
+        tree.use(chunk)
+        with contextlib.suppress(OSError):
+            file.touch()
+
+    def _usable(self, tree: PrefixTree) -> list[tuple[Path, Stored]]:
+        """List the files that a tree can take chunks from."""
+        known = [(file, own) for file, own in self.known.items() if own is not FOREIGN]
+        return [(file, own) for file, own in known if own.identity == tree.identity]
+
+    def _longest(self, tree: PrefixTree, tokens: Sequence[int], held: int) -> tuple[Path, int] | None:
+        """Find the file that holds the longest beginning of `tokens`, more than `held` of them, and its length."""
+        found, cuts = [], set(tree.chunking.cuts(tokens))
+        for file, own in self._usable(tree):
+            same = min(shared(own.tokens, tokens), len(tokens) - 1)
+            allowed = cuts | {len(own)} if tree.decoded else cuts
+            found += [(end, file) for end in own.resumable & allowed if held < end <= same]
+        return max(found)[::-1] if found else None
+
+    def _holds(self, tree: PrefixTree, path: list[Chunk]) -> bool:
+        """Return whether a file holds a path; if so, its time becomes that of the path's last use."""
+        tokens, resumes, used = _tokens(path), _resumes(path), path[-1].used
+        for file, own in self._usable(tree):
+            if resumes <= own.resumable and _begins(own.tokens, tokens):
+                if file.stat().st_mtime < used:
+                    os.utime(file, (used, used))
+                return True
+        return False
+
+    def _refresh(self) -> None:
+        """Bring `known` in line with the directory, in which other servers write and remove files, too."""
+        found = {file for file in self.directory.glob(f"*{ENDING}") if OURS.fullmatch(file.name)}
+        self.known = {file: own for file, own in self.known.items() if file in found}
+        for file in found - self.known.keys():
             try:
-                save_prompt_cache(file, tree.joined(path, len(tokens)))
+                self.known[file] = own = read_stored(file)
+                if own is not FOREIGN and file.name != _name(own.identity, own.tokens):
+                    raise ValueError(f"{file}: its content is not that of its name")
+            except FileNotFoundError:
+                continue
             except OSError as e:
-                log.warning("%s", first_line(e))
-                break
-            for shorter, own in [*self.known.items()]:
-                if (
-                    len(own) < len(tokens) and own == tokens[: len(own)]
-                ):  # it holds no more than the beginning of this one
-                    self._remove(shorter)
-            self.known[file] = tokens
-        self._shrink()
+                log.warning("prefix file not read: %s", first_line(e))
+                self.known[file] = FOREIGN
+            except ValueError as e:
+                self._drop(file, e)
 
-    def _file(self, tree: PrefixTree, tokens: Sequence[int]) -> Path:
-        """Name the file of a text, by all that its bits depend on beside the model."""
-        step, least, ends = tree.chunking
-        made = (step, least, sorted(ends), version("mlx"), str(mx.default_device()), [*tokens])
-        return self.directory / f"{hashlib.sha256(repr(made).encode()).hexdigest()[:32]}{ENDING}"
+    def _make_room(self, size: int, used: float, replaced: Collection[Path]) -> bool:
+        """Remove files last used before `used`, the oldest first, so that `size` more bytes fit; False if not.
 
-    def _shrink(self) -> None:
-        files = sorted((f for f in self.known if f.exists()), key=lambda f: f.stat().st_mtime)
-        size = sum(file.stat().st_size for file in files)
-        for file in files:
-            if size <= self.limit:
-                break
-            size -= file.stat().st_size
+        replaced: files whose bytes do not count.
+        """
+        counted = [*self._unfinished(), *(file for file in self.known if file not in replaced)]
+        infos = {file: info for file in counted if (info := _info(file))}
+        excess, removed = size + sum(info.st_size for info in infos.values()) - self.limit, []
+        for file in sorted(infos.keys() & self.known.keys(), key=lambda file: infos[file].st_mtime):
+            if excess > 0 and infos[file].st_mtime < used:
+                removed.append(file)
+                excess -= infos[file].st_size
+        if size and excess > 0:
+            return False
+        for file in removed:
             self._remove(file)
+        return True
+
+    def _unfinished(self) -> list[Path]:
+        """List the files that a process has begun to write."""
+        return [file for pattern in UNFINISHED for file in self.directory.glob(pattern)]
+
+    def _drop(self, file: Path, why: Exception) -> None:
+        """Remove a file that cannot be used, with a line in the log."""
+        log.warning("prefix file removed: %s", first_line(why))
+        try:
+            self._remove(file)
+        except OSError:
+            self.known[file] = FOREIGN
 
     def _remove(self, file: Path) -> None:
-        del self.known[file]
         file.unlink(missing_ok=True)
+        self.known.pop(file, None)
+
+
+def _name(identity: str, tokens: Sequence[int]) -> str:
+    """Name a file by all that its content depends on."""
+    return hashlib.sha256(repr((identity, [*tokens])).encode()).hexdigest()[:32] + ENDING
+
+
+def _tokens(path: list[Chunk]) -> list[int]:
+    return [token for chunk in path for token in chunk.tokens]
+
+
+def _resumes(path: list[Chunk]) -> set[int]:
+    """Find the positions of a path at which sequences can continue."""
+    return {chunk.moment.length for chunk in path if chunk.moment}
+
+
+def _begins(tokens: Sequence[int], beginning: Sequence[int]) -> bool:
+    return tokens[: len(beginning)] == beginning
+
+
+def _info(file: Path) -> os.stat_result | None:
+    """Return a file's size and times, None where it is gone."""
+    with contextlib.suppress(OSError):
+        return file.stat()
+    return None
+
+
+def _check_memory(file: Path, needed: int) -> None:
+    """Raise MemoryError where there is no memory for what is to be read of a file."""
+    try:
+        check_room(f"{file}:", needed, ignore=False)
+    except ValueError as e:
+        raise MemoryError(first_line(e)) from e
+
+
+def _shaped(tree: PrefixTree) -> PromptCache:
+    """Make a cache that holds a few tokens, all heads a row, for the shapes of its arrays, which are not computed."""
+    model: Any = tree.blank.model
+    cache = tree.blank.like_new()
+    rows = len(cache.heads) + 2
+    cache.push(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers))
+    prime(model, cache, [0] * (rows + 1), 0, rows, step=rows)
+    return cache

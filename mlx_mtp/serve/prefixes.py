@@ -6,13 +6,20 @@ an answer's bits do not depend on what the tree holds. Answers, which are decode
 for it, but for models whose rows come out alike in all shapes (`rows_alike`).
 """
 
+import hashlib
 import itertools
+import os
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib.metadata import version
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from .._version import __version__
+from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
 from ..cache.pieces import Moment, cut, has_rows, join, moment
 from ..cache.prompt_cache import PromptCache
@@ -21,6 +28,7 @@ from ..layers.target import Target
 from ..tuning.kernel_fallback import run_first
 
 LAST = 4  # rows that `rows_alike` compares, as many as a cycle with three drafts checks
+TICK = 1e-6  # seconds between two uses, at least
 NEAR = 4  # times as far from a plain step's as checked drafts' rows are: a chunk's are of that kind
 
 
@@ -48,8 +56,8 @@ class Chunking(NamedTuple):
 class Chunk:
     """Tokens behind those of its `parent`, the caches' rows of them, and perhaps the moment at their end.
 
-    primed: positions that the heads have read there. used: when it was needed last. is_rest: it was made where no
-    chunk ends by the rule, at a prompt's end.
+    primed: positions that the heads have read there. used: when it was needed last (`time.time()`). is_rest: it was
+    made where no chunk ends by the rule, at a prompt's end.
     """
 
     tokens: tuple[int, ...] = ()
@@ -57,7 +65,7 @@ class Chunk:
     rows: list[Parts] = field(default_factory=list)
     moment: Moment | None = None
     primed: int = 0
-    used: int = 0
+    used: float = 0.0
     is_rest: bool = False
     children: dict[tuple[int, ...], "Chunk"] = field(default_factory=dict)
 
@@ -90,8 +98,24 @@ class PrefixTree:
     def __init__(self, blank: PromptCache, chunking: Chunking, limit: int):
         self.blank, self.chunking, self.limit = blank, chunking, limit
         self.root, self.nbytes, self.chunks, self.decoded = Chunk(), 0, 0, False
-        self._clock = itertools.count(1)
+        self._now = 0.0
         self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of all that the bits of a chunk depend on beside its tokens."""
+        blank, device = self.blank, mx.device_info()
+        facts = (
+            [fingerprint(blank.model, heads=heads) for heads in ([False, True] if blank.heads else [False])],
+            [c.config for c in blank.caches],
+            blank.quantizing and asdict(blank.quantizing),
+            blank.reach,
+            (self.chunking.step, self.chunking.least, sorted(self.chunking.ends)),
+            (__version__, version("mlx"), version("mlx-lm")),
+            (str(mx.default_device()), device.get("architecture"), device.get("device_name")),
+            os.environ.get("LD_PRELOAD"),  # another BLAS rounds otherwise
+        )
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @property
     def uncut(self) -> int:
@@ -165,6 +189,25 @@ class PrefixTree:
         path = chunk.path()
         mx.eval([part for each in path for parts in each.rows for part in parts])
         mx.eval(chunk.moment.arrays if chunk.moment else [])
+        self.use(chunk)
+
+    def graft(self, above: Chunk, chunk: Chunk) -> Chunk | None:
+        """Add a chunk behind another one; return the tree's chunk of these tokens, None if its `primed` differs."""
+        known = above.children.get(chunk.tokens)
+        if known is None:
+            above.children[chunk.tokens], chunk.parent = chunk, above
+            self.nbytes += chunk.nbytes
+            self.chunks += 1
+            return chunk
+        if known.primed != chunk.primed:
+            return None
+        self.nbytes -= known.nbytes
+        known.moment = known.moment or chunk.moment
+        self.nbytes += known.nbytes
+        return known
+
+    def use(self, chunk: Chunk) -> None:
+        """Mark a chunk and those before it as the last used ones, and drop what exceeds the limit."""
         self._touch(chunk)
         self._shrink()
 
@@ -184,7 +227,7 @@ class PrefixTree:
 
     def _takes(self, cache: PromptCache) -> bool:
         """Tell whether a cache can be remembered: not an empty one, or one of another layout."""
-        return bool(self.limit and cache.offset and not cache.is_mlx_lm and cache.quantizing is self.blank.quantizing)
+        return bool(self.limit and cache.offset and not cache.is_mlx_lm and cache.quantizing == self.blank.quantizing)
 
     def _split(self, tokens: Sequence[int], *ends: int) -> list[tuple[int, ...]]:
         """Cut tokens into chunks; ends: where one more is known to end."""
@@ -212,9 +255,9 @@ class PrefixTree:
         return found
 
     def _touch(self, chunk: Chunk) -> None:
-        now = next(self._clock)
+        self._now = max(time.time(), self._now + TICK)
         for each in chunk.path():
-            each.used = now
+            each.used = self._now
 
     def _shrink(self) -> None:
         """Drop the ends of texts that were not needed for longest."""

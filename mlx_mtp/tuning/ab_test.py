@@ -15,6 +15,7 @@ from ..machine.errors import refusal
 Op = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
 
 FAILS = "fails with"  # begins what is wrong with a kernel that gave nothing
+DIFFERS = "differs from one row alone"
 DRAWS = 6  # two per bit of a row's number, see `_spoilt`
 LAYERS = 2  # per draw, others each time
 CHAINS, FASTEST = 22, 3  # of each side, and those that count
@@ -112,7 +113,7 @@ def _check_bits(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> None:
     name, value = (("NaN", math.nan), ("infinity", math.inf))[draw % 2]
     spoilt_x = mx.where(mx.array(spoilt)[:, None], value, x)
     clean = [] if trial.alone and not trial.truth else [i for i in every if not spoilt[i]]
-    _compare(ours, x, expected, every, "differs from one row alone")
+    _compare(ours, x, expected, every, DIFFERS)
     _compare(ours, spoilt_x, expected, clean, f"changes with {name} in another row")
 
 

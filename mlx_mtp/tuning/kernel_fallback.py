@@ -4,7 +4,7 @@ import warnings
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ..kernels import KernelRefused, Refusal, launched, run_again, run_new
+from ..kernels import KernelRefused, Refusal, launched, out_of_memory, run_again, run_new
 from ..machine.errors import refusal
 from .ab_test import FAILS, KernelTrial, failing
 from .kernel_sites import placed
@@ -80,7 +80,8 @@ class Fallback:
         """
         if isinstance(error, KernelRefused):
             return fall_back(self.model, error)
-        if getattr(self.model, "ranks", None) or not any_on(self.model):  # other ranks wait within the graph
+        waited_for = getattr(self.model, "ranks", None)  # by others, within the graph
+        if waited_for or not any_on(self.model) or out_of_memory(str(error.error)):
             raise error.error
         if refusals := run_again():
             return fall_back(self.model, KernelRefused(refusals))

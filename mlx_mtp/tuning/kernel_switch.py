@@ -12,6 +12,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..cache.layer_cache import CONTEXTS
 from ..kernels import on_metal
+from ..kernels.contraction import take
 from ..layers.attention import VerifyAttention
 from ..layers.gated_delta import GatedDelta
 from ..layers.kernel_site import Site, inexact_rows
@@ -33,6 +34,7 @@ from .kernel_trials import (
     Key,
     RememberedVerdicts,
     decide,
+    is_stale,
 )
 from .kernel_verdict import KernelVerdict, in_words, off
 
@@ -207,10 +209,19 @@ class ModelTrials:
         tried = (item for verdicts in others for item in verdicts if not item[1]["reason"].startswith(NOT_TRIED))
         told |= {tuple(key): KernelVerdict(**facts) for key, facts in tried if not facts["right"]}
         self.verdicts = cast(dict[Key, KernelVerdict], told)
+        for (op, *_), verdict in self.verdicts.items():
+            if verdict.right:
+                take(op, verdict.spelling)
 
     def decide(self, trials: list[KernelTrial], **how: Any) -> None:
-        """Decide on these, by what an earlier load found where it is remembered."""
+        """Decide on these, by what an earlier load found where it is remembered.
+
+        Where an op takes another spelling of its multiply-adds, what was found with the last one is decided again.
+        """
         self.verdicts |= decide(trials, lane=self.lane, remembered=self.remembered, **how)
+        tried = [trial for trial in self.trials if not self.waiting([trial])]
+        if again := [trial for trial in tried if is_stale(trial.key, self.verdicts[trial.key])]:
+            self.decide(again, **how)
 
 
 def trials(sites: Sequence[Site], dtype: mx.Dtype, rows: str = "candidates") -> list[KernelTrial]:

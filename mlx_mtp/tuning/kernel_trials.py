@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..kernels import out_of_memory, padded
+from ..kernels.contraction import is_taken, others, spelled, spelling, take
 from ..machine.progress import tell
-from .ab_test import FAILS, KernelTrial, check, compile_kernel, failing, time_pair
+from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, failing, time_pair
 from .kernel_verdict import AS_ROWS, KernelVerdict, judged, off
 from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
 
@@ -57,16 +58,39 @@ def decide(
         return {trial.key: off(ASKED) for trial in trials}
     if lane is None:
         return _by_trial(trials, Decisions(timer, budget, stop), remembered)
-    known = {key: found.wrong for key, found in remembered.recall().items() if refused(found)} if remembered else {}
-    wrong: dict[Key, str | None] = {}
-    for done, trial in enumerate(trials):
-        tell(TRYING, done, len(trials))
-        wrong[trial.key] = wrong[trial.base] if trial.base else known.get(trial.key) or check(trial)
-    new = {key: Found(reason, None) for key, reason in wrong.items() if reason and key not in known}
+    known = {key: found for key, found in remembered.recall().items() if refused(found)} if remembered else {}
+    found: dict[Key, Found] = {}
+    while left := [trial for trial in trials if is_stale(trial.key, found.get(trial.key))]:
+        for done, trial in enumerate(left):
+            tell(TRYING, done, len(left))
+            last = found.get(trial.base) if trial.base else known.get(trial.key)
+            wrong = last.wrong if last else check_spellings(trial)
+            found[trial.key] = Found(wrong or "", None, spelling(trial.op))
+    new = {key: finding for key, finding in found.items() if key not in known}
     if remembered:
-        remembered.add({key: found for key, found in new.items() if refused(found)})
-    warn_of_wrong({key: found.wrong for key, found in new.items()})
-    return {key: off(reason) if reason else KernelVerdict(True, True, reason=ASKED) for key, reason in wrong.items()}
+        remembered.add({key: finding for key, finding in new.items() if refused(finding)})
+    warn_of_wrong({key: finding.wrong for key, finding in new.items()})
+    asked = KernelVerdict(True, True, reason=ASKED)
+    return {key: replace(off(f.wrong) if f.wrong else asked, spelling=f.spelling) for key, f in found.items()}
+
+
+def check_spellings(trial: KernelTrial) -> str | None:
+    """Say why the kernel is wrong, or None; where only its bits are, its op takes another spelling that has MLX's."""
+    wrong = check(trial)
+    if wrong is None:
+        take(trial.op, spelling(trial.op))
+    for other in others(trial.op) if wrong and DIFFERS in wrong else ():
+        with spelled(trial.op, other):
+            right = check(trial) is None
+        if right:
+            take(trial.op, other)
+            return None
+    return wrong
+
+
+def is_stale(key: Key, found: Found | KernelVerdict | None) -> bool:
+    """Return whether a finding is missing, or of another spelling than its op has by now."""
+    return found is None or found.spelling != spelling(key[0])
 
 
 def refused(found: Found) -> bool:
@@ -102,36 +126,43 @@ class Decisions:
         timed: KernelTrial | None = None
         for trial in group:
             verdict = self._timed(trial) if timed is None else self._following(trial, timed)
-            self.verdicts[trial.key] = verdict
+            self.verdicts[trial.key] = replace(verdict, spelling=spelling(trial.op))
             timed = trial if timed is None and verdict.ratio is not None else timed
 
     def _timed(self, trial: KernelTrial) -> KernelVerdict:
         if trial.base and not (verdict := self.verdicts[trial.base]).right:
             return off(verdict.reason)
-        known = self.known.get(trial.key, RIGHT)
-        if known != RIGHT:
+        known = self._known(trial)
+        if known and known.wrong != RIGHT.wrong:
             return judged(known)
         if why := self._no_time(trial):
             return off(why)
-        wrong = check(trial)
+        wrong = check_spellings(trial)
         try:
-            self.found[trial.key] = Found(wrong, None if wrong else float(self.timer(trial)))
+            ratio = None if wrong else float(self.timer(trial))
+            self.found[trial.key] = Found(wrong, ratio, spelling(trial.op))
         except Exception as e:
             return KernelVerdict(False, True, reason=f"timing it {failing(e)}")
         return judged(self.found[trial.key])
 
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
         """Judge as the timed one where this one is right; a number of rows less, only if the one below is on, too."""
-        verdict, known = self.verdicts[timed.key], self.known.get(trial.key)
+        verdict, known = self.verdicts[timed.key], self._known(trial)
         below = self.verdicts.get((trial.op, trial.shape, trial.rows - 1), verdict)
         if not verdict.on or (trial.rows < timed.rows and not below.on):
             return off((verdict if not verdict.on else below).reason)
         if known is None:
             if why := self._no_time(trial):
                 return off(why)
-            known = self.found[trial.key] = Found(check(replace(trial, draws=DRAWS_OF_FOLLOWING)) or "", None)
+            wrong = check_spellings(replace(trial, draws=DRAWS_OF_FOLLOWING)) or ""
+            known = self.found[trial.key] = Found(wrong, None, spelling(trial.op))
         as_timed = f"{AS_ROWS}{timed.rows}" if trial.shape == timed.shape else f"as {timed.shape.split()[0]}"
-        return KernelVerdict(True, True, reason=as_timed) if known == RIGHT else judged(known)
+        return KernelVerdict(True, True, reason=as_timed) if known.wrong == RIGHT.wrong else judged(known)
+
+    def _known(self, trial: KernelTrial) -> Found | None:
+        """Recall what holds for the spelling that the op has by now."""
+        known = self.known.get(trial.key)
+        return None if is_stale(trial.key, known) else known
 
     def _no_time(self, trial: KernelTrial) -> str:
         """Compile the kernel and say "", or why it cannot be tried now."""
@@ -148,11 +179,15 @@ def _by_trial(
 ) -> dict[Key, KernelVerdict]:
     """Judge by what is remembered, else by trials; remember what is found, also if interrupted."""
     decisions.known = remembered.recall() if remembered else {}
-    groups, found = sharing(trials), decisions.found
+    for (op, *_), known in decisions.known.items():
+        if not is_taken(op):
+            take(op, known.spelling)
+    found, verdicts = decisions.found, decisions.verdicts
     try:
-        for done, group in enumerate(groups):
-            tell(TRYING, done, len(groups))
-            decisions.judge(group)
+        while left := [g for g in sharing(trials) if any(is_stale(t.key, verdicts.get(t.key)) for t in g)]:
+            for done, group in enumerate(left):
+                tell(TRYING, done, len(left))
+                decisions.judge(group)
     finally:
         # What failed for want of memory is tried again by the next load.
         kept = {key: f for key, f in found.items() if refused(f) or not (f.wrong or "").startswith(FAILS)}

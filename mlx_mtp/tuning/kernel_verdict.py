@@ -5,10 +5,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..kernels.contraction import AS_COMPILED
 from .verdict_file import Found, Key
 
 MARGIN = 1.02  # of 80 trials of a thing with itself, on a busy CPU, 77 stayed below
 AS_ROWS = "as M="  # begins why a kernel is on that was not timed, but another number of rows of its shape
+WORDS = {"SEPARATE": "separate", "FUSED": "fused", "FUSED_ACROSS": "fused across statements"}
+SPELLED_OUT = "multiply-adds spelled out, as the compiler's differ from those of MLX's library"
 MLX_IS = {"slower": "faster", "no faster": "as fast"}  # than a kernel that is right, and off
 
 
@@ -17,12 +20,14 @@ class KernelVerdict:
     """Whether a kernel is on.
 
     right: seen to be. ratio: stock MLX's time over the kernel's, None if not timed. reason: why it is as it is.
+    spelling: of multiply-adds, when it was tried.
     """
 
     on: bool
     right: bool
     ratio: float | None = None
     reason: str = ""
+    spelling: str = AS_COMPILED
 
     def __str__(self) -> str:
         timed = "" if self.ratio is None else f", {self.ratio:.2f}x"
@@ -49,7 +54,14 @@ def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
     shapes: dict[tuple[str, str], list[tuple[int, KernelVerdict]]] = {}
     for (op, shape, rows), verdict in verdicts.items():
         shapes.setdefault((op, shape), []).append((rows, verdict))
-    return tuple(f"{op} {shape}: {_ranges(sorted(found))}" for (op, shape), found in shapes.items())
+    lines = (f"{op} {shape}: {_ranges(sorted(found))}" for (op, shape), found in shapes.items())
+    return *lines, *contractions_in_words({op: v.spelling for (op, *_), v in verdicts.items() if v.right})
+
+
+def contractions_in_words(spellings: Mapping[str, str]) -> tuple[str, ...]:
+    """Name in a line the ops whose multiply-adds are not left to the compiler, if there are any."""
+    found = [f"{op} {WORDS[spelling]}" for op, spelling in spellings.items() if spelling in WORDS]
+    return (f"{SPELLED_OUT}: {', '.join(found)}",) if found else ()
 
 
 def _ranges(found: list[tuple[int, KernelVerdict]]) -> str:

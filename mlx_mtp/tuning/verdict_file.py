@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..kernels import _source
+from ..kernels.contraction import AS_COMPILED, SPELLINGS, spelling
 from ..machine.remembered import RememberedFile, machine
 
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
@@ -19,11 +20,12 @@ Key = tuple[str, str, int]  # op, shape, rows
 class Found(NamedTuple):
     """The finding of a kernel trial: why the kernel is wrong, or stock MLX's time over its own.
 
-    Where it is right and was not timed, `wrong` is "".
+    Where it is right and was not timed, `wrong` is "". spelling: of its multiply-adds, see `kernels/contraction.h`.
     """
 
     wrong: str | None
     ratio: float | None
+    spelling: str = AS_COMPILED
 
 
 class RememberedVerdicts:
@@ -42,14 +44,21 @@ class RememberedVerdicts:
         this process.
         """
         try:
-            return dict(map(_parsed, self._file.recall()["found"])) | self._found
-        except (ValueError, LookupError, TypeError):
+            kept = self._file.recall()
+            spellings = kept.get("spellings", {})
+            found = dict(map(_parsed, kept["found"]))
+            return {key: f._replace(spelling=_spelling(spellings, key[0])) for key, f in found.items()} | self._found
+        except (ValueError, LookupError, TypeError, AttributeError):
             return self._found
 
     def keep(self, found: Mapping[Key, Found]) -> None:
-        """Replace what was kept; where it cannot be written, warn, but only the first time."""
-        self._found = dict(found)
-        self._file.keep(found=[[*key, *finding] for key, finding in found.items()])
+        """Replace what was kept, without findings of a spelling that their op has given up.
+
+        Where it cannot be written, warn, but only the first time.
+        """
+        self._found = {key: f for key, f in found.items() if f.spelling == spelling(key[0])}
+        spellings = {op: f.spelling for (op, *_), f in self._found.items() if f.spelling != AS_COMPILED}
+        self._file.keep(found=[[*key, f.wrong, f.ratio] for key, f in self._found.items()], spellings=spellings)
 
     def add(self, found: Mapping[Key, Found]) -> None:
         """Keep more findings, if there are any, beside those that are kept."""
@@ -65,6 +74,13 @@ def _parsed(entry: list) -> tuple[Key, Found]:
     if not (isinstance(op, str) and isinstance(shape, str) and type(rows) is int and found):
         raise ValueError(entry)
     return (op, shape, rows), Found(wrong, ratio)
+
+
+def _spelling(spellings: dict[str, str], op: str) -> str:
+    """Read how an op's multiply-adds were spelled; ValueError where this module cannot have written it."""
+    if (found := spellings.get(op, AS_COMPILED)) not in SPELLINGS:
+        raise ValueError(found)
+    return found
 
 
 def _kernels() -> str:

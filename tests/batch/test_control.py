@@ -29,20 +29,20 @@ def drive(control, cost: float, cycles: int = 150) -> list[int]:
 
 def test_drafts_follow_what_so_many_texts_cost(known):
     """Cheap at two texts and dear at eight; another batch knows both, and what drafts are right at five."""
-    batch = Controls(None, 3, adaptive=True)
-    assert drive(batch.of(2), 0.1)[-20:].count(3) >= 16
-    assert drive(batch.of(8), 1.2)[-20:].count(0) >= 16
-    again = Controls(None, 3, adaptive=True)
-    assert again.of(2).plan().k > 0
-    assert again.of(8).plan().k == 0
-    guess = again.of(5).costs
+    batch = Controls(None, adaptive=True)
+    assert drive(batch.of(2, 3), 0.1)[-20:].count(3) >= 16
+    assert drive(batch.of(8, 3), 1.2)[-20:].count(0) >= 16
+    again = Controls(None, adaptive=True)
+    assert again.of(2, 3).plan().k > 0
+    assert again.of(8, 3).plan().k == 0
+    guess = again.of(5, 3).costs
     assert guess.counts["heads"]
     assert (guess.pace, guess.unsure) == (None, 3)
     assert sorted(known) == [2, 5, 8]
 
 
 def test_a_fixed_number_of_drafts_is_not_learned(known):
-    assert isinstance(Controls(None, 3, adaptive=False).of(4), Fixed)
+    assert isinstance(Controls(None, adaptive=False).of(4, 3), Fixed)
     assert known == {}
 
 

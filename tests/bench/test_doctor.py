@@ -12,6 +12,7 @@ from trial_cases import fails, off_by_one_bit, trial
 from mlx_mtp.bench import doctor, emulated_check
 from mlx_mtp.bench.doctor_page import page, table, verdict
 from mlx_mtp.bench.kernels_cases import SMALL
+from mlx_mtp.emulator import compile as compiling
 
 COUNTED = {"op": "add_norm", "shape": "512", "rows": 4, "against": "error", "wrong": None}
 COUNTED |= {"launches": 1, "requested": 2048, "reread": 1.0}
@@ -56,6 +57,16 @@ def test_on_a_gpu_a_line_has_the_ratio_of_each_number_of_rows():
     assert "not checked" not in shown
 
 
+def test_a_spelling_of_multiply_adds_is_named_once():
+    spelled = {**TIMED, "spelling": "FUSED"}
+    wrong = {**spelled, "op": "verify_qmm", "wrong": "row 1 differs from one row alone"}
+    shown = page(found_of({**TIMED, "spelling": "AS_COMPILED"}, wrong, metal=True))
+    assert "ultiply-adds" not in shown
+    shown = page(found_of(spelled, {**spelled, "rows": 3}, wrong, metal=True))
+    (line,) = [line for line in shown.splitlines() if "ultiply-adds" in line]
+    assert line == "Multiply-adds spelled out, as the compiler's differ from those of MLX's library: add_norm fused."
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
@@ -87,8 +98,63 @@ def test_cells_line_up_and_bars_in_them_are_escaped():
     assert lines == ["| a    |   b |", "| ---- | --: |", "| x\\|y |   1 |", "| z    | 100 |"]
 
 
+@pytest.fixture
+def no_clang(monkeypatch):
+    """A Linux machine whose system has no clang, in the environment that README.md installs."""
+    monkeypatch.delenv("MLX_MTP_CLANG", raising=False)
+    monkeypatch.setattr(compiling, "sys", SimpleNamespace(platform="linux"))
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
+    for found in (compiling.find_clang, compiling.runtime_library):
+        found.cache_clear()
+    yield
+    for found in (compiling.find_clang, compiling.runtime_library):
+        found.cache_clear()
+
+
+def test_without_a_clang_kernels_are_not_checked_and_nothing_is_wrong(no_clang, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "on_metal", lambda: False)
+    for name in ("facts", "verify", "decode", "host"):
+        monkeypatch.setattr(doctor.Patient, name, lambda self, name=name: found_of()[name])
+    shown = command_line.call("doctor", "--out", tmp_path / "d")
+    words = "kernels not checked: no clang 16 or newer: pip install -e '.[emulate]'"
+    assert shown.returncode == 0
+    assert shown.stdout.startswith(words)
+    written = (tmp_path / "d.md").read_text()
+    assert "**No fault found:** " + words in written
+    assert "\nK" + words[1:] in written
+    for false in ("wrong:", "failed", "0 kernels right", "All well"):
+        assert false not in shown.stdout + written
+    assert json.loads((tmp_path / "d.json").read_text())["kernels"]["not_checked"].startswith(words)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("emulate",),
+        ("emulate", "--stock", "--rows", 2),
+        ("emulate", "--of", "head"),
+        ("bench", "kernels", "--emulate"),
+        ("bench", "kernels", "--emulate", "--op", "add_norm", "--rows", 2),
+    ],
+)
+def test_without_a_clang_commands_that_emulate_name_the_extra(no_clang, command):
+    line = command_line.one_line_error(command_line.call(*command))
+    assert line.startswith("error: no clang 16 or newer: pip install -e '.[emulate]'")
+    assert line.endswith(", or set MLX_MTP_CLANG")
+
+
+def test_a_ziglang_without_its_program_is_no_clang(no_clang, monkeypatch, tmp_path):
+    for origin in (None, str(tmp_path / "__init__.py")):
+        monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name, o=origin: SimpleNamespace(origin=o))
+        with pytest.raises(ValueError, match=r"^no clang"):
+            compiling.find_clang()
+
+
 def test_a_part_that_fails_loses_no_other(monkeypatch):
     monkeypatch.setattr(doctor, "on_metal", lambda: False)
+    monkeypatch.setattr(doctor, "find_clang", lambda: None)
     monkeypatch.setattr(doctor, "SMALL", ["a", "b"])
     monkeypatch.setattr(emulated_check, "of_op", lambda op: {"op": "b"} if op == "b" else 1 / 0)
     for name in ("facts", "verify", "host"):

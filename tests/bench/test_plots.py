@@ -374,5 +374,5 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch, made):
     for option in ("--plot", "--html"):
         shown = call("bench", "plot", tmp_path / "r.json", option, tmp_path / "x.png")
         assert shown.returncode == 1
-        assert "pictures need matplotlib: pip install 'mlx-mtp[plot]'" in shown.stderr
+        assert "pictures need matplotlib: pip install -e '.[plot]'" in shown.stderr
     assert call("bench", "model", "--quick").returncode == 0

@@ -38,9 +38,9 @@ def test_piped_conversation():
     assert "\x1b" not in result.stdout + result.stderr
     footers = [line for line in result.stdout.splitlines() if " reused · " in line]
     assert len(footers) == 3
-    assert re.fullmatch(
-        r"20 tok, [\d.]+/s · prompt [\d.]+/s, 0/15 reused · [\d.]+/cycle \d+/\d+/\d+% · [\d.]+ GB", footers[0]
-    )
+    shares = r"( \d+(/(\d+|-)){2}%|, nothing drafted)"  # by what cycles cost here, not every depth is drafted
+    figures = r"20 tok, [\d.]+/s · prompt [\d.]+/s, 0/15 reused · [\d.]+/cycle"
+    assert re.fullmatch(figures + shares + r" · [\d.]+ GB", footers[0])
     assert "/cycle" not in footers[1]
     assert ", 0/" not in footers[1]
     assert "1 turn · 20 tokens" in result.stdout

@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.request
 
-import pytest
 from command_line import call, one_line_error
 
 
@@ -19,40 +18,69 @@ def free_port():
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP], ids=["told to", "its terminal is closed"])
-def test_it_answers_and_ends_in_order(tmp_path, sent):
-    port, log = free_port(), tmp_path / "log"
-    command = [sys.executable, "-m", "mlx_mtp", "serve", "--port", str(port), "--log-file", log, "--alias", "*"]
-    command += ["--prompt-cache-dir", tmp_path / "prompts"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"})
-    try:
+class Running:
+    """`mlx-mtp serve` in a process of its own, with a directory of prefix files, until the block ends."""
+
+    def __init__(self, folder):
+        self.port, self.log, self.prompts = free_port(), folder / "log", folder / "prompts"
+        command = [sys.executable, "-m", "mlx_mtp", "serve", "--port", str(self.port), "--log-file", self.log]
+        command += ["--alias", "*", "--prompt-cache-dir", self.prompts]
+        env = {**os.environ, "NO_COLOR": "1"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+
+    def __enter__(self):
         lines = []
         while not lines or not lines[-1].startswith("curl"):
-            lines.append(server.stderr.readline())
+            lines.append(self.process.stderr.readline())
             assert lines[-1], lines
-        assert any(f"http://127.0.0.1:{port}" in line for line in lines)
-        body = {"model": "anything", "messages": [{"role": "user", "content": "word " * 70}], "max_tokens": 2}
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode())
+        assert any(f"http://127.0.0.1:{self.port}" in line for line in lines)
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.process.stderr.close()
+
+    def ask(self, said):
+        body = {"model": "anything", "messages": [{"role": "user", "content": said}], "max_tokens": 2}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode()
+        )
         request.add_header("content-type", "application/json")
         until = time.monotonic() + 20
         while True:
             try:
-                answer = json.load(urllib.request.urlopen(request))
-                break
+                return json.load(urllib.request.urlopen(request))
             except OSError:  # it listens a moment after
                 assert time.monotonic() < until
                 time.sleep(0.05)
-        assert answer["usage"]["completion_tokens"] <= 2
-        server.send_signal(sent)
-        if sent == signal.SIGHUP:  # once more when the terminal's shell has ended
+
+
+def test_it_answers_and_ends_in_order_when_its_terminal_is_closed(tmp_path):
+    with Running(tmp_path) as server:
+        assert server.ask("word " * 70)["usage"]["completion_tokens"] <= 2
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.05)  # once more when the terminal's shell has ended
+        server.process.send_signal(signal.SIGHUP)
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in server.process.stderr.read()
+    assert "first after" in server.log.read_text()
+    assert list(server.prompts.iterdir())
+
+
+def test_what_was_answered_before_it_was_killed_need_not_be_read_again(tmp_path):
+    with Running(tmp_path) as server:
+        first = server.ask("word " * 70)
+        until = time.monotonic() + 20
+        while not list(server.prompts.glob("*.safetensors")) and time.monotonic() < until:
             time.sleep(0.05)
-            server.send_signal(sent)
-        assert server.wait(20) == 0
-    finally:
-        server.kill()
-    assert "Traceback" not in server.stderr.read()
-    assert "first after" in log.read_text()
-    assert list((tmp_path / "prompts").iterdir())
+        server.process.send_signal(signal.SIGKILL)
+    with Running(tmp_path) as server:
+        second = server.ask("word " * 70)
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+    assert second["choices"] == first["choices"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
 
 
 def test_a_model_that_cannot_load_ends_it_with_one_line(tmp_path):

@@ -63,9 +63,9 @@ def test_a_kernel_that_never_compiles(model, name, kind):
     options = OPTIONS[name]
     want = text(model, **options)
     for op in sampled([OPS[len(name + kind) % len(OPS)]], OPS):
-        with standing_in(lambda launched, _, op=op: kind if launched == op else None):
-            with pytest.warns(UserWarning, match="fails with"):
-                assert text(switched_on(model), **options) == want, op
+        refused = standing_in(lambda launched, _, op=op: kind if launched == op else None)
+        with refused, pytest.warns(UserWarning, match="fails with"):
+            assert text(switched_on(model), **options) == want, op
         assert failed_kernels(model)
 
 

@@ -23,4 +23,4 @@ def test_the_guide_says_what_happens():
     assert str(error.value).split() == message.split()
     for block in rest:
         exec(block, names)
-    assert len(rest) == 2
+    assert len(rest) == 3

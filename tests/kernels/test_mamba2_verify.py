@@ -71,10 +71,18 @@ def check(dtype: mx.Dtype, P: int, n: int, T: int, *, last: bool, contraction: s
 
 
 @linux_only
-@pytest.mark.parametrize(("P", "n", "T", "last"), [(5, 3, 4, False), (0, 0, 8, True), (3, 0, 2, False)])
-def test_a_verify_is_mlx_lms_single_rows(P, n, T, last):
+@pytest.mark.parametrize(
+    ("dtype", "P", "n", "T", "last", "contraction"),
+    [
+        (BF16, 5, 3, 4, False, "off"),
+        (F32, 0, 0, 8, True, "on"),
+        (F32, 3, 0, 2, False, "fast"),
+        (F16, 2, 1, 3, True, "fast"),
+    ],
+)
+def test_a_verify_is_mlx_lms_single_rows(dtype, P, n, T, last, contraction):
     """The state is read once and written once, whatever the number of rows."""
-    check(BF16, P, n, T, last=last, contraction="off")
+    check(dtype, P, n, T, last=last, contraction=contraction)
 
 
 LARGE, SMALL = {"heads": 2, "dim": 9, "groups": 1, "size": 128}, {"groups": 4, "size": 32}

@@ -60,6 +60,16 @@ def test_a_conversation(page):
     assert page.run("talk.childElementCount + messages.length") == 0
 
 
+def test_paused_drafting_is_shown_in_place_of_the_meter(page):
+    words = "drafting paused: costs 3.8 plain steps, gains 3.6 tokens"
+    made = f"{{draft_n: 0, draft_n_accepted: 0, tokens_per_second: 9, tokens_per_cycle: 1, paused: {words!r}}}"
+    usage = (
+        f"{{completion_tokens: 5, prompt_tokens: 9, prompt_tokens_details: {{cached_tokens: 0}}, mlx_mtp: {made}}}"
+    )
+    assert page.run(f"count({usage})").endswith(f"reused; {words}")
+    assert page.run("find('paused').textContent") == words
+
+
 def test_stop_and_errors(page):
     ask(page, "hello " * 2500)
     page.wait("document.querySelector('.error')")

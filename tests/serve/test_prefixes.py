@@ -1,4 +1,4 @@
-"""Reuse beginnings of prompts: an answer is what it is without; memory is bounded; files outlive the server."""
+"""Reuse beginnings of prompts: an answer is what it is without; memory is bounded."""
 
 import sys
 import weakref
@@ -9,54 +9,21 @@ import numpy as np
 import pytest
 import tiny
 from letters import Letters
+from prefix_asks import ask, left, prompts, serve
 from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.pieces import has_rows
-from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer, read_end, reread
+from mlx_mtp.serve.job import Ask, Job, answer, read_end, reread
 from mlx_mtp.serve.prefix_files import PrefixFiles
-from mlx_mtp.serve.prefixes import Chunking, PrefixTree, rows_alike
+from mlx_mtp.serve.prefixes import Chunking, rows_alike
 
-FIXED = Chunking(4)
 KINDS = ["qwen3_5"]  # gated delta; windows are the first model's
 
 
 @pytest.fixture(autouse=True)
 def wrapped(monkeypatch):
     monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
-
-
-def serve(model, limit=1 << 30, chunking=FIXED, **layout):
-    k = min(2, model.max_draft_tokens)
-    blank = mlx_mtp.make_prompt_cache(model, num_draft_tokens=k, **layout)
-    tree = PrefixTree(blank, chunking, limit)
-    return Served(model, Letters(), tree, {"num_draft_tokens": k, "adaptive": False}, None)
-
-
-def ask(served, prompt, n=6, turns=(), **sampling):
-    """(text, tokens of the prompt that were remembered)."""
-    events = []
-    for _ in answer(served, Job(Ask(prompt, turns, n, sampling=sampling), events.append), lambda: False):
-        pass
-    (begun,) = [e for e in events if isinstance(e, Begun)]
-    assert isinstance(events[-1], End)
-    assert events[-1].stats.generation_tokens == n
-    return "".join(getattr(e, "text", "") for e in events), begun.cached
-
-
-def left(steps):
-    """Take all steps of an answer; return what they leave."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
-def prompts(vocab, seed=0):
-    rng = np.random.default_rng(seed)
-    first = rng.integers(0, vocab, 23).tolist()
-    return first, [*first[:18], *rng.integers(0, vocab, 10).tolist()]
 
 
 @pytest.fixture(scope="module", params=["step3p5", *sampled(KINDS, sorted(families.FAMILIES))])
@@ -223,39 +190,3 @@ def test_least_recently_used_ends_go_first_and_no_more_is_held_than_allowed(tiny
     nothing = serve(model, limit=0)
     ask(nothing, texts[0])
     assert nothing.tree.nbytes == nothing.tree.chunks == 0
-
-
-def test_files_outlive_the_server(tiny_models, tmp_path):
-    model = tiny_models(vocab_size=40)[0]
-    first, second = prompts(40)
-    served = serve(model)
-    fresh = ask(serve(model), second)
-    ask(served, first, turns=(18,))
-    files = PrefixFiles(tmp_path, 1 << 30)
-    files.save(served.tree)
-    assert len(files.known) == 1
-    again = serve(model)._replace(files=PrefixFiles(tmp_path, 1 << 30))
-    assert ask(again, first)[1] == 20
-    ask(again, second)
-    assert ask(again, second) == (fresh[0], 24)
-    again.files.save(again.tree)
-    assert len(list(tmp_path.iterdir())) == 2
-    damaged = next(iter(again.files.known))
-    damaged.write_bytes(damaged.read_bytes()[:-9] + b"123456789")
-    third = serve(model)._replace(files=PrefixFiles(tmp_path, 1 << 30))
-    for prompt in (first, second):
-        ask(third, prompt)
-    assert len(third.files.known) == 1
-    third.files.limit = 0
-    third.files.save(third.tree)
-    assert not third.files.known
-
-
-def test_a_file_of_another_model_is_left_alone(tiny_models, tmp_path):
-    model, other = (tiny_models(seed, vocab_size=40)[0] for seed in (0, 1))
-    first, _ = prompts(40)
-    served = serve(model)
-    ask(served, first)
-    PrefixFiles(tmp_path, 1 << 30).save(served.tree)
-    assert ask(serve(other)._replace(files=PrefixFiles(tmp_path, 1 << 30)), first)[1] == 0
-    assert len(list(tmp_path.iterdir())) == 1

@@ -43,6 +43,7 @@ def _entry(draw: random.Random, context: int, category: str, contender: str, noi
         "cycles": [cycles] * ROUNDS if counted else [],
         "drafted": [[cycles] * k] * ROUNDS if counted else [],
         "accepted": [accepted] * ROUNDS if counted else [],
+        "paused": [""] * ROUNDS if counted else [],
         "lookup_drafted": [0] * ROUNDS if counted else [],
         "lookup_accepted": [0] * ROUNDS if counted else [],
     }

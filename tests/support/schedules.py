@@ -63,6 +63,8 @@ def insert(batch: BatchGenerator, case: Case) -> int:
 class Whims:
     """Plans at random, with runs of plain cycles, longer than idle heads stay in a pool; stands in for a control."""
 
+    paused = ""
+
     def __init__(self, rng: random.Random, most: int):
         self.rng, self.most, self.plain = rng, most, 0
 
@@ -72,6 +74,18 @@ class Whims:
 
     def observe(self, cycle) -> None:
         assert 0 <= cycle.accepted <= cycle.verified == len(cycle.depths)
+
+
+class Bounded:
+    """Plans of others, with at most so many drafts."""
+
+    paused = ""
+
+    def __init__(self, plans: Whims, most: int):
+        self.plans, self.most, self.observe = plans, most, plans.observe
+
+    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+        return Plan(k=min(self.plans.plan().k, self.most))
 
 
 def alike(cases: list[Case]) -> None:
@@ -113,7 +127,7 @@ def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None, **o
             fixed |= {"prompt_lookup": k > 0, "draft_p_min": 0.3}
         batch = BatchGenerator(model, prefill_step_size=16, **fixed, **layout, **options)
         if whims:
-            batch._places.controls = lambda texts: whims
+            batch._places.controls = lambda _, most: Bounded(whims, most)
         drive(batch, cases)
         batch.close()
 

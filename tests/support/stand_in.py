@@ -1,6 +1,6 @@
 """Stand in for `mx.fast.metal_kernel` with stock operations, which fail where a test wants Metal to refuse a kernel.
 
-Of the kernels' launches those of OPS are known: products of unquantized and of 4-bit weights, sums and norms, LM heads.
+Of the kernels those of OPS are known: products of unquantized and of 4-bit weights, sums and norms, LM heads.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def verify_head(i, t, outputs):
 
 def chosen(logits, i, t, outputs):
     """All in the first tile, the others hold nothing."""
-    m, tiles, n = outputs[1]
+    _, tiles, n = outputs[1]
     logits = logits + i["bias"] if t["BIAS"] else logits
     if i["inverse"].item():
         tokens = draw_ref(logits, i["key"], i["position"], 1 / i["inverse"].item())[:, None]
@@ -109,15 +109,16 @@ class StandIn:
     def __call__(self, name, input_names, output_names, source, header="", **_):
         if self.refuses(name, {}) == "construct":
             raise ValueError(self.message)
-        names = [getattr(each, "whole", each) for each in input_names]
 
         def call(*, inputs, template, grid, threadgroup, output_shapes, output_dtypes):
-            values = {getattr(each, "whole", each): value for each, value in template}
+            values = dict(template)
             self.calls.append(name)
             how = self.refuses(name, values)
             if how in ("construct", "call"):
                 raise ValueError(self.message)
-            given = {n: x if isinstance(x, mx.array) else mx.array(x) for n, x in zip(names, inputs, strict=True)}
+            given = {
+                n: x if isinstance(x, mx.array) else mx.array(x) for n, x in zip(input_names, inputs, strict=True)
+            }
             outputs = OPS[name](given, values, output_shapes)
             shaped = zip(outputs, output_shapes, output_dtypes, strict=True)
             made = [y.reshape(shape).astype(dtype) for y, shape, dtype in shaped]

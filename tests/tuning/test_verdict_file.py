@@ -174,6 +174,10 @@ def changed(**values):
         changed(found=[["qmm", "a", 2, 1, None]]),
         changed(found=[[["qmm"], "a", 2, None, 1.5]]),
         changed(found=[["qmm", "a", True, None, 1.5]]),
+        changed(spellings=[]),
+        changed(spellings=3),
+        changed(spellings={"qmm": "SPELT"}),
+        changed(spellings={"qmm": ["FUSED"]}),
     ],
 )
 def test_a_damaged_file_is_no_memory_and_is_replaced(directory, damage):

@@ -1,0 +1,45 @@
+"""Find names that a Metal text and Metal's library, or MLX's preamble, both define.
+
+Clang reports a redefinition or an ambiguous call; it does not report an overload that hides the library's function.
+"""
+
+import re
+from collections.abc import Iterator
+
+from .dialect import blanked, kernels, without_comments
+
+_FUNCTION = re.compile(r"(?<![\w:.])(\w+)\s*\((?:[^(){};]|\([^()]*\))*\)\s*(?:const\s*)?[{;]")
+_TYPE = re.compile(
+    r"\b(?:struct|class|union|enum\s+class|enum)\s+(\w+)|\busing\s+(\w+)\s*=|\btypedef\s[^;]*?\b(\w+)\s*(?:\[[^\]]*\])?;"
+)
+_MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
+_INTERNAL = re.compile(r"_|name_|static_assert$|bool_vec$|packed_vec$|made$|Lanes$")  # of the declarations themselves
+
+
+def definitions(code: str, namespaces: bool = True) -> Iterator[tuple[int, str]]:
+    """List index and name of each function and type that a text declares outside of braces.
+
+    The text has no comments; namespaces: whether the contents of a namespace are left out too.
+    """
+    own = {name for name, *_ in kernels(code)}
+    outside = blanked(code, namespaces)
+    for found in _FUNCTION.finditer(outside):
+        if found[1] not in own:
+            yield found.start(1), found[1]
+    for found in _TYPE.finditer(outside):
+        yield found.start(), next(filter(None, found.groups()))
+
+
+def library_names(library: str) -> set[str]:
+    """Return the names that the preprocessed library and preamble declare."""
+    found = {name for _, name in definitions(without_comments(library), namespaces=False)}
+    return {name for name in found if not _INTERNAL.match(name)}
+
+
+def collisions(text: str, expanded: str, names: set[str]) -> Iterator[tuple[str, int, str]]:
+    """List text, index and message of each macro of `text`, and definition of `expanded`, that has one of `names`."""
+    macros = ((text, found.start(1), found[1]) for found in _MACRO.finditer(without_comments(text)))
+    others = ((expanded, index, name) for index, name in definitions(without_comments(expanded)))
+    for where, index, name in (*macros, *others):
+        if name in names:
+            yield where, index, f"{name} is also a name of Metal's library or of MLX's preamble"

@@ -1,0 +1,135 @@
+"""Run the clang of `ziglang` on C++ for OpenCL, behind declarations of Metal's library and MLX's preamble."""
+
+import functools
+import re
+import subprocess
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from .compile import (
+    MLX_INCLUDE,
+    cache_directory,
+    clang_major,
+    digest,
+    directory_digest,
+    find_zig,
+    unfinished,
+    version_of,
+)
+from .dialect import to_opencl
+from .options import CompileError
+
+STRICT = Path(__file__).parent / "strict"
+PREAMBLE = "mlx/backend/metal/kernels/utils.h"  # what MLX puts in front of a kernel's text
+LIBRARY = "#include <metal_stdlib>\n"
+OLDEST_CLANG = 22  # the first that has __bf16 for this target
+COMMAND = ["clang", "--target=spir64", "-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", f"-I{STRICT}", "-O0"]
+COMMAND += ["-Wdouble-promotion", "-Wimplicit-float-conversion", "-Wno-unknown-attributes", "-ferror-limit=0"]
+COMMAND += ["-gline-tables-only", "-fno-caret-diagnostics", "-ftemplate-backtrace-limit=0"]
+# Without the first, variables outside of functions need an address space, as in Metal; the others depend on it.
+OFF = ("program_scope_global_variables", "pipes", "device_enqueue")
+TOLERANT = ["-Xclang", "-fallow-pch-with-compiler-errors"]
+# Whether there is a generic address space, or each pointer and reference has a named one.
+Spaces = Literal["generic", "named"]
+
+_MLX_INCLUDE = re.compile(r'^#include "(mlx/.*\.h)"$', re.MULTILINE)
+_METAL_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*(<metal_\w+>)[ \t]*$", re.MULTILINE)
+_DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (error|fatal error|warning|note): (.*)$")
+
+
+class Note(NamedTuple):
+    """One message of clang."""
+
+    file: str
+    line: int
+    message: str
+
+
+class Diagnostic(NamedTuple):
+    """An error or a warning of clang, and the notes below it."""
+
+    file: str
+    line: int
+    message: str
+    warning: bool
+    notes: list[Note]
+
+
+@functools.cache
+def zig() -> str:
+    """Return the path of `ziglang`'s program; ValueError if it is not installed or too old."""
+    found = find_zig()
+    if found and clang_major(version_of(found, "clang")) >= OLDEST_CLANG:
+        return found
+    raise ValueError("the front end check needs clang 22 or newer from ziglang: pip install 'ziglang>=0.17'")
+
+
+def _command(spaces: Spaces) -> list[str]:
+    off = OFF if spaces == "generic" else (*OFF, "generic_address_space")
+    return [zig(), *COMMAND, "-Xclang", "-cl-ext=" + ",".join(f"-__opencl_c_{name}" for name in off)]
+
+
+def _run(command: list[str], text: str, name: str) -> tuple[str, list[Diagnostic]]:
+    """Run clang on a text that it knows as file `name`: its output, and its messages."""
+    done = subprocess.run([*command, "-"], input=f'#line 1 "{name}"\n{text}', capture_output=True, text=True)
+    messages = diagnostics(done.stderr)
+    if done.returncode and not messages:
+        raise CompileError(f"clang failed on kernel {name}:\n{done.stderr.strip()}")
+    return done.stdout, messages
+
+
+def diagnostics(output: str) -> list[Diagnostic]:
+    """Parse clang's errors and warnings, each with its notes."""
+    found: list[Diagnostic] = []
+    for match in filter(None, map(_DIAGNOSTIC.match, output.splitlines())):
+        file, line, kind, message = match[1], int(match[2]), match[3], match[4]
+        if kind != "note":
+            found.append(Diagnostic(file, line, message, kind == "warning", []))
+        elif found:
+            found[-1].notes.append(Note(file, line, message))
+    return found
+
+
+def expanded(text: str, name: str) -> str:
+    """Expand a text's own macros, so that checks of the text see the words; Metal's words and headers stay."""
+    kept = _METAL_INCLUDE.sub(r"#pragma metal_include \1", text)
+    done, messages = _run([zig(), *COMMAND, "-D__METAL__=1", "-D__METAL_VERSION__=320", "-E"], kept, name)
+    return re.sub(r"^#pragma metal_include (.*)$", r"#include \1", done, flags=re.MULTILINE) if not messages else text
+
+
+def read(
+    text: str, name: str, spaces: Spaces, *, preamble: bool = True, compiled: bool = False
+) -> tuple[str, list[Diagnostic]]:
+    """Parse the output of `to_opencl`, and compile it if `compiled`: LLVM's assembly or nothing, and the messages."""
+    before = ["-Xclang", "-include-pch", "-Xclang", str(_parsed(spaces))] if preamble else []
+    more = ["-S", "-emit-llvm", "-o", "-"] if compiled else ["-fsyntax-only"]
+    return _run([*_command(spaces), *before, *TOLERANT, *more], text, name)
+
+
+def preamble_text(header: str = PREAMBLE, seen: set[str] | None = None) -> str:
+    """Concatenate MLX's headers as its build does for run-time kernels: each once, after those it includes."""
+    seen = set() if seen is None else seen
+    seen.add(header)
+    text = (MLX_INCLUDE / header).read_text()
+    before = "".join(preamble_text(each, seen) for each in _MLX_INCLUDE.findall(text) if each not in seen)
+    own = re.sub(r'^#(include ".*|pragma once)$', "", text, flags=re.MULTILINE)
+    return f'{before}#line 1 "{header}"\n{own}\n'
+
+
+def library_text() -> str:
+    """Return Metal's declarations and MLX's preamble, preprocessed."""
+    return _run([*_command("generic"), "-E"], f"{LIBRARY}{preamble_text()}", "library")[0]
+
+
+@functools.cache
+def _parsed(spaces: Spaces) -> Path:
+    """Precompile Metal's declarations and MLX's preamble for all texts; the result is kept in the cache."""
+    command, text = _command(spaces), to_opencl(preamble_text())
+    version = version_of(zig(), "clang")
+    target = cache_directory() / f"front-end-{digest(text, command[1:], version, directory_digest(STRICT))}.pch"
+    if not target.exists():
+        with unfinished(target) as work:
+            # Without a generic space clang refuses constructors of MLX's complex numbers; our kernels use none.
+            output = ["-c", "-Xclang", "-emit-pch", *TOLERANT, "-o", f"{work}/out"]
+            _run([*command, *output], f"{LIBRARY}{text}", "preamble")
+    return target

@@ -1,0 +1,86 @@
+"""Choose how kernels spell the multiply-adds of MLX's own sums (`kernels/contraction.h`), for each op.
+
+MLX's library is compiled before it is installed, these kernels when they run. The two compilers may fuse products and
+sums differently, and then hardly a row has MLX's bits. A kernel trial finds the spelling that has them.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+AS_COMPILED = "AS_COMPILED"  # the compiler's choice, right where it makes the same one in MLX's library
+EXPLICIT = ("SEPARATE", "FUSED", "FUSED_ACROSS")  # the same with every compiler; the likeliest first
+SPELLINGS = (AS_COMPILED, *EXPLICIT)  # numbered as in `kernels/contraction.h`
+# The files whose spelling a trial of the op decides. Trials of heads and experts compare no products with MLX's, so
+# their files have the spelling of those that compute the same products.
+KERNELS = {
+    "verify_qmm": ("verify_qmm", "verify_head", "moe_glu", "moe_relu2", "moe_down"),
+    "verify_qmm_heads": ("verify_qmm_heads",),
+    "verify_glu": ("verify_glu",),
+    "verify_gemv": ("verify_gemv", "verify_dot", "verify_head_dense"),
+    "add_norm": ("add_norm",),
+    "norm_rope": ("norm_rope",),
+    "gated_delta_verify": ("delta_inputs", "gated_norm"),
+}
+FOLLOWS = {"verify_head": "verify_qmm", "verify_moe": "verify_qmm"}
+
+_taken: dict[str, list[str]] = {}  # by op, the op that has taken one last at the end; of each op the last is in use
+_in_use: dict[str, str] = {}  # by file
+
+
+class _Thread(threading.local):
+    """The spellings that a thread tries, by file."""
+
+    def __init__(self) -> None:
+        self.tried: dict[str, str] = {}
+
+
+_thread = _Thread()
+
+
+def kernel_spelling(kernel: str) -> str:
+    """Return the spelling in use for a `.metal` file."""
+    return _thread.tried.get(kernel) or _in_use.get(kernel, AS_COMPILED)
+
+
+def spelling(op: str) -> str:
+    """Return the spelling in use for an op: its own or, before a trial of it, the one that an op has taken last."""
+    op = FOLLOWS.get(op, op)
+    return kernel_spelling(KERNELS[op][0]) if op in KERNELS else AS_COMPILED
+
+
+def take(op: str, spelling: str) -> None:
+    """Use a spelling for an op from now on, in all threads."""
+    if op in KERNELS and _taken.get(op, [""])[-1] != spelling:
+        _taken[op] = [*_taken.pop(op, ()), spelling]
+        for each, kernels in KERNELS.items():
+            _in_use.update(dict.fromkeys(kernels, _taken.get(each, [spelling])[-1]))
+
+
+def is_taken(op: str) -> bool:
+    """Return whether a trial of the op, or what an earlier process remembered of one, has decided its spelling."""
+    return op in _taken
+
+
+def others(op: str) -> list[str]:
+    """List the spellings to try where the one in use is wrong: all that the op has not given up, likeliest first."""
+    if op not in KERNELS:
+        return []
+    order = dict.fromkeys((_latest(), *EXPLICIT, AS_COMPILED))
+    return [each for each in order if each not in (*_taken.get(op, ()), spelling(op))]
+
+
+@contextmanager
+def spelled(op: str, spelling: str) -> Iterator[None]:
+    """Launch the op's kernels in another spelling inside, in this thread."""
+    before = _thread.tried
+    _thread.tried = {**before, **dict.fromkeys(KERNELS[op], spelling)}
+    try:
+        yield
+    finally:
+        _thread.tried = before
+
+
+def _latest() -> str:
+    """Return the spelling that an op has taken last."""
+    return next(reversed(_taken.values()))[-1] if _taken else AS_COMPILED

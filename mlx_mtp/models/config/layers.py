@@ -1,0 +1,49 @@
+"""Translate lists with one word per layer, which transformers 5 writes, into the patterns that families read."""
+
+from collections.abc import Callable
+from typing import Any
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+DENSE, SPARSE = "dense", "sparse"
+
+
+def interval(kinds: list[str]) -> int | None:
+    """Return n where each n-th layer, and no other, has full attention; None for another order."""
+    first = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+    return first if [(i + 1) % first == 0 for i in range(len(kinds))] == [kind == FULL for kind in kinds] else None
+
+
+def letters(kinds: list[str]) -> str | None:
+    """Return a letter per layer, "G" for full attention and "L" for a window; None where no layer has one."""
+    return "".join("G" if kind == FULL else "L" for kind in kinds) if {*kinds} - {FULL} else None
+
+
+def leading_dense(kinds: list[str]) -> int | None:
+    """Return the number of dense layers where all of them come first; None for another order."""
+    count = kinds.count(DENSE)
+    return count if kinds[:count] == [DENSE] * count else None
+
+
+def dense_layers(kinds: list[str]) -> list[int]:
+    """Return the indices of the dense layers."""
+    return [i for i, kind in enumerate(kinds) if kind == DENSE]
+
+
+LETTERED = "sliding_window_pattern"  # a number, or in some families letters
+# A field that families read: the list that it is derived from, and how; None where it cannot hold that list.
+PATTERNS: dict[str, tuple[str, Callable[[list[str]], Any]]] = {
+    LETTERED: ("layer_types", interval),
+    "full_attention_interval": ("layer_types", interval),
+    "first_k_dense_replace": ("mlp_layer_types", leading_dense),
+    "num_dense_layers": ("mlp_layer_types", leading_dense),
+    "mlp_only_layers": ("mlp_layer_types", dense_layers),
+}
+
+
+def same_layers(name: str, kinds: Any, config: dict[str, Any], read: set[str]) -> bool:
+    """Whether a field that is read holds what the list `kinds`, called `name`, says."""
+    fields = [field for field, (source, _) in PATTERNS.items() if source == name and field in read]
+    if not isinstance(kinds, list):
+        return False
+    held = any(PATTERNS[field][1](kinds) == config.get(field) for field in fields)
+    return held or (LETTERED in fields and letters(kinds) == config.get(LETTERED))

@@ -1,0 +1,161 @@
+"""Normalise config.json before a family's dataclass reads it, and find what that dataclass does not read.
+
+Each value takes the name that the dataclass reads: other spellings, rotary embeddings as transformers 5 writes them,
+null where the dataclass needs a value, and patterns of layers. `Normalized.check` refuses what changes logits and
+cannot be applied; `Normalized.warn` names what else is not read.
+"""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from types import ModuleType, NoneType
+from typing import Any, get_args, get_type_hints
+
+from ...machine.errors import first_line, with_type
+from .. import field_names, find_family, text_args
+from . import rope as rotary
+from .layers import LETTERED, PATTERNS, letters
+from .names import COMMON, NEUTRAL, SPELLINGS, TIES, WINDOW
+from .unread import Reader
+
+Config = dict[str, Any]
+TEXT = "text_config"
+SHARED = ("torch_dtype", "eos_token_id")  # of a text model inside, which readers look for outside
+MISREAD = (TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """A config in the names that its family reads.
+
+    wrong: why the config cannot be read. unsupported: values that change logits and that the family cannot apply.
+    unread: other keys that the family does not read.
+    """
+
+    config: Config
+    wrong: str | None = None
+    unsupported: Sequence[str] = ()
+    unread: Sequence[str] = ()
+
+    def check(self, file: Path) -> None:
+        """Raise ValueError, which names `file`, for values that change logits and cannot be applied."""
+        if self.wrong:
+            raise ValueError(f"{file}: {self.wrong}")
+        if self.unsupported:
+            family = f"the implementation of model_type {self.config['model_type']!r} does not support it"
+            raise ValueError(
+                f"{file}: {', '.join(self.unsupported)}: this changes the model's output, and {family}; "
+                "remove it from config.json to load the model without it"
+            )
+
+    def warn(self, file: Path, stacklevel: int) -> None:
+        """Name, in one warning, the keys that are not read."""
+        if self.unread:
+            family = f"the implementation of model_type {self.config['model_type']!r}"
+            text = f"{file}: not read by {family}: {', '.join(self.unread)}; check that they do not change the model"
+            warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+def normalize(config: Config) -> Normalized:
+    """Return a config in the names that its family reads; the same config where no family is known."""
+    family = find_family(config)
+    if family is None:
+        return Normalized(config)
+    try:
+        return _of_family(family, copy.deepcopy(config))
+    except ValueError as e:
+        return Normalized(config, wrong=first_line(e))
+    except MISREAD as e:
+        return Normalized(config, wrong=f"the model cannot be built from it ({with_type(e)})")
+
+
+def _of_family(family: ModuleType, config: Config) -> Normalized:
+    outer, nested = field_names(family.ModelArgs), TEXT in config
+    text = config[TEXT] if nested else config
+    if nested and all(text.get(name) is None for name in TIES):
+        text |= {name: config[name] for name in TIES if name in config}
+    inner = text_args(family, text)
+    read = field_names(inner) | (set() if nested else outer)
+    normal, unplaced = _normal(getattr(family.ModelArgs, "respelled", dict)(text), read, inner)
+    reader = Reader(text.get("model_type") or config["model_type"], read, family)
+    unread, unsupported = reader.unread_keys(normal, unplaced)
+    if not nested:
+        return Normalized(normal, unsupported=unsupported, unread=unread)
+    beside = {name: value for name, value in config.items() if not isinstance(value, dict) and name not in NEUTRAL}
+    unread = [f"{TEXT}.{name}" for name in unread]
+    unread += Reader(config["model_type"], outer | read | {TEXT}, family).unread_keys(beside, {})[0]
+    shared = {name: normal[name] for name in SHARED if normal.get(name) is not None}
+    stated = {name: value for name, value in config.items() if value is not None or name not in shared}
+    return Normalized(_with_dtype({**shared, **stated, TEXT: normal}), unsupported=unsupported, unread=unread)
+
+
+def with_overrides(config: Config, overrides: Config) -> Config:
+    """Return a config with a user's values, which also take precedence over those inside `rope_parameters`."""
+    inside = config.get("rope_parameters")
+    if isinstance(inside, dict) and "rope_parameters" not in overrides:
+        config = config | {"rope_parameters": _without(inside, overrides)}
+    return config | overrides
+
+
+def _without(parameters: Config, overrides: Config) -> Config:
+    """Remove overridden values from rotary parameters, for all layers or for each type of layer."""
+    kept = {name: value for name, value in parameters.items() if name not in overrides}
+    if "rope_scaling" in overrides:
+        own = ("rope_theta", "partial_rotary_factor")
+        kept = {name: value for name, value in kept.items() if name in own or isinstance(value, dict)}
+    return {name: _without(value, overrides) if isinstance(value, dict) else value for name, value in kept.items()}
+
+
+def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
+    """Return the config in the names of `read`, and its rotary embeddings' values that have no field there."""
+    rope, unplaced = rotary.write(config, read)
+    config = _without_nulls(_spelled({**config, **rope}, read), args)
+    lettered = str in get_args(get_type_hints(args).get(LETTERED))
+    for name, (source, pattern) in PATTERNS.items():
+        of_letters = name == LETTERED and lettered
+        unset = config.get(name) is None or (of_letters and not isinstance(config[name], str))
+        if name in read and unset and isinstance(config.get(source), list):
+            value = letters(config[source]) if of_letters else pattern(config[source])
+            config |= {} if value is None and not of_letters else {name: value}
+    return config, unplaced
+
+
+def _spelled(config: Config, read: set[str]) -> Config:
+    """Add the names that are read of values that have another name."""
+    found = dict(config)
+    for group in SPELLINGS:
+        ours = [name for name in group if name in read]
+        value = next((config[name] for name in group if config.get(name) is not None), None)
+        if ours and value is not None and all(config.get(name) is None for name in ours):
+            found[ours[0]] = value
+        if group[0] in COMMON and value is not None:
+            found.setdefault(group[0], value)
+    return _with_dtype(found)
+
+
+def _with_dtype(config: Config) -> Config:
+    """Add the name that transformers 4 has for the type of the weights."""
+    dtype = config.get("torch_dtype") or config.get("dtype")
+    return config | ({"torch_dtype": dtype} if isinstance(dtype, str) else {})
+
+
+def _without_nulls(config: Config, args: Any) -> Config:
+    """Replace null where the dataclass takes no None: head sizes by what they are derived from, else its default."""
+    hints, found = get_type_hints(args), dict(config)
+    derived = {"num_key_value_heads": config.get("num_attention_heads")}
+    derived |= dict.fromkeys(WINDOW, config.get("max_position_embeddings"))  # null is no window
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads > 0 and isinstance(config.get("hidden_size"), int):
+        derived["head_dim"] = config["hidden_size"] // heads
+    for known in fields(args):
+        name, required = known.name, known.default is MISSING and known.default_factory is MISSING
+        takes_none = known.default is None or hints[name] is Any or NoneType in get_args(hints[name])
+        if takes_none or name in NEUTRAL or found.get(name) is not None or not (name in found or required):
+            continue
+        if derived.get(name) is not None:
+            found[name] = derived[name]
+        elif not required:
+            found.pop(name, None)
+    return found

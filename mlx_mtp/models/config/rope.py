@@ -1,0 +1,188 @@
+"""Normalise the rotary embeddings of config.json into the fields that a family's dataclass reads.
+
+transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters` with both inside, for all
+layers or for each type of layer. Where a file has both and they disagree, `rope_parameters` decides on theta and the
+rotated part, `rope_scaling` on the scaling, as in transformers.
+"""
+
+import math
+from typing import Any
+
+Config = dict[str, Any]
+THETA = ("rope_theta", "rotary_emb_base", "rope_base", "rope_freq_constant", "rope_embedding_base", "theta")
+LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta")  # of layers with a window
+PARTIAL = ("partial_rotary_factor", "rotary_pct")
+KEYS = {"rope_parameters", "rope_scaling", *THETA, *LOCAL_THETA, *PARTIAL}
+FULL, SLIDING = "full_attention", "sliding_attention"
+RENAMED_TYPES = {"su": "longrope"}
+# Types of scaling, with the keys that MLX's modules read.
+LENGTH = "original_max_position_embeddings"
+YARN = {"factor", LENGTH, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
+TYPES = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor", "alpha"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", LENGTH},
+    "yarn": YARN,
+    "deepseek_yarn": YARN,
+    "telechat3-yarn": YARN,
+    "longrope": {"short_factor", "long_factor", "short_mscale", "long_mscale", "factor", "attention_factor", LENGTH},
+    "proportional": {"factor"},
+    "mrope": {"mrope_section"},
+}
+ALWAYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+ALWAYS |= {"llama_4_scaling_beta", "finetuned", "max_position_embeddings", LENGTH}
+HAVE_LENGTH = {"llama3", "yarn", "longrope"}
+
+
+class Rope:
+    """Rotary embeddings of a config: `kinds` maps a type of layer, "" for all, to its parameters."""
+
+    def __init__(self, config: Config):
+        parameters, scaling = (_object(config, name) for name in ("rope_parameters", "rope_scaling"))
+        self.nested = any(isinstance(value, dict) for value in parameters.values())
+        layers = {name: value for name, value in parameters.items() if isinstance(value, dict)}
+        self.stated = bool(parameters or scaling) or any(config.get(name) is not None for name in (*THETA, *PARTIAL))
+        self.kinds = {
+            kind: _parameters(config, given, scaling if kind in ("", FULL) else {})
+            for kind, given in (layers if self.nested else {"": parameters}).items()
+        }
+
+    @property
+    def main(self) -> Config:
+        """Parameters of layers that attend to all positions; of a model without such layers, its only ones."""
+        return self.kinds.get("") or self.kinds.get(FULL) or next(iter(self.kinds.values()))
+
+    @property
+    def local(self) -> Config:
+        """Parameters of layers with a window, the main ones where they are not told apart."""
+        return self.kinds.get(SLIDING, self.main)
+
+    def unread(self) -> list[str]:
+        """List the keys inside the parameters that no module reads."""
+        names = (name for p in self.kinds.values() for name in p if name not in ALWAYS | TYPES[p["rope_type"]])
+        return sorted(set(names))
+
+
+def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
+    """Return a config's rotary embeddings in the names of `fields`, and by name what these cannot hold."""
+    rope, found, unsupported = Rope(config), {}, {}
+    if not rope.stated:
+        return {}, {}
+    main, local = rope.main, rope.local
+    if "rope_parameters" in fields:
+        found["rope_parameters"] = rope.kinds if rope.nested and "rope_theta" not in fields else main
+        if found["rope_parameters"] is rope.kinds:
+            return found, {}
+    theta, local_theta = main.get("rope_theta"), local.get("rope_theta")
+    if not rope.nested:
+        local_theta = next((config[name] for name in LOCAL_THETA if config.get(name) is not None), None)
+    for names, value in ((THETA, theta), (LOCAL_THETA, local_theta)):
+        found |= {name: value for name in names if name in fields and value is not None}
+    if theta is not None and not found.keys() & {*THETA, "rope_parameters"}:
+        unsupported["rope_theta"] = theta
+    if local_theta not in (None, theta) and not fields & {*LOCAL_THETA}:
+        unsupported[f"{SLIDING}.rope_theta"] = local_theta
+    if "rope_scaling" in fields:
+        found["rope_scaling"] = main if scaled(main) else None
+    if scaled(local) and local is not main and _scaling(local) != _scaling(main):
+        unsupported[f"{SLIDING}.rope_scaling"] = local["rope_type"]
+    if LENGTH in fields and LENGTH in main and config.get(LENGTH) is None:
+        found[LENGTH] = main[LENGTH]
+    return found | _partial(config, main, local, fields, unsupported), unsupported
+
+
+def scaled(parameters: Config) -> bool:
+    """Whether parameters scale positions or frequencies."""
+    return parameters.get("rope_type", "default") not in ("default", "mrope")
+
+
+def usual(config: Config) -> Config | None:
+    """Return the rotary embeddings that a family has by default, none where transformers has it without any."""
+    parameters = config.get("rope_parameters") or {}
+    if config and not parameters:
+        return None
+    return {"rope_theta": 10000.0, **parameters}
+
+
+def _object(config: Config, name: str) -> Config:
+    value = config.get(name)
+    if not isinstance(value, dict | None):
+        raise ValueError(f"{name} is {value!r}, expected an object")
+    return value or {}
+
+
+def _parameters(config: Config, given: Config, scaling: Config) -> Config:
+    """Merge what is inside with what is beside; null is absent."""
+    inside = {n: v for n, v in given.items() if v is not None and not isinstance(v, dict)}
+    scaling = {n: v for n, v in scaling.items() if v is not None}
+    merged = {**inside, **scaling, **{n: inside[n] for n in ("rope_theta", "partial_rotary_factor") if n in inside}}
+    of_type = scaling if scaling.keys() & {"rope_type", "type"} else inside
+    kind = of_type.get("rope_type") or of_type.get("type") or "default"
+    kind = RENAMED_TYPES.get(kind, kind)
+    if kind not in TYPES:
+        raise ValueError(f"rope_scaling: type {kind!r} is unknown; allowed are {', '.join(TYPES)}")
+    merged |= {"rope_type": kind, "type": kind}
+    for name, names in (("rope_theta", THETA), ("partial_rotary_factor", PARTIAL)):
+        beside = next((config[n] for n in names if config.get(n) is not None), None)
+        if beside is not None:
+            merged.setdefault(name, beside)
+    if kind in HAVE_LENGTH:
+        length = config.get(LENGTH) or merged.get(LENGTH) or config.get("max_position_embeddings")
+        merged |= {LENGTH: length} if length else {}
+        if "factor" not in merged and kind == "yarn" and length:
+            merged["factor"] = config["max_position_embeddings"] / length
+    if kind == "longrope":
+        _check_longrope(merged, config.get("max_position_embeddings"))
+    return _with_mscale(merged) if kind == "yarn" else merged
+
+
+def _check_longrope(parameters: Config, longest: int | None) -> None:
+    """Raise ValueError for another factor of attention than the one that MLX's module computes of two lengths."""
+    length = parameters.get(LENGTH)
+    if length and longest:
+        factor = longest / length
+        usual = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+        stated = parameters.get("attention_factor", usual)
+        if abs(stated - usual) > 1e-6 or abs(parameters.get("factor", factor) / factor - 1) > 1e-6:
+            raise ValueError(
+                f"rope_scaling: MLX's longrope has factor {factor:g} and attention_factor {usual:g} only"
+            )
+
+
+def _with_mscale(parameters: Config) -> Config:
+    """State what YaRN multiplies queries and keys by as the `mscale` that makes MLX's module do so.
+
+    It is `attention_factor`, else a ratio of `mscale` and `mscale_all_dim` where both are there, else by the factor.
+    """
+    factor, both = parameters.get("factor", 1), ("mscale", "mscale_all_dim")
+    scales = [bool(parameters.get(name)) for name in both]
+    if "attention_factor" not in parameters and scales[0] == scales[1]:
+        return parameters
+    step = 0.1 * math.log(max(factor, 1))
+    wanted = parameters.get("attention_factor", step + 1)
+    if not step:
+        if wanted != 1:
+            raise ValueError(f"rope_scaling: attention_factor={wanted} needs a factor above 1")
+        return parameters
+    mscale = (wanted * (step * parameters.get("mscale_all_dim", 0) + 1) - 1) / step
+    # attention_factor is set too, so that a second pass computes the same mscale.
+    return {**parameters, "mscale": mscale, "attention_factor": wanted}
+
+
+def _scaling(parameters: Config) -> Config:
+    return {name: value for name, value in parameters.items() if name != "rope_theta"}
+
+
+def _partial(config: Config, main: Config, local: Config, fields: set[str], unsupported: dict[str, Any]) -> Config:
+    """Write how much of a head is rotated; `unsupported` is extended where that differs by type of layer."""
+    part = main.get("partial_rotary_factor")
+    if part is None:
+        return {}
+    if local.get("partial_rotary_factor") != part:
+        unsupported[f"{SLIDING}.partial_rotary_factor"] = local.get("partial_rotary_factor")
+    found = {name: part for name in PARTIAL if name in fields}
+    if "rotary_dim" in fields and config.get("rotary_dim") is None:
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        found["rotary_dim"] = int(size * part)
+    return found

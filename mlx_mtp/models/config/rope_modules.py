@@ -1,0 +1,76 @@
+"""Apply config.json's rotary scaling and partial rotation to a model whose implementation leaves them out."""
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import rope_utils
+from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
+
+from .. import field_names, find_family, text_args
+from .rope import LENGTH, Rope, scaled
+
+SCALED = tuple(kind for name, kind in vars(rope_utils).items() if isinstance(kind, type) and name.endswith("RoPE"))
+APPLIED = ("linear", "dynamic", "llama3", "yarn")  # where the rest of a layer need not change
+NOT_APPLIED = "the implementation of this family does not apply them"
+KEYS = {"rope_scaling", "rope_parameters"}
+Place = tuple[nn.Module, str, Any]  # a module, the name of a part of it, and the part
+
+
+def apply_rope(model: nn.Module, config: dict[str, Any]) -> None:
+    """Change a model's plain rotary modules where `config` scales or rotates a part of a head, and none does so.
+
+    Raises ValueError where that cannot be applied.
+    """
+    text = config.get("text_config") or config
+    rope = Rope(text)
+    if not rope.stated:
+        return
+    places = [(m, name, part) for m in model.modules() for name, part in m.items() if isinstance(part, nn.Module)]
+    plain = [place for place in places if type(place[2]) is nn.RoPE and place[2].scale == 1]
+    others = [part for _, _, part in places if type(part) in SCALED or (type(part) is nn.RoPE and part.scale != 1)]
+    part, local_part = (parameters.get("partial_rotary_factor", 1) for parameters in (rope.main, rope.local))
+    if part != 1 and part == local_part:
+        _rotate_in_part([rotary for _, _, rotary in plain], text, part)
+    if scaled(rope.main):
+        family: Any = find_family(config)
+        if not plain and not others and not KEYS & field_names(text_args(family, text)):
+            raise ValueError(f"rope_parameters of type {rope.main['rope_type']!r}: {NOT_APPLIED}")
+        _scale(plain, others, rope, text.get("max_position_embeddings"))
+
+
+def _rotate_in_part(modules: list[Any], text: dict[str, Any], part: float) -> None:
+    """Let modules that rotate whole heads rotate the first `part` of them."""
+    size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    for module in modules:
+        if module.dims == size:
+            module.dims = int(size * part)
+
+
+def _scale(plain: list[Place], others: list[Any], rope: Rope, longest: int | None) -> None:
+    """Scale the plain modules where nothing is scaled yet, and set bounds of YaRN that MLX's module rounds."""
+    kind, differ = rope.main["rope_type"], scaled(rope.main) != scaled(rope.local)
+    if plain and not others:
+        if differ or kind not in APPLIED:
+            raise ValueError(f"rope_parameters of type {kind!r}: {NOT_APPLIED}")
+        for module, name, part in plain:
+            module[name] = initialize_rope(part.dims, part.base, part.traditional, rope.main, longest)
+            others.append(module[name])
+    elif differ and others and not plain:
+        raise ValueError("rope_parameters: the implementation of this family scales layers of every type alike")
+    if rope.main.get("truncate") is False:
+        for part in others:
+            if type(part) is YarnRoPE:
+                part._freqs = _untruncated(part.dims, rope.main)
+
+
+def _untruncated(dims: int, parameters: dict[str, Any]) -> mx.array:
+    """Compute YaRN's frequencies [dims / 2] with bounds between dimensions, which MLX's module rounds."""
+    base, factor, length = (parameters[name] for name in ("rope_theta", "factor", LENGTH))
+    rotations = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
+    low, high = (dims * math.log(length / (n * 2 * math.pi)) / (2 * math.log(base)) for n in rotations)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = mx.clip((mx.arange(dims // 2) - low) / (max(high - low, 1e-3)), 0, 1)
+    plain = base ** (mx.arange(0, dims, 2) / dims)
+    return 1 / (ramp / (factor * plain) + (1 - ramp) / plain)

@@ -1,0 +1,117 @@
+"""Find the keys of a normalised config.json that its family does not read, and which of them change logits."""
+
+import copy
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from .. import is_port
+from . import rope as rotary
+from .layers import same_layers
+from .names import BY_TENSORS, GELU, HARMLESS, HARMLESS_PATTERN, NEUTRAL, SPELLINGS, WINDOW
+
+Config = dict[str, Any]
+DECIDED, NO_MATTER = frozenset(BY_TENSORS.split()), frozenset(HARMLESS.split())
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The keys that a family reads: its dataclass's fields, and those whose only supported value it implements."""
+
+    model_type: str
+    read: set[str]
+    family: ModuleType
+
+    def unread_keys(self, config: Config, unplaced: Config) -> tuple[list[str], list[str]]:
+        """List the unread keys: those to warn of, and as text those that change logits.
+
+        unplaced: values of rotary embeddings that have no field. The family's defaults count as implemented.
+        """
+        left = {name: value for name, value in config.items() if self._matters(name, value, config)}
+        warned, refused = [f"rope_parameters.{name}" for name in rotary.Rope(config).unread()], []
+        if not left and not unplaced:
+            return warned, refused
+        known = {name: value for name, value in config.items() if name in self.read | rotary.KEYS}
+        usual = _as_transformers_has_it(self.model_type, {})
+        derived = _as_transformers_has_it(self.model_type, known) if left else {}
+        for name, value in left.items():
+            equal = any(name in keys and _plain(keys[name]) == _plain(value) for keys in (derived, usual))
+            if name in WINDOW:
+                (warned if equal else refused).append(name)
+            elif equal:
+                continue
+            elif name not in NEUTRAL or (GELU in str(value) and GELU in str(usual.get(name))):
+                warned.append(name)
+            else:
+                refused.append(name)
+        rope = rotary.usual(usual)
+        unsupported = {
+            name: value for name, value in unplaced.items() if rope is not None and value != rope.get(name)
+        }
+        return warned, [
+            f"{name}={value!r}" for name, value in (unsupported | {n: config[n] for n in refused}).items()
+        ]
+
+    def _matters(self, name: str, value: Any, config: Config) -> bool:
+        """Whether a key is unread and may change the model."""
+        read = self.read
+        if name in read or value is None or name in rotary.KEYS:
+            return False
+        implied = dict(getattr(self.family.Model, "IMPLIED", ()))
+        if name in implied:
+            return value != implied[name]
+        if name in NEUTRAL and value in NEUTRAL[name]:
+            return False
+        others = (config.get(other) for group in SPELLINGS if name in group for other in group if other in read)
+        if any(_plain(value) == _plain(other) for other in others):
+            return False
+        if name in WINDOW or name == "use_sliding_window":
+            return _windowed(config) and not read & {*WINDOW}
+        if name in ("layer_types", "mlp_layer_types"):
+            return not same_layers(name, value, config, read) and (name != "layer_types" or _windowed(config))
+        if name in DECIDED and is_port(self.family):
+            return False
+        return name in NEUTRAL or not (name in NO_MATTER or HARMLESS_PATTERN.fullmatch(name))
+
+
+def _windowed(config: Config) -> bool:
+    """Whether some layer attends to fewer positions than the model has."""
+    window = next((config[name] for name in WINDOW if config.get(name) is not None), None)
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if window is None or config.get("use_sliding_window") is False:
+        return False
+    if isinstance(kinds, list):
+        sliding = bool(set(kinds) - {rotary.FULL, "linear_attention"})
+    else:
+        first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
+        sliding = not isinstance(first, int) or not isinstance(layers, int) or first < layers
+    longest = config.get("max_position_embeddings")
+    return sliding and not (isinstance(longest, int) and isinstance(window, int) and window >= longest)
+
+
+def _as_transformers_has_it(model_type: str, known: Config) -> Config:
+    """Return all keys as transformers derives them from the known ones; empty where it has no such family.
+
+    An unread key with such a value is harmless: the family's implementation was written for these defaults.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # seconds to import
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        for values in (known, {}):
+            with suppress(Exception):  # of many kinds, where values do not go together
+                return CONFIG_MAPPING[model_type](**copy.deepcopy(values)).to_dict()
+    finally:
+        logger.setLevel(level)
+    return {}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return {str(name): _plain(item) for name, item in value.items()} if isinstance(value, dict) else value

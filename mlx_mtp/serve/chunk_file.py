@@ -1,0 +1,230 @@
+"""Write chunks of a prefix tree to one safetensors file, a piece at a time, and read the first of them back.
+
+Each chunk has a digest of its own: a reader verifies the chunks that it uses, and reads no others.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+import numpy as np
+
+from ..cache.file import safetensors_header
+from ..cache.layer_cache import Parts
+from ..cache.pieces import Moment, check_piece, has_rows
+from ..cache.prompt_cache import PromptCache
+from ..checkpoint.convert_writer import DTYPES, header
+from ..machine.errors import one_line
+from .prefixes import Chunk
+
+FORMAT = "prefix 1"  # no number: a prompt cache of one conversation has one
+BLANK = "0" * 64  # in place of a digest until it is known
+PIECE = 1 << 22  # bytes written at a time: a request waits for one at most
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a file holds, without its arrays.
+
+    identity: of the tree that it was written from.
+    ends: the positions behind its chunks. resumable: those of them at which a sequence can continue.
+    """
+
+    identity: str = ""
+    tokens: Sequence[int] = ()
+    ends: Sequence[int] = ()
+    resumable: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+FOREIGN = Stored()  # a file that this version cannot read
+
+
+def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
+    """Write the chunks of a path to a file, about PIECE bytes before each yield; yield the bytes written so far."""
+    named, records, state = [_named(chunk) for chunk in path], [*map(_record, path)], _state(identity)
+    ends = itertools.accumulate(len(chunk.tokens) for chunk in path)
+    digests = [_digest(state, *facts) for facts in zip(ends, records, named, strict=True)]
+    begin = _begin(named, records, [BLANK] * len(path), state)
+    written = flushed = len(begin)
+    with file.open("wb") as f:
+        f.write(begin)
+        for digest, arrays in zip(digests, named, strict=True):
+            for array in arrays.values():
+                for piece in _pieces(array):
+                    digest.update(piece)
+                    f.write(piece)
+                    written += len(piece)
+                    if written - flushed >= PIECE:
+                        _flush(f)  # now, so that the last flush does not take long
+                        flushed = written
+                        yield written
+        f.seek(0)
+        f.write(_begin(named, records, [digest.hexdigest() for digest in digests], state))
+        _flush(f)
+
+
+def bytes_needed(path: list[Chunk]) -> int:
+    """Count the bytes of the file that `write_chunks` makes of a path."""
+    named, records = [_named(chunk) for chunk in path], [*map(_record, path)]
+    begin = _begin(named, records, [BLANK] * len(path), _state(BLANK))
+    return len(begin) + sum(chunk.nbytes for chunk in path)
+
+
+def read_stored(file: Path) -> Stored:
+    """Read what a file holds, FOREIGN for one of another format; raises ValueError for one that is damaged."""
+    with file.open("rb") as f:
+        return ChunkReader(f, file).stored
+
+
+class ChunkReader:
+    """The chunks of an open file, each read and verified when it is asked for."""
+
+    def __init__(self, f: BinaryIO, file: Path):
+        """Read the file's header; raises ValueError where it is damaged."""
+        self._f, self._file, self.stored = f, file, FOREIGN
+        with _damaged(file):
+            entries = json.loads(safetensors_header(f))
+            self._state = json.loads(entries.pop("__metadata__")["mlx_mtp"])
+            self._base = f.tell()
+            if self._state.get("format") == FORMAT:
+                self._read(entries)
+
+    def _read(self, entries: dict[str, Any]) -> None:
+        """Sort the header's entries by chunks."""
+        self._records = self._state.pop("chunks")
+        self._entries: list[dict[str, Any]] = [{} for _ in self._records]
+        for name, entry in entries.items():
+            index, _, rest = name.partition(".")
+            self._entries[int(index)][rest] = entry
+        if self._base + max(e["data_offsets"][1] for e in entries.values()) != os.fstat(self._f.fileno()).st_size:
+            raise ValueError("its size does not match its header")
+        tokens = [token for record in self._records for token in record["tokens"]]
+        ends = [*itertools.accumulate(len(record["tokens"]) for record in self._records)]
+        resumable = frozenset(end for end, record in zip(ends, self._records, strict=True) if record["moment"])
+        self.stored = Stored(self._state["identity"], tokens, ends, resumable)
+
+    def primed(self, index: int) -> int:
+        """Return the positions that the heads have read at the end of a chunk."""
+        with _damaged(self._file):
+            return self._records[index]["primed"]
+
+    def bytes_of(self, index: int) -> int:
+        """Count the bytes of a chunk's arrays."""
+        with _damaged(self._file):
+            return sum(e["data_offsets"][1] - e["data_offsets"][0] for e in self._entries[index].values())
+
+    def chunk(self, index: int, like: PromptCache, above: int) -> Chunk:
+        """Read a chunk, without a parent; raises ValueError where it is damaged or of another shape.
+
+        like: a cache of the layout that the chunk is to have, which holds rows. above: positions that the heads have
+        read before it.
+        """
+        with _damaged(self._file):
+            record, end = {**self._records[index]}, self.stored.ends[index]
+            expected = record.pop("digest")
+            arrays, contents = {}, []
+            for name, entry in self._entries[index].items():
+                first, last = entry["data_offsets"]
+                self._f.seek(self._base + first)
+                contents.append(self._f.read(last - first))
+                arrays[name] = _array(contents[-1], TYPES[entry["dtype"]], entry["shape"])
+            digest = _digest(self._state, end, record, arrays)
+            for content in contents:
+                digest.update(content)
+            if digest.hexdigest() != expected:
+                raise ValueError("its content does not match its digest")
+            chunk = _rebuilt(record, end, arrays, like)
+            check_piece(chunk.rows, chunk.moment, like, len(chunk.tokens), chunk.primed - above)
+            mx.eval(list(arrays.values()))
+            return chunk
+
+
+def _named(chunk: Chunk) -> dict[str, mx.array]:
+    """Name a chunk's arrays: kind, index of the cache or of the array, index of the part."""
+    kinds: dict[str, dict[int, Parts]] = {"rows": dict(enumerate(chunk.rows))}
+    if chunk.moment:
+        kinds["kept"] = {i: (row,) for i, row in enumerate(chunk.moment.kept)}
+        kinds["backlog"] = {i: (rows,) for i, rows in enumerate(chunk.moment.backlog)}
+        kinds["whole"] = chunk.moment.whole
+    return {
+        f"{kind}.{i}.{j}": part
+        for kind, groups in kinds.items()
+        for i, parts in groups.items()
+        for j, part in enumerate(parts)
+    }
+
+
+def _record(chunk: Chunk) -> dict[str, Any]:
+    """Collect what of a chunk is no array."""
+    moment = chunk.moment and {"primed": chunk.moment.primed, "starts": chunk.moment.starts}
+    return {"tokens": chunk.tokens, "primed": chunk.primed, "moment": moment}
+
+
+def _rebuilt(record: dict[str, Any], end: int, arrays: dict[str, mx.array], like: PromptCache) -> Chunk:
+    """Make a chunk of what `_record` and `_named` made of one."""
+    groups: dict[str, dict[int, Parts]] = {"rows": {}, "kept": {}, "backlog": {}, "whole": {}}
+    for name, array in arrays.items():
+        kind, i, _ = name.split(".")
+        groups[kind][int(i)] = (*groups[kind].get(int(i), ()), array)
+    rows = [groups["rows"].get(i, ()) for i in range(len(like.caches))]
+    moment = None
+    if at := record["moment"]:
+        kept, backlog = ([part for (part,) in groups[kind].values()] for kind in ("kept", "backlog"))
+        whole = {i: groups["whole"].get(i, ()) for i, c in enumerate(like.caches) if not has_rows(c)}
+        moment = Moment(end, at["primed"], kept, backlog, whole, at["starts"])
+    return Chunk(tuple(record["tokens"]), rows=rows, moment=moment, primed=record["primed"])
+
+
+def _state(identity: str) -> dict[str, Any]:
+    return {"format": FORMAT, "identity": identity}
+
+
+def _begin(named: list, records: list, digests: list[str], state: dict[str, Any]) -> bytes:
+    """Make the header of a file; its length does not depend on the digests."""
+    chunks = [{**record, "digest": digest} for record, digest in zip(records, digests, strict=True)]
+    tensors = {f"{i}.{name}": array for i, arrays in enumerate(named) for name, array in arrays.items()}
+    return header(tensors, {"mlx_mtp": json.dumps({**state, "chunks": chunks}, separators=(",", ":"))})
+
+
+def _digest(state: dict[str, Any], end: int, record: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
+    """Begin the digest of a chunk, which ends at a position, with all but its arrays' bytes."""
+    kinds = [(name, DTYPES[array.dtype], array.shape) for name, array in arrays.items()]
+    return hashlib.sha256(json.dumps([state, end, record, kinds]).encode())
+
+
+def _pieces(array: mx.array) -> Iterator[memoryview]:
+    """Yield the bytes of an array, PIECE at a time."""
+    if array.nbytes:
+        content = memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8))  # type: ignore[arg-type]
+        for begin in range(0, array.nbytes, PIECE):
+            yield content[begin : begin + PIECE]
+
+
+def _array(content: bytes, dtype: mx.Dtype, shape: list[int]) -> mx.array:
+    if len(content) != math.prod(shape) * dtype.size:
+        raise ValueError("truncated")
+    if not content:
+        return mx.zeros(shape, dtype)
+    return mx.array(np.frombuffer(content, np.uint8)).view(dtype).reshape(shape)
+
+
+def _flush(f: BinaryIO) -> None:
+    f.flush()
+    os.fsync(f.fileno())
+
+
+def _damaged(file: Path) -> Any:
+    """Raise what reading a damaged file may raise as a ValueError that names the file."""
+    kinds = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+    return one_line(f"{file}: damaged", kinds)

@@ -1,0 +1,183 @@
+"""Serve with a directory of prefix files: written while the engine is idle, used after any restart with any flags."""
+
+import threading
+import time
+import types
+
+import mlx.core as mx
+import pytest
+from compile_mode import NO_FUSE, set_mode
+from served import start
+from starlette.testclient import TestClient
+from sweep import sampled
+
+import mlx_mtp
+from mlx_mtp.demo import demo_path
+from mlx_mtp.serve import engine as engines
+from mlx_mtp.serve.engine import Engine
+from mlx_mtp.serve.job import Ask, Job
+from mlx_mtp.serve.prefix_files import PrefixFiles
+from mlx_mtp.serve.server import Loaded
+
+FEW = [{}, {"max_kv_size": 64}, {"kv_bits": 8}]
+FLAGS = sampled(FEW, [*FEW, {"mtp_kv_bits": 8}, {"kv_bits": 8, "quantized_kv_start": 5000}, {"max_kv_size": 65}])
+SYSTEM = "You answer in one word, whatever is asked, and never explain a word of it to anybody who asks. " * 2
+
+
+@pytest.fixture(scope="module")
+def demo():
+    set_mode(NO_FUSE)
+    with mx.stream(mx.cpu):
+        return mlx_mtp.load(demo_path())
+
+
+def session(demo, flags, directory, *questions, until=lambda: True):
+    """(texts, cached tokens) of questions behind one system prompt, in a server of its own; until: what ends it."""
+    layout = {"kv_group_size": 32, **flags}
+    files = directory and PrefixFiles(directory, 1 << 28)
+    site, app = start(lambda: Loaded(*demo, {}, layout), cache_files=files)
+    found = []
+    while site.engine.state == "loading":
+        time.sleep(0.01)
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+        for question in questions:
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+            response = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3})
+            assert response.status_code == 200, response.text
+            body = response.json()
+            cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+            found.append((body["choices"][0]["message"]["content"], cached))
+        end = time.monotonic() + 20
+        while not until() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert until()
+    site.engine.store = lambda served: None  # as if the process were killed now
+    site.engine.stop(0)
+    site.engine.thread.join()
+    return found
+
+
+def test_any_flags_read_the_directory_of_any_others(demo, tmp_path):
+    """Each restart finds the files of all before it, and none of its own; then its own, for another question, too."""
+    for flags in FLAGS:
+        fresh = session(demo, flags, None, "What is a list?", "And a tuple?")
+        assert fresh[0][1] == 0
+        count = len(list(tmp_path.iterdir()))
+
+        def stored(least=count + 1):
+            return len([*tmp_path.glob("*.safetensors")]) >= least and not [*tmp_path.glob("*.partial")]
+
+        first = session(demo, flags, tmp_path, "What is a list?", until=stored)
+        assert first == fresh[:1], flags
+        (text, cached), again = session(demo, flags, tmp_path, "And a tuple?", "What is a list?")
+        assert text == fresh[1][0]
+        assert cached >= 64
+        assert again[0] == fresh[0][0]
+
+
+class Storing:
+    """Stands in for prefix files: counts its steps, of which there are as many as it is told."""
+
+    def __init__(self, steps):
+        self.left, self.taken, self.error = steps, 0, None
+
+    def load(self, tree, tokens):
+        pass
+
+    def step(self, tree):
+        self.taken += 1
+        if self.error:
+            raise self.error
+        self.left -= 1
+        return self.left > 0
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    made = []
+
+    def make(files, answer):
+        monkeypatch.setattr(engines, "answer", answer)
+        monkeypatch.setattr(engines, "reread", lambda *_: iter(()))
+        tree = types.SimpleNamespace(decoded=False)
+        served = types.SimpleNamespace(ranks=None, together=None, files=files, tree=tree)
+        made.append(Engine(load=lambda: served))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop(0)
+        each.thread.join(5)
+        assert not each.thread.is_alive()
+
+
+def asked(engine, prompt):
+    over = threading.Event()
+    engine.submit([Job(Ask(prompt), lambda event: over.set())])
+    return over
+
+
+def reached(condition):
+    end = time.monotonic() + 5
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+def one_token(served, job, crowded):
+    yield
+    job.emit("end")
+
+
+def test_answers_come_between_the_pieces_that_are_written(engine):
+    files = Storing(10**9)
+    one = engine(files, one_token)
+    assert asked(one, [1]).wait(5)
+    assert reached(lambda: files.taken > 3)
+    for _ in range(3):
+        assert asked(one, [1]).wait(5)
+    before = files.taken
+    assert reached(lambda: files.taken > before)
+
+
+def test_all_is_written_once_and_again_after_the_next_answer(engine):
+    files = Storing(3)
+    one = engine(files, one_token)
+    assert asked(one, [1]).wait(5)
+    assert reached(lambda: files.taken == 3)
+    time.sleep(0.1)
+    assert files.taken == 3
+    files.left = 2
+    assert asked(one, [1]).wait(5)
+    assert reached(lambda: files.taken == 5)
+
+
+def test_what_fails_while_it_is_written_ends_nothing(engine):
+    files = Storing(3)
+    files.error = RuntimeError("broken")
+    one = engine(files, one_token)
+    for n in (1, 2, 3):
+        assert asked(one, [1]).wait(5)
+        assert reached(lambda n=n: files.taken == n)
+    assert one.thread.is_alive()
+
+
+def test_nothing_is_written_while_anybody_is_answered(engine):
+    files, hold = Storing(10**9), threading.Event()
+
+    def slow(served, job, crowded):
+        while job.ask.prompt == [2] and not hold.is_set():
+            yield
+        job.emit("end")
+        yield
+
+    one = engine(files, slow)
+    second = asked(one, [2])
+    assert reached(lambda: one.running)
+    assert asked(one, [1]).wait(5)
+    time.sleep(0.1)
+    assert files.taken == 0
+    hold.set()
+    assert second.wait(5)
+    assert reached(lambda: files.taken > 0)

@@ -1,0 +1,44 @@
+"""Ask models of tiny checkpoints through the server's `answer`, with a prefix tree of chunks of four tokens."""
+
+import numpy as np
+from letters import Letters
+
+import mlx_mtp
+from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer
+from mlx_mtp.serve.prefixes import Chunking, PrefixTree
+
+FIXED = Chunking(4)
+
+
+def serve(model, limit=1 << 30, chunking=FIXED, files=None, drafts=2, **layout):
+    k = min(drafts, model.max_draft_tokens)
+    blank = mlx_mtp.make_prompt_cache(model, num_draft_tokens=k, **layout)
+    tree = PrefixTree(blank, chunking, limit)
+    return Served(model, Letters(), tree, {"num_draft_tokens": k, "adaptive": False}, None, files)
+
+
+def ask(served, prompt, n=6, turns=(), **sampling):
+    """(text, tokens of the prompt that were remembered)."""
+    events = []
+    for _ in answer(served, Job(Ask(prompt, turns, n, sampling=sampling), events.append), lambda: False):
+        pass
+    (begun,) = [e for e in events if isinstance(e, Begun)]
+    assert isinstance(events[-1], End)
+    assert events[-1].stats.generation_tokens == n
+    return "".join(getattr(e, "text", "") for e in events), begun.cached
+
+
+def left(steps):
+    """Take all steps of an answer; return what they leave."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def prompts(vocab, seed=0):
+    """Two prompts that share their first 18 tokens."""
+    rng = np.random.default_rng(seed)
+    first = rng.integers(0, vocab, 23).tolist()
+    return first, [*first[:18], *rng.integers(0, vocab, 10).tolist()]

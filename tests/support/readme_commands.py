@@ -1,0 +1,151 @@
+"""Run README.md's commands as a newcomer does: in a clone, in the environment that its install line makes.
+
+python3 tests/support/readme_commands.py CLONE
+
+Commands are found in README.md, so that it cannot differ from what is run; each one needs a rule here. What would
+download a model runs on the demo. Needs Python's standard library only.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "README.md"
+PROGRAMS = "git|python3?|pip|sudo|mlx-mtp"
+DEMO = "mlx_mtp/demo/checkpoint"
+MODELS = {"zai-org/GLM-4.7-Flash": DEMO, "MODEL": DEMO, "NEW": "converted", "YOUR_CONVERSION": "converted"}
+INSTALL = "python3 -m venv .venv && . .venv/bin/activate && pip install -e ."
+BASH = "/bin/bash"
+REMOVED = ("PYTHONPATH", "VIRTUAL_ENV", "MLX_MTP_CLANG")  # of the environment of whoever runs this
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What to do with a command that README.md shows.
+
+    skipped: why it is not run; "" runs it. more: flags that shorten it. before: shell commands. chats: it is asked
+    README.md's question, and its answer expected. code: its exit code. says: a part of its output. shown: README.md
+    has each line of it.
+    """
+
+    skipped: str = ""
+    more: str = ""
+    before: str = ""
+    chats: bool = False
+    code: int = 0
+    says: str = ""
+    shown: bool = False
+
+
+RULES = {  # by a regular expression for the whole command
+    r"git clone CLONE_URL .*": Rule(skipped="CLONE is one"),
+    re.escape(INSTALL): Rule(skipped="run first, for all others"),
+    r"python3 -m venv .* pip install -e '\.\[test\]' && pytest .*": Rule(skipped="a section of .ci/run"),
+    r"pip install -e '\.\[serve\]'": Rule(skipped="tests/serve has it; here `serve` is to lack it"),
+    r"sudo sysctl .*": Rule(skipped="a setting of a Mac"),
+    r"python bench/which_model\.py": Rule(shown=True),
+    r"mlx-mtp chat.*": Rule(chats=True),
+    r"mlx-mtp inspect .*": Rule(says="MTP heads  3 found"),
+    r"mlx-mtp convert .* --mlx-path .*": Rule(says="MTP heads  3"),
+    r"mlx-mtp convert .* --mtp-only .*": Rule(
+        before="rm converted/mtp.safetensors", says="converted/mtp.safetensors"
+    ),
+    r"mlx-mtp verify-lossless .*": Rule(
+        more="--max-tokens 2 --draws 20 --num-draft-tokens 1 --no-diagnose", says="lossless in float32: "
+    ),
+    r"mlx-mtp generate .*": Rule(says="MTP: "),
+    r"mlx-mtp serve .*": Rule(code=1, says="is missing: pip install -e '.[serve]'"),
+    r"mlx-mtp bench decode .*": Rule(more="--rounds 1 --max-tokens 4", says="tok/s over plain"),
+}
+NO_CLANG = "no clang 16 or newer: pip install -e '.[emulate]'"
+WITHOUT_EXTRAS = {  # what needs an extra that README.md's install lacks, on a machine without a clang of its own
+    "mlx-mtp emulate": Rule(code=1, says=f"error: {NO_CLANG}"),
+    "mlx-mtp bench kernels --emulate": Rule(code=1, says=f"error: {NO_CLANG}"),
+    "mlx-mtp doctor": Rule(says=f"kernels not checked: {NO_CLANG}"),
+}
+
+
+def commands(page: str) -> list[str]:
+    """List the shell commands that a page shows in blocks, and between backticks with an argument, in order."""
+    block = rf"^    ((?:{PROGRAMS}) .*?)(?: {{2,}}# .*)?$"
+    found = re.findall(rf"{block}|`((?:{PROGRAMS}) [^`\n]+)`", page, re.MULTILINE)
+    shown = [in_block or inline for in_block, inline in found if in_block or not re.fullmatch(r"mlx-mtp \S+", inline)]
+    return list(dict.fromkeys(shown))
+
+
+def programs(page: str) -> list[str]:
+    """List the Python programs that a page shows."""
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def conversation(page: str) -> tuple[str, str]:
+    """Return the question that a page shows, and its answer."""
+    shown = re.search(r"^    > (.*)\n((?:    .*\n)+?)    \d+ tok, ", page, re.MULTILINE)
+    assert shown, "no conversation"
+    return shown[1], re.sub(r"^    ", "", shown[2], flags=re.MULTILINE)
+
+
+def rule_of(command: str) -> Rule:
+    """Return the one rule that is for a command."""
+    found = [rule for pattern, rule in RULES.items() if re.fullmatch(pattern, command)]
+    assert len(found) == 1, f"{command!r} in README.md: {len(found)} rules in {Path(__file__).name}, expected one"
+    return found[0]
+
+
+def on_demo(command: str) -> str:
+    """Let a command take the demo in place of a model that would be downloaded."""
+    words = shlex.join(MODELS.get(word, word) for word in shlex.split(command))
+    return words.replace("--model glm", f"--model {DEMO}")
+
+
+def run(command: str, rule: Rule, clone: Path, path: str) -> None:
+    """Run a command in a clone; exit where it does not end as its rule says."""
+    page = README.read_text()
+    question, answer = conversation(page)
+    env = {name: value for name, value in os.environ.items() if name not in REMOVED}
+    env |= {"PATH": path, "HF_HUB_OFFLINE": "1", "MLX_MTP_CACHE": str(clone / "cache")}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": clone, "env": env}
+    tic = time.monotonic()
+    done = subprocess.run([BASH, "-c", command], input=question + "\n" if rule.chats else "", **how)
+    print(f"{time.monotonic() - tic:5.1f} s  {command}", flush=True)
+    lines = done.stdout.splitlines()
+    faults = {
+        f"exit code {done.returncode}, expected {rule.code}": done.returncode != rule.code,
+        f"expected {bool(rule.code):d} lines of error": sum(map(is_error, lines)) != bool(rule.code),
+        f"expected {rule.says!r}": rule.says not in done.stdout,
+        "expected README.md's answer": rule.chats and answer not in done.stdout,
+        "README.md lacks a line of it": rule.shown and not set(lines) <= set(page.splitlines()),
+    }
+    if found := [fault for fault, there in faults.items() if there]:
+        sys.exit(f"{done.stdout}\n{command}: {'; '.join(found)}")
+
+
+def is_error(line: str) -> bool:
+    return line.startswith("error: ") or line.startswith("Traceback")
+
+
+def main(clone: Path) -> None:
+    """Run all commands in a clone."""
+    page, path = README.read_text(), os.environ["PATH"]
+    run(INSTALL, Rule(), clone, path)
+    own = str(clone / ".venv" / "bin")
+    for command in commands(page):
+        rule = rule_of(command)
+        if rule.skipped:
+            print(f"skipped  {command}: {rule.skipped}", flush=True)
+        else:
+            shell = " && ".join(filter(None, [rule.before, f"{on_demo(command)} {rule.more}".strip()]))
+            run(shell, rule, clone, f"{own}:{path}")
+    for program in programs(page):
+        run(f"python -c {shlex.quote(program)}", Rule(), clone, f"{own}:{path}")
+    for command, rule in WITHOUT_EXTRAS.items():
+        run(command, rule, clone, own)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())
