@@ -264,11 +264,7 @@ def give_way(d: Decoder, error: Trouble) -> None:
     if isinstance(d.control, Agreement) and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
             d.control.meet(d.text, d.cache, error)
-    try:
-        d.fallback.take(error, len(d.text.tokens))
-    except Exception:
-        d.newest.failed = False  # what it wrote is not read again
-        raise
+    d.fallback.take(error, len(d.text.tokens))
 
 
 def resume(d: Decoder, error: Trouble) -> Flight:
@@ -276,7 +272,11 @@ def resume(d: Decoder, error: Trouble) -> Flight:
 
     Its token has been shown, unless it is a prompt's first one.
     """
-    give_way(d, error)
+    try:
+        give_way(d, error)
+    except Exception:
+        d.newest.failed = False  # the error ends the answer, and nothing is read again
+        raise
     settle(d)
     known = len(d.text.tokens) > d.shown.base + d.rows
     if not known:
