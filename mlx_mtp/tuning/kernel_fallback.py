@@ -172,7 +172,7 @@ def failed_kernels(model: Any) -> list[Failed]:
     found = getattr(model, "_trials", None)
     verdicts = {} if found is None else found.all_verdicts
     reasons = {key: v.reason for key, v in verdicts.items() if v.reason.startswith(FAILS)}
-    reasons |= vars(model).get("_failed", {})
+    reasons |= getattr(model, "_failed", {})
     lines: dict[tuple[str, str], list[int]] = {}
     for (op, shape, rows), reason in sorted(reasons.items()):
         lines.setdefault((f"{op} {shape}", reason), []).append(rows)
