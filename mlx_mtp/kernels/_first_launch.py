@@ -4,6 +4,7 @@ MLX compiles a launch's text when it evaluates the graph, so a text that Metal r
 and the caches that the graph writes in place. A launch on zeros compiles the same text and costs nothing else.
 """
 
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -30,8 +31,21 @@ class KernelRefused(RuntimeError):
     """
 
     def __init__(self, refusals: list[Refusal], *, voted: bool = False):
-        super().__init__("; ".join(f"{r.key[0]}: {r.error}" for r in refusals) or "a kernel of another rank")
+        super().__init__("; ".join(str(r.error) for r in refusals) or "a kernel was refused on another rank")
         self.refusals, self.voted = refusals, voted
+
+    @classmethod
+    def of(cls, refusal: Refusal) -> "KernelRefused":
+        """Make the exception of one refusal, which is of its error's class too."""
+        return _both(type(refusal.error))([refusal])
+
+
+@functools.cache
+def _both(kind: type[Exception]) -> type[KernelRefused]:
+    try:
+        return type(kind.__name__, (KernelRefused, kind), {})
+    except TypeError:  # a class that holds more than its arguments
+        return KernelRefused
 
 
 class Launch(NamedTuple):

@@ -68,7 +68,7 @@ def launch(
             output_dtypes=dtypes,
         )
     except Exception as e:
-        raise KernelRefused([Refusal((op, ran), e)]) from e
+        raise KernelRefused.of(Refusal((op, ran), e)) from e
     if ran not in all_ran or listeners:
         sizes = {"grid": grid, "threadgroup": group, "output_shapes": shapes, "output_dtypes": dtypes}
         how = {"template": list(template.items()), **sizes}
