@@ -31,7 +31,6 @@ from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.stats import Stats
 from .layers.target import Target
-from .machine.memory import wired
 from .machine.stream import in_turn, in_turns
 from .ranks.watch import wait_for_reason
 
@@ -164,7 +163,7 @@ def _responses(
     detokenizer: Any, steps: Generator[Yielded, None, None], stats: Stats, stops: Collection[int]
 ) -> Generator[GenerationResponse, None, None]:
     """Make a response of each step; as in mlx-lm the last one has the reason."""
-    with wired(), closing(steps):
+    with closing(steps):
         for step in steps:
             reason = "length" if stats.generation_tokens == stats.max_tokens else None
             yield text_response(detokenizer, step, stats, "stop" if step[0] in stops else reason)

@@ -20,7 +20,6 @@ from .decoding.options import cache_options, default_draft_tokens, default_step
 from .decoding.stats import Stats
 from .generate import GenerationResponse, generate_step, stream_generate
 from .layers.target import Target
-from .machine.memory import wired
 from .machine.stream import in_turns
 from .tuning.idle_trials import IdleTrials
 
@@ -199,8 +198,7 @@ class ChatSession:
         if first:
             tic = time.perf_counter()
             options["prompt_progress_callback"] = partial(self._read, progress, 0, total)
-            with wired():
-                next(generate_step(first, self.model, **{**options, "max_tokens": 0}), None)
+            next(generate_step(first, self.model, **{**options, "max_tokens": 0}), None)
             self._remember()
             turn.stats.notes_memory()
             turn.read_time = time.perf_counter() - tic

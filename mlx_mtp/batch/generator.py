@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +17,6 @@ from ..decoding.prefill import first_tokens, read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
 from ..layers.target import Target
-from ..machine.memory import wired
 from ..machine.stream import in_turn
 from ..tuning.kernel_switch import switch_on_for_texts
 from .admission import Admission
@@ -72,8 +71,6 @@ class BatchGenerator:
         self._uids = 0
         self._counters = BatchCounters()
         switch_on_for_texts(model)
-        self._resident = ExitStack()
-        self._resident.enter_context(wired())
 
     @property
     def stream(self) -> mx.Stream:
@@ -83,15 +80,10 @@ class BatchGenerator:
 
     @in_turn()
     def close(self) -> None:
-        """Let go of all texts and of what was kept resident for them."""
+        """Drop all sequences."""
         self._unprocessed.clear()
         self._failed.clear()
         self._places.clear()
-        self._resident.close()
-
-    def __del__(self):
-        if hasattr(self, "_resident"):
-            self._resident.close()
 
     @contextmanager
     def stats(self) -> Iterator[BatchStats]:
@@ -165,8 +157,8 @@ class BatchGenerator:
         """Take one cycle of those that decode, and read on in the prompts of those that are to.
 
         Returns what each prompt's reading has come to, and the tokens, in order, several of a text perhaps. Raises
-        what a text's own sampler or processor raised in the call before: that text is over, `failed` is its number,
-        and the next call goes on with the others. Of what else is raised `failed` is None.
+        what a text's own sampler or processor, or reading its prompt, raised in the call before: that text is over,
+        `failed` is its number, and the next call goes on with the others. Of what else is raised `failed` is None.
         """
         self.failed = None
         if self._failed:
@@ -237,23 +229,35 @@ class BatchGenerator:
         """Read about a chunk of the prompts that wait; add first tokens to `shown`."""
         read, tic = [], time.perf_counter()
         left = self.settings.step
-        while left > 0 and self._unprocessed and self._admits(self._unprocessed[0]):
+        while left > 0 and self._unprocessed:
             text = self._unprocessed[0]
-            if not text.begun:
-                text.begun = True
-                text.stats.start()
-                text.cache.begin(text.cache.offset + text.total)
-            hidden, n = self._read_chunk(text)
-            left -= n
-            self._counters.prompt_tokens += n
-            whole, text.segments = not text.segments[0], [piece for piece in text.segments if piece]
-            done = text.total - sum(map(len, text.segments))
-            read.append(PromptResponse(text.uid, (done, text.total), whole, not text.segments))
-            if not text.segments:
-                self._unprocessed.popleft()
-                shown += self._begun(text, hidden)
+            try:
+                if not self._admits(text):
+                    break
+                left -= self._read_on(text, read, shown)
+            except Exception as e:
+                if text in self._unprocessed:
+                    self._unprocessed.remove(text)
+                text.fail(e)
+                self._note_failed([text])
         self._counters.prompt_time += time.perf_counter() - tic
         return read
+
+    def _read_on(self, text: Sequence, read: list[PromptResponse], shown: list[Response]) -> int:
+        """Read a chunk of a text's prompt, after the last one choose its first token; return the chunk's length."""
+        if not text.begun:
+            text.begun = True
+            text.stats.start()
+            text.cache.begin(text.cache.offset + text.total)
+        hidden, n = self._read_chunk(text)
+        self._counters.prompt_tokens += n
+        whole, text.segments = not text.segments[0], [piece for piece in text.segments if piece]
+        done = text.total - sum(map(len, text.segments))
+        read.append(PromptResponse(text.uid, (done, text.total), whole, not text.segments))
+        if not text.segments:
+            self._unprocessed.popleft()
+            shown += self._begun(text, hidden)
+        return n
 
     def _admits(self, text: Sequence) -> bool:
         """Tell whether the first that waits may begin, or has begun."""
@@ -270,12 +274,7 @@ class BatchGenerator:
         """Choose the first token of a text whose prompt has been read, and let it decode."""
         if text.k:
             test_heads(self.model)
-        try:
-            run, first = first_tokens(self.model, text.cache, hidden, text.picker)
-        except Exception as e:
-            text.fail(e)
-            self._note_failed([text])
-            return []
+        run, first = first_tokens(self.model, text.cache, hidden, text.picker)
         text.tokens = list(text.cache.tokens)
         shown = text.show(first, 0, run.logprobs)
         text.stats.begins()

@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
-from mlx_lm.generate import wired_limit
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
@@ -240,7 +239,7 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
 def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSettings, progress: Progress) -> None:
     """Let all loops generate from each prompt in turn, and note times and texts in the session."""
     forget(session.subject.model)
-    with session.subject.acceptance(), wired_limit(session.subject.model):
+    with session.subject.acceptance():
         for i, prompt in enumerate(prompts):
             progress(prompt.category, i, len(prompts))
             readers = _readers(session, prompt, settings)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_lm.generate import wired_limit
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding import cycle
@@ -146,7 +145,6 @@ def undisturbed(work: Workload) -> tuple[list[int], float]:
 def profile(work: Workload, *, rounds: int, cooldown: float = 0.0) -> tuple[list[Timer], list[float]]:
     """Time `rounds` generations of the workload phase by phase, and in turn as many undisturbed ones, in seconds."""
     turns: list[Any] = [lambda: decode_in_phases(work, Timer()), lambda: undisturbed(work)]
-    with wired_limit(work.model):
-        timers, plain = interleaved(dict(enumerate(turns)), rounds, cooldown=cooldown).values()
+    timers, plain = interleaved(dict(enumerate(turns)), rounds, cooldown=cooldown).values()
     assert all(t.tokens == tokens for t in timers for tokens, _ in plain), "the profiled text is another one"
     return timers, [seconds for _, seconds in plain]

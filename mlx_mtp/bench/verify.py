@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import wired_limit
 from rich.table import Table
 
 from ..cache.ring import MAX_ROWS
@@ -148,23 +147,22 @@ def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: CurvePlan, 
 
     A curve has a name, context, and seconds: by side and rows, a value a round, of one pass over all layers.
     """
-    with wired_limit(model):
-        with expert_inputs(model) as inputs, kernels.only(STOCK):
-            VerifyPass(model, text, plan.contexts[0], step).run(MAX_ROWS, plan.contexts[0], 0)
-        mx.eval(list(inputs.values()))
-        for context in plan.contexts:
-            whole = VerifyPass(model, text, context, step)
-            turns = {(side, m): partial(whole, m) for side in kernels.sides for m in plan.rows}
-            yield {"name": "whole", "context": context, "seconds": _timed(turns, kernels, plan)}
-            del whole, turns
-        for part in parts_of(model, plan.contexts, inputs):
-            turns = {}
-            for side in kernels.sides:
-                with kernels.only(side):
-                    for m in (m for m in plan.rows if m <= part.most):
-                        calls = part.calls(m)
-                        turns[side, m] = Timed(calls, steps_for(calls, plan.seconds))
-            yield {"name": part.name, "context": part.context, "seconds": _timed(turns, kernels, plan)}
+    with expert_inputs(model) as inputs, kernels.only(STOCK):
+        VerifyPass(model, text, plan.contexts[0], step).run(MAX_ROWS, plan.contexts[0], 0)
+    mx.eval(list(inputs.values()))
+    for context in plan.contexts:
+        whole = VerifyPass(model, text, context, step)
+        turns = {(side, m): partial(whole, m) for side in kernels.sides for m in plan.rows}
+        yield {"name": "whole", "context": context, "seconds": _timed(turns, kernels, plan)}
+        del whole, turns
+    for part in parts_of(model, plan.contexts, inputs):
+        turns = {}
+        for side in kernels.sides:
+            with kernels.only(side):
+                for m in (m for m in plan.rows if m <= part.most):
+                    calls = part.calls(m)
+                    turns[side, m] = Timed(calls, steps_for(calls, plan.seconds))
+        yield {"name": part.name, "context": part.context, "seconds": _timed(turns, kernels, plan)}
 
 
 def _timed(turns: Turns, kernels: Kernels, plan: CurvePlan) -> dict[str, dict[int, list[float]]]:

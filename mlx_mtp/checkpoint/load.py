@@ -28,6 +28,7 @@ from ..layers.expert_rows import cut_experts, number_rows
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..machine.stream import in_turn
+from ..machine.wired import AUTO, WiredLimit, check_wired_limit, wire
 from ..models import find_port, port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
@@ -64,6 +65,7 @@ def load(
     draft_vocab: str | Path | Sequence[int] | None = None,
     kernels: str | None = None,
     budget: Budget = WEIGHTS_ALONE,
+    wired_limit: WiredLimit = AUTO,
     tensor_group: mx.distributed.Group | None = None,
 ) -> Any:
     """Load a checkpoint with its MTP heads, in mlx_lm's way; returns (model, tokenizer), or (.., .., config).
@@ -87,10 +89,13 @@ def load(
         whose bits are not MLX's); None is MLX_MTP_KERNELS, and where that is not set those that a trial here finds
         right and faster.
     budget: what there must be memory for, before any weight is read.
+    wired_limit: bytes that the GPU keeps resident, for the process; "auto" sets it only for a model that needs most
+        of the recommended working set, "off" never. A later load never lowers it.
     tensor_group: of `mx.distributed.init()`: the target is split over its ranks, all of which have to load it, and
         from then on generate together, each with the same calls; heads are whole on each. Not with adapters.
     Raises ValueError, in one line, for a checkpoint that is damaged, of an unknown kind, or too large.
     """
+    check_wired_limit(wired_limit)
     lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=mtp), ranks_of(tensor_group)
     if ranks and adapter_path is not None:
         raise ValueError(f"adapter_path={adapter_path}: not on {ranks.size} ranks; fuse the adapters first")
@@ -107,6 +112,7 @@ def load(
         if unknown > model.vocab_size // 100:  # a few more are usual
             warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=2)
         _finish(model, path, vocab, tokenizer, lane, budget, lazy=lazy)
+        wire(nbytes(model.parameters()), wired_limit)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -121,15 +127,18 @@ def load_model(
     lazy: bool = False,
     kernels: str | None = None,
     budget: Budget = WEIGHTS_ALONE,
+    wired_limit: WiredLimit = AUTO,
     tensor_group: mx.distributed.Group | None = None,
 ) -> Any:
     """Do as `load` for the model alone, from a local directory; a draft vocabulary's tokenizer is not checked."""
+    check_wired_limit(wired_limit)
     lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=mtp), ranks_of(tensor_group)
     path = resolve(path)
     with in_turn():
         drafting = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
         model = _load(path, read_config(path), drafting, budget, ranks, lazy=lazy)
         _finish(model, path, vocab, None, lane, budget, lazy=lazy)
+        wire(nbytes(model.parameters()), wired_limit)
     return model
 
 

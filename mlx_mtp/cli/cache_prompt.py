@@ -50,14 +50,13 @@ def _save(model: Any, tokens: list[int], prefix: Any, flags: dict[str, Any]) -> 
     from ..decoding.options import default_step
     from ..decoding.stats import Stats
     from ..generate import generate_step
-    from ..machine.memory import wired
     from .progress import PromptProgress, shows_progress
 
     drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or default_step(), Stats()
     cache = make_prompt_cache(model, num_draft_tokens=drafts, **options.cache_layout(flags))
     kept = {"max_context": flags["max_context"], "check_memory": not flags["ignore_memory"], "prompt_cache": cache}
     kept |= {"prefill_step_size": step, "num_draft_tokens": drafts, "stats": stats}
-    with PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=step) as progress, wired():
+    with PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=step) as progress:
         next(generate_step(tokens, model, max_tokens=0, prompt_progress_callback=progress, **kept), None)
     stats.notes_memory()
     cache.prefix = prefix

@@ -13,6 +13,7 @@ from click import Choice, FloatRange, IntRange, option
 
 from ..cache.prompt_prefix import RESERVED_KEYS
 from ..demo import demo_path
+from ..machine.wired import AUTO, OFF, check_wired_limit
 from .together import check_prompt, group, own_file
 
 MOST_GB = 2**20
@@ -67,6 +68,19 @@ def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: float | None)
     if value is not None and not 0 <= value <= MOST_GB:  # not a number, to which click has no objection, is neither
         raise click.BadParameter(f"{value}: allowed is 0 to {MOST_GB} GB")
     return None if value is None else int(value * 1e9)
+
+
+def _wired_limit(_ctx: click.Context, _param: click.Parameter, value: str) -> int | str:
+    """Convert MB to bytes; the words stay."""
+    if not value.isdecimal():
+        if value not in (AUTO, OFF):
+            raise click.BadParameter(f"{value!r}: allowed are MB, {AUTO!r} and {OFF!r}")
+        return value
+    try:
+        check_wired_limit(limit := int(value) * 10**6)
+    except ValueError as e:
+        raise click.BadParameter(str(e)) from None
+    return limit
 
 
 def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
@@ -133,6 +147,12 @@ model_options = options(
         KERNELS,
         None,
         "Metal kernels.  [default: MLX_MTP_KERNELS, else those that a trial finds right and faster]",
+    ),
+    option(
+        "--wired-limit",
+        default=AUTO,
+        callback=_wired_limit,
+        help="MB that the GPU keeps resident, off, or auto: only for a model that needs most of its memory.",
     ),
     typed("--num-draft-tokens", IntRange(0), None, "Most drafts per cycle; 0 is plain.  [default: all heads]"),
     option("--adaptive/--no-adaptive", default=True, help="Draft as many as pays, by measurement, or always all."),
@@ -234,7 +254,7 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
         extra = ("trust_remote_code", "eos_token", "use_default_chat_template")
-        given = ("mtp", "mtp_path", "draft_model", "draft_vocab", "adapter_path", "kernels")
+        given = ("mtp", "mtp_path", "draft_model", "draft_vocab", "adapter_path", "kernels", "wired_limit")
         model, tokenizer = load(
             path,
             tensor_group=group(),

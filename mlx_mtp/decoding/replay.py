@@ -28,7 +28,7 @@ from .step import Frame, step
 
 OFTEN = 2  # times that a kind of cycle has come when it is recorded: one that comes once is not worth it
 KEPT = 32  # kinds recorded in a thread
-HELD = 64 * 2**20  # bytes of launches' sources in all that is recorded: each kind holds 11 MB of Step-3.5's on a GPU
+HELD = 80 * 2**20  # bytes of launches' sources in all that is recorded: each kind holds 13 MB of Step-3.5's on a GPU
 THREADS = 4  # whose records are kept: what MLX compiles in one thread, others cannot call
 COUNTED = 256  # kinds whose occurrences are counted
 

@@ -1,11 +1,10 @@
-"""Tell how much memory this process may still take, and keep MLX's own limits while something runs."""
+"""Memory that this process may still take, and MLX's limit on the memory that it keeps for reuse."""
 
 import os
 import re
 import resource
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ import mlx.core as mx
 
 IGNORE = "MLX_MTP_IGNORE_MEMORY"  # set to anything but "" and "0": nothing is refused
 MOUNT = Path("sys/fs/cgroup")
-_wired: list[int] = []  # the limit before, and one entry for each that asked for another
-_lock = threading.RLock()  # a finalizer may come in between
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ def available(root: Path = Path("/")) -> Available:
     ]
     found = [(_physical(), "physical memory")]
     found += [(room + reusable, limit) for room, limit in rooms if room is not None]
-    if (most := _working_set()) is not None:
+    if (most := working_set()) is not None:
         found.append((most - mx.get_active_memory(), "the GPU's recommended working set"))
     least, limit = min(found)
     return Available(max(0, least), limit)
@@ -105,32 +102,6 @@ def address_room(root: Path = Path("/")) -> int | None:
 
 
 @contextmanager
-def wired() -> Iterator[None]:
-    """Keep what the GPU may recommend resident while something runs; what was set before comes back in any case.
-
-    Of several that overlap, as generators do in any order, the first sets it and the last brings it back.
-    """
-    most = _working_set()
-    if most is None:
-        yield
-        return
-    with _lock:
-        if not _wired:
-            _wired.append(mx.set_wired_limit(most))
-        _wired.append(most)
-    try:
-        yield
-    finally:
-        with _lock:
-            _wired.pop()
-            if len(_wired) == 1:
-                try:
-                    mx.synchronize()  # not to be changed while something is computed
-                finally:
-                    mx.set_wired_limit(_wired.pop())
-
-
-@contextmanager
 def cache_limit(limit: int | None) -> Iterator[None]:
     """Let MLX keep at most `limit` bytes of freed buffers for reuse; None: as many as before."""
     before = None if limit is None else mx.set_cache_limit(limit)
@@ -141,8 +112,8 @@ def cache_limit(limit: int | None) -> Iterator[None]:
             mx.set_cache_limit(before)
 
 
-def _working_set() -> int | None:
-    """Ask how many bytes the GPU recommends to use; None where nothing runs on one, or it does not say."""
+def working_set() -> int | None:
+    """Bytes that the GPU recommends to use at most; None where nothing runs on a GPU, or it does not say."""
     most = mx.device_info().get("max_recommended_working_set_size") if mx.default_device() == mx.gpu else None
     return None if most is None else int(most)
 

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..machine.stream import in_turn
+from .failures import dropped
 from .job import Ask, Job, Served, answer, reread
 
 AHEAD = 0  # the number of what is read ahead; answers have others
@@ -37,7 +38,8 @@ def follow(served: Served) -> None:
         elif number not in running:
             continue
         elif word == "close":
-            running.pop(number).close()
+            with dropped("an answer was not closed"):
+                running.pop(number).close()
         else:
             try:
                 with in_turn():

@@ -19,8 +19,9 @@ from ..decoding.stats import Stats
 from ..generate import GenerationResponse, generate_step, stream_generate
 from ..machine.errors import first_line
 from .answer import Part, Splitter, TokenLogprob
+from .failures import dropped
 from .prefix_files import PrefixFiles
-from .prefixes import PrefixTree
+from .prefixes import LAST, PrefixTree, comparisons
 from .together import Responses, Together
 from .tool_formats import ToolFormat
 
@@ -91,13 +92,15 @@ class Failed(NamedTuple):
 
 
 Event = Begun | Part | End | Failed
+LOST = Failed(500, "the request failed")
 
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way.
+    """One answer of a request, from its submission to its end.
 
-    emit: tells its client, from the engine's thread. cancelled: nobody waits for it. reading: it does not decode yet.
+    emit: sends an event to the client, from the engine's thread. cancelled: no client waits for it. reading: its
+    prompt is not read to the end. over: the engine has finished with it. lost: an event did not reach its client.
     """
 
     ask: Ask
@@ -107,9 +110,26 @@ class Job:
     begun: float = field(default_factory=time.monotonic)
     parts: list[Part] = field(default_factory=list)
     reading: bool = True
+    over: bool = False
+    lost: bool = False
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    def tell(self, event: Event) -> None:
+        """Send an event to the client. Behind one that could not be sent nothing follows but LOST, so that no answer
+        looks whole that is not; the job is cancelled then.
+        """
+        if self.lost:
+            return
+        try:
+            self.emit(event)
+        except BaseException:
+            self.lost = self.cancelled = True
+            with dropped("an event did not reach its client"):
+                with contextlib.suppress(BaseException):
+                    self.emit(LOST)
+                raise
 
 
 class Served(NamedTuple):
@@ -139,16 +159,24 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     crowded: others' steps come in between, so time tells nothing.
     """
     ask = job.ask
-    if served.files:
-        served.files.load(served.tree, ask.prompt)
-    held = [served.tree.take(ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
+    held = [_reused(served, ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
     most, cached = _agreed(served, held[0], ask), held[0].offset
-    job.emit(Begun(cached))
+    job.tell(Begun(cached))
     for _ in read(served, held[0], ask.prompt, ask.turns, spare=served.tree.uncut):
         yield
     job.reading = False
     yield from _decode(served, job, held, most, cached, crowded)
     return held[0]
+
+
+def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
+    """Make a cache of what is stored of a prompt, with room for so many positions; an empty one where that fails."""
+    if served.files:
+        with dropped("a prefix file was not read"):
+            served.files.load(served.tree, prompt)
+    with dropped("no prefix was reused", served.tree.clear):
+        return served.tree.take(prompt, room)
+    return served.tree.blank.like_new()
 
 
 def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
@@ -157,7 +185,7 @@ def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
         return _fitting(served, cache, ask)
     try:
         found: Any = None if served.ranks.rank else _fitting(served, cache, ask)
-    except ValueError as e:
+    except Exception as e:  # the other ranks wait for a word
         found = first_line(e)
     found = served.ranks.told(found)
     if isinstance(found, str):
@@ -190,7 +218,8 @@ def read(
     for end in cuts:
         if end > cache.offset and len(prompt) - cache.offset > spare:
             _read_to(served, cache, prompt[:end])
-            served.tree.store(cache, resumes=end in resumes)
+            with dropped("a prefix was not stored", served.tree.clear):
+                served.tree.store(cache, resumes=end in resumes)
             yield end
 
 
@@ -209,7 +238,8 @@ def reread(served: Served, prompt: list[int], cache: PromptCache | None = None) 
     if cache is None or not served.tree.decoded or prompt[: cache.offset] != cache.tokens:
         cache = served.tree.take(prompt, len(prompt))
     elif cache.offset in served.tree.chunking.cuts(prompt):
-        served.tree.store(cache, resumes=True)
+        with dropped("a prefix was not stored", served.tree.clear):
+            served.tree.store(cache, resumes=True)
     yield from read(served, cache, prompt, ())
 
 
@@ -222,13 +252,26 @@ def read_end(served: Served, prompt: list[int]) -> Iterator[int]:
     if served.tree.decoded and 0 < end - served.tree.covered(prompt) <= served.tree.chunking.step:
         cache = served.tree.take(prompt, len(prompt))
         _read_to(served, cache, prompt[:end])
-        served.tree.insert(cache, is_rest=True)
+        with dropped("a prefix was not stored", served.tree.clear):
+            served.tree.insert(cache, is_rest=True)
         yield end
 
 
 def store(served: Served) -> bool:
     """Write a piece of what is remembered to a file; return whether there may be more to write."""
     return served.files is not None and served.files.step(served.tree)
+
+
+def compare_rows(served: Served) -> Iterator[bool]:
+    """Decide whether the tree may store answers as decoding left them, a forward pass at a time; until then it stores
+    only what was read as a prompt.
+
+    Yields what is known so far.
+    """
+    tree = served.tree
+    for found in comparisons(served.model, tree.blank, max(tree.chunking.step, 2 * LAST)):
+        tree.decoded = found
+        yield found
 
 
 def _decode(
@@ -262,7 +305,7 @@ def _decode(
                 break
     _tell(job, splitter.end(cut=reason == "length"))
     reason = "tool_calls" if splitter.called and reason == "stop" else reason
-    job.emit(End(reason, splitter.stopped, stats, cached, first, reasoned))
+    job.tell(End(reason, splitter.stopped, stats, cached, first, reasoned))
 
 
 def _alone(
@@ -284,7 +327,7 @@ def _alone(
 def _tell(job: Job, parts: list[Part]) -> None:
     for part in parts:
         job.parts.append(part)
-        job.emit(part)
+        job.tell(part)
 
 
 def _logprob(tokenizer: Any, response: GenerationResponse, count: int | None) -> TokenLogprob | None:

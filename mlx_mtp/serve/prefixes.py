@@ -22,7 +22,7 @@ from .._version import __version__
 from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
 from ..cache.pieces import Moment, cut, has_rows, join, moment
-from ..cache.prompt_cache import PromptCache
+from ..cache.prompt_cache import Mark, PromptCache
 from ..decoding.prefill import evaluated, without_refused
 from ..layers.target import Target
 from ..tuning.kernel_fallback import run_first
@@ -92,12 +92,14 @@ class PrefixTree:
     """Chunks of tokens, shared by all texts that begin alike, the least recently used ones dropped first.
 
     blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing. decoded: answers may be
-    remembered as decoding left them.
+    remembered as decoding left them; None until `comparisons` has decided it, which counts as False.
     """
+
+    decoded: bool | None = False
 
     def __init__(self, blank: PromptCache, chunking: Chunking, limit: int):
         self.blank, self.chunking, self.limit = blank, chunking, limit
-        self.root, self.nbytes, self.chunks, self.decoded = Chunk(), 0, 0, False
+        self.root, self.nbytes, self.chunks = Chunk(), 0, 0
         self._now = 0.0
         self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
 
@@ -277,27 +279,49 @@ def rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:
 
     blank: an empty cache.
     """
-    return without_refused(model, _rows_alike, model, blank, rows)
+    *_, found = comparisons(model, blank, rows)
+    return found
 
 
-def _rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:
-    chunk, first = _hidden(model, blank, (rows,)), rows - LAST
-    if chunk.dtype != mx.float32:
-        return False
-    plain, checked = _hidden(model, blank, (first, *[1] * LAST)), _hidden(model, blank, (first, LAST))
-    return _apart(plain, chunk) <= NEAR * _apart(plain, checked)
+def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
+    """Do as `rows_alike` step by step: yield False behind each forward pass but the last, then the result.
+
+    A model that does not compute in float32 takes no pass.
+    """
+    if _hidden(model, blank.like_new(), 0, rows).dtype != mx.float32:  # the graph shows it
+        yield False
+        return
+    chunk = _computed(model, blank.like_new(), 0, rows)
+    yield False
+    before, first, plain = blank.like_new(), rows - LAST, []
+    _computed(model, before, 0, first)
+    yield False
+    cache = before.copy()
+    for position in range(first, rows):
+        plain.append(_computed(model, cache, position, 1))
+        yield False
+    checked = _computed(model, before, first, LAST)
+    steps = mx.concatenate(plain, axis=1)
+    yield _apart(steps, chunk[:, -LAST:]) <= NEAR * _apart(steps, checked)
 
 
-def _hidden(model: Target, blank: PromptCache, pieces: tuple[int, ...]) -> mx.array:
-    """Read the same tokens in pieces; return the last hidden rows [1, LAST, H]."""
-    cache, begun, found = blank.like_new(), 0, []
-    for n in pieces:
-        tokens = mx.arange(begun, begun + n) * 7 % model.vocab_size
-        found.append(model.hidden(tokens[None], cache.layers))
-        run_first(model)
-        evaluated(mx.eval, found[-1], cache.arrays)
-        begun += n
-    return mx.concatenate(found, axis=1)[:, -LAST:]
+def _hidden(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
+    """Return hidden rows [1, n, H] of n tokens from position `begun` on, which the cache is read up to."""
+    tokens = mx.arange(begun, begun + n) * 7 % model.vocab_size
+    return model.hidden(tokens[None], cache.layers)
+
+
+def _computed(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
+    """Compute the rows of `_hidden`, without kernels that are refused."""
+    return without_refused(model, _computed_from, model, cache, cache.mark(), begun, n)
+
+
+def _computed_from(model: Target, cache: PromptCache, mark: Mark, begun: int, n: int) -> mx.array:
+    cache.restore(mark)
+    hidden = _hidden(model, cache, begun, n)
+    run_first(model)
+    evaluated(mx.eval, hidden, cache.arrays)
+    return hidden
 
 
 def _apart(a: mx.array, b: mx.array) -> float:

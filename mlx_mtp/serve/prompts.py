@@ -113,6 +113,7 @@ def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
+@functools.lru_cache(maxsize=256)  # marks are few, and a message may repeat one a million times
 def _letters(tokenizer: Any, mark: str) -> list[int]:
     """Encode a mark one character at a time, so that no token of more letters can be it."""
     ids = [token for letter in mark for token in tokenizer.encode(letter, add_special_tokens=False)]

@@ -23,7 +23,7 @@ from .guard import Rules
 from .job import Served
 from .metrics import Metrics
 from .prefix_files import PrefixFiles
-from .prefixes import Chunking, PrefixTree, rows_alike
+from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
 from .together import Together
 from .tool_formats import format_of
@@ -142,7 +142,8 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     most, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
     step, ranks = settings.step or most, getattr(model, "ranks", None)
     tree = PrefixTree(blank, Chunking(step, least, frozenset(tokenizer.eos_token_ids)), settings.cache_bytes)
-    tree.decoded = bool(tree.limit) and not ranks and rows_alike(model, blank, step)
+    if tree.limit and not ranks and not blank.is_mlx_lm:
+        tree.decoded = None  # the engine compares rows when it is idle; ranks decide nothing by time
     options = {**settings.options, "num_draft_tokens": k}
     together = None if ranks else Together(model, tokenizer, options, step)
     return Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files, together)

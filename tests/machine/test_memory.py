@@ -7,11 +7,9 @@ import sys
 
 import mlx.core as mx
 import pytest
-from letter_chats import VOCAB, make_tokenizer
 
-import mlx_mtp
 from mlx_mtp.machine import memory as machine_memory
-from mlx_mtp.machine.memory import available, cache_limit, cgroup_rooms, free_in_vm_stat, free_memory, wired
+from mlx_mtp.machine.memory import available, cache_limit, cgroup_rooms, free_in_vm_stat, free_memory
 
 GB = 10**9
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
@@ -114,80 +112,12 @@ def test_free_memory_of_a_mac(monkeypatch):
     assert free_memory() is None
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A device that recommends 10 GB, and what MLX's wired limit is: no other limit is known."""
-    state = {"wired": 3, "set": []}
-
-    def set_wired_limit(limit):
-        state["set"].append(limit)
-        state["wired"], before = limit, state["wired"]
-        return before
-
+def test_the_gpus_working_set_is_a_limit(system, monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 10 * GB})
-    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
-    return state
-
-
-def test_the_gpus_working_set_is_a_limit(system, gpu):
     found = available(system({}))
     assert found.bytes == 10 * GB - mx.get_active_memory()
     assert "GPU" in found.limit
-
-
-@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, GeneratorExit])
-def test_the_wired_limit_comes_back(gpu, monkeypatch, error):
-    def run():
-        with wired():
-            assert gpu["wired"] == 10 * GB
-            if error:
-                raise error
-
-    with pytest.raises(error) if error else wired():
-        run()
-    assert gpu["wired"] == 3
-    monkeypatch.setattr(mx, "synchronize", lambda: (_ for _ in ()).throw(RuntimeError("the GPU is gone")))
-    with pytest.raises(RuntimeError, match="gone"), wired():
-        pass
-    assert gpu["wired"] == 3
-
-
-def test_the_wired_limit_comes_back_when_the_last_of_several_has_ended(gpu):
-    first, second = wired(), wired()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert gpu["wired"] == 10 * GB
-    second.__exit__(None, None, None)
-    assert gpu["wired"] == 3
-    assert gpu["set"] == [10 * GB, 3]
-
-
-@pytest.mark.parametrize("end", ["all", "closed", "dropped", "raised", "interrupted"])
-def test_a_generation_is_wired_however_it_ends(tiny_models, monkeypatch, end):
-    model, state = tiny_models(2, vocab_size=len(VOCAB))[0], {"limit": 3}
-    monkeypatch.setattr(machine_memory, "_working_set", lambda: 10 * GB)
-    monkeypatch.setattr(mx, "set_wired_limit", lambda n: (state["limit"], state.update(limit=n))[0])
-
-    def processor(tokens, logits):
-        if len(tokens) > 6 and end in ("raised", "interrupted"):
-            raise KeyboardInterrupt if end == "interrupted" else RuntimeError
-        return logits
-
-    options = {"max_tokens": 9, "logits_processors": [processor]}
-    responses = mlx_mtp.stream_generate(model, make_tokenizer(), [1, 2, 3], **options)
-    assert state["limit"] == 3  # an error at the call could not take it back
-    next(responses)
-    assert state["limit"] == 10 * GB
-    if end == "closed":
-        responses.close()
-    elif end == "dropped":
-        del responses
-    else:
-        with contextlib.suppress(RuntimeError, KeyboardInterrupt):
-            list(responses)
-    assert state["limit"] == 3
 
 
 def test_a_limit_on_virtual_memory(system, monkeypatch):

@@ -112,7 +112,7 @@ def run(command: str, rule: Rule, clone: Path, path: str) -> None:
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": clone, "env": env}
     tic = time.monotonic()
     done = subprocess.run([BASH, "-c", command], input=question + "\n" if rule.chats else "", **how)
-    print(f"{time.monotonic() - tic:5.1f} s  {command}", flush=True)
+    print(f"{time.monotonic() - tic:5.1f} s  {command.splitlines()[0]}", flush=True)
     lines = done.stdout.splitlines()
     faults = {
         f"exit code {done.returncode}, expected {rule.code}": done.returncode != rule.code,
