@@ -32,6 +32,7 @@ from .metrics import Metrics
 from .responses import ResponseExchange
 
 log = logging.getLogger("mlx_mtp.serve")
+log.addHandler(logging.NullHandler())  # only the command writes a log
 PATIENCE = 2.0  # seconds before a stream begins without a word, while its request waits
 SILENCE = 10.0  # seconds after which a stream that says nothing says that it lives
 WARNING, MOST_WARNED = "X-MLX-MTP-Warning", 2000  # the header, and most characters of it

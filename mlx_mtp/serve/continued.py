@@ -78,10 +78,10 @@ def finished(messages: list[Message], answer: Message) -> list[Message]:
 
 
 class Continuation:
-    """Gives back the spaces in front of a continued answer, which detokenizers drop at the beginning of a text."""
+    """Returns the white space in front of a continued answer, which is dropped at the beginning of other answers."""
 
     def __init__(self, tokenizer: Any, prompt: list[int]):
-        self._tokenizer, self._tokens, self._over = tokenizer, list[int](), False
+        self._tokenizer, self._tokens, self._over, self._broken = tokenizer, list[int](), False, True
         # Decoded in front of the answer, so that it does not stand at the beginning; any word does.
         self._word = next(([t] for t in reversed(prompt) if _is_word(tokenizer.decode([t]))), [])
 
@@ -96,6 +96,12 @@ class Continuation:
         before = self._tokenizer.decode(self._word)
         lost = self._tokenizer.decode([*self._word, *self._tokens]).removeprefix(before).removesuffix(response.text)
         return lost + response.text if not lost.strip(" ") else response.text
+
+    def line_breaks(self, text: str) -> str:
+        """The line breaks of a text that has nothing but them in front of it."""
+        rest = text.lstrip("\n")
+        breaks, self._broken = text[: len(text) - len(rest)] if self._broken else "", self._broken and not rest
+        return breaks
 
 
 def _is_word(text: str) -> bool:

@@ -46,15 +46,15 @@ FIELDS: dict[str, Field] = {
     # How many choices, and how long they are
     "n": Field("hh--"),
     "best_of": Field("-h--", "must equal `n`"),
-    "max_tokens": Field("hh-h", "-1: no limit; values that do not fit are reduced"),
+    "max_tokens": Field("hhhh", "-1: no limit; values that do not fit are reduced"),
     "max_completion_tokens": Field("h---", "as `max_tokens`"),
     "max_output_tokens": Field("--h-", "as `max_tokens`"),
     "n_predict": Field("hh--", "as `max_tokens`"),
-    "min_tokens": Field("hhhh", "no end-of-text or stop token before"),
+    "min_tokens": Field("hhhh", "no end-of-text or stop token before; stop strings still end the answer"),
     "ignore_eos": Field("hhhh", "no end-of-text token"),
     "stop": Field("hhh-", "a text or up to 64 of them"),
     "stop_sequences": Field("---h", "up to 64 texts"),
-    "stop_token_ids": Field("hhhh"),
+    "stop_token_ids": Field("hhhh", "end the answer, without text"),
     # Sampling
     **_alike("hhhh", "temperature top_p min_p"),
     "top_k": Field("hhhh", "0 or -1: off"),

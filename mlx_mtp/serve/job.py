@@ -17,7 +17,7 @@ from ..decoding.sampling import LogitsProcessor
 from ..decoding.stats import Stats
 from ..generate import GenerationResponse, generate_step, stream_generate
 from ..machine.errors import first_line
-from .answer import Part, Splitter, TokenLogprob
+from .answer import Part, Said, Splitter, TokenLogprob
 from .continued import Continuation
 from .prefix_files import PrefixFiles
 from .prefixes import PrefixTree
@@ -259,6 +259,8 @@ def _decode(
             reason = response.finish_reason or "stop"
             first = first or time.monotonic() - job.begun
             text = begun.text_of(response) if begun else response.text
+            if begun and ask.thinking and (breaks := begun.line_breaks(text)):
+                _tell(job, [Said(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
             found = splitter.feed(text, _logprob(served.tokenizer, response, ask.logprobs))
             reasoned += splitter.reasoning
             _tell(job, found)

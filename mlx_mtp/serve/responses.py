@@ -26,7 +26,7 @@ class ResponseExchange(Exchange):
         given = functions_of(items(body, "tools"), self.warnings)
         tools, one_call = chosen_tools(body, [_tool(tool) for tool in given], self.warnings)
         template = template_of(body, door, self.warnings)
-        most, ends = most_tokens(body, "max_output_tokens"), stops(body, "stop")
+        most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
         how: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
         self.asks = asks_of(door, body, _messages(body, self.warnings), tools, template, self.warnings, **how)
         self._body, self._id, self._created = body, new_id("resp_"), int(time.time())
