@@ -1,4 +1,4 @@
-"""Write `fixtures/api_fields.json`: the request fields of the APIs, as the packages openai and anthropic declare them.
+"""Write `fixtures/api_fields.json`: the request fields that the packages openai and anthropic declare.
 
 Run it in an environment that has both; the tests need neither:
 
