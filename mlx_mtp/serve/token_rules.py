@@ -1,4 +1,4 @@
-"""Which tokens an answer may have beside what sampling prefers, as logits processors of an answer's rows."""
+"""Rule out tokens of an answer, by logits processors that act on each of its rows."""
 
 import re
 from collections.abc import Collection, Sequence

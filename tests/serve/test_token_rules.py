@@ -1,4 +1,4 @@
-"""Rules for tokens act on the choice of every row: the text does not depend on drafts, nor on who decodes beside it."""
+"""Rules for tokens act on the choice of every row: the text depends neither on drafts nor on other requests."""
 
 import threading
 
@@ -112,10 +112,8 @@ def test_every_way_to_write_a_word_is_ruled_out():
 class Pieces:
     """A tokenizer with these tokens, in the letters of byte-level BPE."""
 
-    added_tokens_decoder = {}
-
     def __init__(self, *pieces):
-        self.pieces = list(pieces)
+        self.pieces, self.added_tokens_decoder = list(pieces), {}
 
     def __len__(self):
         return len(self.pieces)
