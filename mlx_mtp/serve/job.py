@@ -47,14 +47,14 @@ class Ask:
     max_tokens: int = 256
     sampling: dict[str, Any] = field(default_factory=dict)
     penalties: dict[str, Any] = field(default_factory=dict)
-    rules: TokenRules = NO_RULES
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
     chat: bool = False
     thinking: bool = False
-    continues: bool = False
     tools: Any = None
     one_call: bool = False
+    rules: TokenRules = NO_RULES
+    continues: bool = False
     follows: Callable[[list[Part]], list[int]] | None = None
 
 
