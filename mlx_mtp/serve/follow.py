@@ -20,7 +20,7 @@ def as_json(ask: Ask) -> dict[str, Any]:
 def from_json(told: dict[str, Any]) -> Ask:
     """Read what `as_json` wrote."""
     pairs = {n: dict(v) if isinstance(v, list) else v for n, v in told["penalties"]}
-    rules = (tuple(value) if isinstance(value, list) else value for value in told["rules"])
+    rules: Any = (tuple(value) if isinstance(value, list) else value for value in told["rules"])
     own = {"turns": tuple(told["turns"]), "stops": tuple(told["stops"]), "rules": TokenRules(*rules)}
     return Ask(**{**told, **own, "penalties": pairs})
 
