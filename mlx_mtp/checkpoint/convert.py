@@ -208,7 +208,8 @@ def convert(
         they are. The matrix that fuses a head's inputs, norms and routers are never quantized.
     mtp_layout: the heads in `mtp.safetensors`, or in the target's files by the hub's names.
     shard_bytes: most bytes of a file of several. progress: called with bytes written, and to write.
-    upload_repo, trust_remote_code: of mlx-lm's; nothing is uploaded, which is refused, and none of its code is run.
+    upload_repo: mlx-lm's; nothing is uploaded, which is refused. trust_remote_code: download the
+        tokenizer's code, too, to copy it; none of it is run.
     Raises ValueError, in one line, and leaves nothing behind.
     """
     if upload_repo is not None:
@@ -220,7 +221,7 @@ def convert(
     precision = Precision(target, quant_predicate, *heads, dequantize, dtype)
     if mtp_layout not in ("sidecar", "shards"):
         raise ValueError(f"mtp_layout={mtp_layout!r}: allowed are sidecar, shards")
-    path, new = resolve(hf_path, revision), Path(mlx_path).expanduser().resolve()
+    path, new = resolve(hf_path, revision, code=trust_remote_code), Path(mlx_path).expanduser().resolve()
     if new.is_relative_to(path.resolve()):
         raise ValueError(f"mlx_path={mlx_path}: in the directory that is to be converted, {path}")
     atomic.check_new(new)

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..machine.errors import first_line, naming, one_line
 from ..models.config.normalize import normalize, with_overrides
-from .weight_names import INDEXES, SIDECAR_FILES, TRUNK_FILES, is_sidecar, read_index, weight_names
+from .weight_names import INDEX, INDEXES, SIDECAR_FILES, TRUNK_FILES, is_sidecar, read_index, weight_names
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken")
 DOWNLOADED = (*SMALL_FILES, TRUNK_FILES, *SIDECAR_FILES)
@@ -38,7 +38,7 @@ FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block
 FP8_BLOCK = 128
 FP4_GROUP = 16
 CONVERTED = {"format": "mlx", "norms": "converted"}  # metadata of files that `mlx-mtp convert` writes
-SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", INDEXES)
+SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", INDEX, INDEXES)
 TRANSPORTS = ("httpx", "httpx2", "requests")  # whose errors, by version of huggingface_hub, are of the connection
 AT_ONCE = 8  # headers that are fetched side by side
 

@@ -28,7 +28,7 @@ NAMES = {
 # What only one method's tensors are called, for checkpoints whose config.json does not name it.
 TENSORS = {
     r"\.g_idx$": "gptq",
-    r"\.qweight$": "awq or gptq",
+    r"\.qweight$": "AWQ or GPTQ",
     r"\.weight_packed$": "compressed-tensors",
     r"\.(absmax|quant_map|SCB)$|\.quant_state\.": "bitsandbytes",
     r"\.W_q$": "hqq",
@@ -60,16 +60,16 @@ def refuse_packed(path: Path, config: dict[str, Any], header: Header) -> None:
 
 def packed_by(path: Path, config: dict[str, Any], header: Header) -> str | None:
     """Say what the weights are packed by, and what to take instead; None where they are not, or as MLX does."""
-    packed = next((name for name, tensor in header.items() if _is_packed(name, tensor.dtype, header)), None)
-    method = packed and (method_of(config) or _by_name([packed, *header]))
+    packed = next((name for name, tensor in header.items() if _is_packed(name, tensor.dtype, header)), "")
+    method = (method_of(config) or _by_name([packed, *header])) if packed else None
     if not method:
         return None
     written = NAMES.get(method, method)
     said = written if written == method else f"{written} ({method})"
     found = f"tensor {packed} has type {header[packed].dtype}"
     return (
-        f"{path}: quantized by {said}, which is not supported; {found}. Take a conversion to MLX of this model, or its"
-        " 16-bit release and `mlx-mtp convert -q`"
+        f"{path}: quantized by {said}, which is not supported; {found}. Take a conversion to MLX of this model, or "
+        "its 16-bit release and `mlx-mtp convert -q`"
     )
 
 

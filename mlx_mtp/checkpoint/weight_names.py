@@ -45,7 +45,7 @@ def shard_set(name: str) -> str:
 def is_whole(names: Collection[str]) -> bool:
     """Return whether the files of a `shard_set` are as many as their names say."""
     match = NUMBERED.fullmatch(next(iter(names)))
-    return match is None or len(names) == int(match[2])
+    return match is None or len(names) >= int(match[2])  # some count from 0 and have one more
 
 
 def find_index(path: Path) -> Path | None:

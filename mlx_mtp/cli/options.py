@@ -206,11 +206,14 @@ def continues_cache(flags: dict[str, Any]) -> None:
             flags["model"], flags["eos_token"] = flags["model"] or prefix.model, prefix.eos_token
 
 
-def checkpoint_path(model: str | None) -> Path:
-    """Find the checkpoint that --model names, the demo where it names none; what is on the hub is downloaded."""
+def checkpoint_path(model: str | None, *, code: bool = False) -> Path:
+    """Find the checkpoint that --model names, the demo where it names none; what is on the hub is downloaded.
+
+    code: with its Python files.
+    """
     from ..checkpoint.files import resolve
 
-    return resolve(demo_path() if model is None else model)
+    return resolve(demo_path() if model is None else model, code=code)
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
@@ -228,7 +231,8 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
         from ..decoding.options import default_step
         from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
-    path = checkpoint_path(flags["model"])  # a download shows progress of its own
+    code = bool(flags.get("trust_remote_code"))
+    path = checkpoint_path(flags["model"], code=code)  # a download shows progress of its own
     context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or default_step()
     budget = Budget(context, step, cache_layout(flags), flags.get("ignore_memory", False))
     with loading(shown=shown):
