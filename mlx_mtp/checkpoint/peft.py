@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -36,10 +35,10 @@ UNSUPPORTED = {
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the model's own weights
 # What else a file may hold, and what it then is.
 OTHER_KEYS = {
-    "lora_magnitude_vector": "DoRA (use_dora)",
+    "lora_magnitude_vector": "DoRA, use_dora",
     "lora_embedding_": "adapters of embeddings",
-    "lora_B.bias": "a bias of lora_B (lora_bias)",
-    ".bias": "biases (bias)",
+    "lora_B.bias": "a bias of lora_B, lora_bias",
+    ".bias": "a bias",
 }
 
 
@@ -51,7 +50,7 @@ class Pair:
     tensors: dict[str, mx.array]
 
 
-def put_on(model: Any, file: Path, config: dict[str, Any], weights: Path, tensors: dict[str, mx.array]) -> None:
+def put_on(model: Any, file: str, config: dict[str, Any], weights: str, tensors: dict[str, mx.array]) -> None:
     """Put the adapters in `weights` on the model as the config in `file` says; ValueError where they do not fit."""
     _check_config(config, file)
     modules = dict(model.named_modules())
@@ -71,7 +70,7 @@ def put_on(model: Any, file: Path, config: dict[str, Any], weights: Path, tensor
         placed.setdefault(path, {})[int(expert[1]) if expert else None] = pair, scale
     if not placed:
         some = f", such as {skipped[0]}" if skipped else ""
-        raise ValueError(f"{weights}: none of its tensors fits a module that {file.name} and the model have{some}")
+        raise ValueError(f"{weights}: none of its tensors fits a module that {file} and the model have{some}")
     if skipped:
         text = f"{weights}: not used, of {len(skipped)} modules that are not targets in the text model: {skipped[0]}"
         warnings.warn(text, stacklevel=5)
@@ -79,28 +78,28 @@ def put_on(model: Any, file: Path, config: dict[str, Any], weights: Path, tensor
     model.update_modules(tree_unflatten(adapted))
 
 
-def _check_config(config: dict[str, Any], file: Path) -> None:
+def _check_config(config: dict[str, Any], file: str) -> None:
     """Raise for what is no plain LoRA."""
     kind = str(config.get("peft_type", "LORA")).rpartition(".")[2].upper()
-    asked = [f"{name} ({what})" for name, what in UNSUPPORTED.items() if config.get(name)]
+    asked = [f"{what}, {name}" for name, what in UNSUPPORTED.items() if config.get(name)]
     asked += [f"peft_type={kind}"] if kind != "LORA" else []
     asked += [f"bias={config['bias']!r}"] if config.get("bias", "none") not in (None, "none", False) else []
     begin = config.get("init_lora_weights")
     if isinstance(begin, str) and begin.lower().startswith(CHANGE_BASE):
-        asked.append(f"init_lora_weights={begin!r} (which changes the base weights)")
+        asked.append(f"init_lora_weights={begin!r} that changes the base weights")
     if asked:
         raise ValueError(
-            f"{file}: a PEFT adapter with {', '.join(asked)}, which is not supported: merge it into the model with "
+            f"{file}: a PEFT adapter with {'; '.join(asked)}; that is not supported: merge it into the model with "
             "PEFT's merge_and_unload, and load that"
         )
 
 
-def _pairs(tensors: dict[str, mx.array], weights: Path) -> dict[str, Pair]:
+def _pairs(tensors: dict[str, mx.array], weights: str) -> dict[str, Pair]:
     """Group the tensors of each adapted module by its name in the released model."""
     found: dict[str, Pair] = {}
     for key, w in tensors.items():
         match = KEY.fullmatch(key)
-        what = next((what for part, what in OTHER_KEYS.items() if part in key), "a whole weight (modules_to_save)")
+        what = next((what for part, what in OTHER_KEYS.items() if part in key), "a whole weight, modules_to_save")
         if match is None:
             raise ValueError(f"{weights}: tensor {key} is no LoRA matrix but {what}, which is not supported")
         pair = found.setdefault(match[1], Pair({}, {}))
@@ -112,7 +111,7 @@ def _pairs(tensors: dict[str, mx.array], weights: Path) -> dict[str, Pair]:
     return found
 
 
-def _is_target(name: str, config: dict[str, Any], file: Path) -> bool:
+def _is_target(name: str, config: dict[str, Any], file: str) -> bool:
     """Return whether the config means the module; without `target_modules` it means all that have tensors."""
     targets = config.get("target_modules")
     if _matches(name, config.get("exclude_modules") or [], file):
@@ -124,14 +123,14 @@ def _is_target(name: str, config: dict[str, Any], file: Path) -> bool:
     return _matches(name, targets, file) and _is_layer(name, config)
 
 
-def _matches(name: str, given: Any, file: Path) -> bool:
+def _matches(name: str, given: Any, file: str) -> bool:
     """Match a whole name with a regex, or its end with one of a list."""
     if not isinstance(given, str):
         return any(f".{name}".endswith(f".{ending}") for ending in given)
     try:
         return re.fullmatch(given, name) is not None
     except re.error as e:
-        raise ValueError(f"{file}: {given!r} is no regular expression ({e})") from None
+        raise ValueError(f"{file}: {given!r} is no regular expression: {e}") from None
 
 
 def _is_layer(name: str, config: dict[str, Any]) -> bool:
@@ -144,7 +143,7 @@ def _is_layer(name: str, config: dict[str, Any]) -> bool:
     return match is not None and int(match[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
-def _find(model: Any, modules: dict[str, Any], name: str, weights: Path) -> str:
+def _find(model: Any, modules: dict[str, Any], name: str, weights: str) -> str:
     """Find the path of the module that has this name in the released model; ValueError where there is none."""
     names = [name, EXPERT.sub(".switch_mlp.", name)]
     if hasattr(model, "renamed"):
@@ -168,7 +167,7 @@ def _find(model: Any, modules: dict[str, Any], name: str, weights: Path) -> str:
 LINEAR, SWITCH = (nn.Linear, nn.QuantizedLinear), (SwitchLinear, QuantizedSwitchLinear)
 
 
-def _rank_and_scale(name: str, config: dict[str, Any], file: Path) -> tuple[int, float]:
+def _rank_and_scale(name: str, config: dict[str, Any], file: str) -> tuple[int, float]:
     """Return a module's rank, and what its product is multiplied by."""
     rank = _of_pattern(name, config.get("rank_pattern"), config.get("r", 8))
     alpha = _of_pattern(name, config.get("alpha_pattern"), config.get("lora_alpha", 8))
@@ -183,7 +182,7 @@ def _of_pattern(name: str, patterns: Any, usual: Any) -> Any:
     return next(found, usual)
 
 
-def _check_shapes(pair: Pair, module: Any, path: str, rank: int, weights: Path) -> None:
+def _check_shapes(pair: Pair, module: Any, path: str, rank: int, weights: str) -> None:
     """Raise where matrices are not of the module's size and the config's rank."""
     width, size = _sizes(module)
     for kind, expected in (("A", [rank, width]), ("B", [size, rank])):
@@ -198,7 +197,7 @@ def _sizes(module: Any) -> tuple[int, int]:
     return (width * 32 // module.bits if "scales" in module else width), size
 
 
-def _adapted(module: Any, path: str, pairs: dict[int | None, tuple[Pair, float]], weights: Path) -> nn.Module:
+def _adapted(module: Any, path: str, pairs: dict[int | None, tuple[Pair, float]], weights: str) -> nn.Module:
     """Make mlx-lm's layer around a module; of stacked experts, those without adapters get zeros."""
     (first, scale), *others = pairs.values()
     rank = first.tensors["A"].shape[0]

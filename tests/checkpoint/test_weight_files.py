@@ -1,4 +1,4 @@
-"""The files of a checkpoint decide what is loaded, whatever its index says; a file that is not needed harms nothing."""
+"""The files of a checkpoint decide what is loaded, not its index; a file that is not needed harms nothing."""
 
 import fnmatch
 import json
