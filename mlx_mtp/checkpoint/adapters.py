@@ -39,7 +39,8 @@ def _apply(model: Any, path: Path) -> dict[str, mx.array]:
         config = json.loads((path / CONFIG).read_text())
     if not isinstance(config, dict):
         raise ValueError(f"{CONFIG}: expected an object")
-    if "peft_type" in config or (not (path / OWN).exists() and (path / PEFT).exists()):
+    own = (path / OWN).exists() and ("peft_type" not in config or "lora_parameters" in config)
+    if not own and ("peft_type" in config or (path / PEFT).exists()):
         tensors = _read(path / PEFT, "adapters of PEFT")
         put_on(model, CONFIG, config, PEFT, tensors)
     else:

@@ -74,7 +74,7 @@ def load(
     On a CPU the heads of a large model are read, checked and tested before they first draft.
     Any thread may load, when it is its turn, and any may use what has been loaded.
 
-    tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
+    tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters, PEFT's too, change the target, not its heads).
     model_config: values to use in place of config.json's. return_config: return what then was used, too.
     revision: branch, tag or commit on the hub. trust_remote_code: let the tokenizer run code of the checkpoint.
     lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros, and no

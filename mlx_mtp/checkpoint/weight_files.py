@@ -56,12 +56,12 @@ class Stored:
         return next(iter(self.unread.values()), self.missing(absent[0]) if absent else None)
 
     def warn(self, stacklevel: int) -> None:
-        """Warn of absent tensors and unreadable files, none of which the text needs, and of unused files."""
-        texts = [*self.notes, *(f"{error}; no text needs it" for error in self.unread.values())]
+        """Warn of absent tensors and unreadable files, none of which the output depends on, and of unused files."""
+        texts = [*self.notes, *(f"{error}; the output does not depend on it" for error in self.unread.values())]
         if self.absent:
             name, file = next(iter(self.absent.items()))
             others = f" and {len(self.absent) - 1} more" if len(self.absent) > 1 else ""
-            listed = f"lists tensor {name} in {file}{others}, which are in no file; no text needs them"
+            listed = f"lists tensor {name} in {file}{others}, which no file holds; the output does not depend on them"
             texts.append(f"{self.path / self.index}: {listed}")
         for text in texts:
             warnings.warn(text, stacklevel=stacklevel + 1)

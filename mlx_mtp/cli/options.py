@@ -117,11 +117,13 @@ def typed(name: str, kind: Any, default: Any, words: str) -> Any:
 
 checkpoint_options = options(
     option("--model", help="Local directory or Hugging Face repository.  [default: the demo model]"),
-    option("--trust-remote-code", is_flag=True, help="Let the tokenizer run code from the checkpoint."),
+    option(
+        "--trust-remote-code", is_flag=True, help="Let the tokenizer run code from the checkpoint; downloads it, too."
+    ),
 )
 model_options = options(
     checkpoint_options,
-    option("--adapter-path", help="Directory of LoRA adapters."),
+    option("--adapter-path", help="Directory of LoRA adapters of mlx-lm or PEFT."),
     option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
     option(
         "--draft-model", help="Directory or Hugging Face repository of a drafter: EAGLE-3, or mlx-vlm's MTP heads."
