@@ -22,7 +22,7 @@ from .answer import Part, Splitter, TokenLogprob
 from .prefix_files import PrefixFiles
 from .prefixes import PrefixTree
 from .together import Responses, Together
-from .tool_formats import ToolFormat
+from .tool_calls.call_format import CallFormat
 
 log = logging.getLogger("mlx_mtp.serve")
 # How tokenizers write a token that is one byte, and the letters by which others write each byte.
@@ -123,7 +123,7 @@ class Served(NamedTuple):
     tokenizer: Any
     tree: PrefixTree
     options: dict[str, Any]
-    tool_format: ToolFormat | None
+    tool_format: CallFormat | None
     files: PrefixFiles | None = None
     together: Together | None = None
 
@@ -233,7 +233,7 @@ def _decode(
     ask, stats = job.ask, Stats()
     splitter = Splitter(
         served.tokenizer, ask.stops, thinking=ask.chat and served.tokenizer.has_thinking, begun=ask.thinking,
-        tool_format=served.tool_format, tools=ask.tools,
+        tool_format=served.tool_format, tools=ask.tools, one_call=ask.one_call,
     )  # fmt: skip
     options = {**served.options, **ask.sampling, "max_tokens": most, "stats": stats}
     options["logprobs"] = ask.logprobs is not None
@@ -256,6 +256,7 @@ def _decode(
                 reason = "stop"  # even if it is the last token that may come
                 break
     _tell(job, splitter.end(cut=reason == "length"))
+    reason = "stop" if splitter.stopped is not None else reason
     reason = "tool_calls" if splitter.called and reason == "stop" else reason
     job.emit(End(reason, splitter.stopped, stats, cached, first, reasoned))
 
