@@ -1,5 +1,6 @@
 """State what an API's module makes of a request: what to answer, and how its client is told."""
 
+import hashlib
 import json
 import secrets
 import time
@@ -11,8 +12,10 @@ from ..decoding.stats import Stats
 from ..decoding.summary import paused
 from .answer import Part, calls_of, text_of
 from .fields import MOST_CHOICES, Door, Refused, boolean, integer
+from .forms import Message
 from .job import Ask, Begun, End, Failed
-from .prompts import Message, Prompt, encode_chat
+from .prompts import Prompt, encode_chat
+from .template_traits import traits_of
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -22,6 +25,19 @@ class Answer(NamedTuple):
 
     parts: list[Part]
     end: End
+
+
+class CallIds:
+    """The ids of the calls in a request's answers, in the form that the model's chat template takes."""
+
+    def __init__(self, door: Door, prefix: str):
+        self._prefix, self._nonce = prefix, secrets.token_hex(12)
+        self._short = traits_of(door.tokenizer).ids == "short"
+
+    def of(self, choice: int, index: int) -> str:
+        """The id of the call with this index in an answer."""
+        digest = hashlib.sha256(f"{self._nonce}/{choice}/{index}".encode()).hexdigest()
+        return digest[:9] if self._short else self._prefix + digest[:24]
 
 
 class Exchange:
@@ -34,10 +50,12 @@ class Exchange:
     """
 
     asks: list[Ask]
+    call_prefix = "call_"
     keep_alive = ": keep-alive\n\n"
 
     def __init__(self, body: dict[str, Any], door: Door):
         self.model, self.stream = door.called(body), boolean(body, "stream")
+        self.call_ids = CallIds(door, self.call_prefix)
 
     def begin(self, begun: Begun) -> Iterable[str]: ...
 
@@ -143,16 +161,17 @@ def asks_of(
     messages: list[Message],
     tools: list[Any] | None,
     template: dict[str, Any],
+    ids: CallIds,
     **more: Any,
 ) -> list[Ask]:
     """Make what is to be answered of a conversation, in the form that all APIs are brought to; raises Refused.
 
-    messages: with texts as content, and arguments of calls as objects. more: of `Door.asks`.
+    messages: with texts as content. ids: of the answers' calls. more: of `Door.asks`.
     """
     prompt = prompt_of(door, messages, tools, template, turns=door.turns)
     known, tokens = door.tokenizer, prompt.tokens
     thinking = known.has_thinking and known.rfind_think_start(tokens) > known.rfind_think_end(tokens)
-    follows = partial(_next_prompt, door, messages, tools, template)
+    follows = partial(_next_prompt, door, messages, tools, template, ids)
     return door.asks(prompt, body, chat=True, thinking=thinking, tools=tools, follows=follows, **more)
 
 
@@ -169,10 +188,15 @@ def prompt_of(
 
 
 def _next_prompt(
-    door: Door, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], parts: list[Part]
+    door: Door,
+    messages: list[Message],
+    tools: list[Any] | None,
+    template: dict[str, Any],
+    ids: CallIds,
+    parts: list[Part],
 ) -> list[int]:
     """Encode the conversation with its answer, as the next turn will begin."""
-    calls = [function_call(f"call_{i}", name, parsed(given)) for i, (name, given) in enumerate(calls_of(parts))]
+    calls = [function_call(ids.of(0, i), name, given) for i, (name, given) in enumerate(calls_of(parts))]
     answer = message_of("assistant", text_of(parts), text_of(parts, reasoning=True), calls)
     asked = [*messages, answer, {"role": "user", "content": ""}]
     return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False, answers=False).tokens
@@ -187,12 +211,3 @@ def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[
 def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
     """Write a call of a tool as OpenAI's chat completions do."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
-
-
-def parsed(arguments: Any) -> Any:
-    """Read the arguments of a call, which are JSON where they are an object; else they stay what they are."""
-    try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, ToolCall
-from .exchange import Answer, Exchange, asks_of, data, figures, function_call, message_of, new_id, parsed, prompt_of
+from .exchange import Answer, Exchange, asks_of, data, figures, function_call, message_of, new_id, prompt_of
 from .fields import Door, Refused, integer, items, plain_text, refuse, stops, template_of, text
+from .forms import Message
+from .history import parsed
 from .job import Begun, End, Failed
-from .prompts import Message
 
 BILLING = "x-anthropic-billing-header:"  # Claude Code's first line, which differs from text to text and says nothing
 KINDS = {
@@ -21,6 +22,8 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 class MessageExchange(Exchange):
     """One message."""
 
+    call_prefix = "toolu_"
+
     def __init__(self, body: dict[str, Any], door: Door):
         super().__init__(body, door)
         refuse(body, "mcp_servers", "container")
@@ -29,17 +32,17 @@ class MessageExchange(Exchange):
             raise Refused("output_config.format: a schema is not supported", param="output_config")
         tools, one_call = _tools(body)
         most, ends = integer(body, "max_tokens", 1, 2**31), stops(body, "stop_sequences")
-        given = conversation_of(body), tools, _template(body, door)
+        given = conversation_of(body), tools, _template(body, door), self.call_ids
         self.asks = asks_of(door, body, *given, most=most, stops=ends, one_call=one_call)
         self.keep_alive = data({"type": "ping"})
-        self._id, self._open, self._index = new_id("msg_"), "", -1
+        self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0
 
     def begin(self, begun: Begun) -> Iterable[str]:
         head = {**self._message([]), "usage": self._usage(begun.cached, 0)}
         yield data({"type": "message_start", "message": head})
 
     def part(self, choice: int, part: Part) -> Iterable[str]:
-        block = _block(part)
+        block = self._block(part)
         kind = block["type"]
         if isinstance(part, ToolCall) or kind != self._open:
             yield from self._stop()
@@ -64,7 +67,7 @@ class MessageExchange(Exchange):
         ((parts, end),) = answers
         content: list[dict[str, Any]] = []
         for part in parts:
-            block = _block(part)
+            block = self._block(part)
             kind = block["type"]
             if isinstance(part, ToolCall):
                 given = parsed(part.arguments)
@@ -95,15 +98,18 @@ class MessageExchange(Exchange):
             yield data({"type": "content_block_stop", "index": self._index})
         self._open = ""
 
+    def _block(self, part: Part) -> dict[str, Any]:
+        """Begin the block that a part belongs to."""
+        if isinstance(part, ToolCall):
+            self._calls += 1
+            name = self.call_ids.of(0, self._calls - 1)
+            return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
+        return (
+            {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
+        )
+
     def _delta(self, delta: dict[str, Any]) -> str:
         return data({"type": "content_block_delta", "index": self._index, "delta": delta})
-
-
-def _block(part: Part) -> dict[str, Any]:
-    """Begin the block that a part belongs to."""
-    if isinstance(part, ToolCall):
-        return {"type": "tool_use", "id": new_id("toolu_"), "name": part.name, "input": {}}
-    return {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calls as Python writes them, of LFM2 and others: `[weather(city="Bonn", days=2), ...]` between marks."""
+"""Read calls as Python writes them, of LFM2 and others: `[weather(city="Bonn", days=2), ...]` between marks."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags, as they are: Qwen3-Coder's, GLM's, MiniMax's, DeepSeek-V3.2's and others.
+"""Read calls whose arguments stand between tags as they are: Qwen3-Coder's, GLM's, MiniMax's and others.
 
 A value may contain any tag, so its end follows from the text behind it. Of all ways to read the text the first one
 counts in which the calls reach its end, values are as short as possible, and no parameter is given twice.
