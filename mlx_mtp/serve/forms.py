@@ -149,11 +149,13 @@ def with_calls_as_text(conversation: Conversation, *, calls: bool = True, result
     if calls:
         messages = [_with_calls_in_content(message) for message in messages]
     if results:
-        asked = [
-            {"role": "user", "content": each["content"]} if each["role"] == "tool" else each for each in messages
-        ]
+        asked = [_as_question(message) for message in messages]
         messages = joined(asked, "user", one_turn) if asked != messages else messages
     return conversation._replace(messages=messages)
+
+
+def _as_question(message: Message) -> Message:
+    return {"role": "user", "content": message["content"]} if message["role"] == "tool" else message
 
 
 def _with_calls_in_content(message: Message) -> Message:

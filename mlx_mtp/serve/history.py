@@ -14,7 +14,7 @@ from .tool_calls.schema import dumps
 
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 STAND_IN = "\ufdd2"  # begins the key of a value that stands for a text; a noncharacter
-ESCAPED = STAND_IN.encode("ascii", "backslashreplace").decode()
+ESCAPED = r"\ufdd2"  # as templates print it that print ASCII only
 KEY = rf'"(?:{STAND_IN}|{re.escape(ESCAPED)})(\d+)"'
 STANDING_IN = re.compile(rf"\{{\s*{KEY}\s*:\s*0\s*\}}|\[\s*{KEY}\s*\]")
 Hold = Callable[[Any], Any]  # takes marks out of the texts of a JSON value

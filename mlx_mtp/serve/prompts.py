@@ -12,9 +12,11 @@ from .forms import Conversation, Message, forms, with_calls_as_text
 from .history import ESCAPED, STAND_IN, linked, restored, stand_ins, with_arguments
 from .template_traits import Traits, traits_of
 
-# Stand around what a user wrote that would be read as a special token, in hexadecimal; noncharacters of Unicode.
+# Stand around what a user wrote that would be read as a special token, in hexadecimal; noncharacters of Unicode,
+# which some templates print as escape sequences.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-HELD = re.compile(f"{OPEN}([0-9a-f]+){CLOSE}")
+HELD = re.compile(rf"(?:{OPEN}|\\ufdd0)([0-9a-f]+)(?:{CLOSE}|\\ufdd1)")
+RESERVED = [re.escape(each) for each in (OPEN, CLOSE, STAND_IN, r"\ufdd0", r"\ufdd1", ESCAPED)]
 
 
 class Prompt(NamedTuple):
@@ -40,7 +42,7 @@ def marks_of(tokenizer: Any) -> Marks:
 
 def _any_of(names: set[str]) -> re.Pattern[str]:
     ordered = sorted((re.escape(name) for name in names if name), key=len, reverse=True)
-    return re.compile("|".join([*ordered, OPEN, CLOSE, STAND_IN, re.escape(ESCAPED)]))
+    return re.compile("|".join([*ordered, *RESERVED]))
 
 
 def encode_chat(

@@ -1,6 +1,7 @@
 """Detect what a chat template takes of tool calls: the form of their ids and of their arguments."""
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ ARGUMENTS = {"probedkey": "probedvalue"}
 LONG_ID, SHORT_ID = "call_0123456789abcdef01234567", "call00000"
 AS_JSON = re.compile(r'\{\s*"probedkey"\s*:\s*"probedvalue"\s*\}')
 OTHER_TOOL = {"name": "other", "description": ".", "parameters": {"type": "object", "properties": {}, "required": []}}
+OPTIONS = {"add_generation_prompt": False, "tools": [{"type": "function", "function": OTHER_TOOL}]}
 
 
 class Traits(NamedTuple):
@@ -62,16 +64,27 @@ def _traits(tokenizer: Any, template: str) -> Traits:
 
 
 def probes(tokenizer: Any, arguments: dict[str, Any]) -> Iterator[Probe]:
-    """Render a call in each form that the template takes, the form that most templates take first."""
-    options = {"add_generation_prompt": False, "tools": [{"type": "function", "function": OTHER_TOOL}]}
-    for id in (LONG_ID, SHORT_ID):
-        for form in (arguments, json.dumps(arguments)):
-            for content in (CONTENT, "", None):
-                call = {"id": id, "type": "function", "function": {"name": NAME, "arguments": form}}
-                answer = {"role": "assistant", "content": content, "tool_calls": [call]}
-                result = {"role": "tool", "tool_call_id": id, "name": "other", "content": RESULT}
-                try:
-                    text = render(tokenizer, [{"role": "user", "content": "."}, answer, result], options)
-                except ValueError:
-                    continue
-                yield Probe(id, form, content, text)
+    """Render a call in each form that the template takes, the form that most templates take first.
+
+    Without the result where none of the forms is taken with it.
+    """
+    forms = itertools.product((LONG_ID, SHORT_ID), (arguments, json.dumps(arguments)), (CONTENT, "", None))
+    conversations = [(form, _conversation(*form)) for form in forms]
+    found = False
+    for with_result in (True, False):
+        for form, messages in conversations:
+            try:
+                text = render(tokenizer, messages if with_result else messages[:-1], OPTIONS)
+            except ValueError:
+                continue
+            found = True
+            yield Probe(*form, text)
+        if found:
+            return
+
+
+def _conversation(id: str, arguments: Any, content: str | None) -> list[dict[str, Any]]:
+    call = {"id": id, "type": "function", "function": {"name": NAME, "arguments": arguments}}
+    answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": id, "name": "other", "content": RESULT}
+    return [{"role": "user", "content": "."}, answer, result]

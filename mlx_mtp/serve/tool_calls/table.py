@@ -82,7 +82,7 @@ PLAIN_JSON = (
     JsonMarks("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron
     JsonMarks("<|tool_call|>", "<|/tool_call|>"),  # Granite 3, Phi-4
     JsonMarks("<|START_ACTION|>", "<|END_ACTION|>"),  # Command-R7B, Command-A
-    JsonMarks("Action: ```json", "```"),  # Command-R+
+    JsonMarks("Action:\n```json", "```"),  # Command-R+
     JsonMarks("<|tools_prefix|>", "<|tools_suffix|>", names_are_keys=True),  # Apertus
     JsonMarks("<|message_sep|>\n\nfunction call<|role_sep|>"),  # GigaChat3
     JsonMarks("<|function_call|>"),  # GigaChat3.1
@@ -96,6 +96,7 @@ FORMATS: tuple[CallFormat, ...] = (
     *map(JsonCalls, (MISTRAL, KIMI_K2, DEEPSEEK, HUNYUAN, SOLAR, FUNCTIONARY, FUNCTIONARY_3_2, *PLAIN_JSON)),
     GEMMA_4,
     FUNCTION_GEMMA,
+    dataclasses.replace(PYTHONIC, escaped=False),
     PYTHONIC,
     JsonCalls(LLAMA),  # the last one, as its calls need no mark
 )

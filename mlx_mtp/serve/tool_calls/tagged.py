@@ -41,6 +41,12 @@ class Tags:
     pad: str = ""
     cdata: bool = False
 
+    def value(self, text: str) -> str:
+        """A value without what the template puts around it."""
+        text = text.removeprefix(self.pad).removesuffix(self.pad)
+        inside = CDATA.fullmatch(text) if self.cdata else None
+        return inside[1] if inside else text
+
 
 class Place(NamedTuple):
     """A position in the text, and what was read up to it. inside: a block; name: of the call that is open."""
@@ -185,7 +191,8 @@ class Steps:
         for end in self.ends[bisect.bisect_left(self.ends, parameter.end()) :]:
             if section and not self.text[parameter.end() : end].rstrip().endswith("]]>"):
                 continue
-            if self.declared and not self.tools.fits(name, key, self.text[parameter.end() : end]):
+            value = tags.value(self.text[parameter.end() : end])
+            if self.declared and not self.tools.fits(name, key, value):
                 continue
             trail = Trail(place.trail, Argument(key, parameter.end(), end, written))
             yield Place(end + len(tags.close), place.inside, name, place.keys | {key}, trail)
@@ -215,10 +222,7 @@ class Values(NamedTuple):
 
     def value(self, name: str, argument: Argument) -> str:
         """The JSON of an argument: text as it is, other types as they are written."""
-        text = self.text[argument.start : argument.end]
-        text = text.removeprefix(self.tags.pad).removesuffix(self.tags.pad)
-        if self.tags.cdata and (inside := CDATA.fullmatch(text)):
-            text = inside[1]
+        text = self.tags.value(self.text[argument.start : argument.end])
         if argument.type is None:
             return self.tools.as_json(name, argument.key, text)
         return dumps(text) if argument.type in ("string", "true") else untyped_as_json(text)
