@@ -94,6 +94,11 @@ _known: dict[tuple[Key, int], Launch] = {}  # all that have run
 listeners: list[list[Key]] = []  # of `launched`, the innermost last
 
 
+def is_noted(key: Key, ran: set[tuple[object, ...]]) -> bool:
+    """Whether a launch like this one is noted already: one of each runs, a model has one a layer."""
+    return not listeners and (key, id(ran)) in _thread.new
+
+
 def note(launch: Launch) -> None:
     """Note a launch that is new, or that a listener collects."""
     if listeners:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._first_launch import KernelRefused, Launch, Refusal, listeners, note
+from ._first_launch import KernelRefused, Launch, Refusal, is_noted, listeners, note
 from ._text import kernel_text
 from .contraction import SPELLINGS, kernel_spelling
 
@@ -69,7 +69,7 @@ def launch(
         )
     except Exception as e:
         raise KernelRefused.of(Refusal((op, ran), e)) from e
-    if ran not in all_ran or listeners:
+    if (ran not in all_ran and not is_noted((op, ran), all_ran)) or listeners:
         sizes = {"grid": grid, "threadgroup": group, "output_shapes": shapes, "output_dtypes": dtypes}
         how = {"template": list(template.items()), **sizes}
         note(Launch((op, ran), mx.fast.metal_kernel, made, given, how, all_ran))

@@ -39,18 +39,23 @@ def with_mark(message: Message) -> Message:
     return {**message, name: message[name] + MARK}
 
 
+def is_marked(messages: list[Message]) -> bool:
+    """Whether the end of the last message is marked."""
+    last = messages[-1] if messages else {}
+    return any((last.get(name) or "").endswith(MARK) for name in ("content", "reasoning_content"))
+
+
 def render_begun(tokenizer: Any, messages: list[Message], options: dict[str, Any]) -> str:
     """Render the chat template up to the mark, if the last message has one.
 
     Raises ValueError where the template leaves out a part of that message.
     """
     text = render(tokenizer, messages, options)
-    last = messages[-1] if messages else {}
-    parts = [last.get(name) or "" for name in ("content", "reasoning_content")]
-    if MARK not in text and not any(part.endswith(MARK) for part in parts):
+    if not is_marked(messages):
         return text
+    reasoning = (messages[-1].get("reasoning_content") or "").removesuffix(MARK).strip()
     text, mark, _ = text.rpartition(MARK)
-    if not mark or parts[1].removesuffix(MARK).strip() not in text:
+    if not mark or reasoning not in text:
         raise ValueError("the chat template leaves out a part of the answer that is to be continued")
     return text
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..cache.prompt_prefix import render, shared
-from .continued import begun_answer, behind_prompt, is_begun, is_empty, render_begun, with_mark
+from .continued import begun_answer, behind_prompt, is_begun, is_empty, is_marked, render_begun, with_mark
 from .forms import Conversation, Message, forms, with_calls_as_text
 from .history import ESCAPED, STAND_IN, linked, restored, stand_ins, with_arguments
 from .template_traits import Traits, traits_of
@@ -90,6 +90,8 @@ def _encode_chat(
     error, found, conversation = None, None, Conversation(linked(messages, chat.traits), tools)
     unprinted = {"calls": not chat.traits.calls, "results": not chat.traits.results}
     for form in forms(with_calls_as_text(conversation, **unprinted)):
+        if is_marked(messages) and not is_marked(form.messages):
+            continue
         try:
             rendered = chat.rendered(form, given)
         except ValueError as e:
@@ -99,8 +101,7 @@ def _encode_chat(
             return _prompt(chat, rendered, turns=turns)
         found = found or rendered
     if found is None:
-        assert error is not None, "a conversation has at least the form that it is in"
-        raise error
+        raise error or ValueError("the chat template takes no form that ends with the answer to be continued")
     return _prompt(chat, found, turns=turns)
 
 

@@ -86,7 +86,7 @@ def test_a_message_that_is_not_continued_is_closed(encoded):
     assert encoded(PLAIN, begun("1."), continues=False).endswith(f"1.<|im_end|>\n{ASSISTANT}")
     assert encoded(PLAIN, begun("1."), answers=False).endswith("1.<|im_end|>\n")
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
-    assert encoded(PLAIN, {**begun("1."), "tool_calls": calls}).endswith(f"1.<|im_end|>\n{ASSISTANT}")
+    assert encoded(PLAIN, {**begun("1."), "tool_calls": calls}).endswith(f"<|im_end|>\n{ASSISTANT}")
 
 
 def test_an_answer_is_joined_with_what_was_begun():
