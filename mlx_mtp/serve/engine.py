@@ -12,13 +12,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
+from ..cache.prompt_prefix import shared
 from ..machine.errors import first_line, with_type
 from ..machine.stream import in_turn
 from .failures import dropped
 from .follow import AHEAD, as_json
-from .job import LOST, Ask, Failed, Job, Served, answer, compare_rows, read_end, reread, store
+from .job import LOST, Ask, Failed, Interrupted, Job, Served, answer, compare_rows, keep, read_end, reread, store
 
-Steps = Generator[None, None, PromptCache]
+Steps = Generator[None, None, PromptCache | None]
 log = logging.getLogger("mlx_mtp.serve")
 TOO_LATE = Failed(504, "the time limit of a request is over (--timeout)")
 OVER: Any = object()  # stands for the end of background work
@@ -64,8 +65,10 @@ class Engine:
     def __post_init__(self):
         self._waiting: deque[Job] = deque()
         self._wake = threading.Event()  # set with each request, and to end
-        self._behind: deque[tuple[Job, PromptCache]] = deque(maxlen=BEHIND)
+        self._behind: deque[tuple[Job, PromptCache | None]] = deque(maxlen=BEHIND)
         self._ahead: Iterator[Any] | None = None  # reads a prompt that may be requested next
+        self._next: list[int] = []  # that prompt
+        self._read = 0  # number of its tokens that are read
         self._comparing: Iterator[Any] | None = None  # decides whether the tree may store decoded answers
         self._answered: list[int] = []  # the prompt of the last answer that has ended
         self._unsaved: float | None = None  # when the last answer ended, None once its prefix is in a file
@@ -176,12 +179,23 @@ class Engine:
         assert self.served
         job = self._waiting[0]
         try:
+            with in_turn():
+                self._keep_for(self.served, job.ask.prompt)
             self._tell("begin", id(job), job.ask)
             self.running.append((job, answer(self.served, job, self._crowded)))
         except BaseException as e:
             self._end(job, None, error=e)
         finally:
             del self._waiting[0]
+
+    def _keep_for(self, served: Served, prompt: list[int]) -> None:
+        """Store whatever is not in the tree yet and a prompt begins with: a request may arrive before idle time."""
+        for _, cache in self._behind:
+            keep(served, prompt[:-1], cache)
+        if self._ahead and 0 < self._read <= shared(self._next, prompt):
+            ahead, self._ahead = self._ahead, None
+            self._tell("close")
+            _closed(ahead)
 
     def _advance(self, job: Job, steps: Steps) -> None:
         """Take one step of a job; an exception ends this job alone."""
@@ -197,10 +211,22 @@ class Engine:
                 except StopIteration as end:
                     cache = end.value
             self._end(job, None)
-            with dropped("the next prompt was not read ahead"):
-                self._behind.append((job, cache))
+            with dropped("the next prompt was not read ahead"), in_turn():
+                self._leave(job, cache)
         except BaseException as e:
             self._end(job, steps, error=e)
+
+    def _leave(self, job: Job, cache: PromptCache | None) -> None:
+        """Queue an answer for idle time, or store what can be stored of the oldest one without reading it again."""
+        assert self.served
+        if len(self._behind) == BEHIND:
+            self._keep_own(self.served, self._behind.popleft()[1])
+        self._behind.append((job, None if self.served.tree.decoded is False else cache))
+
+    def _keep_own(self, served: Served, cache: PromptCache | None) -> None:
+        """Store all rows of a decoded answer's cache."""
+        if cache is not None:
+            keep(served, cache.tokens, cache)
 
     def _end(
         self, job: Job, steps: Steps | None, failed: Failed | None = None, *, error: BaseException | None = None
@@ -222,7 +248,11 @@ class Engine:
                 self._tell("close", id(job))
         if steps:
             with dropped("an answer was not closed"), in_turn():
-                steps.close()
+                cache = _closed(steps)
+                if not job.reading:
+                    self._answered = job.ask.prompt
+                    if cache is not None:
+                        self._leave(job, cache)
 
     def _tell(self, word: str, number: int = AHEAD, what: Any = None) -> None:
         """Make the other ranks, if there are any, do the same."""
@@ -234,6 +264,9 @@ class Engine:
         served, self.served, self._ahead, self._comparing = self.served, None, None, None
         if served:
             with dropped("prefixes were not stored"):
+                while self._behind:
+                    with in_turn():
+                        self._keep_own(served, self._behind.popleft()[1])
                 self.store(served)
         if served and served.together:
             with dropped("the batch was not closed"):
@@ -254,7 +287,7 @@ class Engine:
             self._ahead = self._continued(self._ahead, "a prompt was not read ahead")
         elif self.served and self._behind:
             with dropped("the next prompt was not read ahead"):
-                self._ahead = self._read_ahead(self.served)
+                self._read_ahead(self.served)
         elif self.served and (self._comparing or (self._answered and self.served.tree.decoded)):
             if self._waits(CALM):
                 self._use_calm(self.served)
@@ -265,13 +298,18 @@ class Engine:
             self._release()
             mx.clear_cache()
 
-    def _read_ahead(self, served: Served) -> Iterator[Any]:
+    def _read_ahead(self, served: Served) -> None:
         """Begin to read the conversation of the oldest answer that has ended, as its next prompt will begin."""
         job, cache = self._behind.popleft()
-        prompt = job.ask.follows(job.parts) if job.ask.follows else []
-        self._tell("read ahead", what=prompt)
-        self._answered = job.ask.prompt
-        return reread(served, prompt, cache)
+        self._answered, prompt = job.ask.prompt, cache.tokens if cache else []
+        if job.ask.follows:
+            with dropped("the next prompt was not read ahead"):
+                prompt = job.ask.follows(job.parts)
+        if prompt:
+            self._tell("read ahead", what=prompt)
+            with in_turn():
+                self._ahead = reread(served, prompt, cache)
+            self._next, self._read = prompt, 0
 
     def _use_calm(self, served: Served) -> None:
         """Take a step of work that is of use later."""
@@ -287,7 +325,8 @@ class Engine:
         with dropped(what), in_turn():
             if work is self._ahead:
                 self._tell("step")
-            if next(work, OVER) is not OVER:
+            if (done := next(work, OVER)) is not OVER:
+                self._read = done if work is self._ahead else self._read
                 return work
         return None
 
@@ -309,6 +348,18 @@ class Engine:
         self._waiting.clear()
         with dropped("the other ranks were not told of the end"):
             self._tell("end")
+
+
+def _closed(steps: Any) -> PromptCache | None:
+    """End an answer or what is read ahead where it stands; return the cache that it leaves, None if it left none."""
+    try:
+        steps.throw(Interrupted)
+    except StopIteration as end:
+        return end.value
+    except Interrupted:
+        return None
+    steps.close()
+    return None
 
 
 def _failed(error: BaseException) -> Failed:

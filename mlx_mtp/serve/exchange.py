@@ -153,7 +153,14 @@ def asks_of(
     known, tokens = door.tokenizer, prompt.tokens
     thinking = known.has_thinking and known.rfind_think_start(tokens) > known.rfind_think_end(tokens)
     follows = partial(_next_prompt, door, messages, tools, template)
-    return door.asks(prompt, body, chat=True, thinking=thinking, tools=tools, follows=follows, **more)
+    more |= {"follows": follows, "after_tool": _after_tool(messages)}
+    return door.asks(prompt, body, chat=True, thinking=thinking, tools=tools, **more)
+
+
+def _after_tool(messages: list[Message]) -> bool:
+    """Return whether a tool result follows the last answer; a client may add text of the user's behind it."""
+    roles = [message["role"] for message in messages]
+    return "tool" in roles[len(roles) - [*roles[::-1], "assistant"].index("assistant") :]
 
 
 def prompt_of(
@@ -171,10 +178,14 @@ def prompt_of(
 def _next_prompt(
     door: Door, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], parts: list[Part]
 ) -> list[int]:
-    """Encode the conversation with its answer, as the next turn will begin."""
+    """Encode the conversation with its answer, as the next turn will begin: with results of its calls if it has any.
+
+    Templates drop the reasoning in front of a question, and keep that in front of a tool result.
+    """
     calls = [function_call(f"call_{i}", name, parsed(given)) for i, (name, given) in enumerate(calls_of(parts))]
     answer = message_of("assistant", text_of(parts), text_of(parts, reasoning=True), calls)
-    asked = [*messages, answer, {"role": "user", "content": ""}]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
+    asked = [*messages, answer, *(results or [{"role": "user", "content": ""}])]
     return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False, answers=False).tokens
 
 

@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from transformers import convert_slow_tokenizer
 
 from ..cache.prompt_cache import PromptCache
+from ..cache.prompt_prefix import shared
 from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
 from ..decoding.stats import Stats
 from ..generate import GenerationResponse, generate_step, stream_generate
@@ -41,6 +42,7 @@ class Ask:
     chat:    reasoning and calls are told apart; thinking: the prompt ends within reasoning.
     one_call: end behind the first call of a tool.
     follows: makes, of the answer's parts, the beginning of the prompt that may come next; None: nothing is known.
+    after_tool: the prompt ends with a tool result.
     """
 
     prompt: list[int]
@@ -55,6 +57,7 @@ class Ask:
     tools: Any = None
     one_call: bool = False
     follows: Callable[[list[Part]], list[int]] | None = None
+    after_tool: bool = False
 
 
 class Begun(NamedTuple):
@@ -89,6 +92,10 @@ class Failed(NamedTuple):
 
     status: int
     message: str
+
+
+class Interrupted(Exception):
+    """Thrown into `answer` to end it early: its client has disconnected, or its time limit is over."""
 
 
 Event = Begun | Part | End | Failed
@@ -153,8 +160,8 @@ class Served(NamedTuple):
         return getattr(self.model, "ranks", None)
 
 
-def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache]:
-    """Answer a request, yielding after every step; return the cache that decoding left.
+def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
+    """Answer a request, yielding after every step; return its cache, also when `Interrupted` is thrown in.
 
     crowded: others' steps come in between, so time tells nothing.
     """
@@ -162,11 +169,12 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     held = [_reused(served, ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
     most, cached = _agreed(served, held[0], ask), held[0].offset
     job.tell(Begun(cached))
-    for _ in read(served, held[0], ask.prompt, ask.turns, spare=served.tree.uncut):
-        yield
-    job.reading = False
-    yield from _decode(served, job, held, most, cached, crowded)
-    return held[0]
+    with contextlib.suppress(Interrupted):
+        for _ in read(served, held[0], ask.prompt, ask.turns, spare=served.tree.uncut):
+            yield
+        job.reading = False
+        yield from _decode(served, job, held, most, cached, crowded)
+    return held[0] if held else None
 
 
 def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
@@ -211,6 +219,7 @@ def read(
 ) -> Iterator[int]:
     """Read whole chunks of a prompt, never its last token, and remember them; yield how far it has come.
 
+    Where it is closed early, the next request can go on from the last chunk, whatever the caches hold.
     spare: most tokens that are left to read in one pass, though a chunk ends among them.
     """
     cuts = served.tree.chunking.cuts(prompt)
@@ -220,7 +229,12 @@ def read(
             _read_to(served, cache, prompt[:end])
             with dropped("a prefix was not stored", served.tree.clear):
                 served.tree.store(cache, resumes=end in resumes)
-            yield end
+            try:
+                yield end
+            except BaseException:
+                with dropped("a prefix was not stored", served.tree.clear):
+                    served.tree.store(cache, resumes=True)
+                raise
 
 
 def _read_to(served: Served, cache: PromptCache, text: list[int]) -> None:
@@ -235,12 +249,40 @@ def reread(served: Served, prompt: list[int], cache: PromptCache | None = None) 
 
     cache: what decoding the answer left, which saves reading it where its rows are as if read.
     """
-    if cache is None or not served.tree.decoded or prompt[: cache.offset] != cache.tokens:
-        cache = served.tree.take(prompt, len(prompt))
-    elif cache.offset in served.tree.chunking.cuts(prompt):
-        with dropped("a prefix was not stored", served.tree.clear):
-            served.tree.store(cache, resumes=True)
-    yield from read(served, cache, prompt, ())
+    return _read_on(served, prompt, keep(served, prompt, cache))
+
+
+def _read_on(served: Served, prompt: list[int], cache: PromptCache | None) -> Iterator[int]:
+    if served.tree.stores:
+        yield from read(served, cache or served.tree.take(prompt, len(prompt)), prompt, ())
+
+
+def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> PromptCache | None:
+    """Store the rows of a decoded answer's cache that are a beginning of `prompt`; return a cache of them.
+
+    None where there are no more of them than the tree has, rows are not as if read, or a state or a window that has
+    wrapped cannot go back to where the prompt differs.
+    """
+    tree = served.tree
+    if cache is None or not tree.decoded:
+        return None
+    length, cuts = shared(cache.tokens, prompt), tree.chunking.cuts(prompt)
+    if length <= tree.covered(prompt) or (found := _trimmed(cache, length)) is None:
+        return None
+    with dropped("a prefix was not stored", tree.clear):
+        end = max((cut for cut in cuts if cut < length), default=0)
+        if (whole := _trimmed(cache, end)) is not None:  # files and prompts that differ later go on from there
+            tree.insert(whole)
+        tree.insert(found, is_rest=length not in cuts)
+    return found
+
+
+def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
+    """Return a cache cut to a length; None where it cannot be."""
+    if length == cache.offset:
+        return cache
+    trimmed = cache.copy()
+    return trimmed if length and trimmed.trim(cache.offset - length) else None
 
 
 def read_end(served: Served, prompt: list[int]) -> Iterator[int]:

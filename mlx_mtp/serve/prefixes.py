@@ -118,6 +118,11 @@ class PrefixTree:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @property
+    def stores(self) -> bool:
+        """Whether it remembers anything: it has a limit, and caches that can be cut."""
+        return bool(self.limit and not self.blank.is_mlx_lm)
+
+    @property
     def uncut(self) -> int:
         """Most tokens at a prompt's end that decoding may read at once, as what it leaves is cut without loss."""
         return self.chunking.step if self.decoded and self.every_moment else 0
@@ -227,7 +232,7 @@ class PrefixTree:
 
     def _takes(self, cache: PromptCache) -> bool:
         """Tell whether a cache can be remembered: not an empty one, or one of another layout."""
-        return bool(self.limit and cache.offset and not cache.is_mlx_lm and cache.quantizing == self.blank.quantizing)
+        return bool(self.stores and cache.offset and cache.quantizing == self.blank.quantizing)
 
     def _split(self, tokens: Sequence[int], *ends: int) -> list[tuple[int, ...]]:
         """Cut tokens into chunks; ends: where one more is known to end."""
