@@ -164,6 +164,8 @@ class Engine:
             return False
         if self._waiting and not self._loaded():
             return self.error is None
+        for job, steps in [running for running in self.running if _is_over(running[0])]:
+            self._advance(job, steps)  # first, for what they leave may be of use to those that begin
         while self._waiting and len(self.running) < self.limits.at_once:
             self._begin()
         for job, steps in sorted(self.running, key=lambda running: running[0].reading):  # tokens before prompts
@@ -201,7 +203,7 @@ class Engine:
         """Take one step of a job; an exception ends this job alone."""
         try:
             with in_turn():
-                if job.cancelled or time.monotonic() > job.deadline:
+                if _is_over(job):
                     self._end(job, steps, TOO_LATE)
                     return
                 self._tell("step", id(job))
@@ -348,6 +350,11 @@ class Engine:
         self._waiting.clear()
         with dropped("the other ranks were not told of the end"):
             self._tell("end")
+
+
+def _is_over(job: Job) -> bool:
+    """Return whether a job ends early: its client has disconnected, or its time limit is over."""
+    return job.cancelled or time.monotonic() > job.deadline
 
 
 def _closed(steps: Any) -> PromptCache | None:
