@@ -225,7 +225,10 @@ class Stream(StreamingResponse):
 
 
 class Talk:
-    """The answers to one request on their way from the engine's thread to a client. begun: when its body had arrived."""
+    """The answers to one request on their way from the engine's thread to a client.
+
+    begun: when its body had arrived.
+    """
 
     def __init__(self, site: Site, exchange: Exchange, path: str, begun: float):
         self.site, self.exchange, self.path = site, exchange, path

@@ -181,7 +181,7 @@ class Engine:
         assert self.served
         job = self._waiting[0]
         try:
-            with in_turn():
+            with dropped("a prefix was not stored"), in_turn():
                 self._keep_for(self.served, job.ask.prompt)
             self._tell("begin", id(job), job.ask)
             self.running.append((job, answer(self.served, job, self._crowded)))
@@ -222,13 +222,13 @@ class Engine:
         """Queue an answer for idle time, or store what can be stored of the oldest one without reading it again."""
         assert self.served
         if len(self._behind) == BEHIND:
-            self._keep_own(self.served, self._behind.popleft()[1])
+            self._keep_oldest(self.served)
         self._behind.append((job, None if self.served.tree.decoded is False else cache))
 
-    def _keep_own(self, served: Served, cache: PromptCache | None) -> None:
-        """Store all rows of a decoded answer's cache."""
-        if cache is not None:
-            keep(served, cache.tokens, cache)
+    def _keep_oldest(self, served: Served) -> None:
+        """Remove the oldest answer from the queue, and store its rows if they are as if read."""
+        _, cache = self._behind.popleft()
+        keep(served, cache.tokens if cache else [], cache)
 
     def _end(
         self, job: Job, steps: Steps | None, failed: Failed | None = None, *, error: BaseException | None = None
@@ -265,10 +265,10 @@ class Engine:
         """Write prefixes to files, and release the model and the batch."""
         served, self.served, self._ahead, self._comparing = self.served, None, None, None
         if served:
-            with dropped("prefixes were not stored"):
+            with dropped("a prefix was not stored"), in_turn():
                 while self._behind:
-                    with in_turn():
-                        self._keep_own(served, self._behind.popleft()[1])
+                    self._keep_oldest(served)
+            with dropped("prefixes were not stored"):
                 self.store(served)
         if served and served.together:
             with dropped("the batch was not closed"):
@@ -319,6 +319,7 @@ class Engine:
             self._comparing = self._continued(self._comparing, "rows were not compared")
             return
         prompt, self._answered = self._answered, []
+        self._next, self._read = prompt, 0
         with dropped("the end of a prompt was not read"):
             self._ahead = read_end(served, prompt)
 

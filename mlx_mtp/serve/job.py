@@ -14,7 +14,6 @@ from mlx_lm.sample_utils import make_logits_processors
 from transformers import convert_slow_tokenizer
 
 from ..cache.prompt_cache import PromptCache
-from ..cache.prompt_prefix import shared
 from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
 from ..decoding.stats import Stats
 from ..generate import GenerationResponse, generate_step, stream_generate
@@ -258,31 +257,11 @@ def _read_on(served: Served, prompt: list[int], cache: PromptCache | None) -> It
 
 
 def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> PromptCache | None:
-    """Store the rows of a decoded answer's cache that are a beginning of `prompt`; return a cache of them.
-
-    None where there are no more of them than the tree has, rows are not as if read, or a state or a window that has
-    wrapped cannot go back to where the prompt differs.
-    """
-    tree = served.tree
-    if cache is None or not tree.decoded:
-        return None
-    length, cuts = shared(cache.tokens, prompt), tree.chunking.cuts(prompt)
-    if length <= tree.covered(prompt) or (found := _trimmed(cache, length)) is None:
-        return None
-    with dropped("a prefix was not stored", tree.clear):
-        end = max((cut for cut in cuts if cut < length), default=0)
-        if (whole := _trimmed(cache, end)) is not None:  # files and prompts that differ later go on from there
-            tree.insert(whole)
-        tree.insert(found, is_rest=length not in cuts)
-    return found
-
-
-def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
-    """Return a cache cut to a length; None where it cannot be."""
-    if length == cache.offset:
-        return cache
-    trimmed = cache.copy()
-    return trimmed if length and trimmed.trim(cache.offset - length) else None
+    """Do as `PrefixTree.keep`; None where there is no cache."""
+    if cache is not None:
+        with dropped("a prefix was not stored", served.tree.clear):
+            return served.tree.keep(prompt, cache)
+    return None
 
 
 def read_end(served: Served, prompt: list[int]) -> Iterator[int]:

@@ -23,6 +23,7 @@ from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
 from ..cache.pieces import Moment, cut, has_rows, join, moment
 from ..cache.prompt_cache import PromptCache
+from ..cache.prompt_prefix import shared
 from ..layers.target import Target
 
 LAST = 4  # rows that `rows_alike` compares, as many as a cycle with three drafts checks
@@ -177,6 +178,21 @@ class PrefixTree:
             chunk.is_rest = is_rest and last and (new or chunk.is_rest)
         self._finish(chunk, cache, resumes=True)
 
+    def keep(self, prompt: Sequence[int], cache: PromptCache) -> PromptCache | None:
+        """Remember the rows of a decoded answer's cache that `prompt` begins with; return a cache of these rows.
+
+        None where there are no more of them than are remembered, where rows may not be as if read, and where a state
+        or a window that has wrapped cannot go back to the place at which the prompt differs.
+        """
+        length = shared(cache.tokens, prompt) if self.decoded else 0
+        if length <= self.covered(prompt[: length + 1]) or (found := _trimmed(cache, length)) is None:
+            return None
+        cuts = self.chunking.cuts(prompt[: length + 1])
+        if (whole := _trimmed(cache, max((cut for cut in cuts if cut < length), default=0))) is not None:
+            self.insert(whole)  # files end there, and so do prompts that differ later
+        self.insert(found, is_rest=length not in cuts)
+        return found
+
     def _child(self, above: Chunk, part: tuple[int, ...], cache: PromptCache, end: int, primed: int) -> Chunk:
         """Find the chunk of these tokens behind another one, or make it of the rows that end at a position."""
         if (chunk := above.children.get(part)) is None:
@@ -271,6 +287,14 @@ class PrefixTree:
             self.nbytes -= chunk.nbytes
             self.chunks -= 1
             del chunk.parent.children[chunk.tokens]
+
+
+def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
+    """Return a cache cut to a length; None where it cannot be."""
+    if length == cache.offset:
+        return cache
+    trimmed = cache.copy()
+    return trimmed if length and trimmed.trim(cache.offset - length) else None
 
 
 def rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:

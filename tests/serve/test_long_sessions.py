@@ -14,8 +14,8 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.answer import Said, ToolCall
+from mlx_mtp.serve.chat import ChatExchange
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.exchange import asks_of
 from mlx_mtp.serve.job import Ask, Begun, End, Failed, Job, Served, answer, reread
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree, rows_alike
 from mlx_mtp.serve.prompts import Prompt
@@ -45,7 +45,7 @@ def models(tmp_path_factory, tiny_models):
 
 
 def served_of(model, *, decoded, stop_tokens=(), limit=1 << 30):
-    """What an engine serves; decoded: the tree stores decoded rows if they are as if read, which idle time decides."""
+    """What an engine serves; decoded: the tree stores decoded rows, if they are as if read."""
     options = {"num_draft_tokens": min(2, model.max_draft_tokens), "adaptive": False, "stop_tokens": stop_tokens}
     blank = mlx_mtp.make_prompt_cache(model, num_draft_tokens=options["num_draft_tokens"])
     tree = PrefixTree(blank, Chunking(STEP), limit)
@@ -265,7 +265,7 @@ def test_behind_calls_the_next_prompt_has_their_results(served, monkeypatch):
     monkeypatch.setattr(
         "mlx_mtp.serve.exchange.encode_chat", lambda *given, **how: seen.append(given[2]) or Prompt([1])
     )
-    (ask,) = asks_of(served.site.door, {"messages": []}, [QUESTION], TOOLS, {}, most=2)
+    (ask,) = ChatExchange({"messages": [QUESTION], "tools": TOOLS}, served.site.door).asks
     calls = [ToolCall("f", "{}"), ToolCall("f", "{}")]
     for parts in ([Said("It is 3.")], [Said("I call f."), *calls]):
         ask.follows(parts)
