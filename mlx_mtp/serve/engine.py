@@ -191,9 +191,14 @@ class Engine:
             del self._waiting[0]
 
     def _keep_for(self, served: Served, prompt: list[int]) -> None:
-        """Store whatever is not in the tree yet and a prompt begins with: a request may arrive before idle time."""
-        for _, cache in self._behind:
-            keep(served, prompt[:-1], cache)
+        """Store whatever is not in the tree yet and a prompt begins with: a request may arrive before idle time.
+
+        Of another conversation no less than a chunk: what all have in common may be the first mark of the template.
+        """
+        for job, cache in self._behind:
+            goes_on = prompt[: len(job.ask.prompt)] == job.ask.prompt
+            if cache and (goes_on or shared(cache.tokens, prompt) >= served.tree.chunking.least):
+                keep(served, prompt[:-1], cache)
         if self._ahead and 0 < self._read <= shared(self._next, prompt):
             ahead, self._ahead = self._ahead, None
             self._tell("close")

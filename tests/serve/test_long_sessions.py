@@ -271,3 +271,16 @@ def test_behind_calls_the_next_prompt_has_their_results(served, monkeypatch):
         ask.follows(parts)
         roles = [message["role"] for message in seen[-1]]
         assert roles == ["user", "assistant", *(["tool", "tool"] if len(parts) > 1 else ["user"])]
+
+
+def test_conversations_that_only_begin_with_the_same_mark_share_nothing(models, start, monkeypatch):
+    """Fewer tokens than a chunk has at least."""
+    monkeypatch.setattr(Engine, "_idle", lambda self: time.sleep(0.001))
+    served = served_of(models("glm4_moe"), decoded=True)
+    served.tree.chunking = Chunking(8, 4)
+    engine = start(served)
+    assert Client(engine, Ask(FIRST, max_tokens=3)).over.wait(20)
+    for same in (3, 5):
+        other = Client(engine, Ask([*FIRST[:same], 11, 11, 11], max_tokens=3))
+        assert other.over.wait(20)
+        assert other.cached == (same if same > 4 and served.tree.decoded else 0)
