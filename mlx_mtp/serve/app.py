@@ -180,9 +180,10 @@ async def respond(request: Request, make: type[Exchange]) -> Response:
     """Answer a request, as a stream or whole."""
     site: Site = request.app.state.site
     body = await read_body(request, site.rules.body)
-    door = site.ready()
+    begun, door = time.monotonic(), site.ready()
     exchange = await run_in_threadpool(make, body, door)
-    talk, warned = Talk(site, exchange, request.url.path), _warned(request, exchange.warnings)
+    talk = Talk(site, exchange, request.url.path, begun)
+    warned = _warned(request, exchange.warnings)
     if len(exchange.asks) > (most := site.engine.limits.waiting):
         raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
@@ -240,14 +241,17 @@ class Stream(StreamingResponse):
 
 
 class Talk:
-    """The answers to one request on their way from the engine's thread to a client."""
+    """The answers to one request on their way from the engine's thread to a client.
 
-    def __init__(self, site: Site, exchange: Exchange, path: str):
+    begun: when its body had arrived.
+    """
+
+    def __init__(self, site: Site, exchange: Exchange, path: str, begun: float):
         self.site, self.exchange, self.path = site, exchange, path
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         deadline = time.monotonic() + site.timeout
-        self.jobs = [Job(ask, partial(self._emit, i), deadline) for i, ask in enumerate(exchange.asks)]
+        self.jobs = [Job(ask, partial(self._emit, i), deadline, begun=begun) for i, ask in enumerate(exchange.asks)]
         self._begun, self._ends = False, dict[int, End]()
 
     def cancel(self) -> None:
@@ -324,7 +328,7 @@ class Talk:
     def _note(self, job: Job, end: End) -> None:
         """Count an answer, and write its line in the log."""
         seconds, prompt = time.monotonic() - job.begun, len(job.ask.prompt)
-        self.site.metrics.answered(end, prompt, seconds)
+        self.site.metrics.answered(end, job.ask, seconds)
         log.info(
             "%s: prompt %d tokens, %d of them cached; %d tokens in %.2f s, first after %.2f s; %s; %s",
             *(self.path, prompt, end.cached, end.stats.generation_tokens, seconds, end.first_token),

@@ -186,6 +186,7 @@ def asks_of(
     continues = how["continues"] and is_begun(messages)
     follows = partial(_next_prompt, door, messages, tools, template, ids, continues=continues)
     more |= {"chat": True, "thinking": thinking, "continues": continues, "tools": tools, "follows": follows}
+    more["after_tool"] = _after_tool(messages)
     return asks_for(door, prompt, body, **more)
 
 
@@ -199,6 +200,12 @@ def end_of_prompt(body: dict[str, Any], messages: list[Message]) -> dict[str, bo
         raise Refused(f"continue_final_message: {why}", param="continue_final_message")
     continues = asked is not False and not prompted
     return {"continues": continues, "answers": prompted is not False or (continues and is_begun(messages))}
+
+
+def _after_tool(messages: list[Message]) -> bool:
+    """Return whether a tool result follows the last answer; a client may add text of the user's behind it."""
+    roles = [message["role"] for message in messages]
+    return "tool" in roles[len(roles) - [*roles[::-1], "assistant"].index("assistant") :]
 
 
 def prompt_of(
@@ -223,11 +230,15 @@ def _next_prompt(
     *,
     continues: bool,
 ) -> list[int]:
-    """Encode the conversation with its answer, as the next turn will begin."""
+    """Encode the conversation with its answer, as the next turn will begin: with results of its calls if it has any.
+
+    Templates drop the reasoning in front of a question, and keep that in front of a tool result.
+    """
     calls = [function_call(ids.of(0, i), name, given) for i, (name, given) in enumerate(calls_of(parts))]
     answer = message_of("assistant", text_of(parts), text_of(parts, reasoning=True), calls)
     told = finished(messages, answer) if continues else [*messages, answer]
-    asked = [*told, {"role": "user", "content": ""}]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
+    asked = [*told, *(results or [{"role": "user", "content": ""}])]
     return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False, answers=False).tokens
 
 

@@ -41,6 +41,7 @@ class Ask:
     continues: the prompt ends within an answer, whose text goes on with the first token.
     one_call: end behind the first call of a tool.
     follows: makes, of the answer's parts, the beginning of the prompt that may come next; None: nothing is known.
+    after_tool: the prompt ends with a tool result.
     """
 
     prompt: list[int]
@@ -57,6 +58,7 @@ class Ask:
     rules: TokenRules = NO_RULES
     continues: bool = False
     follows: Callable[[list[Part]], list[int]] | None = None
+    after_tool: bool = False
 
 
 class Begun(NamedTuple):
@@ -91,6 +93,10 @@ class Failed(NamedTuple):
 
     status: int
     message: str
+
+
+class Interrupted(Exception):
+    """Thrown into `answer` to end it early: its client has disconnected, or its time limit is over."""
 
 
 Event = Begun | Part | End | Failed
@@ -155,8 +161,8 @@ class Served(NamedTuple):
         return getattr(self.model, "ranks", None)
 
 
-def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache]:
-    """Answer a request, yielding after every step; return the cache that decoding left.
+def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
+    """Answer a request, yielding after every step; return its cache, also when `Interrupted` is thrown in.
 
     crowded: others' steps come in between, so time tells nothing.
     """
@@ -164,11 +170,12 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     held = [_reused(served, ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
     most, cached = _agreed(served, held[0], ask), held[0].offset
     job.tell(Begun(cached))
-    for _ in read(served, held[0], ask.prompt, ask.turns, spare=served.tree.uncut):
-        yield
-    job.reading = False
-    yield from _decode(served, job, held, most, cached, crowded)
-    return held[0]
+    with contextlib.suppress(Interrupted):
+        for _ in read(served, held[0], ask.prompt, ask.turns, spare=served.tree.uncut):
+            yield
+        job.reading = False
+        yield from _decode(served, job, held, most, cached, crowded)
+    return held[0] if held else None
 
 
 def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
@@ -213,6 +220,7 @@ def read(
 ) -> Iterator[int]:
     """Read whole chunks of a prompt, never its last token, and remember them; yield how far it has come.
 
+    Where it is closed early, the next request can go on from the last chunk, whatever the caches hold.
     spare: most tokens that are left to read in one pass, though a chunk ends among them.
     """
     cuts = served.tree.chunking.cuts(prompt)
@@ -222,7 +230,12 @@ def read(
             _read_to(served, cache, prompt[:end])
             with dropped("a prefix was not stored", served.tree.clear):
                 served.tree.store(cache, resumes=end in resumes)
-            yield end
+            try:
+                yield end
+            except BaseException:
+                with dropped("a prefix was not stored", served.tree.clear):
+                    served.tree.store(cache, resumes=True)
+                raise
 
 
 def _read_to(served: Served, cache: PromptCache, text: list[int]) -> None:
@@ -237,12 +250,20 @@ def reread(served: Served, prompt: list[int], cache: PromptCache | None = None) 
 
     cache: what decoding the answer left, which saves reading it where its rows are as if read.
     """
-    if cache is None or not served.tree.decoded or prompt[: cache.offset] != cache.tokens:
-        cache = served.tree.take(prompt, len(prompt))
-    elif cache.offset in served.tree.chunking.cuts(prompt):
+    return _read_on(served, prompt, keep(served, prompt, cache))
+
+
+def _read_on(served: Served, prompt: list[int], cache: PromptCache | None) -> Iterator[int]:
+    if served.tree.stores:
+        yield from read(served, cache or served.tree.take(prompt, len(prompt)), prompt, ())
+
+
+def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> PromptCache | None:
+    """Do as `PrefixTree.keep`; None where there is no cache."""
+    if cache is not None:
         with dropped("a prefix was not stored", served.tree.clear):
-            served.tree.store(cache, resumes=True)
-    yield from read(served, cache, prompt, ())
+            return served.tree.keep(prompt, cache)
+    return None
 
 
 def read_end(served: Served, prompt: list[int]) -> Iterator[int]:

@@ -23,6 +23,7 @@ from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
 from ..cache.pieces import Moment, cut, has_rows, join, moment
 from ..cache.prompt_cache import Mark, PromptCache
+from ..cache.prompt_prefix import shared
 from ..decoding.prefill import evaluated, without_refused
 from ..layers.target import Target
 from ..tuning.kernel_fallback import run_first
@@ -120,6 +121,11 @@ class PrefixTree:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @property
+    def stores(self) -> bool:
+        """Whether it remembers anything: it has a limit, and caches that can be cut."""
+        return bool(self.limit and not self.blank.is_mlx_lm)
+
+    @property
     def uncut(self) -> int:
         """Most tokens at a prompt's end that decoding may read at once, as what it leaves is cut without loss."""
         return self.chunking.step if self.decoded and self.every_moment else 0
@@ -173,6 +179,21 @@ class PrefixTree:
             chunk = self._child(chunk, part, cache, end, cache.primed if last else min(end - 1, cache.primed))
             chunk.is_rest = is_rest and last and (new or chunk.is_rest)
         self._finish(chunk, cache, resumes=True)
+
+    def keep(self, prompt: Sequence[int], cache: PromptCache) -> PromptCache | None:
+        """Remember the rows of a decoded answer's cache that `prompt` begins with; return a cache of these rows.
+
+        None where there are no more of them than are remembered, where rows may not be as if read, and where a state
+        or a window that has wrapped cannot go back to the place at which the prompt differs.
+        """
+        length = shared(cache.tokens, prompt) if self.decoded else 0
+        if length <= self.covered(prompt[: length + 1]) or (found := _trimmed(cache, length)) is None:
+            return None
+        cuts = self.chunking.cuts(prompt[: length + 1])
+        if (whole := _trimmed(cache, max((cut for cut in cuts if cut < length), default=0))) is not None:
+            self.insert(whole)  # files end there, and so do prompts that differ later
+        self.insert(found, is_rest=length not in cuts)
+        return found
 
     def _child(self, above: Chunk, part: tuple[int, ...], cache: PromptCache, end: int, primed: int) -> Chunk:
         """Find the chunk of these tokens behind another one, or make it of the rows that end at a position."""
@@ -229,7 +250,7 @@ class PrefixTree:
 
     def _takes(self, cache: PromptCache) -> bool:
         """Tell whether a cache can be remembered: not an empty one, or one of another layout."""
-        return bool(self.limit and cache.offset and not cache.is_mlx_lm and cache.quantizing == self.blank.quantizing)
+        return bool(self.stores and cache.offset and cache.quantizing == self.blank.quantizing)
 
     def _split(self, tokens: Sequence[int], *ends: int) -> list[tuple[int, ...]]:
         """Cut tokens into chunks; ends: where one more is known to end."""
@@ -268,6 +289,14 @@ class PrefixTree:
             self.nbytes -= chunk.nbytes
             self.chunks -= 1
             del chunk.parent.children[chunk.tokens]
+
+
+def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
+    """Return a cache cut to a length; None where it cannot be."""
+    if length == cache.offset:
+        return cache
+    trimmed = cache.copy()
+    return trimmed if length and trimmed.trim(cache.offset - length) else None
 
 
 def rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:
