@@ -34,8 +34,10 @@ from .metrics import Metrics
 from .responses import ResponseExchange
 
 log = logging.getLogger("mlx_mtp.serve")
+log.addHandler(logging.NullHandler())  # only the command writes a log
 PATIENCE = 2.0  # seconds before a stream begins without a word, while its request waits
 SILENCE = 10.0  # seconds after which a stream that says nothing says that it lives
+WARNING, MOST_WARNED = "X-MLX-MTP-Warning", 2000  # the header, and most characters of it
 PAGE = Path(__file__).parent / "page.html"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
@@ -71,6 +73,7 @@ def application(site: Site, root: str = "") -> Starlette:
     handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
     handlers[ClientDisconnect] = _gone
     shared: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}
+    shared["expose_headers"] = [WARNING]
     app = Starlette(
         routes=[
             *(Route(path, partial(respond, make=make), methods=["POST"]) for path, make in posts.items()),
@@ -160,16 +163,27 @@ def _model(door: Door, name: str) -> dict[str, Any]:
 async def counted(request: Request) -> Response:
     site: Site = request.app.state.site
     body = await read_body(request, site.rules.body)
-    return JSONResponse(await run_in_threadpool(count_tokens, body, site.ready()))
+    found, warnings = await run_in_threadpool(count_tokens, body, site.ready())
+    return JSONResponse(found, headers=_warned(request, warnings))
+
+
+def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
+    """Log the warnings of a request; return the header that has them."""
+    told = "; ".join(dict.fromkeys(warnings))
+    told = (told if told.isprintable() and told.isascii() else ascii(told)[1:-1])[:MOST_WARNED]
+    if told:
+        log.warning("%s: %s", request.url.path[:80], told)
+    return {WARNING: told} if told else {}
 
 
 async def respond(request: Request, make: type[Exchange]) -> Response:
     """Answer a request, as a stream or whole."""
     site: Site = request.app.state.site
     body = await read_body(request, site.rules.body)
-    door = site.ready()
+    begun, door = time.monotonic(), site.ready()
     exchange = await run_in_threadpool(make, body, door)
-    talk = Talk(site, exchange, request.url.path)
+    talk = Talk(site, exchange, request.url.path, begun)
+    warned = _warned(request, exchange.warnings)
     if len(exchange.asks) > (most := site.engine.limits.waiting):
         raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
@@ -178,8 +192,10 @@ async def respond(request: Request, make: type[Exchange]) -> Response:
             first = await talk.next(PATIENCE)
             if isinstance(first, Failed):
                 return _error(request, first.status, first.message)
-            return Stream(talk, first)
-        return await _whole(request, talk)
+            return Stream(talk, first, warned)
+        response = await _whole(request, talk)
+        response.headers.update(warned)
+        return response
     except BaseException as e:
         talk.cancel()
         if isinstance(e, Full):
@@ -212,8 +228,8 @@ async def _disconnected(request: Request) -> None:
 class Stream(StreamingResponse):
     """The answers to a request as server-sent events; jobs are cancelled however the response ends."""
 
-    def __init__(self, talk: "Talk", first: tuple[int, Event] | None):
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    def __init__(self, talk: "Talk", first: tuple[int, Event] | None, headers: dict[str, str]):
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(talk.stream(first), media_type="text/event-stream", headers=headers)
         self.talk = talk
 
@@ -225,14 +241,17 @@ class Stream(StreamingResponse):
 
 
 class Talk:
-    """The answers to one request on their way from the engine's thread to a client."""
+    """The answers to one request on their way from the engine's thread to a client.
 
-    def __init__(self, site: Site, exchange: Exchange, path: str):
+    begun: when its body had arrived.
+    """
+
+    def __init__(self, site: Site, exchange: Exchange, path: str, begun: float):
         self.site, self.exchange, self.path = site, exchange, path
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         deadline = time.monotonic() + site.timeout
-        self.jobs = [Job(ask, partial(self._emit, i), deadline) for i, ask in enumerate(exchange.asks)]
+        self.jobs = [Job(ask, partial(self._emit, i), deadline, begun=begun) for i, ask in enumerate(exchange.asks)]
         self._begun, self._ends = False, dict[int, End]()
 
     def cancel(self) -> None:
@@ -309,7 +328,7 @@ class Talk:
     def _note(self, job: Job, end: End) -> None:
         """Count an answer, and write its line in the log."""
         seconds, prompt = time.monotonic() - job.begun, len(job.ask.prompt)
-        self.site.metrics.answered(end, prompt, seconds)
+        self.site.metrics.answered(end, job.ask, seconds)
         log.info(
             "%s: prompt %d tokens, %d of them cached; %d tokens in %.2f s, first after %.2f s; %s; %s",
             *(self.path, prompt, end.cached, end.stats.generation_tokens, seconds, end.first_token),

@@ -12,13 +12,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
+from ..cache.prompt_prefix import shared
 from ..machine.errors import first_line, with_type
 from ..machine.stream import in_turn
 from .failures import dropped
 from .follow import AHEAD, as_json
-from .job import LOST, Ask, Failed, Job, Served, answer, compare_rows, read_end, reread, store
+from .job import LOST, Ask, Failed, Interrupted, Job, Served, answer, compare_rows, keep, read_end, reread, store
 
-Steps = Generator[None, None, PromptCache]
+Steps = Generator[None, None, PromptCache | None]
 log = logging.getLogger("mlx_mtp.serve")
 TOO_LATE = Failed(504, "the time limit of a request is over (--timeout)")
 OVER: Any = object()  # stands for the end of background work
@@ -64,8 +65,10 @@ class Engine:
     def __post_init__(self):
         self._waiting: deque[Job] = deque()
         self._wake = threading.Event()  # set with each request, and to end
-        self._behind: deque[tuple[Job, PromptCache]] = deque(maxlen=BEHIND)
+        self._behind: deque[tuple[Job, PromptCache | None]] = deque(maxlen=BEHIND)
         self._ahead: Iterator[Any] | None = None  # reads a prompt that may be requested next
+        self._next: list[int] = []  # that prompt
+        self._read = 0  # number of its tokens that are read
         self._comparing: Iterator[Any] | None = None  # decides whether the tree may store decoded answers
         self._answered: list[int] = []  # the prompt of the last answer that has ended
         self._unsaved: float | None = None  # when the last answer ended, None once its prefix is in a file
@@ -161,6 +164,8 @@ class Engine:
             return False
         if self._waiting and not self._loaded():
             return self.error is None
+        for job, steps in [running for running in self.running if _is_over(running[0])]:
+            self._advance(job, steps)  # first, for what they leave may be of use to those that begin
         while self._waiting and len(self.running) < self.limits.at_once:
             self._begin()
         for job, steps in sorted(self.running, key=lambda running: running[0].reading):  # tokens before prompts
@@ -176,6 +181,8 @@ class Engine:
         assert self.served
         job = self._waiting[0]
         try:
+            with dropped("a prefix was not stored"), in_turn():
+                self._keep_for(self.served, job.ask.prompt)
             self._tell("begin", id(job), job.ask)
             self.running.append((job, answer(self.served, job, self._crowded)))
         except BaseException as e:
@@ -183,11 +190,25 @@ class Engine:
         finally:
             del self._waiting[0]
 
+    def _keep_for(self, served: Served, prompt: list[int]) -> None:
+        """Store whatever is not in the tree yet and a prompt begins with: a request may arrive before idle time.
+
+        Of another conversation no less than a chunk: what all have in common may be the first mark of the template.
+        """
+        for job, cache in self._behind:
+            goes_on = prompt[: len(job.ask.prompt)] == job.ask.prompt
+            if cache and (goes_on or shared(cache.tokens, prompt) >= served.tree.chunking.least):
+                keep(served, prompt[:-1], cache)
+        if self._ahead and 0 < self._read <= shared(self._next, prompt):
+            ahead, self._ahead = self._ahead, None
+            self._tell("close")
+            _closed(ahead)
+
     def _advance(self, job: Job, steps: Steps) -> None:
         """Take one step of a job; an exception ends this job alone."""
         try:
             with in_turn():
-                if job.cancelled or time.monotonic() > job.deadline:
+                if _is_over(job):
                     self._end(job, steps, TOO_LATE)
                     return
                 self._tell("step", id(job))
@@ -197,10 +218,22 @@ class Engine:
                 except StopIteration as end:
                     cache = end.value
             self._end(job, None)
-            with dropped("the next prompt was not read ahead"):
-                self._behind.append((job, cache))
+            with dropped("the next prompt was not read ahead"), in_turn():
+                self._leave(job, cache)
         except BaseException as e:
             self._end(job, steps, error=e)
+
+    def _leave(self, job: Job, cache: PromptCache | None) -> None:
+        """Queue an answer for idle time, or store what can be stored of the oldest one without reading it again."""
+        assert self.served
+        if len(self._behind) == BEHIND:
+            self._keep_oldest(self.served)
+        self._behind.append((job, None if self.served.tree.decoded is False else cache))
+
+    def _keep_oldest(self, served: Served) -> None:
+        """Remove the oldest answer from the queue, and store its rows if they are as if read."""
+        _, cache = self._behind.popleft()
+        keep(served, cache.tokens if cache else [], cache)
 
     def _end(
         self, job: Job, steps: Steps | None, failed: Failed | None = None, *, error: BaseException | None = None
@@ -222,7 +255,11 @@ class Engine:
                 self._tell("close", id(job))
         if steps:
             with dropped("an answer was not closed"), in_turn():
-                steps.close()
+                cache = _closed(steps)
+                if not job.reading:
+                    self._answered = job.ask.prompt
+                    if cache is not None:
+                        self._leave(job, cache)
 
     def _tell(self, word: str, number: int = AHEAD, what: Any = None) -> None:
         """Make the other ranks, if there are any, do the same."""
@@ -233,6 +270,9 @@ class Engine:
         """Write prefixes to files, and release the model and the batch."""
         served, self.served, self._ahead, self._comparing = self.served, None, None, None
         if served:
+            with dropped("a prefix was not stored"), in_turn():
+                while self._behind:
+                    self._keep_oldest(served)
             with dropped("prefixes were not stored"):
                 self.store(served)
         if served and served.together:
@@ -254,7 +294,7 @@ class Engine:
             self._ahead = self._continued(self._ahead, "a prompt was not read ahead")
         elif self.served and self._behind:
             with dropped("the next prompt was not read ahead"):
-                self._ahead = self._read_ahead(self.served)
+                self._read_ahead(self.served)
         elif self.served and (self._comparing or (self._answered and self.served.tree.decoded)):
             if self._waits(CALM):
                 self._use_calm(self.served)
@@ -265,13 +305,18 @@ class Engine:
             self._release()
             mx.clear_cache()
 
-    def _read_ahead(self, served: Served) -> Iterator[Any]:
+    def _read_ahead(self, served: Served) -> None:
         """Begin to read the conversation of the oldest answer that has ended, as its next prompt will begin."""
         job, cache = self._behind.popleft()
-        prompt = job.ask.follows(job.parts) if job.ask.follows else []
-        self._tell("read ahead", what=prompt)
-        self._answered = job.ask.prompt
-        return reread(served, prompt, cache)
+        self._answered, prompt = job.ask.prompt, cache.tokens if cache else []
+        if job.ask.follows:
+            with dropped("the next prompt was not read ahead"):
+                prompt = job.ask.follows(job.parts)
+        if prompt:
+            self._tell("read ahead", what=prompt)
+            with in_turn():
+                self._ahead = reread(served, prompt, cache)
+            self._next, self._read = prompt, 0
 
     def _use_calm(self, served: Served) -> None:
         """Take a step of work that is of use later."""
@@ -279,6 +324,7 @@ class Engine:
             self._comparing = self._continued(self._comparing, "rows were not compared")
             return
         prompt, self._answered = self._answered, []
+        self._next, self._read = prompt, 0
         with dropped("the end of a prompt was not read"):
             self._ahead = read_end(served, prompt)
 
@@ -287,7 +333,8 @@ class Engine:
         with dropped(what), in_turn():
             if work is self._ahead:
                 self._tell("step")
-            if next(work, OVER) is not OVER:
+            if (done := next(work, OVER)) is not OVER:
+                self._read = done if work is self._ahead else self._read
                 return work
         return None
 
@@ -309,6 +356,23 @@ class Engine:
         self._waiting.clear()
         with dropped("the other ranks were not told of the end"):
             self._tell("end")
+
+
+def _is_over(job: Job) -> bool:
+    """Return whether a job ends early: its client has disconnected, or its time limit is over."""
+    return job.cancelled or time.monotonic() > job.deadline
+
+
+def _closed(steps: Any) -> PromptCache | None:
+    """End an answer or what is read ahead where it stands; return the cache that it leaves, None if it left none."""
+    try:
+        steps.throw(Interrupted)
+    except StopIteration as end:
+        return end.value
+    except Interrupted:
+        return None
+    steps.close()
+    return None
 
 
 def _failed(error: BaseException) -> Failed:

@@ -22,9 +22,12 @@ from .._version import __version__
 from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
 from ..cache.pieces import Moment, buffers, cut, has_rows, join, moment
-from ..cache.prompt_cache import PromptCache
+from ..cache.prompt_cache import Mark, PromptCache
+from ..cache.prompt_prefix import shared
+from ..decoding.prefill import evaluated, without_refused
 from ..layers.target import Target
 from ..machine.memory import METAL_BUFFERS
+from ..tuning.kernel_fallback import run_first
 
 MOST_BUFFERS = METAL_BUFFERS // 20  # of a tree: with the model and active requests it stays below a tenth
 LAST = 4  # rows that `rows_alike` compares, as many as a cycle with three drafts checks
@@ -127,6 +130,11 @@ class PrefixTree:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @property
+    def stores(self) -> bool:
+        """Whether it remembers anything: it has a limit, and caches that can be cut."""
+        return bool(self.limit and not self.blank.is_mlx_lm)
+
+    @property
     def uncut(self) -> int:
         """Most tokens at a prompt's end that decoding may read at once, as what it leaves is cut without loss."""
         return self.chunking.step if self.decoded and self.every_moment else 0
@@ -180,6 +188,21 @@ class PrefixTree:
             chunk = self._child(chunk, part, cache, end, cache.primed if last else min(end - 1, cache.primed))
             chunk.is_rest = is_rest and last and (new or chunk.is_rest)
         self._finish(chunk, cache, resumes=True)
+
+    def keep(self, prompt: Sequence[int], cache: PromptCache) -> PromptCache | None:
+        """Remember the rows of a decoded answer's cache that `prompt` begins with; return a cache of these rows.
+
+        None where there are no more of them than are remembered, where rows may not be as if read, and where a state
+        or a window that has wrapped cannot go back to the place at which the prompt differs.
+        """
+        length = shared(cache.tokens, prompt) if self.decoded else 0
+        if length <= self.covered(prompt[: length + 1]) or (found := _trimmed(cache, length)) is None:
+            return None
+        cuts = self.chunking.cuts(prompt[: length + 1])
+        if (whole := _trimmed(cache, max((cut for cut in cuts if cut < length), default=0))) is not None:
+            self.insert(whole)  # files end there, and so do prompts that differ later
+        self.insert(found, is_rest=length not in cuts)
+        return found
 
     def _child(self, above: Chunk, part: tuple[int, ...], cache: PromptCache, end: int, primed: int) -> Chunk:
         """Find the chunk of these tokens behind another one, or make it of the rows that end at a position."""
@@ -240,7 +263,7 @@ class PrefixTree:
 
     def _takes(self, cache: PromptCache) -> bool:
         """Tell whether a cache can be remembered: not an empty one, or one of another layout."""
-        return bool(self.limit and cache.offset and not cache.is_mlx_lm and cache.quantizing == self.blank.quantizing)
+        return bool(self.stores and cache.offset and cache.quantizing == self.blank.quantizing)
 
     def _split(self, tokens: Sequence[int], *ends: int) -> list[tuple[int, ...]]:
         """Cut tokens into chunks; ends: where one more is known to end."""
@@ -281,6 +304,14 @@ class PrefixTree:
             del chunk.parent.children[chunk.tokens]
 
 
+def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
+    """Return a cache cut to a length; None where it cannot be."""
+    if length == cache.offset:
+        return cache
+    trimmed = cache.copy()
+    return trimmed if length and trimmed.trim(cache.offset - length) else None
+
+
 def rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:
     """Compare what a model computes of tokens read one by one, a few at once, and `rows` (more than 4) at once.
 
@@ -299,21 +330,19 @@ def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
 
     A model that does not compute in float32 takes no pass.
     """
-    chunk = _hidden(model, blank.like_new(), 0, rows)
-    if chunk.dtype != mx.float32:  # the graph shows it
+    if _hidden(model, blank.like_new(), 0, rows).dtype != mx.float32:  # the graph shows it
         yield False
         return
-    mx.eval(chunk)
+    chunk = _computed(model, blank.like_new(), 0, rows)
     yield False
     before, first, plain = blank.like_new(), rows - LAST, []
-    mx.eval(_hidden(model, before, 0, first), before.arrays)
+    _computed(model, before, 0, first)
     yield False
     cache = before.copy()
     for position in range(first, rows):
-        plain.append(_hidden(model, cache, position, 1))
-        mx.eval(plain[-1], cache.arrays)
+        plain.append(_computed(model, cache, position, 1))
         yield False
-    checked = _hidden(model, before, first, LAST)
+    checked = _computed(model, before, first, LAST)
     steps = mx.concatenate(plain, axis=1)
     yield _apart(steps, chunk[:, -LAST:]) <= NEAR * _apart(steps, checked)
 
@@ -322,6 +351,19 @@ def _hidden(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
     """Return hidden rows [1, n, H] of n tokens from position `begun` on, which the cache is read up to."""
     tokens = mx.arange(begun, begun + n) * 7 % model.vocab_size
     return model.hidden(tokens[None], cache.layers)
+
+
+def _computed(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
+    """Compute the rows of `_hidden`, without kernels that are refused."""
+    return without_refused(model, _computed_from, model, cache, cache.mark(), begun, n)
+
+
+def _computed_from(model: Target, cache: PromptCache, mark: Mark, begun: int, n: int) -> mx.array:
+    cache.restore(mark)
+    hidden = _hidden(model, cache, begun, n)
+    run_first(model)
+    evaluated(mx.eval, hidden, cache.arrays)
+    return hidden
 
 
 def _apart(a: mx.array, b: mx.array) -> float:
