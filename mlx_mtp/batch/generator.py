@@ -13,7 +13,7 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
-from ..decoding.prefill import first_run, read_chunk, test_heads
+from ..decoding.prefill import first_tokens, read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
 from ..layers.target import Target
@@ -274,9 +274,9 @@ class BatchGenerator:
         """Choose the first token of a text whose prompt has been read, and let it decode."""
         if text.k:
             test_heads(self.model)
-        run = first_run(self.model, text.cache, hidden, text.picker)
+        run, first = first_tokens(self.model, text.cache, hidden, text.picker)
         text.tokens = list(text.cache.tokens)
-        shown = text.show(run.read()[0], 0, run.logprobs)
+        shown = text.show(first, 0, run.logprobs)
         text.stats.begins()
         if not text.over:
             self._places.begin(text, run)

@@ -18,6 +18,7 @@ from ..kernels import on_metal
 from ..kernels.contraction import spelling
 from ..machine.errors import first_line, with_type
 from ..tuning.ab_test import KernelTrial, compile_kernel, time_pair
+from ..tuning.kernel_fallback import failed_kernels
 from ..tuning.kernel_switch import trials
 from ..tuning.kernel_trials import check_spellings
 from . import decode, emulated_check, profile, result, verify
@@ -49,6 +50,7 @@ def examine(subject: Subject, tell: Tell) -> Found:
     for name, run in parts.items():
         tell(PARTS[name])
         found[name] = _or_why({}, run)
+    found["refused"] = [list(failed) for failed in failed_kernels(subject.model)]
     found["thermal"] = {"before": before, "after": thermal_state()}
     return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
 

@@ -18,16 +18,17 @@ def verdict(found: Found) -> tuple[bool, str]:
     wrong = {name_of(k) for k in kernels if k.get("wrong")}
     failed = {name_of(k) for k in kernels if "failed" in k} - wrong
     right = {name_of(k) for k in kernels} - wrong - failed
-    parts = [name for name in PARTS if "failed" in found[name]]
+    parts, off = [name for name in PARTS if "failed" in found[name]], found.get("refused", ())
     texts = len(found["decode"].get("differences", ()))
     counted = f"{len(right)} kernels right, {len(wrong)} wrong" + (f", {len(failed)} failed" if failed else "")
     said = [found["kernels"].get("not_checked", counted)]
+    said += [f"{len(off)} kernels were refused and are off"] if off else []
     said += [f"{texts} drafted texts differ from plain decoding's"] if texts else []
     said += [f"failed: {', '.join(PARTS[name] for name in parts)}"] if parts else []
     if not found["metal"]:
         left_out = "kernels' speed, compile times, Apple's own arithmetic"
         said.append(f"not checked here, as there is no Metal GPU: {left_out}")
-    return not (wrong or failed or parts or texts), "; ".join(said)
+    return not (wrong or failed or off or parts or texts), "; ".join(said)
 
 
 def every_kernel(found: Found) -> list[Found]:
@@ -114,6 +115,8 @@ def kernels(found: Found) -> Iterator[str]:
         yield from table(headers, map(_counted, listed), "<<<<>")
     yield from (f"\nWRONG: {k['op']} {k['shape']}, M={k['rows']}: {k['wrong']}" for k in listed if k.get("wrong"))
     yield from (f"\nFAILED: {k['op']}: {k['failed']}" for k in listed if "failed" in k)
+    for kernel, rows, reason in found.get("refused", ()):
+        yield f"\nOFF: {kernel}, M={', '.join(map(str, rows))}: {reason}"
 
 
 def _counted(k: Found) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..cache.mlx_lm_caches import MlxLmCaches
 from ..cache.prompt_cache import PromptCache
+from ..kernels import KernelRefused
 from ..layers.target import Target
 from .draft import prime
 
@@ -84,7 +85,7 @@ def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
 
     try:
         mx.export_function(events.append, forward, mx.zeros((1, rows), mx.int32), *map(mx.zeros_like, inputs))
-    except ValueError:
+    except (ValueError, KernelRefused):
         return 0
     finally:
         model.load_weights(kept, strict=False)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -66,6 +66,7 @@ class MetalKernel:
     ensure_row_contiguous: bool
     atomic_outputs: bool
     traffic: Traffic | None = field(default=None, init=False)
+    runs_at_once: ClassVar[bool] = True  # a launch has run when the call returns
 
     def __call__(
         self,

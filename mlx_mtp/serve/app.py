@@ -34,8 +34,10 @@ from .metrics import Metrics
 from .responses import ResponseExchange
 
 log = logging.getLogger("mlx_mtp.serve")
+log.addHandler(logging.NullHandler())  # only the command writes a log
 PATIENCE = 2.0  # seconds before a stream begins without a word, while its request waits
 SILENCE = 10.0  # seconds after which a stream that says nothing says that it lives
+WARNING, MOST_WARNED = "X-MLX-MTP-Warning", 2000  # the header, and most characters of it
 PAGE = Path(__file__).parent / "page.html"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
@@ -71,6 +73,7 @@ def application(site: Site, root: str = "") -> Starlette:
     handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
     handlers[ClientDisconnect] = _gone
     shared: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}
+    shared["expose_headers"] = [WARNING]
     app = Starlette(
         routes=[
             *(Route(path, partial(respond, make=make), methods=["POST"]) for path, make in posts.items()),
@@ -160,7 +163,17 @@ def _model(door: Door, name: str) -> dict[str, Any]:
 async def counted(request: Request) -> Response:
     site: Site = request.app.state.site
     body = await read_body(request, site.rules.body)
-    return JSONResponse(await run_in_threadpool(count_tokens, body, site.ready()))
+    found, warnings = await run_in_threadpool(count_tokens, body, site.ready())
+    return JSONResponse(found, headers=_warned(request, warnings))
+
+
+def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
+    """Log the warnings of a request; return the header that has them."""
+    told = "; ".join(dict.fromkeys(warnings))
+    told = (told if told.isprintable() and told.isascii() else ascii(told)[1:-1])[:MOST_WARNED]
+    if told:
+        log.warning("%s: %s", request.url.path[:80], told)
+    return {WARNING: told} if told else {}
 
 
 async def respond(request: Request, make: type[Exchange]) -> Response:
@@ -169,7 +182,7 @@ async def respond(request: Request, make: type[Exchange]) -> Response:
     body = await read_body(request, site.rules.body)
     door = site.ready()
     exchange = await run_in_threadpool(make, body, door)
-    talk = Talk(site, exchange, request.url.path)
+    talk, warned = Talk(site, exchange, request.url.path), _warned(request, exchange.warnings)
     if len(exchange.asks) > (most := site.engine.limits.waiting):
         raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
@@ -178,8 +191,10 @@ async def respond(request: Request, make: type[Exchange]) -> Response:
             first = await talk.next(PATIENCE)
             if isinstance(first, Failed):
                 return _error(request, first.status, first.message)
-            return Stream(talk, first)
-        return await _whole(request, talk)
+            return Stream(talk, first, warned)
+        response = await _whole(request, talk)
+        response.headers.update(warned)
+        return response
     except BaseException as e:
         talk.cancel()
         if isinstance(e, Full):
@@ -212,8 +227,8 @@ async def _disconnected(request: Request) -> None:
 class Stream(StreamingResponse):
     """The answers to a request as server-sent events; jobs are cancelled however the response ends."""
 
-    def __init__(self, talk: "Talk", first: tuple[int, Event] | None):
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    def __init__(self, talk: "Talk", first: tuple[int, Event] | None, headers: dict[str, str]):
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(talk.stream(first), media_type="text/event-stream", headers=headers)
         self.talk = talk
 

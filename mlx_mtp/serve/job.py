@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
@@ -11,24 +10,23 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
-from transformers import convert_slow_tokenizer
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
+from ..decoding.sampling import LogitsProcessor
 from ..decoding.stats import Stats
 from ..generate import GenerationResponse, generate_step, stream_generate
 from ..machine.errors import first_line
-from .answer import Part, Splitter, TokenLogprob
+from .answer import Part, Said, Splitter, TokenLogprob
+from .continued import Continuation
 from .failures import dropped
 from .prefix_files import PrefixFiles
 from .prefixes import LAST, PrefixTree, comparisons
 from .together import Responses, Together
-from .tool_formats import ToolFormat
+from .token_rules import BYTE, BYTES, NO_RULES, TokenRules
+from .tool_calls.call_format import CallFormat
 
 log = logging.getLogger("mlx_mtp.serve")
-# How tokenizers write a token that is one byte, and the letters by which others write each byte.
-BYTE = re.compile("<0x[0-9A-F]{2}>")
-BYTES = {letter: byte for byte, letter in convert_slow_tokenizer.bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,9 @@ class Ask:
     prompt:  token ids. turns: where other prompts may begin to differ from it.
     sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
     logprobs: how many likeliest tokens to tell beside each, None for no log probabilities.
+    rules:   for the tokens of the answer.
     chat:    reasoning and calls are told apart; thinking: the prompt ends within reasoning.
+    continues: the prompt ends within an answer, whose text goes on with the first token.
     one_call: end behind the first call of a tool.
     follows: makes, of the answer's parts, the beginning of the prompt that may come next; None: nothing is known.
     """
@@ -54,6 +54,8 @@ class Ask:
     thinking: bool = False
     tools: Any = None
     one_call: bool = False
+    rules: TokenRules = NO_RULES
+    continues: bool = False
     follows: Callable[[list[Part]], list[int]] | None = None
 
 
@@ -143,7 +145,7 @@ class Served(NamedTuple):
     tokenizer: Any
     tree: PrefixTree
     options: dict[str, Any]
-    tool_format: ToolFormat | None
+    tool_format: CallFormat | None
     files: PrefixFiles | None = None
     together: Together | None = None
 
@@ -281,12 +283,14 @@ def _decode(
     ask, stats = job.ask, Stats()
     splitter = Splitter(
         served.tokenizer, ask.stops, thinking=ask.chat and served.tokenizer.has_thinking, begun=ask.thinking,
-        tool_format=served.tool_format, tools=ask.tools,
+        tool_format=served.tool_format, tools=ask.tools, one_call=ask.one_call,
     )  # fmt: skip
+    begun = Continuation(served.tokenizer, ask.prompt) if ask.continues else None
     options = {**served.options, **ask.sampling, "max_tokens": most, "stats": stats}
     options["logprobs"] = ask.logprobs is not None
-    if ask.penalties:
-        options["logits_processors"] = make_logits_processors(**ask.penalties)
+    if processors := _processors(served, ask):
+        options["logits_processors"] = [*(options.get("logits_processors") or ()), *processors]
+    options["stop_tokens"] = (*options.get("stop_tokens", ()), *ask.rules.stop_tokens)
     reasoned, first, reason, rest = 0, 0.0, "stop", ask.prompt[held[0].offset :]
     together = served.together
     responses = together.decode(rest, held, options) if together else _alone(served, rest, held[0], options, crowded)
@@ -297,15 +301,24 @@ def _decode(
                 continue
             reason = response.finish_reason or "stop"
             first = first or time.monotonic() - job.begun
-            found = splitter.feed(response.text, _logprob(served.tokenizer, response, ask.logprobs))
+            text = begun.text_of(response) if begun else response.text
+            if begun and ask.thinking and (breaks := begun.line_breaks(text)):
+                _tell(job, [Said(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
+            found = splitter.feed(text, _logprob(served.tokenizer, response, ask.logprobs))
             reasoned += splitter.reasoning
             _tell(job, found)
             if splitter.stopped is not None or (ask.one_call and splitter.called):
                 reason = "stop"  # even if it is the last token that may come
                 break
     _tell(job, splitter.end(cut=reason == "length"))
+    reason = "stop" if splitter.stopped is not None else reason
     reason = "tool_calls" if splitter.called and reason == "stop" else reason
     job.tell(End(reason, splitter.stopped, stats, cached, first, reasoned))
+
+
+def _processors(served: Served, ask: Ask) -> list[LogitsProcessor]:
+    penalties = make_logits_processors(**ask.penalties) if ask.penalties else []
+    return [*penalties, *ask.rules.processors(served.tokenizer, len(ask.prompt))]
 
 
 def _alone(

@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from ..tuning.kernel_fallback import failed_kernels
 from .engine import Engine
 from .job import End
 
@@ -44,6 +45,9 @@ class Metrics:
         ):
             self._made(Gauge, name, words).set_function(value)
 
+        failed = "kernels_failed", "Row counts at which a Metal kernel is off, as it does not compile or run."
+        self._failed = self._made(Gauge, *failed, ["kernel", "reason"])
+
     def answered(self, end: End, prompt: int, seconds: float) -> None:
         """Count one answer."""
         self.requests.labels(end.reason).inc()
@@ -56,6 +60,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """Write all figures in Prometheus' format."""
+        for kernel, rows, reason in failed_kernels(self.engine.served.model) if self.engine.served else ():
+            self._failed.labels(kernel, reason).set(len(rows))
         return generate_latest(self._registry)
 
     def _made(self, kind: Any, name: str, *words: Any, **more: Any) -> Any:

@@ -22,8 +22,10 @@ from .._version import __version__
 from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
 from ..cache.pieces import Moment, cut, has_rows, join, moment
-from ..cache.prompt_cache import PromptCache
+from ..cache.prompt_cache import Mark, PromptCache
+from ..decoding.prefill import evaluated, without_refused
 from ..layers.target import Target
+from ..tuning.kernel_fallback import run_first
 
 LAST = 4  # rows that `rows_alike` compares, as many as a cycle with three drafts checks
 TICK = 1e-6  # seconds between two uses, at least
@@ -286,21 +288,19 @@ def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
 
     A model that does not compute in float32 takes no pass.
     """
-    chunk = _hidden(model, blank.like_new(), 0, rows)
-    if chunk.dtype != mx.float32:  # the graph shows it
+    if _hidden(model, blank.like_new(), 0, rows).dtype != mx.float32:  # the graph shows it
         yield False
         return
-    mx.eval(chunk)
+    chunk = _computed(model, blank.like_new(), 0, rows)
     yield False
     before, first, plain = blank.like_new(), rows - LAST, []
-    mx.eval(_hidden(model, before, 0, first), before.arrays)
+    _computed(model, before, 0, first)
     yield False
     cache = before.copy()
     for position in range(first, rows):
-        plain.append(_hidden(model, cache, position, 1))
-        mx.eval(plain[-1], cache.arrays)
+        plain.append(_computed(model, cache, position, 1))
         yield False
-    checked = _hidden(model, before, first, LAST)
+    checked = _computed(model, before, first, LAST)
     steps = mx.concatenate(plain, axis=1)
     yield _apart(steps, chunk[:, -LAST:]) <= NEAR * _apart(steps, checked)
 
@@ -309,6 +309,19 @@ def _hidden(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
     """Return hidden rows [1, n, H] of n tokens from position `begun` on, which the cache is read up to."""
     tokens = mx.arange(begun, begun + n) * 7 % model.vocab_size
     return model.hidden(tokens[None], cache.layers)
+
+
+def _computed(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
+    """Compute the rows of `_hidden`, without kernels that are refused."""
+    return without_refused(model, _computed_from, model, cache, cache.mark(), begun, n)
+
+
+def _computed_from(model: Target, cache: PromptCache, mark: Mark, begun: int, n: int) -> mx.array:
+    cache.restore(mark)
+    hidden = _hidden(model, cache, begun, n)
+    run_first(model)
+    evaluated(mx.eval, hidden, cache.arrays)
+    return hidden
 
 
 def _apart(a: mx.array, b: mx.array) -> float:

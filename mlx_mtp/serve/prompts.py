@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ..cache.prompt_prefix import render, shared
+from ..cache.prompt_prefix import shared
+from .continued import begun_answer, behind_prompt, is_begun, is_empty, render_begun, with_mark
 
 Message = dict[str, Any]
 # Stand around what a user wrote that would be read as a special token, in hexadecimal; noncharacters of Unicode.
@@ -50,12 +51,36 @@ def encode_chat(
     *,
     turns: bool,
     answers: bool = True,
+    continues: bool = True,
 ) -> Prompt:
     """Render a conversation and encode it, up to where the answer begins, if one is to follow (`answers`).
 
-    options: variables of the template. turns: find out also where turns begin. Raises ValueError where the template
-    refuses the conversation in every form that could mean the same.
+    options: variables of the template. turns: find out also where turns begin. continues: a last message of the
+    assistant is an answer to go on with. Raises ValueError where the template refuses the conversation in every form
+    that could mean the same.
     """
+    if not (answers and continues and is_begun(messages)):
+        return _encode_chat(tokenizer, marks, messages, tools, options, turns=turns, answers=answers)
+    before, last = messages[:-1], begun_answer(messages, tokenizer)
+    if not is_empty(last):
+        with contextlib.suppress(ValueError):
+            marked = [*before, with_mark(last)]
+            return _encode_chat(tokenizer, marks, marked, tools, options, turns=turns, answers=False)
+    prompt = _encode_chat(tokenizer, marks, before, tools, options, turns=turns, answers=True)
+    texts = (_held(last.get(name) or "", marks.special) for name in ("reasoning_content", "content"))
+    return prompt._replace(tokens=prompt.tokens + _encode(tokenizer, behind_prompt(tokenizer, prompt.tokens, *texts)))
+
+
+def _encode_chat(
+    tokenizer: Any,
+    marks: Marks,
+    messages: list[Message],
+    tools: list[Any] | None,
+    options: dict[str, Any],
+    *,
+    turns: bool,
+    answers: bool,
+) -> Prompt:
     given = {**options, "add_generation_prompt": answers}
     if tools:
         given["tools"] = _held(tools, marks.every)
@@ -68,7 +93,7 @@ def encode_chat(
 
 def _prompt(tokenizer: Any, messages: list[Message], options: dict[str, Any], *, turns: bool) -> Prompt:
     """Encode one form of a conversation; ValueError where the template refuses it."""
-    tokens = _encode(tokenizer, render(tokenizer, messages, options))
+    tokens = _encode(tokenizer, render_begun(tokenizer, messages, options))
     return Prompt(tokens, tuple(_turns(tokenizer, messages, options, tokens)) if turns else ())
 
 
@@ -165,5 +190,5 @@ def _turns(tokenizer: Any, messages: list[Message], options: dict[str, Any], tok
     for i in sorted({users[0], users[-1]}) if users else ():
         other = [*messages[:i], {"role": "user", "content": ""}]
         with contextlib.suppress(ValueError):
-            text = render(tokenizer, other, {**options, "add_generation_prompt": False})
+            text = render_begun(tokenizer, other, {**options, "add_generation_prompt": False})
             yield shared(_encode(tokenizer, text), tokens)

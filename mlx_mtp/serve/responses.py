@@ -5,27 +5,30 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, ToolCall, calls_of, text_of
-from .chat import check_format, chosen_tools, messages_of
+from .chat import check_format, chosen_tools, functions_of, messages_of
 from .exchange import Answer, Exchange, asks_of, data, figures, function_call, new_id, openai_error
-from .fields import Door, Refused, fields_of, integer, items, plain_text, refuse, template_of, text
+from .fields import Door, Refused, fields_of, items, stops, text, tool_text
 from .job import Begun, End, Failed
 from .prompts import Message, joined
+from .sampling_fields import most_tokens
+from .thinking import template_of
 
 
 class ResponseExchange(Exchange):
     """One response."""
 
+    api = "responses"
+
     def __init__(self, body: dict[str, Any], door: Door):
         super().__init__(body, door)
-        refuse(body, "previous_response_id", "conversation", why="nothing is stored; send the whole conversation")
-        refuse(body, "background", "prompt")
         check_format(fields_of(body, "text").get("format"), "text.format")
-        tools, one_call = chosen_tools(body, [_tool(tool) for tool in items(body, "tools")])
-        reasoning = body.get("reasoning") or {}
-        effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
-        given = {**body, "reasoning_effort": body.get("reasoning_effort") or effort}
-        most, template = integer(body, "max_output_tokens", 1, 2**31), template_of(given, door)
-        self.asks = asks_of(door, body, _messages(body), tools, template, most=most, one_call=one_call)
+        _check_include(body.get("include"))
+        given = functions_of(items(body, "tools"), self.warnings)
+        tools, one_call = chosen_tools(body, [_tool(tool) for tool in given], self.warnings)
+        template = template_of(body, door, self.warnings)
+        most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
+        how: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
+        self.asks = asks_of(door, body, _messages(body, self.warnings), tools, template, self.warnings, **how)
         self._body, self._id, self._created = body, new_id("resp_"), int(time.time())
         self._items: list[dict[str, Any]] = []
         self._kind, self._said, self._number = "", "", 0
@@ -159,23 +162,28 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Bring a tool to the form of chat completions, which has its facts one level down."""
-    if tool.get("type") != "function":
-        raise Refused(f"tools: type {tool.get('type')!r}; allowed is function", param="tools")
     return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
 
 
-def _messages(body: dict[str, Any]) -> list[Message]:
+def _check_include(given: Any) -> None:
+    """Refuse log probabilities, which this API does not return here; other values name what there is none of."""
+    for name in given if isinstance(given, list) else []:
+        if isinstance(name, str) and name.endswith("logprobs"):
+            raise Refused(f"include: {name[:80]!r} is not supported", param="include")
+
+
+def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
     """Read instructions and input, a text or items, as messages."""
     instructions, given = text(body, "instructions"), body.get("input")
     found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         found.append({"role": "user", "content": given})
     else:
-        found += [_message(item) for item in items(body, "input")]
-    return joined(messages_of(found), "assistant", _one_turn)
+        found += [_message(item, warnings) for item in items(body, "input")]
+    return joined(messages_of(found, warnings), "assistant", _one_turn)
 
 
-def _message(item: dict[str, Any]) -> dict[str, Any]:
+def _message(item: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
     """Write an item as a message; what an assistant thought, said and called are three."""
     kind = item.get("type", "message")
     if kind == "message":
@@ -184,7 +192,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
         call = function_call(item.get("call_id"), item.get("name"), item.get("arguments"))
         return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
-        output = plain_text(item.get("output"), "output")
+        output = tool_text(item.get("output"), "output", warnings)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     if kind == "reasoning":
         thought = "".join(text(part, "text") for part in items(item, "content"))

@@ -26,7 +26,7 @@ from .prefix_files import PrefixFiles
 from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
 from .together import Together
-from .tool_formats import format_of
+from .tool_calls.table import format_of
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # seconds at the end in which what is remembered is written to files

@@ -118,6 +118,7 @@ class Together:
             [held.pop()],
             samplers=[sampling],
             logits_processors=[options.get("logits_processors")],
+            stop_sequences=[self._stops(options)],
             seeds=[options.get("seed")],
             logprobs=[options["logprobs"]],
             stats=[options["stats"]],
@@ -125,6 +126,9 @@ class Together:
         return uid
 
     def _made(self) -> BatchGenerator:
-        stops = {*self.options.get("stop_tokens", ()), *self.tokenizer.eos_token_ids}
-        options = {**self.options, "stop_tokens": [[token] for token in stops], "check_memory": False}
+        options = {**self.options, "stop_tokens": self._stops(self.options), "check_memory": False}
         return BatchGenerator(self.model, prefill_step_size=self.chunk, **options)
+
+    def _stops(self, options: dict[str, Any]) -> list[list[int]]:
+        """The sequences that end an answer, each of one token."""
+        return [[token] for token in {*options.get("stop_tokens", ()), *self.tokenizer.eos_token_ids}]

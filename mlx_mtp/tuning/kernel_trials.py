@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..kernels import padded
+from ..kernels import out_of_memory, padded
 from ..kernels.contraction import is_taken, others, spelled, spelling, take
-from ..machine.errors import with_type
 from ..machine.progress import tell
-from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, time_pair
+from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, failing, time_pair
 from .kernel_verdict import AS_ROWS, KernelVerdict, judged, off
 from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
 
@@ -59,13 +58,18 @@ def decide(
         return {trial.key: off(ASKED) for trial in trials}
     if lane is None:
         return _by_trial(trials, Decisions(timer, budget, stop), remembered)
+    known = {key: found for key, found in remembered.recall().items() if refused(found)} if remembered else {}
     found: dict[Key, Found] = {}
     while left := [trial for trial in trials if is_stale(trial.key, found.get(trial.key))]:
         for done, trial in enumerate(left):
             tell(TRYING, done, len(left))
-            wrong = found[trial.base].wrong if trial.base else check_spellings(trial)
+            last = found.get(trial.base) if trial.base else known.get(trial.key)
+            wrong = last.wrong if last else check_spellings(trial)
             found[trial.key] = Found(wrong or "", None, spelling(trial.op))
-    _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
+    new = {key: finding for key, finding in found.items() if key not in known}
+    if remembered:
+        remembered.add({key: finding for key, finding in new.items() if refused(finding)})
+    warn_of_wrong({key: finding.wrong for key, finding in new.items()})
     asked = KernelVerdict(True, True, reason=ASKED)
     return {key: replace(off(f.wrong) if f.wrong else asked, spelling=f.spelling) for key, f in found.items()}
 
@@ -87,6 +91,12 @@ def check_spellings(trial: KernelTrial) -> str | None:
 def is_stale(key: Key, found: Found | KernelVerdict | None) -> bool:
     """Return whether a finding is missing, or of another spelling than its op has by now."""
     return found is None or found.spelling != spelling(key[0])
+
+
+def refused(found: Found) -> bool:
+    """Tell whether a kernel was found not to compile or run, which it will not the next time either."""
+    wrong = found.wrong or ""
+    return wrong.startswith(FAILS) and not out_of_memory(wrong)
 
 
 def sharing(trials: Iterable[KernelTrial]) -> list[list[KernelTrial]]:
@@ -132,7 +142,7 @@ class Decisions:
             ratio = None if wrong else float(self.timer(trial))
             self.found[trial.key] = Found(wrong, ratio, spelling(trial.op))
         except Exception as e:
-            return KernelVerdict(False, True, reason=f"timing it fails with {with_type(e)}")
+            return KernelVerdict(False, True, reason=f"timing it {failing(e)}")
         return judged(self.found[trial.key])
 
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
@@ -179,15 +189,15 @@ def _by_trial(
                 tell(TRYING, done, len(left))
                 decisions.judge(group)
     finally:
-        # What failed is tried again by the next load: memory may have been short.
-        kept = {key: finding for key, finding in found.items() if not (finding.wrong or "").startswith(FAILS)}
-        if remembered and kept:
-            remembered.keep({**decisions.known, **kept})
-    _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
+        # What failed for want of memory is tried again by the next load.
+        kept = {key: f for key, f in found.items() if refused(f) or not (f.wrong or "").startswith(FAILS)}
+        if remembered:
+            remembered.add(kept)
+    warn_of_wrong({key: finding.wrong for key, finding in found.items()})
     return {trial.key: decisions.verdicts[trial.key] for trial in trials}
 
 
-def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
+def warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
     """Warn, in a line per op: MLX may have changed what the kernel has to equal."""
     wrong = [(key, reason) for key, reason in reasons.items() if reason]
     for op, group in itertools.groupby(sorted(wrong), key=lambda item: item[0][0]):

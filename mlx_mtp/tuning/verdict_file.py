@@ -60,6 +60,11 @@ class RememberedVerdicts:
         spellings = {op: f.spelling for (op, *_), f in self._found.items() if f.spelling != AS_COMPILED}
         self._file.keep(found=[[*key, f.wrong, f.ratio] for key, f in self._found.items()], spellings=spellings)
 
+    def add(self, found: Mapping[Key, Found]) -> None:
+        """Keep more findings, if there are any, beside those that are kept."""
+        if found:
+            self.keep({**self.recall(), **found})
+
 
 def _parsed(entry: list) -> tuple[Key, Found]:
     """Read one line of the file; ValueError where this module cannot have written it."""

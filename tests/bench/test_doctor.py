@@ -93,6 +93,15 @@ def test_what_is_wrong_or_failed_is_said_and_shown(found, said):
     assert all(reason in shown for reason in reasons)
 
 
+def test_what_was_refused_while_the_model_decoded_is_shown():
+    refused = ["add_norm 512", [5, 6], "fails with RuntimeError: add_norm.metal:3:1: error: y"]
+    found = found_of(COUNTED, refused=[refused])
+    good, words = verdict(found)
+    assert not good
+    assert "1 kernels were refused and are off" in words
+    assert "OFF: add_norm 512, M=5, 6: fails with RuntimeError: add_norm.metal:3:1: error: y" in page(found)
+
+
 def test_cells_line_up_and_bars_in_them_are_escaped():
     lines = list(table(("a", "b"), [("x|y", 1), ("z", 100)], "<>"))
     assert lines == ["| a    |   b |", "| ---- | --: |", "| x\\|y |   1 |", "| z    | 100 |"]

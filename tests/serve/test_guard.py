@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from served import KEY, start
@@ -14,6 +15,7 @@ from starlette.testclient import TestClient
 from mlx_mtp.serve.app import Site, application
 from mlx_mtp.serve.engine import Limits
 from mlx_mtp.serve.guard import DEPTH, Rules
+from mlx_mtp.serve.metrics import Metrics
 from mlx_mtp.serve.server import listening
 
 JSON = {"content-type": "application/json"}
@@ -154,6 +156,14 @@ def test_the_page_asks_nobody_else(served):
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "http://" not in page.text
     assert "https://" not in page.text
+
+
+def test_metrics_list_kernels_that_were_refused():
+    reasons = {("verify_qmm", "64x32 4-bit g32 float32", rows): "fails with RuntimeError: no" for rows in (5, 6)}
+    served = SimpleNamespace(model=SimpleNamespace(_failed=reasons), tree=SimpleNamespace(nbytes=0, chunks=0))
+    shown = Metrics(SimpleNamespace(served=served, running=[], waiting=0)).text().decode()
+    kernel = 'kernel="verify_qmm 64x32 4-bit g32 float32",reason="fails with RuntimeError: no"'
+    assert f"mlx_mtp:kernels_failed{{{kernel}}} 2.0\n" in shown
 
 
 def test_metrics(served):

@@ -1,0 +1,122 @@
+"""Gemma's calls: `call:NAME{key:value,...}` with strings between marks of their own instead of quotes."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import regex
+
+from .call_format import Reading, ToolCall, any_of, behind_space
+from .schema import Tools, dumps, strict
+
+KEY = regex.compile(r"\s*(?P<key>[^\s:{}\[\],]+)\s*:\s*")
+SCALAR = regex.compile(r"[^,{}\[\]<]+")
+DEEPEST, MOST_READINGS = 60, 1000  # nested values; ways to read a call's arguments
+
+
+@dataclass(frozen=True)
+class GemmaCalls:
+    """The format with these marks around a block of calls, and this one at both ends of a string."""
+
+    start: str
+    end: str
+    quote: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.start,)
+
+    def opening(self, tools: Tools) -> regex.Pattern[str]:
+        return _opening(self.start, tuple(tools.names))
+
+    def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
+        """As `CallFormat.read`. A string ends at the first quote mark behind which the rest can be read."""
+        calls: list[ToolCall] = []
+        head, values, end = self.opening(tools), Values(text, self.quote), 0
+        while match := head.match(text, behind_space(text, end)):
+            found = self._arguments(values, match.end() - 1, complete)
+            if found is None:
+                break
+            calls.append(ToolCall(match["name"], found.json))
+            behind = behind_space(text, found.end)
+            end = behind + len(self.end) if text.startswith(self.end, behind) else found.end
+        return Reading(calls, end) if calls else None
+
+    def _arguments(self, values: "Values", at: int, complete: bool) -> "Value | None":
+        """The shortest object at `at` that the end of its call follows, else the shortest one."""
+        try:
+            readings = list(itertools.islice(values.members(at + 1, "", "}", 0), MOST_READINGS))
+        except RecursionError:
+            return None
+        for value in readings:
+            behind = behind_space(values.text, value.end)
+            if values.text.startswith((self.end, "call:"), behind) or (complete and behind == len(values.text)):
+                return value
+        return readings[0] if readings else None
+
+
+class Value(NamedTuple):
+    """The JSON of a value, and the index behind it in the text."""
+
+    json: str
+    end: int
+
+
+class Values:
+    """The ways to read values of a text. quote: the mark at both ends of a string."""
+
+    def __init__(self, text: str, quote: str):
+        self.text, self.quote = text, quote
+        self._unreadable: set[tuple[int, str]] = set()  # bounds the search
+
+    def members(self, at: int, before: str, close: str, depth: int) -> Iterator[Value]:
+        """The lists or objects whose members go on at `at`, behind those that `before` has as JSON."""
+        if (at, close) in self._unreadable or depth > DEEPEST:
+            return
+        readable = False
+        for value in self._members(behind_space(self.text, at), before, close, depth):
+            readable = True
+            yield value
+        if not readable:
+            self._unreadable.add((at, close))
+
+    def _members(self, at: int, before: str, close: str, depth: int) -> Iterator[Value]:
+        if self.text.startswith(close, at):
+            yield Value(("[" if close == "]" else "{") + before + close, at + 1)
+            return
+        key = ""
+        if close == "}":
+            if not (match := KEY.match(self.text, at)):
+                return
+            key, at = f"{dumps(match['key'].removeprefix(self.quote).removesuffix(self.quote))}: ", match.end()
+        for value in self._values(at, depth):
+            behind = behind_space(self.text, value.end)
+            member = f"{before}{', ' if before else ''}{key}{value.json}"
+            if self.text.startswith(",", behind):
+                yield from self.members(behind + 1, member, close, depth)
+            elif self.text.startswith(close, behind):
+                yield from self.members(behind, member, close, depth)
+
+    def _values(self, at: int, depth: int) -> Iterator[Value]:
+        """The values that may begin at `at`, the shortest first."""
+        text, at = self.text, behind_space(self.text, at)
+        if text.startswith(self.quote, at):
+            begin = at + len(self.quote)
+            end = text.find(self.quote, begin)
+            while end >= 0:
+                yield Value(dumps(text[begin:end]), end + len(self.quote))
+                end = text.find(self.quote, end + 1)
+        elif text.startswith(("{", "["), at):
+            yield from self.members(at + 1, "", "}" if text[at] == "{" else "]", depth + 1)
+        elif scalar := SCALAR.match(text, at):
+            try:
+                yield Value(strict(scalar[0].strip()), scalar.end())
+            except ValueError:
+                yield Value(dumps(scalar[0].strip()), scalar.end())
+
+
+@functools.lru_cache(maxsize=64)
+def _opening(start: str, names: tuple[str, ...]) -> regex.Pattern[str]:
+    return regex.compile(rf"(?:{regex.escape(start)}\s*)?call:(?P<name>{any_of(list(names))})\s*\{{")
