@@ -15,6 +15,7 @@ import mlx.core as mx
 from ..emulator import emulated, stock
 from ..tuning.ab_test import KernelTrial, check
 from ..tuning.kernel_switch import trials
+from .doctor_summary import launched
 from .kernels import asked
 from .kernels_cases import SMALL
 
@@ -38,8 +39,17 @@ def of_op(op: str) -> dict[str, Any]:
     with emulated_mlx():
         wrong = erring(trial) if op in CHAINED else check(trial)
         counts = asked(site, trial.x(0))
+    kernels = launched(trial)
     against = ERROR if op in CHAINED or not trial.bits else OWN_BITS if trial.truth else BITS
-    return {"op": op, "shape": site.shape, "rows": rows, "against": against, "wrong": wrong, **counts}
+    return {
+        "op": op,
+        "shape": site.shape,
+        "rows": rows,
+        "kernels": kernels,
+        "against": against,
+        "wrong": wrong,
+        **counts,
+    }
 
 
 def erring(trial: KernelTrial) -> str | None:

@@ -27,10 +27,11 @@ AFFINE_ROWS = (1, 2, 4, 6, 8, 12)
 WIDTHS = (128, 4096, 4224)  # of K: a quarter of it to each of four lanes, two packs to a lane, one
 # (N, K, heads first) of latent attention's products per head
 PER_HEAD = ((512, 128, True), (128, 512, False), (512, 192, True))
-# (experts, a token's, inner width, hidden width): few experts, else as released models have them
+# (experts, a token's, inner width, hidden width): as many for a token as released models have; of widths it matters
+# whether they are multiples of 512
 MIXTURES = (
-    *((16, 4, 128, 512), (64, 4, 1536, 512), (128, 6, 1856, 2688), (64, 8, 2048, 512), (64, 8, 1408, 512)),
-    (64, 22, 2688, 1024),
+    *((16, 4, 128, 512), (16, 4, 512, 512), (16, 6, 704, 704), (16, 8, 512, 512), (16, 8, 704, 512)),
+    (32, 22, 704, 512),
 )
 CHOSEN = (0, mx.int32), (4, mx.uint32), (64, mx.int32), (64, mx.uint32)  # positions of sparse attention, by row
 # (heads per KV head, head size of queries, of values) of released models
@@ -68,7 +69,9 @@ def products(of: Format) -> Iterator[Launch]:
             yield partial(kernels.verify_qmm, x, replace(w, bias=bias))
         if k == 4096:
             yield partial(kernels.verify_glu, x, weights(of, 64, k, dtype, ends=(32, 64)))
-    for dtype, (n, k, first), m in itertools.product(DTYPES, PER_HEAD[: None if of in RELEASED else 2], AFFINE_ROWS[:5]):
+    for dtype, (n, k, first), m in itertools.product(
+        DTYPES, PER_HEAD[: None if of in RELEASED else 2], AFFINE_ROWS[:5]
+    ):
         heads = weights(of, n, k, dtype, 2)
         yield partial(kernels.verify_qmm_heads, mx.zeros((1, m, 2, k), dtype), heads, heads_first=first)
 
@@ -82,7 +85,8 @@ def matrices(of: Format) -> Iterator[Launch]:
 def experts(of: Format) -> Iterator[Launch]:
     """moe_glu, moe_relu2 and moe_down."""
     mixtures = MIXTURES[: None if of in RELEASED else 1]
-    for dtype, m, gated, (count, top, inner, k) in itertools.product(DTYPES, (1, 4, 8), (True, False), mixtures):
+    sizes = (1, 4, 8, 16) if of in RELEASED else (1, 4, 8)
+    for dtype, m, gated, (count, top, inner, k) in itertools.product(DTYPES, sizes, (True, False), mixtures):
         up, down = weights(of, inner, k, dtype, count), weights(of, k, inner, dtype, count)
         of_experts = Experts(up if gated else None, up, down)
         arguments = rows(m, k, dtype), mx.zeros((m, count), dtype), of_experts, Routing("sigmoid", top)
