@@ -25,7 +25,8 @@ def by_mlx(job: Job) -> str | None:
     call["template"] = [(name, getattr(mx, v) if isinstance(v, str) else v) for name, v in call["template"]]
     call["output_dtypes"] = [getattr(mx, name) for name in call["output_dtypes"]]
     try:
-        mx.eval(mx.fast.metal_kernel(**job["kernel"])(**call))
+        launch: Any = mx.fast.metal_kernel(**job["kernel"])
+        mx.eval(launch(**call))
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return None

@@ -1,4 +1,4 @@
-"""List what `doctor --compile-only` compiles: a job, in JSON, for each different text of the released models' kernels."""
+"""List what `doctor --compile-only` compiles: a job for each text of the released models' kernels."""
 
 import itertools
 from collections.abc import Sequence

@@ -61,16 +61,11 @@ def examine(subject: Subject, tell: Tell) -> Found:
 
 
 def examine_bits(ops: Sequence[str], tell: Tell) -> Found:
-    """Check the bits of these ops on small shapes: on the GPU in every type that it supports, else emulated."""
+    """Check the bits of these ops, of all if none is named: on the GPU in each type that it has, else emulated."""
     tic = time.time()
-    found: Found = {
-        "doctor": FORMAT,
-        "bits_only": True,
-        "ops": [*ops],
-        "environment": result.environment(),
-        "metal": on_metal(),
-    }
-    found["kernels"] = _or_why({}, partial(_small, ops, tell))
+    found: Found = {"doctor": FORMAT, "bits_only": True, "op": [*ops], "environment": result.environment()}
+    found["metal"] = on_metal()
+    found["kernels"] = _or_why({}, partial(_small, ops or OPS, tell))
     return _ended(found, tic)
 
 

@@ -31,7 +31,7 @@ PER_HEAD = ((512, 128, True), (128, 512, False), (512, 192, True))
 # whether they are multiples of 512
 MIXTURES = (
     *((16, 4, 128, 512), (16, 4, 512, 512), (16, 6, 704, 704), (16, 8, 512, 512), (16, 8, 704, 512)),
-    (32, 22, 704, 512),
+    *((16, 10, 512, 512), (32, 22, 704, 512)),
 )
 CHOSEN = (0, mx.int32), (4, mx.uint32), (64, mx.int32), (64, mx.uint32)  # positions of sparse attention, by row
 # (heads per KV head, head size of queries, of values) of released models

@@ -1,4 +1,4 @@
-"""Make the cases of `bench kernels`: sites in released models' shapes, and small ones; random weights, in bfloat16 by default."""
+"""Make the cases of `bench kernels`: sites in released models' shapes, and small ones; random weights."""
 
 import json
 from collections.abc import Callable, Iterator

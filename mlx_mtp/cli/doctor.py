@@ -70,12 +70,12 @@ def compile_only(file: Path, flags: dict[str, Any]) -> None:
     """Compile the kernels' texts, and show a line for each kernel."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-    from ..bench import compile_check
+    from ..bench import compile_check, compile_jobs
     from .progress import stages
 
-    check_ops(flags["op"], compile_check.OPS)
-    launches = compile_check.launches(flags["op"], flags["sample"], flags["all_formats"])
-    jobs = [compile_check.job_of(launch) for launch in launches]
+    check_ops(flags["op"], compile_jobs.OPS)
+    launches = compile_jobs.launches(flags["op"], flags["sample"], flags["all_formats"])
+    jobs = [compile_jobs.job_of(launch) for launch in launches]
     check = compile_check.CompileCheck(jobs, file, flags["limit"] or compile_check.LIMIT)
     try:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
@@ -100,7 +100,7 @@ def examine_kernels(out: Path, flags: dict[str, Any]) -> None:
 
     check_ops(flags["op"], OPS)
     if flags["bits_only"]:
-        found = examine_bits(flags["op"] or OPS, tell)
+        found = examine_bits(flags["op"], tell)
     else:
         found = examine(open_subject(flags["model"], kernels="off"), tell)
     good, words = verdict(found)

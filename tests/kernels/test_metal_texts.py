@@ -10,7 +10,7 @@ from metal_cases import linux_only
 from metal_texts import GROUPS, texts
 from sweep import SWEEP, sampled
 
-from mlx_mtp.bench import compile_check
+from mlx_mtp.bench import compile_jobs
 from mlx_mtp.bench.kernel_launches import RELEASED, groups
 from mlx_mtp.bench.random_model import shaped_model
 from mlx_mtp.emulator.front_end import check
@@ -87,7 +87,7 @@ def test_the_texts_of_released_configs_are_among_those_that_doctor_compiles(file
         model, _ = shaped_model(tmp_path / "config.json", layers=layers)
         for trial in trials(place(model), mx.bfloat16, rows):
             trial.pairs[0][0](trial.x(0))
-    ours = [text for text in found if text.kernel in compile_check.OPS]
+    ours = [text for text in found if text.kernel in compile_jobs.OPS]
     assert ours
     missing = [text.text.rpartition("decltype(")[2] for text in dict.fromkeys(ours) if text not in listed()]
     assert not missing, "\n".join(missing)
@@ -96,6 +96,6 @@ def test_the_texts_of_released_configs_are_among_those_that_doctor_compiles(file
 def test_all_launches_are_small():
     """They run on a machine that has little memory, as a hosted one."""
     sizes = [
-        sum(x.nbytes for x in launch.call["inputs"] if isinstance(x, mx.array)) for launch in compile_check.launches()
+        sum(x.nbytes for x in launch.call["inputs"] if isinstance(x, mx.array)) for launch in compile_jobs.launches()
     ]
     assert max(sizes) < 2**26
