@@ -79,6 +79,7 @@ class CompileCheck:
                 tell(job["name"], done, len(self.jobs))
                 self.found["running"] = text
                 text |= self._lacking(text) or self._answer(job)
+                self._write_sometimes()
             self.found |= {"finished": True, "running": None}
         except ValueError as e:
             self.found["not_checked"] = first_line(e)
@@ -101,7 +102,6 @@ class CompileCheck:
         if "status" in answer:
             self.end_child()
             return {**answer, "seconds": seconds}
-        self._write_sometimes()
         if refused := answer["refused"]:
             return {"status": REFUSED, "seconds": seconds, "message": refused[:MESSAGE]}
         return {"status": COMPILED, "seconds": seconds}

@@ -14,11 +14,14 @@ Job = Mapping[str, Any]
 
 
 def by_mlx(job: Job) -> str | None:
-    """Compile and run a job on the GPU, on zeros of its shapes; return the compiler's message if it is refused."""
+    """Compile and run a job on the GPU, on zeros where it has no values; return the message if it is refused."""
     import mlx.core as mx
 
     def value(given: Any) -> Any:
-        return mx.zeros(given["shape"], getattr(mx, given["dtype"])) if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        shape, dtype = given["shape"], getattr(mx, given["dtype"])
+        return mx.array(given["values"], dtype).reshape(shape) if "values" in given else mx.zeros(shape, dtype)
 
     call = dict(job["call"])
     call["inputs"] = [value(given) for given in call["inputs"]]

@@ -13,6 +13,7 @@ from .compile_child import by_mlx
 from .kernel_launches import FORMATS, RELEASED, groups
 
 OPS = tuple(sorted(path.stem for path in DIRECTORY.glob("*.metal")))
+SMALL = 64  # elements of an array that keeps its values
 Job = dict[str, Any]
 
 
@@ -49,14 +50,17 @@ def _in_steps(part: list[RecordedLaunch], count: int) -> list[RecordedLaunch]:
 
 
 def job_of(launch: RecordedLaunch) -> Job:
-    """Write a launch as JSON: arrays by shape and dtype, dtypes by name."""
+    """Write a launch as JSON: arrays by shape and dtype, and small ones, which may be sizes, with their values."""
     call = dict(launch.call)
-    call["inputs"] = [
-        {"shape": x.shape, "dtype": type_name(x.dtype)} if isinstance(x, mx.array) else x for x in call["inputs"]
-    ]
+    call["inputs"] = [_input(x) if isinstance(x, mx.array) else x for x in call["inputs"]]
     call["template"] = [(key, type_name(v) if isinstance(v, mx.Dtype) else v) for key, v in call["template"]]
     call["output_dtypes"] = [type_name(dtype) for dtype in call["output_dtypes"]]
     return {"name": launch.text.kernel, "text": launch.text.text, "kernel": launch.kernel, "call": call}
+
+
+def _input(x: mx.array) -> Job:
+    values = {"values": x.flatten().tolist()} if x.size <= SMALL else {}
+    return {"shape": x.shape, "dtype": type_name(x.dtype), **values}
 
 
 def types_of(job: Job) -> list[str]:

@@ -153,12 +153,12 @@ def test_every_kernel_is_compiled_and_a_sample_is_of_each():
 def test_a_job_runs_as_the_launch_that_it_was_made_of():
     """In place of the GPU the emulator runs it, which checks shapes and grids too."""
     with emulator.emulated() as launched:
-        for launch in launches(["add_norm", "moe_route", "gated_norm"], 1):
+        for launch in launches(["add_norm", "moe_route", "gated_norm", "norm_rope"], 1):
             text = json.loads(json.dumps(job_of(launch)))
             assert compile_child.by_mlx(text) is None
             broken = {**text, "kernel": {**text["kernel"], "source": "no such thing;"}}
             assert "error" in str(compile_child.by_mlx(broken))
-    assert len(launched) == 3
+    assert len(launched) == 4
 
 
 # The command
