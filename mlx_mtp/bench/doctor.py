@@ -65,7 +65,7 @@ def examine_bits(ops: Sequence[str], tell: Tell) -> Found:
     tic = time.time()
     found: Found = {"doctor": FORMAT, "bits_only": True, "op": [*ops], "environment": result.environment()}
     found["metal"] = on_metal()
-    found["kernels"] = _or_why({}, partial(_small, ops or OPS, tell))
+    found["kernels"] = _or_why({}, partial(_small, ops or tuple(SMALL), tell))
     return _ended(found, tic)
 
 
@@ -87,7 +87,7 @@ def _or_why(line: Found, run: Callable[[], Found]) -> Found:
 def _every(tell: Tell) -> Found:
     """Check every kernel: on the GPU in released models' shapes, else emulated in small ones, if there is a clang."""
     if not on_metal():
-        return _emulated(OPS, tell)
+        return _emulated(tuple(SMALL), tell)
     missing, found = lacking(), []
     dtype = next(each for each in TYPES if type_name(each) not in missing)
     with in_type(dtype):

@@ -132,8 +132,8 @@ def kernels(found: Found) -> Iterator[str]:
 def summary(found: Found) -> Iterator[str]:
     """Show a line for each kernel, and below them what was not checked, and of which kernels."""
     listed = by_kernel(found)
-    headers = ("kernel", "checked as", "compiled", "right", "ratio", "multiply-adds", "registers")
-    yield "A ratio is the lowest and the highest of all shapes and numbers of rows. Empty: not checked.\n"
+    headers = ("kernel", "checked as", "compiled", "right", "ratio", "contraction", "registers")
+    yield "Ratio: the lowest and the highest of all shapes and rows. What an empty cell is about was left out, see below.\n"
     yield from table(headers, map(_summed, listed), "<<<<<<<")
     yield "\nNot checked:\n"
     for reason in dict.fromkeys(why for k in listed for why in k["not_checked"]):
@@ -146,7 +146,7 @@ def _summed(k: Found) -> tuple[str, ...]:
     states = ({True: "yes", False: f"**{no}**", None: ""}[k[what]] for what, no in STATES.items())
     ratio = "-".join(dict.fromkeys(f"{r:.2f}" for r in k["ratio"] or ()))
     alternative = (k["alternative"] or {}).get("multiply_adds", "")
-    return k["kernel"], ", ".join(k["checked_as"]), *states, ratio, alternative, k["registers"] or ""
+    return f"`{k['kernel']}`", ", ".join(k["checked_as"]), *states, ratio, alternative, k["registers"] or ""
 
 
 def _counted(k: Found) -> tuple[Any, ...]:
