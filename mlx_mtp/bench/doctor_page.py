@@ -133,7 +133,7 @@ def summary(found: Found) -> Iterator[str]:
     """Show a line for each kernel, and below them what was not checked, and of which kernels."""
     listed = by_kernel(found)
     headers = ("kernel", "checked as", "compiled", "right", "ratio", "contraction", "registers")
-    yield "Ratio: the lowest and the highest of all shapes and rows. What an empty cell is about was left out, see below.\n"
+    yield "Ratio: the lowest and the highest of all shapes and rows. Empty cells: see what was left out, below.\n"
     yield from table(headers, map(_summed, listed), "<<<<<<<")
     yield "\nNot checked:\n"
     for reason in dict.fromkeys(why for k in listed for why in k["not_checked"]):
