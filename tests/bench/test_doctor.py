@@ -265,6 +265,15 @@ def test_on_a_gpu_wrong_kernels_are_not_timed_and_failing_ones_lose_no_other(mon
 
 
 @linux_only
+def test_under_the_emulator_the_recurrences_own_kernels_are_checked():
+    """Their cache is in the type of the rows, else plain operations take their place."""
+    found = emulated_check.of_op("gated_delta_verify")
+    assert found["wrong"] is None
+    assert found["kernels"] == ["delta_inputs", "gated_delta_verify", "gated_norm"]
+    assert found["launches"] == 3
+
+
+@linux_only
 def test_under_the_emulator_a_wrong_kernel_is_seen(monkeypatch):
     assert emulated_check.of_op("add_norm")["wrong"] is None
     assert emulated_check.of_op("verify_qmm")["wrong"] is None
