@@ -25,12 +25,13 @@ from ..machine.memory import available
 from ..models import find_port
 from ..ranks.split import Share, take_part
 from .build import check_vectors, is_drafter, read_args
-from .files import TRUNK_FILES, Header, read_config, read_header, sidecar_files
+from .files import Header, read_config, read_header
 from .load import load_model
 from .norm_conventions import conventions, mean
 from .parameters import expected, named, same
 from .report import Report, declared_heads, listed, quantization, size, table
 from .sort_tensors import Contents, ignored_by, missing_experts, relative
+from .weight_files import read_stored, weight_files
 
 LONG = 1 << 16  # positions: beyond every window, so that what keys and values still grow by is theirs
 MOST_NAMED = 1000  # experts, of which a file may claim any number
@@ -115,9 +116,12 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
         warnings.simplefilter("always")
         model = tried(load_model, path, lazy=True, kernels="off")
     said = [str(warning.message) for warning in warned]
-    header: Header = {}
-    for file in dict.fromkeys([*sorted(path.glob(TRUNK_FILES)), *sidecar_files(path, None)]):
-        header |= tried(read_header, [file]) or {}
+    stored = tried(read_stored, path)
+    header: Header = stored.trunk | stored.sidecars if stored else {}
+    for name in [] if stored else weight_files(path):
+        header |= tried(read_header, [path / name]) or {}
+    if stored and model is None:
+        problems += (stored.unread | stored.unread_sidecars).values()
     port = find_port(config) if config else None
     contents = tried(_sort, port, path, config, header) if port else None
     contents = contents or Contents(header, {}, 0, "", (), None)  # type: ignore[arg-type] - no heads, no spec

@@ -193,6 +193,8 @@ class Splitter:
         if reading is None:
             return self._no_call()
         self._holds, self._space, self._text = False, "", self._text[reading.end :].lstrip()
+        if self._one_call:
+            self._text = ""
         return self._calls(reading.calls)
 
     def _first_of_two(self) -> list[Part] | None:

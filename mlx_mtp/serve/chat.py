@@ -4,12 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, Said, TokenLogprob, calls_of, logprobs_of, text_of
-from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of, new_id, parsed
+from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of
 from .fields import MOST_TOP, Door, Refused, boolean, integer, items, plain_text, stops, text, tool_text
+from .forms import Message
 from .job import Begun, End
-from .prompts import Message
 from .sampling_fields import most_tokens
 from .thinking import switch_of, template_of
+from .tool_calls.schema import dumps
 
 
 class ChatExchange(Completion):
@@ -33,6 +34,7 @@ class ChatExchange(Completion):
             tools,
             template_of(body, door, self.warnings),
             self.warnings,
+            self.call_ids,
             most=most_tokens(body, "max_completion_tokens", "max_tokens", "n_predict"),
             choices=self.choices,
             stops=stops(body, "stop"),
@@ -52,7 +54,7 @@ class ChatExchange(Completion):
             return
         index = self._calls[choice]
         self._calls[choice] += 1
-        call = function_call(new_id("call_"), part.name, "")
+        call = function_call(self.call_ids.of(choice, index), part.name, "")
         yield self._delta(choice, {"tool_calls": [{"index": index, **call}]})
         yield self._delta(choice, {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]})
 
@@ -61,7 +63,7 @@ class ChatExchange(Completion):
         yield self._delta(choice, {}, reason=end.reason)
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        calls = [function_call(new_id("call_"), *call) for call in calls_of(answer.parts)]
+        calls = [function_call(self.call_ids.of(index, i), *call) for i, call in enumerate(calls_of(answer.parts))]
         content = text_of(answer.parts) or (None if calls else "")
         message = message_of("assistant", content, text_of(answer.parts, reasoning=True), calls)
         told = None if self.asks[index].logprobs is None else _logprobs(logprobs_of(answer.parts))
@@ -128,7 +130,7 @@ def functions_of(
 
 
 def messages_of(given: list[dict[str, Any]], warnings: list[str] | None = None) -> list[Message]:
-    """Bring messages to the form that templates read: texts as content, arguments of calls as objects."""
+    """Bring messages to the form that is common to all APIs: texts as content."""
     warnings = [] if warnings is None else warnings
     return [_message(message, warnings) for message in given]
 
@@ -154,5 +156,6 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not text(function, "name"):
         raise Refused("tool_calls: a call needs a function with a name", param="messages")
-    arguments = parsed(function.get("arguments") or {})
+    given = function.get("arguments") or {}
+    arguments = given if isinstance(given, str | dict) else dumps(given)
     return {"id": text(call, "id"), "type": "function", "function": {**function, "arguments": arguments}}

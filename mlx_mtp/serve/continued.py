@@ -47,7 +47,7 @@ def render_begun(tokenizer: Any, messages: list[Message], options: dict[str, Any
     text = render(tokenizer, messages, options)
     last = messages[-1] if messages else {}
     parts = [last.get(name) or "" for name in ("content", "reasoning_content")]
-    if not any(part.endswith(MARK) for part in parts):
+    if MARK not in text and not any(part.endswith(MARK) for part in parts):
         return text
     text, mark, _ = text.rpartition(MARK)
     if not mark or parts[1].removesuffix(MARK).strip() not in text:

@@ -1,5 +1,6 @@
 """State what an API's module makes of a request: what to answer, and how its client is told."""
 
+import hashlib
 import json
 import secrets
 import time
@@ -13,10 +14,12 @@ from .answer import Part, calls_of, text_of
 from .continued import finished, is_begun
 from .field_table import check_fields
 from .fields import MOST_CHOICES, Door, Refused, boolean, integer
+from .forms import Message
 from .job import Ask, Begun, End, Failed
-from .prompts import Message, Prompt, encode_chat
+from .prompts import Prompt, encode_chat
 from .sampling_fields import asks_for
 from .template_probes import renders_tools
+from .template_traits import traits_of
 from .thinking import switch_of
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -27,6 +30,19 @@ class Answer(NamedTuple):
 
     parts: list[Part]
     end: End
+
+
+class CallIds:
+    """The ids of the calls in a request's answers, in the form that the model's chat template takes."""
+
+    def __init__(self, door: Door, prefix: str):
+        self._prefix, self._nonce = prefix, secrets.token_hex(12)
+        self._short = traits_of(door.tokenizer).ids == "short"
+
+    def of(self, choice: int, index: int) -> str:
+        """The id of the call with this index in an answer."""
+        digest = hashlib.sha256(f"{self._nonce}/{choice}/{index}".encode()).hexdigest()
+        return digest[:9] if self._short else self._prefix + digest[:24]
 
 
 class Exchange:
@@ -41,11 +57,13 @@ class Exchange:
 
     api: str
     asks: list[Ask]
+    call_prefix = "call_"
     keep_alive = ": keep-alive\n\n"
 
     def __init__(self, body: dict[str, Any], door: Door):
         self.model, self.warnings = door.called(body), check_fields(self.api, body)
         self.stream = boolean(body, "stream")
+        self.call_ids = CallIds(door, self.call_prefix)
 
     def begin(self, begun: Begun) -> Iterable[str]: ...
 
@@ -152,11 +170,12 @@ def asks_of(
     tools: list[Any] | None,
     template: dict[str, Any],
     warnings: list[str],
+    ids: CallIds,
     **more: Any,
 ) -> list[Ask]:
     """Make what is to be answered of a conversation, in the form that all APIs are brought to; raises Refused.
 
-    messages: with texts as content, and arguments of calls as objects. more: of `asks_for`.
+    messages: with texts as content. ids: of the answers' calls. more: of `asks_for`.
     """
     how = end_of_prompt(body, messages)
     prompt = prompt_of(door, messages, tools, template, turns=door.turns, **how)
@@ -165,7 +184,7 @@ def asks_of(
     known, tokens = door.tokenizer, prompt.tokens
     thinking = known.has_thinking and known.rfind_think_start(tokens) > known.rfind_think_end(tokens)
     continues = how["continues"] and is_begun(messages)
-    follows = partial(_next_prompt, door, messages, tools, template, continues=continues)
+    follows = partial(_next_prompt, door, messages, tools, template, ids, continues=continues)
     more |= {"chat": True, "thinking": thinking, "continues": continues, "tools": tools, "follows": follows}
     return asks_for(door, prompt, body, **more)
 
@@ -199,12 +218,13 @@ def _next_prompt(
     messages: list[Message],
     tools: list[Any] | None,
     template: dict[str, Any],
+    ids: CallIds,
     parts: list[Part],
     *,
     continues: bool,
 ) -> list[int]:
     """Encode the conversation with its answer, as the next turn will begin."""
-    calls = [function_call(f"call_{i}", name, parsed(given)) for i, (name, given) in enumerate(calls_of(parts))]
+    calls = [function_call(ids.of(0, i), name, given) for i, (name, given) in enumerate(calls_of(parts))]
     answer = message_of("assistant", text_of(parts), text_of(parts, reasoning=True), calls)
     told = finished(messages, answer) if continues else [*messages, answer]
     asked = [*told, {"role": "user", "content": ""}]
@@ -220,12 +240,3 @@ def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[
 def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
     """Write a call of a tool as OpenAI's chat completions do."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
-
-
-def parsed(arguments: Any) -> Any:
-    """Read the arguments of a call, which are JSON where they are an object; else they stay what they are."""
-    try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments

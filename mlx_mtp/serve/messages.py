@@ -16,13 +16,13 @@ from .exchange import (
     function_call,
     message_of,
     new_id,
-    parsed,
     prompt_of,
 )  # fmt: skip
 from .field_table import check_fields
 from .fields import NO_PICTURES, PICTURES, Door, Refused, fields_of, items, plain_text, stops, text, tool_text
+from .forms import Message
+from .history import parsed
 from .job import Begun, End, Failed
-from .prompts import Message
 from .sampling_fields import most_tokens
 from .thinking import template_of
 
@@ -38,23 +38,25 @@ class MessageExchange(Exchange):
     """One message."""
 
     api = "messages"
+    call_prefix = "toolu_"
 
     def __init__(self, body: dict[str, Any], door: Door):
         super().__init__(body, door)
         fields_of(body, "output_config")
         tools, one_call = _tools(body, self.warnings)
-        given = conversation_of(body, self.warnings), tools, template_of(body, door, self.warnings), self.warnings
+        conversation, template = conversation_of(body, self.warnings), template_of(body, door, self.warnings)
         how: dict[str, Any] = {"most": most_tokens(body, "max_tokens"), "stops": stops(body, "stop_sequences")}
-        self.asks = asks_of(door, body, *given, **how, one_call=one_call)
+        how["one_call"] = one_call
+        self.asks = asks_of(door, body, conversation, tools, template, self.warnings, self.call_ids, **how)
         self.keep_alive = data({"type": "ping"})
-        self._id, self._open, self._index = new_id("msg_"), "", -1
+        self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0
 
     def begin(self, begun: Begun) -> Iterable[str]:
         head = {**self._message([]), "usage": self._usage(begun.cached, 0)}
         yield data({"type": "message_start", "message": head})
 
     def part(self, choice: int, part: Part) -> Iterable[str]:
-        block = _block(part)
+        block = self._block(part)
         kind = block["type"]
         if isinstance(part, ToolCall) or kind != self._open:
             yield from self._stop()
@@ -79,7 +81,7 @@ class MessageExchange(Exchange):
         ((parts, end),) = answers
         content: list[dict[str, Any]] = []
         for part in parts:
-            block = _block(part)
+            block = self._block(part)
             kind = block["type"]
             if isinstance(part, ToolCall):
                 given = parsed(part.arguments)
@@ -110,15 +112,18 @@ class MessageExchange(Exchange):
             yield data({"type": "content_block_stop", "index": self._index})
         self._open = ""
 
+    def _block(self, part: Part) -> dict[str, Any]:
+        """Begin the block that a part belongs to."""
+        if isinstance(part, ToolCall):
+            self._calls += 1
+            name = self.call_ids.of(0, self._calls - 1)
+            return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
+        return (
+            {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
+        )
+
     def _delta(self, delta: dict[str, Any]) -> str:
         return data({"type": "content_block_delta", "index": self._index, "delta": delta})
-
-
-def _block(part: Part) -> dict[str, Any]:
-    """Begin the block that a part belongs to."""
-    if isinstance(part, ToolCall):
-        return {"type": "tool_use", "id": new_id("toolu_"), "name": part.name, "input": {}}
-    return {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:

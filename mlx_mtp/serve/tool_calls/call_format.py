@@ -1,4 +1,4 @@
-"""What every format of tool calls offers to the splitter of an answer."""
+"""Define what every format of tool calls offers to the splitter of an answer."""
 
 from typing import NamedTuple, Protocol
 

@@ -1,4 +1,4 @@
-"""Gemma's calls: `call:NAME{key:value,...}` with strings between marks of their own instead of quotes."""
+"""Read Gemma's calls: `call:NAME{key:value,...}` with strings between marks of their own instead of quotes."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Calls in JSON: Hermes' and Qwen3's, Llama 3's, Mistral's, Kimi-K2's, DeepSeek's."""
+"""Read calls in JSON: Hermes' and Qwen3's, Llama 3's, Mistral's, Kimi-K2's, DeepSeek's."""
 
 import functools
 import json
@@ -9,15 +9,12 @@ from typing import NamedTuple
 import regex
 
 from .call_format import Reading, ToolCall, any_of
-from .schema import Tools, strict
+from .json_text import end_of_value, members
+from .schema import Tools, dumps, strict
 
-STRING = r'"(?:\\.|[^"\\])*+"'
-TOKENS = regex.compile(rf"{STRING}|[\[\]{{}}]", regex.DOTALL)
-SCALAR = regex.compile(rf"{STRING}|[^\s,\]}}]++", regex.DOTALL)
 BETWEEN = regex.compile(r"(?:\s|[;,])*+")
-MEMBER = regex.compile(rf"\s*,?\s*(?P<key>{STRING})\s*:\s*", regex.DOTALL)
-LAST = regex.compile(r"\s*,?\s*\}")
-NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool"), ("arguments", "parameters", "input")
+NAME_KEYS = ("name", "function", "tool", "tool_name")
+ARGUMENT_KEYS = ("arguments", "parameters", "input")
 
 
 @dataclass(frozen=True)
@@ -28,6 +25,7 @@ class JsonMarks:
     call: begins one call, which it does alone where models leave out the block's mark.
     head: pattern behind that and in front of the arguments, with {name}; "" where the JSON has the name.
     foot: pattern behind the arguments.
+    names_are_keys: a call is an object whose one key is the name.
     """
 
     start: str
@@ -35,6 +33,7 @@ class JsonMarks:
     call: str = ""
     head: str = ""
     foot: str = ""
+    names_are_keys: bool = False
 
 
 class JsonCalls:
@@ -77,11 +76,11 @@ class JsonCalls:
         """One JSON value and the calls in it; None where it is none of offered tools."""
         head = patterns.head.match(text, at) if self._marks.head else None
         start = head.end() if head else at
-        if (end := _end_of_value(text, start)) is None or text[start : start + 1] not in ("{", "["):
+        if (end := end_of_value(text, start)) is None or text[start : start + 1] not in ("{", "["):
             return None
         try:
             own = [ToolCall(head["name"], strict(text[start:end]))] if head else None
-            calls = own or list(_calls(text, start, tools))
+            calls = own or list(_calls(text, start, tools, self._marks.names_are_keys))
         except ValueError:
             return None
         foot = patterns.foot.match(text, end)
@@ -103,8 +102,9 @@ def _patterns(marks: JsonMarks, names: tuple[str, ...]) -> Patterns:
     name = any_of(list(names))
     head = rf"(?:{regex.escape(marks.call)})?\s*" + marks.head.replace("{name}", f"(?P<name>{name})")
     start, end = regex.escape(marks.start), regex.escape(marks.end)
-    keys = "|".join((*NAME_KEYS, *ARGUMENT_KEYS, "id", "type"))
-    first = rf'"(?:name|tool)"\s*:\s*"(?:{name})"|"tool"\s*:\s*\{{|"(?!name"|tool")(?:{keys})"\s*:'
+    keys = "|".join((*NAME_KEYS, *ARGUMENT_KEYS, "id", "type", "tool_call_id"))
+    first = rf'"(?:name|tool|tool_name)"\s*:\s*"(?:{name})"|"tool"\s*:\s*\{{|"(?!name"|tool")(?:{keys})"\s*:'
+    first += rf'|"(?:{name})"\s*:\s*\{{' if marks.names_are_keys else ""
     in_json = rf"(?:\[\s*)?\{{\s*(?:{first})"
     opening = rf"(?:{start}\s*)?(?:{in_json}{'|' + head if marks.head else ''})"
     return Patterns(
@@ -116,32 +116,39 @@ def _patterns(marks: JsonMarks, names: tuple[str, ...]) -> Patterns:
     )
 
 
-def _calls(text: str, start: int, tools: Tools) -> Iterator[ToolCall]:
+def _calls(text: str, start: int, tools: Tools, names_are_keys: bool) -> Iterator[ToolCall]:
     """The calls of a JSON value; raises ValueError where it is anything else."""
     if text[start] == "[":
         at = start + 1
         while (between := BETWEEN.match(text, at)) and text[at := between.end()] == "{":
-            yield from _calls(text, at, tools)
-            end = _end_of_value(text, at)
+            yield from _calls(text, at, tools, names_are_keys)
+            end = end_of_value(text, at)
             assert end is not None, "a value whose beginning was read has an end"
             at = end
         if text[at] != "]":
             raise ValueError("a list of calls has something else in it")
         return
-    members = dict(_members(text, start))
-    inner = next((members[key] for key in ("function", "tool") if members.get(key, "").startswith("{")), None)
+    found = _object(text, start)
+    if names_are_keys and len(found) == 1 and (name := next(iter(found))) in tools.names:
+        found = {"name": dumps(name), "arguments": found[name]}
+    inner = next((found[key] for key in ("function", "tool") if found.get(key, "").startswith("{")), None)
     if inner:
-        members = {**members, **dict(_members(inner, 0))}
-    name = next((members[key] for key in NAME_KEYS if members.get(key, "").startswith('"')), '""')
+        found = {**found, **_object(inner, 0)}
+    name = next((found[key] for key in NAME_KEYS if found.get(key, "").startswith('"')), '""')
     name = _string(name)
     if name not in tools.names:
         raise ValueError(f"{name!r} was not offered")
-    yield ToolCall(name, _arguments(members))
+    yield ToolCall(name, _arguments(found))
 
 
-def _arguments(members: dict[str, str]) -> str:
+def _object(text: str, start: int) -> dict[str, str]:
+    """The texts of an object's values by their keys; ValueError where the object does not end."""
+    return {_string(key): value for key, value in members(text, start)}
+
+
+def _arguments(call: dict[str, str]) -> str:
     """The arguments of a call, as written where that is JSON; ValueError where they are no object."""
-    written = next((members[key] for key in ARGUMENT_KEYS if key in members), "{}")
+    written = next((call[key] for key in ARGUMENT_KEYS if key in call), "{}")
     if written.startswith('"'):  # JSON in JSON
         written = _string(written)
     if written.strip() in ("", "null"):
@@ -155,29 +162,3 @@ def _arguments(members: dict[str, str]) -> str:
 def _string(text: str) -> str:
     """The string that a text in quotes stands for."""
     return json.loads(strict(text))
-
-
-def _members(text: str, start: int) -> Iterator[tuple[str, str]]:
-    """The keys and the texts of the values of an object that begins at `start`; ValueError where it does not end."""
-    at = start + 1
-    while member := MEMBER.match(text, at):
-        end = _end_of_value(text, member.end())
-        if end is None:
-            raise ValueError("an object that does not end")
-        yield _string(member["key"]), text[member.end() : end]
-        at = end
-    if not LAST.match(text, at):
-        raise ValueError("an object with something else in it")
-
-
-def _end_of_value(text: str, start: int) -> int | None:
-    """The index behind the JSON value that begins at `start`; None where it does not end."""
-    if text[start : start + 1] not in ("{", "["):
-        scalar = SCALAR.match(text, start)
-        return scalar.end() if scalar else None
-    depth = 0
-    for token in TOKENS.finditer(text, start):
-        depth += (token[0] in ("{", "[")) - (token[0] in ("}", "]"))
-        if not depth:
-            return token.end()
-    return None

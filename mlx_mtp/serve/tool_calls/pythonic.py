@@ -1,26 +1,32 @@
-"""Calls as Python writes them, of LFM2 and others: `[weather(city="Bonn", days=2), ...]` between marks."""
+"""Read calls as Python writes them, of LFM2 and others: `[weather(city="Bonn", days=2), ...]` between marks."""
 
 import ast
+import bisect
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import regex
 
-from .call_format import Reading, ToolCall, any_of
+from .call_format import Reading, ToolCall, any_of, behind_space
 from .schema import Tools, dumps
 
 MOST_ENDS = 200  # brackets that are tried as the end of the list
+MOST_STEPS = 5000  # arguments that are tried, where strings are not escaped
 JSON_CONSTANTS = {"true": True, "false": False, "null": None}
+KEY = regex.compile(r"\s*,?\s*(?P<key>\w+)\s*=\s*")
+# Behind a value: the next argument, or the end of the call and the next call or the end of the list.
+VALUE_END = regex.compile(r"(?=\s*(?:,\s*\w+\s*=|\)\s*(?:,\s*[\w.-]+\s*\(|\])))")
 
 
 @dataclass(frozen=True)
 class PythonicCalls:
-    """The format with these marks around a list of calls."""
+    """The format with these marks around a list of calls. escaped: strings are literals, else text between quotes."""
 
     start: str
     end: str
+    escaped: bool = True
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -30,7 +36,7 @@ class PythonicCalls:
         return _opening(self.start, tuple(tools.names))
 
     def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
-        """As `CallFormat.read`. The list ends at the first bracket at which it is Python."""
+        """As `CallFormat.read`. The list ends at the first bracket at which it can be read."""
         calls: list[ToolCall] = []
         end = 0
         while opening := _opening(self.start, tuple(tools.names)).match(text, end):
@@ -41,19 +47,95 @@ class PythonicCalls:
         return Reading(calls, end) if calls else None
 
     def _list(self, text: str, begin: int, tools: Tools) -> Reading | None:
-        bracket = begin
-        for _ in range(MOST_ENDS):
-            if (bracket := text.find("]", bracket + 1)) < 0:
-                return None
-            try:
-                parsed = ast.parse(text[begin : bracket + 1], mode="eval").body
-                calls = [_call(each, tools) for each in parsed.elts] if isinstance(parsed, ast.List) else []
-            except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        found = _literals(text, begin, tools) if self.escaped else None
+        found = found or Unescaped(text, self.end, tools).read(begin)
+        if found is None:
+            return None
+        behind = behind_space(text, found.end)
+        return Reading(found.calls, behind + len(self.end) if text.startswith(self.end, behind) else found.end)
+
+
+def _literals(text: str, begin: int, tools: Tools) -> Reading | None:
+    """The calls of a list that is Python."""
+    bracket = begin
+    for _ in range(MOST_ENDS):
+        if (bracket := text.find("]", bracket + 1)) < 0:
+            return None
+        try:
+            parsed = ast.parse(text[begin : bracket + 1], mode="eval").body
+            calls = [_call(each, tools) for each in parsed.elts] if isinstance(parsed, ast.List) else []
+        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+            continue
+        if calls:
+            return Reading(calls, bracket + 1)
+    return None
+
+
+class Place(NamedTuple):
+    """A position behind a call's name, its arguments or its end, and what was read up to it."""
+
+    at: int
+    calls: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    inside: bool
+
+
+class Unescaped:
+    """The readings of a list in which strings are any text between quotes, the shortest values first."""
+
+    def __init__(self, text: str, end: str, tools: Tools):
+        self._text, self._end, self._tools = text, end, tools
+        self._call = regex.compile(rf"\s*,?\s*(?P<name>{any_of(tools.names)})\s*\(")
+        self._ends = [match.start() for match in VALUE_END.finditer(text)]
+
+    def read(self, begin: int) -> Reading | None:
+        """The calls of the list that begins at `begin`, preferably of one that the end mark follows."""
+        stack, unclosed = [Place(begin + 1, (), False)], None
+        for _ in range(MOST_STEPS):
+            if not stack:
+                break
+            place = stack.pop()
+            if place.inside:
+                stack += reversed(self._in_call(place))
+            elif call := self._call.match(self._text, place.at):
+                stack.append(Place(call.end(), (*place.calls, (call["name"], ())), True))
+            elif place.calls and self._text.startswith("]", at := behind_space(self._text, place.at)):
+                found = Reading([_unescaped_call(name, given) for name, given in place.calls], at + 1)
+                if self._text.startswith(self._end, behind_space(self._text, at + 1)):
+                    return found
+                unclosed = unclosed or found
+        return unclosed
+
+    def _in_call(self, place: Place) -> list[Place]:
+        """The places behind the call's end, or behind its next argument."""
+        at = behind_space(self._text, place.at)
+        if self._text.startswith(")", at):
+            return [place._replace(at=at + 1, inside=False)]
+        if not (key := KEY.match(self._text, place.at)):
+            return []
+        (name, given), start, found = place.calls[-1], key.end(), []
+        for end in self._ends[bisect.bisect_right(self._ends, start) :]:
+            value = self._text[start:end].rstrip()
+            if value[:1] in ("'", '"') and (len(value) < 2 or value[-1] != value[0]):
                 continue
-            if calls:
-                behind = regex.compile(rf"\s*{regex.escape(self.end)}").match(text, bracket + 1)
-                return Reading(calls, behind.end() if behind else bracket + 1)
-        return None
+            calls = (*place.calls[:-1], (name, (*given, (key["key"], value))))
+            found.append(Place(end, calls, True))
+            if value[:1] not in ("'", '"', "{", "["):
+                break
+        return found
+
+
+def _unescaped_call(name: str, given: tuple[tuple[str, str], ...]) -> ToolCall:
+    return ToolCall(name, dumps({key: _unescaped(value) for key, value in given}))
+
+
+def _unescaped(text: str) -> Any:
+    """The value that a text stands for: what is between quotes, or a literal; else the text itself."""
+    if text[:1] in ("'", '"'):
+        return text[1:-1]
+    try:
+        return _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return text
 
 
 @functools.lru_cache(maxsize=64)

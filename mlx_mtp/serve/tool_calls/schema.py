@@ -1,4 +1,4 @@
-"""The tools of a request: their names, and the types that their parameters may have."""
+"""Hold the tools of a request: their names, and the types that their parameters may have."""
 
 import ast
 import json

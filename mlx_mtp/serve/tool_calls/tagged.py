@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags, as they are: Qwen3-Coder's, GLM's, MiniMax's, DeepSeek-V3.2's and others.
+"""Read calls whose arguments stand between tags as they are: Qwen3-Coder's, GLM's, MiniMax's and others.
 
 A value may contain any tag, so its end follows from the text behind it. Of all ways to read the text the first one
 counts in which the calls reach its end, values are as short as possible, and no parameter is given twice.
@@ -40,6 +40,12 @@ class Tags:
     foot: str = ""
     pad: str = ""
     cdata: bool = False
+
+    def value(self, text: str) -> str:
+        """A value without what the template puts around it."""
+        text = text.removeprefix(self.pad).removesuffix(self.pad)
+        inside = CDATA.fullmatch(text) if self.cdata else None
+        return inside[1] if inside else text
 
 
 class Place(NamedTuple):
@@ -185,7 +191,8 @@ class Steps:
         for end in self.ends[bisect.bisect_left(self.ends, parameter.end()) :]:
             if section and not self.text[parameter.end() : end].rstrip().endswith("]]>"):
                 continue
-            if self.declared and not self.tools.fits(name, key, self.text[parameter.end() : end]):
+            value = tags.value(self.text[parameter.end() : end])
+            if self.declared and not self.tools.fits(name, key, value):
                 continue
             trail = Trail(place.trail, Argument(key, parameter.end(), end, written))
             yield Place(end + len(tags.close), place.inside, name, place.keys | {key}, trail)
@@ -215,10 +222,7 @@ class Values(NamedTuple):
 
     def value(self, name: str, argument: Argument) -> str:
         """The JSON of an argument: text as it is, other types as they are written."""
-        text = self.text[argument.start : argument.end]
-        text = text.removeprefix(self.tags.pad).removesuffix(self.tags.pad)
-        if self.tags.cdata and (inside := CDATA.fullmatch(text)):
-            text = inside[1]
+        text = self.tags.value(self.text[argument.start : argument.end])
         if argument.type is None:
             return self.tools.as_json(name, argument.key, text)
         return dumps(text) if argument.type in ("string", "true") else untyped_as_json(text)
