@@ -132,6 +132,9 @@ class CompileCheck:
 
 def lines(found: Found) -> Iterator[str]:
     """Describe a report: a line for each kernel, then each text that failed, then what was not checked."""
+    if found["not_checked"]:
+        yield f"not checked: {found['not_checked']}"
+        return
     texts = found["texts"]
     names = {text["kernel"]: [t for t in texts if t["kernel"] == text["kernel"]] for text in texts}
     for name, own in names.items():

@@ -74,9 +74,11 @@ def compile_only(file: Path, flags: dict[str, Any]) -> None:
     from .progress import stages
 
     check_ops(flags["op"], compile_jobs.OPS)
+    limit = flags["limit"] or compile_check.LIMIT
+    compile_check.CompileCheck((), file, limit).write()  # to list the texts takes seconds
     launches = compile_jobs.launches(flags["op"], flags["sample"], flags["all_formats"])
     jobs = [compile_jobs.job_of(launch) for launch in launches]
-    check = compile_check.CompileCheck(jobs, file, flags["limit"] or compile_check.LIMIT)
+    check = compile_check.CompileCheck(jobs, file, limit)
     try:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
         with stages(*columns, quiet=False) as tell:

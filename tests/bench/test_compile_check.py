@@ -11,7 +11,7 @@ from metal_cases import linux_only
 from sweep import sweep
 
 from mlx_mtp import emulator
-from mlx_mtp.bench import compile_check, compile_child
+from mlx_mtp.bench import compile_check, compile_child, compile_jobs
 from mlx_mtp.bench.compile_check import CompileCheck, is_good, lines
 from mlx_mtp.bench.compile_jobs import OPS, job_of, launches, probe, types_of
 
@@ -177,6 +177,15 @@ def test_a_sample_is_compiled_through_the_front_end(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["c.json"]
 
 
+def test_a_report_is_there_before_the_texts_are_listed(monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_jobs, "launches", interrupted)
+    assert command_line.call("doctor", "--compile-only", "--out", tmp_path / "d").returncode == 130
+    assert not json.loads((tmp_path / "d.json").read_text())["finished"]
+
+
 @sweep
 @linux_only
 def test_every_text_is_compiled_through_the_front_end(tmp_path):
@@ -211,4 +220,8 @@ def test_without_a_compiler_there_is_an_error_and_a_report(monkeypatch, tmp_path
     if not mx.metal.is_available():
         done = command_line.call("doctor", "--compile-only", "--op", "add_norm", "--out", tmp_path / "d")
         assert "needs clang" in command_line.one_line_error(done)
+        assert done.stdout.splitlines() == [
+            "not checked: the front end check needs clang",
+            f"written: {tmp_path}/d.json",
+        ]
         assert "needs clang" in json.loads((tmp_path / "d.json").read_text())["not_checked"]
