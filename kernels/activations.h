@@ -2,7 +2,9 @@
 
 template <typename T>
 METAL_FUNC T sigmoid(T x) {
-  auto tail = 1 / (1 + metal::precise::exp(metal::abs(x)));
+  // Metal has precise::exp for float only.
+  const T power = static_cast<T>(metal::precise::exp(static_cast<float>(metal::abs(x))));
+  const T tail = static_cast<T>(1 / (1 + power));
   return x < 0 ? tail : 1 - tail;
 }
 

@@ -14,8 +14,8 @@
 #include "chunks.h"
 #include "latent_attention.h"
 
-constexpr int FRAGMENTS = 2, ROWS = 8 * FRAGMENTS, COLUMNS = SLICE / 8;
-threadgroup T values[CHUNK * SLICE];
+constexpr int FRAGMENTS = 2, ROWS = 8 * FRAGMENTS, COLUMNS = SLICE / 8, PIECE = CHUNK / 16;
+threadgroup T values[8 * PIECE * SLICE]; // half a chunk: PIECE blocks of 8 keys
 const int L = sizes[0], i = threadgroup_position_in_grid.z, R = scores_shape[1], own_rows = CHOSEN ? R / L : R;
 const int simdgroups = threads_per_threadgroup.y, thread_index = thread_index_in_threadgroup;
 const int chunk = threadgroup_position_in_grid.y, slice = threadgroup_position_in_grid.x * SLICE;
@@ -25,18 +25,9 @@ const int end = CHOSEN ? chosen_shape[1] : min(offset[0] + L, min(latent_shape[2
 const auto keys = keys_of<CHOSEN>(chosen + (CHOSEN ? i * end : 0), end, offset[0] + i);
 const int blocks = clamp((end - first + 7) / 8, 0, alike.z / 8), tiles = (8 * blocks + KEYS - 1) / KEYS;
 
-for (int n = 4 * thread_index; n < 8 * blocks * SLICE; n += 4 * 32 * simdgroups) {
-  const int key = n / SLICE, column = n % SLICE;
-  const vec<T, 4> quad = row_quad(latent, DV, keys.slot(first + key), slice + column);
-  UNROLL
-  for (int j = 0; j < 4; ++j) {
-    values[value_place<SLICE>(key, column + j)] = isfinite(static_cast<float>(quad[j])) ? quad[j] : T(0);
-  }
-}
-threadgroup_barrier(mem_flags::mem_threadgroup);
-
 const Place at = place_of(thread_index_in_simdgroup);
-for (int begin = simdgroup_index_in_threadgroup * ROWS; begin < own_rows; begin += simdgroups * ROWS) {
+for (int block = 0; block < own_rows; block += simdgroups * ROWS) {
+  const int begin = block + simdgroup_index_in_threadgroup * ROWS;
   int row[FRAGMENTS];
   float largest[FRAGMENTS], base[FRAGMENTS], total[FRAGMENTS];
   Fragment sums[FRAGMENTS][COLUMNS];
@@ -55,22 +46,37 @@ for (int begin = simdgroup_index_in_threadgroup * ROWS; begin < own_rows; begin 
       set(sums[f][n], float2(0.0f));
     }
   }
-  for (int b = 0; b < blocks; ++b) {
-    Fragment weights[FRAGMENTS];
-    UNROLL
-    for (int f = 0; f < FRAGMENTS; ++f) {
-      const float2 pair = device_pair(scores + (size_t(first / 8 + b) * R + row[f]) * 8 + at.column);
-      const float2 weight = float2(fast::exp(pair.x - base[f]), fast::exp(pair.y - base[f]));
-      total[f] += weight.x + weight.y;
-      set(weights[f], weight);
+  for (int piece = 0; piece < blocks; piece += PIECE) {
+    const int stop = min(piece + PIECE, blocks);
+    if (block == 0 || blocks > PIECE) { // else the values are those of the rows before
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (int n = 4 * thread_index; n < 8 * (stop - piece) * SLICE; n += 4 * 32 * simdgroups) {
+        const int key = n / SLICE, column = n % SLICE;
+        const vec<T, 4> quad = row_quad(latent, DV, keys.slot(first + 8 * piece + key), slice + column);
+        UNROLL
+        for (int j = 0; j < 4; ++j) {
+          values[value_place<SLICE>(key, column + j)] = isfinite(static_cast<float>(quad[j])) ? quad[j] : T(0);
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    UNROLL
-    for (int n = 0; n < COLUMNS; ++n) {
-      Fragment value;
-      set(value, staged_pair(values + value_place<SLICE>(8 * b + at.row, 8 * n + at.column)));
+    for (int b = piece; b < stop && begin < own_rows; ++b) {
+      Fragment weights[FRAGMENTS];
       UNROLL
       for (int f = 0; f < FRAGMENTS; ++f) {
-        simdgroup_multiply_accumulate(sums[f][n], weights[f], value, sums[f][n]);
+        const float2 pair = device_pair(scores + (size_t(first / 8 + b) * R + row[f]) * 8 + at.column);
+        const float2 weight = float2(fast::exp(pair.x - base[f]), fast::exp(pair.y - base[f]));
+        total[f] += weight.x + weight.y;
+        set(weights[f], weight);
+      }
+      UNROLL
+      for (int n = 0; n < COLUMNS; ++n) {
+        Fragment value;
+        set(value, staged_pair(values + value_place<SLICE>(8 * (b - piece) + at.row, 8 * n + at.column)));
+        UNROLL
+        for (int f = 0; f < FRAGMENTS; ++f) {
+          simdgroup_multiply_accumulate(sums[f][n], weights[f], value, sums[f][n]);
+        }
       }
     }
   }

@@ -83,17 +83,18 @@ def _with_storage(text: str) -> str:
             declaration = text[found.end() : stop]
             plain = not re.search("[=*&]", re.sub(r"\[[^\[\]]*\]", "", declaration))
             if plain and (variables := declarators(declaration)):
-                sizes += [f"(sizeof({type_} {extents}) + 15) / 16 * 16" for type_, _, extents in variables]
-                lines = "\n" * text.count("\n", found.start(1), stop)
-                pieces += [text[last : found.start(1)], *map(_reference, variables), _checked_size(sizes), lines]
+                pieces.append(text[last : found.start(1)])
+                for type_, variable, extents in variables:
+                    pieces.append(_reference(type_, variable, extents, " + ".join(sizes) or "0"))
+                    sizes.append(f"(sizeof({type_} {extents}) + 15) / 16 * 16")
+                pieces += [_checked_size(sizes), "\n" * text.count("\n", found.start(1), stop)]
                 last = stop + 1
     return "".join([*pieces, text[last:]])
 
 
-def _reference(variable: tuple[str, str, str]) -> str:
-    type_, name, extents = variable
+def _reference(type_: str, name: str, extents: str, address: str) -> str:
     memory = f"threadgroup {name}_memory"
-    return f"using {name}_memory = {type_} {extents}; {memory}& {name} = *({memory}*)0; "
+    return f"using {name}_memory = {type_} {extents}; {memory}& {name} = *({memory}*)({address}); "
 
 
 def _checked_size(sizes: list[str]) -> str:

@@ -24,9 +24,10 @@ STRICT = Path(__file__).parent / "strict"
 PREAMBLE = "mlx/backend/metal/kernels/utils.h"  # what MLX puts in front of a kernel's text
 LIBRARY = "#include <metal_stdlib>\n"
 OLDEST_CLANG = 22  # the first that has __bf16 for this target
-COMMAND = ["clang", "--target=spir64", "-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", f"-I{STRICT}", "-O0"]
-COMMAND += ["-Wdouble-promotion", "-Wimplicit-float-conversion", "-Wno-unknown-attributes", "-ferror-limit=0"]
-COMMAND += ["-gline-tables-only", "-fno-caret-diagnostics", "-ftemplate-backtrace-limit=0"]
+LANGUAGE = ["clang", "-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", f"-I{STRICT}"]
+LANGUAGE += ["-ferror-limit=0", "-fno-caret-diagnostics", "-ftemplate-backtrace-limit=0"]
+CHECKS = ["--target=spir64", "-O0", "-Wdouble-promotion", "-Wimplicit-float-conversion"]
+CHECKS += ["-Wno-unknown-attributes", "-gline-tables-only"]
 # Without the first, variables outside of functions need an address space, as in Metal; the others depend on it.
 OFF = ("program_scope_global_variables", "pipes", "device_enqueue")
 TOLERANT = ["-Xclang", "-fallow-pch-with-compiler-errors"]
@@ -65,12 +66,17 @@ def zig() -> str:
     raise ValueError(f"the front end check needs clang 22 or newer, which ziglang>=0.17 has: {INSTALL}")
 
 
-def _command(spaces: Spaces) -> list[str]:
+def language(spaces: Spaces) -> list[str]:
+    """Return the command that compiles C++ for OpenCL with Metal's library, for any target."""
     off = OFF if spaces == "generic" else (*OFF, "generic_address_space")
-    return [zig(), *COMMAND, "-Xclang", "-cl-ext=" + ",".join(f"-__opencl_c_{name}" for name in off)]
+    return [zig(), *LANGUAGE, "-Xclang", "-cl-ext=" + ",".join(f"-__opencl_c_{name}" for name in off)]
 
 
-def _run(command: list[str], text: str, name: str) -> tuple[str, list[Diagnostic]]:
+def _command(spaces: Spaces) -> list[str]:
+    return [*language(spaces), *CHECKS]
+
+
+def run(command: list[str], text: str, name: str) -> tuple[str, list[Diagnostic]]:
     """Run clang on a text that it knows as file `name`: its output, and its messages."""
     done = subprocess.run([*command, "-"], input=f'#line 1 "{name}"\n{text}', capture_output=True, text=True)
     messages = diagnostics(done.stderr)
@@ -94,7 +100,7 @@ def diagnostics(output: str) -> list[Diagnostic]:
 def expanded(text: str, name: str) -> str:
     """Expand a text's own macros, so that checks of the text see the words; Metal's words and headers stay."""
     kept = _METAL_INCLUDE.sub(r"#pragma metal_include \1", text)
-    done, messages = _run([zig(), *COMMAND, "-D__METAL__=1", "-D__METAL_VERSION__=320", "-E"], kept, name)
+    done, messages = run([zig(), *LANGUAGE, *CHECKS, "-D__METAL__=1", "-D__METAL_VERSION__=320", "-E"], kept, name)
     return re.sub(r"^#pragma metal_include (.*)$", r"#include \1", done, flags=re.MULTILINE) if not messages else text
 
 
@@ -104,7 +110,7 @@ def read(
     """Parse the output of `to_opencl`, and compile it if `compiled`: LLVM's assembly or nothing, and the messages."""
     before = ["-Xclang", "-include-pch", "-Xclang", str(_parsed(spaces))] if preamble else []
     more = ["-S", "-emit-llvm", "-o", "-"] if compiled else ["-fsyntax-only"]
-    return _run([*_command(spaces), *before, *TOLERANT, *more], text, name)
+    return run([*_command(spaces), *before, *TOLERANT, *more], text, name)
 
 
 def preamble_text(header: str = PREAMBLE, seen: set[str] | None = None) -> str:
@@ -119,7 +125,7 @@ def preamble_text(header: str = PREAMBLE, seen: set[str] | None = None) -> str:
 
 def library_text() -> str:
     """Return Metal's declarations and MLX's preamble, preprocessed."""
-    return _run([*_command("generic"), "-E"], f"{LIBRARY}{preamble_text()}", "library")[0]
+    return run([*_command("generic"), "-E"], f"{LIBRARY}{preamble_text()}", "library")[0]
 
 
 @functools.cache
@@ -132,5 +138,5 @@ def _parsed(spaces: Spaces) -> Path:
         with unfinished(target) as work:
             # Without a generic space clang refuses constructors of MLX's complex numbers; our kernels use none.
             output = ["-c", "-Xclang", "-emit-pch", *TOLERANT, "-o", f"{work}/out"]
-            _run([*command, *output], f"{LIBRARY}{text}", "preamble")
+            run([*command, *output], f"{LIBRARY}{text}", "preamble")
     return target

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from ._source import constants, floats, launch, on_metal
 
-READS, MOST_THREADS, MOST_CHUNKS = 4, 1024, 4  # values in a chunk; what a group and a thread take at most
+READS, MOST_THREADS, MOST_CHUNKS = 4, 1024, 4  # values in a chunk; threads of MLX's group and chunks of each, at most
 
 
 def add_norm_ref(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
@@ -32,13 +32,14 @@ def add_norm(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tuple[mx
         return add_norm_ref(x, r, weight, eps)
     rows, chunks = x.size // H, -(-H // (READS * MOST_THREADS))
     threads = min(-(-H // (READS * 32)) * 32, MOST_THREADS)
+    share = 2 if chunks == MOST_CHUNKS else 1
     of_normed = mx.result_type(x, weight)
     h, normed = launch(
         "add_norm",
         {"x": x.reshape(rows, H), "r": r.reshape(rows, H), "weight": weight, "eps": constants(mx.float32, eps)},
         {"h": (x.shape, x.dtype), "normed": (x.shape, of_normed)},
-        template={"T": x.dtype, "O": of_normed, "CHUNKS": chunks},
-        grid=(rows * threads, 1, 1),
-        group=(threads, 1, 1),
+        template={"T": x.dtype, "O": of_normed, "CHUNKS": chunks, "SHARE": share},
+        grid=(rows * threads // share, 1, 1),
+        group=(threads // share, 1, 1),
     )
     return h, normed

@@ -6,6 +6,7 @@ from ._source import DTYPES, Maybe, launch, on_metal, row_groups
 
 FEW_ROWS, MOST_ROWS = 8, 16  # of a few 5 share a request of the weights; of more, each time of fewer weights, 16
 MOST_SUMS = 32  # that a thread keeps in registers, and one for a lane
+DOT_THREADS = 256  # half of those of MLX's dot product
 DOT_BLOCK = 16384  # past it MLX's dot product has partial sums in several threadgroups
 
 
@@ -39,8 +40,8 @@ def _verify_gemv_metal(x: mx.array, w: mx.array, bias: Maybe) -> mx.array:
             {"x": x, "w": w, "K": k, "M": m},
             {"y": ((m, 1), x.dtype)},
             template={"T": x.dtype, "ROWS": rows},
-            grid=(512 * groups, 1, 1),
-            group=(512, 1, 1),
+            grid=(DOT_THREADS * groups, 1, 1),
+            group=(DOT_THREADS, 1, 1),
         )[0]
     lanes, simds_k, *along_n = _tile(k, n)
     simds_n, tm = _spread(n, *along_n)

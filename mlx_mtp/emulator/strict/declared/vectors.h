@@ -95,12 +95,31 @@ struct Lanes<metal::packed_vec<T, N>> {
   static constexpr constant int count = N;
 };
 
+// Writes a part's elements to the vector's from `at` on, which it moves behind them.
+template <typename V, typename P>
+METAL_FUNC void put(thread V& vector, thread int& at, P part) {
+  if constexpr (Lanes<P>::count == 1) {
+    vector[at++] = part;
+  } else {
+    for (int i = 0; i < Lanes<P>::count; i++) {
+      vector[at++] = part[i];
+    }
+  }
+}
+
 template <typename V, typename... Parts>
-METAL_FUNC constexpr V made(Parts... parts) {
+METAL_FUNC V made(Parts... parts) {
   constexpr int given = (Lanes<Parts>::count + ... + 0);
   static_assert(given == 0 || given == Lanes<V>::count || (sizeof...(Parts) == 1 && given == 1),
                 "a vector is made of one value, or of as many as it has elements");
-  return V(0);
+  if constexpr (given == 1) {
+    return V(parts...);
+  } else {
+    V vector = V(0);
+    int at = 0;
+    (put(vector, at, parts), ...);
+    return vector;
+  }
 }
 
 // Clang casts no half to bfloat, Metal does.

@@ -1,0 +1,127 @@
+"""Count a Metal text's registers through an AMD GPU's back end: a proxy, as Apple's compiler runs on Macs only.
+
+Kernels are translated as for the front end check and compiled for a GPU whose simdgroups have 32 threads, too, with as
+many registers of 32 bits ("words") to a thread as are assumed of an Apple GPU. It is another compiler and another GPU: a
+kernel that spills words here is likely to spill or to lose occupancy there, and no more is known.
+"""
+
+import functools
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from .compile import cache_directory, digest, directory_digest, unfinished, version_of
+from .dialect import closing, kernels, to_opencl
+from .opencl import LIBRARY, STRICT, TOLERANT, Diagnostic, expanded, language, preamble_text, run, zig
+from .options import CompileError
+
+WORDS = 128  # registers of a thread
+WAVES = 10  # simdgroups beside each other: with none stated the scheduler takes more registers than there are
+COMMAND = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1100", "-nogpulib", "-O2", "-Wno-everything"]
+DEFINITIONS = "#include <registers.h>\n"
+# A thread's attributes, by the group's size and by what instructions return of its place.
+ATTRIBUTES = {
+    "thread_index_in_threadgroup": "place",
+    "thread_index_in_simdgroup": "place % 32",
+    "simdgroup_index_in_threadgroup": "__builtin_amdgcn_readfirstlane(place / 32)",
+    "thread_position_in_threadgroup": "own",
+    "threadgroup_position_in_grid": "at",
+    "thread_position_in_grid": "at * group + own",
+    "threads_per_threadgroup": "group",
+    "threadgroups_per_grid": "groups",
+    "threads_per_grid": "group * groups",
+    "simdgroups_per_threadgroup": "group.x * group.y * group.z / 32",
+}
+# MLX's function is a template, which an entry point of OpenCL cannot be.
+ENTRY = """
+__attribute__((amdgpu_num_vgpr({words}), amdgpu_waves_per_eu({waves}, {waves}))) __kernel void registers({parameters}, uint3 group, uint3 groups) {{
+  uint3 own, at;
+  own.x = __builtin_amdgcn_workitem_id_x();
+  own.y = __builtin_amdgcn_workitem_id_y();
+  own.z = __builtin_amdgcn_workitem_id_z();
+  at.x = __builtin_amdgcn_workgroup_id_x();
+  at.y = __builtin_amdgcn_workgroup_id_y();
+  at.z = __builtin_amdgcn_workgroup_id_z();
+  const uint place = own.x + group.x * (own.y + group.y * own.z);
+  {instance}({arguments});
+}}
+"""
+
+_PARAMETER = re.compile(r"(.*?)([&\s])(\w+)\s*\[\[\s*(\w+)[^\]]*\]\]\s*", re.DOTALL)
+_INSTANCE = re.compile(r"\btemplate\s+decltype\((.*?)\)[^;]*;", re.DOTALL)
+_KERNEL = re.compile(r"\[\[\s*kernel\s*\]\]")
+_SIZE = re.compile(r"static_assert\((\(sizeof[^;]*?)\s*<=\s*\d+\s*,[^;]*\);")
+_BYTES = re.compile(r"^\s*; threadgroup bytes (\w+)", re.MULTILINE)
+_METADATA = re.compile(r"^\s*\.(vgpr_count|vgpr_spill_count):\s*(\d+)", re.MULTILINE)
+_CALL = re.compile(r"\b(\w+)@rel32@lo")
+
+
+class Registers(NamedTuple):
+    """What the proxy finds of a kernel: words of a thread in registers, words spilled, bytes of threadgroup memory."""
+
+    words: int
+    spilled: int
+    threadgroup: int
+
+
+def registers(text: str, name: str = "program_source", words: int = WORDS) -> Registers:
+    """Count the registers of a kernel as MLX generates it, where a thread has at most `words`.
+
+    Raises CompileError where it does not compile, and ValueError if `ziglang` is not installed or too old.
+    """
+    source = _compiled(expanded(text, name))
+    output = ["-Xclang", "-include-pch", "-Xclang", str(_parsed()), "-S", "-o", "-"]
+    assembly, messages = run([*_command(), *output], _with_entry(source, words), name)
+    if messages:
+        raise CompileError(f"kernel {name} does not compile for registers:\n{_lines(messages)}")
+    if undefined := sorted(set(_CALL.findall(assembly))):
+        raise CompileError(f"kernel {name} calls {', '.join(undefined)}, which {STRICT.name}/registers.h has to define")
+    counts = {key: int(value) for key, value in _METADATA.findall(assembly)}
+    threadgroup = max((int(size, 0) for size in _BYTES.findall(assembly)), default=0)
+    return Registers(counts["vgpr_count"], counts["vgpr_spill_count"], threadgroup)
+
+
+def _command() -> list[str]:
+    return [*language("generic"), *COMMAND]
+
+
+def _lines(messages: list[Diagnostic]) -> str:
+    return "\n".join(f"{each.file}:{each.line}: {each.message}" for each in messages[:5])
+
+
+def _compiled(text: str) -> str:
+    """Translate to OpenCL, without the functions that nothing calls, and with notes of the threadgroup memory."""
+    source = to_opencl(text).replace("__attribute__((used)) ", "")
+    return _SIZE.sub(r'__asm__ volatile("; threadgroup bytes %0" : : "n"(\1));', source)
+
+
+def _with_entry(source: str, words: int) -> str:
+    """Add an entry point that calls the kernel, instead of the template's instantiation."""
+    name, begin, _, _ = next(kernels(source))
+    parameters, arguments = [], []
+    for each in re.split(r",(?![^<]*>)", source[begin + 1 : closing(source, begin)]):
+        found = _PARAMETER.fullmatch(each.strip())
+        assert found, each
+        type_, sign, argument, attribute = found.groups()
+        if attribute != "buffer":
+            arguments.append(ATTRIBUTES[attribute])
+            continue
+        parameters.append(f"{type_}{'*' if sign == '&' else ' '}{argument}")
+        arguments.append(f"*{argument}" if sign == "&" else argument)
+    instance = _INSTANCE.search(source)
+    call = {"instance": instance[1] if instance else name, "arguments": ", ".join(arguments)}
+    inlined = _KERNEL.sub("static __attribute__((always_inline))", _INSTANCE.sub("", source))
+    return inlined + ENTRY.format(words=words, waves=WAVES, parameters=", ".join(parameters), **call)
+
+
+@functools.cache
+def _parsed() -> Path:
+    """Precompile Metal's definitions and MLX's preamble for all texts; the result is kept in the cache."""
+    text, command = _compiled(preamble_text()), _command()
+    version = version_of(zig(), "clang")
+    target = cache_directory() / f"registers-{digest(text, command[1:], version, directory_digest(STRICT))}.pch"
+    if not target.exists():
+        with unfinished(target) as work:
+            output = ["-c", "-Xclang", "-emit-pch", *TOLERANT, "-o", f"{work}/out"]
+            run([*command, *output], f"{LIBRARY}{DEFINITIONS}{text}", "preamble")
+    return target
