@@ -31,7 +31,7 @@ TAGS = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
 
 def format_named(name):
     plain = SimpleNamespace(has_tool_calling=False, chat_template=name, get_vocab=dict)
-    return BY_PARSER.get(name.rpartition("_")[2]) or format_of(plain)
+    return BY_PARSER.get(name) or BY_PARSER.get(name.rpartition("_")[2]) or format_of(plain)
 
 
 def marks(renderer):
