@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 from .tool_calls.call_format import CallFormat, ToolCall
 from .tool_calls.schema import Tools
 
-MOST_ATTEMPTS = 64  # places where an answer is read as a call: bounds the time that a hostile answer takes
+# These bound the time that a hostile answer takes: characters that are read in vain, in all attempts to read calls
+# together, and characters of a text of which it is not certain yet whether it begins a call.
+MOST_READ, MOST_UNCERTAIN = 300_000, 2000
 
 
 class Said(NamedTuple):
@@ -72,7 +74,7 @@ class Splitter:
         self._holds = False  # the text begins a call, as far as it has arrived
         self._space = ""  # white space in front of a text that is held, which is content if that is no call
         self._aside: tuple[str, list[ToolCall]] | None = None  # a call at the end of reasoning
-        self._attempts = 0
+        self._read = 0  # characters, in vain
         self._logprobs: list[TokenLogprob] = []
 
     @property
@@ -219,8 +221,8 @@ class Splitter:
     def _no_call(self, *, reasoning: bool = False) -> list[Part]:
         """Go on behind the first letter of a text that turned out to be no call."""
         self._holds = False
-        self._attempts += 1
-        if self._attempts == MOST_ATTEMPTS:
+        self._read += len(self._text)
+        if self._read > MOST_READ:
             self._format = self._opening = None
         said, self._text, self._space = self._space + self._text[:1], self._text[1:], ""
         return self._said(said, reasoning)
@@ -228,7 +230,9 @@ class Splitter:
     def _begins_call(self, text: str, at: int) -> bool | None:
         """Whether a call begins at `at`; None where that is not certain yet."""
         match = self._opening.match(text, at, partial=True) if self._opening else None
-        return False if match is None else (None if match.partial else True)
+        if match is None or (match.partial and len(text) - at > MOST_UNCERTAIN):
+            return False
+        return None if match.partial else True
 
     def _call_marks(self) -> tuple[str, ...]:
         return self._format.marks if self._format else ()

@@ -8,10 +8,12 @@ import pytest
 from call_renderers import RENDERERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweep import SWEEP
 
 from mlx_mtp.serve.answer import Said, Splitter, ToolCall
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
+EXAMPLES = 20_000 if SWEEP else 60
 THINKING = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
 PARAMETERS = {
     "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "number"}, "now": {"type": "boolean"},
@@ -29,7 +31,7 @@ TAGS = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
 
 def format_named(name):
     plain = SimpleNamespace(has_tool_calling=False, chat_template=name, get_vocab=dict)
-    return BY_PARSER.get(name.rpartition("_")[2]) or format_of(plain)
+    return BY_PARSER.get(name) or BY_PARSER.get(name.rpartition("_")[2]) or format_of(plain)
 
 
 def marks(renderer):
@@ -63,7 +65,7 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=6)
 
 @pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_a_rendered_call_comes_back(renderer, data):
     text = texts(marks(renderer))
     if RENDERERS[renderer] in ("minicpm5", "gemma4", "function_gemma"):  # strings that their templates do not escape
@@ -85,7 +87,7 @@ def test_a_rendered_call_comes_back(renderer, data):
 
 @pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_text_without_a_call_comes_back_whole(renderer, data):
     pieces = [*marks(renderer), "write", "unknown"]
     text = data.draw(texts(pieces).filter(lambda text: not text.lstrip().startswith("<think>")))

@@ -45,16 +45,25 @@ class GemmaCalls:
         return Reading(calls, end) if calls else None
 
     def _arguments(self, values: "Values", at: int, complete: bool) -> "Value | None":
-        """The shortest object at `at` that the end of its call follows, else the shortest one."""
+        """The shortest object at `at` behind which calls go on to the end, else one behind which its call ends."""
         try:
             readings = list(itertools.islice(values.members(at + 1, "", "}", 0), MOST_READINGS))
         except RecursionError:
             return None
-        for value in readings:
-            behind = behind_space(values.text, value.end)
-            if values.text.startswith((self.end, "call:"), behind) or (complete and behind == len(values.text)):
-                return value
-        return readings[0] if readings else None
+        closed = [value for value in readings if self._is_closed(values.text, value.end, complete)]
+        to_the_end = [value for value in closed if self._goes_on(values.text, value.end)]
+        return next(iter([*to_the_end, *closed, *readings]), None)
+
+    def _is_closed(self, text: str, at: int, complete: bool) -> bool:
+        """Whether the end of a call, or the next call, is at `at`."""
+        behind = behind_space(text, at)
+        return text.startswith((self.end, "call:"), behind) or (complete and behind == len(text))
+
+    def _goes_on(self, text: str, at: int) -> bool:
+        """Whether nothing but further calls follows the end of a call at `at`."""
+        behind = behind_space(text, at)
+        behind = behind_space(text, behind + len(self.end)) if text.startswith(self.end, behind) else behind
+        return behind == len(text) or text.startswith((self.start, "call:"), behind)
 
 
 class Value(NamedTuple):

@@ -100,21 +100,21 @@ FORMATS: tuple[CallFormat, ...] = (
     PYTHONIC,
     JsonCalls(LLAMA),  # the last one, as its calls need no mark
 )
-# By the last word of the names of mlx-lm's parsers.
+# By the names of mlx-lm's parsers, or their last words.
 BY_PARSER: dict[str, CallFormat] = {
     "coder": Tagged(CODER),
     "glm47": Tagged(GLM),
     "laguna": Tagged(GLM),
     "longcat": Tagged(LONGCAT),
-    "m2": Tagged(MINIMAX),
+    "minimax_m2": Tagged(MINIMAX),
     "minicpm5": Tagged(MINICPM),
-    "spark": Tagged(MUSE),
-    "k3": Tagged(KIMI_K3),
-    "tools": JsonCalls(HERMES),
+    "muse_spark": Tagged(MUSE),
+    "kimi_k3": Tagged(KIMI_K3),
+    "json_tools": JsonCalls(HERMES),
     "mistral": JsonCalls(MISTRAL),
-    "k2": JsonCalls(KIMI_K2),
+    "kimi_k2": JsonCalls(KIMI_K2),
     "gemma4": GEMMA_4,
-    "gemma": FUNCTION_GEMMA,
+    "function_gemma": FUNCTION_GEMMA,
     "pythonic": PYTHONIC,
 }
 # By a mark in a chat template that renders no call, the first two also in a vocabulary.
@@ -131,8 +131,8 @@ def format_of(tokenizer: Any) -> CallFormat | None:
     if format := _as_rendered(tokenizer):
         return format
     if tokenizer.has_tool_calling:
-        parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2].rpartition("_")[2]
-        if format := BY_PARSER.get(parser):
+        parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
+        if format := BY_PARSER.get(parser) or BY_PARSER.get(parser.rpartition("_")[2]):
             return format
     template = getattr(tokenizer, "chat_template", None)
     written = template if isinstance(template, str) else json.dumps(template or "", ensure_ascii=False)

@@ -6,6 +6,7 @@ counts in which the calls reach its end, values are as short as possible, and no
 
 import bisect
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,9 @@ from .schema import Tools, dumps, untyped_as_json
 LITERAL = regex.compile(r"(?:[^\\.^$*+?()\[{|]|\\\W)*")
 CDATA_START = regex.compile(r"\s*<!\[CDATA\[")
 CDATA = regex.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", regex.DOTALL)
-MOST_ENDS = 2000  # tags behind which a value may end: bounds the time that a hostile answer takes
+# These bound the time that a hostile answer takes: ends of values, places that a search tries, and characters of
+# values whose types it checks.
+MOST_ENDS, MOST_PLACES, MOST_CHECKED = 2000, 2500, 200_000
 
 
 @dataclass(frozen=True)
@@ -101,19 +104,23 @@ class Tagged:
         to_the_end: only white space may follow. declared: arguments are the schema's parameters, of its types.
         """
         steps = Steps(text, self.tags, tools, complete, declared)
-        stack, seen = [Place(0, False, None, frozenset(), None)], set()
-        while stack:
-            place = stack.pop()
+        stack, seen = [iter([Place(0, False, None, frozenset(), None)])], set()
+        while stack and len(seen) < MOST_PLACES:
+            if (place := next(stack[-1], None)) is None:
+                stack.pop()
+                continue
             if place[:4] in seen:
                 continue
             seen.add(place[:4])
             closed = place.trail is not None and place.name is None and (complete or not place.inside)
-            if closed and not text[place.at :].strip():
+            if closed and behind_space(text, place.at) == len(text):
                 return place._replace(at=len(text))
-            following = list(steps.following(place))
-            if closed and not to_the_end and not place.inside and not following:
-                return place
-            stack += reversed(following)
+            following = steps.following(place)
+            if closed and not to_the_end and not place.inside:
+                if (first := next(following, None)) is None:
+                    return place
+                following = itertools.chain([first], following)
+            stack.append(following)
         return None
 
 
@@ -154,6 +161,7 @@ class Steps:
         self.text, self.tags, self.tools = text, tags, tools
         self.complete, self.declared = complete, declared
         self.patterns = _patterns(tags, tuple(tools.names))
+        self.checked = 0
         self.ends = [match.start() for match in self.patterns.value_end.finditer(text)][:MOST_ENDS]
 
     def following(self, place: Place) -> Iterator[Place]:
@@ -191,11 +199,15 @@ class Steps:
         for end in self.ends[bisect.bisect_left(self.ends, parameter.end()) :]:
             if section and not self.text[parameter.end() : end].rstrip().endswith("]]>"):
                 continue
-            value = tags.value(self.text[parameter.end() : end])
-            if self.declared and not self.tools.fits(name, key, value):
+            if self.declared and not self._fits(name, key, tags.value(self.text[parameter.end() : end])):
                 continue
             trail = Trail(place.trail, Argument(key, parameter.end(), end, written))
             yield Place(end + len(tags.close), place.inside, name, place.keys | {key}, trail)
+
+    def _fits(self, name: str, key: str, value: str) -> bool:
+        """Whether the value is one of the parameter's type, as far as that is checked."""
+        self.checked += len(value)
+        return self.checked - len(value) < MOST_CHECKED and self.tools.fits(name, key, value)
 
 
 class Values(NamedTuple):
