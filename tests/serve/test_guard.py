@@ -160,7 +160,8 @@ def test_the_page_asks_nobody_else(served):
 
 def test_metrics_list_kernels_that_were_refused():
     reasons = {("verify_qmm", "64x32 4-bit g32 float32", rows): "fails with RuntimeError: no" for rows in (5, 6)}
-    served = SimpleNamespace(model=SimpleNamespace(_failed=reasons), tree=SimpleNamespace(nbytes=0, chunks=0, buffers=0))
+    tree = SimpleNamespace(nbytes=0, chunks=0, buffers=0)
+    served = SimpleNamespace(model=SimpleNamespace(_failed=reasons), tree=tree)
     shown = Metrics(SimpleNamespace(served=served, running=[], waiting=0)).text().decode()
     kernel = 'kernel="verify_qmm 64x32 4-bit g32 float32",reason="fails with RuntimeError: no"'
     assert f"mlx_mtp:kernels_failed{{{kernel}}} 2.0\n" in shown
