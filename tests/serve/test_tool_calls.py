@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep import SWEEP
 
-from mlx_mtp.serve.answer import Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import MOST_READ, Said, Splitter, ToolCall
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 EXAMPLES = 20_000 if SWEEP else 60
@@ -95,3 +95,24 @@ def test_text_without_a_call_comes_back_whole(renderer, data):
         text, data.draw(CUTS), format_named(RENDERERS[renderer]), cut=data.draw(st.booleans())
     )
     assert calls or (content, reasoning) == (text, "")
+
+
+class Counted:
+    """A format that counts the characters in which calls are looked for."""
+
+    def __init__(self, format):
+        self.format, self.marks, self.opening, self.count = format, format.marks, format.opening, 0
+
+    def read(self, text, tools, *, complete):
+        self.count += len(text)
+        return self.format.read(text, tools, complete=complete)
+
+
+@pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
+def test_a_hostile_answer_is_not_read_again_and_again(renderer):
+    format = Counted(format_named(RENDERERS[renderer]))
+    begun = renderer("write", {"text": "x"}).partition("x")[0]
+    text = begun * (20_000 // len(begun))
+    content, reasoning, calls = split(text, [], format)
+    assert calls or content + reasoning == text
+    assert format.count <= MOST_READ + len(text)

@@ -36,7 +36,7 @@ class GemmaCalls:
         calls: list[ToolCall] = []
         head, values, end = self.opening(tools), Values(text, self.quote), 0
         while match := head.match(text, behind_space(text, end)):
-            found = self._arguments(values, match.end() - 1, complete)
+            found = self._arguments(values, match.end() - 1, head, complete)
             if found is None:
                 break
             calls.append(ToolCall(match["name"], found.json))
@@ -44,26 +44,27 @@ class GemmaCalls:
             end = behind + len(self.end) if text.startswith(self.end, behind) else found.end
         return Reading(calls, end) if calls else None
 
-    def _arguments(self, values: "Values", at: int, complete: bool) -> "Value | None":
+    def _arguments(self, values: "Values", at: int, head: regex.Pattern[str], complete: bool) -> "Value | None":
         """The shortest object at `at` behind which calls go on to the end, else one behind which its call ends."""
         try:
             readings = list(itertools.islice(values.members(at + 1, "", "}", 0), MOST_READINGS))
         except RecursionError:
             return None
-        closed = [value for value in readings if self._is_closed(values.text, value.end, complete)]
-        to_the_end = [value for value in closed if self._goes_on(values.text, value.end)]
+        closed = [value for value in readings if self._is_closed(values.text, value.end, head, complete)]
+        to_the_end = [value for value in closed if self._goes_on(values.text, value.end, head)]
         return next(iter([*to_the_end, *closed, *readings]), None)
 
-    def _is_closed(self, text: str, at: int, complete: bool) -> bool:
+    def _is_closed(self, text: str, at: int, head: regex.Pattern[str], complete: bool) -> bool:
         """Whether the end of a call, or the next call, is at `at`."""
         behind = behind_space(text, at)
-        return text.startswith((self.end, "call:"), behind) or (complete and behind == len(text))
+        closed = text.startswith(self.end, behind) or (complete and behind == len(text))
+        return closed or bool(head.match(text, behind))
 
-    def _goes_on(self, text: str, at: int) -> bool:
+    def _goes_on(self, text: str, at: int, head: regex.Pattern[str]) -> bool:
         """Whether nothing but further calls follows the end of a call at `at`."""
         behind = behind_space(text, at)
         behind = behind_space(text, behind + len(self.end)) if text.startswith(self.end, behind) else behind
-        return behind == len(text) or text.startswith((self.start, "call:"), behind)
+        return behind == len(text) or bool(head.match(text, behind))
 
 
 class Value(NamedTuple):

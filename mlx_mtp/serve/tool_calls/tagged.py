@@ -196,7 +196,10 @@ class Steps:
             return
         key, written = parameter["key"], parameter.groupdict().get("type")
         section = tags.cdata and CDATA_START.match(self.text, parameter.end())
-        for end in self.ends[bisect.bisect_left(self.ends, parameter.end()) :]:
+        for i in range(bisect.bisect_left(self.ends, parameter.end()), len(self.ends)):
+            end = self.ends[i]
+            if self.declared and self.checked > MOST_CHECKED:
+                return
             if section and not self.text[parameter.end() : end].rstrip().endswith("]]>"):
                 continue
             if self.declared and not self._fits(name, key, tags.value(self.text[parameter.end() : end])):
@@ -205,9 +208,8 @@ class Steps:
             yield Place(end + len(tags.close), place.inside, name, place.keys | {key}, trail)
 
     def _fits(self, name: str, key: str, value: str) -> bool:
-        """Whether the value is one of the parameter's type, as far as that is checked."""
         self.checked += len(value)
-        return self.checked - len(value) < MOST_CHECKED and self.tools.fits(name, key, value)
+        return self.tools.fits(name, key, value)
 
 
 class Values(NamedTuple):
