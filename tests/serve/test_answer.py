@@ -9,7 +9,7 @@ from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 THINKING = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
-JSON_FORMAT = BY_PARSER["tools"]
+JSON_FORMAT = BY_PARSER["json_tools"]
 LLAMA = format_of(SimpleNamespace(has_tool_calling=False, chat_template="<|python_tag|>", get_vocab=dict))
 
 
