@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from .tool_calls.call_format import CallFormat, ToolCall
 from .tool_calls.schema import Tools
 
-# These bound the time that a hostile answer takes: characters that are read in vain, in all attempts to read calls
-# together, and characters of a text of which it is not certain yet whether it begins a call.
+# These bound the time that a hostile answer takes: characters of all attempts to read calls together (of one that finds
+# calls a tenth), and characters of a text of which it is not certain yet whether it begins a call.
 MOST_READ, MOST_UNCERTAIN = 300_000, 2000
 
 
@@ -74,7 +74,7 @@ class Splitter:
         self._holds = False  # the text begins a call, as far as it has arrived
         self._space = ""  # white space in front of a text that is held, which is content if that is no call
         self._aside: tuple[str, list[ToolCall]] | None = None  # a call at the end of reasoning
-        self._read = 0  # characters, in vain
+        self._read = 0  # characters, as MOST_READ counts them
         self._logprobs: list[TokenLogprob] = []
 
     @property
@@ -194,6 +194,7 @@ class Splitter:
         reading = self._format.read(self._text, self._tools, complete=complete)
         if reading is None:
             return self._no_call()
+        self._count(len(self._text) // 10)
         self._holds, self._space, self._text = False, "", self._text[reading.end :].lstrip()
         if self._one_call:
             self._text = ""
@@ -221,11 +222,15 @@ class Splitter:
     def _no_call(self, *, reasoning: bool = False) -> list[Part]:
         """Go on behind the first letter of a text that turned out to be no call."""
         self._holds = False
-        self._read += len(self._text)
-        if self._read > MOST_READ:
-            self._format = self._opening = None
+        self._count(len(self._text))
         said, self._text, self._space = self._space + self._text[:1], self._text[1:], ""
         return self._said(said, reasoning)
+
+    def _count(self, read: int) -> None:
+        """Count characters that were read; look for no further call where they are too many."""
+        self._read += read
+        if self._read > MOST_READ:
+            self._format = self._opening = None
 
     def _begins_call(self, text: str, at: int) -> bool | None:
         """Whether a call begins at `at`; None where that is not certain yet."""
