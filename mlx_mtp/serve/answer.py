@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from .tool_calls.call_format import CallFormat, ToolCall
 from .tool_calls.schema import Tools
 
-# These bound the time that a hostile answer takes: characters of all attempts to read calls together (of one that finds
-# calls a tenth), and characters of a text of which it is not certain yet whether it begins a call.
+# These bound the time that a hostile answer takes: characters of all attempts to read calls together (a tenth of
+# those that find calls), and characters of a text that may still become the beginning of a call.
 MOST_READ, MOST_UNCERTAIN = 300_000, 2000
 
 
@@ -74,6 +74,8 @@ class Splitter:
         self._holds = False  # the text begins a call, as far as it has arrived
         self._space = ""  # white space in front of a text that is held, which is content if that is no call
         self._aside: tuple[str, list[ToolCall]] | None = None  # a call at the end of reasoning
+        self._searched = 1  # characters of a call that is held in which no second call begins
+        self._tried = 0  # characters that were read in search of a second call
         self._read = 0  # characters, as MOST_READ counts them
         self._logprobs: list[TokenLogprob] = []
 
@@ -195,6 +197,7 @@ class Splitter:
         if reading is None:
             return self._no_call()
         self._count(len(self._text) // 10)
+        self._searched = 1
         self._holds, self._space, self._text = False, "", self._text[reading.end :].lstrip()
         if self._one_call:
             self._text = ""
@@ -203,16 +206,17 @@ class Splitter:
     def _first_of_two(self) -> list[Part] | None:
         """The first call, once a second one has begun."""
         marks = self._call_marks()
-        at, mark = self._first(self._text[1:], marks)
-        while mark:
-            if self._begins_call(self._text, at + 1) and (
-                calls := self._read_to_end(self._text[: at + 1], complete=True)
-            ):
+        while True:
+            at, mark = self._first(self._text[self._searched :], marks)
+            at += self._searched
+            begins = self._begins_call(self._text, at) if mark else None
+            if begins is None or self._tried > MOST_READ:
+                return None
+            self._tried += at if begins else 0
+            if begins and (calls := self._read_to_end(self._text[:at], complete=True)):
                 self._text = ""
                 return self._calls(calls)
-            further, mark = self._first(self._text[at + 2 :], marks)
-            at += further + 1
-        return None
+            self._searched = at + 1
 
     def _read_to_end(self, text: str, *, complete: bool) -> list[ToolCall]:
         """The calls of a text that has nothing else; none where it has."""
@@ -223,6 +227,7 @@ class Splitter:
         """Go on behind the first letter of a text that turned out to be no call."""
         self._holds = False
         self._count(len(self._text))
+        self._searched = 1
         said, self._text, self._space = self._space + self._text[:1], self._text[1:], ""
         return self._said(said, reasoning)
 
