@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from .tool_calls.call_format import CallFormat, ToolCall
 from .tool_calls.schema import Tools
 
-# These bound the time that a hostile answer takes: characters that are read in vain, in all attempts to read calls
-# together, and characters of a text of which it is not certain yet whether it begins a call.
+# These bound the time that a hostile answer takes: characters of all attempts to read calls together (a tenth of
+# those that find calls), and characters of a text that may still become the beginning of a call.
 MOST_READ, MOST_UNCERTAIN = 300_000, 2000
 
 
@@ -74,7 +74,9 @@ class Splitter:
         self._holds = False  # the text begins a call, as far as it has arrived
         self._space = ""  # white space in front of a text that is held, which is content if that is no call
         self._aside: tuple[str, list[ToolCall]] | None = None  # a call at the end of reasoning
-        self._read = 0  # characters, in vain
+        self._searched = 1  # characters of a call that is held in which no second call begins
+        self._tried = 0  # characters that were read in search of a second call
+        self._read = 0  # characters, as MOST_READ counts them
         self._logprobs: list[TokenLogprob] = []
 
     @property
@@ -194,6 +196,8 @@ class Splitter:
         reading = self._format.read(self._text, self._tools, complete=complete)
         if reading is None:
             return self._no_call()
+        self._count(len(self._text) // 10)
+        self._searched = 1
         self._holds, self._space, self._text = False, "", self._text[reading.end :].lstrip()
         if self._one_call:
             self._text = ""
@@ -202,16 +206,17 @@ class Splitter:
     def _first_of_two(self) -> list[Part] | None:
         """The first call, once a second one has begun."""
         marks = self._call_marks()
-        at, mark = self._first(self._text[1:], marks)
-        while mark:
-            if self._begins_call(self._text, at + 1) and (
-                calls := self._read_to_end(self._text[: at + 1], complete=True)
-            ):
+        while True:
+            at, mark = self._first(self._text[self._searched :], marks)
+            at += self._searched
+            begins = self._begins_call(self._text, at) if mark else None
+            if begins is None or self._tried > MOST_READ:
+                return None
+            self._tried += at if begins else 0
+            if begins and (calls := self._read_to_end(self._text[:at], complete=True)):
                 self._text = ""
                 return self._calls(calls)
-            further, mark = self._first(self._text[at + 2 :], marks)
-            at += further + 1
-        return None
+            self._searched = at + 1
 
     def _read_to_end(self, text: str, *, complete: bool) -> list[ToolCall]:
         """The calls of a text that has nothing else; none where it has."""
@@ -221,11 +226,16 @@ class Splitter:
     def _no_call(self, *, reasoning: bool = False) -> list[Part]:
         """Go on behind the first letter of a text that turned out to be no call."""
         self._holds = False
-        self._read += len(self._text)
-        if self._read > MOST_READ:
-            self._format = self._opening = None
+        self._count(len(self._text))
+        self._searched = 1
         said, self._text, self._space = self._space + self._text[:1], self._text[1:], ""
         return self._said(said, reasoning)
+
+    def _count(self, read: int) -> None:
+        """Count characters that were read; look for no further call where they are too many."""
+        self._read += read
+        if self._read > MOST_READ:
+            self._format = self._opening = None
 
     def _begins_call(self, text: str, at: int) -> bool | None:
         """Whether a call begins at `at`; None where that is not certain yet."""

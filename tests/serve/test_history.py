@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from templates import CONVERSATIONS, OFFERED, OWN, A, U, all_templates, call, re
 
 from mlx_mtp.serve.answer import Said, Splitter, ToolCall
 from mlx_mtp.serve.chat import messages_of
+from mlx_mtp.serve.exchange import CallIds
 from mlx_mtp.serve.prompts import encode_chat, marks_of
 from mlx_mtp.serve.template_traits import traits_of
 from mlx_mtp.serve.tool_calls.table import format_of
@@ -131,3 +133,13 @@ def test_every_answer_can_be_sent_back(name, parts, cut, thinks, whole):
 
 def _hermes(arguments):
     return f"<tool_call>\n{json.dumps({'name': 'write', 'arguments': arguments})}\n</tool_call>"
+
+
+def test_own_ids_take_the_form_of_the_template():
+    for name, form in (("short ids", "[A-Za-z0-9]{9}"), ("json", "call_[0-9a-f]{24}")):
+        ids = CallIds(SimpleNamespace(tokenizer=tokenizer_named(name)), "call_")
+        found = [ids.of(choice, index) for choice in range(2) for index in range(2)]
+        assert len(set(found)) == 4
+        assert all(re.fullmatch(form, each) for each in found), found
+        text = rendered(name, [U, turn("assistant", "", call(id=found[0])), result("RESULT", found[0])])
+        assert "RESULT" in text

@@ -13,7 +13,8 @@ from .schema import Tools, dumps, strict
 
 KEY = regex.compile(r"\s*(?P<key>[^\s:{}\[\],]+)\s*:\s*")
 SCALAR = regex.compile(r"[^,{}\[\]<]+")
-DEEPEST, MOST_READINGS = 60, 1000  # nested values; ways to read a call's arguments
+# Nested values; ways to read a call's arguments, and the characters of all of them.
+DEEPEST, MOST_READINGS, MOST_WRITTEN = 60, 1000, 500_000
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,18 @@ class GemmaCalls:
 
     def _arguments(self, values: "Values", at: int, head: regex.Pattern[str], complete: bool) -> "Value | None":
         """The shortest object at `at` behind which calls go on to the end, else one behind which its call ends."""
+        closed, first, written = None, None, 0
         try:
-            readings = list(itertools.islice(values.members(at + 1, "", "}", 0), MOST_READINGS))
+            for value in itertools.islice(values.members(at + 1, "", "}", 0), MOST_READINGS):
+                is_closed = self._is_closed(values.text, value.end, head, complete)
+                if is_closed and self._goes_on(values.text, value.end, head):
+                    return value
+                closed, first = closed or (value if is_closed else None), first or value
+                if (written := written + len(value.json)) > MOST_WRITTEN:
+                    break
         except RecursionError:
             return None
-        closed = [value for value in readings if self._is_closed(values.text, value.end, head, complete)]
-        to_the_end = [value for value in closed if self._goes_on(values.text, value.end, head)]
-        return next(iter([*to_the_end, *closed, *readings]), None)
+        return closed or first
 
     def _is_closed(self, text: str, at: int, head: regex.Pattern[str], complete: bool) -> bool:
         """Whether the end of a call, or the next call, is at `at`."""

@@ -1,9 +1,9 @@
 """Read calls as Python writes them, of LFM2 and others: `[weather(city="Bonn", days=2), ...]` between marks."""
 
 import ast
-import bisect
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ from .call_format import Reading, ToolCall, any_of, behind_space
 from .schema import Tools, dumps
 
 MOST_ENDS = 200  # brackets that are tried as the end of the list
-MOST_STEPS = 5000  # arguments that are tried, where strings are not escaped
+# Ends of arguments that are tried where strings are not escaped, and those behind a list that no end mark follows.
+MOST_STEPS, MOST_MORE = 5000, 30
 JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 KEY = regex.compile(r"\s*,?\s*(?P<key>\w+)\s*=\s*")
 # Behind a value: the next argument, or the end of the call and the next call or the end of the list.
@@ -38,17 +39,18 @@ class PythonicCalls:
     def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
         """As `CallFormat.read`. The list ends at the first bracket at which it can be read."""
         calls: list[ToolCall] = []
-        end = 0
-        while opening := _opening(self.start, tuple(tools.names)).match(text, end):
-            found = self._list(text, text.index("[", opening.start() if not calls else end), tools)
+        end, unescaped = 0, Unescaped(text, self.end, tools)
+        while opening := self.opening(tools).match(text, end):
+            begin = text.index("[", opening.start())
+            literals = _literals(text, begin, tools) if self.escaped else None
+            found = self._with_end(text, literals or unescaped.read(begin))
             if found is None:
                 break
             calls, end = calls + found.calls, found.end
         return Reading(calls, end) if calls else None
 
-    def _list(self, text: str, begin: int, tools: Tools) -> Reading | None:
-        found = _literals(text, begin, tools) if self.escaped else None
-        found = found or Unescaped(text, self.end, tools).read(begin)
+    def _with_end(self, text: str, found: Reading | None) -> Reading | None:
+        """A list and the end mark behind it, if one is there."""
         if found is None:
             return None
         behind = behind_space(text, found.end)
@@ -83,45 +85,46 @@ class Unescaped:
     """The readings of a list in which strings are any text between quotes, the shortest values first."""
 
     def __init__(self, text: str, end: str, tools: Tools):
-        self._text, self._end, self._tools = text, end, tools
+        self._text, self._end, self._steps = text, end, 0
         self._call = regex.compile(rf"\s*,?\s*(?P<name>{any_of(tools.names)})\s*\(")
-        self._ends = [match.start() for match in VALUE_END.finditer(text)]
 
     def read(self, begin: int) -> Reading | None:
         """The calls of the list that begins at `begin`, preferably of one that the end mark follows."""
-        stack, unclosed = [Place(begin + 1, (), False)], None
-        for _ in range(MOST_STEPS):
-            if not stack:
-                break
-            place = stack.pop()
-            if place.inside:
-                stack += reversed(self._in_call(place))
+        stack, unclosed, last = [iter([Place(begin + 1, (), False)])], None, MOST_STEPS
+        while stack and self._steps < last:
+            if (place := next(stack[-1], None)) is None:
+                stack.pop()
+            elif place.inside:
+                stack.append(self._in_call(place))
             elif call := self._call.match(self._text, place.at):
-                stack.append(Place(call.end(), (*place.calls, (call["name"], ())), True))
+                stack.append(iter([Place(call.end(), (*place.calls, (call["name"], ())), True)]))
             elif place.calls and self._text.startswith("]", at := behind_space(self._text, place.at)):
                 found = Reading([_unescaped_call(name, given) for name, given in place.calls], at + 1)
                 if self._text.startswith(self._end, behind_space(self._text, at + 1)):
                     return found
                 unclosed = unclosed or found
+                last = min(last, self._steps + MOST_MORE)
         return unclosed
 
-    def _in_call(self, place: Place) -> list[Place]:
+    def _in_call(self, place: Place) -> Iterator[Place]:
         """The places behind the call's end, or behind its next argument."""
         at = behind_space(self._text, place.at)
         if self._text.startswith(")", at):
-            return [place._replace(at=at + 1, inside=False)]
+            yield place._replace(at=at + 1, inside=False)
+            return
         if not (key := KEY.match(self._text, place.at)):
-            return []
-        (name, given), start, found = place.calls[-1], key.end(), []
-        for end in self._ends[bisect.bisect_right(self._ends, start) :]:
-            value = self._text[start:end].rstrip()
+            return
+        (name, given), start = place.calls[-1], key.end()
+        for found in VALUE_END.finditer(self._text, start + 1):
+            self._steps += 1
+            if self._steps > MOST_STEPS:
+                return
+            value = self._text[start : found.start()].rstrip()
             if value[:1] in ("'", '"') and (len(value) < 2 or value[-1] != value[0]):
                 continue
-            calls = (*place.calls[:-1], (name, (*given, (key["key"], value))))
-            found.append(Place(end, calls, True))
+            yield Place(found.start(), (*place.calls[:-1], (name, (*given, (key["key"], value)))), True)
             if value[:1] not in ("'", '"', "{", "["):
-                break
-        return found
+                return
 
 
 def _unescaped_call(name: str, given: tuple[tuple[str, str], ...]) -> ToolCall:
