@@ -25,6 +25,7 @@ from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .decoding import options as checked
 from .decoding.agreement import Agreement, agreed
 from .decoding.cycle import Decoder
+from .decoding.drafters import drafters_of
 from .decoding.loop import Yielded, decode
 from .decoding.memory_needs import RESERVED_TOKENS, check_prompt, within
 from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
@@ -112,7 +113,7 @@ def generate_step(
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
     compiled = compiled_for(model, cache, picker, compile_cycles)
     control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
-    agreement = Agreement(ranks, control) if ranks else control
+    agreement = Agreement(ranks, control, drafters_of(model, lookup)) if ranks else control
     decoder = Decoder(model, cache, picker, agreement, stats, step, k, lookup, draft_p_min, compiled)
     steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
     return in_turns(_closed_by(steps, partial(remember, model, control, compiled)))

@@ -4,10 +4,10 @@ from collections.abc import Generator
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding.cycle import Decoder, newest_row
-from ..decoding.draft import Run
 from ..decoding.loop import Yielded, decode_on
 from ..decoding.memory_needs import RESERVED_TOKENS
 from ..decoding.policy import compiled_for, control_for, remember
+from ..decoding.run import Run
 from .sequence import Response, Sequence
 from .settings import Settings
 
@@ -33,7 +33,7 @@ class Lone:
         self._decoder: Decoder | None = None
         self._steps: Generator[Yielded, None, None]
 
-    def step(self) -> list[Response]:
+    def cycle(self) -> list[Response]:
         """Take a cycle; return its tokens."""
         d, text, shown = self._decoder or self._begun(), self.text, []
         text.stats.crowded, self.hidden = self.hidden, False
@@ -54,7 +54,7 @@ class Lone:
         if self._decoder is None:
             return []
         self._decoder.ended = True
-        shown = self.step()
+        shown = self.cycle()
         self.rest()
         return shown
 

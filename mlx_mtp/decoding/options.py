@@ -121,7 +121,7 @@ def draft_count(requested: int | None, model: Target, cache: PromptCache | None)
     if cache is not None and not isinstance(cache, PromptCache):
         raise ValueError(f"prompt_cache: a {type(cache).__name__}; expected one from mlx_mtp.make_prompt_cache")
     most, where = model.max_draft_tokens, "the model"
-    if cache is not None and len(cache.heads) < len(model.mtp):
+    if cache is not None and len(cache.heads) < len(model.head_windows()):
         most, where = len(cache.heads), "prompt_cache"
     if requested is None:
         return min(most, default_draft_tokens(model))
@@ -163,6 +163,6 @@ def cache_for(
         return make_prompt_cache(model, num_draft_tokens=k, **options)
     if asked := [f"{name}={value}" for name, value in layout.items() if value is not None]:
         raise ValueError(f"{asked[0]}: fixed when a prompt_cache is made; give it to make_prompt_cache")
-    if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.mtp):
+    if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.head_windows()):
         raise ValueError("prompt_cache: made for another model (its layers or heads do not match)")
     return given

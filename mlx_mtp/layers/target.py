@@ -14,11 +14,13 @@ class Target(CachedModel, Protocol):
 
     Without heads `max_draft_tokens` is 0, and what only drafting asks for (from `embed` on) is never called.
     max_draft_tokens: most drafts of its heads in a cycle. report: the facts of its load (`checkpoint.report.Report`).
+    taps: numbers of layers whose residual stream hidden rows have, too. drafter: drafts in place of heads.
     untested: what of the load is put off until the heads first draft; it may warn, or raise ValueError.
     """
 
     layers: Sequence[Any]
     untested: Callable[[], None] | None
+    drafter: Any
     report: Any
     _learned: Any  # what its cycles cost here
     _recorder: Any  # its recorded cycles
@@ -26,8 +28,11 @@ class Target(CachedModel, Protocol):
     @property
     def max_draft_tokens(self) -> int: ...
 
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
     def hidden(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Read tokens [1, L] into the caches; return the hidden rows [1, L, H] that `logits` and `capture` take."""
+        """Read tokens [n, L] into the caches; return the hidden rows [n, L, H] that `logits` and `capture` take."""
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -35,7 +40,7 @@ class Target(CachedModel, Protocol):
         ...
 
     def choice(self, hidden: mx.array) -> Rows | None:
-        """Return what chooses tokens of hidden rows [1, M, H] without logits; None where they must be computed."""
+        """Return what chooses the n * M tokens of hidden rows [n, M, H]; None where logits must be computed."""
         ...
 
     def parameters(self) -> Any: ...
@@ -46,12 +51,16 @@ class Target(CachedModel, Protocol):
 
     def get(self, name: str, default: Any = None, /) -> Any: ...
 
+    def normed(self, hidden: mx.array) -> mx.array:
+        """Return hidden rows as the LM head reads them."""
+        ...
+
     def capture(self, hidden: mx.array) -> mx.array:
         """Return what the first head reads, [1, L, H], of the target's hidden rows."""
         ...
 
-    def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
-        """Return embeddings [..., H] of tokens [...] as the head of `depth` reads them."""
+    def embed(self, tokens: mx.array, depth: int | None = 0) -> mx.array:
+        """Return embeddings [..., H] of tokens [...] as the head of `depth` reads them, None: as the target does."""
         ...
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
@@ -59,9 +68,9 @@ class Target(CachedModel, Protocol):
         ...
 
     def draft_choice(self, depth: int, output: mx.array) -> mx.array:
-        """Return the number of the greatest of an output row's `draft_logits`, int32 []."""
+        """Return the numbers, int32 [n, 1], of the greatest of the `draft_logits` of output rows [n, 1, H]."""
         ...
 
     def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
-        """Return what chooses a draft of an output row [1, 1, H] without logits; None where they must be computed."""
+        """Return what chooses drafts of output rows [n, 1, H] without logits; None where they must be computed."""
         ...
