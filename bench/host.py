@@ -49,9 +49,11 @@ import mlx_mtp
 from mlx_mtp.bench.result import environment
 from mlx_mtp.decoding.drafters import drafter_of
 from mlx_mtp.decoding.drafters.drafter import Frame
+from mlx_mtp.decoding.members import Single
 from mlx_mtp.decoding.replay import Compiled, Recorder
-from mlx_mtp.decoding.run import NO_DRAFTS, Run, Single
+from mlx_mtp.decoding.run import NO_DRAFTS, Run
 from mlx_mtp.decoding.sampling import Picker
+from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.decoding.step import step
 from mlx_mtp.layers.expert_rows import number_rows
 from mlx_mtp.tuning import kernel_switch as switch
@@ -262,7 +264,7 @@ def cycle(model: Any, k: int, *, replayed: bool = False) -> Build:
     compiled, mark = Compiled(Recorder(), CompileChoice(True)), cache.mark()
 
     def run() -> list[mx.array]:
-        recorded = compiled.find(frame, rows) if replayed else None
+        recorded = compiled.find(frame, rows, Stats()) if replayed else None
         new, arrays = (recorded or partial(step, frame))(before, cache.unload(), NO_DRAFTS)
         if recorded:
             cache.load(arrays, 5 + rows, 5)

@@ -34,7 +34,8 @@ from mlx_mtp.bench.roofline.cost import KERNELS
 from mlx_mtp.cache.prompt_cache import PromptCache, make_prompt_cache
 from mlx_mtp.decoding.drafters import drafter_of
 from mlx_mtp.decoding.drafters.drafter import Frame
-from mlx_mtp.decoding.run import Run, Single
+from mlx_mtp.decoding.members import Single
+from mlx_mtp.decoding.run import Run
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.step import step
 from mlx_mtp.layers import gated_delta

@@ -21,7 +21,8 @@ from mlx_mtp.cache.pool import Pool
 from mlx_mtp.cache.slots import Span
 from mlx_mtp.decoding.drafters import drafter_of
 from mlx_mtp.decoding.drafters.drafter import Frame
-from mlx_mtp.decoding.run import Run, Single
+from mlx_mtp.decoding.members import Single
+from mlx_mtp.decoding.run import Run
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.step import step
 from mlx_mtp.tuning.plan import Plan

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -128,3 +129,10 @@ def test_no_name_is_defined_both_for_one_sequence_and_for_several():
         return {node.name for tree in trees for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
     assert defined("decoding") & defined("batch") <= special
+
+
+def test_what_explains_a_token_is_short():
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("**One token, from prompt to screen**")[2]
+    files = re.findall(r"^\d+\. `(\S+)`:", page.partition("What a word means")[0], re.MULTILINE)
+    assert len(files) == 12
+    assert sum((ROOT / file).read_text().count("\n") for file in files) <= 1800

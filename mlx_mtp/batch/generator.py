@@ -13,7 +13,7 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
-from ..decoding.prefill import first_tokens, read_chunk, test_heads
+from ..decoding.prefill import read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
 from ..decoding.text import Text
@@ -23,7 +23,7 @@ from ..tuning.kernel_switch import switch_on_for_texts
 from .admission import Admission
 from .control import Controls
 from .places import Places
-from .sequence import PromptResponse, Response, Sequence
+from .sequence import PromptResponse, Response, Sequence, first_tokens
 from .settings import Settings
 
 
@@ -275,7 +275,7 @@ class BatchGenerator:
         """Choose the first token of a text whose prompt has been read, and let it decode."""
         if text.k:
             test_heads(self.model)
-        run, first = first_tokens(self.model, text.cache, hidden, text.picker)
+        run, first = first_tokens(self.model, text, hidden)
         text.text = Text(text.cache.tokens)
         shown = text.show(first, 0, run.logprobs[0] if run.logprobs else None)
         text.stats.begins()

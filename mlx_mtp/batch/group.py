@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from ..cache.mark import Mark
 from ..cache.pool import Pool
-from ..cache.prompt_cache import SPILL, Mark, PromptCache
+from ..cache.prompt_cache import SPILL, PromptCache
 from ..cache.ring import MAX_ROWS
 from ..cache.slots import Span
 from ..decoding.clock import Clock
@@ -367,8 +368,8 @@ class Group:
 
 
 def _matched(texts: list[Sequence]) -> int:
-    """Count the last tokens of a text, on average, that have occurred before; of those that may look up."""
-    return sum(s.text.matched() for s in texts if s.max_lookup) // len(texts)
+    """Count the last tokens that have occurred before, of the text that has most of them, if it may look them up."""
+    return max((s.text.matched() for s in texts if s.max_lookup), default=0)
 
 
 def layout_of(cache: PromptCache) -> str:

@@ -3,10 +3,11 @@
 from collections.abc import Generator
 
 from ..cache.prompt_cache import PromptCache
-from ..decoding.cycle import Decoder, newest_row
+from ..decoding.cycle import Decoder
 from ..decoding.loop import Yielded, decode_on
 from ..decoding.memory_needs import RESERVED_TOKENS
 from ..decoding.policy import compiled_for, control_for, remember
+from ..decoding.recovery import newest_row
 from ..decoding.run import Run
 from .sequence import Response, Sequence
 from .settings import Settings

@@ -27,7 +27,7 @@ Rows = list[Sequence | None]  # whose each row of a pass is; None where a slot i
 class PoolCycle:
     """A cycle from when it is built.
 
-    rows: whose each is. matched: last tokens of a text, on average, that have occurred before.
+    rows: whose each is. matched: last tokens of a text that have occurred before, the most of any.
     caught_up: rows that the drafter had to read first. late: begun when the one before had been read.
     built: seconds that it took to build, or to replay where it is replayed.
     after: the pool as it leaves it, until the next begins.
@@ -92,9 +92,8 @@ class Steps:
         guesses = NO_DRAFTS if source is None or in_step else source.propose(frame, run, plan.k)
         take = None
         if self.compiled:
-            frame, recorded = rounded(frame, given.size), self.compiled.shapes
-            take = self.compiled.find(frame, given.size)
-            self.stats.compiled_shapes += self.compiled.shapes - recorded
+            frame = rounded(frame, given.size)
+            take = self.compiled.find(frame, given.size, self.stats)
         if plan.p_min:
             new.frame, new.given = frame, given
             new.drafts = propose(frame, given, pool.unload(), guesses)

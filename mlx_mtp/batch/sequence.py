@@ -7,12 +7,13 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
 
 from ..cache.prompt_cache import PromptCache
-from ..decoding.prefill import read_again
+from ..decoding.prefill import evaluated, first_run, read_again, without_refused
 from ..decoding.run import Run
 from ..decoding.sampling import Picker
 from ..decoding.stats import Stats
 from ..decoding.text import Text
 from ..layers.target import Target
+from ..tuning.kernel_fallback import run_first
 
 PromptResponse = PromptProcessingBatch.Response
 
@@ -96,6 +97,17 @@ class Sequence:
         if self.over:
             shown[-1].prompt_cache, shown[-1].all_tokens = self.cache, list(self.cache.tokens)
         return shown
+
+
+def first_tokens(model: Target, text: Sequence, hidden: mx.array) -> tuple[Run, list[int]]:
+    """Choose a text's first new token behind its prompt's hidden rows [1, L, H], and wait for it."""
+    return without_refused(model, _first_tokens, model, text, hidden)
+
+
+def _first_tokens(model: Target, text: Sequence, hidden: mx.array) -> tuple[Run, list[int]]:
+    run = first_run(model, text.cache, hidden, text.picker)
+    run_first(model)
+    return run, evaluated(run.read)[0][0]
 
 
 def read_text_again(model: Target, text: Sequence, *, step: int) -> Run:

@@ -22,9 +22,9 @@ from mlx.utils import tree_flatten
 from ..checkpoint.files import resolve
 from ..checkpoint.load import load
 from ..decoding import step as one_step
+from ..decoding.members import Members
 from ..decoding.policy import Learned
 from ..decoding.prefill_chunk import prefill_chunk
-from ..decoding.run import Members
 from ..demo import demo_path
 from ..layers.target import Target
 from ..session import render

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from ..cache.ring import MAX_ROWS
 from ..decoding.drafters.drafter import Frame
-from ..decoding.run import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run, Single
+from ..decoding.members import Single
+from ..decoding.run import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run
 from ..decoding.step import verify
 from ..kernels import on_metal
 from ..layers.port import Port

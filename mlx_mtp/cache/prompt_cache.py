@@ -6,45 +6,23 @@ positions alike: position i of depth j reads token x_{i+1}, and all heads stand 
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..machine.stream import in_turn
 from .kinds import from_configs, make_caches
+from .kv_format import check_layout, group_size_for
 from .layer_cache import CONTEXTS, CachedModel, LayerCache
-from .mlx_lm_caches import ListOfOne, MlxLmCaches
+from .mark import Mark, Quantizing
+from .mlx_lm_caches import ListOfOne
 from .prompt_prefix import PromptPrefix
 from .ring import Ring
 from .step_cache import StepCache, seek
 
-GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)
 AT_FIRST = 24  # rows that heads with windows read before they draft: more hardly better their drafts, and take time
 SPILL = 16  # the backlog is joined and cut at about this many rows, not at each one
-
-
-@dataclass
-class Mark:
-    """A PromptCache's state at one moment, to go back to: references only, nothing is copied.
-
-    held:   (cache, parts, start) of those that a lower offset does not bring back: states, and where the moment is at
-            rest wrapped windows too, of which the first write after it makes a copy.
-    caches: (cache, offset, limit, parts) of all; None where a later write may be in place.
-    """
-
-    length: int
-    primed: int
-    kept: list[mx.array]
-    backlog: list[mx.array]
-    held: list[tuple]
-    caches: list[tuple] | None
-    quantizing: "Quantizing | None"
-
-    def release(self) -> None:
-        """Let go of keys and values, so that the next write to them is in place; states are replaced, not written."""
-        self.caches = None
 
 
 class PromptForm(NamedTuple):
@@ -65,15 +43,6 @@ class PromptForm(NamedTuple):
         cache.begin(self.context)
         cache.live = bool(self.heads)
         return cache
-
-
-@dataclass(frozen=True)
-class Quantizing:
-    """Quantize the target's caches before position `start` is read."""
-
-    start: int
-    bits: int
-    group_size: int
 
 
 class PromptCache(StepCache, ListOfOne):
@@ -355,21 +324,7 @@ def make_prompt_cache(
         rotating cache when it decodes; no kernel reads it, MLX does. Raises ValueError on a bad value.
     """
     kv_group_size = group_size_for(model) if kv_group_size is None else kv_group_size
-    if kv_group_size not in GROUP_SIZES:
-        raise ValueError(f"kv_group_size={kv_group_size}: allowed are 32, 64 and 128")
-    for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
-        if bits not in (None, 2, 3, 4, 5, 6, 8):
-            raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
-        part = model.mtp[0] if model.mtp and name == "mtp_kv_bits" else model
-        if bits is not None and (why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS)):
-            raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
-        head_dim = 0 if bits is None else getattr(part, "head_dim", None) or model.args.head_dim
-        if head_dim % kv_group_size:
-            raise ValueError(f"kv_group_size={kv_group_size}: allowed are divisors of the head size {head_dim}")
-    if max_kv_size is not None and max_kv_size < 1:
-        raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
-    if max_kv_size is not None and MlxLmCaches in model.windows():
-        raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
+    check_layout(model, kv_bits, mtp_kv_bits, kv_group_size, max_kv_size)
     full = None if max_kv_size is None else Ring(max_kv_size, keep=min(SINKS, max_kv_size - 1))
     windows, heads = [window or full for window in model.windows()], model.head_windows()
     chained = getattr(getattr(model, "drafter", None), "chained", True)
@@ -390,9 +345,3 @@ def make_prompt_cache(
     if later and kv_bits:
         cache.quantizing = Quantizing(quantized_kv_start, kv_bits, kv_group_size)
     return cache
-
-
-def group_size_for(model: CachedModel) -> int:
-    """Find the largest usual group size that quantized keys and values of `model` can have, else 64."""
-    head_dim = getattr(getattr(model, "args", None), "head_dim", None) or 64  # latent attention quantizes nothing
-    return next((size for size in (64, 32) if head_dim % size == 0), 64)

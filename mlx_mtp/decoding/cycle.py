@@ -1,4 +1,4 @@
-"""Plan a cycle, build or replay its step, submit it and read its tokens; bring the caches to rest at the end."""
+"""Plan a cycle, build or replay its step, submit it and read its tokens."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,7 +8,8 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from ..cache.prompt_cache import Mark, PromptCache
+from ..cache.mark import Mark
+from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.kernel_fallback import TROUBLE, Fallback, KernelRefused, Trouble, newly_refused
@@ -17,9 +18,10 @@ from .agreement import Agreement
 from .clock import Clock
 from .drafters import drafters_of
 from .drafters.drafter import Frame
-from .prefill import evaluated, first_run, prefill, read_again
+from .members import Single
+from .prefill import evaluated, first_run, prefill
 from .replay import Compiled
-from .run import NO_DRAFTS, Drafts, Run, Single
+from .run import NO_DRAFTS, Drafts, Run
 from .sampling import Picker
 from .stats import Stats
 from .step import propose, step, verify
@@ -149,7 +151,8 @@ def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
     tic = perf_counter()
     new, cache = _planned(d, last, most), d.cache
     frame, take = prepare(d, last, new.plan, d.compiled)
-    guesses = guessed(d, frame, last.run)
+    before = new.plan.k and not frame.drafter  # its drafter drafts before the step
+    guesses = d.drafters[new.plan.source].propose(frame, last.run, new.plan.k) if before else NO_DRAFTS
     if new.plan.p_min:
         new.drafts = propose(frame, last.run, cache.unload(), guesses)
     else:
@@ -159,14 +162,6 @@ def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
             cache.load(arrays, limit + new.run.size, limit)
     new.replayed, new.built = take is not None, perf_counter() - tic
     return new
-
-
-def _recorded(compiled: Compiled, frame: Frame, rows: int, stats: Stats) -> Callable | None:
-    """Find the record of a step behind `rows` rows, None where it is to be built; count one that is made now."""
-    known = compiled.shapes
-    found = compiled.find(frame, rows)
-    stats.replays(0, compiled.shapes - known)
-    return found
 
 
 def _frame(d: Decoder, last: Flight, new: Plan) -> Frame:
@@ -196,18 +191,12 @@ def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> 
         cache.wake(base)
     else:
         cache.idle(base)
-    take = _recorded(compiled, frame, run.size, d.stats) if compiled else None
+    take = compiled.find(frame, run.size, d.stats) if compiled else None
     if plan.k or take:
         cache.to_device()
     elif run.size == 1:
         cache.to_host(base + 1)
     return frame, take
-
-
-def guessed(d: Decoder, frame: Frame, run: Run) -> Drafts:
-    """Let a drafter draft that does so before the step, if the plan asks for one."""
-    plan = frame.plan
-    return d.drafters[plan.source].propose(frame, run, plan.k) if plan.k and not frame.drafter else NO_DRAFTS
 
 
 def read(d: Decoder, flight: Flight, ahead: Flight | None = None) -> list[int]:
@@ -293,27 +282,6 @@ def give_way(d: Decoder, error: Trouble) -> None:
     d.fallback.take(error, len(d.text.tokens))
 
 
-def resume(d: Decoder, error: Trouble) -> Flight:
-    """Go on behind the tokens that were shown, without the kernels to blame for an error; return the first cycle.
-
-    Its token has been shown, unless it is a prompt's first one.
-    """
-    try:
-        give_way(d, error)
-    except Exception:
-        d.newest.failed = False  # the error ends the answer, and nothing is read again
-        raise
-    settle(d)
-    known = len(d.text.tokens) > d.shown.base + d.rows
-    if not known:
-        return follow(d, partial(first_run, d.model, d.cache, d.shown.run.hidden, d.picker))
-    row = newest_row(d)
-    first = follow(d, lambda: row)
-    d.text.extend(row.read()[0][0])
-    d.clock.restart()
-    return first
-
-
 def learn(d: Decoder, flight: Flight) -> None:
     """Tell the control what a cycle did; when the next one is under way, for nobody waits for it."""
     seconds = flight.seconds
@@ -324,28 +292,3 @@ def learn(d: Decoder, flight: Flight) -> None:
         d.control.observe(Cycle(flight.plan, verified, flight.accepted, seconds, flight.caught_up, flight.matched))
     if isinstance(d.control, (Controller, Agreement)):
         d.stats.pauses(d.control.paused)
-
-
-def newest_row(d: Decoder) -> Run:
-    """Return the row that has chosen the token shown last, of a text that has been brought to rest."""
-    row, token = d.shown.run.hidden[:, d.rows - 1 : d.rows], d.text.tokens[d.shown.base + d.rows]
-    return Run.of_row(row, int(token))
-
-
-def settle(d: Decoder) -> None:
-    """Bring the caches to rest: drop a cycle that was not submitted, take back rows that were not shown."""
-    cache, shown, newest = d.cache, d.shown, d.newest
-    if newest.failed:
-        newest.after = newest.before
-    lost = newest.failed and newest.after.caches is None
-    rest = shown.after if shown is newest else newest.before
-    cache.restore(newest.after)  # keys and values as the device has them: a cycle after it was only built
-    rest.release()  # of the moment behind the tokens shown: states alone, rows that came later stay and are covered
-    cache.restore(rest)
-    if d.rows:
-        cache.push(shown.run.hidden[:, : d.rows])
-    else:  # a plain row that was read comes out of the states again
-        cache.restore_states(shown.before)
-    cache.settle(d.text.tokens[: shown.base + d.rows].tolist())
-    if lost:
-        read_again(d.model, cache, heads=d.k > 0, step=d.chunk)

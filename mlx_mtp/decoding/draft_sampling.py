@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..layers.lm_head import Rows
 from ..layers.target import Target
-from .run import Members
+from .members import Members
 from .sampling import Picker, Sampling, key_at, whole_row
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection, Generator
 import mlx.core as mx
 
 from ..tuning.kernel_fallback import TROUBLE, GraphFailed, KernelRefused, Trouble
-from .cycle import Decoder, Flight, begin, builds_ahead, follow, learn, read, read_prompt, resume, settle, submit
+from .cycle import Decoder, Flight, begin, builds_ahead, follow, learn, read, read_prompt, submit
 from .prefill import test_heads
+from .recovery import resume, settle
 from .run import Run
 
 Yielded = tuple[int, mx.array | None, bool]

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..kernels import KernelRefused
 from ..layers.target import Target
-from .run import Members
+from .members import Members
 
 Logprobs = tuple[mx.array | None, ...] | None
 

@@ -5,13 +5,15 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from ..cache.prompt_cache import Mark, PromptCache
+from ..cache.mark import Mark
+from ..cache.prompt_cache import PromptCache
 from ..cache.reread import take_over, unread
 from ..layers.target import Target
 from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, run_first, vote
 from .drafters import drafter_of
+from .members import Single
 from .pick import pick
-from .run import NONE_ACCEPTED, Run, Single
+from .run import NONE_ACCEPTED, Run
 from .sampling import Picker
 from .text import Text
 
@@ -100,17 +102,6 @@ def evaluated(evaluate: Callable[..., T], *args: Any) -> T:
         return evaluate(*args)
     except (RuntimeError, ValueError) as e:
         raise GraphFailed(e) from e
-
-
-def first_tokens(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> tuple[Run, list[int]]:
-    """Choose the first new token as `first_run` does, and wait for it."""
-    return without_refused(model, _first_tokens, model, cache, hidden, picker)
-
-
-def _first_tokens(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> tuple[Run, list[int]]:
-    run = first_run(model, cache, hidden, picker)
-    run_first(model)
-    return run, evaluated(run.read)[0][0]
 
 
 def without_refused(model: Target, work: Callable[..., T], *args: Any) -> T:

@@ -25,8 +25,10 @@ from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
 from .drafters import drafter_of
 from .drafters.drafter import Frame
-from .run import Drafts, Run, Single
+from .members import Single
+from .run import Drafts, Run
 from .sampling import Picker, Sampling
+from .stats import Stats
 from .step import step
 
 OFTEN = 2  # times that a kind of step has come when it is recorded: one that comes once is not worth it
@@ -190,8 +192,11 @@ class Compiled:
         self.recorder, self.choice, self.shapes = recorder, choice, 0
         self._spoilt = 0  # coming cycles whose time holds a recording, or a build for want of one
 
-    def find(self, frame: Frame, rows: int) -> Callable | None:
-        """Find what does as `step` does with this frame behind `rows` rows; None where that is to be built."""
+    def find(self, frame: Frame, rows: int, stats: Stats) -> Callable | None:
+        """Find what does as `step` does with this frame behind `rows` rows; None where that is to be built.
+
+        stats: counts what is recorded for that.
+        """
         pickers, cache = [member.picker for member in frame.members if member], frame.cache
         first = pickers[0]
         pick = first.options, first.logprobs, first.draft_sampling
@@ -200,7 +205,9 @@ class Compiled:
             return None
         kind = Kind.of(frame, rows, pick)
         most = Bounds(KEPT, HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER)
+        known = self.shapes
         found = self.recall(frame.model, kind, recorded, most)
+        stats.replays(0, self.shapes - known)
         keys = [(member.picker if member else first).key for member in frame.members]
         return found and partial(found, keys=keys, starts=cache.starts)
 

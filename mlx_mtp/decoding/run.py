@@ -1,50 +1,12 @@
 """Hold what one step hands to the next: the rows of n sequences that the target has verified, and drafts for more."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-
-from .sampling import Picker
-from .text import Text
 
 NONE_ACCEPTED = mx.array(
     [0], mx.int32
 )  # a value, not an operation, whose stream would be that of the importing thread
-
-
-class Member(Protocol):
-    """One sequence of a step: how its tokens are chosen, and what the host has read of it.
-
-    base: the position of its first row in the run before.
-    """
-
-    @property
-    def picker(self) -> Picker: ...
-
-    @property
-    def text(self) -> Text: ...
-
-    @property
-    def base(self) -> int: ...
-
-    def fail(self, error: Exception) -> None:
-        """Take what its own sampler or processor raised."""
-        ...
-
-
-Members = Sequence[Member | None]  # by row of a pass; None where a slot is free
-
-
-class Single(NamedTuple):
-    """The member of a step of one sequence."""
-
-    picker: Picker
-    text: Text = Text()
-    base: int = 0
-
-    def fail(self, error: Exception) -> None:
-        raise error
 
 
 class Run(NamedTuple):

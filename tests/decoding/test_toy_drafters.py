@@ -27,7 +27,7 @@ def written() -> type[Drafter]:
 
 
 class Small(Drafter):
-    """One layer of attention over tokens, with random weights and a cache of its own, that goes on from its drafts."""
+    """One layer of attention over tokens, with random weights and a cache; goes on from its drafts."""
 
     source, most, windows = "small", 3, (None,)
 

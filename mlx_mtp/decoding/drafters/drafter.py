@@ -10,7 +10,8 @@ from ...cache.prompt_cache import PromptCache
 from ...cache.step_cache import StepCache
 from ...layers.target import Target
 from ...tuning.plan import Plan
-from ..run import Drafts, Members, Run
+from ..members import Members
+from ..run import Drafts, Run
 
 
 class Frame(NamedTuple):
