@@ -12,6 +12,7 @@ from ._source import DTYPES, constants, launch, on_metal
 from .verify_qmm import activated
 
 COLUMNS = 4  # weight rows of a simdgroup
+SPLIT_SUMS = 4  # rows times weights that are taken together without spilling, at least
 VISITS = (1, 4, 8)  # rows that are taken together of those that visit an expert, compiled with all fewer ones
 INNER_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
 
@@ -90,7 +91,21 @@ def _of(visited: mx.array, weights: Quantized) -> mx.array:
     return dequantized(replace(weights, w=weights.w[visited], scales=weights.scales[visited], biases=biases))
 
 
-def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> dict[str, object]:
+def visitors(m: int, sources: int, split: bool = False) -> int:
+    """Choose how many of the rows that visit an expert are taken together; `sources`: weights that they meet.
+
+    With `split` half as many, where a lane keeps more sums than its registers may hold.
+    """
+    rows = next((rows for rows in VISITS if rows >= m), VISITS[-1])
+    return rows // 2 if split and rows * sources > SPLIT_SUMS else rows
+
+
+def moe_splits(m: int, gated: bool) -> bool:
+    """Tell whether the rows that visit an expert can be split."""
+    return any(visitors(m, n, True) != visitors(m, n) for n in ((1, 2) if gated else (1,)))
+
+
+def _template(weights: Quantized, dtype: mx.Dtype, rows: int) -> dict[str, object]:
     """What both products are compiled for; ROWS of those that visit an expert are taken together.
 
     A lane takes VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv. N is a multiple of 8,
@@ -98,11 +113,10 @@ def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> dict[str, object]:
     """
     pack, fast = packs(weights.bits)
     values = fast if weights.k % (32 * fast) == 0 else pack
-    rows = next((rows for rows in VISITS if rows >= m), VISITS[-1])
     return {**format_template(weights, dtype), "VALUES": values, "ROWS": rows}
 
 
-def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
+def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None, split: bool) -> mx.array:
     """Compute what `down` reads: gate, up and their activation of each pair."""
     n, count, op = experts.up.w.shape[1], pairs.tokens.size, "moe_relu2"
     inputs = {**arrays(experts.up, x.dtype, "up"), "x": x}
@@ -110,13 +124,19 @@ def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | Non
         op, inputs = "moe_glu", {**arrays(experts.gate, x.dtype, "gate"), **inputs}
         inputs["limit"] = constants(x.dtype, math.inf if limit is None else limit)
     inputs |= {"tokens": pairs.tokens, "experts": pairs.experts, "starts": pairs.starts}
-    template = _template(experts.up, x.dtype, x.shape[0])
+    rows = visitors(x.shape[0], 1 if experts.gate is None else 2, split)
+    template = _template(experts.up, x.dtype, rows)
     grid, group = (32, n // COLUMNS, count), (32, INNER_SIMDGROUPS, 1)
     return launch(op, inputs, {"h": ((count, n), x.dtype)}, template=template, grid=grid, group=group)[0]
 
 
 def _down_metal(
-    h: mx.array, down: Quantized, pairs: Pairs, routing: Routing, shared: tuple[mx.array | None, mx.array | None]
+    h: mx.array,
+    down: Quantized,
+    pairs: Pairs,
+    routing: Routing,
+    shared: tuple[mx.array | None, mx.array | None],
+    split: bool,
 ) -> mx.array:
     m, n, kind = h.shape[0] // routing.top_k, down.w.shape[1], sum(a is not None for a in shared)
     of_shared = h if shared[0] is None else shared[0].astype(h.dtype)
@@ -124,7 +144,11 @@ def _down_metal(
     inputs = {**arrays(down, h.dtype), "h": h, "weights": pairs.weights, "experts": pairs.experts}
     inputs |= {"starts": pairs.starts, "places": pairs.places}
     inputs |= {"sizes": routing.sizes, "shared": of_shared, "shared_gate": of_gate, "kind": constants(mx.int32, kind)}
-    template = {**_template(down, h.dtype, m), "SIMDGROUPS": DOWN_SIMDGROUPS, "PAIRS": room(m, routing.top_k)}
+    template = {
+        **_template(down, h.dtype, visitors(m, 1, split)),
+        "SIMDGROUPS": DOWN_SIMDGROUPS,
+        "PAIRS": room(m, routing.top_k),
+    }
     grid, group = (32, DOWN_SIMDGROUPS * n // COLUMNS, 1), (32, DOWN_SIMDGROUPS, 1)
     return launch("moe_down", inputs, {"y": ((m, n), h.dtype)}, template=template, grid=grid, group=group)[0]
 
@@ -139,6 +163,7 @@ def verify_moe(
     limit: float | None = None,
     shared: mx.array | None = None,
     shared_gate: mx.array | None = None,
+    split: bool = False,
 ) -> mx.array:
     """Sum what the experts that x [M, H] visits by its logits [M, E] make of it, weighted: [M, H] in x's dtype.
 
@@ -147,7 +172,7 @@ def verify_moe(
     is given.
 
     On Metal, up to 16 rows, 512 experts and 32 for a row take three launches, in which each distinct expert's weights
-    are requested once for every 8 rows that visit it; a product has the bits of MLX's gather_qmv, and a row those
+    are requested once for every 8 rows that visit it, with `split` for every 4; a product has the bits of MLX's gather_qmv, and a row those
     that it has alone. Else it is the reference. Raises ValueError where shapes do not fit.
     """
     check_columns(x, experts.up)
@@ -167,5 +192,5 @@ def verify_moe(
         more = {"bias": bias, "limit": limit, "shared": shared, "shared_gate": shared_gate}
         return verify_moe_ref(x, logits, experts, routing, **more)
     pairs = route_metal(logits, routing, bias)
-    h = _inner_metal(x.astype(dtype), experts, pairs, limit)
-    return _down_metal(h, experts.down, pairs, routing, (shared, shared_gate)).astype(x.dtype)
+    h = _inner_metal(x.astype(dtype), experts, pairs, limit, split)
+    return _down_metal(h, experts.down, pairs, routing, (shared, shared_gate), split).astype(x.dtype)

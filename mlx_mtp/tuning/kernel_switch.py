@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ from ..layers.products import Matrices, Stack
 from ..layers.sparse_mla import SparseMLA
 from ..machine.remembered import digest
 from ..ranks.ordered_sum import parts_alone, sum_over
-from .ab_test import LAYERS, compile_kernel
+from .ab_test import LAYERS, Op, compile_kernel
 from .kernel_sites import place, tied
 from .kernel_trials import (
     DRAWS_OF_FOLLOWING,
@@ -124,8 +125,8 @@ class ModelTrials:
             self.go_on(lambda: time.monotonic() > end)
         for trial in self.asked():
             timed = known.get(trial.key, RIGHT) != RIGHT and trial.rows <= WARM_ROWS
-            if timed and self.verdicts[trial.key].on:
-                compile_kernel(trial)
+            if timed and (verdict := self.verdicts[trial.key]).on:
+                compile_kernel(trial.of_split() if verdict.split else trial)
 
     def go_on(self, stop: Callable[[], bool]) -> None:
         """Try what is left, until `stop` says that somebody waits."""
@@ -207,12 +208,25 @@ def trials(sites: Sequence[Site], dtype: mx.Dtype, rows: str = "candidates") -> 
 
 
 def _of_shape(sites: Sequence[Site], op: str, shape: str, dtype: mx.Dtype, rows: str) -> list[KernelTrial]:
-    first, pairs = sites[0], [(site.ours, site.stock) for site in sites]
+    first = sites[0]
     own: dict[str, Any] = {
         name: [getattr(site, name) for site in sites] for name in ("alone", "truth") if hasattr(first, name)
     }
     own |= {"bits": getattr(first, "bits", True), "kind": first.kind, "weights": len(sites) * first.weights_read}
-    return [KernelTrial(op, shape, n, pairs, first.width, dtype, **own) for n in getattr(first, rows)]
+    return [
+        KernelTrial(op, shape, n, _pairs(sites, n), first.width, dtype, split=_split(sites, n), **own)
+        for n in getattr(first, rows)
+    ]
+
+
+def _pairs(sites: Sequence[Site], rows: int) -> list[tuple[Op, Op]]:
+    """List (ours, stock) of sites, whose rows are not split."""
+    return [(partial(s.computed, split=False) if s.splits(rows) else s.ours, s.stock) for s in sites]
+
+
+def _split(sites: Sequence[Site], rows: int) -> list[Op]:
+    """List the kernels that split their rows, where they can."""
+    return [partial(site.computed, split=True) for site in sites if site.splits(rows)]
 
 
 def in_context(shape: str, context: int) -> str:
@@ -229,6 +243,8 @@ def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: 
     for site in sites:
         shape = _typed(site.shape, dtype)
         site.rows = _on(site, shape, verdicts)
+        tried = (*site.candidates, *site.together)
+        site.split = frozenset(m for m in tried if (v := verdicts.get((site.op, shape, m))) and v.split)
         contexts = getattr(site, "at_contexts", {})
         site.rows_of_context = {c: _on(site, in_context(shape, c), verdicts) for c in contexts}
         for tried in contexts.values():

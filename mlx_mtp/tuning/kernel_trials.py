@@ -12,7 +12,7 @@ from ..kernels.contraction import is_taken, others, spelled, spelling, take
 from ..machine.errors import with_type
 from ..machine.progress import tell
 from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, time_pair
-from .kernel_verdict import AS_ROWS, KernelVerdict, judged, off
+from .kernel_verdict import AS_ROWS, MARGIN, KernelVerdict, judged, off
 from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
 
 LANES = ("off", "exact", "fast")
@@ -63,11 +63,14 @@ def decide(
     while left := [trial for trial in trials if is_stale(trial.key, found.get(trial.key))]:
         for done, trial in enumerate(left):
             tell(TRYING, done, len(left))
-            wrong = found[trial.base].wrong if trial.base else check_spellings(trial)
-            found[trial.key] = Found(wrong or "", None, spelling(trial.op))
+            wrong, split = (found[trial.base].wrong, False) if trial.base else check_split(trial)
+            found[trial.key] = Found(wrong or "", None, spelling(trial.op), split)
     _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
     asked = KernelVerdict(True, True, reason=ASKED)
-    return {key: replace(off(f.wrong) if f.wrong else asked, spelling=f.spelling) for key, f in found.items()}
+    return {
+        key: replace(off(f.wrong) if f.wrong else asked, spelling=f.spelling, split=f.split)
+        for key, f in found.items()
+    }
 
 
 def check_spellings(trial: KernelTrial) -> str | None:
@@ -82,6 +85,14 @@ def check_spellings(trial: KernelTrial) -> str | None:
             take(trial.op, other)
             return None
     return wrong
+
+
+def check_split(trial: KernelTrial) -> tuple[str | None, bool]:
+    """Say why the kernel is wrong, or None, and whether that is of split rows: where it cannot run without."""
+    wrong = check_spellings(trial)
+    if wrong and wrong.startswith(FAILS) and trial.split:
+        return check_spellings(trial.of_split()), True
+    return wrong, False
 
 
 def is_stale(key: Key, found: Found | KernelVerdict | None) -> bool:
@@ -120,17 +131,27 @@ class Decisions:
             timed = trial if timed is None and verdict.ratio is not None else timed
 
     def _timed(self, trial: KernelTrial) -> KernelVerdict:
-        if trial.base and not (verdict := self.verdicts[trial.base]).right:
-            return off(verdict.reason)
+        if trial.base:
+            if not (verdict := self.verdicts[trial.base]).right:
+                return off(verdict.reason)
+            trial = trial.of_split() if verdict.split else replace(trial, split=())
         known = self._known(trial)
         if known and known.wrong != RIGHT.wrong:
             return judged(known)
         if why := self._no_time(trial):
             return off(why)
-        wrong = check_spellings(trial)
+        wrong, split = check_split(trial)
         try:
-            ratio = None if wrong else float(self.timer(trial))
-            self.found[trial.key] = Found(wrong, ratio, spelling(trial.op))
+            ratio = None if wrong else float(self.timer(trial.of_split() if split else trial))
+            if (
+                ratio
+                and trial.split
+                and not split
+                and check(replace(trial.of_split(), draws=DRAWS_OF_FOLLOWING)) is None
+            ):
+                of_split = float(self.timer(trial.of_split()))
+                ratio, split = (of_split, True) if of_split > ratio * MARGIN else (ratio, False)
+            self.found[trial.key] = Found(wrong, ratio, spelling(trial.op), split)
         except Exception as e:
             return KernelVerdict(False, True, reason=f"timing it fails with {with_type(e)}")
         return judged(self.found[trial.key])
@@ -138,6 +159,7 @@ class Decisions:
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
         """Judge as the timed one where this one is right; a number of rows less, only if the one below is on, too."""
         verdict, known = self.verdicts[timed.key], self._known(trial)
+        trial = trial.of_split() if verdict.split else trial
         below = self.verdicts.get((trial.op, trial.shape, trial.rows - 1), verdict)
         if not verdict.on or (trial.rows < timed.rows and not below.on):
             return off((verdict if not verdict.on else below).reason)
@@ -145,9 +167,13 @@ class Decisions:
             if why := self._no_time(trial):
                 return off(why)
             wrong = check_spellings(replace(trial, draws=DRAWS_OF_FOLLOWING)) or ""
-            known = self.found[trial.key] = Found(wrong, None, spelling(trial.op))
+            known = self.found[trial.key] = Found(wrong, None, spelling(trial.op), verdict.split)
         as_timed = f"{AS_ROWS}{timed.rows}" if trial.shape == timed.shape else f"as {timed.shape.split()[0]}"
-        return KernelVerdict(True, True, reason=as_timed) if known.wrong == RIGHT.wrong else judged(known)
+        return (
+            KernelVerdict(True, True, reason=as_timed, split=verdict.split)
+            if known.wrong == RIGHT.wrong
+            else judged(known)
+        )
 
     def _known(self, trial: KernelTrial) -> Found | None:
         """Recall what holds for the spelling that the op has by now."""
@@ -160,6 +186,8 @@ class Decisions:
             return f"{NOT_TRIED}, the {self.budget:g} s for trials were over"
         if not self.stop():
             compile_kernel(trial)
+            if trial.split:
+                compile_kernel(trial.of_split())
             self.end += time.perf_counter() - tic
         return f"{NOT_TRIED} yet" if self.stop() else ""
 
