@@ -1,5 +1,6 @@
 """Collect the text that MLX would compile for each launch, without running any."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,10 +11,11 @@ from .kernel import MetalKernel, replaced
 
 
 class LaunchText(NamedTuple):
-    """A kernel's name, and the text after MLX's preamble: header, generated function, instantiation."""
+    """A kernel's name, the text after MLX's preamble (header, generated function, instantiation), and a group's size."""
 
     kernel: str
     text: str
+    threads: int = 1
 
 
 _collections: list[list[LaunchText]] = []  # of `collected`, the innermost last
@@ -28,13 +30,14 @@ class TextKernel(MetalKernel):
         inputs: Sequence[Any],
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[mx.Dtype],
+        threadgroup: Sequence[int] = (1, 1, 1),
         template: Sequence[tuple[str, object]] | None = None,
         **_: Any,
     ) -> list[mx.array]:
         """Add the text of a launch with these arguments; arrays are not evaluated."""
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         named = [(str(name), value) for name, value in template or ()]
-        text = LaunchText(self.name, self.text(self._signature(arrays, output_dtypes, named)))
+        text = LaunchText(self.name, self.text(self._signature(arrays, output_dtypes, named)), math.prod(threadgroup))
         for found in _collections:
             found.append(text)
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]

@@ -12,7 +12,7 @@ from ._source import DTYPES, constants, launch, on_metal
 from .verify_qmm import activated
 
 COLUMNS = 4  # weight rows of a simdgroup
-SPLIT_SUMS = 4  # rows times weights that are taken together without spilling, at least
+SPLIT_SUMS = 4  # rows times the weights that they meet, at most, where rows are split
 VISITS = (1, 4, 8)  # rows that are taken together of those that visit an expert, compiled with all fewer ones
 INNER_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
 
@@ -94,10 +94,10 @@ def _of(visited: mx.array, weights: Quantized) -> mx.array:
 def visitors(m: int, sources: int, split: bool = False) -> int:
     """Choose how many of the rows that visit an expert are taken together; `sources`: weights that they meet.
 
-    With `split` half as many, where a lane keeps more sums than its registers may hold.
+    With `split` at most four, or two where they meet gate and up: a lane may not have registers for the sums of more.
     """
     rows = next((rows for rows in VISITS if rows >= m), VISITS[-1])
-    return rows // 2 if split and rows * sources > SPLIT_SUMS else rows
+    return min(rows, SPLIT_SUMS // sources) if split else rows
 
 
 def moe_splits(m: int, gated: bool) -> bool:
@@ -172,8 +172,9 @@ def verify_moe(
     is given.
 
     On Metal, up to 16 rows, 512 experts and 32 for a row take three launches, in which each distinct expert's weights
-    are requested once for every 8 rows that visit it, with `split` for every 4; a product has the bits of MLX's gather_qmv, and a row those
-    that it has alone. Else it is the reference. Raises ValueError where shapes do not fit.
+    are requested once for every 8 rows that visit it, with `split` for every 4, or 2 of gate and up; a product has the
+    bits of MLX's gather_qmv, and a row those that it has alone. Else it is the reference. Raises ValueError where
+    shapes do not fit.
     """
     check_columns(x, experts.up)
     rows, count = x.shape[0], experts.up.w.shape[0]
