@@ -12,8 +12,8 @@ from ._source import DTYPES, constants, launch, on_metal
 from .verify_qmm import activated
 
 COLUMNS = 4  # weight rows of a simdgroup
-SPLIT_SUMS = 4  # rows times the weights that they meet, at most, where rows are split
 VISITS = (1, 4, 8)  # rows that are taken together of those that visit an expert, compiled with all fewer ones
+SPLIT_INNER, SPLIT_DOWN = 2, 4  # of them where rows are split
 INNER_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
 
 
@@ -91,18 +91,14 @@ def _of(visited: mx.array, weights: Quantized) -> mx.array:
     return dequantized(replace(weights, w=weights.w[visited], scales=weights.scales[visited], biases=biases))
 
 
-def visitors(m: int, sources: int, split: bool = False) -> int:
-    """Choose how many of the rows that visit an expert are taken together; `sources`: weights that they meet.
-
-    With `split` at most four, or two where they meet gate and up: a lane may not have registers for the sums of more.
-    """
-    rows = next((rows for rows in VISITS if rows >= m), VISITS[-1])
-    return min(rows, SPLIT_SUMS // sources) if split else rows
+def visitors(m: int, most: int = VISITS[-1]) -> int:
+    """Choose how many of m rows are taken together of those that visit an expert: at most `most`."""
+    return min(next((rows for rows in VISITS if rows >= m), most), most)
 
 
-def moe_splits(m: int, gated: bool) -> bool:
-    """Tell whether the rows that visit an expert can be split."""
-    return any(visitors(m, n, True) != visitors(m, n) for n in ((1, 2) if gated else (1,)))
+def moe_splits(m: int) -> bool:
+    """Tell whether the rows that visit an expert can be split: a lane may not have registers for the sums of more."""
+    return visitors(m) > SPLIT_INNER
 
 
 def _template(weights: Quantized, dtype: mx.Dtype, rows: int) -> dict[str, object]:
@@ -124,7 +120,7 @@ def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | Non
         op, inputs = "moe_glu", {**arrays(experts.gate, x.dtype, "gate"), **inputs}
         inputs["limit"] = constants(x.dtype, math.inf if limit is None else limit)
     inputs |= {"tokens": pairs.tokens, "experts": pairs.experts, "starts": pairs.starts}
-    rows = visitors(x.shape[0], 1 if experts.gate is None else 2, split)
+    rows = visitors(x.shape[0], SPLIT_INNER if split else VISITS[-1])
     template = _template(experts.up, x.dtype, rows)
     grid, group = (32, n // COLUMNS, count), (32, INNER_SIMDGROUPS, 1)
     return launch(op, inputs, {"h": ((count, n), x.dtype)}, template=template, grid=grid, group=group)[0]
@@ -145,7 +141,7 @@ def _down_metal(
     inputs |= {"starts": pairs.starts, "places": pairs.places}
     inputs |= {"sizes": routing.sizes, "shared": of_shared, "shared_gate": of_gate, "kind": constants(mx.int32, kind)}
     template = {
-        **_template(down, h.dtype, visitors(m, 1, split)),
+        **_template(down, h.dtype, visitors(m, SPLIT_DOWN if split else VISITS[-1])),
         "SIMDGROUPS": DOWN_SIMDGROUPS,
         "PAIRS": room(m, routing.top_k),
     }
@@ -172,7 +168,7 @@ def verify_moe(
     is given.
 
     On Metal, up to 16 rows, 512 experts and 32 for a row take three launches, in which each distinct expert's weights
-    are requested once for every 8 rows that visit it, with `split` for every 4, or 2 of gate and up; a product has the
+    are requested once for every 8 rows that visit it, with `split` for every 2, of `down` 4; a product has the
     bits of MLX's gather_qmv, and a row those that it has alone. Else it is the reference. Raises ValueError where
     shapes do not fit.
     """

@@ -109,7 +109,7 @@ class Mixture(Site):
         return verify_moe(x, logits, self.experts, self.routing, **own, **shared)
 
     def splits(self, rows: int) -> bool:
-        return moe_splits(rows, gated=len(self.names) > len(UNGATED))
+        return moe_splits(rows)
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         x, logits = mx.split(x, self.ends, axis=-1)

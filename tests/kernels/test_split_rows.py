@@ -70,7 +70,7 @@ def moe(m, dtype, of, gated=True):
     x = mx.random.normal((m, 128), dtype, key=mx.random.key(m))
     logits = mx.random.normal((m, 3), dtype, key=mx.random.key(2)) + mx.array([9.0, 0.0, 0.0], dtype)
     run = partial(verify_moe, x, logits, Experts(gate if gated else None, up, down), Routing("sigmoid", 2))
-    return run, moe_splits(m, gated)
+    return run, moe_splits(m)
 
 
 def attention(m, dtype, group, width, bits=None):
@@ -105,9 +105,7 @@ def check(run, split, fp_contract):
     assert (launched[0] != launched[1]) == split
 
 
-@pytest.mark.parametrize(
-    ("op", "m"), sampled(zip(QUANTIZED, SOME, strict=False), itertools.product(QUANTIZED, ROWS))
-)
+@pytest.mark.parametrize(("op", "m"), sampled(zip(QUANTIZED, SOME, strict=False), itertools.product(QUANTIZED, ROWS)))
 def test_products(op, m):
     i = list(QUANTIZED).index(op) + m
     chosen = zip([CONTRACTIONS[i % 3]], [FORMATS[5 * i % len(FORMATS)]], strict=True)

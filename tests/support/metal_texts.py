@@ -17,22 +17,29 @@ from mlx_mtp.kernels import Experts, Gates, Quantized, Rope, Routing
 from mlx_mtp.kernels._quantized import lanes
 from mlx_mtp.kernels._source import COMPILED_ROWS
 
-Launch = Callable[[], object]
+Launch = Callable[..., object]
 Format = tuple[str, int, int]
 AFFINE_ROWS = (1, 2, 4, 6, 8, 12)
 WIDTHS = (128, 4096, 4224)  # of K: a quarter of it to each of four lanes, two packs to a lane, one
 F32 = mx.float32
 
 
-def texts(launches: Iterator[Launch], few: int | None = None) -> list[LaunchText]:
-    """Return the different texts of launches, or of a `few`, from the first to the last in even steps."""
+def some(launches: Iterator[Launch], few: int | None = None) -> list[Launch]:
+    """Return all launches, or a `few`, from the first to the last in even steps."""
     chosen = list(launches)
-    if few is not None:
-        chosen = [chosen[i * (len(chosen) - 1) // (few - 1)] for i in range(few)]
+    return chosen if few is None else [chosen[i * (len(chosen) - 1) // (few - 1)] for i in range(few)]
+
+
+def launched(launch: Launch, **more: Any) -> list[LaunchText]:
+    """Return the texts of one launch, called with `more` arguments."""
     with collected() as found:
-        for launch in chosen:
-            launch()
-    return list(dict.fromkeys(found))
+        partial(launch, **more)()
+    return found
+
+
+def texts(launches: Iterator[Launch], few: int | None = None) -> list[LaunchText]:
+    """Return the different texts of launches, or of a `few`."""
+    return list(dict.fromkeys(text for launch in some(launches, few) for text in launched(launch)))
 
 
 def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:
@@ -197,3 +204,25 @@ GROUPS: dict[str, Callable[[], Iterator[Launch]]] = {
     **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
     **{make.__name__: make for make in (dense, dense_heads, routers, latent, norms, recurrences)},
 }  # fmt: skip
+# Launches of each group that stand for all: every op, and each of the three types.
+FEW = {
+    "products affine-4-64": 6,
+    "products affine-3-32": 3,
+    "products mxfp8-8-32": 3,
+    "products nvfp4-4-16": 3,
+    "matrices affine-6-128": 3,
+    "matrices mxfp4-4-32": 2,
+    "experts affine-5-64": 4,
+    "experts nvfp4-4-16": 2,
+    "heads affine-8-64": 3,
+    "heads mxfp4-4-32": 2,
+    "attention mlx.core.bfloat16": 4,
+    "attention mlx.core.float32": 2,
+    "attention mlx.core.float16": 2,
+    "dense": 4,
+    "dense_heads": 4,
+    "routers": 4,
+    "latent": 6,
+    "norms": 9,
+    "recurrences": 9,
+}

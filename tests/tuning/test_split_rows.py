@@ -101,7 +101,9 @@ def test_a_site_splits_as_its_verdicts_say():
     site = Either()
     trials = {t.rows: t for t in kernel_switch.trials([site], mx.float32)}
     assert [m for m, t in trials.items() if t.split] == [3, 4, 5, 6, 7, 8]
-    found = decide([replace(t, split=t.split and [site.stock]) for t in trials.values()], lane=None, timer=timer(1, 2))
+    found = decide(
+        [replace(t, split=t.split and [site.stock]) for t in trials.values()], lane=None, timer=timer(1, 2)
+    )
     kernel_switch.switch([site], found, mx.float32)
     assert site.rows == {*range(1, 9)}
     assert site.split == {*range(3, 9)}
