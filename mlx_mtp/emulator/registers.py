@@ -1,8 +1,8 @@
 """Count a Metal text's registers through an AMD GPU's back end: a proxy, as Apple's compiler runs on Macs only.
 
-Kernels are translated as for the front end check and compiled for a GPU whose simdgroups have 32 threads, too, with as
-many registers of 32 bits ("words") to a thread as are assumed of an Apple GPU. It is another compiler and another GPU: a
-kernel that spills words here is likely to spill or to lose occupancy there, and no more is known.
+Kernels are translated as for the front end check and compiled for a GPU whose simdgroups have 32 threads, too, with
+as many registers of 32 bits ("words") to a thread as are assumed of an Apple GPU. It is another compiler and another
+GPU: a kernel that spills words here is likely to spill or to lose occupancy there, and no more is known.
 """
 
 import functools
@@ -34,7 +34,8 @@ ATTRIBUTES = {
 }
 # MLX's function is a template, which an entry point of OpenCL cannot be.
 ENTRY = """
-__attribute__((amdgpu_num_vgpr({words}), amdgpu_waves_per_eu({waves}, {waves}))) __kernel void registers({parameters}, uint3 group, uint3 groups) {{
+__attribute__((amdgpu_num_vgpr({words}), amdgpu_waves_per_eu({waves}, {waves})))
+__kernel void registers({parameters}, uint3 group, uint3 groups) {{
   uint3 own, at;
   own.x = __builtin_amdgcn_workitem_id_x();
   own.y = __builtin_amdgcn_workitem_id_y();
@@ -57,7 +58,7 @@ _CALL = re.compile(r"\b(\w+)@rel32@lo")
 
 
 class Registers(NamedTuple):
-    """What the proxy finds of a kernel: words of a thread in registers, words spilled, bytes of threadgroup memory."""
+    """A kernel by the proxy: words of a thread in registers, words spilled, bytes of threadgroup memory."""
 
     words: int
     spilled: int

@@ -11,7 +11,7 @@ from .kernel import MetalKernel, replaced
 
 
 class LaunchText(NamedTuple):
-    """A kernel's name, the text after MLX's preamble (header, generated function, instantiation), and a group's size."""
+    """A kernel's name, its text after MLX's preamble (header, function, instantiation), and a group's threads."""
 
     kernel: str
     text: str

@@ -121,7 +121,7 @@ def geometry(rows: int, Dv: int, split: bool = False) -> tuple[int, dict[str, in
 
 
 def attention_splits(rows: int, Dv: int) -> bool:
-    """Tell whether R rows of a KV head can be split: those of which a thread keeps more than its registers may hold."""
+    """Tell whether R rows of a KV head can be split: a thread may not have registers for them together."""
     return geometry(rows, Dv)[1]["BLOCKS"] > SPLIT_BLOCKS
 
 

@@ -137,8 +137,8 @@ def _check(x: mx.array, weights: Weights, bias: Maybe) -> None:
 def verify_head(x: mx.array, weights: Weights, bias: Maybe = None, *, split: bool = False) -> mx.array:
     """Choose the greatest logit's token [M] int32 for each row x [M, K]; of equal ones the lowest.
 
-    weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]; `split`: as `verify_qmm` has it. Where `supported` says no, and without
-    Metal, MLX's own product and argmax. Raises ValueError for shapes that do not fit.
+    weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]; split: as in `verify_qmm`. Where `supported`
+    says no, and without Metal, MLX's own product and argmax. Raises ValueError for shapes that do not fit.
     """
     _check(x, weights, bias)
     if not (on_metal() and supported(x, weights, bias)):

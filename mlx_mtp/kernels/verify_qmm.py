@@ -90,8 +90,8 @@ def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None, *, s
 
     With `limit` silu(gate) is at most that, and up within its negative and it (Step-3.5). On Metal each row has the
     bits of MLX's one-row kernels followed by its activation, in one launch unless there is a `weights.bias`;
-    elsewhere the reference. `split`: as `verify_qmm` has it. Raises ValueError where x has another number of columns, or `weights` is not two of one
-    height.
+    elsewhere the reference. split: as in `verify_qmm`. Raises ValueError where x has another number of columns, or
+    `weights` is not two of one height.
     """
     check_columns(x, weights)
     if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:

@@ -18,7 +18,7 @@ from mlx_mtp.emulator.texts import collected, text_kernel
 
 pytestmark = linux_only
 
-SPILLED = 32  # words at most, of a kernel that cannot split rows or does: of nvfp4 9 to 31, else up to 9
+SPILLED = 64  # words at most, where rows are split or cannot be: mostly none, of nvfp4 up to 31, of 5 bits 40
 THREADGROUP = 32768  # bytes that a GPU grants
 REGISTERS = 208 * 1024  # bytes of all threads of a group
 counted = functools.cache(lambda text: registers(text.text, text.kernel))
@@ -132,5 +132,5 @@ def test_what_does_not_compile_is_named():
     with pytest.raises(CompileError, match=r"kernels/moe_route.metal:\d+: use of undeclared identifier 'nothing'"):
         registers(broken, text.kernel)
     undefined = broken.replace("nothing()", "starts[0] = int(tanh(float(logits[0])))")
-    with pytest.raises(CompileError, match="calls .*tanh.*, which strict/registers.h has to define"):
+    with pytest.raises(CompileError, match=r"calls .*tanh.*, which strict/registers\.h has to define"):
         registers(undefined, text.kernel)
