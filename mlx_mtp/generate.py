@@ -88,7 +88,7 @@ def generate_step(
     Raises ValueError (at the call) for an option out of range.
     """
     checked.check_model(model)
-    step = checked.default_step() if prefill_step_size is None else prefill_step_size
+    step = checked.default_step(model) if prefill_step_size is None else prefill_step_size
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
     sampling.validate(model.vocab_size)

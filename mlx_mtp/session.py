@@ -15,6 +15,7 @@ from typing import Any
 from .cache.from_mlx_lm import from_mlx_lm
 from .cache.prompt_cache import Mark, PromptCache, Quantizing, make_prompt_cache
 from .cache.prompt_prefix import render, shared
+from .decoding.buffer_count import KEPT_SNAPSHOTS
 from .decoding.memory_needs import check_prompt, within
 from .decoding.options import cache_options, default_draft_tokens, default_step
 from .decoding.stats import Stats
@@ -25,7 +26,6 @@ from .tuning.idle_trials import IdleTrials
 
 Progress = Callable[[int, int], None]
 Responses = Generator[GenerationResponse, None, None]
-KEPT_SNAPSHOTS = 3  # each costs one copy of the wrapped windows
 
 
 class Stopped(Exception):
@@ -211,7 +211,8 @@ class ChatSession:
     def _check(self, new: int) -> None:
         """Raise ValueError where `new` tokens and an answer do not fit."""
         options = self.options
-        step, ignore = options.get("prefill_step_size") or default_step(), not options.get("check_memory", True)
+        step = options.get("prefill_step_size") or default_step(self.model)
+        ignore = not options.get("check_memory", True)
         limit = within(options.get("max_context"), self.cache.offset, new, options.get("max_tokens", 256))
         check_prompt(self.model, self.cache, new, limit, step, ignore=ignore)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 import readme_commands
+from command_line import command_of, flags
 from sweep import sampled, sweep
 
 import mlx_mtp
@@ -20,18 +21,6 @@ from mlx_mtp.decoding.options import EXPLANATION
 ROOT = Path(__file__).parents[1]
 PAGES = {page.name: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 README = PAGES["README.md"]
-
-
-def command_of(words):
-    """The click command that a line of words calls, and what is left of the words."""
-    found = main
-    while isinstance(found, click.Group):
-        found, words = found.commands[words[0]], words[1:]
-    return found, words
-
-
-def flags(command):
-    return {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)} | {"--help"}
 
 
 def commands(group=main, path=()):

@@ -13,7 +13,7 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
-from ..decoding.prefill import first_run, read_chunk, test_heads
+from ..decoding.prefill import first_tokens, read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
 from ..layers.target import Target
@@ -57,7 +57,7 @@ class BatchGenerator:
         self.model, self.max_tokens, self.sampler = model, max_tokens, sampler
         self.logits_processors = list(logits_processors or [])
         self.completion_batch_size = completion_batch_size
-        step = checked.default_step() if prefill_step_size is None else prefill_step_size
+        step = checked.default_step(model) if prefill_step_size is None else prefill_step_size
         self.settings = settings = Settings(model, step, max_kv_size, **options)
         checked.check_sampling(settings.sampling, sampler, settings.draft_sampling)
         checked.check_numbers(max_tokens, step, settings.seed, settings.draft_p_min)
@@ -157,8 +157,8 @@ class BatchGenerator:
         """Take one cycle of those that decode, and read on in the prompts of those that are to.
 
         Returns what each prompt's reading has come to, and the tokens, in order, several of a text perhaps. Raises
-        what a text's own sampler or processor raised in the call before: that text is over, `failed` is its number,
-        and the next call goes on with the others. Of what else is raised `failed` is None.
+        what a text's own sampler or processor, or reading its prompt, raised in the call before: that text is over,
+        `failed` is its number, and the next call goes on with the others. Of what else is raised `failed` is None.
         """
         self.failed = None
         if self._failed:
@@ -229,23 +229,35 @@ class BatchGenerator:
         """Read about a chunk of the prompts that wait; add first tokens to `shown`."""
         read, tic = [], time.perf_counter()
         left = self.settings.step
-        while left > 0 and self._unprocessed and self._admits(self._unprocessed[0]):
+        while left > 0 and self._unprocessed:
             text = self._unprocessed[0]
-            if not text.begun:
-                text.begun = True
-                text.stats.start()
-                text.cache.begin(text.cache.offset + text.total)
-            hidden, n = self._read_chunk(text)
-            left -= n
-            self._counters.prompt_tokens += n
-            whole, text.segments = not text.segments[0], [piece for piece in text.segments if piece]
-            done = text.total - sum(map(len, text.segments))
-            read.append(PromptResponse(text.uid, (done, text.total), whole, not text.segments))
-            if not text.segments:
-                self._unprocessed.popleft()
-                shown += self._begun(text, hidden)
+            try:
+                if not self._admits(text):
+                    break
+                left -= self._read_on(text, read, shown)
+            except Exception as e:
+                if text in self._unprocessed:
+                    self._unprocessed.remove(text)
+                text.fail(e)
+                self._note_failed([text])
         self._counters.prompt_time += time.perf_counter() - tic
         return read
+
+    def _read_on(self, text: Sequence, read: list[PromptResponse], shown: list[Response]) -> int:
+        """Read a chunk of a text's prompt, after the last one choose its first token; return the chunk's length."""
+        if not text.begun:
+            text.begun = True
+            text.stats.start()
+            text.cache.begin(text.cache.offset + text.total)
+        hidden, n = self._read_chunk(text)
+        self._counters.prompt_tokens += n
+        whole, text.segments = not text.segments[0], [piece for piece in text.segments if piece]
+        done = text.total - sum(map(len, text.segments))
+        read.append(PromptResponse(text.uid, (done, text.total), whole, not text.segments))
+        if not text.segments:
+            self._unprocessed.popleft()
+            shown += self._begun(text, hidden)
+        return n
 
     def _admits(self, text: Sequence) -> bool:
         """Tell whether the first that waits may begin, or has begun."""
@@ -262,14 +274,9 @@ class BatchGenerator:
         """Choose the first token of a text whose prompt has been read, and let it decode."""
         if text.k:
             test_heads(self.model)
-        try:
-            run = first_run(self.model, text.cache, hidden, text.picker)
-        except Exception as e:
-            text.fail(e)
-            self._note_failed([text])
-            return []
+        run, first = first_tokens(self.model, text.cache, hidden, text.picker)
         text.tokens = list(text.cache.tokens)
-        shown = text.show(run.read()[0], 0, run.logprobs)
+        shown = text.show(first, 0, run.logprobs)
         text.stats.begins()
         if not text.over:
             self._places.begin(text, run)

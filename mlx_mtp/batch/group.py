@@ -13,19 +13,23 @@ from functools import partial
 import mlx.core as mx
 
 from ..cache.prompt_cache import SPILL, PromptCache
-from ..cache.slots import Span, gather
+from ..cache.prompt_cache import Mark as SingleMark
+from ..cache.slots import Span
 from ..decoding import draft as single
 from ..decoding.policy import compiled_for, remember
+from ..decoding.prefill import evaluated
 from ..decoding.replay import Compiled
 from ..decoding.sampling import Picker
 from ..decoding.stats import Stats
 from ..layers.target import Target
+from ..tuning.controller import Controller
+from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, KernelRefused, Trouble, run_first
 from ..tuning.plan import Fixed, Plan
 from .control import Clock, Control, outcome
 from .pool import Mark, Pool
 from .replay import find, rounded, slots_for
-from .sequence import Response, Sequence
-from .step import Frame, Run, step, with_missed
+from .sequence import Response, Sequence, read_text_again
+from .step import Frame, Run, merged, row_of, step, with_missed
 
 Rows = list[Sequence | None]  # whose each row of a pass is; None where a slot is free
 MOST_MISSED = 8  # rows that idle heads in a pool may miss: their rings take MAX_ROWS at once
@@ -55,6 +59,7 @@ class Group:
     controls: `Controls.of`. chunk: rows that heads read at a time when they catch up.
     stats: counts what was recorded. alone: cycles since one is the only one.
     clock: times cycles; who computes something else in between tells it.
+    joining, marks: of the cycle that is being built, who joins with it, and caches before their heads read for it.
     compile_cycles: as `generate_step` has it. compiled: replays cycles that were recorded; None: all are built.
     """
 
@@ -76,6 +81,9 @@ class Group:
         self.unread: list[mx.array] = []
         self.readers: list[tuple[int, Sequence]] = []
         self.waiting: list[tuple[Sequence, single.Run]] = []
+        self.joining: list[tuple[Sequence, single.Run]] = []
+        self.marks: list[tuple[Sequence, SingleMark]] = []
+        self.fallback = Fallback(model)
 
     @property
     def texts(self) -> list[Sequence]:
@@ -93,33 +101,72 @@ class Group:
     def step(self) -> list[Response]:
         """Finish a cycle; return what it says, and leave the next one under way."""
         self.clock.resume()
-        last = self.last or self._submitted(None, self._built(None))
-        ahead = self._built(last) if self._builds_ahead(last) else None  # the device is busy meanwhile
-        shown = self._read(last, ahead)
-        if ahead is None and any(s and not s.over for s in last.rows):
-            ahead = self._built(last)
-        if ahead is not None and any(s and not s.over for s in ahead.rows):
-            self.last = self._submitted(last, ahead)
-        else:
-            self._close()
+        shown: list[Response] = []
+        try:
+            self.last = last = self.last or self._submitted(None, self._built(None))
+            ahead, refused = self._ahead(last)
+            shown = self._read(last, ahead)
+            if refused:
+                raise refused
+            if ahead is None and any(s and not s.over for s in last.rows):
+                ahead = self._built(last)
+            if ahead is not None and any(s and not s.over for s in ahead.rows):
+                self.last = self._submitted(last, ahead)
+            else:
+                self._close()
+        except TROUBLE as e:
+            self._begin_again(e)
         self.alone = self.alone + 1 if self.last and len(self.texts) == 1 else 0
         self.clock.leave()
         return shown
+
+    def _ahead(self, last: Cycle) -> tuple[Cycle | None, KernelRefused | None]:
+        """Build the cycle after `last` while the device is busy with that; None where it cannot be, or why not."""
+        try:
+            return self._built(last) if self._builds_ahead(last) else None, None
+        except KernelRefused as e:
+            return None, e
+
+    def _begin_again(self, error: Trouble) -> None:
+        """Let all join a new pool, without the kernels to blame for an error; each has what was shown of it."""
+        last, joining, marks = self.last, self.joining, self.marks
+        there = [s for s in (*(last.rows if last else ()), *(s for s, _ in joining)) if s and not s.over]
+        self.fallback.take(error, sum(len(s.tokens) for s in there))
+        left: list[tuple[Sequence, single.Run]] = []
+        if isinstance(error, KernelRefused):  # nothing was evaluated
+            for text, mark in marks:
+                text.cache.restore(mark)
+            self.waiting = [*joining, *self.waiting]
+            left = self._left(last) if last else []
+        else:
+            left = [(s, read_text_again(self.model, s, step=self.chunk)) for s in there]
+        self._close()
+        for text, run in left:
+            self.join(text, run)
 
     def finish(self) -> tuple[list[Response], list[tuple[Sequence, single.Run]]]:
         """Finish the last cycle; return what it says, and who goes on elsewhere, each with a cache at rest."""
         assert self.last
         assert not self.waiting
         self.clock.resume()
-        cycle, left = self.last, []
-        shown = self._read(cycle, None)
+        try:
+            shown = self._read(self.last, None)
+        except GraphFailed as e:
+            self._begin_again(e)
+            return [], []
+        left = self._left(self.last)
+        self._close()
+        return shown, left
+
+    def _left(self, cycle: Cycle) -> list[tuple[Sequence, single.Run]]:
+        """Bring home all that go on behind a cycle that was read; return each with the row of its last token."""
+        left = []
         for row, text in enumerate(cycle.rows):
             if text and not text.over:
                 n = text.follows - text.base
                 self._bring_home(cycle, row, n, text.cache)
-                left.append((text, _row_of(cycle.run, row, n - 1, text.tokens[-1])))
-        self._close()
-        return shown, left
+                left.append((text, row_of(cycle.run, row, n - 1, text.tokens[-1])))
+        return left
 
     def cache_of(self, text: Sequence) -> PromptCache:
         """Copy the cache of a text as it stands: all its tokens but the last that was told."""
@@ -142,6 +189,7 @@ class Group:
     def _close(self) -> None:
         self.pool = self.last = None
         self.unread, self.readers = [], []
+        self.joining, self.marks = [], []
 
     def _builds_ahead(self, last: Cycle) -> bool:
         """Tell whether somebody is there, and the next cycle can be built before this one's tokens are known."""
@@ -153,6 +201,7 @@ class Group:
         tic = time.perf_counter()
         rows, run = (last.rows, last.run) if last else ([], None)
         joining, self.waiting = self.waiting, []
+        self.joining = joining
         there = [s for s in (*rows, *(s for s, _ in joining)) if s and not s.over]
         control = self.controls(len(there), max(s.k for s in there))
         pool = self.pool or self._opened(there[0].cache)
@@ -220,6 +269,7 @@ class Group:
         order = [places[id(s or anyone)] for s in found]
         if waking:
             self._hand_out()
+        self.marks = [(text, text.cache.mark()) for text in ((*staying, *new) if waking else new)]
         for text in (*staying, *new) if waking else new if pool.live else ():
             self._prime(text)
         pool.regroup(span, order, [(s.slot, s.cache) for s in new])
@@ -227,7 +277,7 @@ class Group:
             pool.wake([(s.slot, s.cache) for s in texts.values()])
         for text, first in joining if not pool.live else ():
             text.cache.push(first.hidden)
-        return found, _merged(run, [each for _, each in joining], mx.array(order))
+        return found, merged(run, [each for _, each in joining], mx.array(order))
 
     def _prime(self, text: Sequence) -> None:
         """Let a newcomer's heads read all but its newest position."""
@@ -238,6 +288,8 @@ class Group:
     def _submitted(self, last: Cycle | None, new: Cycle) -> Cycle:
         """Start computing a cycle: keys and values are written in place, and nothing else may refer to them."""
         assert self.pool is not None
+        run_first(self.model)
+        self.marks = []
         moved = last is None or last.rows is not new.rows
         if last:
             last.after = None
@@ -251,7 +303,8 @@ class Group:
                 own = text.cache.caches if self.pool.live else text.cache.layers
                 for c in own if moved and not text.over else ():
                     c.parts = ()
-        mx.async_eval(new.run.packed, list(new.run.logprobs.values()), self.pool.arrays)
+        evaluated(mx.async_eval, new.run.packed, list(new.run.logprobs.values()), self.pool.arrays)
+        self.joining = []
         return new
 
     def _keep_unread(self, cycle: Cycle) -> None:
@@ -274,7 +327,7 @@ class Group:
     def _read(self, cycle: Cycle, ahead: Cycle | None) -> list[Response]:
         """Wait for a cycle; return what it says, with the caches of those that are over."""
         tic = time.perf_counter()
-        values = cycle.run.packed.tolist()
+        values = evaluated(cycle.run.packed.tolist)
         waited = time.perf_counter() - tic
         seconds = self.clock.arrived(waited, cycle.built, ahead.built if ahead else None)
         shown: list[Response] = []
@@ -288,7 +341,7 @@ class Group:
             text.stats.counts(kept[-1][1], accepted, "heads")
             text.stats.shares(len(new), self.clock.took, waited)
             text.stats.replays(cycle.replayed)
-            if text.k:
+            if text.k and isinstance(cycle.control, Controller):
                 text.stats.pauses(cycle.control.paused)
             text.follows = text.base + accepted + 1
             if text.over:
@@ -320,24 +373,6 @@ class Group:
             cache.push(cycle.run.hidden[row : row + 1, :shown])
         cache.settle(text.tokens[: text.base + shown])
         mx.eval(cache.arrays)
-
-
-def _row_of(run: Run, row: int, index: int, token: int) -> single.Run:
-    """Cut out of a run the one row [1, 1, H] of a text that has chosen this token."""
-    hidden = run.hidden[row : row + 1, index : index + 1]
-    return single.Run.of(hidden, mx.array([token]), single.NONE_ACCEPTED, single.NO_DRAFTS.tokens, None)
-
-
-def _merged(run: Run | None, firsts: list[single.Run], index: mx.array) -> Run:
-    """Put the rows of a run and of newcomers' first ones, all of as many rows, in the order of an index."""
-    size = run.size if run else 1
-    wide = partial(mx.pad, pad_width=[(0, 0), (0, size - 1)])
-    hidden = [mx.pad(first.hidden, [(0, 0), (0, size - 1), (0, 0)]) for first in firsts]
-    tokens = [wide(first.tokens[None]) for first in firsts]
-    accepted = [mx.zeros(1, mx.int32) for _ in firsts]
-    old = (run.hidden, run.tokens, run.accepted) if run else (None, None, None)
-    found = [gather(a, b, index) for a, b in zip(old, (hidden, tokens, accepted), strict=True)]
-    return Run(found[0], found[1], found[2])
 
 
 def layout_of(cache: PromptCache) -> str:

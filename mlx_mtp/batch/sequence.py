@@ -7,8 +7,11 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
 
 from ..cache.prompt_cache import PromptCache
+from ..decoding.draft import NO_DRAFTS, NONE_ACCEPTED, Run
+from ..decoding.prefill import read_again
 from ..decoding.sampling import Picker
 from ..decoding.stats import Stats
+from ..layers.target import Target
 
 PromptResponse = PromptProcessingBatch.Response
 
@@ -87,3 +90,10 @@ class Sequence:
         if self.over:
             shown[-1].prompt_cache, shown[-1].all_tokens = self.cache, list(self.cache.tokens)
         return shown
+
+
+def read_text_again(model: Target, text: Sequence, *, step: int) -> Run:
+    """Read a text again whose cache is lost, all but its last token; return the row that has chosen that."""
+    text.cache.settle(text.tokens[:-1])
+    row = read_again(model, text.cache, heads=text.k > 0, step=step)[:, -1:]
+    return Run.of(row, mx.array(text.tokens[-1:]), NONE_ACCEPTED, NO_DRAFTS.tokens, None)

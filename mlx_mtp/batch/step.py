@@ -5,12 +5,16 @@ accept or may draft: what is drafted for one beyond its own share is verified an
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from ..cache.slots import gather
+from ..decoding import draft as single
 from ..decoding.draft_sampling import DraftChooser
 from ..decoding.sampling import Picker
+from ..kernels import KernelRefused
 from ..layers.target import Target
 from .pool import Pool, PoolArrays
 
@@ -192,6 +196,8 @@ def pick(
                 drawn, logprobs = p(logits[i], at, text.tokens, guesses)
             else:
                 drawn, logprobs = p.pick(model, hidden[i : i + 1], at, text.tokens, guesses)
+        except KernelRefused:
+            raise
         except Exception as e:  # of a user's own sampler or processor; nobody sees this text's row
             text.fail(e)
             continue
@@ -199,3 +205,21 @@ def pick(
         if logprobs is not None:
             found[i] = logprobs
     return mx.concatenate(each), found
+
+
+def row_of(run: Run, row: int, index: int, token: int) -> single.Run:
+    """Cut out of a run the one row [1, 1, H] of a text that has chosen this token."""
+    hidden = run.hidden[row : row + 1, index : index + 1]
+    return single.Run.of(hidden, mx.array([token]), single.NONE_ACCEPTED, single.NO_DRAFTS.tokens, None)
+
+
+def merged(run: Run | None, firsts: list[single.Run], index: mx.array) -> Run:
+    """Put the rows of a run and of newcomers' first ones, all of as many rows, in the order of an index."""
+    size = run.size if run else 1
+    wide = partial(mx.pad, pad_width=[(0, 0), (0, size - 1)])
+    hidden = [mx.pad(first.hidden, [(0, 0), (0, size - 1), (0, 0)]) for first in firsts]
+    tokens = [wide(first.tokens[None]) for first in firsts]
+    accepted = [mx.zeros(1, mx.int32) for _ in firsts]
+    old = (run.hidden, run.tokens, run.accepted) if run else (None, None, None)
+    found = [gather(a, b, index) for a, b in zip(old, (hidden, tokens, accepted), strict=True)]
+    return Run(found[0], found[1], found[2])

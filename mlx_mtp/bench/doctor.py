@@ -4,6 +4,7 @@ Parts are run one after the other, and one that fails is noted with its first li
 Metal GPU kernels are checked under the emulator, on small shapes, and nothing of theirs is timed.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -18,12 +19,15 @@ from ..kernels import on_metal
 from ..kernels.contraction import spelling
 from ..machine.errors import first_line, with_type
 from ..tuning.ab_test import KernelTrial, compile_kernel, time_pair
+from ..tuning.kernel_fallback import failed_kernels
 from ..tuning.kernel_switch import trials
 from ..tuning.kernel_trials import check_spellings
 from . import decode, emulated_check, profile, result, verify
+from .compile_jobs import lacking, type_name
 from .decode_tables import rows as decode_rows
 from .doctor_page import PARTS
-from .kernels_cases import CASES, SMALL
+from .doctor_summary import by_kernel, launched
+from .kernels_cases import CASES, SMALL, in_type
 from .result import gpu_cores, thermal_state
 from .subject import Subject, make_prompts
 from .timing import measured, ratio
@@ -32,6 +36,8 @@ FORMAT = 1
 ROWS = tuple(range(1, 9))
 CONTEXT, ROUNDS, DRAFTS = 128, 3, 3
 CATEGORIES, MAX_TOKENS = ("code_python", "explain_concept"), 48
+OPS = tuple(SMALL)
+TYPES = (mx.bfloat16, mx.float16, mx.float32)  # the likeliest of a model first
 Tell = Callable[[str], None]
 Found = dict[str, Any]
 
@@ -49,7 +55,24 @@ def examine(subject: Subject, tell: Tell) -> Found:
     for name, run in parts.items():
         tell(PARTS[name])
         found[name] = _or_why({}, run)
+    found["refused"] = [list(failed) for failed in failed_kernels(subject.model)]
     found["thermal"] = {"before": before, "after": thermal_state()}
+    return _ended(found, tic)
+
+
+def examine_bits(ops: Sequence[str], tell: Tell) -> Found:
+    """Check the bits of these ops, of all if none is named: on the GPU in each type that it has, else emulated."""
+    tic = time.time()
+    found: Found = {"doctor": FORMAT, "bits_only": True, "op": [*ops], "environment": result.environment()}
+    found["metal"] = on_metal()
+    found["kernels"] = _or_why({}, partial(_small, ops or tuple(SMALL), tell))
+    return _ended(found, tic)
+
+
+def _ended(found: Found, tic: float) -> Found:
+    """Add what is known at the end; kernels that failed as a whole have no summary."""
+    if "failed" not in found["kernels"]:
+        found["every_kernel"] = by_kernel(found)
     return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
 
 
@@ -63,24 +86,46 @@ def _or_why(line: Found, run: Callable[[], Found]) -> Found:
 
 def _every(tell: Tell) -> Found:
     """Check every kernel: on the GPU in released models' shapes, else emulated in small ones, if there is a clang."""
-    found: list[Found] = []
-    for name, (op, make) in CASES.items() if on_metal() else ():
-        tell(f"{op}: {name}")
-        found += on_gpu(name, op, lambda make=make: [make()], mx.bfloat16)
-    if on_metal():
-        return {"found": found}
+    if not on_metal():
+        return _emulated(tuple(SMALL), tell)
+    missing, found = lacking(), []
+    dtype = next(each for each in TYPES if type_name(each) not in missing)
+    with in_type(dtype):
+        for name, (op, make) in CASES.items():
+            tell(f"{op}: {name}")
+            found += on_gpu(name, op, lambda make=make: [make()], dtype)
+    return {"found": found, "types_not_supported": missing}
+
+
+def _small(ops: Sequence[str], tell: Tell) -> Found:
+    """Check some ops on small shapes, without times."""
+    if not on_metal():
+        return _emulated(ops, tell)
+    missing, found = lacking(), []
+    for op, dtype in itertools.product(ops, TYPES):
+        if type_name(dtype) not in missing:
+            tell(f"{op}, {type_name(dtype)}")
+            with in_type(dtype):
+                found += on_gpu(f"small {op}", op, lambda op=op: [SMALL[op]()], dtype, timed=False)
+    return {"found": found, "types_not_supported": missing}
+
+
+def _emulated(ops: Sequence[str], tell: Tell) -> Found:
     try:
         find_clang()
     except ValueError as e:
         return {"found": [], "not_checked": f"kernels not checked: {first_line(e)}"}
-    for op in SMALL:
+    found: list[Found] = []
+    for op in ops:
         tell(f"{op}, emulated")
         found.append(_or_why({"op": op}, partial(emulated_check.of_op, op)))
     return {"found": found}
 
 
-def on_gpu(name: str, op: str, build: Callable[[], Sequence[Any]], dtype: mx.Dtype) -> Iterator[Found]:
-    """Check and time the kernels of some sites in all numbers of rows that they serve."""
+def on_gpu(
+    name: str, op: str, build: Callable[[], Sequence[Any]], dtype: mx.Dtype, timed: bool = True
+) -> Iterator[Found]:
+    """Check the kernels of some sites, and with `timed` time them, in all numbers of rows that they serve."""
     try:
         made = trials(build(), dtype)
     except Exception as e:
@@ -88,18 +133,19 @@ def on_gpu(name: str, op: str, build: Callable[[], Sequence[Any]], dtype: mx.Dty
         return
     for trial in made:
         line = {"of": name, "op": trial.op, "shape": trial.shape, "rows": trial.rows}
-        yield _or_why(line, partial(tried, trial))
+        line = _or_why(line, partial(tried, trial, timed))
+        yield _or_why(line, lambda trial=trial: {"kernels": launched(trial)})
     mx.clear_cache()
 
 
-def tried(trial: KernelTrial) -> Found:
-    """Compile, check and, if it is right, time one kernel; ratio: stock MLX's time over its own."""
+def tried(trial: KernelTrial, timed: bool = True) -> Found:
+    """Compile, check and, if it is right and to be timed, time one kernel; ratio: stock MLX's time over its own."""
     tic = time.perf_counter()
     compile_kernel(trial)
     compiled = time.perf_counter() - tic
     wrong = check_spellings(trial)
     found = {"wrong": wrong, "spelling": spelling(trial.op), "compile_seconds": compiled}
-    return found | {"ratio": None if wrong else time_pair(trial)}
+    return found | {"ratio": time_pair(trial) if timed and not wrong else None}
 
 
 class Patient:
@@ -124,7 +170,7 @@ class Patient:
         """Time passes over 1 to 8 rows, with stock modules and with the kernels that are on."""
         text = verify.text_of(self.subject, CONTEXT)
         plan = verify.CurvePlan(ROWS, (CONTEXT,), ROUNDS)
-        seconds = next(verify.measure(self.model, text, self.kernels, plan, default_step()))["seconds"]
+        seconds = next(verify.measure(self.model, text, self.kernels, plan, default_step(self.model)))["seconds"]
         costs = {side: [ratio(of[m], of[1]).median for m in ROWS] for side, of in seconds.items()}
         one = {side: measured(of[1]).median for side, of in seconds.items()}
         return {"context": CONTEXT, "rows": list(ROWS), "costs": costs, "one_row_seconds": one}
@@ -133,7 +179,8 @@ class Patient:
         """Time mlx-lm's loop, ours without drafts, and with them."""
         session = decode.open_session(self.subject, (), ROUNDS, 0.0)
         prompts = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES)
-        settings = decode.LoopSettings(max_tokens=MAX_TOKENS, stop_tokens=self.subject.stop_tokens)
+        given = {"stop_tokens": self.subject.stop_tokens, "prefill_step_size": default_step(self.model)}
+        settings = decode.LoopSettings(max_tokens=MAX_TOKENS, **given)
         decode.measure(session, prompts, settings, lambda *_: None)
         found = decode.as_result(session, {"max_tokens": MAX_TOKENS})
         loops = [
@@ -153,7 +200,7 @@ class Patient:
         """Time a cycle's phases, each waited for, and what the host does in between."""
         (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
         k = min(DRAFTS, default_draft_tokens(self.model))
-        work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_step())
+        work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_step(self.model))
         timers, undisturbed = profile.profile(work, rounds=ROUNDS)
         phases = {
             name: 1e3 * measured([t.phases[name] / max(1, t.cycles) for t in timers]).median

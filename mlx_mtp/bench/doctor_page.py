@@ -5,10 +5,12 @@ from typing import Any
 
 from ..decoding.summary import percentages
 from ..tuning.kernel_verdict import contractions_in_words
+from .doctor_summary import by_kernel
 from .emulated_check import BITS, OWN_BITS
 
 Found = dict[str, Any]
 BAR = 8  # characters of a cost of one plain step
+STATES = {"compiled": "no", "right": "WRONG"}  # and how a kernel that is not is shown
 NOT_SAID = "not known: the system does not say"
 
 
@@ -18,21 +20,26 @@ def verdict(found: Found) -> tuple[bool, str]:
     wrong = {name_of(k) for k in kernels if k.get("wrong")}
     failed = {name_of(k) for k in kernels if "failed" in k} - wrong
     right = {name_of(k) for k in kernels} - wrong - failed
-    parts = [name for name in PARTS if "failed" in found[name]]
-    texts = len(found["decode"].get("differences", ()))
+    parts, off = [name for name in PARTS if "failed" in found.get(name, ())], found.get("refused", ())
+    texts = len(found.get("decode", {}).get("differences", ()))
     counted = f"{len(right)} kernels right, {len(wrong)} wrong" + (f", {len(failed)} failed" if failed else "")
     said = [found["kernels"].get("not_checked", counted)]
+    said += [f"{len(off)} kernels were refused and are off"] if off else []
     said += [f"{texts} drafted texts differ from plain decoding's"] if texts else []
     said += [f"failed: {', '.join(PARTS[name] for name in parts)}"] if parts else []
     if not found["metal"]:
         left_out = "kernels' speed, compile times, Apple's own arithmetic"
         said.append(f"not checked here, as there is no Metal GPU: {left_out}")
-    return not (wrong or failed or parts or texts), "; ".join(said)
+    elif found.get("bits_only"):
+        said.append("not checked: speed")
+    missing = found["kernels"].get("types_not_supported")
+    said += [f"not supported by this GPU: {', '.join(missing)}"] if missing else []
+    return not (wrong or failed or off or parts or texts), "; ".join(said)
 
 
 def every_kernel(found: Found) -> list[Found]:
     """List what was found of kernels, of released shapes and of the model's own."""
-    return [*found["kernels"].get("found", ()), *found["facts"].get("found", ())]
+    return [*found["kernels"].get("found", ()), *found.get("facts", {}).get("found", ())]
 
 
 def name_of(kernel: Found) -> tuple[str, ...]:
@@ -56,11 +63,14 @@ def page(found: Found) -> str:
     sections = {
         "Machine": ("environment", machine),
         "Kernels": ("kernels", kernels),
+        "Every kernel": ("kernels", summary),
         "Cost of a verify": ("verify", verify),
         "Decoding": ("decode", decoding),
         "A cycle by phase": ("host", host),
     }
     for title, (part, section) in sections.items():
+        if part not in found:
+            continue
         failed = found[part].get("failed")
         lines += [f"## {title}", "", *([f"Failed: {failed}"] if failed else section(found)), ""]
     return "\n".join(lines)
@@ -77,20 +87,21 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], sides: str) -> 
 
 
 def machine(found: Found) -> Iterator[str]:
-    e, heat, model = found["environment"], found["thermal"], found["facts"]
+    e, heat, model = found["environment"], found.get("thermal"), found.get("facts")
     commit = f" ({e['commit']})" if e["commit"] else ""
     facts = {
         "chip": e["chip"],
-        "GPU cores": e["gpu_cores"] or NOT_SAID,
+        "GPU cores": e.get("gpu_cores") or NOT_SAID,
         "memory": f"{e['memory_bytes'] / 2**30:.0f} GiB" if e["memory_bytes"] else NOT_SAID,
         "system": f"{e['os']}, Python {e['python']}",
         "MLX": f"{e['mlx']}, mlx-lm {e['mlx_lm']}, mlx-mtp {e['mlx_mtp']}{commit}",
         "runs on": "the GPU" if found["metal"] else f"the CPU, BLAS: {e['blas']}",
-        "heat before": heat["before"] or NOT_SAID,
-        "heat after": heat["after"] or NOT_SAID,
-        "model": model.get("name", f"failed: {model.get('failed')}"),
-        "examined": f"{found['date']} UTC, {found['seconds']:.0f} s",
     }
+    if heat:
+        facts |= {f"heat {when}": heat[when] or NOT_SAID for when in ("before", "after")}
+    if model:
+        facts["model"] = model.get("name", f"failed: {model.get('failed')}")
+    facts["examined"] = f"{found['date']} UTC, {found['seconds']:.0f} s"
     first, *others = facts.items()
     yield from table(first, others, "<")
 
@@ -114,6 +125,28 @@ def kernels(found: Found) -> Iterator[str]:
         yield from table(headers, map(_counted, listed), "<<<<>")
     yield from (f"\nWRONG: {k['op']} {k['shape']}, M={k['rows']}: {k['wrong']}" for k in listed if k.get("wrong"))
     yield from (f"\nFAILED: {k['op']}: {k['failed']}" for k in listed if "failed" in k)
+    for kernel, rows, reason in found.get("refused", ()):
+        yield f"\nOFF: {kernel}, M={', '.join(map(str, rows))}: {reason}"
+
+
+def summary(found: Found) -> Iterator[str]:
+    """Show a line for each kernel, and below them what was not checked, and of which kernels."""
+    listed = by_kernel(found)
+    headers = ("kernel", "checked as", "compiled", "right", "ratio", "contraction", "registers")
+    yield "Ratio: the lowest and the highest of all shapes and rows. Empty cells: see what was left out, below.\n"
+    yield from table(headers, map(_summed, listed), "<<<<<<<")
+    yield "\nNot checked:\n"
+    for reason in dict.fromkeys(why for k in listed for why in k["not_checked"]):
+        names = [k["kernel"] for k in listed if reason in k["not_checked"]]
+        whose = "all kernels" if len(names) == len(listed) else ", ".join(names)
+        yield f"- {whose}: {reason}"
+
+
+def _summed(k: Found) -> tuple[str, ...]:
+    states = ({True: "yes", False: f"**{no}**", None: ""}[k[what]] for what, no in STATES.items())
+    ratio = "-".join(dict.fromkeys(f"{r:.2f}" for r in k["ratio"] or ()))
+    alternative = (k["alternative"] or {}).get("multiply_adds", "")
+    return f"`{k['kernel']}`", ", ".join(k["checked_as"]), *states, ratio, alternative, k["registers"] or ""
 
 
 def _counted(k: Found) -> tuple[Any, ...]:

@@ -1,7 +1,9 @@
-"""Make the cases of `bench kernels`: sites in released models' shapes, and small ones; random weights, bfloat16."""
+"""Make the cases of `bench kernels`: sites in released models' shapes, and small ones; random weights."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,13 +43,26 @@ QWEN, STEP = SHAPES["Qwen3.6-27B"], step3p5.ModelArgs.from_dict(SHAPES["Step-3.5
 GLM, MIMO = (cast(Any, SimpleNamespace(**SHAPES[name])) for name in ("GLM-4.5", "MiMo-V2-Flash"))
 
 
-def bf16(made: Any) -> Any:
-    made.set_dtype(mx.bfloat16)
+_dtype: ContextVar[mx.Dtype] = ContextVar("dtype", default=mx.bfloat16)
+
+
+@contextmanager
+def in_type(dtype: mx.Dtype) -> Iterator[None]:
+    """Make cases in another type than bfloat16 inside."""
+    token = _dtype.set(dtype)
+    try:
+        yield
+    finally:
+        _dtype.reset(token)
+
+
+def typed(made: Any) -> Any:
+    made.set_dtype(_dtype.get())
     return made
 
 
 def linear(n: int, k: int, bits: int = 4, group_size: int = 64) -> nn.QuantizedLinear:
-    return bf16(nn.QuantizedLinear(k, n, bias=False, group_size=group_size, bits=bits))
+    return typed(nn.QuantizedLinear(k, n, bias=False, group_size=group_size, bits=bits))
 
 
 def stack(*heights: int, k: int, **more) -> Stack:
@@ -66,33 +81,33 @@ def qwen(kind: type, **sizes: int) -> Any:
 
 def mamba2(**sizes: int) -> Scan:
     args = cast(Any, SimpleNamespace(**{**SHAPES["Nemotron-3-Super"], **sizes}))
-    return Scan(bf16(Mamba2Mixer(args)), RecurrentCache)
+    return Scan(typed(Mamba2Mixer(args)), RecurrentCache)
 
 
 def attention(module: Any, window: int | None = None, **format_: int) -> Attention:
-    return Attention(bf16(module), Form.of(module), partial(make_cache, Ring(window) if window else None, **format_))
+    return Attention(typed(module), Form.of(module), partial(make_cache, Ring(window) if window else None, **format_))
 
 
 def norm_rope(module: Any) -> NormRope:
     rope = Rope.of(module.rope)
     assert rope is not None
-    return NormRope(bf16(module), Form.of(module), rope)
+    return NormRope(typed(module), Form.of(module), rope)
 
 
 def latent(heads: int) -> LatentAttention:
     args = replace(deepseek_v3.ModelArgs(), num_attention_heads=heads, kv_lora_rank=512, qk_rope_head_dim=64)
-    return LatentAttention(bf16(deepseek_port.Attention(args)))
+    return LatentAttention(typed(deepseek_port.Attention(args)))
 
 
 def per_head(n: int, heads: int) -> PerHead:
-    return PerHead(bf16(QuantizedMultiLinear(128, n, heads, 64, 4, "affine")), heads_first=True)
+    return PerHead(typed(QuantizedMultiLinear(128, n, heads, 64, 4, "affine")), heads_first=True)
 
 
 def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
     """Make a mixture with random bits for weights: to quantize so many would take more memory than the layer."""
     switch = SwitchGLU(hidden, inner, count)
     nn.quantize(switch, 64, 4)
-    draw_weights(bf16(switch), 0)
+    draw_weights(typed(switch), 0)
     gate = nn.Module()
     gate.top_k, gate.norm_topk_prob, gate.routed_scaling_factor = top_k, True, 1.0
     gate.router_bias = mx.zeros(count)
@@ -110,10 +125,10 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Step-3.5 shared expert": ("verify_glu", lambda: glu(1280, 4096)),
     "Qwen3.6-27B q, k, v by matrices": ("verify_qmm_mma", lambda: Matrices(stack(12288, 1024, 1024, k=5120))),
     "Qwen3.6-27B down by matrices": ("verify_qmm_mma", lambda: Matrices(stack(5120, k=17408))),
-    "GLM-4.5 router": ("verify_gemv", lambda: Dense(bf16(nn.Linear(5120, 160, bias=False)))),
-    "Qwen3.5 shared expert's gate": ("verify_gemv", lambda: Dense(bf16(nn.Linear(2048, 1, bias=False)))),
-    "eh_proj": ("verify_gemv", lambda: Dense(bf16(nn.Linear(8192, 4096, bias=False)))),
-    "Qwen3.6-27B recurrence": ("gated_delta_verify", lambda: Recurrence(bf16(qwen(GatedDeltaNet)), RecurrentCache)),
+    "GLM-4.5 router": ("verify_gemv", lambda: Dense(typed(nn.Linear(5120, 160, bias=False)))),
+    "Qwen3.5 shared expert's gate": ("verify_gemv", lambda: Dense(typed(nn.Linear(2048, 1, bias=False)))),
+    "eh_proj": ("verify_gemv", lambda: Dense(typed(nn.Linear(8192, 4096, bias=False)))),
+    "Qwen3.6-27B recurrence": ("gated_delta_verify", lambda: Recurrence(typed(qwen(GatedDeltaNet)), RecurrentCache)),
     "Nemotron-3-Super recurrence": ("mamba2_verify", mamba2),
     "Step-3.5 attention": ("verify_attention", lambda: attention(Step3p5Attention(STEP, 0))),
     "Step-3.5 sliding attention": ("verify_attention", lambda: attention(Step3p5Attention(STEP, 1), 512)),
@@ -128,7 +143,7 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Qwen3.6-35B-A3B experts": ("verify_moe", lambda: experts(256, 512, 2048, 8)),
     "Qwen3.6-27B tokens": ("verify_head", lambda: LMHeadSite(linear(248320, 5120))),
     "Step-3.5 tokens, 8 bits": ("verify_head", lambda: LMHeadSite(linear(128896, 4096, bits=8))),
-    "Step-3.5 sum and norm": ("add_norm", lambda: Sum(bf16(nn.RMSNorm(4096)))),
+    "Step-3.5 sum and norm": ("add_norm", lambda: Sum(typed(nn.RMSNorm(4096)))),
     "Step-3.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(Step3p5Attention(STEP, 0))),
     "GLM-4.5 q, k norm and RoPE": ("norm_rope", lambda: norm_rope(glm4_moe.Attention(GLM))),
 }
@@ -149,14 +164,14 @@ SMALL: dict[str, Callable[[], Any]] = {
     "verify_qmm": lambda: stack(64, k=1024),
     "verify_glu": lambda: glu(32, 1024),
     "verify_qmm_mma": lambda: Matrices(stack(64, k=1024)),
-    "verify_gemv": lambda: Dense(bf16(nn.Linear(1024, 64, bias=False))),
-    "gated_delta_verify": lambda: Recurrence(bf16(qwen(GatedDeltaNet, **FEW_DELTA)), RecurrentCache),
+    "verify_gemv": lambda: Dense(typed(nn.Linear(1024, 64, bias=False))),
+    "gated_delta_verify": lambda: Recurrence(typed(qwen(GatedDeltaNet, **FEW_DELTA)), RecurrentCache),
     "mamba2_verify": lambda: mamba2(hidden_size=64, mamba_num_heads=4, mamba_head_dim=16, n_groups=2),
     "verify_attention": lambda: near(attention(qwen(Qwen3NextAttention, **FEW))),
     "verify_latent_attention": lambda: near(latent(4)),
     "verify_qmm_heads": lambda: per_head(64, 4),
     "verify_moe": lambda: experts(16, 64, 64, 4),
     "verify_head": lambda: LMHeadSite(linear(1024, 512)),
-    "add_norm": lambda: Sum(bf16(nn.RMSNorm(512))),
+    "add_norm": lambda: Sum(typed(nn.RMSNorm(512))),
     "norm_rope": lambda: norm_rope(qwen(Qwen3NextAttention, **FEW)),
 }

@@ -23,6 +23,7 @@ from ..batch import step as together
 from ..checkpoint.files import resolve
 from ..checkpoint.load import load
 from ..decoding.policy import Learned
+from ..decoding.prefill_chunk import prefill_chunk
 from ..decoding.sampling import Picker
 from ..demo import demo_path
 from ..layers.target import Target
@@ -106,7 +107,7 @@ def open_subject(
         found = random_model(config, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
         tokenizer, name = None, config.resolve().parent.name if config.name == "config.json" else config.stem
         on, not_exact = switch_on(found, requested(kernels))
-        found.report = replace(found.report, kernels=on, not_exact=not_exact)
+        found.report = replace(found.report, kernels=on, not_exact=not_exact, prefill_chunk=prefill_chunk(found, {}))
         label = "random weights" if layers is None else f"random weights, the first {layers} layers only"
     else:
         if layers is not None:

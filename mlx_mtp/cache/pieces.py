@@ -4,6 +4,7 @@ Rows of keys and values can be cut anywhere. What is no row (recurrent states, w
 yet to read) belongs to one moment, and is noted for that.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -11,6 +12,8 @@ import mlx.core as mx
 from .growing import round_up
 from .layer_cache import LayerCache, Parts, shapes_of
 from .prompt_cache import PromptCache
+
+ALIGNED = 256  # bytes between the beginnings of packed arrays: kernels load words of up to 16 bytes
 
 
 class Moment(NamedTuple):
@@ -33,10 +36,18 @@ class Moment(NamedTuple):
 
 def moment(cache: PromptCache) -> Moment:
     """Note what of a cache at rest is no row, as copies that keep nothing else alive."""
-    backlog = [mx.contiguous(mx.concatenate(cache.backlog, axis=1))] if cache.backlog else []
+    backlog = [mx.concatenate(cache.backlog, axis=1)] if cache.backlog else []
     whole = {i: c.parts for i, c in enumerate(cache.caches) if not has_rows(c)}
-    kept = [mx.contiguous(row) for row in cache.kept]
-    return Moment(cache.offset, cache.primed, kept, backlog, whole, [c.start for c in cache.caches])
+    starts = [c.start for c in cache.caches]
+    return packed_moment(Moment(cache.offset, cache.primed, cache.kept, backlog, whole, starts))
+
+
+def packed_moment(at: Moment) -> Moment:
+    """Copy a moment's arrays into one buffer per type."""
+    arrays = iter(packed(at.arrays))
+    kept, backlog = ([next(arrays) for _ in group] for group in (at.kept, at.backlog))
+    whole = {i: tuple(next(arrays) for _ in parts) for i, parts in at.whole.items()}
+    return at._replace(kept=kept, backlog=backlog, whole=whole)
 
 
 def has_rows(c: LayerCache) -> bool:
@@ -47,10 +58,43 @@ def has_rows(c: LayerCache) -> bool:
 def cut(cache: PromptCache, rows: tuple[int, int], heads: tuple[int, int]) -> list[Parts]:
     """Copy the rows of two spans of positions, the target's and the heads'; () of a cache without any."""
     spans = [rows] * len(cache.layers) + [heads] * len(cache.heads)
-    return [
-        tuple(mx.contiguous(part[:, :, a:b]) for part in c.parts) if has_rows(c) and a < b else ()
-        for c, (a, b) in zip(cache.caches, spans, strict=True)
-    ]
+    return packed_rows(
+        [
+            tuple(part[:, :, a:b] for part in c.parts) if has_rows(c) and a < b else ()
+            for c, (a, b) in zip(cache.caches, spans, strict=True)
+        ]
+    )
+
+
+def packed_rows(rows: list[Parts]) -> list[Parts]:
+    """Copy the rows of all caches into one buffer per type."""
+    arrays = iter(packed([part for parts in rows for part in parts]))
+    return [tuple(next(arrays) for _ in parts) for parts in rows]
+
+
+def packed(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """Return copies of arrays that are views of one buffer per type: Metal limits the number of buffers.
+
+    Each begins at a multiple of ALIGNED bytes. The same array given twice is copied once.
+    """
+    own = {id(array): array for array in arrays}
+    views: dict[int, mx.array] = {}
+    for dtype in dict.fromkeys(array.dtype for array in arrays):
+        begin, pieces, grain = 0, [], ALIGNED // dtype.size
+        places = {}
+        for key, array in own.items():
+            if array.dtype == dtype:
+                places[key], pad = begin, -array.size % grain
+                pieces += [array.reshape(-1), *([mx.zeros(pad, dtype)] if pad else [])]
+                begin += array.size + pad
+        buffer = mx.concatenate(pieces) if len(pieces) > 1 else mx.contiguous(pieces[0])
+        views |= {key: buffer[at : at + own[key].size].reshape(own[key].shape) for key, at in places.items()}
+    return [views[id(array)] for array in arrays]
+
+
+def buffers(arrays: Iterable[mx.array]) -> int:
+    """Count the buffers of arrays that were packed together."""
+    return len({array.dtype for array in arrays if array.size})
 
 
 def join(blank: PromptCache, pieces: list[list[Parts]], at: Moment, tokens: list[int], room: int) -> PromptCache:

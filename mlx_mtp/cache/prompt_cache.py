@@ -92,6 +92,7 @@ class PromptCache(ListOfOne):
         self.backlog: list[mx.array] = []
         self.kept = kept
         self.quantizing: Quantizing | None = None
+        self.quantized: Quantizing | None = None  # what was done of `quantizing`
         self.live = False
         self.prefix: PromptPrefix | None = None
         self._reserved = 0
@@ -322,7 +323,7 @@ class PromptCache(ListOfOne):
         due = self.quantizing
         if due is not None and position >= due.start:
             self.layers = [c.to_quantized(due.bits, due.group_size) for c in self.layers]
-            self.quantizing = None
+            self.quantizing, self.quantized = None, due
             self.reserve(self._reserved)
 
     def settle(self, tokens: list[int]) -> None:

@@ -29,14 +29,16 @@ from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
-from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve
+from .check_files import check_complete
+from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve, weights_apart
 from .head_self_test import blaming_config
 from .heads_beside import is_split
 from .norm_conventions import conventions, warn_of_unusual
 from .parameters import check_numbers, expected, named, origin, same
+from .quant_methods import refuse_packed
 from .read_parts import read_parts
 from .report import make_report, with_heads
-from .sort_tensors import Contents, Drafting, sort_tensors
+from .sort_tensors import Contents, Drafting, check_experts, check_types, sort_tensors
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
 NO_NUMBERS = str, bool, dict  # of JSON's types; a list may hold a number's values by layer, and null mean none
@@ -98,11 +100,13 @@ def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) ->
     args = read_args(port, path, config)
     normalize(config).warn(path / "config.json", stacklevel=5)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
+    refuse_packed(path, config, contents.heads | ({} if contents.alone else contents.trunk))
+    check_types(contents.heads)
     raw = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
     classes = partial(_build, port, path, contents, raw, config), SimpleNamespace(from_dict=lambda merged: args)
     options: Any = {"model_config": config | contents.overrides(config), "get_model_classes": lambda config: classes}
-    with one_line(f"{path}: cannot be loaded", keep=True):
-        model, _ = mlx_lm_utils.load_model(path, lazy=True, strict=False, **options)
+    with one_line(f"{path}: cannot be loaded", keep=True), weights_apart(path) as apart:
+        model, _ = mlx_lm_utils.load_model(apart, lazy=True, strict=False, **options)
     del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
     return model, contents, raw
 
@@ -138,10 +142,19 @@ def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: d
     with one_line(f"{path}/config.json: {CANNOT}", MISBUILT):
         model = port.Model(args, contents.depths, contents.spec)
         apply_rope(model, config)
-    _check_names(model, contents)
+    _check_trunk(model, contents, path)
     model.sanitize = partial(_sanitize, model, contents, path, raw)
     model.load_weights = partial(_load_checked, model, contents, path)
     return model
+
+
+def _check_trunk(model: Any, contents: Contents, path: Path) -> None:
+    """Raise for what is missing, of a wrong type, or would be dropped in silence."""
+    if not contents.alone:
+        check_complete(model, contents)
+        check_types(contents.trunk)
+        check_experts(path, contents.trunk)
+    _check_names(model, contents)
 
 
 def _check_names(model: Any, contents: Contents) -> None:
@@ -159,8 +172,8 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 
 def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
-    """Do what mlx-lm asks for with all that it found by name: hand the port the trunk's and the heads' tensors."""
-    weights.clear()  # else every file is open twice, and a process may open but so many
+    """Do what mlx-lm asks for with what it found by name, which is nothing: hand the port the trunk's and the heads'
+    tensors."""
     wanted = {} if contents.alone else contents.trunk
     stored = read_tensors(wanted | contents.heads)  # no name is in both
     trunk = dequantized({name: stored[name] for name in wanted}, wanted)

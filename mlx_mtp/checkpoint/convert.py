@@ -25,12 +25,13 @@ from . import convert_writer as writer
 from .build import check_norms, is_drafter, open_drafter, read_args, read_port
 from .convert_precision import Precision, format_of, format_of_heads, listed
 from .convert_writer import Tensors
-from .files import CONVERTED, INDEX, SIDECAR_FILES, TRUNK_FILES, read_config, read_index, read_tensors, resolve
+from .files import CONVERTED, read_config, read_tensors, resolve
 from .head_self_test import check_runs
 from .heads_beside import is_split
 from .parameters import named, trained
 from .report import Report, make_report
 from .sort_tensors import Contents, Drafting
+from .weight_names import INDEX, SIDECAR_FILES, read_index
 
 SIDECAR = "mtp.safetensors"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.py", "LICENSE*")
@@ -116,8 +117,8 @@ def open_source(path: Path, *, alone: bool = False) -> Source:
     return Source(path, config, model, contents, raw)
 
 
-def files_of_heads(path: Path) -> list[str]:
-    """List the weights' files that heads need, by config.json and the index; without an index, all.
+def files_of_heads(path: Path) -> list[str] | None:
+    """List the weights' files that heads need, by config.json and the index; None without an index.
 
     Where heads have embeddings or LM heads, the target's are needed too: they may be the same.
     """
@@ -127,7 +128,7 @@ def files_of_heads(path: Path) -> list[str]:
     heads = {name: place for name in places if (place := spec.locate(name, layers))}
     compared = any(spec.may_repeat(inside.partition(".")[0]) for _, inside in heads.values())
     shared = {name for name in places if compared and re.search(r"(^|\.)(lm_head|embed_tokens)\.", name)}
-    return sorted({places[name] for name in heads.keys() | shared}) if places else [TRUNK_FILES]
+    return sorted({places[name] for name in heads.keys() | shared}) if places else None
 
 
 def _port(path: Path, config: dict[str, Any]) -> ModuleType:
@@ -207,7 +208,8 @@ def convert(
         they are. The matrix that fuses a head's inputs, norms and routers are never quantized.
     mtp_layout: the heads in `mtp.safetensors`, or in the target's files by the hub's names.
     shard_bytes: most bytes of a file of several. progress: called with bytes written, and to write.
-    upload_repo, trust_remote_code: of mlx-lm's; nothing is uploaded, which is refused, and none of its code is run.
+    upload_repo: mlx-lm's; nothing is uploaded, which is refused. trust_remote_code: download the
+        tokenizer's code, too, to copy it; none of it is run.
     Raises ValueError, in one line, and leaves nothing behind.
     """
     if upload_repo is not None:
@@ -219,7 +221,7 @@ def convert(
     precision = Precision(target, quant_predicate, *heads, dequantize, dtype)
     if mtp_layout not in ("sidecar", "shards"):
         raise ValueError(f"mtp_layout={mtp_layout!r}: allowed are sidecar, shards")
-    path, new = resolve(hf_path, revision), Path(mlx_path).expanduser().resolve()
+    path, new = resolve(hf_path, revision, code=trust_remote_code), Path(mlx_path).expanduser().resolve()
     if new.is_relative_to(path.resolve()):
         raise ValueError(f"mlx_path={mlx_path}: in the directory that is to be converted, {path}")
     atomic.check_new(new)
@@ -273,8 +275,9 @@ def extract_heads(
         raise ValueError(f"mtp_path={mtp_path}: allowed are a directory that is there, or a new file *.safetensors")
     if new.exists():
         raise ValueError(f"mtp_path={new}: already there; name a new file, or delete it")
-    path = resolve(hf_path, revision, files=("*.json", *SIDECAR_FILES))
-    path = resolve(hf_path, revision, files=("*.json", *SIDECAR_FILES, *files_of_heads(path)))
+    small = ("*.json", *SIDECAR_FILES)
+    files = files_of_heads(resolve(hf_path, revision, files=small))
+    path = resolve(hf_path, revision, files=None if files is None else (*small, *files))
     source = open_source(path, alone=True)
     if not source.model.mtp:
         raise ValueError(f"{source.path}: no MTP heads found ({source.contents.source})")

@@ -4,6 +4,7 @@ Of a repository of the hub, `headers_only` fetches a directory of holes: small f
 """
 
 import contextlib
+import glob
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -24,19 +25,20 @@ from safetensors import SafetensorError, safe_open
 
 from ..machine.errors import first_line, naming, one_line
 from ..models.config.normalize import normalize, with_overrides
+from .weight_names import INDEX, INDEXES, SIDECAR_FILES, TRUNK_FILES, is_sidecar, read_index, weight_names
 
-TRUNK_FILES = "model*.safetensors"
-INDEX = "model.safetensors.index.json"
-SIDECAR_FILES = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
-DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken", TRUNK_FILES, *SIDECAR_FILES)
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken")
+DOWNLOADED = (*SMALL_FILES, TRUNK_FILES, *SIDECAR_FILES)
+CODE = "*.py"  # a tokenizer's, say
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # how families spell their number
 DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # and their number of heads
 MOST_LAYERS = 1024  # a model is built, layer by layer, before its tensors are looked at
+FLOATS = ("BF16", "F16", "F32", "F64")
 FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
 FP8_BLOCK = 128
 FP4_GROUP = 16
 CONVERTED = {"format": "mlx", "norms": "converted"}  # metadata of files that `mlx-mtp convert` writes
-SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", "*.safetensors.index.json")
+SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", INDEX, INDEXES)
 TRANSPORTS = ("httpx", "httpx2", "requests")  # whose errors, by version of huggingface_hub, are of the connection
 AT_ONCE = 8  # headers that are fetched side by side
 
@@ -65,14 +67,34 @@ class Tensor:
 Header = dict[str, Tensor]
 
 
-def resolve(path_or_repo: str | Path, revision: str | None = None, *, files: Collection[str] = DOWNLOADED) -> Path:
-    """Find the local directory of a checkpoint; where it is no path, its `files` are downloaded from the hub."""
+def resolve(
+    path_or_repo: str | Path, revision: str | None = None, *, files: Collection[str] | None = None, code: bool = False
+) -> Path:
+    """Find the local directory of a checkpoint; where it is no path, it is downloaded from the hub.
+
+    files: patterns of what to download; None is all that a load reads. code: download Python files, too.
+    """
     if path := local(path_or_repo):
         return path
+    patterns = [*(DOWNLOADED if files is None else files), *([CODE] if code else [])]
     try:
-        return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(files)))
+        path = Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=patterns))
     except Exception as e:
         raise ValueError(_not_fetched(path_or_repo, e, "not on the hub")) from e
+    if files is None and (more := _other_weights(str(path_or_repo), revision, path)):
+        with contextlib.suppress(Exception):  # the loader names what it needs and does not find
+            path = Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=more))
+    return path
+
+
+def _other_weights(repo: str, revision: str | None, path: Path) -> list[str]:
+    """List the weight files whose names are not usual: the index has them or, without usual ones, the repository."""
+    listed = set(read_index(path).values())
+    names = listed | {file.relative_to(path).as_posix() for file in path.glob("**/*.safetensors")}
+    with contextlib.suppress(Exception):  # offline
+        if not any(not is_sidecar(name) for name in weight_names(names, listed)):
+            names |= set(HfApi().list_repo_files(repo, revision=revision))
+    return [glob.escape(name) for name in weight_names(names, listed) if not (path / name).exists()]
 
 
 def _not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
@@ -163,52 +185,37 @@ def read_header(files: Iterable[Path]) -> Header:
     return header
 
 
-def trunk_header(path: Path, *, whole: bool = True) -> Header:
-    """List the tensors of `model*.safetensors`, checked against the shard index where there is one and `whole` is."""
-    files = sorted(path.glob(TRUNK_FILES))
-    if not whole:
-        return read_header(files)
-    if not files:
-        raise ValueError(f"{path}: no {TRUNK_FILES} in it")
-    listed, beside = read_index(path), sidecar_files(path, None)
-    header: Header = {}
-    for name, tensor in ((n, t) for file in files for n, t in read_header([file]).items()):
-        if name in header and name not in listed and tensor.file not in beside:
-            raise ValueError(f"{tensor.file}: tensor {name} is in {header[name].file.name}, too")
-        if name not in header or listed.get(name) == tensor.file.name:
-            header[name] = tensor
-    for name, file in listed.items():
-        if not (path / file).exists():
-            raise ValueError(f"{path / file}: missing; {INDEX} expects tensor {name} in it")
-        if name not in header and (path / file) in files:
-            raise ValueError(f"{path / file}: tensor {name} is missing; {INDEX} expects it there")
-    return header
+@contextlib.contextmanager
+def weights_apart(path: Path) -> Iterator[Path]:
+    """Make a directory for mlx-lm's `load_model` that has none of a checkpoint's weights, and is gone when the block
+    ends: mlx-lm would open every file by its name, those that are not needed or damaged, too.
+    """
+    with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
+        (Path(name) / "config.json").write_text("{}")  # what it reads is overridden by its `model_config`
+        if (said := path / "hf_quant_config.json").is_file():
+            (Path(name) / said.name).write_bytes(said.read_bytes())
+        yield Path(name)
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """Read the file of each tensor from the shard index; empty where there is none."""
-    index = path / INDEX
-    if not index.exists():
-        return {}
-    with one_line(f"{index}: damaged"):
-        listed = json.loads(index.read_text())["weight_map"]
-        files = set(listed.values())
-    for file in files:
-        parts = PurePosixPath(file).parts if isinstance(file, str) else ()
-        if not parts or ".." in parts or parts[0] == "/":
-            raise ValueError(f"{index}: {file!r} is no file of this directory")
-    return listed
+def read_bytes(tensor: Tensor, begin: int, size: int) -> Iterator[bytes]:
+    """Read the data of a tensor in pieces of at most `size` bytes; ValueError where the file ends before it does."""
+    left = tensor.nbytes
+    with tensor.file.open("rb") as f:
+        f.seek(begin)
+        while left:
+            piece = f.read(min(size, left))
+            if not piece:
+                raise ValueError(f"{tensor.file}: truncated or damaged")
+            left -= len(piece)
+            yield piece
 
 
-def sidecar_files(path: Path, mtp_path: str | Path | None) -> list[Path]:
-    """List the files beside the trunk's that hold heads: `mtp_path` (a file or a directory), else those by name."""
-    if mtp_path is None:
-        return sorted({file for pattern in SIDECAR_FILES for file in path.glob(pattern)})
-    given = Path(mtp_path).expanduser()
-    files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
-    if not files or not files[0].exists():
-        raise ValueError(f"mtp_path={given}: no such file, or a directory without .safetensors")
-    return files
+def data_begins(file: Path) -> dict[str, int]:
+    """Read where in a safetensors file the data of each tensor begins."""
+    with file.open("rb") as f:
+        (size,) = struct.unpack("<Q", f.read(8))
+        header = json.loads(f.read(size))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def read_tensors(header: Header) -> dict[str, mx.array]:
@@ -276,7 +283,7 @@ def downloaded(repo: str, revision: str | None = None) -> Path | None:
     """Find the directory of a repository that was downloaded with its weights; None where it was not."""
     with contextlib.suppress(Exception):  # of many kinds: not there, no such name, no cache
         path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-        return path if any(path.glob(TRUNK_FILES)) else None
+        return path if weight_names(file.name for file in path.glob("*.safetensors")) else None
     return None
 
 
@@ -288,8 +295,7 @@ def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:
             cached = api.hf_hub_download(repo, name, revision=info.sha)
             with naming(path / name):
                 (path / name).write_bytes(Path(cached).read_bytes())
-    patterns = (TRUNK_FILES, *SIDECAR_FILES)  # in which, as for `Path.glob`, a "*" is within one directory
-    wanted = [n for n in names if any(fnmatch(n, p) and n.count("/") == p.count("/") for p in patterns)]
+    wanted = weight_names(names, set(read_index(path).values()))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(lambda name: _write(api, repo, info.sha, path, name), wanted))
 
@@ -303,7 +309,7 @@ def _write(api: HfApi, repo: str, revision: str | None, path: Path, name: str) -
         header[tensor] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": entry.data_offsets}
     text = json.dumps(header).encode()
     end = max((entry.data_offsets[1] for entry in found.tensors.values()), default=0)
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     with naming(file), file.open("wb") as f:
         f.write(struct.pack("<Q", len(text)) + text)
         f.truncate(8 + len(text) + end)

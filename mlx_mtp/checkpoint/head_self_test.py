@@ -15,8 +15,10 @@ import mlx.core as mx
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import needs
+from ..decoding.prefill import evaluated, without_refused
 from ..layers.target import Target
 from ..machine.errors import one_line
+from ..tuning.kernel_fallback import run_first
 
 WORDS = """The library opens at nine in the morning and closes at six. If you want to borrow a book, bring your
 card to the desk. Here is the same rule in Python:
@@ -46,7 +48,8 @@ def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
     if not model.mtp:
         return
     with blaming_config(path):
-        shares = {kind: agreement(model, tokens) for kind, tokens in texts.items() if len(tokens) > 2}
+        told = {kind: tokens for kind, tokens in texts.items() if len(tokens) > 2}
+        shares = {kind: without_refused(model, agreement, model, tokens) for kind, tokens in told.items()}
     model.report = replace(model.report, agreement=tuple(shares.items()))
     kind, share = list(shares.items())[-1]
     if share < SUSPECT[kind] if model.vocab_size >= SMALL else max(shares.values()) < LEAST:
@@ -80,7 +83,9 @@ def agreement(model: Target, tokens: list[int]) -> float:
         says = mx.argmax(model.logits(hidden[:, i + 1 : i + 1 + ROWS])[0], axis=-1)
         logits = model.draft_logits(0, output[:, i : i + ROWS])[0]
         same = head.token(mx.argmax(logits, axis=-1)) == says
-        right += (same & ~mx.isnan(logits).any(axis=-1)).sum().item()
+        count = (same & ~mx.isnan(logits).any(axis=-1)).sum()
+        run_first(model)
+        right += evaluated(count.item)
     return right / (len(tokens) - 1)
 
 

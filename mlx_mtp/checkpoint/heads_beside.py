@@ -12,28 +12,31 @@ from pathlib import Path
 from types import ModuleType
 
 from ..layers.mtp_spec import MTPSpec
-from .files import TRUNK_FILES, Header, read_header, sidecar_files
+from .files import Header, read_header
+from .weight_files import read_stored
+from .weight_names import TRUNK_FILES
 
 # What mlx-vlm calls modules of a head that checkpoints have as a layer behind the target's.
 SPLIT = ((r"^(model\.)?(mtp_block\.|mtp\.)?", ""), (r"^shared_head_norm\.", "shared_head.norm."))
 SPLIT += ((r"^lm_head\.", "shared_head.head."),)
 
 
-def read_heads_beside(port: ModuleType, path: Path, layers: int, mtp_path: str | Path | None) -> Header:
-    """List what lies beside the target of `layers` layers at `path`, or in the file or directory `mtp_path`.
+def read_heads_beside(port: ModuleType, layers: int, mtp_path: str | Path) -> Header:
+    """List the heads for a target of `layers` layers in the file or directory `mtp_path`.
 
-    Of a whole checkpoint only heads are listed. Raises ValueError where a given path holds none.
+    Of a whole checkpoint only heads are listed. Raises ValueError where there are none.
     """
-    if mtp_path is None:
-        return read_header(sidecar_files(path, None))
     given, spec = Path(mtp_path).expanduser(), port.Model.SPEC
     if is_split(given):
         return {_usual(name, spec, layers): replace(t, stored=name) for name, t in _read(given).items()}
     folder = given if given.is_dir() else given.parent
     if not (folder / "config.json").is_file() or (folder != given and not given.match(TRUNK_FILES)):
         return _read(given)
-    files = [given] if folder != given else [*folder.glob(TRUNK_FILES), *sidecar_files(folder, None)]
-    heads = {n: t for n, t in read_header(dict.fromkeys(sorted(files))).items() if spec.locate(n, layers)}
+    found = _read(given)
+    if folder == given:
+        stored = read_stored(given, whole=False)
+        found = stored.trunk | stored.sidecars
+    heads = {name: tensor for name, tensor in found.items() if spec.locate(name, layers)}
     if not heads:
         raise ValueError(f"mtp_path={given}: none of its tensors is an MTP head's, expected {spec.place(layers)}")
     return heads
@@ -47,7 +50,11 @@ def is_split(path: Path) -> bool:
 
 
 def _read(given: Path) -> Header:
-    return read_header(sidecar_files(given, given))
+    """Read the headers of a file, or of all files of a directory."""
+    files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
+    if not files or not files[0].exists():
+        raise ValueError(f"mtp_path={given}: no such file, or a directory without .safetensors")
+    return read_header(files)
 
 
 def _usual(name: str, spec: MTPSpec, layers: int) -> str:

@@ -18,19 +18,21 @@ from typing import Any
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..cache.prompt_cache import make_prompt_cache
+from ..decoding.buffer_count import CONVERSATION, LEAST_CHUNK, Buffers, count_buffers
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import kv_bytes, largest_context, needs
 from ..machine.errors import first_line, with_type
-from ..machine.memory import available
+from ..machine.memory import METAL_BUFFERS, available
 from ..models import find_port
 from ..ranks.split import Share, take_part
 from .build import check_vectors, is_drafter, read_args
-from .files import TRUNK_FILES, Header, read_config, read_header, sidecar_files
+from .files import Header, read_config, read_header
 from .load import load_model
 from .norm_conventions import conventions, mean
 from .parameters import expected, named, same
 from .report import Report, declared_heads, listed, quantization, size, table
 from .sort_tensors import Contents, ignored_by, missing_experts, relative
+from .weight_files import read_stored, weight_files
 
 LONG = 1 << 16  # positions: beyond every window, so that what keys and values still grow by is theirs
 MOST_NAMED = 1000  # experts, of which a file may claim any number
@@ -77,8 +79,10 @@ class Inspection:
     depths: of MTP heads that were found; declared: by config.json. head_tensors: those found, missing: those not.
     zero_centred: whether the norms of target and heads are stored so, norms: their layers' means as stored (None: not
         a number); both only of families that may. longest: the context that the model was made for.
-    report: the loader's. memory: of one of `ranks` machines that share the target, of which each has `part` bytes
-        (None: all, or it cannot be split). warnings: what looks wrong to the loader; problems: why it does not load.
+    report: the loader's. buffers: of the model and a conversation of CONVERSATION tokens, or of `longest` if that is
+        less, which the server's prefix tree holds in its shortest chunks (estimate). memory: of one of `ranks`
+        machines that share the target, of which each has `part` bytes (None: all, or it cannot be split).
+    warnings: what looks wrong to the loader; problems: why it does not load.
     """
 
     path: str
@@ -97,6 +101,7 @@ class Inspection:
     longest: int | None
     report: Report | None
     memory: MemoryFit | None
+    buffers: Buffers | None
     ranks: int
     part: int | None
     warnings: tuple[str, ...]
@@ -115,9 +120,12 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
         warnings.simplefilter("always")
         model = tried(load_model, path, lazy=True, kernels="off")
     said = [str(warning.message) for warning in warned]
-    header: Header = {}
-    for file in dict.fromkeys([*sorted(path.glob(TRUNK_FILES)), *sidecar_files(path, None)]):
-        header |= tried(read_header, [file]) or {}
+    stored = tried(read_stored, path)
+    header: Header = stored.trunk | stored.sidecars if stored else {}
+    for name in [] if stored else weight_files(path):
+        header |= tried(read_header, [path / name]) or {}
+    if stored and model is None:
+        problems += (stored.unread | stored.unread_sidecars).values()
     port = find_port(config) if config else None
     contents = tried(_sort, port, path, config, header) if port else None
     contents = contents or Contents(header, {}, 0, "", (), None)  # type: ignore[arg-type] - no heads, no spec
@@ -127,7 +135,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
         said += tried(_repeated, model, path) or []
     if model is None and is_drafter(path):
         problems.insert(0, f"{path}: a drafter, for --draft-model beside its target; not a model")
-    parts = _parts(contents, model)
+    parts, longest = _parts(contents, model), _number(config, "max_position_embeddings")
     part = tried(_part_of, model, ranks, config["model_type"]) if model is not None and ranks > 1 else None
     return Inspection(
         path=str(path),
@@ -141,9 +149,10 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
         missing=tuple(tried(_missing, port, path, config, contents) or ()) if contents.spec else (),
         zero_centred=tried(conventions, centred, contents.trunk, contents.heads) if centred else None,
         norms=tried(_means, contents.trunk, contents.heads) or () if centred else (),
-        longest=_number(config, "max_position_embeddings"),
+        longest=longest,
         report=model.report if model else None,
-        memory=tried(_memory, model, _number(config, "max_position_embeddings")) if model else None,
+        memory=tried(_memory, model, longest) if model else None,
+        buffers=tried(_buffers, model, longest) if model else None,
         ranks=ranks,
         part=part,
         warnings=tuple(said),
@@ -241,6 +250,10 @@ def _memory(model: Any, longest: int | None) -> MemoryFit:
     return MemoryFit(kv, head_kv, least, room.bytes, room.limit, min(context, longest or context))
 
 
+def _buffers(model: Any, longest: int | None) -> Buffers:
+    return count_buffers(make_prompt_cache(model), min(CONVERSATION, longest or CONVERSATION), LEAST_CHUNK)
+
+
 def _part_of(model: Any, ranks: int, name: str) -> int:
     """Leave the model one rank's part; return the target's bytes of it."""
     if find_port({"model_type": name}) is None:
@@ -276,6 +289,7 @@ def as_text(facts: Inspection) -> str:
         ("norms", facts.zero_centred and facts.norms and _norms(facts)),
         ("ranks", facts.part and f"{facts.ranks}, with {size(facts.part)} of the target on each; memory is of one"),
         *(_memory_rows(facts.memory, facts.longest) if facts.memory else ()),
+        ("buffers", facts.buffers and _buffer_row(facts.buffers, facts.longest)),
         ("not used", report and listed(report.ignored)),
         *(("warning", text) for text in facts.warnings),
         *(("problem", text) for text in facts.problems),
@@ -314,3 +328,9 @@ def _memory_rows(memory: MemoryFit, longest: int | None) -> list[tuple[str, str]
         ("memory", f"{size(memory.least)} at least; {size(memory.available)} here ({memory.limit})"),
         ("fits", f"a context of {memory.context:,}{of} tokens" if memory.context else "not on this machine"),
     ]
+
+
+def _buffer_row(buffers: Buffers, longest: int | None) -> str:
+    parts = ", ".join(f"{name} {count:,}" for name, count in vars(buffers).items() if count)
+    of = f"about {buffers.total:,} of Metal's {METAL_BUFFERS:,}"
+    return f"{of}, with a conversation of {min(CONVERSATION, longest or CONVERSATION):,} tokens ({parts})"

@@ -24,6 +24,7 @@ from ..cache.mlx_lm_caches import MlxLmCaches
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
 from ..decoding.prefill import test_heads
+from ..decoding.prefill_chunk import prefill_chunk
 from ..layers.expert_rows import cut_experts, number_rows
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
@@ -35,15 +36,18 @@ from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks, ranks_of
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
+from .adapters import load_adapters as _adapted
 from .build import load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
-from .files import read_config, read_header, resolve, trunk_header
+from .files import read_config, read_tensors, resolve, weights_apart
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
 from .heads_beside import is_split
 from .parameters import check_numbers, named
+from .quant_methods import packed_by
 from .report import make_report
 from .sort_tensors import Drafting
+from .weight_files import Stored, read_stored
 
 WEIGHTS_ALONE = Budget()
 
@@ -73,7 +77,7 @@ def load(
     On a CPU the heads of a large model are read, checked and tested before they first draft.
     Any thread may load, when it is its turn, and any may use what has been loaded.
 
-    tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters change the target, not its heads).
+    tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters, PEFT's too, change the target, not its heads).
     model_config: values to use in place of config.json's. return_config: return what then was used, too.
     revision: branch, tag or commit on the hub. trust_remote_code: let the tokenizer run code of the checkpoint.
     lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros, and no
@@ -99,7 +103,7 @@ def load(
     lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=mtp), ranks_of(tensor_group)
     if ranks and adapter_path is not None:
         raise ValueError(f"adapter_path={adapter_path}: not on {ranks.size} ranks; fuse the adapters first")
-    path = resolve(path_or_hf_repo, revision)
+    path = resolve(path_or_hf_repo, revision, code=trust_remote_code)
     with in_turn():
         config = read_config(path, model_config)
         drafting = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
@@ -113,6 +117,7 @@ def load(
             warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=2)
         _finish(model, path, vocab, tokenizer, lane, budget, lazy=lazy)
         wire(nbytes(model.parameters()), wired_limit)
+        model.report = replace(model.report, prefill_chunk=prefill_chunk(model, budget.layout, lazy=lazy))
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -139,6 +144,7 @@ def load_model(
         model = _load(path, read_config(path), drafting, budget, ranks, lazy=lazy)
         _finish(model, path, vocab, None, lane, budget, lazy=lazy)
         wire(nbytes(model.parameters()), wired_limit)
+        model.report = replace(model.report, prefill_chunk=prefill_chunk(model, budget.layout, lazy=lazy))
     return model
 
 
@@ -179,16 +185,6 @@ def _load(path: Path, config: dict, drafting: Drafting, budget: Budget, ranks: R
     number_rows(model.modules())
     if drafting.heads and not model.mtp:
         warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
-    return model
-
-
-def _adapted(model: Any, adapter_path: str) -> Any:
-    if not (Path(adapter_path) / "adapter_config.json").is_file():
-        raise ValueError(f"adapter_path={adapter_path}: no adapter_config.json in it")
-    with one_line(f"{adapter_path}: no usable adapters"):
-        read_header([Path(adapter_path) / "adapters.safetensors"])
-        model = mlx_lm_utils.load_adapters(model, adapter_path)
-    model.eval()
     return model
 
 
@@ -290,13 +286,14 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
         raise ValueError(
             f"{path}/config.json: model_type {name!r} is unknown; known are {ports} and mlx-lm's"
         ) from None
-    trunk_header(path)  # for what is wrong with the files: MLX itself looks less closely
+    stored = read_stored(path)
 
     def build(args: Any) -> Any:
         kind: Any = type("Model", (Plain, family.Model), {})
         model = kind(args)
         apply_rope(model, config)
-        model.load_weights = partial(_load_weights, model, path, ignored)
+        model.sanitize = partial(_sanitize, model, stored)
+        model.load_weights = partial(_load_weights, model, stored, ignored)
         return model
 
     normal = normalize(config)
@@ -305,16 +302,33 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
     args = SimpleNamespace(from_dict=lambda merged: family.ModelArgs.from_dict(config))
     classes: Any = (build, args)
     options: Any = {"model_config": config, "get_model_classes": lambda config: classes}
-    model, _ = mlx_lm_utils.load_model(path, lazy=True, strict=False, **options)
-    del model.load_weights  # what loads later, as adapters, is not a checkpoint
+    try:
+        with weights_apart(path) as apart:
+            model, _ = mlx_lm_utils.load_model(apart, lazy=True, strict=False, **options)
+    except (ValueError, KeyError) as e:
+        reason = packed_by(path, config, stored.trunk) or (isinstance(e, KeyError) and stored.lacking())
+        if reason:
+            raise ValueError(reason) from e
+        raise
+    del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
     model.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # its shape only: nothing is computed
     return model
 
 
-def _load_weights(model: Any, path: Path, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any) -> None:
+def _sanitize(model: Any, stored: Stored, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Do what mlx-lm asks for with what it found by name, which is nothing, with the trunk's tensors."""
+    weights = read_tensors(stored.trunk)
+    return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
+
+
+def _load_weights(
+    model: Any, stored: Stored, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any
+) -> None:
     """Do as `nn.Module.load_weights`, but name what is missing and skip what the model has no place for."""
     expected, found = named(model), dict(weights)
     if missing := sorted(expected.keys() - found.keys()):
-        raise ValueError(f"{path}: tensor {missing[0]} is missing; config.json expects it")
+        unnamed = f"{stored.path}: tensor {missing[0]} is missing; config.json expects it"
+        raise ValueError(stored.lacking(missing) or unnamed)
+    stored.warn(stacklevel=7)
     ignored += sorted(found.keys() - expected.keys())
     nn.Module.load_weights(model, [(n, w) for n, w in weights if n in expected], strict=True)

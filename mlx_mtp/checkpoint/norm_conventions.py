@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .files import TRUNK_FILES, Header, read_tensors
+from .files import Header, read_tensors
+from .weight_names import TRUNK_FILES
 
 LAYER_NORMS = re.compile(r"(layernorm|_norm)\.weight$")
 SHIFTED = 0.75  # a mean above it is no zero-centred norm's

@@ -4,11 +4,8 @@ Columns lie in pieces all over a tensor, and what sanitizing computes (8-bit flo
 read whole, one at a time, and the part is kept.
 """
 
-import json
 import math
 import re
-import struct
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,7 +13,7 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from ..ranks.group import Ranks
-from .files import Tensor
+from .files import Tensor, data_begins
 from .sort_tensors import Contents, layerless
 
 TYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8}
@@ -52,7 +49,7 @@ def read_parts(model: Any, contents: Contents, ranks: Ranks, parameters: dict[st
 
 def _sources(model: Any, contents: Contents) -> dict[str, list[Stored]]:
     """List by parameter the tensors that become it and nothing else; experts in their order."""
-    begins = {file: _begins(file) for file in {tensor.file for tensor in contents.trunk.values()}}
+    begins = {file: data_begins(file) for file in {tensor.file for tensor in contents.trunk.values()}}
     found: dict[str, list[tuple[int, Stored]]] = {}
     for name, tensor in contents.trunk.items():
         if len(paths := model.renamed(name)) == 1:
@@ -60,14 +57,6 @@ def _sources(model: Any, contents: Contents) -> dict[str, list[Stored]]:
             place = Stored(tensor, begins[tensor.file][tensor.stored or name])
             found.setdefault(paths[0], []).append((int(expert[1]) if expert else 0, place))
     return {path: [place for _, place in sorted(places, key=lambda p: p[0])] for path, places in found.items()}
-
-
-def _begins(file: Path) -> dict[str, int]:
-    """Read where in a safetensors file each tensor begins."""
-    with file.open("rb") as f:
-        (size,) = struct.unpack("<Q", f.read(8))
-        header = json.loads(f.read(size))
-    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _is_rows(stored: list[Stored], part: mx.array, ranks: int) -> bool:

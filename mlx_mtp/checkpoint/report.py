@@ -29,6 +29,7 @@ class Report:
     saved_bytes: of the heads, by that; negative where rows of a shared LM head had to be copied.
     ranks: how many share the target, whose bytes are then this one's.
     kernels: which Metal kernels are on, a line each; not_exact: ops whose bits may depend on the number of rows.
+    prefill_chunk: tokens per prefill chunk that the load chose; None on a CPU.
     """
 
     family: str
@@ -51,6 +52,7 @@ class Report:
     ranks: int = 1
     kernels: tuple[str, ...] = ()
     not_exact: tuple[str, ...] = ()
+    prefill_chunk: int | None = None
 
     def __str__(self) -> str:
         found = self.heads if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
@@ -74,6 +76,7 @@ class Report:
             ("norms", self.norms),
             ("precision", self.expanded and "expanded to float32: MLX multiplies experts on a CPU in nothing else"),
             *(("" if i else "kernels", line) for i, line in enumerate(lines)),
+            ("prefill", self.prefill_chunk and f"{self.prefill_chunk:,} tokens of a prompt at a time"),
             ("not exact", exact and f"{exact}: bits may depend on the number of rows"),
             ("not used", listed(self.ignored)),
         )

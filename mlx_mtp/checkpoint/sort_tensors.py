@@ -8,12 +8,15 @@ from types import ModuleType
 from typing import Any
 
 from ..layers.mtp_spec import MTPSpec
-from .files import FP8_SCALES, Header, trunk_header
+from .files import FLOATS, FP8_SCALES, Header
 from .heads_beside import read_heads_beside
+from .quant_methods import method_of
+from .weight_files import Stored, read_stored
 
 NUMBER = re.compile(r"\.(\d+)\.")  # of a layer, in a tensor's name
+OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
+HEAD = re.compile(r"(^|\.)\w*(mtp|nextn|eagle|draft)\w*\.")  # of a head, in whatever layout
 OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")  # scales that modelopt writes beside those of weights
-FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Drafting:
 class Contents:
     """A checkpoint's tensors, sorted: the trunk's, the heads', and what text decoding does not use.
 
-    alone: the trunk's are those that happen to be there, and are not loaded.
+    alone: the trunk's are those that happen to be there, and are not loaded. stored: the files, None of a drafter.
+    wants_heads: the checkpoint's own heads are to be loaded.
     """
 
     trunk: Header
@@ -54,12 +58,14 @@ class Contents:
     ignored: tuple[str, ...]
     spec: MTPSpec
     alone: bool = False
+    stored: Stored | None = None
+    wants_heads: bool = False
 
     def overrides(self, config: dict) -> dict[str, Any]:
         """Change what mlx-lm shall read of config.json: a head's quantization is read off its tensors' shapes."""
         found: dict[str, Any] = {}
         stored = (config | config.get("text_config", {})).get("quantization_config") or {}
-        if not stored or "float-quantized" in stored.values() or "modelopt" in stored.values():
+        if not stored or "modelopt" in stored.values() or method_of(config):
             found["quantization_config"] = {}  # mlx-lm refuses what `dequantized` deals with
         if isinstance(listed := config.get("quantization"), dict):  # of heads that others may have replaced
             found["quantization"] = {path: value for path, value in listed.items() if not path.startswith("mtp.")}
@@ -70,10 +76,13 @@ class Contents:
 
 def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) -> Contents:
     """Sort every tensor of the checkpoint; ValueError for one that belongs nowhere."""
-    beside = read_heads_beside(port, path, layers, drafting.mtp_path) if drafting.heads else {}
-    spec = port.Model.SPEC
+    stored, spec = read_stored(path, whole=not drafting.alone), port.Model.SPEC
+    own = drafting.heads and drafting.mtp_path is None
+    beside, moved = _own_sidecars(stored, spec, layers, needed=own)
+    if not own:
+        beside = read_heads_beside(port, layers, drafting.mtp_path) if drafting.heads else {}  # type: ignore[arg-type]
     trunk, heads, ignored = {}, {}, set()
-    for name, tensor in trunk_header(path, whole=not drafting.alone).items():
+    for name, tensor in (stored.trunk | moved).items():
         affix = ignored_by(port, name)
         if affix is not None:
             ignored.add(f"{affix}*" if name.startswith(affix) else f"*{affix}")
@@ -81,10 +90,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             heads[name] = tensor
         else:
             trunk[name] = tensor
-    if not drafting.alone:
-        _check_types(trunk)
-        _check_experts(path, trunk)
-    _check_experts(path, heads)  # of which there may be more or fewer than the target has
+    if drafting.heads:
+        check_experts(path, heads)  # of which there may be more or fewer than the target has
     for name, tensor in (heads | beside).items():
         if spec.locate(name, layers) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
@@ -95,7 +102,10 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         ignored |= {f"{name} of the shards" for name in heads.keys() - kept.keys()}
         heads, source = kept | beside, f"{source} and the model's shards" if kept else source
     if not drafting.heads:
-        return Contents(trunk, {}, 0, "not loaded, mtp=False", tuple(sorted(ignored)), spec.resolve([]))
+        trunk, unknown = _without_heads(trunk, heads, layers)
+        ignored |= unknown
+        unused, none = tuple(sorted(ignored)), spec.resolve([])
+        return Contents(trunk, {}, 0, "not loaded, mtp=False", unused, none, stored=stored)
     places: dict[str, Any] = {name: spec.locate(name, layers) for name in heads}
     seen: dict[Any, str] = {}
     for name, place in places.items():
@@ -113,9 +123,45 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         places = {name: place for name, place in places.items() if not place[0]}
     depths, used = {depth for depth, _ in places.values()}, {name: heads[name] for name in places}
     ignored |= heads.keys() - used.keys()
-    _check_types(used)
     source = source if depths else "no head tensors"
-    return Contents(trunk, used, len(depths), source, tuple(sorted(ignored)), spec, drafting.alone)
+    return Contents(trunk, used, len(depths), source, tuple(sorted(ignored)), spec, drafting.alone, stored, own)
+
+
+def _own_sidecars(stored: Stored, spec: MTPSpec, layers: int, *, needed: bool) -> tuple[Header, Header]:
+    """Split the tensors of a checkpoint's sidecars: those of heads, and those that the index lists and are none.
+
+    Copies of the trunk's are left out. needed: raise for a sidecar that cannot be read.
+    """
+    for error in stored.unread_sidecars.values() if needed else ():
+        raise ValueError(error)
+    beside, moved = {}, {}
+    for name, tensor in stored.sidecars.items():
+        if spec.locate(name, layers):
+            beside[name] = tensor
+        elif name not in stored.trunk:
+            (moved if name in stored.listed else beside)[name] = tensor
+    return beside, moved
+
+
+def _without_heads(trunk: Header, heads: Header, layers: int) -> tuple[Header, set[str]]:
+    """Leave out what only heads can be: tensors under such names, and of layers behind the trunk's.
+
+    A layer that has exactly the tensors of one of the trunk's is one of those, which config.json denies.
+    """
+    inside: dict[int, set[str]] = {}
+    for name in trunk | heads:
+        if match := OF_LAYER.search(name):
+            inside.setdefault(int(match[1]), set()).add(match[2])
+    like = [tails for number, tails in inside.items() if number < layers]
+    kept, unknown = {}, set()
+    for name, tensor in (trunk | heads).items():
+        match = OF_LAYER.search(name)
+        behind = match is not None and int(match[1]) >= layers
+        if HEAD.search(name) or (match and behind and inside[int(match[1])] not in like):
+            unknown |= {name} - heads.keys()
+        elif name in trunk or behind:
+            kept[name] = tensor
+    return kept, unknown
 
 
 def ignored_by(port: ModuleType, name: str) -> str | None:
@@ -135,7 +181,7 @@ def _missing_in(beside: Header, shards: Header, spec: MTPSpec, layers: int) -> H
     return {name: tensor for name, tensor in shards.items() if modules[name] not in found}
 
 
-def _check_types(header: Header) -> None:
+def check_types(header: Header) -> None:
     """Raise for types that no weights have: MLX would count with bytes that stand for something else."""
     for name, tensor in header.items():
         module, _, kind = name.rpartition(".")
@@ -154,7 +200,7 @@ def _check_types(header: Header) -> None:
             raise ValueError(f"{tensor.file}: tensor {module}.weight is missing; its scales are there")
 
 
-def _check_experts(path: Path, header: Header) -> None:
+def check_experts(path: Path, header: Header) -> None:
     """Raise where numbered experts have gaps, which stacking them would report under another name."""
     for name, before, count in missing_experts(header):
         file = only({t.file for other, t in header.items() if other.startswith(before)}, path)

@@ -81,8 +81,12 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     made = [make_prompts(subject.tokenizer, subject.model.vocab_size, context=c, **of_all) for c, *_ in conditions]
     options = {"contenders": [loop.name for loop in session.loops], "max_tokens": flags["max_tokens"]}
     options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "preset", "quick")}
-    given = {"stop_tokens": subject.stop_tokens, **{name: flags[name] for name in ("max_tokens", "temp", "seed")}}
-    settings = LoopSettings(prefill_step_size=default_step(), kv_group_size=group_size_for(subject.model), **given)
+    given = {
+        "stop_tokens": subject.stop_tokens,
+        "prefill_step_size": default_step(subject.model),
+        **{name: flags[name] for name in ("max_tokens", "temp", "seed")},
+    }
+    settings = LoopSettings(kv_group_size=group_size_for(subject.model), **given)
     for prompts, (_, kv_bits, mtp_kv_bits) in zip(made, conditions, strict=True):
         with shared.bar() as progress:
             measure(session, prompts, replace(settings, kv_bits=kv_bits, mtp_kv_bits=mtp_kv_bits), progress)
@@ -170,7 +174,7 @@ def verify(**flags: Any) -> None:
     text, curves = text_of(subject, max(plan.contexts)), []
     with shared.bar() as progress:
         progress("caches", 0, 0)
-        for curve in measure(subject.model, text, kernels, plan, default_step()):
+        for curve in measure(subject.model, text, kernels, plan, default_step(subject.model)):
             curves.append(curve)
             progress(f"{result.curve_title(curve)} done", len(curves), 0)
     facts = {**subject.facts, "kernels": list(kernels.words)}
@@ -210,7 +214,9 @@ def profile(**flags: Any) -> None:
     model, what = subject.model, {"context": flags["context"] or 0, "only": (flags["category"],)}
     (prompt,) = make_prompts(subject.tokenizer, model.vocab_size, each=1, **what)
     k = default_draft_tokens(model) if flags["num_draft_tokens"] is None else flags["num_draft_tokens"]
-    work = Workload(model, prompt.tokens, flags["max_tokens"] or (48 if flags["quick"] else 128), k, default_step())
+    work = Workload(
+        model, prompt.tokens, flags["max_tokens"] or (48 if flags["quick"] else 128), k, default_step(model)
+    )
     rounds = flags["rounds"] or (9 if flags["quick"] else 21)
     with subject.acceptance():
         raw = profile_report.raw(*measure(work, rounds=rounds, cooldown=shared.cooldown_of(flags)))
@@ -251,7 +257,8 @@ def parallel(**flags: Any) -> None:
     if wrong := [n for n in numbers if n < 1]:
         raise click.BadParameter(f"{wrong[0]}: allowed is 1 or more", param_hint="--texts")
     most, rounds = flags["max_tokens"] or (48 if quick else 250), flags["rounds"] or (1 if quick else 3)
-    subject, step = shared.subject_of(flags), default_step()
+    subject = shared.subject_of(flags)
+    step = default_step(subject.model)
     contexts = flags["contexts"] or together.CONTEXTS[: 1 if quick else None]
     replayed = not quick if flags["replayed"] is None else flags["replayed"]
     each, running = 3 if subject.tokenizer else max(numbers), together.contenders(subject, step, replayed=replayed)

@@ -151,7 +151,8 @@ class Chat:
             sys.exit(130)  # Ctrl-C has ended the launcher, too, and nothing more is read or written
 
     def _stream(self, text: str) -> None:
-        session, chunk = self.session, self.session.options.get("prefill_step_size") or default_step()
+        session = self.session
+        chunk = session.options.get("prefill_step_size") or default_step(session.model)
         progress = PromptProgress(shown=self.progress, chunk=chunk)
         typing = hidden_typing() if self.interactive else contextlib.nullcontext()
         responses = contextlib.closing(session.ask(text, progress))

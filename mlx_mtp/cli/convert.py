@@ -48,7 +48,7 @@ def refuse_upload(_ctx: click.Context, _param: click.Parameter, value: str | Non
 @option("--mtp-path", help="With --mtp-only: new file, or the directory of a conversion to go with.")
 @option("--revision", help="Branch, tag or commit on the hub.")
 @option("--upload-repo", callback=refuse_upload, expose_value=False, hidden=True)
-@option("--trust-remote-code", is_flag=True, expose_value=False, hidden=True)  # none is run
+@option("--trust-remote-code", is_flag=True, hidden=True)  # downloads it; none is run
 def convert(**flags: Any) -> None:
     """Convert a checkpoint for MLX and keep its MTP heads.
 
@@ -59,6 +59,8 @@ def convert(**flags: Any) -> None:
     from .progress import bar, loading, shows_progress
 
     shown, only_heads = shows_progress(quiet=False), flags.pop("mtp_only")
+    if only_heads:
+        flags.pop("trust_remote_code")  # heads need no tokenizer
     with loading(shown=shown):
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 

@@ -35,7 +35,7 @@ def draft_vocab(
     from ..checkpoint.load import load_tokenizer
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long texts
-    path = checkpoint_path(model)
+    path = checkpoint_path(model, code=trust_remote_code)
     config = read_config(path)
     vocab_size = (config | config.get("text_config", {})).get("vocab_size")
     if not isinstance(vocab_size, int):

@@ -13,7 +13,6 @@ from click import Choice, FloatRange, IntRange, option
 
 from ..cache.prompt_prefix import RESERVED_KEYS
 from ..demo import demo_path
-from ..machine.wired import AUTO, OFF, check_wired_limit
 from .together import check_prompt, group, own_file
 
 MOST_GB = 2**20
@@ -73,9 +72,11 @@ def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: float | None)
 def _wired_limit(_ctx: click.Context, _param: click.Parameter, value: str) -> int | str:
     """Convert MB to bytes; the words stay."""
     if not value.isdecimal():
-        if value not in (AUTO, OFF):
-            raise click.BadParameter(f"{value!r}: allowed are MB, {AUTO!r} and {OFF!r}")
+        if value not in ("auto", "off"):
+            raise click.BadParameter(f"{value!r}: allowed are MB, 'auto' and 'off'")
         return value
+    from ..machine.wired import check_wired_limit
+
     try:
         check_wired_limit(limit := int(value) * 10**6)
     except ValueError as e:
@@ -131,11 +132,13 @@ def typed(name: str, kind: Any, default: Any, words: str) -> Any:
 
 checkpoint_options = options(
     option("--model", help="Local directory or Hugging Face repository.  [default: the demo model]"),
-    option("--trust-remote-code", is_flag=True, help="Let the tokenizer run code from the checkpoint."),
+    option(
+        "--trust-remote-code", is_flag=True, help="Let the tokenizer run code from the checkpoint; downloads it, too."
+    ),
 )
 model_options = options(
     checkpoint_options,
-    option("--adapter-path", help="Directory of LoRA adapters."),
+    option("--adapter-path", help="Directory of LoRA adapters of mlx-lm or PEFT."),
     option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
     option(
         "--draft-model", help="Directory or Hugging Face repository of a drafter: EAGLE-3, or mlx-vlm's MTP heads."
@@ -150,7 +153,7 @@ model_options = options(
     ),
     option(
         "--wired-limit",
-        default=AUTO,
+        default="auto",
         callback=_wired_limit,
         help="MB that the GPU keeps resident, off, or auto: only for a model that needs most of its memory.",
     ),
@@ -198,7 +201,12 @@ cache_options = options(
     typed(
         "--max-kv-size", POSITIONS, None, "Full attention keeps this many positions: the first four, and the last."
     ),
-    typed("--prefill-step-size", IntRange(1), None, "Prompt tokens per chunk.  [default: 2048, on a CPU 256]"),
+    typed(
+        "--prefill-step-size",
+        IntRange(1),
+        None,
+        "Prompt tokens per chunk.  [default: chosen at the load]",
+    ),
     typed("--kv-bits", BITS, None, "Quantize the target's KV cache; near-ties may then depend on the drafts."),
     typed("--mtp-kv-bits", BITS, None, "Quantize the heads' KV caches."),
     typed(
@@ -226,11 +234,14 @@ def continues_cache(flags: dict[str, Any]) -> None:
             flags["model"], flags["eos_token"] = flags["model"] or prefix.model, prefix.eos_token
 
 
-def checkpoint_path(model: str | None) -> Path:
-    """Find the checkpoint that --model names, the demo where it names none; what is on the hub is downloaded."""
+def checkpoint_path(model: str | None, *, code: bool = False) -> Path:
+    """Find the checkpoint that --model names, the demo where it names none; what is on the hub is downloaded.
+
+    code: with its Python files.
+    """
     from ..checkpoint.files import resolve
 
-    return resolve(demo_path() if model is None else model)
+    return resolve(demo_path() if model is None else model, code=code)
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
@@ -245,11 +256,12 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     with loading(shown=shown):
         from ..checkpoint.load import load
         from ..decoding.memory_needs import UNCHECKED, Budget
-        from ..decoding.options import default_step
+        from ..decoding.options import largest_step
         from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
-    path = checkpoint_path(flags["model"])  # a download shows progress of its own
-    context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or default_step()
+    code = bool(flags.get("trust_remote_code"))
+    path = checkpoint_path(flags["model"], code=code)  # a download shows progress of its own
+    context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or largest_step()
     budget = Budget(context, step, cache_layout(flags), flags.get("ignore_memory", False))
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
@@ -297,15 +309,13 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
 
 def generation_options(tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
     """Collect the keyword arguments of `stream_generate`; `cache` has been loaded, or is None."""
-    from ..decoding.options import default_step
-
     names = ("max_tokens", "max_context", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min")
     names += ("prompt_lookup", "compile_cycles")
     return {
         **{name: flags[name] for name in names},
         "check_memory": not flags["ignore_memory"],
-        "prefill_step_size": flags["prefill_step_size"] or default_step(),
+        "prefill_step_size": flags["prefill_step_size"],
         "xtc_special_tokens": [*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
         **({"prompt_cache": cache} if cache is not None else cache_layout(flags)),
     }

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
+from ..kernels import KernelRefused
 from ..ranks.group import Ranks
 from ..tuning.controller import Controller
 from ..tuning.plan import Cycle, Fixed, Plan
@@ -27,21 +28,26 @@ class Agreement:
         self.ranks, self.control, self.ended = ranks, control, False
         self._plans: deque[Plan] = deque()
 
-    def meet(self, text: Text, cache: PromptCache) -> None:
-        """Hear the next cycle's plan, and compare the last tokens, while nothing is computed.
+    def meet(self, text: Text, cache: PromptCache, refused: KernelRefused | None = None) -> None:
+        """Receive the next cycle's plan, and compare the last tokens, while nothing is computed.
 
-        Raises RuntimeError on every rank where they differ.
+        Raises on every rank RuntimeError where they differ, and KernelRefused where a rank has `refused` kernels of
+        the cycle that was to begin.
         """
         said = [0, 0, 0, 0]
         if self.ranks.rank == 0:
             plan = self.control.plan(text.matched(), 0 if cache.live else cache.behind)
             said = [SOURCES.index(plan.source), plan.k, int(plan.p_min), int(self.ranks.stopping)]
         tokens = text.tokens
-        found = self.ranks.gather([*said, len(tokens), zlib.crc32(tokens[-CHECKED:].tobytes()) >> 1])
-        if odd := [str(rank) for rank, numbers in enumerate(found) if numbers[4:] != found[0][4:]]:
+        same = [len(tokens), zlib.crc32(tokens[-CHECKED:].tobytes()) >> 1]
+        found = self.ranks.gather([*said, *same, int(refused is not None)])
+        if odd := [str(rank) for rank, numbers in enumerate(found) if numbers[4:6] != found[0][4:6]]:
             raise RuntimeError(
                 f"ranks: rank {', '.join(odd)} has other tokens than rank 0 after {found[0][4]} of them"
             )
+        if any(numbers[6] for numbers in found):
+            self._plans.clear()
+            raise KernelRefused(refused.refusals if refused else [], voted=True)
         source, k, p_min, ended, *_ = found[0]
         self._plans.append(Plan(SOURCES[source], k, bool(p_min)))  # type: ignore[arg-type]
         self.ended = self.ended or bool(ended)
@@ -49,7 +55,7 @@ class Agreement:
     @property
     def paused(self) -> str:
         """Why rank 0 does not draft; "" on the other ranks."""
-        return self.control.paused
+        return self.control.paused if isinstance(self.control, Controller) else ""
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
         return self._plans.popleft()

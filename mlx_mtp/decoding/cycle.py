@@ -1,6 +1,7 @@
 """Plan a cycle, build or replay its step, submit it and read its tokens; bring the caches to rest at the end."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -10,10 +11,11 @@ import mlx.core as mx
 from ..cache.prompt_cache import Mark, PromptCache
 from ..layers.target import Target
 from ..tuning.controller import Controller
+from ..tuning.kernel_fallback import TROUBLE, Fallback, KernelRefused, Trouble, newly_refused
 from ..tuning.plan import Cycle, Fixed, Plan
 from .agreement import Agreement
 from .draft import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run, prime
-from .prefill import prefill
+from .prefill import evaluated, first_run, prefill, read_again
 from .prompt_lookup import Text
 from .replay import Compiled
 from .sampling import Picker
@@ -34,6 +36,7 @@ class Flight:
     begun      run, or with p_min the `drafts` that it will be made from; replayed; built (the host's seconds for it).
     submitted  run, base (the position of its first row), after (the caches as it leaves them itself).
     read       accepted, seconds, waited. late: why its successor could not be built ahead, "" behind the prompt.
+    failed     MLX could not evaluate it.
     """
 
     plan: Plan
@@ -50,6 +53,7 @@ class Flight:
     built: float = 0.0
     seconds: float | None = None
     waited: float = 0.0
+    failed: bool = False
 
     def __post_init__(self):
         self.after = self.before
@@ -85,19 +89,33 @@ class Decoder:
     newest: Flight = field(init=False)
     rows: int = 0
 
+    def __post_init__(self):
+        self.fallback = Fallback(self.model)
+
 
 def read_prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] | None = None) -> Flight:
     """Read the prompt and submit the choice of the first token, as the first of all cycles."""
     cache = d.cache
     cache.begin(cache.offset + len(prompt))
-    return follow(d, prefill(d.model, cache, prompt, d.picker, heads=d.k > 0, step=d.chunk, progress=progress))
+    hidden = prefill(d.model, cache, prompt, heads=d.k > 0, step=d.chunk, progress=progress)
+    return follow(d, partial(first_run, d.model, cache, hidden, d.picker))
 
 
-def follow(d: Decoder, run: Run) -> Flight:
-    """Submit the choice of a token, the first of all cycles; the cache, at rest, holds all before that token."""
+def follow(d: Decoder, build: Callable[[], Run]) -> Flight:
+    """Submit the choice of a token, the first of all cycles; the cache, at rest, holds all before that token.
+
+    build: makes the run of one row that has chosen it, without kernels that are refused when it is called again.
+    """
     cache = d.cache
     d.text = Text(cache.tokens)
-    start(d, run)
+    while True:
+        try:
+            run = build()
+            agree(d)
+            start(d, run)
+            break
+        except TROUBLE as e:
+            give_way(d, e)
     cache.pop_row()
     first = Flight(PROMPT, cache.mark())
     first.run, first.base = run, cache.offset - 1
@@ -178,7 +196,7 @@ def prepare(d: Decoder, last: Flight, plan: Plan, *, on_device: bool) -> Drafts:
 def read(d: Decoder, flight: Flight) -> list[int]:
     """Wait for a cycle's tokens; return the right ones, of which `flight.accepted` are drafts."""
     waited = d.stats.wait_time
-    tokens, flight.accepted, flight.seconds = d.stats.reads(flight.run, flight.plan.source)
+    tokens, flight.accepted, flight.seconds = evaluated(d.stats.reads, flight.run, flight.plan.source)
     flight.waited = d.stats.wait_time - waited
     d.stats.replays(flight.replayed)
     d.text.extend(tokens)
@@ -190,15 +208,14 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
 
     Keys and values are written in place: nothing else may refer to them from here on.
     """
-    d.newest = new
     if d.shown is not last:
         d.shown, d.rows = last, 0
+    if new.plan.p_min:
+        new.run = verify(_frame(d, last, new), last.run, _sure(d, last, new))
+    agree(d)
+    d.newest = new
     last.after.release()
     new.before.release()
-    if new.plan.p_min:
-        assert new.drafts.confidence is not None
-        drafts = new.drafts.first(d.stats.reads_confidence(new.drafts.confidence, d.p_min))
-        new.run = verify(_frame(d, last, new), last.run, drafts)
     start(d, new.run)
     if not d.cache.live:
         whole = last.accepted + 1 == last.run.size
@@ -208,15 +225,67 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     new.after = d.cache.mark()
 
 
+def _sure(d: Decoder, last: Flight, new: Flight) -> Drafts:
+    """Evaluate a cycle's drafts, which writes the heads' caches; return the first ones that the heads are sure of."""
+    assert new.drafts.confidence is not None
+    if refused := newly_refused():
+        raise refused
+    d.newest = new
+    last.after.release()
+    new.before.release()
+    count = evaluated(d.stats.reads_confidence, new.drafts.confidence, d.p_min)
+    new.before.caches = d.cache.mark().caches  # held again until the verify of them is submitted
+    return new.drafts.first(count)
+
+
+def agree(d: Decoder) -> None:
+    """Run the kernels that a graph, about to be started, launches for the first time; agree with other ranks on it.
+
+    Raises KernelRefused, on every rank, where one is refused.
+    """
+    refused = newly_refused()
+    if isinstance(d.control, Agreement):
+        d.control.meet(d.text, d.cache, refused)
+        d.ended = d.control.ended
+    elif refused:
+        raise refused
+
+
 def start(d: Decoder, run: Run) -> None:
     """Hand a run's graph to the device, with all that the next one builds on."""
     if d.stats.phases:
-        d.stats.time_phases(run)
-    if isinstance(d.control, Agreement):
-        d.control.meet(d.text, d.cache)
-        d.ended = d.control.ended
+        evaluated(d.stats.time_phases, run)
     logprobs = [] if run.logprobs is None else [run.logprobs]
-    mx.async_eval(run.packed, *logprobs, *d.cache.arrays)
+    evaluated(mx.async_eval, run.packed, *logprobs, *d.cache.arrays)
+
+
+def give_way(d: Decoder, error: Trouble) -> None:
+    """Switch off the kernels to blame for an error, on every rank; raise it where there are none."""
+    if isinstance(d.control, Agreement) and isinstance(error, KernelRefused) and not error.voted:
+        with suppress(KernelRefused):
+            d.control.meet(d.text, d.cache, error)
+    d.fallback.take(error, len(d.text.tokens))
+
+
+def resume(d: Decoder, error: Trouble) -> Flight:
+    """Go on behind the tokens that were shown, without the kernels to blame for an error; return the first cycle.
+
+    Its token has been shown, unless it is a prompt's first one.
+    """
+    try:
+        give_way(d, error)
+    except Exception:
+        d.newest.failed = False  # the error ends the answer, and nothing is read again
+        raise
+    settle(d)
+    known = len(d.text.tokens) > d.shown.base + d.rows
+    if not known:
+        return follow(d, partial(first_run, d.model, d.cache, d.shown.run.hidden, d.picker))
+    row = newest_row(d)
+    first = follow(d, lambda: row)
+    d.text.extend(row.read()[0])
+    d.stats.goes_on()
+    return first
 
 
 def learn(d: Decoder, flight: Flight, ahead: Flight | None) -> None:
@@ -229,7 +298,8 @@ def learn(d: Decoder, flight: Flight, ahead: Flight | None) -> None:
     if flight.plan is not PROMPT:
         verified = flight.run.size - 1
         d.control.observe(Cycle(flight.plan, verified, flight.accepted, seconds, flight.caught_up, flight.matched))
-    d.stats.pauses(d.control.paused)
+    if isinstance(d.control, (Controller, Agreement)):
+        d.stats.pauses(d.control.paused)
 
 
 def among_its_like(seconds: float, waited: float, built: float, following: float) -> float:
@@ -253,6 +323,9 @@ def newest_row(d: Decoder) -> Run:
 def settle(d: Decoder) -> None:
     """Bring the caches to rest: drop a cycle that was not submitted, take back rows that were not shown."""
     cache, shown, newest = d.cache, d.shown, d.newest
+    if newest.failed:
+        newest.after = newest.before
+    lost = newest.failed and newest.after.caches is None
     rest = shown.after if shown is newest else newest.before
     cache.restore(newest.after)  # keys and values as the device has them: a cycle after it was only built
     rest.release()  # of the moment behind the tokens shown: states alone, rows that came later stay and are covered
@@ -262,3 +335,5 @@ def settle(d: Decoder) -> None:
     else:  # a plain row that was read comes out of the states again
         cache.restore_states(shown.before)
     cache.settle(d.text.tokens[: shown.base + d.rows].tolist())
+    if lost:
+        read_again(d.model, cache, heads=d.k > 0, step=d.chunk)

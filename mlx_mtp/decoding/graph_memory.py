@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..cache.mlx_lm_caches import MlxLmCaches
 from ..cache.prompt_cache import PromptCache
+from ..kernels import KernelRefused
 from ..layers.target import Target
 from .draft import prime
 
@@ -51,6 +52,18 @@ def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     return hidden.nbytes // hidden.shape[1]
 
 
+def shaped(blank: PromptCache) -> PromptCache:
+    """Return a cache of the layout of an empty one that holds a few tokens at rest; none of its arrays is computed.
+
+    All heads have read a row, so that the cache has every array that a longer conversation has.
+    """
+    model: Any = blank.model
+    cache, rows = blank.like_new(), len(blank.heads) + 2
+    cache.push(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers))
+    prime(model, cache, [0] * (rows + 1), 0, rows, step=rows)
+    return cache
+
+
 def plain_nbytes(cache: Any, context: int) -> int:
     """Count the bytes of one of mlx-lm's own caches, or of all within it, which hold something, at `context`."""
     if hasattr(cache, "caches"):
@@ -64,8 +77,16 @@ def plain_nbytes(cache: Any, context: int) -> int:
 def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     """Estimate the bytes that reading the last `rows` of `context` positions holds beside weights and caches.
 
+    Arguments are those of `graph_of`. 0 where MLX cannot export the model's graph.
+    """
+    return peak(graph_of(model, cache, context, rows))
+
+
+def graph_of(model: Target, cache: PromptCache, context: int, rows: int) -> list[dict]:
+    """Export the graph that reads the last `rows` of `context` positions, computing nothing; [] where MLX cannot.
+
     cache: one that was filled for that context; what it holds is not changed. mlx-lm's own caches are taken to be
-    empty. 0 where MLX cannot tell a model's graph.
+    empty.
     """
     kept = [(name, array) for name, array in tree_flatten(model.parameters()) if isinstance(array, mx.array)]
     states = [(c, c.parts, c.offset, c.limit) for c in cache.layers if not c.is_mlx_lm]
@@ -84,14 +105,14 @@ def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
 
     try:
         mx.export_function(events.append, forward, mx.zeros((1, rows), mx.int32), *map(mx.zeros_like, inputs))
-    except ValueError:
-        return 0
+    except (ValueError, KernelRefused):
+        return []
     finally:
         model.load_weights(kept, strict=False)
         for c, parts, offset, limit in states:
             c.parts = parts
             c.seek(offset, limit)
-    return peak(events)
+    return events
 
 
 def peak(events: list[dict]) -> int:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Generator
 
 import mlx.core as mx
 
-from .cycle import Decoder, Flight, begin, builds_ahead, follow, learn, read, read_prompt, settle, submit
+from ..tuning.kernel_fallback import TROUBLE, GraphFailed, KernelRefused, Trouble
+from .cycle import Decoder, Flight, begin, builds_ahead, follow, learn, read, read_prompt, resume, settle, submit
 from .draft import Run
 from .prefill import test_heads
 
@@ -49,11 +50,11 @@ def decode_on(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None,
 
     The cache holds all tokens before it, now and when this ends.
     """
-    first = follow(d, run)
+    first = follow(d, lambda: run)
     try:
         d.text.extend(run.read()[0])
         d.stats.goes_on()
-        yield from _cycles(d, _submit_late(d, first), max_tokens, ())
+        yield from _cycles(d, _next(d, first, None), max_tokens, ())
     finally:
         settle(d)
 
@@ -61,12 +62,13 @@ def decode_on(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None,
 def _cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
     """Yield the tokens of a cycle that is under way and of those after it; left < 0 means no limit."""
     while left != 0:
-        ahead = begin(d, cycle) if builds_ahead(d, cycle) and not d.ended else None  # the device is busy meanwhile
-        tokens, over = _cut(read(d, cycle), left, stop_tokens)  # the one wait
-        over = over or d.ended
-        if ahead and not over:
-            submit(d, cycle, ahead)
-        learn(d, cycle, ahead)
+        try:
+            ahead, (tokens, over) = _advance(d, cycle, left, stop_tokens)
+        except GraphFailed as e:  # none of its tokens has been shown
+            d.newest.failed = True
+            cycle = _resumed(d, e)
+            continue
+        learn(d, cycle, ahead if isinstance(ahead, Flight) else None)
         for i, token in enumerate(tokens):
             d.shown, d.rows = cycle, i + 1
             d.stats.yields()
@@ -74,7 +76,50 @@ def _cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) 
             d.stats.resumed()
         if over:
             return
-        cycle, left = ahead or _submit_late(d, cycle), left - len(tokens)
+        cycle, left = _next(d, cycle, ahead), left - len(tokens)
+
+
+def _advance(
+    d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]
+) -> tuple[Flight | Trouble | None, tuple[list[int], bool]]:
+    """Build the cycle after this one, read this one's tokens and submit that one.
+
+    Returns it, None where it cannot be built yet, or why it failed; and the tokens, and whether they are the last.
+    """
+    ahead: Flight | Trouble | None = None
+    try:
+        ahead = begin(d, cycle) if builds_ahead(d, cycle) and not d.ended else None  # the device is busy meanwhile
+    except KernelRefused as e:
+        ahead = e
+    tokens, over = _cut(read(d, cycle), left, stop_tokens)  # the one wait
+    over = over or d.ended
+    try:
+        if isinstance(ahead, Flight) and not over:
+            submit(d, cycle, ahead)
+    except TROUBLE as e:
+        ahead, d.newest.failed = e, isinstance(e, GraphFailed)
+    return ahead, (tokens, over)
+
+
+def _next(d: Decoder, cycle: Flight, ahead: Flight | Trouble | None) -> Flight:
+    """Return the cycle after this one, whose tokens are out: what was built ahead, or a new one."""
+    if isinstance(ahead, TROUBLE):
+        return _resumed(d, ahead)
+    try:
+        return ahead or _submit_late(d, cycle)
+    except TROUBLE as e:
+        d.newest.failed = isinstance(e, GraphFailed)
+        return _resumed(d, e)
+
+
+def _resumed(d: Decoder, error: Trouble) -> Flight:
+    """Go on without the kernels to blame for an error; return the cycle whose tokens come next."""
+    while True:
+        try:
+            first = resume(d, error)
+            return _submit_late(d, first) if len(d.text.tokens) > first.base + 1 else first
+        except TROUBLE as e:
+            error, d.newest.failed = e, isinstance(e, GraphFailed)
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:

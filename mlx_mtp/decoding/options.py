@@ -9,6 +9,7 @@ import numpy as np
 
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..layers.target import Target
+from .prefill_chunk import CHUNKS, ON_CPU
 from .sampling import DRAFT_SAMPLING, Sampler, Sampling
 
 F = TypeVar("F", bound=Callable)
@@ -36,7 +37,8 @@ draft_sampling: at a temperature drafts are the heads' likeliest tokens ("greedy
     target's own ("coupled", the default).
 prompt_cache: from `make_prompt_cache`; continued where it stands and left holding every token but the last one
     yielded, wherever the generator is stopped. An empty list of mlx_lm's caches comes to hold one of these.
-prefill_step_size: prompt tokens that are read at a time. None: 2048, on a CPU 256.
+prefill_step_size: prompt tokens that are read at a time. None: what the load chose, 2048, 1024, 512 or 256; on a CPU
+    256.
 kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values: 2, 3, 4, 5, 6, 8, or None.
 kv_group_size: values that are quantized together: 32, 64, 128, or None for 64, 32 where the head size needs it.
 quantized_kv_start: with kv_bits, positions before this one are kept unquantized (5000).
@@ -96,9 +98,16 @@ def check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> No
         raise ValueError(f"draft_sampling={mode!r}: allowed are {', '.join(DRAFT_SAMPLING)}")
 
 
-def default_step() -> int:
-    """Choose a chunk of a prompt: long for GPUs; on a CPU short ones are faster, and soon interrupted."""
-    return 256 if mx.default_device() == mx.cpu else 2048
+def default_step(model: Any) -> int:
+    """Return the tokens per prefill chunk that the load chose (`prefill_chunk`); without that the smallest."""
+    if mx.default_device() == mx.cpu:
+        return ON_CPU
+    return getattr(getattr(model, "report", None), "prefill_chunk", None) or CHUNKS[-1]
+
+
+def largest_step() -> int:
+    """Return the most tokens per prefill chunk that a load on this device may choose."""
+    return ON_CPU if mx.default_device() == mx.cpu else CHUNKS[0]
 
 
 def default_draft_tokens(model: Target) -> int:

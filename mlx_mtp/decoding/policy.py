@@ -46,12 +46,16 @@ class Learned:
         return self.costs[replayed]
 
 
+def shapes_of(model: Target) -> str:
+    """Return a fingerprint of the names and shapes of a model's parameters."""
+    arrays: Any = tree_flatten(model.parameters())
+    return digest(f"{name} {array.shape}" for name, array in arrays)
+
+
 def learned(model: Target) -> Learned:
     """Find what is known of a model's costs, once: to name its parameters takes as long as some cycles."""
     if not hasattr(model, "_learned"):
-        report = getattr(model, "report", None)
-        arrays: Any = tree_flatten(model.parameters())
-        shapes = digest(f"{name} {array.shape}" for name, array in arrays)
+        report, shapes = getattr(model, "report", None), shapes_of(model)
         kernels = "; ".join(report.kernels if report else ())
         built, replayed = (RememberedCosts(shapes, k) for k in (kernels, f"{kernels}; replayed cycles"))
         model._learned = Learned(built, replayed)

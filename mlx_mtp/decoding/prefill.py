@@ -1,28 +1,32 @@
 """Read the prompt, into the target's caches and the MTP heads'."""
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from ..cache.prompt_cache import PromptCache
+from ..cache.prompt_cache import Mark, PromptCache
+from ..cache.reread import take_over, unread
 from ..layers.target import Target
+from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, run_first, vote
 from .draft import NO_DRAFTS, NONE_ACCEPTED, Run, prime
 from .sampling import Picker
+
+T = TypeVar("T")
 
 
 def prefill(
     model: Target,
     cache: PromptCache,
     prompt: list[int],
-    picker: Picker,
     *,
     heads: bool,
     step: int,
     progress: Callable[[int, int], None] | None = None,
-) -> Run:
-    """Read the prompt in chunks of `step` and choose the first new token; with `heads`, let them read it, too.
+) -> mx.array:
+    """Read the prompt in chunks of `step`, with `heads` into theirs too; return the last chunk's hidden rows.
 
-    Heads with a window wait until that token is out: what they read of a prompt is bounded (`PromptCache.reach`).
+    Heads with a window wait until the first token is out: `PromptCache.reach` bounds what they read of a prompt.
     """
     hidden = model.no_hidden()
     done = 0
@@ -33,21 +37,86 @@ def prefill(
         done += read
     if progress:
         progress(len(prompt), len(prompt))
-    return first_run(model, cache, hidden, picker)
+    return hidden
 
 
 def read_chunk(
     model: Target, cache: PromptCache, chunk: list[int], *, heads: bool, step: int
 ) -> tuple[mx.array, int]:
-    """Read a chunk of the prompt, or its beginning where the caches must change; return hidden rows, and how many."""
-    cache.quantize_at(cache.offset)
+    """Read a chunk of the prompt, or its beginning where the caches must change; return hidden rows, and how many.
+
+    Kernels to blame for what fails are switched off, and the chunk is read again.
+    """
+    fallback = Fallback(model)
+    while True:
+        cache.quantize_at(cache.offset)
+        mark = cache.mark()
+        try:
+            return _read_chunk(model, cache, mark, chunk, heads=heads, step=step)
+        except TROUBLE as e:
+            vote(model, e)
+            fallback.take(e, mark.length)
+            lost = mark.caches is None
+            cache.restore(mark)
+            cache.settle(cache.tokens[: mark.length])
+            if lost:
+                read_again(model, cache, heads=heads, step=step)
+
+
+def _read_chunk(
+    model: Target, cache: PromptCache, mark: Mark, chunk: list[int], *, heads: bool, step: int
+) -> tuple[mx.array, int]:
+    """Read a chunk as `read_chunk` does; `mark`, made before it, is released when buffers are about to be written."""
     chunk = chunk[: int(min(len(chunk), cache.room(cache.offset)))]
     hidden = _read_whole(model, cache, chunk)
     if heads and cache.reach is None:
         prime(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=step)
-    mx.eval(hidden, cache.arrays)
+    run_first(model)
+    mark.release()
+    evaluated(mx.eval, hidden, cache.arrays)
     mx.clear_cache()
     return hidden, len(chunk)
+
+
+def read_again(model: Target, cache: PromptCache, *, heads: bool, step: int) -> mx.array:
+    """Read again all tokens that a cache, at rest, holds: its arrays were lost with a graph that failed.
+
+    Returns the last hidden rows.
+    """
+    fresh = unread(cache)
+    hidden = prefill(model, fresh, cache.tokens, heads=heads, step=step)
+    take_over(cache, fresh)
+    return hidden
+
+
+def evaluated(evaluate: Callable[..., T], *args: Any) -> T:
+    """Return evaluate(*args); raises GraphFailed for what MLX raises."""
+    try:
+        return evaluate(*args)
+    except (RuntimeError, ValueError) as e:
+        raise GraphFailed(e) from e
+
+
+def first_tokens(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> tuple[Run, list[int]]:
+    """Choose the first new token as `first_run` does, and wait for it."""
+    return without_refused(model, _first_tokens, model, cache, hidden, picker)
+
+
+def _first_tokens(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> tuple[Run, list[int]]:
+    run = first_run(model, cache, hidden, picker)
+    run_first(model)
+    return run, evaluated(run.read)[0]
+
+
+def without_refused(model: Target, work: Callable[..., T], *args: Any) -> T:
+    """Return work(*args), which builds graphs and evaluates them; it is called again without refused kernels."""
+    fallback = Fallback(model)
+    while True:
+        try:
+            return work(*args)
+        except TROUBLE as e:
+            vote(model, e)
+            fallback.take(e, 0)
 
 
 def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> Run:

@@ -70,10 +70,10 @@ def version_of(*command: str) -> str:
 
 
 def find_zig() -> str:
-    """Name the program of the `ziglang` package; nothing where it is not installed."""
+    """The path of the `ziglang` package's program; "" if it is not installed."""
     package = importlib.util.find_spec("ziglang")
-    zig = Path((package and package.origin) or "").with_name("zig")
-    return str(zig) if package and zig.exists() else ""
+    zig = Path(package.origin).with_name("zig") if package and package.origin else None
+    return str(zig) if zig and zig.exists() else ""
 
 
 @functools.cache

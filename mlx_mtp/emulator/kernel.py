@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -19,10 +19,18 @@ from .compile import build
 from .faults import Explainer, numbered, unwritten
 from .launch import Traffic, Triple, make_traffic, run
 from .options import CompileError, EmulatorOptions, KernelFault
-from .signature import ATTRIBUTES, Parameter, Signature, function_name, input_parameters, template_argument, type_name
+from .signature import (
+    ATTRIBUTES,
+    MOST_BUFFERS,
+    Parameter,
+    Signature,
+    function_name,
+    input_parameters,
+    template_argument,
+    type_name,
+)
 
 MAX_THREADS = 1024
-MOST_BUFFERS = 31  # of a Metal function
 
 _CACHED_FUNCTION = type(functools.lru_cache(lambda: None))
 # Of `emulated`, the innermost last: the options of launches that name none, and the list for every launch's report.
@@ -58,6 +66,7 @@ class MetalKernel:
     ensure_row_contiguous: bool
     atomic_outputs: bool
     traffic: Traffic | None = field(default=None, init=False)
+    runs_at_once: ClassVar[bool] = True  # a launch has run when the call returns
 
     def __call__(
         self,

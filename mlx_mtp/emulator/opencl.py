@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from .compile import (
+    INSTALL,
     MLX_INCLUDE,
     cache_directory,
     clang_major,
@@ -62,7 +63,7 @@ def zig() -> str:
     found = find_zig()
     if found and clang_major(version_of(found, "clang")) >= OLDEST_CLANG:
         return found
-    raise ValueError("the front end check needs clang 22 or newer from ziglang: pip install 'ziglang>=0.17'")
+    raise ValueError(f"the front end check needs clang 22 or newer, which ziglang>=0.17 has: {INSTALL}")
 
 
 def language(spaces: Spaces) -> list[str]:

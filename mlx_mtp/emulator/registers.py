@@ -58,7 +58,7 @@ _CALL = re.compile(r"\b(\w+)@rel32@lo")
 
 
 class Registers(NamedTuple):
-    """A kernel by the proxy: words of a thread in registers, words spilled, bytes of threadgroup memory."""
+    """The proxy's figures of a kernel: a thread's words in registers, words spilled, bytes of threadgroup memory."""
 
     words: int
     spilled: int

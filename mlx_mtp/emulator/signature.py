@@ -12,6 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 MAX_CONSTANT_SIZE = 8
+MOST_BUFFERS = 31  # of a Metal function
 
 UNSIGNED, SIGNED = (mx.uint8, mx.uint16, mx.uint32, mx.uint64), (mx.int8, mx.int16, mx.int32, mx.int64)
 TYPE_NAMES = {

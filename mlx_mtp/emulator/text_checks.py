@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from .dialect import blanked, closing, kernels, without_comments
 from .findings import Finding, place
-
-MOST_BUFFERS = 31
+from .signature import MOST_BUFFERS
 
 _SPACES = "device|threadgroup|threadgroup_imageblock|constant|thread|object_data|ray_data"
 _QUALIFIERS = rf"const|volatile|{_SPACES}"

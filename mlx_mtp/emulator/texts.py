@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -11,14 +12,26 @@ from .kernel import MetalKernel, replaced
 
 
 class LaunchText(NamedTuple):
-    """A kernel's name, its text after MLX's preamble (header, function, instantiation), and a group's threads."""
+    """A kernel's name, and the text after MLX's preamble: header, generated function, instantiation."""
 
     kernel: str
     text: str
-    threads: int = 1
 
 
-_collections: list[list[LaunchText]] = []  # of `collected`, the innermost last
+class RecordedLaunch(NamedTuple):
+    """A launch's text, the arguments of `mx.fast.metal_kernel`, and those of its result."""
+
+    text: LaunchText
+    kernel: dict[str, Any]
+    call: dict[str, Any]
+
+    @property
+    def threads(self) -> int:
+        """The threads of a group."""
+        return math.prod(self.call["threadgroup"])
+
+
+_recordings: list[list[RecordedLaunch]] = []  # of `recorded`, the innermost last
 
 
 class TextKernel(MetalKernel):
@@ -30,16 +43,18 @@ class TextKernel(MetalKernel):
         inputs: Sequence[Any],
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[mx.Dtype],
-        threadgroup: Sequence[int] = (1, 1, 1),
         template: Sequence[tuple[str, object]] | None = None,
-        **_: Any,
+        **sizes: Any,
     ) -> list[mx.array]:
-        """Add the text of a launch with these arguments; arrays are not evaluated."""
+        """Record a launch with these arguments; arrays are not evaluated."""
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         named = [(str(name), value) for name, value in template or ()]
-        text = LaunchText(self.name, self.text(self._signature(arrays, output_dtypes, named)), math.prod(threadgroup))
-        for found in _collections:
-            found.append(text)
+        text = LaunchText(self.name, self.text(self._signature(arrays, output_dtypes, named)))
+        kernel = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        outputs = {"output_shapes": output_shapes, "output_dtypes": output_dtypes}
+        call = {"inputs": inputs, "template": named, **outputs, **sizes}
+        for found in _recordings:
+            found.append(RecordedLaunch(text, kernel, call))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
 
@@ -59,12 +74,21 @@ def text_kernel(
 
 
 @contextmanager
-def collected() -> Iterator[list[LaunchText]]:
-    """Yield the list to which every launch inside adds its text; outputs are zeros, and nothing is compiled."""
-    found: list[LaunchText] = []
-    _collections.append(found)
+def recorded() -> Iterator[list[RecordedLaunch]]:
+    """Yield the list to which every launch inside is added; outputs are zeros, and nothing is compiled."""
+    found: list[RecordedLaunch] = []
+    _recordings.append(found)
     try:
         with replaced(text_kernel):
             yield found
     finally:
-        _collections.pop()
+        _recordings.pop()
+
+
+@contextmanager
+def collected() -> Iterator[list[LaunchText]]:
+    """Yield a list to which the text of every launch inside is added at the end of the block; as `recorded`."""
+    texts: list[LaunchText] = []
+    with recorded() as found:
+        yield texts
+        texts += [each.text for each in found]

@@ -4,6 +4,7 @@ The public function runs the kernel on Metal and the reference elsewhere. Bodies
 """
 # ruff: noqa: F401 what is imported here is what callers import from here
 
+from ._first_launch import KernelRefused, Refusal, forget_new, launched, out_of_memory, ran, run_again, run_new
 from ._quantized import Quantized, served, splits
 from ._routing import Routing, route_ref
 from ._source import on_metal, padded, source_held

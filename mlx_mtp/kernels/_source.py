@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ._first_launch import KernelRefused, Launch, Refusal, is_noted, listeners, note
 from ._text import kernel_text
 from .contraction import SPELLINGS, kernel_spelling
 
@@ -49,32 +50,43 @@ def launch(
 
     inputs: arrays and numbers by the names that the body has for them. outputs: shape and dtype of each, by name.
     template: dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied first, unless the body
-    reads strides.
+    reads strides. Raises KernelRefused where MLX does not take it.
     """
-    made, size = _made(mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs), kernel_spelling(op))
-    _launched.held += size
     shapes, dtypes = zip(*outputs.values(), strict=True)
-    return made(
-        inputs=list(inputs.values()),
-        template=list(template.items()),
-        grid=grid,
-        threadgroup=group,
-        output_shapes=shapes,
-        output_dtypes=dtypes,
-    )
+    given, ran = list(inputs.values()), (*template.values(), *group)
+    try:
+        made, size, all_ran = _made(
+            mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs), kernel_spelling(op)
+        )
+        _launched.held += size
+        arrays = made(
+            inputs=given,
+            template=list(template.items()),
+            grid=grid,
+            threadgroup=group,
+            output_shapes=shapes,
+            output_dtypes=dtypes,
+        )
+    except Exception as e:
+        raise KernelRefused.of(Refusal((op, ran), e)) from e
+    if (ran not in all_ran and not is_noted((op, ran), all_ran)) or listeners:
+        sizes = {"grid": grid, "threadgroup": group, "output_shapes": shapes, "output_dtypes": dtypes}
+        how = {"template": list(template.items()), **sizes}
+        note(Launch((op, ran), mx.fast.metal_kernel, made, given, how, all_ran))
+    return arrays
 
 
 @functools.cache
 def _made(
     maker: Callable[..., Any], directory: Path, op: str, inputs: Names, outputs: Names, spelling: str
-) -> tuple[Callable[..., Any], int]:
+) -> tuple[Callable[..., Any], int, set[tuple[object, ...]]]:
     # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
     header, source = kernel_text(directory, op)
     if "CONTRACTION" in header:
         header = f"#define CONTRACTION {SPELLINGS.index(spelling)}\n{header}"
     more = {"source": source, "header": header, "ensure_row_contiguous": "_strides" not in source}
     size = len(header) + len(source) + RESERVED
-    return maker(name=op, input_names=inputs, output_names=outputs, **more), size
+    return maker(name=op, input_names=inputs, output_names=outputs, **more), size, set()
 
 
 @functools.cache

@@ -19,6 +19,12 @@ def with_type(e: BaseException) -> str:
     return kind if line == kind else f"{kind}: {line}"
 
 
+def refusal(e: BaseException) -> str:
+    """Return an exception's type and, of a compiler's text, the first error, else the first line."""
+    errors = [line for line in str(e).splitlines() if "error:" in line]
+    return f"{type(e).__name__}: {errors[0].strip()}" if errors else with_type(e)
+
+
 def install(extra: str) -> str:
     """Return the instruction that installs one of pyproject.toml's extras, in the form that works from a clone."""
     return f"pip install -e '.[{extra}]' in the clone of mlx_mtp"

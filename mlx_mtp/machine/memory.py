@@ -14,6 +14,8 @@ import mlx.core as mx
 
 IGNORE = "MLX_MTP_IGNORE_MEMORY"  # set to anything but "" and "0": nothing is refused
 MOUNT = Path("sys/fs/cgroup")
+# Buffers at which MLX's Metal allocator raises: `iogpu.rsrc_limit`, else this number (device_info's resource_limit).
+METAL_BUFFERS = 499_000
 
 
 @dataclass(frozen=True)

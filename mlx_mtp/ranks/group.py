@@ -33,12 +33,16 @@ class Ranks:
 
     def told(self, value: Any = None) -> Any:
         """Return rank 0's `value`, which JSON can write; what the others pass is not looked at."""
-        text = json.dumps(value).encode() if self.rank == 0 else b""
-        length = self.gather([len(text)])[0][0]
+        return self.all_told(value if self.rank == 0 else None)[0]
+
+    def all_told(self, value: Any = None) -> list[Any]:
+        """Return every rank's `value`, which JSON can write, in the order of ranks."""
+        text = json.dumps(value).encode()
+        lengths = [length for (length,) in self.gather([len(text)])]
         with in_turn():
-            sent = mx.array(list(text) if text else [0] * length, mx.uint8)
-            received: Any = mx.distributed.all_gather(sent[None], group=self.group)[0].tolist()
-        return json.loads(bytes(received))
+            sent = mx.array(list(text.ljust(max(lengths))), mx.uint8)
+            received: Any = mx.distributed.all_gather(sent[None], group=self.group).tolist()
+        return [json.loads(bytes(row[:length])) for row, length in zip(received, lengths, strict=True)]
 
     def check_alike(self, what: str, value: Any) -> None:
         """Raise ValueError on every rank where `value`, whose text is compared, is not the same on all."""

@@ -1,12 +1,13 @@
-"""Split the text of an answer into reasoning, content and calls of tools, and stop it at a string."""
+"""Split the text of an answer into reasoning, content and tool calls, and stop it at a string."""
 
 from typing import Any, NamedTuple
 
-from mlx_lm.generate import TextStateMachine
+from .tool_calls.call_format import CallFormat, ToolCall
+from .tool_calls.schema import Tools
 
-from .tool_formats import ToolFormat
-
-STOP = "stop:"  # what states behind a stop string begin with
+# These bound the time that a hostile answer takes: characters of all attempts to read calls together (a tenth of
+# those that find calls), and characters of a text that may still become the beginning of a call.
+MOST_READ, MOST_UNCERTAIN = 300_000, 2000
 
 
 class Said(NamedTuple):
@@ -15,13 +16,6 @@ class Said(NamedTuple):
     text: str
     reasoning: bool = False
     logprobs: tuple["TokenLogprob", ...] = ()
-
-
-class ToolCall(NamedTuple):
-    """One call of a tool, whole; arguments: JSON."""
-
-    name: str
-    arguments: str
 
 
 class TokenLogprob(NamedTuple):
@@ -48,9 +42,13 @@ def logprobs_of(parts: list[Part]) -> list[TokenLogprob]:
 
 
 class Splitter:
-    """Follows one answer; `stopped` is the stop string that ended it, if one has.
+    """Splits one answer into its parts, however it is cut into pieces.
 
-    thinking: reasoning is told apart; begun: the prompt ends within it. tools: what was offered, in OpenAI's form.
+    Reasoning begins at the beginning of the answer only, and ends at its end mark, whatever was in between. A call is
+    read when the answer has ended, since its arguments may contain any mark; other text is not held back.
+
+    thinking: reasoning is separated; begun: the prompt ends within it. tools: those offered, in OpenAI's form.
+    one_call: only the first call counts. stopped: the stop string that ended the answer. called: there was a call.
     """
 
     def __init__(
@@ -60,98 +58,220 @@ class Splitter:
         *,
         thinking: bool = False,
         begun: bool = False,
-        tool_format: ToolFormat | None = None,
+        tool_format: CallFormat | None = None,
         tools: Any = None,
+        one_call: bool = False,
     ):
         self.stopped: str | None = None
         self.called = False
-        self._format, self._tools = tool_format if tools else None, tools
-        edges: dict[str, list[tuple[str, str]]] = {"normal": [], "reasoning": [], "tool": []}
-        if thinking:
-            edges["normal"].append((tokenizer.think_start, "reasoning"))
-            edges["reasoning"].append((tokenizer.think_end, "normal"))
-        if self._format:
-            edges["normal"].append((self._format.start, "tool"))
-            edges["reasoning"].append((self._format.start, "tool"))
-            if self._format.end:
-                edges["tool"].append((self._format.end, "normal"))
-        for stop in stops:
-            edges["normal"].append((stop, STOP + stop))
-            edges[STOP + stop] = []
-        machine = TextStateMachine(edges)  # type: ignore[arg-type]
-        self._state = machine.make_state("reasoning" if begun else "normal")
-        self._at, self._call, self._logprobs = self._state[0], "", []
-        self._trims = begun  # the line break behind a mark belongs to no text
-        self._undecided = bool(self._format and self._format.whole)
+        self._think_start, self._think_end = (tokenizer.think_start, tokenizer.think_end) if thinking else ("", "")
+        self._stops, self._tools, self._one_call = stops, Tools(tools), one_call
+        self._format = tool_format if self._tools.names else None
+        self._opening = self._format.opening(self._tools) if self._format else None
+        self._step = self._in_reasoning if begun else self._at_beginning
+        self._text = ""  # arrived, and in no part yet
+        self._trims = begun  # line breaks behind a mark of reasoning belong to no part
+        self._holds = False  # the text begins a call, as far as it has arrived
+        self._space = ""  # white space in front of a text that is held, which is content if that is no call
+        self._aside: tuple[str, list[ToolCall]] | None = None  # a call at the end of reasoning
+        self._searched = 1  # characters of a call that is held in which no second call begins
+        self._tried = 0  # characters that were read in search of a second call
+        self._read = 0  # characters, as MOST_READ counts them
+        self._logprobs: list[TokenLogprob] = []
 
     @property
     def reasoning(self) -> bool:
         """Whether the answer is within its reasoning."""
-        return self._at == "reasoning"
+        return self._step == self._in_reasoning
 
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
-        """Take the next piece of the answer; return what is known now."""
+        """Add the next piece of the answer; return the parts that are certain now."""
         if logprobs:
             self._logprobs.append(logprobs)
-        self._state, segments = TextStateMachine.split(self._state, text)
-        parts: list[Part] = []
-        for state, segment in segments:
-            if state.startswith(STOP):
-                self.stopped = state.removeprefix(STOP)
-                break
-            parts += self._enter(state)
-            parts += self._take(segment)
-        return parts
+        self._text += text
+        return self._advance(None)
 
     def end(self, *, cut: bool) -> list[Part]:
-        """Return what was held back; cut: the answer ended where a token limit was, not by itself."""
-        text = ""
-        if self.stopped is None:
-            self._state, text, _ = TextStateMachine.flush(self._state)
-        parts = self._take(text)
-        if self._at == "tool":
-            parts += self._finish_call(closed=not cut)
+        """Return the rest. cut: a token limit ended the answer, so that a call may be incomplete."""
+        parts = self._advance(not cut)
         if self._logprobs:
             parts.append(self._piece(""))
         return parts
 
-    def _enter(self, state: str) -> list[Part]:
-        if state == self._at:
-            return []
-        parts = self._finish_call(closed=True) if self._at == "tool" else []
-        self._at, self._trims = state, True
+    def _advance(self, complete: bool | None) -> list[Part]:
+        """Take the steps that the text suffices for. complete: None while more may come, else whether all came."""
+        parts: list[Part] = []
+        while self.stopped is None and self._text and (found := self._step(complete)) is not None:
+            parts += found
+        if complete is not None and self._aside:
+            parts += self._calls(self._aside[1])
+            self._aside = None
         return parts
 
-    def _take(self, text: str) -> list[Part]:
-        if self._at == "tool":
-            self._call += text
+    def _at_beginning(self, complete: bool | None) -> list[Part] | None:
+        """Look for reasoning, or a call that needs no mark, behind the white space that an answer begins with."""
+        text = self._text.lstrip()
+        waits = complete is None and not self._first(self._text, self._stops)[1]
+        if self._think_start and waits and self._think_start.startswith(text):
+            return None
+        if self._think_start and text.startswith(self._think_start):
+            self._text, self._step, self._trims = text.removeprefix(self._think_start), self._in_reasoning, True
             return []
+        begins = self._begins_call(text, 0)
+        if waits and (begins is None or (not text and self._think_start)):
+            return None
+        if begins:
+            self._space = self._text[: len(self._text) - len(text)]
+            self._text, self._holds = text, True
+        self._step = self._in_content
+        return []
+
+    def _in_reasoning(self, complete: bool | None) -> list[Part] | None:
+        if self._holds:
+            return self._holding_in_reasoning(complete)
+        at, mark = self._first(self._text, (self._think_end, *self._call_marks()))
+        if mark == self._think_end and mark:
+            said, self._text = self._text[:at], self._text[at + len(mark) :]
+            parts, self._step, self._trims = self._said(said, reasoning=True), self._behind_reasoning, True
+            return parts
+        return self._until_call(at, mark, complete, reasoning=True)
+
+    def _holding_in_reasoning(self, complete: bool | None) -> list[Part] | None:
+        """A call in reasoning is text, unless it is the last of the reasoning and of the answer."""
+        end = self._text.find(self._think_end)
+        if end < 0 and complete is None:
+            return None
+        block = self._text if end < 0 else self._text[:end]
+        calls = self._read_to_end(block, complete=complete is not False or end >= 0)
+        if not calls:
+            return self._no_call(reasoning=True)
+        self._holds, self._aside = False, (block, calls)
+        self._text = "" if end < 0 else self._text[end + len(self._think_end) :]
+        self._step, self._trims = self._behind_reasoning, True
+        return []
+
+    def _behind_reasoning(self, complete: bool | None) -> list[Part] | None:
+        """Drop the white space behind reasoning if nothing else follows, and line breaks where something does."""
+        if not self._text.strip() and complete is None and not self._first(self._text, self._stops)[1]:
+            return None
+        if not self._text.strip() and self._aside:
+            self._text = ""
+            return []
+        parts: list[Part] = []
+        if self._aside:
+            parts, self._aside = [Said(self._aside[0], True, self._taken_logprobs())], None
+        if self._trims:
+            self._text, self._trims = self._text.lstrip("\n"), False
+        self._think_start = ""
+        self._step = self._at_beginning
+        return parts
+
+    def _in_content(self, complete: bool | None) -> list[Part] | None:
+        if self._holds:
+            return self._holding(complete)
+        at, mark = self._first(self._text, (*self._stops, *self._call_marks()))
+        if mark in self._stops and mark:
+            self.stopped = mark
+            return self._said(self._text[:at])
+        return self._until_call(at, mark, complete)
+
+    def _until_call(self, at: int, mark: str, complete: bool | None, *, reasoning: bool = False) -> list[Part] | None:
+        """Emit the text up to a call that may begin at `at`, or up to where a mark may begin."""
+        if mark and (begins := self._begins_call(self._text, at)) is not False:
+            self._holds = bool(begins) or complete is not None
+            said, self._text = self._text[:at], self._text[at:]
+            return self._said(said, reasoning) if said or self._holds else None
+        end = at + 1 if mark else len(self._text)
+        if not mark and complete is None:
+            marks = (self._think_end, *self._call_marks()) if reasoning else (*self._stops, *self._call_marks())
+            end -= _begun(self._text, marks)
+        said, self._text = self._text[:end], self._text[end:]
+        return self._said(said, reasoning) if said else None
+
+    def _holding(self, complete: bool | None) -> list[Part] | None:
+        """Read the calls that the text begins with, when all of it is there or a second call is not wanted."""
+        assert self._format
+        if complete is None:
+            return self._first_of_two() if self._one_call else None
+        reading = self._format.read(self._text, self._tools, complete=complete)
+        if reading is None:
+            return self._no_call()
+        self._count(len(self._text) // 10)
+        self._searched = 1
+        self._holds, self._space, self._text = False, "", self._text[reading.end :].lstrip()
+        if self._one_call:
+            self._text = ""
+        return self._calls(reading.calls)
+
+    def _first_of_two(self) -> list[Part] | None:
+        """The first call, once a second one has begun."""
+        marks = self._call_marks()
+        while True:
+            at, mark = self._first(self._text[self._searched :], marks)
+            at += self._searched
+            begins = self._begins_call(self._text, at) if mark else None
+            if begins is None or self._tried > MOST_READ:
+                return None
+            self._tried += at if begins else 0
+            if begins and (calls := self._read_to_end(self._text[:at], complete=True)):
+                self._text = ""
+                return self._calls(calls)
+            self._searched = at + 1
+
+    def _read_to_end(self, text: str, *, complete: bool) -> list[ToolCall]:
+        """The calls of a text that has nothing else; none where it has."""
+        reading = self._format.read(text, self._tools, complete=complete) if self._format else None
+        return reading.calls if reading and not text[reading.end :].strip() else []
+
+    def _no_call(self, *, reasoning: bool = False) -> list[Part]:
+        """Go on behind the first letter of a text that turned out to be no call."""
+        self._holds = False
+        self._count(len(self._text))
+        self._searched = 1
+        said, self._text, self._space = self._space + self._text[:1], self._text[1:], ""
+        return self._said(said, reasoning)
+
+    def _count(self, read: int) -> None:
+        """Count characters that were read; look for no further call where they are too many."""
+        self._read += read
+        if self._read > MOST_READ:
+            self._format = self._opening = None
+
+    def _begins_call(self, text: str, at: int) -> bool | None:
+        """Whether a call begins at `at`; None where that is not certain yet."""
+        match = self._opening.match(text, at, partial=True) if self._opening else None
+        if match is None or (match.partial and len(text) - at > MOST_UNCERTAIN):
+            return False
+        return None if match.partial else True
+
+    def _call_marks(self) -> tuple[str, ...]:
+        return self._format.marks if self._format else ()
+
+    @staticmethod
+    def _first(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
+        """The index of the first mark in a text, and the mark; the text's length and "" where there is none."""
+        found = [(at, mark) for mark in marks if mark and (at := text.find(mark)) >= 0]
+        return min(found, default=(len(text), ""))
+
+    def _said(self, text: str, reasoning: bool = False) -> list[Part]:
         if self._trims and text:
             text = text.lstrip("\n")
             self._trims = not text
-        if self._undecided and text.strip() and self._at == "normal":
-            self._undecided = False
-            if text.lstrip().startswith("{"):
-                self._state = ("tool", self._state[2]["tool"][0], self._state[2], self._state[3])
-                self._at, self._call = "tool", text
-                return []
-        return [self._piece(text)] if text else []
+        return [Said(text, reasoning, self._taken_logprobs())] if text else []
+
+    def _calls(self, calls: list[ToolCall]) -> list[Part]:
+        self.called = True
+        return list(calls[:1] if self._one_call else calls)
 
     def _piece(self, text: str) -> Said:
-        logprobs, self._logprobs = tuple(self._logprobs), []
-        return Said(text, self._at == "reasoning", logprobs)
+        return Said(text, self.reasoning, self._taken_logprobs())
 
-    def _finish_call(self, *, closed: bool) -> list[Part]:
-        """Read the call; what is none is said as text, so that nothing of an answer is lost."""
-        assert self._format
-        text, self._call = self._call, ""
-        if not text.strip():
-            return []
-        try:
-            calls: list[Part] = [ToolCall(*call) for call in self._format.calls(text, self._tools)]
-        except ValueError:
-            self._at = "normal"
-            start = "" if self._format.whole and text.lstrip().startswith("{") else self._format.start
-            return [self._piece(start + text + (self._format.end if closed else ""))]
-        self.called = True
-        return calls
+    def _taken_logprobs(self) -> tuple[TokenLogprob, ...]:
+        taken, self._logprobs = tuple(self._logprobs), []
+        return taken
+
+
+def _begun(text: str, marks: tuple[str, ...]) -> int:
+    """The length of the longest end of a text that a mark begins with."""
+    longest = max(map(len, marks), default=1) - 1
+    return next((n for n in range(min(longest, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0)

@@ -15,25 +15,29 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from .answer import Part
 from .chat import ChatExchange
 from .completions import CompletionExchange
 from .engine import Engine, Full
 from .exchange import Answer, Exchange, openai_error
+from .failures import dropped, printable
 from .fields import Door, Refused
 from .guard import Below, Guard, Rules, read_body
-from .job import Begun, End, Event, Failed, Job
+from .job import LOST, Begun, End, Event, Failed, Job
 from .messages import MessageExchange, anthropic_error, count_tokens
 from .metrics import Metrics
 from .responses import ResponseExchange
 
 log = logging.getLogger("mlx_mtp.serve")
+log.addHandler(logging.NullHandler())  # only the command writes a log
 PATIENCE = 2.0  # seconds before a stream begins without a word, while its request waits
 SILENCE = 10.0  # seconds after which a stream that says nothing says that it lives
+WARNING, MOST_WARNED = "X-MLX-MTP-Warning", 2000  # the header, and most characters of it
 PAGE = Path(__file__).parent / "page.html"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
@@ -67,7 +71,9 @@ def application(site: Site, root: str = "") -> Starlette:
     }
     gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
     handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
+    handlers[ClientDisconnect] = _gone
     shared: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}
+    shared["expose_headers"] = [WARNING]
     app = Starlette(
         routes=[
             *(Route(path, partial(respond, make=make), methods=["POST"]) for path, make in posts.items()),
@@ -88,8 +94,7 @@ def application(site: Site, root: str = "") -> Starlette:
 
 def refused(request: Request, error: Refused) -> Response:
     """Say why a request is not served, as the API of its path says it."""
-    told = f"{request.url.path[:80]} {error.status}: {error}"
-    log.info("%s", told if told.isprintable() else ascii(told))
+    log.info("%s", printable(f"{request.url.path[:80]} {error.status}: {error}"))
     return _error(request, error.status, str(error), error.param, error.code)
 
 
@@ -111,6 +116,11 @@ def _http_error(request: Request, error: HTTPException) -> Response:
 
 def _unexpected(request: Request, error: Exception) -> Response:
     return _error(request, 500, f"unexpected {type(error).__name__}")
+
+
+def _gone(request: Request, error: ClientDisconnect) -> Response:
+    """End a request whose client has closed the connection, which gets no answer."""
+    return Response(status_code=499)
 
 
 async def page(request: Request) -> Response:
@@ -153,32 +163,43 @@ def _model(door: Door, name: str) -> dict[str, Any]:
 async def counted(request: Request) -> Response:
     site: Site = request.app.state.site
     body = await read_body(request, site.rules.body)
-    return JSONResponse(await run_in_threadpool(count_tokens, body, site.ready()))
+    found, warnings = await run_in_threadpool(count_tokens, body, site.ready())
+    return JSONResponse(found, headers=_warned(request, warnings))
+
+
+def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
+    """Log the warnings of a request; return the header that has them."""
+    told = "; ".join(dict.fromkeys(warnings))
+    told = (told if told.isprintable() and told.isascii() else ascii(told)[1:-1])[:MOST_WARNED]
+    if told:
+        log.warning("%s: %s", request.url.path[:80], told)
+    return {WARNING: told} if told else {}
 
 
 async def respond(request: Request, make: type[Exchange]) -> Response:
     """Answer a request, as a stream or whole."""
     site: Site = request.app.state.site
     body = await read_body(request, site.rules.body)
-    door = site.ready()
+    begun, door = time.monotonic(), site.ready()
     exchange = await run_in_threadpool(make, body, door)
-    talk = Talk(site, exchange, request.url.path)
+    talk = Talk(site, exchange, request.url.path, begun)
+    warned = _warned(request, exchange.warnings)
     if len(exchange.asks) > (most := site.engine.limits.waiting):
         raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
         site.engine.submit(talk.jobs)
-    except Full:
-        raise Refused("too many requests wait", status=503) from None
-    try:
         if exchange.stream:
             first = await talk.next(PATIENCE)
             if isinstance(first, Failed):
                 return _error(request, first.status, first.message)
-            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            return StreamingResponse(talk.stream(first), media_type="text/event-stream", headers=headers)
-        return await _whole(request, talk)
-    except BaseException:
+            return Stream(talk, first, warned)
+        response = await _whole(request, talk)
+        response.headers.update(warned)
+        return response
+    except BaseException as e:
         talk.cancel()
+        if isinstance(e, Full):
+            raise Refused("too many requests wait", status=503) from None
         raise
 
 
@@ -204,15 +225,33 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class Talk:
-    """The answers to one request on their way from the engine's thread to a client."""
+class Stream(StreamingResponse):
+    """The answers to a request as server-sent events; jobs are cancelled however the response ends."""
 
-    def __init__(self, site: Site, exchange: Exchange, path: str):
+    def __init__(self, talk: "Talk", first: tuple[int, Event] | None, headers: dict[str, str]):
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
+        super().__init__(talk.stream(first), media_type="text/event-stream", headers=headers)
+        self.talk = talk
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # the stream's own, which may not have begun, does not run then
+            self.talk.cancel()
+
+
+class Talk:
+    """The answers to one request on their way from the engine's thread to a client.
+
+    begun: when its body had arrived.
+    """
+
+    def __init__(self, site: Site, exchange: Exchange, path: str, begun: float):
         self.site, self.exchange, self.path = site, exchange, path
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         deadline = time.monotonic() + site.timeout
-        self.jobs = [Job(ask, partial(self._emit, i), deadline) for i, ask in enumerate(exchange.asks)]
+        self.jobs = [Job(ask, partial(self._emit, i), deadline, begun=begun) for i, ask in enumerate(exchange.asks)]
         self._begun, self._ends = False, dict[int, End]()
 
     def cancel(self) -> None:
@@ -226,18 +265,24 @@ class Talk:
 
     async def next(self, seconds: float) -> tuple[int, Event] | Failed | None:
         """Wait for an event at most so long; a failure of one answer is one of all."""
+        complete = all(job.over for job in self.jobs)  # then every event that will come is on its way
         try:
-            choice, event = await asyncio.wait_for(self._events.get(), seconds)
+            async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 may lose a cancellation
+                choice, event = await self._events.get()
         except TimeoutError:
-            return None
+            if not complete:
+                return None
+            choice, event = 0, LOST
         if isinstance(event, Failed):
             self.cancel()
-            self.site.metrics.requests.labels("error").inc()
-            log.warning("%s %d: %s", self.path, event.status, event.message)
+            with dropped("a failure was not counted"):
+                self.site.metrics.requests.labels("error").inc()
+                log.warning("%s", printable(f"{self.path} {event.status}: {event.message}"))
             return event
         if isinstance(event, End):
             self._ends[choice] = event
-            self._note(self.jobs[choice], event)
+            with dropped("an answer was not counted"):
+                self._note(self.jobs[choice], event)
         return choice, event
 
     @property
@@ -247,7 +292,7 @@ class Talk:
     async def whole(self) -> list[Answer] | Failed:
         """Wait until all answers are over."""
         while not self.over:
-            if isinstance(found := await self.next(3600), Failed):
+            if isinstance(found := await self.next(SILENCE), Failed):
                 return found
         return [Answer(job.parts, self._ends[i]) for i, job in enumerate(self.jobs)]
 
@@ -266,6 +311,9 @@ class Talk:
                 if (found := await self.next(SILENCE)) is None:
                     yield self.exchange.keep_alive
             yield self.exchange.failed(found)
+        except Exception as e:
+            log.error("a stream failed", exc_info=e)
+            yield self.exchange.failed(LOST)
         finally:
             self.cancel()
 
@@ -280,7 +328,7 @@ class Talk:
     def _note(self, job: Job, end: End) -> None:
         """Count an answer, and write its line in the log."""
         seconds, prompt = time.monotonic() - job.begun, len(job.ask.prompt)
-        self.site.metrics.answered(end, prompt, seconds)
+        self.site.metrics.answered(end, job.ask, seconds)
         log.info(
             "%s: prompt %d tokens, %d of them cached; %d tokens in %.2f s, first after %.2f s; %s; %s",
             *(self.path, prompt, end.cached, end.stats.generation_tokens, seconds, end.first_token),

@@ -4,35 +4,38 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, Said, TokenLogprob, calls_of, logprobs_of, text_of
-from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of, new_id, parsed
-from .fields import MOST_TOP, Door, Refused, boolean, integer, items, plain_text, refuse, stops, template_of, text
+from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of
+from .fields import MOST_TOP, Door, Refused, boolean, integer, items, plain_text, stops, text, tool_text
+from .forms import Message
 from .job import Begun, End
-from .prompts import Message
+from .sampling_fields import most_tokens
+from .thinking import switch_of, template_of
+from .tool_calls.schema import dumps
 
 
 class ChatExchange(Completion):
     """One chat completion."""
 
-    prefix, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
+    api, prefix, kinds = "chat", "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
     def __init__(self, body: dict[str, Any], door: Door):
         super().__init__(body, door)
-        refuse(body, "functions", "function_call", "audio", "web_search_options")
         check_format(body.get("response_format"), "response_format")
         if body.get("modalities") not in (None, [], ["text"]):
             raise Refused("modalities: allowed is text", param="modalities")
-        tools, one_call = chosen_tools(body, items(body, "tools"))
+        tools, one_call = chosen_tools(body, items(body, "tools"), self.warnings)
         top, wanted = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
         if top is not None and not wanted:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
-        most = [integer(body, name, 1, 2**31) for name in ("max_completion_tokens", "max_tokens")]
         self.asks = asks_of(
             door,
             body,
-            messages_of(items(body, "messages")),
+            messages_of(items(body, "messages"), self.warnings),
             tools,
-            template_of(body, door),
-            most=most[0] or most[1],
+            template_of(body, door, self.warnings),
+            self.warnings,
+            self.call_ids,
+            most=most_tokens(body, "max_completion_tokens", "max_tokens", "n_predict"),
             choices=self.choices,
             stops=stops(body, "stop"),
             logprobs=(top or 0) if wanted else None,
@@ -51,7 +54,7 @@ class ChatExchange(Completion):
             return
         index = self._calls[choice]
         self._calls[choice] += 1
-        call = function_call(new_id("call_"), part.name, "")
+        call = function_call(self.call_ids.of(choice, index), part.name, "")
         yield self._delta(choice, {"tool_calls": [{"index": index, **call}]})
         yield self._delta(choice, {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]})
 
@@ -60,7 +63,7 @@ class ChatExchange(Completion):
         yield self._delta(choice, {}, reason=end.reason)
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        calls = [function_call(new_id("call_"), *call) for call in calls_of(answer.parts)]
+        calls = [function_call(self.call_ids.of(index, i), *call) for i, call in enumerate(calls_of(answer.parts))]
         content = text_of(answer.parts) or (None if calls else "")
         message = message_of("assistant", content, text_of(answer.parts, reasoning=True), calls)
         told = None if self.asks[index].logprobs is None else _logprobs(logprobs_of(answer.parts))
@@ -90,35 +93,55 @@ def check_format(given: Any, name: str) -> None:
         raise Refused(f"{name}: type {kind!r} is not supported; allowed is text", param=name)
 
 
-def chosen_tools(body: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[list[Any] | None, bool]:
+def chosen_tools(
+    body: dict[str, Any], tools: list[dict[str, Any]], warnings: list[str]
+) -> tuple[list[Any] | None, bool]:
     """Read which tools are offered, in OpenAI's form, and whether no more than one may be called.
 
-    What a model cannot be forced to is refused.
+    Tools beside functions are left out, with a warning. What a model cannot be forced to is refused.
     """
-    for tool in tools:
-        function = tool.get("function")
-        if tool.get("type", "function") != "function" or not isinstance(function, dict):
-            raise Refused(f"tools: type {tool.get('type')!r}; allowed is function", param="tools")
-        if not text(function, "name"):
+    functions = functions_of(tools, warnings)
+    for tool in functions:
+        if not isinstance(function := tool.get("function"), dict) or not text(function, "name"):
             raise Refused("tools: a function needs a name", param="tools")
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none", None):
         shown = repr(choice)[:80]
         raise Refused(f"tool_choice={shown}: allowed are auto and none, a call cannot be forced", param="tool_choice")
-    one = body.get("parallel_tool_calls") is False
-    return (None if choice == "none" else tools or None), one
+    one = switch_of(body, "parallel_tool_calls") is False
+    return (None if choice == "none" else functions or None), one
 
 
-def messages_of(given: list[dict[str, Any]]) -> list[Message]:
-    """Bring messages to the form that templates read: texts as content, arguments of calls as objects."""
-    return [_message(message) for message in given]
+def functions_of(
+    tools: list[dict[str, Any]], warnings: list[str], kinds: tuple[str, ...] = ("function",)
+) -> list[dict[str, Any]]:
+    """The tools of the types that a model can call, each of which a client runs; adds a warning for each other one.
+
+    Raises Refused where all are of other types.
+    """
+    functions = [tool for tool in tools if (tool.get("type") or kinds[0]) in kinds]
+    others = [tool for tool in tools if (tool.get("type") or kinds[0]) not in kinds]
+    if others and not functions:
+        raise Refused(f"tools: type {others[0].get('type')!r}; allowed is {kinds[0]}", param="tools")
+    for tool in others:
+        name = f" {tool['name'][:80]!r}" if isinstance(tool.get("name"), str) else ""
+        warnings.append(f"tool{name} of type {repr(tool.get('type'))[:80]} is ignored; the server takes functions")
+    return functions
 
 
-def _message(message: dict[str, Any]) -> Message:
+def messages_of(given: list[dict[str, Any]], warnings: list[str] | None = None) -> list[Message]:
+    """Bring messages to the form that is common to all APIs: texts as content."""
+    warnings = [] if warnings is None else warnings
+    return [_message(message, warnings) for message in given]
+
+
+def _message(message: dict[str, Any], warnings: list[str]) -> Message:
     role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
     if role not in ROLES:
         raise Refused(f"messages: role {role!r}; allowed are {', '.join(ROLES)} and developer", param="messages")
-    found: Message = {"role": role, "content": plain_text(message.get("content"), "content")}
+    content = message.get("content")
+    said = tool_text(content, "content", warnings) if role == "tool" else plain_text(content, "content")
+    found: Message = {"role": role, "content": said}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if value := text(message, name):
             found[name] = value
@@ -133,5 +156,6 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not text(function, "name"):
         raise Refused("tool_calls: a call needs a function with a name", param="messages")
-    arguments = parsed(function.get("arguments") or {})
+    given = function.get("arguments") or {}
+    arguments = given if isinstance(given, str | dict) else dumps(given)
     return {"id": text(call, "id"), "type": "function", "function": {**function, "arguments": arguments}}

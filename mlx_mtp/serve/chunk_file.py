@@ -18,7 +18,7 @@ import numpy as np
 
 from ..cache.file import safetensors_header
 from ..cache.layer_cache import Parts
-from ..cache.pieces import Moment, check_piece, has_rows
+from ..cache.pieces import Moment, check_piece, has_rows, packed_moment, packed_rows
 from ..cache.prompt_cache import PromptCache
 from ..checkpoint.convert_writer import DTYPES, header
 from ..machine.errors import one_line
@@ -146,7 +146,8 @@ class ChunkReader:
                 raise ValueError("its content does not match its digest")
             chunk = _rebuilt(record, end, arrays, like)
             check_piece(chunk.rows, chunk.moment, like, len(chunk.tokens), chunk.primed - above)
-            mx.eval(list(arrays.values()))
+            chunk.rows, chunk.moment = packed_rows(chunk.rows), chunk.moment and packed_moment(chunk.moment)
+            mx.eval(chunk.rows, chunk.moment.arrays if chunk.moment else [])
             return chunk
 
 

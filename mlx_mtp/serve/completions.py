@@ -5,28 +5,30 @@ from itertools import accumulate
 from typing import Any
 
 from .answer import Part, Said, TokenLogprob, logprobs_of, text_of
+from .chat import check_format
 from .exchange import Answer, Completion
-from .fields import MOST_CHOICES, MOST_TOP, Door, Refused, integer, refuse, stops
+from .fields import MOST_CHOICES, MOST_TOP, Door, Refused, integer, stops
 from .job import Begun, End
 from .prompts import Prompt, encode_text
+from .sampling_fields import asks_for, most_tokens
 
 
 class CompletionExchange(Completion):
     """One request for completions of a prompt, or of several."""
 
-    prefix, kinds = "cmpl-", ("text_completion", "text_completion")
+    api, prefix, kinds = "completions", "cmpl-", ("text_completion", "text_completion")
 
     def __init__(self, body: dict[str, Any], door: Door):
         super().__init__(body, door)
-        refuse(body, "suffix", "echo")
+        check_format(body.get("response_format"), "response_format")
         if (integer(body, "best_of", 1, MOST_CHOICES) or self.choices) != self.choices:
             raise Refused("best_of: allowed is n", param="best_of")
         prompts = _prompts(body.get("prompt"), door)
         if len(prompts) * self.choices > MOST_CHOICES:
             raise Refused(f"prompt: allowed are {MOST_CHOICES} choices of all prompts together", param="prompt")
-        more: dict[str, Any] = {"most": integer(body, "max_tokens", 1, 2**31), "stops": stops(body, "stop")}
+        more: dict[str, Any] = {"most": most_tokens(body, "max_tokens", "n_predict"), "stops": stops(body, "stop")}
         more |= {"logprobs": integer(body, "logprobs", 0, MOST_TOP), "choices": self.choices}
-        self.asks = [ask for prompt in prompts for ask in door.asks(prompt, body, **more)]
+        self.asks = [ask for prompt in prompts for ask in asks_for(door, prompt, body, **more)]
 
     def begin(self, begun: Begun) -> Iterable[str]:
         return ()

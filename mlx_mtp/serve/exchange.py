@@ -1,5 +1,6 @@
 """State what an API's module makes of a request: what to answer, and how its client is told."""
 
+import hashlib
 import json
 import secrets
 import time
@@ -10,9 +11,16 @@ from typing import Any, NamedTuple
 from ..decoding.stats import Stats
 from ..decoding.summary import paused
 from .answer import Part, calls_of, text_of
+from .continued import finished, is_begun
+from .field_table import check_fields
 from .fields import MOST_CHOICES, Door, Refused, boolean, integer
+from .forms import Message
 from .job import Ask, Begun, End, Failed
-from .prompts import Message, Prompt, encode_chat
+from .prompts import Prompt, encode_chat
+from .sampling_fields import asks_for
+from .template_probes import renders_tools
+from .template_traits import traits_of
+from .thinking import switch_of
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -24,6 +32,19 @@ class Answer(NamedTuple):
     end: End
 
 
+class CallIds:
+    """The ids of the calls in a request's answers, in the form that the model's chat template takes."""
+
+    def __init__(self, door: Door, prefix: str):
+        self._prefix, self._nonce = prefix, secrets.token_hex(12)
+        self._short = traits_of(door.tokenizer).ids == "short"
+
+    def of(self, choice: int, index: int) -> str:
+        """The id of the call with this index in an answer."""
+        digest = hashlib.sha256(f"{self._nonce}/{choice}/{index}".encode()).hexdigest()
+        return digest[:9] if self._short else self._prefix + digest[:24]
+
+
 class Exchange:
     """A request as one API reads it, and its answers as that API writes them.
 
@@ -31,13 +52,18 @@ class Exchange:
     asks: one for each choice. stream: the answer is told as server-sent events, of which the methods return the
     lines, in this order: begin, part or finish of the choices, close.
     keep_alive: an event that says nothing, for when nothing else is said.
+    api: of `field_table.APIS`. warnings: of fields and parts of the request that have no effect.
     """
 
+    api: str
     asks: list[Ask]
+    call_prefix = "call_"
     keep_alive = ": keep-alive\n\n"
 
     def __init__(self, body: dict[str, Any], door: Door):
-        self.model, self.stream = door.called(body), boolean(body, "stream")
+        self.model, self.warnings = door.called(body), check_fields(self.api, body)
+        self.stream = boolean(body, "stream")
+        self.call_ids = CallIds(door, self.call_prefix)
 
     def begin(self, begun: Begun) -> Iterable[str]: ...
 
@@ -143,17 +169,43 @@ def asks_of(
     messages: list[Message],
     tools: list[Any] | None,
     template: dict[str, Any],
+    warnings: list[str],
+    ids: CallIds,
     **more: Any,
 ) -> list[Ask]:
     """Make what is to be answered of a conversation, in the form that all APIs are brought to; raises Refused.
 
-    messages: with texts as content, and arguments of calls as objects. more: of `Door.asks`.
+    messages: with texts as content. ids: of the answers' calls. more: of `asks_for`.
     """
-    prompt = prompt_of(door, messages, tools, template, turns=door.turns)
+    how = end_of_prompt(body, messages)
+    prompt = prompt_of(door, messages, tools, template, turns=door.turns, **how)
+    if tools and not renders_tools(door.tokenizer, template):
+        warnings.append("tools are not in the prompt: the chat template has no place for them")
     known, tokens = door.tokenizer, prompt.tokens
     thinking = known.has_thinking and known.rfind_think_start(tokens) > known.rfind_think_end(tokens)
-    follows = partial(_next_prompt, door, messages, tools, template)
-    return door.asks(prompt, body, chat=True, thinking=thinking, tools=tools, follows=follows, **more)
+    continues = how["continues"] and is_begun(messages)
+    follows = partial(_next_prompt, door, messages, tools, template, ids, continues=continues)
+    more |= {"chat": True, "thinking": thinking, "continues": continues, "tools": tools, "follows": follows}
+    more["after_tool"] = _after_tool(messages)
+    return asks_for(door, prompt, body, **more)
+
+
+def end_of_prompt(body: dict[str, Any], messages: list[Message]) -> dict[str, bool]:
+    """How a prompt ends: within the last message, behind it, or where an answer begins; keywords of `encode_chat`."""
+    asked, prompted = (switch_of(body, name) for name in ("continue_final_message", "add_generation_prompt"))
+    if asked and prompted:
+        raise Refused("continue_final_message: not with add_generation_prompt", param="continue_final_message")
+    if asked and not is_begun(messages):
+        why = "the last message must be the assistant's, without tool calls"
+        raise Refused(f"continue_final_message: {why}", param="continue_final_message")
+    continues = asked is not False and not prompted
+    return {"continues": continues, "answers": prompted is not False or (continues and is_begun(messages))}
+
+
+def _after_tool(messages: list[Message]) -> bool:
+    """Return whether a tool result follows the last answer; a client may add text of the user's behind it."""
+    roles = [message["role"] for message in messages]
+    return "tool" in roles[len(roles) - [*roles[::-1], "assistant"].index("assistant") :]
 
 
 def prompt_of(
@@ -169,12 +221,24 @@ def prompt_of(
 
 
 def _next_prompt(
-    door: Door, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], parts: list[Part]
+    door: Door,
+    messages: list[Message],
+    tools: list[Any] | None,
+    template: dict[str, Any],
+    ids: CallIds,
+    parts: list[Part],
+    *,
+    continues: bool,
 ) -> list[int]:
-    """Encode the conversation with its answer, as the next turn will begin."""
-    calls = [function_call(f"call_{i}", name, parsed(given)) for i, (name, given) in enumerate(calls_of(parts))]
+    """Encode the conversation with its answer, as the next turn will begin: with results of its calls if it has any.
+
+    Templates drop the reasoning in front of a question, and keep that in front of a tool result.
+    """
+    calls = [function_call(ids.of(0, i), name, given) for i, (name, given) in enumerate(calls_of(parts))]
     answer = message_of("assistant", text_of(parts), text_of(parts, reasoning=True), calls)
-    asked = [*messages, answer, {"role": "user", "content": ""}]
+    told = finished(messages, answer) if continues else [*messages, answer]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
+    asked = [*told, *(results or [{"role": "user", "content": ""}])]
     return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False, answers=False).tokens
 
 
@@ -187,12 +251,3 @@ def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[
 def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
     """Write a call of a tool as OpenAI's chat completions do."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
-
-
-def parsed(arguments: Any) -> Any:
-    """Read the arguments of a call, which are JSON where they are an object; else they stay what they are."""
-    try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments

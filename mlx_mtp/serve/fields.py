@@ -1,12 +1,10 @@
-"""Read the fields of requests that all APIs share; what would change the answer and is not supported is refused."""
+"""Read the values of request fields; a value that does not fit is refused by the name of its field."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cache.prompt_prefix import RESERVED_KEYS
-from .job import Ask
-from .prompts import Marks, Prompt
+from .prompts import Marks
 
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
 MOST_SAID = 1000  # characters of a reason, which may quote the request
@@ -60,72 +58,8 @@ class Door:
             )
         return name
 
-    def asks(
-        self, prompt: Prompt, body: dict[str, Any], *, most: int | None, choices: int = 1, **more: Any
-    ) -> list[Ask]:
-        """Put together what answers need, whose draws differ; the prompt has to leave room for a token of them."""
-        room = self.positions - len(prompt.tokens)
-        if not prompt.tokens:
-            raise Refused("the prompt is empty", param="prompt")
-        if room < 1:
-            numbers = f"{len(prompt.tokens)} tokens > {self.positions - 1} maximum"
-            said = next(name for name in ("messages", "input", "prompt") if name in body)
-            raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=said)
-        most = self.max_tokens if most is None else most
-        more["max_tokens"] = room if most is None else min(most, room)
-        sampling, penalties = self.sampling(body), self.penalties(body)
-        seeds = ((sampling["seed"] + i) % 2**63 for i in range(choices))
-        return [Ask(*prompt, sampling={**sampling, "seed": seed}, penalties=penalties, **more) for seed in seeds]
 
-    def sampling(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Read what decides the draws, over the defaults."""
-        given = {
-            "temp": number(body, "temperature", 0, 100),
-            "top_p": number(body, "top_p", 0, 1),
-            "top_k": integer(body, "top_k", -1, 2**31),
-            "min_p": number(body, "min_p", 0, 1),
-            "seed": integer(body, "seed", -(2**63), 2**63 - 1),
-        }
-        found = {**self.defaults, **{name: value for name, value in given.items() if value is not None}}
-        found["top_k"] = max(0, found.get("top_k") or 0)
-        found["seed"] = self.seeds() if found.get("seed") is None else found["seed"] % 2**63
-        return {name: value for name, value in found.items() if name not in PENALTIES}
-
-    def penalties(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Read what changes logits by the text before."""
-        found = {
-            "repetition_penalty": number(body, "repetition_penalty", 0, 100),
-            "presence_penalty": number(body, "presence_penalty", -2, 2),
-            "frequency_penalty": number(body, "frequency_penalty", -2, 2),
-            "logit_bias": self._bias(body),
-        }
-        found = {name: self.defaults.get(name) if value is None else value for name, value in found.items()}
-        found = {name: value for name, value in found.items() if value}
-        if found.get("repetition_penalty") == 1:
-            del found["repetition_penalty"]
-        size = integer(body, "repetition_context_size", 1, 2**31)
-        return {**found, "repetition_context_size": size} if size and "repetition_penalty" in found else found
-
-    def _bias(self, body: dict[str, Any]) -> dict[int, float] | None:
-        given = body.get("logit_bias")
-        if given is None:
-            return None
-        most = len(self.tokenizer)
-        try:
-            found = {int(token): float(bias) for token, bias in given.items()}
-        except (TypeError, ValueError, AttributeError, OverflowError):
-            found = {-1: 0.0}
-        if not all(0 <= token < most and -100 <= bias <= 100 for token, bias in found.items()):
-            raise Refused(
-                f"logit_bias: allowed are token ids below {most} with values -100 to 100", param="logit_bias"
-            )
-        return found
-
-
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-
-
-def _field(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any], bool]) -> Any:
+def field_of(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any], bool]) -> Any:
     """Return a field of a request, None where there is none; refuse it where it does not fit."""
     value = body.get(name)
     if value is not None and not fits(value):
@@ -135,32 +69,32 @@ def _field(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any], 
 
 def number(body: dict[str, Any], name: str, least: float, most: float) -> float | None:
     allowed = f"a number from {least} to {most}"
-    value = _field(body, name, allowed, lambda v: type(v) in (int, float) and least <= v <= most)
+    value = field_of(body, name, allowed, lambda v: type(v) in (int, float) and least <= v <= most)
     return value if value is None else float(value)
 
 
 def integer(body: dict[str, Any], name: str, least: int, most: int) -> int | None:
     allowed = f"an integer from {least} to {most}"
-    return _field(body, name, allowed, lambda v: type(v) is int and least <= v <= most)
+    return field_of(body, name, allowed, lambda v: type(v) is int and least <= v <= most)
 
 
 def boolean(body: dict[str, Any], name: str) -> bool:
-    return bool(_field(body, name, "true or false", lambda v: v in (True, False)))
+    return bool(field_of(body, name, "true or false", lambda v: v in (True, False)))
 
 
 def text(body: dict[str, Any], name: str) -> str:
     """Read a text, "" where there is none."""
-    return _field(body, name, "a text", lambda v: isinstance(v, str)) or ""
+    return field_of(body, name, "a text", lambda v: isinstance(v, str)) or ""
 
 
 def fields_of(body: dict[str, Any], name: str) -> dict[str, Any]:
     """Read an object, empty where there is none."""
-    return _field(body, name, "an object", lambda v: isinstance(v, dict)) or {}
+    return field_of(body, name, "an object", lambda v: isinstance(v, dict)) or {}
 
 
 def items(body: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """Read a list of objects, empty where there is none."""
-    return _field(body, name, "a list of objects", _are_objects) or []
+    return field_of(body, name, "a list of objects", _are_objects) or []
 
 
 def _are_objects(value: Any) -> bool:
@@ -169,7 +103,7 @@ def _are_objects(value: Any) -> bool:
 
 def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
     """Read stop strings: one, or a list."""
-    found = _field(body, name, f"a text, or up to {MOST_STOPS} of them, none empty", _are_stops) or ()
+    found = field_of(body, name, f"a text, or up to {MOST_STOPS} of them, none empty", _are_stops) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
 
@@ -178,31 +112,42 @@ def _are_stops(value: Any) -> bool:
     return isinstance(found, list) and len(found) <= MOST_STOPS and all(isinstance(s, str) and s for s in found)
 
 
-def refuse(body: dict[str, Any], *names: str, why: str = "not supported") -> None:
-    """Refuse fields that would change the answer, if they say anything."""
-    for name in names:
-        if body.get(name) not in (None, False, [], {}, ""):
-            raise Refused(f"{name}: {why}", param=name)
+TEXTS = ("text", "input_text", "output_text", "refusal")
+PICTURES = ("image", "image_url", "input_image")
+NO_PICTURES = "this server reads text only, no pictures"
 
 
 def plain_text(value: Any, name: str) -> str:
     """Join a content's parts, of which only texts can be read; "" for none."""
+    return "".join(part if isinstance(part, str) else _unreadable(part, name) for part in _parts(value, name))
+
+
+def tool_text(value: Any, name: str, warnings: list[str]) -> str:
+    """Join the parts of a tool's result, with a line in the place of each that is no text, and a warning."""
+    found, noted = "", False
+    for part in _parts(value, name):
+        if isinstance(part, str):
+            found, noted = found + ("\n" if noted and part else "") + part, False
+            continue
+        kind = "picture" if part.get("type") in PICTURES else f"part of type {repr(part.get('type'))[:80]}"
+        line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this server reads text only'}.]"
+        found, noted = found + ("\n" if found and not found.endswith("\n") else "") + line, True
+        warnings.append(f"{name}: a {kind} in a tool result was replaced by a line of text")
+    return found
+
+
+def _parts(value: Any, name: str) -> list[Any]:
+    """The parts of a content: texts, and objects that are none."""
     if value is None or isinstance(value, str):
-        return value or ""
-    _field({name: value}, name, "a text or a list of parts", _are_objects)
-    for part in value:
-        if part.get("type") not in ("text", "input_text", "output_text", "refusal"):
-            raise Refused(f"{name}: a part of type {part.get('type')!r}; allowed is text", param=name)
-    return "".join(text(part, "refusal" if part["type"] == "refusal" else "text") for part in value)
+        return [value or ""]
+    field_of({name: value}, name, "a text or a list of parts", _are_objects)
+    return [
+        text(part, "refusal" if part["type"] == "refusal" else "text") if part.get("type") in TEXTS else part
+        for part in value
+    ]
 
 
-def template_of(body: dict[str, Any], door: Door) -> dict[str, Any]:
-    """Collect variables of the chat template."""
-    allowed = "an object of the template's own variables"
-    given = _field(body, "chat_template_kwargs", allowed, _are_variables) or {}
-    effort = text(body, "reasoning_effort")
-    return {**door.template, **({"reasoning_effort": effort} if effort else {}), **given}
-
-
-def _are_variables(value: Any) -> bool:
-    return not value or (isinstance(value, dict) and not (RESERVED_KEYS | {"tools"}) & value.keys())
+def _unreadable(part: dict[str, Any], name: str) -> str:
+    kind = part.get("type")
+    why = f" ({NO_PICTURES})" if kind in PICTURES else ""
+    raise Refused(f"{name}: a part of type {repr(kind)[:80]}; allowed is text{why}", param=name)

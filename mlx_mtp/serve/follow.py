@@ -4,7 +4,9 @@ from dataclasses import fields
 from typing import Any
 
 from ..machine.stream import in_turn
+from .failures import dropped
 from .job import Ask, Job, Served, answer, reread
+from .token_rules import TokenRules
 
 AHEAD = 0  # the number of what is read ahead; answers have others
 UNTOLD = ("follows",)  # of an Ask: rank 0 calls it
@@ -19,7 +21,9 @@ def as_json(ask: Ask) -> dict[str, Any]:
 def from_json(told: dict[str, Any]) -> Ask:
     """Read what `as_json` wrote."""
     pairs = {n: dict(v) if isinstance(v, list) else v for n, v in told["penalties"]}
-    return Ask(**{**told, "turns": tuple(told["turns"]), "stops": tuple(told["stops"]), "penalties": pairs})
+    rules: Any = (tuple(value) if isinstance(value, list) else value for value in told["rules"])
+    own = {"turns": tuple(told["turns"]), "stops": tuple(told["stops"]), "rules": TokenRules(*rules)}
+    return Ask(**{**told, **own, "penalties": pairs})
 
 
 def follow(served: Served) -> None:
@@ -37,7 +41,8 @@ def follow(served: Served) -> None:
         elif number not in running:
             continue
         elif word == "close":
-            running.pop(number).close()
+            with dropped("an answer was not closed"):
+                running.pop(number).close()
         else:
             try:
                 with in_turn():

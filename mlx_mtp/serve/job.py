@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
@@ -11,23 +10,23 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
-from transformers import convert_slow_tokenizer
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
+from ..decoding.sampling import LogitsProcessor
 from ..decoding.stats import Stats
 from ..generate import GenerationResponse, generate_step, stream_generate
 from ..machine.errors import first_line
-from .answer import Part, Splitter, TokenLogprob
+from .answer import Part, Said, Splitter, TokenLogprob
+from .continued import Continuation
+from .failures import dropped
 from .prefix_files import PrefixFiles
-from .prefixes import PrefixTree
+from .prefixes import LAST, PrefixTree, comparisons
 from .together import Responses, Together
-from .tool_formats import ToolFormat
+from .token_rules import BYTE, BYTES, NO_RULES, TokenRules
+from .tool_calls.call_format import CallFormat
 
 log = logging.getLogger("mlx_mtp.serve")
-# How tokenizers write a token that is one byte, and the letters by which others write each byte.
-BYTE = re.compile("<0x[0-9A-F]{2}>")
-BYTES = {letter: byte for byte, letter in convert_slow_tokenizer.bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,12 @@ class Ask:
     prompt:  token ids. turns: where other prompts may begin to differ from it.
     sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
     logprobs: how many likeliest tokens to tell beside each, None for no log probabilities.
+    rules:   for the tokens of the answer.
     chat:    reasoning and calls are told apart; thinking: the prompt ends within reasoning.
+    continues: the prompt ends within an answer, whose text goes on with the first token.
     one_call: end behind the first call of a tool.
     follows: makes, of the answer's parts, the beginning of the prompt that may come next; None: nothing is known.
+    after_tool: the prompt ends with a tool result.
     """
 
     prompt: list[int]
@@ -53,7 +55,10 @@ class Ask:
     thinking: bool = False
     tools: Any = None
     one_call: bool = False
+    rules: TokenRules = NO_RULES
+    continues: bool = False
     follows: Callable[[list[Part]], list[int]] | None = None
+    after_tool: bool = False
 
 
 class Begun(NamedTuple):
@@ -90,14 +95,20 @@ class Failed(NamedTuple):
     message: str
 
 
+class Interrupted(Exception):
+    """Thrown into `answer` to end it early: its client has disconnected, or its time limit is over."""
+
+
 Event = Begun | Part | End | Failed
+LOST = Failed(500, "the request failed")
 
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way.
+    """One answer of a request, from its submission to its end.
 
-    emit: tells its client, from the engine's thread. cancelled: nobody waits for it. reading: it does not decode yet.
+    emit: sends an event to the client, from the engine's thread. cancelled: no client waits for it. reading: its
+    prompt is not read to the end. over: the engine has finished with it. lost: an event did not reach its client.
     """
 
     ask: Ask
@@ -107,9 +118,26 @@ class Job:
     begun: float = field(default_factory=time.monotonic)
     parts: list[Part] = field(default_factory=list)
     reading: bool = True
+    over: bool = False
+    lost: bool = False
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    def tell(self, event: Event) -> None:
+        """Send an event to the client. Behind one that could not be sent nothing follows but LOST, so that no answer
+        looks whole that is not; the job is cancelled then.
+        """
+        if self.lost:
+            return
+        try:
+            self.emit(event)
+        except BaseException:
+            self.lost = self.cancelled = True
+            with dropped("an event did not reach its client"):
+                with contextlib.suppress(BaseException):
+                    self.emit(LOST)
+                raise
 
 
 class Served(NamedTuple):
@@ -123,7 +151,7 @@ class Served(NamedTuple):
     tokenizer: Any
     tree: PrefixTree
     options: dict[str, Any]
-    tool_format: ToolFormat | None
+    tool_format: CallFormat | None
     files: PrefixFiles | None = None
     together: Together | None = None
 
@@ -133,22 +161,31 @@ class Served(NamedTuple):
         return getattr(self.model, "ranks", None)
 
 
-def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache]:
-    """Answer a request, yielding after every step; return the cache that decoding left.
+def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
+    """Answer a request, yielding after every step; return its cache, also when `Interrupted` is thrown in.
 
     crowded: others' steps come in between, so time tells nothing.
     """
     ask = job.ask
-    if served.files:
-        served.files.load(served.tree, ask.prompt)
-    held = [served.tree.take(ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
+    held = [_reused(served, ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
     most, cached = _agreed(served, held[0], ask), held[0].offset
-    job.emit(Begun(cached))
-    for _ in read(served, held[0], ask.prompt, ask.turns, spare=served.tree.uncut):
-        yield
-    job.reading = False
-    yield from _decode(served, job, held, most, cached, crowded)
-    return held[0]
+    job.tell(Begun(cached))
+    with contextlib.suppress(Interrupted):
+        for _ in read(served, held[0], ask.prompt, ask.turns, spare=served.tree.uncut):
+            yield
+        job.reading = False
+        yield from _decode(served, job, held, most, cached, crowded)
+    return held[0] if held else None
+
+
+def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
+    """Make a cache of what is stored of a prompt, with room for so many positions; an empty one where that fails."""
+    if served.files:
+        with dropped("a prefix file was not read"):
+            served.files.load(served.tree, prompt)
+    with dropped("no prefix was reused", served.tree.clear):
+        return served.tree.take(prompt, room)
+    return served.tree.blank.like_new()
 
 
 def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
@@ -157,7 +194,7 @@ def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
         return _fitting(served, cache, ask)
     try:
         found: Any = None if served.ranks.rank else _fitting(served, cache, ask)
-    except ValueError as e:
+    except Exception as e:  # the other ranks wait for a word
         found = first_line(e)
     found = served.ranks.told(found)
     if isinstance(found, str):
@@ -183,6 +220,7 @@ def read(
 ) -> Iterator[int]:
     """Read whole chunks of a prompt, never its last token, and remember them; yield how far it has come.
 
+    Where it is closed early, the next request can go on from the last chunk, whatever the caches hold.
     spare: most tokens that are left to read in one pass, though a chunk ends among them.
     """
     cuts = served.tree.chunking.cuts(prompt)
@@ -190,8 +228,14 @@ def read(
     for end in cuts:
         if end > cache.offset and len(prompt) - cache.offset > spare:
             _read_to(served, cache, prompt[:end])
-            served.tree.store(cache, resumes=end in resumes)
-            yield end
+            with dropped("a prefix was not stored", served.tree.clear):
+                served.tree.store(cache, resumes=end in resumes)
+            try:
+                yield end
+            except BaseException:
+                with dropped("a prefix was not stored", served.tree.clear):
+                    served.tree.store(cache, resumes=True)
+                raise
 
 
 def _read_to(served: Served, cache: PromptCache, text: list[int]) -> None:
@@ -206,11 +250,20 @@ def reread(served: Served, prompt: list[int], cache: PromptCache | None = None) 
 
     cache: what decoding the answer left, which saves reading it where its rows are as if read.
     """
-    if cache is None or not served.tree.decoded or prompt[: cache.offset] != cache.tokens:
-        cache = served.tree.take(prompt, len(prompt))
-    elif cache.offset in served.tree.chunking.cuts(prompt):
-        served.tree.store(cache, resumes=True)
-    yield from read(served, cache, prompt, ())
+    return _read_on(served, prompt, keep(served, prompt, cache))
+
+
+def _read_on(served: Served, prompt: list[int], cache: PromptCache | None) -> Iterator[int]:
+    if served.tree.stores:
+        yield from read(served, cache or served.tree.take(prompt, len(prompt)), prompt, ())
+
+
+def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> PromptCache | None:
+    """Do as `PrefixTree.keep`; None where there is no cache."""
+    if cache is not None:
+        with dropped("a prefix was not stored", served.tree.clear):
+            return served.tree.keep(prompt, cache)
+    return None
 
 
 def read_end(served: Served, prompt: list[int]) -> Iterator[int]:
@@ -222,13 +275,26 @@ def read_end(served: Served, prompt: list[int]) -> Iterator[int]:
     if served.tree.decoded and 0 < end - served.tree.covered(prompt) <= served.tree.chunking.step:
         cache = served.tree.take(prompt, len(prompt))
         _read_to(served, cache, prompt[:end])
-        served.tree.insert(cache, is_rest=True)
+        with dropped("a prefix was not stored", served.tree.clear):
+            served.tree.insert(cache, is_rest=True)
         yield end
 
 
 def store(served: Served) -> bool:
     """Write a piece of what is remembered to a file; return whether there may be more to write."""
     return served.files is not None and served.files.step(served.tree)
+
+
+def compare_rows(served: Served) -> Iterator[bool]:
+    """Decide whether the tree may store answers as decoding left them, a forward pass at a time; until then it stores
+    only what was read as a prompt.
+
+    Yields what is known so far.
+    """
+    tree = served.tree
+    for found in comparisons(served.model, tree.blank, max(tree.chunking.step, 2 * LAST)):
+        tree.decoded = found
+        yield found
 
 
 def _decode(
@@ -238,12 +304,14 @@ def _decode(
     ask, stats = job.ask, Stats()
     splitter = Splitter(
         served.tokenizer, ask.stops, thinking=ask.chat and served.tokenizer.has_thinking, begun=ask.thinking,
-        tool_format=served.tool_format, tools=ask.tools,
+        tool_format=served.tool_format, tools=ask.tools, one_call=ask.one_call,
     )  # fmt: skip
+    begun = Continuation(served.tokenizer, ask.prompt) if ask.continues else None
     options = {**served.options, **ask.sampling, "max_tokens": most, "stats": stats}
     options["logprobs"] = ask.logprobs is not None
-    if ask.penalties:
-        options["logits_processors"] = make_logits_processors(**ask.penalties)
+    if processors := _processors(served, ask):
+        options["logits_processors"] = [*(options.get("logits_processors") or ()), *processors]
+    options["stop_tokens"] = (*options.get("stop_tokens", ()), *ask.rules.stop_tokens)
     reasoned, first, reason, rest = 0, 0.0, "stop", ask.prompt[held[0].offset :]
     together = served.together
     responses = together.decode(rest, held, options) if together else _alone(served, rest, held[0], options, crowded)
@@ -254,15 +322,24 @@ def _decode(
                 continue
             reason = response.finish_reason or "stop"
             first = first or time.monotonic() - job.begun
-            found = splitter.feed(response.text, _logprob(served.tokenizer, response, ask.logprobs))
+            text = begun.text_of(response) if begun else response.text
+            if begun and ask.thinking and (breaks := begun.line_breaks(text)):
+                _tell(job, [Said(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
+            found = splitter.feed(text, _logprob(served.tokenizer, response, ask.logprobs))
             reasoned += splitter.reasoning
             _tell(job, found)
             if splitter.stopped is not None or (ask.one_call and splitter.called):
                 reason = "stop"  # even if it is the last token that may come
                 break
     _tell(job, splitter.end(cut=reason == "length"))
+    reason = "stop" if splitter.stopped is not None else reason
     reason = "tool_calls" if splitter.called and reason == "stop" else reason
-    job.emit(End(reason, splitter.stopped, stats, cached, first, reasoned))
+    job.tell(End(reason, splitter.stopped, stats, cached, first, reasoned))
+
+
+def _processors(served: Served, ask: Ask) -> list[LogitsProcessor]:
+    penalties = make_logits_processors(**ask.penalties) if ask.penalties else []
+    return [*penalties, *ask.rules.processors(served.tokenizer, len(ask.prompt))]
 
 
 def _alone(
@@ -284,7 +361,7 @@ def _alone(
 def _tell(job: Job, parts: list[Part]) -> None:
     for part in parts:
         job.parts.append(part)
-        job.emit(part)
+        job.tell(part)
 
 
 def _logprob(tokenizer: Any, response: GenerationResponse, count: int | None) -> TokenLogprob | None:

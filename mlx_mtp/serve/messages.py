@@ -5,10 +5,26 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, ToolCall
-from .exchange import Answer, Exchange, asks_of, data, figures, function_call, message_of, new_id, parsed, prompt_of
-from .fields import Door, Refused, integer, items, plain_text, refuse, stops, template_of, text
+from .chat import functions_of
+from .exchange import (
+    Answer,
+    Exchange,
+    asks_of,
+    data,
+    end_of_prompt,
+    figures,
+    function_call,
+    message_of,
+    new_id,
+    prompt_of,
+)  # fmt: skip
+from .field_table import check_fields
+from .fields import NO_PICTURES, PICTURES, Door, Refused, fields_of, items, plain_text, stops, text, tool_text
+from .forms import Message
+from .history import parsed
 from .job import Begun, End, Failed
-from .prompts import Message
+from .sampling_fields import most_tokens
+from .thinking import template_of
 
 BILLING = "x-anthropic-billing-header:"  # Claude Code's first line, which differs from text to text and says nothing
 KINDS = {
@@ -21,25 +37,26 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 class MessageExchange(Exchange):
     """One message."""
 
+    api = "messages"
+    call_prefix = "toolu_"
+
     def __init__(self, body: dict[str, Any], door: Door):
         super().__init__(body, door)
-        refuse(body, "mcp_servers", "container")
-        output = body.get("output_config") or {}
-        if isinstance(output, dict) and output.get("format"):
-            raise Refused("output_config.format: a schema is not supported", param="output_config")
-        tools, one_call = _tools(body)
-        most, ends = integer(body, "max_tokens", 1, 2**31), stops(body, "stop_sequences")
-        given = conversation_of(body), tools, _template(body, door)
-        self.asks = asks_of(door, body, *given, most=most, stops=ends, one_call=one_call)
+        fields_of(body, "output_config")
+        tools, one_call = _tools(body, self.warnings)
+        conversation, template = conversation_of(body, self.warnings), template_of(body, door, self.warnings)
+        how: dict[str, Any] = {"most": most_tokens(body, "max_tokens"), "stops": stops(body, "stop_sequences")}
+        how["one_call"] = one_call
+        self.asks = asks_of(door, body, conversation, tools, template, self.warnings, self.call_ids, **how)
         self.keep_alive = data({"type": "ping"})
-        self._id, self._open, self._index = new_id("msg_"), "", -1
+        self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0
 
     def begin(self, begun: Begun) -> Iterable[str]:
         head = {**self._message([]), "usage": self._usage(begun.cached, 0)}
         yield data({"type": "message_start", "message": head})
 
     def part(self, choice: int, part: Part) -> Iterable[str]:
-        block = _block(part)
+        block = self._block(part)
         kind = block["type"]
         if isinstance(part, ToolCall) or kind != self._open:
             yield from self._stop()
@@ -64,7 +81,7 @@ class MessageExchange(Exchange):
         ((parts, end),) = answers
         content: list[dict[str, Any]] = []
         for part in parts:
-            block = _block(part)
+            block = self._block(part)
             kind = block["type"]
             if isinstance(part, ToolCall):
                 given = parsed(part.arguments)
@@ -95,15 +112,18 @@ class MessageExchange(Exchange):
             yield data({"type": "content_block_stop", "index": self._index})
         self._open = ""
 
+    def _block(self, part: Part) -> dict[str, Any]:
+        """Begin the block that a part belongs to."""
+        if isinstance(part, ToolCall):
+            self._calls += 1
+            name = self.call_ids.of(0, self._calls - 1)
+            return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
+        return (
+            {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
+        )
+
     def _delta(self, delta: dict[str, Any]) -> str:
         return data({"type": "content_block_delta", "index": self._index, "delta": delta})
-
-
-def _block(part: Part) -> dict[str, Any]:
-    """Begin the block that a part belongs to."""
-    if isinstance(part, ToolCall):
-        return {"type": "tool_use", "id": new_id("toolu_"), "name": part.name, "input": {}}
-    return {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
@@ -112,12 +132,14 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": new_id("req_")}
 
 
-def count_tokens(body: dict[str, Any], door: Door) -> dict[str, int]:
-    """Count the tokens of a prompt. Raises Refused."""
+def count_tokens(body: dict[str, Any], door: Door) -> tuple[dict[str, int], list[str]]:
+    """Count the tokens of a prompt; also return the warnings of the request. Raises Refused."""
     door.called(body)
-    tools, _ = _tools(body)
-    prompt = prompt_of(door, conversation_of(body), tools, _template(body, door), turns=False)
-    return {"input_tokens": len(prompt.tokens)}
+    warnings = check_fields("messages", body)
+    tools, _ = _tools(body, warnings)
+    messages, template = conversation_of(body, warnings), template_of(body, door, warnings)
+    prompt = prompt_of(door, messages, tools, template, turns=False, **end_of_prompt(body, messages))
+    return {"input_tokens": len(prompt.tokens)}, warnings
 
 
 def _reason(end: End) -> dict[str, Any]:
@@ -125,22 +147,12 @@ def _reason(end: End) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": end.stop}
 
 
-def _template(body: dict[str, Any], door: Door) -> dict[str, Any]:
-    """Let `thinking` switch reasoning on or off, where it says so."""
-    thinking = body.get("thinking") or {}
-    kind = thinking.get("type") if isinstance(thinking, dict) else None
-    if kind not in (None, "enabled", "adaptive", "disabled"):
-        raise Refused(f"thinking: type {kind!r}; allowed are enabled, adaptive and disabled", param="thinking")
-    switch = {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else {}
-    return {**template_of(body, door), **switch}
-
-
-def _tools(body: dict[str, Any]) -> tuple[list[Any] | None, bool]:
+def _tools(body: dict[str, Any], warnings: list[str]) -> tuple[list[Any] | None, bool]:
     """Bring tools to OpenAI's form; tell whether no more than one may be called."""
     tools = []
-    for tool in items(body, "tools"):
-        if tool.get("type") not in (None, "custom") or not text(tool, "name"):
-            raise Refused(f"tools: type {tool.get('type')!r}; allowed are tools of the client", param="tools")
+    for tool in functions_of(items(body, "tools"), warnings, ("custom",)):
+        if not text(tool, "name"):
+            raise Refused("tools: a tool needs a name", param="tools")
         known = {"name": tool["name"], "description": text(tool, "description")}
         schema = tool.get("input_schema") or {"type": "object", "properties": {}}
         tools.append({"type": "function", "function": {**known, "parameters": schema}})
@@ -152,13 +164,13 @@ def _tools(body: dict[str, Any]) -> tuple[list[Any] | None, bool]:
     return (None if kind == "none" else tools or None), bool(choice.get("disable_parallel_tool_use"))
 
 
-def conversation_of(body: dict[str, Any]) -> list[Message]:
+def conversation_of(body: dict[str, Any], warnings: list[str]) -> list[Message]:
     """Bring system and messages to the form that templates read."""
     found: list[Message] = []
     if system := _system(body.get("system")):
         found.append({"role": "system", "content": system})
     for message in items(body, "messages"):
-        found += _messages(message)
+        found += _messages(message, warnings)
     if not any(message["role"] != "system" for message in found):
         raise Refused("messages: allowed is one or more", param="messages")
     return found
@@ -171,7 +183,7 @@ def _system(given: Any) -> str:
     return "\n".join(each for each in texts if not each.startswith(BILLING))
 
 
-def _messages(message: dict[str, Any]) -> list[Message]:
+def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
     """Take a message's blocks apart: results of tools are messages of their own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):
@@ -190,15 +202,16 @@ def _messages(message: dict[str, Any]) -> list[Message]:
         elif kind == "tool_use" and role == "assistant":
             calls.append(function_call(text(block, "id"), text(block, "name"), block.get("input") or {}))
         elif kind == "tool_result" and role == "user":
-            results.append(_result(block))
+            results.append(_result(block, warnings))
         else:
-            raise Refused(f"messages: a block of type {kind!r} from {role}; allowed is text", param="messages")
+            why = f" ({NO_PICTURES})" if kind in PICTURES else ""
+            raise Refused(f"messages: a block of type {kind!r} from {role}; allowed is text{why}", param="messages")
     own = message_of(role, "\n".join(texts), "\n".join(thoughts), calls)
     return [*results, own] if texts or calls or not results else results
 
 
-def _result(block: dict[str, Any]) -> Message:
+def _result(block: dict[str, Any], warnings: list[str]) -> Message:
     content = block.get("content")
     said = content if isinstance(content, (str, list)) or content is None else json.dumps(content)
-    found = plain_text(said, "tool_result")
+    found = tool_text(said, "tool_result", warnings)
     return {"role": "tool", "tool_call_id": text(block, "tool_use_id"), "content": found}

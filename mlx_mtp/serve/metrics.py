@@ -5,8 +5,10 @@ from typing import Any
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from ..decoding.buffer_count import Buffers
+from ..tuning.kernel_fallback import failed_kernels
 from .engine import Engine
-from .job import End
+from .job import Ask, End
 
 disable_created_metrics()  # of each counter a second figure, the time when it began
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -28,35 +30,56 @@ class Metrics:
 
     def __init__(self, engine: Engine):
         self.engine, self._registry = engine, CollectorRegistry()
+        self.counted = Buffers()
         self.requests = self._made(Counter, "requests", "Requests, by how they ended.", ["reason"])
         self._counters = [(self._made(Counter, name, words), count) for name, (words, count) in COUNTERS.items()]
         depths = "spec_decode_num_accepted_tokens_per_pos", "Drafts of the heads that were right, by depth."
         self._depths = self._made(Counter, *depths, ["position"])
         first = "time_to_first_token_seconds", "From a request to its first token."
         whole = "e2e_request_latency_seconds", "From a request to its last token."
-        self._first, self._whole = (self._made(Histogram, *each, buckets=SECONDS) for each in (first, whole))
+        tool = (
+            "time_to_first_token_after_tool_result_seconds",
+            "From a request whose prompt ends with a tool result to its first token.",
+        )
+        self._first, self._whole, self._after_tool = (
+            self._made(Histogram, *each, buckets=SECONDS) for each in (first, whole, tool)
+        )
         for name, words, value in (
             ("num_requests_running", "Requests that are answered.", lambda: len(engine.running)),
             ("num_requests_waiting", "Requests that wait.", lambda: engine.waiting),
             ("prefix_cache_bytes", "Bytes of remembered beginnings.", lambda: self._tree("nbytes")),
             ("prefix_cache_chunks", "Chunks of remembered beginnings.", lambda: self._tree("chunks")),
+            ("prefix_cache_buffers", "Buffers of remembered beginnings.", lambda: self._tree("buffers")),
+            ("buffers", "Buffers of weights, prefix cache and active requests (estimate).", self._buffers),
             ("memory_bytes", "Bytes that MLX holds.", mx.get_active_memory),
         ):
             self._made(Gauge, name, words).set_function(value)
 
-    def answered(self, end: End, prompt: int, seconds: float) -> None:
+        failed = "kernels_failed", "Row counts at which a Metal kernel is off, as it does not compile or run."
+        self._failed = self._made(Gauge, *failed, ["kernel", "reason"])
+
+    def answered(self, end: End, ask: Ask, seconds: float) -> None:
         """Count one answer."""
         self.requests.labels(end.reason).inc()
         for counter, count in self._counters:
-            counter.inc(count(end, prompt))
+            counter.inc(count(end, len(ask.prompt)))
         for depth, accepted in enumerate(end.stats.accepted):
             self._depths.labels(str(depth)).inc(accepted)
         self._first.observe(end.first_token)
+        if ask.after_tool:
+            self._after_tool.observe(end.first_token)
         self._whole.observe(seconds)
 
     def text(self) -> bytes:
         """Write all figures in Prometheus' format."""
+        for kernel, rows, reason in failed_kernels(self.engine.served.model) if self.engine.served else ():
+            self._failed.labels(kernel, reason).set(len(rows))
         return generate_latest(self._registry)
+
+    def _buffers(self) -> int:
+        """Estimate the buffers held: the tree's are counted, those of each active request were at the load."""
+        active, fixed = len(self.engine.running), self.counted.weights + self.counted.recordings
+        return self._tree("buffers") + (fixed + active * self.counted.caches if self.engine.served else 0)
 
     def _made(self, kind: Any, name: str, *words: Any, **more: Any) -> Any:
         return kind(f"mlx_mtp:{name}", *words, registry=self._registry, **more)

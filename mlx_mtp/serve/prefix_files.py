@@ -8,13 +8,9 @@ import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
-
-from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
-from ..decoding.draft import prime
+from ..decoding.graph_memory import shaped
 from ..machine import atomic
 from ..machine.errors import first_line
 from ..machine.memory import check_room
@@ -124,7 +120,7 @@ class PrefixFiles:
             stored = reader.stored
             if stored != self.known[file]:
                 raise ValueError(f"{file}: changed")
-            ends, like = [end for end in stored.ends if end <= last], _shaped(tree)
+            ends, like = [end for end in stored.ends if end <= last], shaped(tree.blank)
             _check_memory(file, sum(reader.bytes_of(i) for i in range(len(ends))))
             for i, end in enumerate(ends):
                 known = chunk.children.get(tuple(stored.tokens[begin:end]))
@@ -244,13 +240,3 @@ def _check_memory(file: Path, needed: int) -> None:
         check_room(f"{file}:", needed, ignore=False)
     except ValueError as e:
         raise MemoryError(first_line(e)) from e
-
-
-def _shaped(tree: PrefixTree) -> PromptCache:
-    """Make a cache that holds a few tokens, all heads a row, for the shapes of its arrays, which are not computed."""
-    model: Any = tree.blank.model
-    cache = tree.blank.like_new()
-    rows = len(cache.heads) + 2
-    cache.push(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers))
-    prime(model, cache, [0] * (rows + 1), 0, rows, step=rows)
-    return cache

@@ -21,10 +21,15 @@ import mlx.core as mx
 from .._version import __version__
 from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
-from ..cache.pieces import Moment, cut, has_rows, join, moment
-from ..cache.prompt_cache import PromptCache
+from ..cache.pieces import Moment, buffers, cut, has_rows, join, moment
+from ..cache.prompt_cache import Mark, PromptCache
+from ..cache.prompt_prefix import shared
+from ..decoding.prefill import evaluated, without_refused
 from ..layers.target import Target
+from ..machine.memory import METAL_BUFFERS
+from ..tuning.kernel_fallback import run_first
 
+MOST_BUFFERS = METAL_BUFFERS // 20  # of a tree: with the model and active requests it stays below a tenth
 LAST = 4  # rows that `rows_alike` compares, as many as a cycle with three drafts checks
 TICK = 1e-6  # seconds between two uses, at least
 NEAR = 4  # times as far from a plain step's as checked drafts' rows are: a chunk's are of that kind
@@ -72,6 +77,12 @@ class Chunk:
         held = [part for parts in self.rows for part in parts] + (self.moment.arrays if self.moment else [])
         return sum(part.nbytes for part in held)
 
+    @property
+    def buffers(self) -> int:
+        """Number of buffers: one per type of its rows, and one per type of its moment's arrays."""
+        rows = (part for parts in self.rows for part in parts)
+        return buffers(rows) + (buffers(self.moment.arrays) if self.moment else 0)
+
     def path(self) -> list["Chunk"]:
         """List the chunks from the first one of the text to this one."""
         chunks, chunk = [], self
@@ -89,13 +100,16 @@ def resumable(path: list[Chunk]) -> list[Chunk]:
 class PrefixTree:
     """Chunks of tokens, shared by all texts that begin alike, the least recently used ones dropped first.
 
-    blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing. decoded: answers may be
-    remembered as decoding left them.
+    blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing. most_buffers: most
+    buffers. decoded: answers may be remembered as decoding left them; None until `comparisons` has decided it, which
+    counts as False.
     """
 
-    def __init__(self, blank: PromptCache, chunking: Chunking, limit: int):
-        self.blank, self.chunking, self.limit = blank, chunking, limit
-        self.root, self.nbytes, self.chunks, self.decoded = Chunk(), 0, 0, False
+    decoded: bool | None = False
+
+    def __init__(self, blank: PromptCache, chunking: Chunking, limit: int, most_buffers: int = MOST_BUFFERS):
+        self.blank, self.chunking, self.limit, self.most_buffers = blank, chunking, limit, most_buffers
+        self.root, self.nbytes, self.buffers, self.chunks = Chunk(), 0, 0, 0
         self._now = 0.0
         self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
 
@@ -114,6 +128,11 @@ class PrefixTree:
             os.environ.get("LD_PRELOAD"),  # another BLAS rounds otherwise
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    @property
+    def stores(self) -> bool:
+        """Whether it remembers anything: it has a limit, and caches that can be cut."""
+        return bool(self.limit and not self.blank.is_mlx_lm)
 
     @property
     def uncut(self) -> int:
@@ -170,20 +189,34 @@ class PrefixTree:
             chunk.is_rest = is_rest and last and (new or chunk.is_rest)
         self._finish(chunk, cache, resumes=True)
 
+    def keep(self, prompt: Sequence[int], cache: PromptCache) -> PromptCache | None:
+        """Remember the rows of a decoded answer's cache that `prompt` begins with; return a cache of these rows.
+
+        None where there are no more of them than are remembered, where rows may not be as if read, and where a state
+        or a window that has wrapped cannot go back to the place at which the prompt differs.
+        """
+        length = shared(cache.tokens, prompt) if self.decoded else 0
+        if length <= self.covered(prompt[: length + 1]) or (found := _trimmed(cache, length)) is None:
+            return None
+        cuts = self.chunking.cuts(prompt[: length + 1])
+        if (whole := _trimmed(cache, max((cut for cut in cuts if cut < length), default=0))) is not None:
+            self.insert(whole)  # files end there, and so do prompts that differ later
+        self.insert(found, is_rest=length not in cuts)
+        return found
+
     def _child(self, above: Chunk, part: tuple[int, ...], cache: PromptCache, end: int, primed: int) -> Chunk:
         """Find the chunk of these tokens behind another one, or make it of the rows that end at a position."""
         if (chunk := above.children.get(part)) is None:
             rows = cut(cache, (end - len(part), end), (above.primed, primed))
             chunk = above.children[part] = Chunk(part, above, rows, primed=primed)
-            self.nbytes += chunk.nbytes
-            self.chunks += 1
+            self._count(chunk)
         return chunk
 
     def _finish(self, chunk: Chunk, cache: PromptCache, *, resumes: bool) -> None:
         if chunk.moment is None and resumes:
-            self.nbytes -= chunk.nbytes
+            self._count(chunk, -1)
             chunk.moment = moment(cache)
-            self.nbytes += chunk.nbytes
+            self._count(chunk)
         path = chunk.path()
         mx.eval([part for each in path for parts in each.rows for part in parts])
         mx.eval(chunk.moment.arrays if chunk.moment else [])
@@ -194,14 +227,13 @@ class PrefixTree:
         known = above.children.get(chunk.tokens)
         if known is None:
             above.children[chunk.tokens], chunk.parent = chunk, above
-            self.nbytes += chunk.nbytes
-            self.chunks += 1
+            self._count(chunk)
             return chunk
         if known.primed != chunk.primed:
             return None
-        self.nbytes -= known.nbytes
+        self._count(known, -1)
         known.moment = known.moment or chunk.moment
-        self.nbytes += known.nbytes
+        self._count(known)
         return known
 
     def use(self, chunk: Chunk) -> None:
@@ -221,11 +253,17 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.root, self.nbytes, self.chunks = Chunk(), 0, 0
+        self.root, self.nbytes, self.buffers, self.chunks = Chunk(), 0, 0, 0
+
+    def _count(self, chunk: Chunk, sign: int = 1) -> None:
+        """Add a chunk to what is held, or with sign -1 take it away."""
+        self.nbytes += sign * chunk.nbytes
+        self.buffers += sign * chunk.buffers
+        self.chunks += sign
 
     def _takes(self, cache: PromptCache) -> bool:
         """Tell whether a cache can be remembered: not an empty one, or one of another layout."""
-        return bool(self.limit and cache.offset and not cache.is_mlx_lm and cache.quantizing == self.blank.quantizing)
+        return bool(self.stores and cache.offset and cache.quantizing == self.blank.quantizing)
 
     def _split(self, tokens: Sequence[int], *ends: int) -> list[tuple[int, ...]]:
         """Cut tokens into chunks; ends: where one more is known to end."""
@@ -258,12 +296,20 @@ class PrefixTree:
             each.used = self._now
 
     def _shrink(self) -> None:
-        """Drop the ends of texts that were not needed for longest."""
-        while self.nbytes > self.limit and (chunk := min(self.leaves(), key=lambda c: c.used, default=None)):
+        """Drop the least recently used ends of texts until bytes and buffers are within their limits."""
+        while self.nbytes > self.limit or self.buffers > self.most_buffers:
+            chunk = min(self.leaves(), key=lambda c: c.used)
             assert chunk.parent is not None
-            self.nbytes -= chunk.nbytes
-            self.chunks -= 1
+            self._count(chunk, -1)
             del chunk.parent.children[chunk.tokens]
+
+
+def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
+    """Return a cache cut to a length; None where it cannot be."""
+    if length == cache.offset:
+        return cache
+    trimmed = cache.copy()
+    return trimmed if length and trimmed.trim(cache.offset - length) else None
 
 
 def rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:
@@ -275,22 +321,49 @@ def rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:
 
     blank: an empty cache.
     """
-    chunk, first = _hidden(model, blank, (rows,)), rows - LAST
-    if chunk.dtype != mx.float32:
-        return False
-    plain, checked = _hidden(model, blank, (first, *[1] * LAST)), _hidden(model, blank, (first, LAST))
-    return _apart(plain, chunk) <= NEAR * _apart(plain, checked)
+    *_, found = comparisons(model, blank, rows)
+    return found
 
 
-def _hidden(model: Target, blank: PromptCache, pieces: tuple[int, ...]) -> mx.array:
-    """Read the same tokens in pieces; return the last hidden rows [1, LAST, H]."""
-    cache, begun, found = blank.like_new(), 0, []
-    for n in pieces:
-        tokens = mx.arange(begun, begun + n) * 7 % model.vocab_size
-        found.append(model.hidden(tokens[None], cache.layers))
-        mx.eval(found[-1], cache.arrays)
-        begun += n
-    return mx.concatenate(found, axis=1)[:, -LAST:]
+def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
+    """Do as `rows_alike` step by step: yield False behind each forward pass but the last, then the result.
+
+    A model that does not compute in float32 takes no pass.
+    """
+    if model.no_hidden().dtype != mx.float32:
+        yield False
+        return
+    chunk = _computed(model, blank.like_new(), 0, rows)
+    yield False
+    before, first, plain = blank.like_new(), rows - LAST, []
+    _computed(model, before, 0, first)
+    yield False
+    cache = before.copy()
+    for position in range(first, rows):
+        plain.append(_computed(model, cache, position, 1))
+        yield False
+    checked = _computed(model, before, first, LAST)
+    steps = mx.concatenate(plain, axis=1)
+    yield _apart(steps, chunk[:, -LAST:]) <= NEAR * _apart(steps, checked)
+
+
+def _hidden(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
+    """Return hidden rows [1, n, H] of n tokens from position `begun` on, which the cache is read up to."""
+    tokens = mx.arange(begun, begun + n) * 7 % model.vocab_size
+    return model.hidden(tokens[None], cache.layers)
+
+
+def _computed(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
+    """Compute the rows of `_hidden`, without kernels that are refused."""
+    return without_refused(model, _computed_from, model, cache, cache.mark(), begun, n)
+
+
+def _computed_from(model: Target, cache: PromptCache, mark: Mark, begun: int, n: int) -> mx.array:
+    cache.restore(mark)
+    hidden = _hidden(model, cache, begun, n)
+    run_first(model)
+    evaluated(mx.eval, hidden, cache.arrays)
+    return hidden
 
 
 def _apart(a: mx.array, b: mx.array) -> float:

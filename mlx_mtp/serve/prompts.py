@@ -2,17 +2,22 @@
 
 import contextlib
 import functools
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..cache.prompt_prefix import render, shared
+from .continued import begun_answer, behind_prompt, is_begun, is_empty, is_marked, render_begun, with_mark
+from .forms import Conversation, Message, forms, with_calls_as_text
+from .history import ESCAPED, STAND_IN, linked, restored, stand_ins, with_arguments
+from .template_traits import Traits, traits_of
 
-Message = dict[str, Any]
-# Stand around what a user wrote that would be read as a special token, in hexadecimal; noncharacters of Unicode.
+# Stand around what a user wrote that would be read as a special token, in hexadecimal; noncharacters of Unicode,
+# which some templates print as escape sequences.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-HELD = re.compile(f"{OPEN}([0-9a-f]+){CLOSE}")
+HELD = re.compile(rf"(?:{OPEN}|\\ufdd0)([0-9a-f]+)(?:{CLOSE}|\\ufdd1)")
+RESERVED = [re.escape(each) for each in (OPEN, CLOSE, STAND_IN, r"\ufdd0", r"\ufdd1", ESCAPED)]
 
 
 class Prompt(NamedTuple):
@@ -38,7 +43,7 @@ def marks_of(tokenizer: Any) -> Marks:
 
 def _any_of(names: set[str]) -> re.Pattern[str]:
     ordered = sorted((re.escape(name) for name in names if name), key=len, reverse=True)
-    return re.compile("|".join([*ordered, OPEN, CLOSE]))
+    return re.compile("|".join([*ordered, *RESERVED]))
 
 
 def encode_chat(
@@ -50,26 +55,97 @@ def encode_chat(
     *,
     turns: bool,
     answers: bool = True,
+    continues: bool = True,
 ) -> Prompt:
     """Render a conversation and encode it, up to where the answer begins, if one is to follow (`answers`).
 
-    options: variables of the template. turns: find out also where turns begin. Raises ValueError where the template
-    refuses the conversation in every form that could mean the same.
+    options: variables of the template. turns: find out also where turns begin. continues: a last message of the
+    assistant is an answer to go on with. Raises ValueError where the template refuses the conversation in every form
+    that could mean the same, with the last reason that it gives.
     """
-    given = {**options, "add_generation_prompt": answers}
-    if tools:
-        given["tools"] = _held(tools, marks.every)
-    *others, last = _forms([_held_in(message, marks) for message in messages])
-    for form in others:
+    if not (answers and continues and is_begun(messages)):
+        return _encode_chat(tokenizer, marks, messages, tools, options, turns=turns, answers=answers)
+    before, last = messages[:-1], begun_answer(messages, tokenizer)
+    if not is_empty(last):
         with contextlib.suppress(ValueError):
-            return _prompt(tokenizer, form, given, turns=turns)
-    return _prompt(tokenizer, last, given, turns=turns)
+            marked = [*before, with_mark(last)]
+            return _encode_chat(tokenizer, marks, marked, tools, options, turns=turns, answers=False)
+    prompt = _encode_chat(tokenizer, marks, before, tools, options, turns=turns, answers=True)
+    texts = (_held(last.get(name) or "", marks.special) for name in ("reasoning_content", "content"))
+    return prompt._replace(tokens=prompt.tokens + _encode(tokenizer, behind_prompt(tokenizer, prompt.tokens, *texts)))
 
 
-def _prompt(tokenizer: Any, messages: list[Message], options: dict[str, Any], *, turns: bool) -> Prompt:
-    """Encode one form of a conversation; ValueError where the template refuses it."""
-    tokens = _encode(tokenizer, render(tokenizer, messages, options))
-    return Prompt(tokens, tuple(_turns(tokenizer, messages, options, tokens)) if turns else ())
+def _encode_chat(
+    tokenizer: Any,
+    marks: Marks,
+    messages: list[Message],
+    tools: list[Any] | None,
+    options: dict[str, Any],
+    *,
+    turns: bool,
+    answers: bool,
+) -> Prompt:
+    given = {**options, "add_generation_prompt": answers}
+    chat = Chat(tokenizer, marks, traits_of(tokenizer))
+    error, found, conversation = None, None, Conversation(linked(messages, chat.traits), tools)
+    unprinted = {"calls": not chat.traits.calls, "results": not chat.traits.results}
+    for form in forms(with_calls_as_text(conversation, **unprinted)):
+        if is_marked(messages) and not is_marked(form.messages):
+            continue
+        try:
+            rendered = chat.rendered(form, given)
+        except ValueError as e:
+            error = e
+            continue
+        if rendered.whole:
+            return _prompt(chat, rendered, turns=turns)
+        found = found or rendered
+    if found is None:
+        raise error or ValueError("the chat template takes no form that ends with the answer to be continued")
+    return _prompt(chat, found, turns=turns)
+
+
+class Rendered(NamedTuple):
+    """A conversation in the form that was rendered, what its stand-ins stand for, and its text.
+
+    whole: the system prompts and all stand-ins are in the text.
+    """
+
+    messages: list[Message]
+    texts: list[str]
+    options: dict[str, Any]
+    text: str
+    whole: bool
+
+
+class Chat(NamedTuple):
+    """A tokenizer's chat template, and what is known of it."""
+
+    tokenizer: Any
+    marks: Marks
+    traits: Traits
+
+    def rendered(self, form: Conversation, options: dict[str, Any]) -> Rendered:
+        """Render a form of a conversation, with arguments as the client wrote them wherever that is possible."""
+        options = {**options, **({} if form.tools is None else {"tools": _held(form.tools, self.marks.every)})}
+        messages = [_held_in(message, self.marks) for message in form.messages]
+        hold = partial(_held, pattern=self.marks.special)
+        systems = [each["content"].strip() for each in messages if each["role"] == "system"]
+        with contextlib.suppress(ValueError):
+            exact, texts = with_arguments(messages, self.traits, hold, exact=True)
+            printed = render_begun(self.tokenizer, exact, options) if texts else ""
+            if texts and (text := restored(printed, texts)) is not None:
+                whole = stand_ins(printed) == len(texts) and all(each in text for each in systems)
+                return Rendered(exact, texts, options, text, whole)
+        messages, _ = with_arguments(messages, self.traits, hold, exact=False)
+        text = render_begun(self.tokenizer, messages, options)
+        return Rendered(messages, [], options, text, all(each in text for each in systems))
+
+
+def _prompt(chat: Chat, rendered: Rendered, *, turns: bool) -> Prompt:
+    """Encode a rendered conversation."""
+    tokens = _encode(chat.tokenizer, rendered.text)
+    return Prompt(tokens, tuple(_turns(chat, rendered, tokens)) if turns else ())
 
 
 def encode_text(tokenizer: Any, text: str) -> Prompt:
@@ -79,9 +155,13 @@ def encode_text(tokenizer: Any, text: str) -> Prompt:
 
 
 def _held_in(message: Message, marks: Marks) -> Message:
-    """Hold back marks; a model's own words may have those that are not special, such as of its reasoning."""
+    """Hold back marks; a model's own words may have those that are not special, such as of its reasoning.
+
+    Calls are left to `with_arguments`.
+    """
     pattern = marks.special if message["role"] == "assistant" else marks.every
-    return {key: value if key == "role" else _held(value, pattern) for key, value in message.items()}
+    kept = ("role", "tool_calls")
+    return {key: value if key in kept else _held(value, pattern) for key, value in message.items()}
 
 
 def _held(value: Any, pattern: re.Pattern[str]) -> Any:
@@ -113,6 +193,7 @@ def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
+@functools.lru_cache(maxsize=256)  # marks are few, and a message may repeat one a million times
 def _letters(tokenizer: Any, mark: str) -> list[int]:
     """Encode a mark one character at a time, so that no token of more letters can be it."""
     ids = [token for letter in mark for token in tokenizer.encode(letter, add_special_tokens=False)]
@@ -120,49 +201,13 @@ def _letters(tokenizer: Any, mark: str) -> list[int]:
     return ids
 
 
-def _forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """List a conversation's forms: as it is; without system turns but the first; with arguments of calls as JSON."""
-    yield messages
-    if any(message["role"] == "system" for message in messages[1:]):
-        # Joined, as templates may want turns to alternate.
-        messages = joined([messages[0], *map(_as_user, messages[1:])], "user", _one_text)
-        yield messages
-    if any(message.get("tool_calls") for message in messages):
-        yield [_with_json_arguments(message) for message in messages]
-
-
-def _as_user(message: Message) -> Message:
-    return {**message, "role": "user"} if message["role"] == "system" else message
-
-
-def _one_text(message: Message, more: Message) -> Message:
-    return {**message, "content": f"{message['content']}\n\n{more['content']}"}
-
-
-def joined(messages: list[Message], role: str, join: Callable[[Message, Message], Message]) -> list[Message]:
-    """Join neighbouring messages of a role."""
-    found: list[Message] = []
-    for message in messages:
-        if found and message["role"] == found[-1]["role"] == role:
-            found[-1] = join(found[-1], message)
-        else:
-            found.append(message)
-    return found
-
-
-def _with_json_arguments(message: Message) -> Message:
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message.get("tool_calls") or ()
-    ]
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def _turns(tokenizer: Any, messages: list[Message], options: dict[str, Any], tokens: list[int]) -> Iterator[int]:
+def _turns(chat: Chat, rendered: Rendered, tokens: list[int]) -> Iterator[int]:
     """Find where the first and the last question of a user begin: other texts may go on from there."""
+    messages, options = rendered.messages, {**rendered.options, "add_generation_prompt": False}
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     for i in sorted({users[0], users[-1]}) if users else ():
         other = [*messages[:i], {"role": "user", "content": ""}]
         with contextlib.suppress(ValueError):
-            text = render(tokenizer, other, {**options, "add_generation_prompt": False})
-            yield shared(_encode(tokenizer, text), tokens)
+            text = restored(render(chat.tokenizer, other, options), rendered.texts)
+            if text is not None:
+                yield shared(_encode(chat.tokenizer, text), tokens)

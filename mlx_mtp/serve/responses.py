@@ -5,30 +5,34 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, ToolCall, calls_of, text_of
-from .chat import check_format, chosen_tools, messages_of
+from .chat import check_format, chosen_tools, functions_of, messages_of
 from .exchange import Answer, Exchange, asks_of, data, figures, function_call, new_id, openai_error
-from .fields import Door, Refused, fields_of, integer, items, plain_text, refuse, template_of, text
+from .fields import Door, Refused, fields_of, items, stops, text, tool_text
+from .forms import Message, joined, one_turn
 from .job import Begun, End, Failed
-from .prompts import Message, joined
+from .sampling_fields import most_tokens
+from .thinking import template_of
 
 
 class ResponseExchange(Exchange):
     """One response."""
 
+    api = "responses"
+
     def __init__(self, body: dict[str, Any], door: Door):
         super().__init__(body, door)
-        refuse(body, "previous_response_id", "conversation", why="nothing is stored; send the whole conversation")
-        refuse(body, "background", "prompt")
         check_format(fields_of(body, "text").get("format"), "text.format")
-        tools, one_call = chosen_tools(body, [_tool(tool) for tool in items(body, "tools")])
-        reasoning = body.get("reasoning") or {}
-        effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
-        given = {**body, "reasoning_effort": body.get("reasoning_effort") or effort}
-        most, template = integer(body, "max_output_tokens", 1, 2**31), template_of(given, door)
-        self.asks = asks_of(door, body, _messages(body), tools, template, most=most, one_call=one_call)
+        _check_include(body.get("include"))
+        given = functions_of(items(body, "tools"), self.warnings)
+        tools, one_call = chosen_tools(body, [_tool(tool) for tool in given], self.warnings)
+        template = template_of(body, door, self.warnings)
+        most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
+        how: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
+        found = _messages(body, self.warnings)
+        self.asks = asks_of(door, body, found, tools, template, self.warnings, self.call_ids, **how)
         self._body, self._id, self._created = body, new_id("resp_"), int(time.time())
         self._items: list[dict[str, Any]] = []
-        self._kind, self._said, self._number = "", "", 0
+        self._kind, self._said, self._number, self._calls = "", "", 0, 0
 
     def begin(self, begun: Begun) -> Iterable[str]:
         yield self._event("response.created", response=self._response("in_progress"))
@@ -37,7 +41,7 @@ class ResponseExchange(Exchange):
     def part(self, choice: int, part: Part) -> Iterable[str]:
         if isinstance(part, ToolCall):
             yield from self._close_item()
-            item = _call_item(part)
+            item = self._call_item(part)
             yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
             at = {"item_id": item["id"], "output_index": len(self._items)}
             yield self._event("response.function_call_arguments.delta", delta=part.arguments, **at)
@@ -70,7 +74,7 @@ class ResponseExchange(Exchange):
             self._items.append(_text_item("reasoning", new_id("rs_"), reasoning))
         if said or not calls:
             self._items.append(_text_item("message", new_id("msg_"), said))
-        self._items += [_call_item(call) for call in calls]
+        self._items += [self._call_item(call) for call in calls]
         return self._ended(end)
 
     def _at(self) -> dict[str, Any]:
@@ -98,6 +102,11 @@ class ResponseExchange(Exchange):
         yield self._item_event("done", item)
         self._items.append(item)
         self._kind = ""
+
+    def _call_item(self, call: ToolCall) -> dict[str, Any]:
+        self._calls += 1
+        known = {"call_id": self.call_ids.of(0, self._calls - 1), "name": call.name, "arguments": call.arguments}
+        return {"type": "function_call", "id": new_id("fc_"), "status": "completed", **known}
 
     def _item_event(self, what: str, item: dict[str, Any]) -> str:
         return self._event(f"response.output_item.{what}", output_index=len(self._items), item=item)
@@ -152,30 +161,30 @@ def _text_item(kind: str, name: str, said: str) -> dict[str, Any]:
     return {"type": kind, "id": name, "role": "assistant", "status": "completed", "content": [_content(said)]}
 
 
-def _call_item(call: ToolCall) -> dict[str, Any]:
-    known = {"call_id": new_id("call_"), "name": call.name, "arguments": call.arguments}
-    return {"type": "function_call", "id": new_id("fc_"), "status": "completed", **known}
-
-
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Bring a tool to the form of chat completions, which has its facts one level down."""
-    if tool.get("type") != "function":
-        raise Refused(f"tools: type {tool.get('type')!r}; allowed is function", param="tools")
     return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
 
 
-def _messages(body: dict[str, Any]) -> list[Message]:
+def _check_include(given: Any) -> None:
+    """Refuse log probabilities, which this API does not return here; other values name what there is none of."""
+    for name in given if isinstance(given, list) else []:
+        if isinstance(name, str) and name.endswith("logprobs"):
+            raise Refused(f"include: {name[:80]!r} is not supported", param="include")
+
+
+def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
     """Read instructions and input, a text or items, as messages."""
     instructions, given = text(body, "instructions"), body.get("input")
     found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         found.append({"role": "user", "content": given})
     else:
-        found += [_message(item) for item in items(body, "input")]
-    return joined(messages_of(found), "assistant", _one_turn)
+        found += [_message(item, warnings) for item in items(body, "input")]
+    return joined(messages_of(found, warnings), "assistant", one_turn)
 
 
-def _message(item: dict[str, Any]) -> dict[str, Any]:
+def _message(item: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
     """Write an item as a message; what an assistant thought, said and called are three."""
     kind = item.get("type", "message")
     if kind == "message":
@@ -184,17 +193,10 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
         call = function_call(item.get("call_id"), item.get("name"), item.get("arguments"))
         return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
-        output = plain_text(item.get("output"), "output")
+        output = tool_text(item.get("output"), "output", warnings)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     if kind == "reasoning":
         thought = "".join(text(part, "text") for part in items(item, "content"))
         return {"role": "assistant", "reasoning_content": thought}
     allowed = "messages, function calls and outputs"
     raise Refused(f"input: an item of type {kind!r}; allowed are {allowed}", param="input")
-
-
-def _one_turn(message: Message, more: Message) -> Message:
-    """Join two parts of an assistant's turn."""
-    calls = [*message.get("tool_calls", ()), *more.get("tool_calls", ())]
-    content = "\n".join(each["content"] for each in (message, more) if each["content"])
-    return {**message, **more, "content": content, **({"tool_calls": calls} if calls else {})}

@@ -15,7 +15,8 @@ import mlx.core as mx
 import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
-from ..decoding.options import default_draft_tokens
+from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
+from ..decoding.options import default_draft_tokens, default_step
 from .app import Site, application
 from .engine import Engine, Limits
 from .fields import Door
@@ -23,14 +24,14 @@ from .guard import Rules
 from .job import Served
 from .metrics import Metrics
 from .prefix_files import PrefixFiles
-from .prefixes import Chunking, PrefixTree, rows_alike
+from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
 from .together import Together
-from .tool_formats import format_of
+from .tool_calls.table import format_of
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # seconds at the end in which what is remembered is written to files
-CHUNK, CHUNK_ON_CPU = (512, 32), (64, 24)  # tokens at most and at least: read fast, and little of it twice
+CHUNK, CHUNK_ON_CPU = (512, LEAST_CHUNK), (64, 24)  # tokens at most and at least: read fast, and little of it twice
 
 
 class Loaded(NamedTuple):
@@ -140,9 +141,10 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
     most, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
-    step, ranks = settings.step or most, getattr(model, "ranks", None)
+    step, ranks = settings.step or min(most, default_step(model)), getattr(model, "ranks", None)
     tree = PrefixTree(blank, Chunking(step, least, frozenset(tokenizer.eos_token_ids)), settings.cache_bytes)
-    tree.decoded = bool(tree.limit) and not ranks and rows_alike(model, blank, step)
+    if tree.limit and not ranks and not blank.is_mlx_lm:
+        tree.decoded = None  # the engine compares rows when it is idle; ranks decide nothing by time
     options = {**settings.options, "num_draft_tokens": k}
     together = None if ranks else Together(model, tokenizer, options, step)
     return Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files, together)
@@ -152,6 +154,7 @@ def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
     """Open the site's door for requests to a model that is loaded."""
     model, tokenizer, advised, _ = loaded
     served = shared(loaded, settings)
+    site.metrics.counted = count_buffers(served.tree.blank)
     own = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
     site.door = Door(
         names=settings.names,

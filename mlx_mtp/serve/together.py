@@ -1,5 +1,6 @@
 """Decode the answers of a loaded model together: a cycle of all of them is one pass over the weights."""
 
+import logging
 from collections.abc import Generator
 from contextlib import suppress
 from typing import Any
@@ -10,8 +11,11 @@ from ..batch.settings import SAMPLING
 from ..cache.prompt_cache import PromptCache
 from ..decoding.sampling import Sampling
 from ..generate import GenerationResponse, text_response
+from .failures import dropped
 
+log = logging.getLogger("mlx_mtp.serve")
 Responses = Generator[GenerationResponse | None, None, None]
+FAILED = "answers that were decoded together failed"
 
 
 class Together:
@@ -24,28 +28,37 @@ class Together:
         self.model, self.tokenizer, self.options, self.chunk = model, tokenizer, options, step
         self._batch: BatchGenerator | None = None
         self._said: dict[int, list[Response]] = {}
-        self._raised: dict[int, Exception] = {}
-        self._error: Exception | None = None
+        self._raised: dict[int, BaseException] = {}
 
     def step(self) -> None:
-        """Take a cycle of all answers; one fails of its own sampler or processor, all of anything else."""
-        if not self._said:
+        """Take a cycle of all answers.
+
+        An exception in reading a prompt, a sampler or a processor ends the one answer, any other one all of them.
+        """
+        batch = self._batch
+        if batch is None or not self._said:
             return
-        assert self._batch
         try:
-            for response in self._batch.next()[1]:
-                self._said[response.uid].append(response)
-        except Exception as e:
-            if self._batch.failed is not None:
-                self._raised[self._batch.failed] = e
-                return
-            self._error = e
-            with suppress(Exception):  # what is broken may not even close
-                self.close()
+            for response in batch.next()[1]:
+                if (said := self._said.get(response.uid)) is not None:
+                    said.append(response)
+        except BaseException as e:
+            failed, batch.failed = batch.failed, None
+            if failed is None:
+                self._fail(e)
+            elif failed in self._said:
+                self._raised[failed] = e
+
+    def _fail(self, error: BaseException) -> None:
+        """End all answers, and release the batch; the next answer gets a new one."""
+        with suppress(BaseException):
+            log.error(FAILED, exc_info=error)
+        with suppress(BaseException):  # what is broken may not even close
+            self.close()
 
     def close(self) -> None:
-        """Let go of all answers, and of the batch."""
-        batch, self._batch, self._said = self._batch, None, {}
+        """Release all answers and the batch."""
+        batch, self._batch, self._said, self._raised = self._batch, None, {}, {}
         if batch:
             batch.close()
 
@@ -55,13 +68,14 @@ class Together:
         held: the cache in front of `prompt`; it is taken out of the list, and one that holds all but the last token
         comes back. options: of `stream_generate`. Raises ValueError for what cannot be asked for.
         """
-        uid, stats, told = self._inserted(prompt, held, options), options["stats"], 0
-        detokenizer, said = self.tokenizer.detokenizer, self._said.setdefault(uid, [])
+        stats, detokenizer, said, told = options["stats"], self.tokenizer.detokenizer, list[Response](), 0
+        uid = self._inserted(prompt, held, options)
+        self._said[uid] = said
         try:
             while uid in self._said:
                 yield None
                 if self._said.get(uid) is not said:
-                    raise RuntimeError("answers that were decoded together failed") from self._error
+                    raise RuntimeError(FAILED)
                 if uid in self._raised:
                     raise self._raised.pop(uid)
                 for r in self._taken(uid, held):
@@ -69,9 +83,21 @@ class Together:
                     yield text_response(detokenizer, (r.token, r.logprobs, r.from_draft), stats, r.finish_reason)
         finally:
             stats.generation_tokens = told
-            self._raised.pop(uid, None)
-            if self._batch and self._said.pop(uid, None) is not None:
-                held += [cache for cache, _ in self._batch.remove([uid], return_prompt_caches=True).values()]
+            if self._said.get(uid) is said:  # a new batch counts from the first number again
+                del self._said[uid]
+                self._raised.pop(uid, None)
+                held += self._removed(uid)
+
+    def _removed(self, uid: int) -> list[PromptCache]:
+        """Take an answer that has not ended out of the batch; return its cache, nothing if that cannot be copied."""
+        assert self._batch
+        with dropped("the cache of an answer was not kept"):
+            return [cache for cache, _ in self._batch.remove([uid], return_prompt_caches=True).values()]
+        try:
+            self._batch.remove([uid])
+        except BaseException as e:
+            self._fail(e)
+        return []
 
     def _taken(self, uid: int, held: list[PromptCache]) -> list[Response]:
         """Take what an answer has said; with the last of it, its cache."""
@@ -92,6 +118,7 @@ class Together:
             [held.pop()],
             samplers=[sampling],
             logits_processors=[options.get("logits_processors")],
+            stop_sequences=[self._stops(options)],
             seeds=[options.get("seed")],
             logprobs=[options["logprobs"]],
             stats=[options["stats"]],
@@ -99,6 +126,9 @@ class Together:
         return uid
 
     def _made(self) -> BatchGenerator:
-        stops = {*self.options.get("stop_tokens", ()), *self.tokenizer.eos_token_ids}
-        options = {**self.options, "stop_tokens": [[token] for token in stops], "check_memory": False}
+        options = {**self.options, "stop_tokens": self._stops(self.options), "check_memory": False}
         return BatchGenerator(self.model, prefill_step_size=self.chunk, **options)
+
+    def _stops(self, options: dict[str, Any]) -> list[list[int]]:
+        """The sequences that end an answer, each of one token."""
+        return [[token] for token in {*options.get("stop_tokens", ()), *self.tokenizer.eos_token_ids}]

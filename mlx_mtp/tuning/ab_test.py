@@ -9,7 +9,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..machine.errors import with_type
+from ..kernels import KernelRefused, forget_new, ran
+from ..machine.errors import refusal
 
 Op = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
 
@@ -75,6 +76,10 @@ class KernelTrial:
         pairs = [(ours, stock) for ours, (_, stock) in zip(self.split, self.pairs, strict=True)] if self.split else []
         return replace(self, pairs=pairs, split=()) if pairs else self
 
+    def chosen(self, split: bool) -> "KernelTrial":
+        """Return the trial of one alternative only: with the rows split, or not."""
+        return self.of_split() if split else replace(self, split=())
+
     def x(self, seed: int) -> mx.array:
         """Draw normal x [M, K], the same for the same seed."""
         return mx.random.normal((self.rows, self.width), self.dtype, key=mx.random.key(seed))
@@ -85,6 +90,7 @@ def compile_kernel(trial: KernelTrial) -> None:
     ours, x = trial.pairs[0][0], trial.x(0)
     with suppress(Exception):  # which `check` gets as well, and says
         mx.eval(ours(x), ours(x[:1]) if trial.truth else None, trial.alone[0](x) if trial.alone else None)
+        ran()
 
 
 def check(trial: KernelTrial, seed: int = 0) -> str | None:
@@ -149,8 +155,15 @@ def _of_kernel(ours: Op, x: mx.array) -> list[mx.array]:
         found = list(ours(x))
         mx.eval(found)
     except Exception as e:
-        raise WrongKernel(f"{FAILS} {with_type(e)}") from e
+        forget_new()
+        raise WrongKernel(failing(e)) from e
+    ran()
     return found
+
+
+def failing(e: Exception) -> str:
+    """Say what is wrong with a kernel that gave nothing but an exception."""
+    return f"{FAILS} {refusal(e.refusals[0].error if isinstance(e, KernelRefused) and e.refusals else e)}"
 
 
 def _spoilt(rows: int, draw: int) -> list[bool]:

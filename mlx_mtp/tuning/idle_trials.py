@@ -20,7 +20,8 @@ class IdleTrials(AbstractContextManager):
 
     def __init__(self, model: Any):
         self.model = model
-        self.trials: Any = getattr(model, "_trials", None)
+        # Ranks have the same kernels, which none of them changes alone.
+        self.trials: Any = None if getattr(model, "ranks", None) else getattr(model, "_trials", None)
         self.wanted = threading.Event()  # somebody waits
         self.thread: threading.Thread | None = None
         self.trouble: Exception | None = None

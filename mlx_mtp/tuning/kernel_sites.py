@@ -49,8 +49,7 @@ def place(model: Port) -> list[Site]:
     for module in modules:
         sites += _single(model, module)
     mixtures = (module for module in modules if type(module) in model.MOE and servable(module))
-    return [
-        *sites,
+    sites += [
         *(Recurrence(module, RecurrentCache) for module in modules if isinstance(module, GatedDelta)),
         *(Scan(module, RecurrentCache) for module in modules if isinstance(module, Mamba2)),
         *_attentions(model),
@@ -59,6 +58,13 @@ def place(model: Port) -> list[Site]:
         *_sums(model),
         *place_heads(model),
     ]
+    vars(model)["_sites"] = [*placed(model), *sites]  # past nn.Module, which would look for arrays in it
+    return sites
+
+
+def placed(model: Any) -> list[Site]:
+    """List the sites that `place` has put on a model."""
+    return list(vars(model).get("_sites", ()))
 
 
 def _format(linear: Any) -> tuple:

@@ -26,9 +26,11 @@ from ..ranks.ordered_sum import parts_alone, sum_over
 from .ab_test import LAYERS, Op, compile_kernel
 from .kernel_sites import place, tied
 from .kernel_trials import (
+    ASKED,
     DRAWS_OF_FOLLOWING,
     NOT_TRIED,
     RIGHT,
+    Found,
     KernelTrial,
     Key,
     RememberedVerdicts,
@@ -68,8 +70,7 @@ def switch_on(
     found = ModelTrials(model, place(model), kv_bits, lane)
     for module in summed:
         sum_over(module, module.ranks_group)
-    if not model.ranks:
-        model._trials = found
+    model._trials = found
     if lane is not None:
         found.decide(found.trials)
     elif not model.ranks or model.ranks.rank == 0:
@@ -87,14 +88,14 @@ def switch_on(
 def switch_on_for_texts(model: Any) -> None:
     """Try the kernels that are not tried yet for the rows of several texts; what is on changes, and the report."""
     found = getattr(model, "_trials", None)
-    if found and found.go_together():
+    if found and not model.ranks and found.go_together():
         put_on(model, found)
 
 
 def put_on(model: Any, found: "ModelTrials") -> None:
     """Let the sites of a model serve what its trials have found since, and its report say so."""
     kernels, not_exact = found.switched()
-    if kernels != model.report.kernels:
+    if getattr(model, "report", None) and kernels != model.report.kernels:
         model.report = replace(model.report, kernels=kernels, not_exact=not_exact)
         vars(model).pop("_learned", None)  # what cycles cost with the kernels of before
 
@@ -116,6 +117,41 @@ class ModelTrials:
         self.verdicts = {trial.key: off(f"{NOT_TRIED}, as nothing uses it") for trial in self.trials}
         self.verdicts |= {trial.key: off(f"{NOT_TRIED} yet") for trial in self.asked()}
 
+    @classmethod
+    def of_sites(cls, model: Port, sites: Sequence[Site]) -> "ModelTrials":
+        """Make the trials of sites that were switched on without any, as those that found it right."""
+        found = cls(model, sites)
+        found.trials += trials(sites, found.dtype, "together")
+        none: frozenset[int] = frozenset()
+        rows: dict[tuple[str, str], tuple[frozenset[int], frozenset[int]]] = {}
+        for site in sites:
+            key = site.op, _typed(site.shape, found.dtype)
+            on, split = rows.get(key, (none, none))
+            rows[key] = on | site.rows, split | site.split
+        for trial in found.trials:
+            on, split = (trial.rows in of for of in rows[(trial.base or trial.key)[:2]])
+            found.verdicts[trial.key] = KernelVerdict(on, on, reason=ASKED, split=split)
+        return found
+
+    @property
+    def all_trials(self) -> list[KernelTrial]:
+        """The trials, and those of products by matrices."""
+        return [*self.trials, *(self.matrices.trials if self.matrices else ())]
+
+    @property
+    def all_verdicts(self) -> dict[Key, KernelVerdict]:
+        """The verdicts of `all_trials`."""
+        return {**self.verdicts, **(self.matrices.verdicts if self.matrices else {})}
+
+    def reject(self, key: Key, reason: str, *, remembered: bool) -> None:
+        """Note, for later loads too if asked for, that a kernel failed; it is off from the next `switched` on."""
+        if self.matrices and key in self.matrices.verdicts:
+            return self.matrices.reject(key, reason, remembered=remembered)
+        contexts, split = [trial.key for trial in self.trials if trial.base == key], self.verdicts[key].split
+        self.verdicts |= dict.fromkeys([key, *contexts], off(reason))
+        if remembered:
+            self.remembered.add({key: Found(reason, None, split=split)})
+
     def begin(self) -> None:
         """Decide on what the first cycles use; where all of that is remembered, let it be compiled, and go on."""
         known, first = self.remembered.recall(), [trial for trial in self.asked() if trial.rows <= FIRST_ROWS]
@@ -126,7 +162,7 @@ class ModelTrials:
         for trial in self.asked():
             timed = known.get(trial.key, RIGHT) != RIGHT and trial.rows <= WARM_ROWS
             if timed and (verdict := self.verdicts[trial.key]).on:
-                compile_kernel(trial.of_split() if verdict.split else trial)
+                compile_kernel(trial.chosen(verdict.split))
 
     def go_on(self, stop: Callable[[], bool]) -> None:
         """Try what is left, until `stop` says that somebody waits."""
@@ -165,14 +201,20 @@ class ModelTrials:
         return lines, (*rows_not_exact(sites), *others_not_exact(self.model))
 
     def agree(self) -> None:
-        """Take rank 0's verdicts, where the model is split over ranks: rows have to have the same bits on all."""
-        if self.model.ranks:
-            own = [(key, vars(verdict)) for key, verdict in self.verdicts.items()]
-            told = {tuple(key): KernelVerdict(**facts) for key, facts in self.model.ranks.told(own)}
-            self.verdicts = cast(dict[Key, KernelVerdict], told)
-            for (op, *_), verdict in self.verdicts.items():
-                if verdict.right:
-                    take(op, verdict.spelling)
+        """Take rank 0's verdicts, where the model is split over ranks: rows have to have the same bits on all.
+
+        A kernel that another rank has seen to be wrong is off on all of them.
+        """
+        if not self.model.ranks:
+            return
+        first, *others = self.model.ranks.all_told([(key, vars(verdict)) for key, verdict in self.verdicts.items()])
+        told = {tuple(key): KernelVerdict(**facts) for key, facts in first}
+        tried = (item for verdicts in others for item in verdicts if not item[1]["reason"].startswith(NOT_TRIED))
+        told |= {tuple(key): KernelVerdict(**facts) for key, facts in tried if not facts["right"]}
+        self.verdicts = cast(dict[Key, KernelVerdict], told)
+        for (op, *_), verdict in self.verdicts.items():
+            if verdict.right:
+                take(op, verdict.spelling)
 
     def decide(self, trials: list[KernelTrial], **how: Any) -> None:
         """Decide on these, by what an earlier load found where it is remembered.

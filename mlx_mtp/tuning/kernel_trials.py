@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..kernels import padded
+from ..kernels import out_of_memory, padded
 from ..kernels.contraction import is_taken, others, spelled, spelling, take
-from ..machine.errors import with_type
 from ..machine.progress import tell
-from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, time_pair
+from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, failing, time_pair
 from .kernel_verdict import AS_ROWS, MARGIN, KernelVerdict, judged, off
 from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
 
@@ -59,13 +58,18 @@ def decide(
         return {trial.key: off(ASKED) for trial in trials}
     if lane is None:
         return _by_trial(trials, Decisions(timer, budget, stop), remembered)
+    known = {key: found for key, found in remembered.recall().items() if refused(found)} if remembered else {}
     found: dict[Key, Found] = {}
     while left := [trial for trial in trials if is_stale(trial.key, found.get(trial.key))]:
         for done, trial in enumerate(left):
             tell(TRYING, done, len(left))
-            wrong, split = (found[trial.base].wrong, False) if trial.base else check_split(trial)
+            last = found.get(trial.base) if trial.base else known.get(trial.key)
+            wrong, split = (last.wrong, last.split) if last else check_split(trial)
             found[trial.key] = Found(wrong or "", None, spelling(trial.op), split)
-    _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
+    new = {key: finding for key, finding in found.items() if key not in known}
+    if remembered:
+        remembered.add({key: finding for key, finding in new.items() if refused(finding)})
+    warn_of_wrong({key: finding.wrong for key, finding in new.items()})
     asked = KernelVerdict(True, True, reason=ASKED)
     return {
         key: replace(off(f.wrong) if f.wrong else asked, spelling=f.spelling, split=f.split)
@@ -95,9 +99,29 @@ def check_split(trial: KernelTrial) -> tuple[str | None, bool]:
     return wrong, False
 
 
+def faster(trial: KernelTrial, split: bool, timer: Callable[[KernelTrial], float]) -> tuple[float, bool]:
+    """Time a kernel; return stock MLX's time over its own, and whether its rows are split.
+
+    split: only the kernel that splits them runs. Else both are timed where both are right, and it has to be the
+    faster one by MARGIN.
+    """
+    other = trial.of_split()
+    ratio = float(timer(other if split else trial))
+    if trial.split and not split and check(replace(other, draws=DRAWS_OF_FOLLOWING)) is None:
+        of_split = float(timer(other))
+        return (of_split, True) if of_split > ratio * MARGIN else (ratio, False)
+    return ratio, split
+
+
 def is_stale(key: Key, found: Found | KernelVerdict | None) -> bool:
     """Return whether a finding is missing, or of another spelling than its op has by now."""
     return found is None or found.spelling != spelling(key[0])
+
+
+def refused(found: Found) -> bool:
+    """Tell whether a kernel was found not to compile or run, which it will not the next time either."""
+    wrong = found.wrong or ""
+    return wrong.startswith(FAILS) and not out_of_memory(wrong)
 
 
 def sharing(trials: Iterable[KernelTrial]) -> list[list[KernelTrial]]:
@@ -131,35 +155,29 @@ class Decisions:
             timed = trial if timed is None and verdict.ratio is not None else timed
 
     def _timed(self, trial: KernelTrial) -> KernelVerdict:
-        if trial.base:
-            if not (verdict := self.verdicts[trial.base]).right:
-                return off(verdict.reason)
-            trial = trial.of_split() if verdict.split else replace(trial, split=())
-        known = self._known(trial)
+        base = self.verdicts[trial.base] if trial.base else None
+        if base and not base.right:
+            return off(base.reason)
+        trial = trial.chosen(base.split) if base else trial
+        known = self._known(trial, base)
         if known and known.wrong != RIGHT.wrong:
             return judged(known)
         if why := self._no_time(trial):
             return off(why)
         wrong, split = check_split(trial)
+        ratio = None
         try:
-            ratio = None if wrong else float(self.timer(trial.of_split() if split else trial))
-            if (
-                ratio
-                and trial.split
-                and not split
-                and check(replace(trial.of_split(), draws=DRAWS_OF_FOLLOWING)) is None
-            ):
-                of_split = float(self.timer(trial.of_split()))
-                ratio, split = (of_split, True) if of_split > ratio * MARGIN else (ratio, False)
-            self.found[trial.key] = Found(wrong, ratio, spelling(trial.op), split)
+            if not wrong:
+                ratio, split = faster(trial, split, self.timer)
         except Exception as e:
-            return KernelVerdict(False, True, reason=f"timing it fails with {with_type(e)}")
+            return KernelVerdict(False, True, reason=f"timing it {failing(e)}")
+        self.found[trial.key] = Found(wrong, ratio, spelling(trial.op), base.split if base else split)
         return judged(self.found[trial.key])
 
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
         """Judge as the timed one where this one is right; a number of rows less, only if the one below is on, too."""
-        verdict, known = self.verdicts[timed.key], self._known(trial)
-        trial = trial.of_split() if verdict.split else trial
+        verdict = self.verdicts[timed.key]
+        trial, known = trial.chosen(verdict.split), self._known(trial, verdict)
         below = self.verdicts.get((trial.op, trial.shape, trial.rows - 1), verdict)
         if not verdict.on or (trial.rows < timed.rows and not below.on):
             return off((verdict if not verdict.on else below).reason)
@@ -168,17 +186,15 @@ class Decisions:
                 return off(why)
             wrong = check_spellings(replace(trial, draws=DRAWS_OF_FOLLOWING)) or ""
             known = self.found[trial.key] = Found(wrong, None, spelling(trial.op), verdict.split)
+        if known.wrong != RIGHT.wrong:
+            return judged(known)
         as_timed = f"{AS_ROWS}{timed.rows}" if trial.shape == timed.shape else f"as {timed.shape.split()[0]}"
-        return (
-            KernelVerdict(True, True, reason=as_timed, split=verdict.split)
-            if known.wrong == RIGHT.wrong
-            else judged(known)
-        )
+        return KernelVerdict(True, True, reason=as_timed, split=verdict.split)
 
-    def _known(self, trial: KernelTrial) -> Found | None:
-        """Recall what holds for the spelling that the op has by now."""
+    def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> Found | None:
+        """Return what is remembered, unless it is of another spelling than the op's, or alternative than `like`'s."""
         known = self.known.get(trial.key)
-        return None if is_stale(trial.key, known) else known
+        return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known
 
     def _no_time(self, trial: KernelTrial) -> str:
         """Compile the kernel and say "", or why it cannot be tried now."""
@@ -207,15 +223,15 @@ def _by_trial(
                 tell(TRYING, done, len(left))
                 decisions.judge(group)
     finally:
-        # What failed is tried again by the next load: memory may have been short.
-        kept = {key: finding for key, finding in found.items() if not (finding.wrong or "").startswith(FAILS)}
-        if remembered and kept:
-            remembered.keep({**decisions.known, **kept})
-    _warn_of_wrong({key: finding.wrong for key, finding in found.items()})
+        # What failed for want of memory is tried again by the next load.
+        kept = {key: f for key, f in found.items() if refused(f) or not (f.wrong or "").startswith(FAILS)}
+        if remembered:
+            remembered.add(kept)
+    warn_of_wrong({key: finding.wrong for key, finding in found.items()})
     return {trial.key: decisions.verdicts[trial.key] for trial in trials}
 
 
-def _warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
+def warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
     """Warn, in a line per op: MLX may have changed what the kernel has to equal."""
     wrong = [(key, reason) for key, reason in reasons.items() if reason]
     for op, group in itertools.groupby(sorted(wrong), key=lambda item: item[0][0]):

@@ -72,8 +72,6 @@ class Cycle:
 class Fixed:
     """The same plan for each cycle: k drafts, or max_lookup of the text where its last tokens occurred before."""
 
-    paused = ""  # as a `Controller` has it
-
     def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False):
         self.k, self.max_lookup, self.p_min = k, max_lookup, p_min
 

@@ -64,6 +64,11 @@ class RememberedVerdicts:
             found=[[*key, f.wrong, f.ratio, f.split] for key, f in self._found.items()], spellings=spellings
         )
 
+    def add(self, found: Mapping[Key, Found]) -> None:
+        """Keep more findings, if there are any, beside those that are kept."""
+        if found:
+            self.keep({**self.recall(), **found})
+
 
 def _parsed(entry: list) -> tuple[Key, Found]:
     """Read one line of the file; ValueError where this module cannot have written it."""

@@ -6,6 +6,8 @@ import mlx.core as mx
 import pytest
 
 import mlx_mtp
+from mlx_mtp.batch import generator
+from mlx_mtp.decoding.prefill import read_chunk
 
 PROMPTS = [[1, 2, 3, 0, 2, 4], [2, 2, 1], [3, 0, 1, 2]]
 
@@ -76,3 +78,21 @@ def test_all_that_are_there_fail(tiny_models, texts, call):
     found, failed = told(batch, uids)
     assert not failed
     assert [found[uid] for uid in uids] == [alone(model, prompt, 5) for prompt in PROMPTS]
+
+
+def test_a_text_whose_prompt_cannot_be_read_fails_alone(tiny_models, monkeypatch):
+    """While another one decodes, and one more waits."""
+    model, _ = tiny_models(0)
+
+    def broken(model, cache, chunk, **how):
+        if chunk[0] == PROMPTS[1][0] and not cache.offset:
+            raise Broken
+        return read_chunk(model, cache, chunk, **how)
+
+    monkeypatch.setattr(generator, "read_chunk", broken)
+    batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=1, adaptive=False, prefill_step_size=2)
+    uids = batch.insert(PROMPTS, [12, 12, 12])
+    found, failed = told(batch, uids)
+    assert failed == uids[1:2]
+    assert [found[uid] for uid in uids] == [alone(model, PROMPTS[0], 12), [], alone(model, PROMPTS[2], 12)]
+    assert batch.prompt_cache_nbytes == 0

@@ -10,9 +10,12 @@ from metal_cases import linux_only
 from trial_cases import fails, off_by_one_bit, trial
 
 from mlx_mtp.bench import doctor, emulated_check
+from mlx_mtp.bench.compile_jobs import OPS
 from mlx_mtp.bench.doctor_page import page, table, verdict
+from mlx_mtp.bench.doctor_summary import REGISTERS, by_kernel, launched
 from mlx_mtp.bench.kernels_cases import SMALL
 from mlx_mtp.emulator import compile as compiling
+from mlx_mtp.tuning.kernel_switch import trials
 
 COUNTED = {"op": "add_norm", "shape": "512", "rows": 4, "against": "error", "wrong": None}
 COUNTED |= {"launches": 1, "requested": 2048, "reread": 1.0}
@@ -91,6 +94,82 @@ def test_what_is_wrong_or_failed_is_said_and_shown(found, said):
     reasons += [part["failed"] for part in found.values() if isinstance(part, dict) and "failed" in part]
     assert reasons
     assert all(reason in shown for reason in reasons)
+
+
+def test_what_was_refused_while_the_model_decoded_is_shown():
+    refused = ["add_norm 512", [5, 6], "fails with RuntimeError: add_norm.metal:3:1: error: y"]
+    found = found_of(COUNTED, refused=[refused])
+    good, words = verdict(found)
+    assert not good
+    assert "1 kernels were refused and are off" in words
+    assert "OFF: add_norm 512, M=5, 6: fails with RuntimeError: add_norm.metal:3:1: error: y" in page(found)
+
+
+def of_kernel(name, found):
+    """A kernel's line of the summary, and the page's cells of it."""
+    (line,) = [k for k in by_kernel(found) if k["kernel"] == name]
+    section = page(found).partition("## Every kernel")[2].partition("## ")[0]
+    (row,) = [row for row in section.splitlines() if row.startswith(f"| `{name}` ")]
+    for reason in line["not_checked"]:
+        assert f": {reason}" in section
+    return line, [cell.strip() for cell in row.split("|")[1:-1]]
+
+
+def test_every_kernel_is_summarized():
+    assert [k["kernel"] for k in by_kernel(found_of(COUNTED))] == [*OPS]
+    assert all(k["not_checked"] for k in by_kernel(found_of(TIMED, metal=True)))
+
+
+def test_the_summary_of_a_kernel_on_a_gpu():
+    """It compiled and is right, its ratios, its spelling; each as JSON, and as a cell of the page."""
+    lines = [{**TIMED, "kernels": ["add_norm", "gated_norm"], "spelling": "FUSED", "ratio": r} for r in (1.25, 0.5)]
+    for name in ("add_norm", "gated_norm"):
+        line, cells = of_kernel(name, found_of(*lines, metal=True))
+        assert (line["compiled"], line["right"], line["ratio"]) == (True, True, [0.5, 1.25])
+        assert line["alternative"] == {"multiply_adds": "fused"}
+        assert line["not_checked"] == [REGISTERS]
+        assert cells == [f"`{name}`", "add_norm", "yes", "yes", "0.50-1.25", "fused", "not told by MLX"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "found", "compiled", "right", "why"),
+    [
+        (
+            "add_norm",
+            found_of({**TIMED, "wrong": "row 1 differs", "ratio": None}, metal=True),
+            True,
+            False,
+            "is wrong",
+        ),
+        (
+            "add_norm",
+            found_of({**TIMED, "wrong": "fails with E: no", "ratio": None}, metal=True),
+            False,
+            False,
+            "failed",
+        ),
+        ("add_norm", found_of({"of": "a", "op": "add_norm", "failed": "no"}, metal=True), False, False, "failed"),
+        (
+            "add_norm",
+            found_of({**TIMED, "ratio": None}, metal=True, bits_only=True, op=[]),
+            True,
+            True,
+            "--bits-only",
+        ),
+        ("add_norm", found_of(COUNTED), None, True, "no Metal GPU"),
+        ("draw_top", found_of(TIMED, metal=True), None, None, "no case launches it"),
+        ("draw_top", found_of(TIMED, metal=True, bits_only=True, op=["add_norm"]), None, None, "no op of --op"),
+        ("draw_top", found_of(kernels={"found": [], "not_checked": "no clang"}), None, None, "no clang"),
+    ],
+)
+def test_what_was_not_checked_of_a_kernel_is_said_with_the_reason(kernel, found, compiled, right, why):
+    line, cells = of_kernel(kernel, found)
+    assert (line["compiled"], line["right"], line["ratio"]) == (compiled, right, None)
+    assert any(why in reason for reason in line["not_checked"])
+    assert cells[2:4] == [
+        {True: "yes", None: ""}.get(compiled, "**no**"),
+        {True: "yes", None: ""}.get(right, "**WRONG**"),
+    ]
 
 
 def test_cells_line_up_and_bars_in_them_are_escaped():
@@ -186,6 +265,15 @@ def test_on_a_gpu_wrong_kernels_are_not_timed_and_failing_ones_lose_no_other(mon
 
 
 @linux_only
+def test_under_the_emulator_the_recurrences_own_kernels_are_checked():
+    """Their cache is in the type of the rows, else plain operations take their place."""
+    found = emulated_check.of_op("gated_delta_verify")
+    assert found["wrong"] is None
+    assert found["kernels"] == ["delta_inputs", "gated_delta_verify", "gated_norm"]
+    assert found["launches"] == 3
+
+
+@linux_only
 def test_under_the_emulator_a_wrong_kernel_is_seen(monkeypatch):
     assert emulated_check.of_op("add_norm")["wrong"] is None
     assert emulated_check.of_op("verify_qmm")["wrong"] is None
@@ -195,6 +283,37 @@ def test_under_the_emulator_a_wrong_kernel_is_seen(monkeypatch):
         site.ours = lambda x, ours=ours: [y * 1.05 for y in ours(x)]
         monkeypatch.setitem(emulated_check.SMALL, op, lambda site=site: site)
         assert wrong in emulated_check.of_op(op)["wrong"]
+
+
+def test_a_line_names_the_kernels_that_it_launches():
+    names = {op: launched(trials([SMALL[op]()], mx.bfloat16)[0]) for op in ("add_norm", "verify_moe")}
+    assert names == {"add_norm": ["add_norm"], "verify_moe": ["moe_down", "moe_glu", "moe_route"]}
+
+
+@pytest.mark.parametrize("missing", [(), ("bfloat16",)])
+def test_bits_on_a_gpu_are_of_every_type_that_it_has(monkeypatch, missing):
+    """What it lacks is reported, and is no fault."""
+    monkeypatch.setattr(doctor, "on_metal", lambda: True)
+    monkeypatch.setattr(doctor, "lacking", lambda: dict.fromkeys(missing, "error: no such type"))
+    monkeypatch.setattr(doctor, "launched", lambda trial: ["add_norm"])
+    monkeypatch.setattr(
+        doctor,
+        "tried",
+        lambda trial, timed: (
+            {"wrong": None, "dtype": str(trial.dtype), "ratio": timed or None}
+            | {"weight": str(trial.pairs[0][0].__self__.norm.weight.dtype), "compile_seconds": 0.0}
+        ),
+    )
+    found = doctor.examine_bits(["add_norm"], lambda _: None)
+    lines = found["kernels"]["found"]
+    expected = [t for t in ("bfloat16", "float16", "float32") if t not in missing]
+    assert [*dict.fromkeys(k["dtype"].rpartition(".")[2] for k in lines)] == expected
+    assert all(k["weight"] == k["dtype"] and k["ratio"] is None for k in lines)
+    good, words = verdict(found)
+    assert good
+    assert ("not supported by this GPU: bfloat16" in words) == bool(missing)
+    assert "not checked: speed" in words
+    assert "## Every kernel" in page(found)
 
 
 # The command

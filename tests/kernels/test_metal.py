@@ -6,6 +6,7 @@ import tiny
 from quantized_models import save_checkpoints
 
 import mlx_mtp
+from mlx_mtp.bench.compile_jobs import lacking, type_name
 
 
 @pytest.mark.metal
@@ -41,10 +42,13 @@ def test_cycles_are_in_place_on_the_gpu(tiny_models, k):
 
 @pytest.mark.metal
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=type_name)
 @pytest.mark.parametrize("name", ["step", "hybrid"])
-def test_every_kernel_is_right_on_the_gpu(tmp_path, name):
+def test_every_kernel_is_right_on_the_gpu(tmp_path, name, dtype):
     """Each has the bits it should have, by the load's own check, and the text does not depend on what is drafted."""
-    model = mlx_mtp.load_model(save_checkpoints(tmp_path)[name], kernels="exact")
+    if why := lacking().get(type_name(dtype)):
+        pytest.skip(f"this GPU has no {type_name(dtype)}: {why}")
+    model = mlx_mtp.load_model(save_checkpoints(tmp_path, dtype)[name], kernels="exact")
     assert all("off" not in line for line in model.report.kernels)
     assert model.report.not_exact == ()
     steps = [

@@ -1,14 +1,26 @@
 """Metal's front end, as far as clang's of C++ for OpenCL stands for it, accepts every text that MLX would compile."""
 
+import functools
+import json
+
+import mlx.core as mx
+import published
 import pytest
 from metal_cases import linux_only
 from metal_texts import FEW, GROUPS, texts
 from sweep import SWEEP, sampled
 
+from mlx_mtp.bench import compile_jobs
+from mlx_mtp.bench.kernel_launches import RELEASED, groups
+from mlx_mtp.bench.random_model import shaped_model
 from mlx_mtp.emulator.front_end import check
+from mlx_mtp.emulator.texts import collected
 from mlx_mtp.kernels._source import DIRECTORY
+from mlx_mtp.tuning.kernel_sites import place
+from mlx_mtp.tuning.kernel_switch import trials
 
 pytestmark = linux_only
+LAYERS = 12  # of a released config: all its kinds of layers are among the first
 
 
 @pytest.mark.parametrize("group", sampled(FEW, GROUPS))
@@ -24,3 +36,43 @@ def test_texts_are_accepted(group):
 def test_every_kernel_is_among_them():
     launched = {text.kernel for group, few in FEW.items() for text in texts(GROUPS[group](), few)}
     assert launched == {path.stem for path in DIRECTORY.glob("*.metal")}
+
+
+@functools.cache
+def listed():
+    """The texts that `mlx-mtp doctor --compile-only` compiles."""
+    return {text for make in groups(RELEASED).values() for text in texts(make())}
+
+
+@pytest.mark.parametrize(
+    "file",
+    sampled(
+        [f for f in published.FILES if f.stem in ("step-3.5-flash", "qwen3.5-27b", "nemotron-3-super", "glm-5.1")],
+        published.FILES,
+    ),
+    ids=lambda file: file.stem,
+)
+@pytest.mark.parametrize("rows", ["candidates", "together"])
+def test_the_texts_of_released_configs_are_among_those_that_doctor_compiles(file, rows, tmp_path, monkeypatch):
+    """Each config of a released model, with the weights in 4 bits and its kernels launched in all numbers of rows."""
+    monkeypatch.setattr(mx, "eval", lambda *_: None)  # weights stay shapes
+    config = published.read_config(file)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layers = min(LAYERS, config.get("text_config", config)["num_hidden_layers"])
+    with collected() as found:
+        model, _ = shaped_model(tmp_path / "config.json", layers=layers)
+        for trial in trials(place(model), mx.bfloat16, rows):
+            for alternative in (trial, trial.of_split()):
+                alternative.pairs[0][0](trial.x(0))
+    ours = [text for text in found if text.kernel in compile_jobs.OPS]
+    assert ours
+    missing = [text.text.rpartition("decltype(")[2] for text in dict.fromkeys(ours) if text not in listed()]
+    assert not missing, "\n".join(missing)
+
+
+def test_all_launches_are_small():
+    """They run on a machine that has little memory, as a hosted one."""
+    sizes = [
+        sum(x.nbytes for x in launch.call["inputs"] if isinstance(x, mx.array)) for launch in compile_jobs.launches()
+    ]
+    assert max(sizes) < 2**26

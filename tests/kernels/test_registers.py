@@ -1,20 +1,21 @@
 """Registers, groups of threads and their memory, by a proxy: another GPU's back end, where a thread has 128 words."""
 
 import functools
-import inspect
 import re
 from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 import pytest
 from metal_cases import linux_only
-from metal_texts import FEW, GROUPS, cached, launched, rows, some, weights
+from metal_texts import FEW, GROUPS
 from sweep import SWEEP, sampled
 
 from mlx_mtp import kernels
+from mlx_mtp.bench.kernel_launches import cached, can_split, rows, spread, weights
 from mlx_mtp.emulator.options import CompileError
 from mlx_mtp.emulator.registers import Registers, registers
-from mlx_mtp.emulator.texts import collected, text_kernel
+from mlx_mtp.emulator.texts import LaunchText, collected, recorded, text_kernel
 
 pytestmark = linux_only
 
@@ -24,24 +25,37 @@ REGISTERS = 208 * 1024  # bytes of all threads of a group
 counted = functools.cache(lambda text: registers(text.text, text.kernel))
 
 
+class Grouped(NamedTuple):
+    """A launch's text, and the threads of a group."""
+
+    text: LaunchText
+    threads: int
+
+
+def launched(launch):
+    with recorded() as found:
+        launch()
+    return [Grouped(each.text, each.threads) for each in found]
+
+
 def pairs(launch):
     """The texts of a launch, each with its kernel's that splits rows, or with itself."""
     whole = launched(launch)
-    can_split = "split" in inspect.signature(launch.func).parameters
-    return zip(whole, launched(launch, split=True) if can_split else whole, strict=True)
+    return zip(whole, launched(partial(launch, split=True)) if can_split(launch) else whole, strict=True)
 
 
 @pytest.mark.parametrize("group", sampled([*FEW][::3], GROUPS))
 def test_kernels_have_registers_or_can_split_rows(group):
     """And groups of threads fit with the registers that their threads have."""
-    few = None if SWEEP else max(2, FEW[group] // 2)
-    for whole, split in dict.fromkeys(pair for launch in some(GROUPS[group](), few) for pair in pairs(launch)):
-        found = counted(split)
-        assert found.spilled <= SPILLED, (split.text[-300:], found)
-        for text in (whole, split):
-            words = counted(text).words
-            assert text.threads * words * 4 <= REGISTERS, (text.text[-300:], text.threads, words)
-            assert counted(text).threadgroup < THREADGROUP, text.text[-300:]
+    launches = [launch for launch in GROUPS[group]() if "split" not in launch.keywords]
+    chosen = launches if SWEEP else spread(launches, max(2, FEW[group] // 2))
+    for whole, split in dict.fromkeys(pair for launch in chosen for pair in pairs(launch)):
+        found = counted(split.text)
+        assert found.spilled <= SPILLED, (split.text.text[-300:], found)
+        for text, threads in (whole, split):
+            found = counted(text)
+            assert threads * found.words * 4 <= REGISTERS, (text.text[-300:], threads, found)
+            assert found.threadgroup < THREADGROUP, text.text[-300:]
 
 
 BF16 = mx.bfloat16
@@ -82,8 +96,8 @@ SPILLING = {
 @pytest.mark.parametrize("name", sampled([*SPILLING][1::7], SPILLING))
 def test_rows_that_spill_are_those_that_can_be_split(name):
     kernel, launch = SPILLING[name]
-    ((whole, split),) = [pair for pair in pairs(launch) if pair[0].kernel == kernel]
-    assert 0 <= counted(split).spilled < counted(whole).spilled
+    ((whole, split),) = [pair for pair in pairs(launch) if pair[0].text.kernel == kernel]
+    assert 0 <= counted(split.text).spilled < counted(whole.text).spilled
 
 
 @pytest.mark.parametrize(
@@ -96,8 +110,8 @@ def test_rows_that_spill_are_those_that_can_be_split(name):
     ],
 )
 def test_groups_of_many_registers_are_small(launch, threads):
-    text = launched(launch)[0]
-    assert text.threads == threads
+    text, found = launched(launch)[0]
+    assert found == threads
     assert counted(text) < Registers(words=129 if threads < 512 else 65, spilled=0, threadgroup=THREADGROUP)
 
 
@@ -127,7 +141,7 @@ def test_the_proxy_counts_what_a_kernel_keeps(n):
 
 
 def test_what_does_not_compile_is_named():
-    (text, *_) = launched(SPILLING["moe 4 affine"][1])
+    text = launched(SPILLING["moe 4 affine"][1])[0].text
     broken = re.sub(r'(#line (\d+) "kernels/moe_route.metal"\n)', r"\1nothing();", text.text, count=1)
     with pytest.raises(CompileError, match=r"kernels/moe_route.metal:\d+: use of undeclared identifier 'nothing'"):
         registers(broken, text.kernel)

@@ -7,9 +7,7 @@ import sys
 
 import mlx.core as mx
 import pytest
-from letter_chats import VOCAB, make_tokenizer
 
-import mlx_mtp
 from mlx_mtp.machine import memory as machine_memory
 from mlx_mtp.machine.memory import available, cache_limit, cgroup_rooms, free_in_vm_stat, free_memory
 

@@ -7,12 +7,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import rank_group
 from sweep import sweep
 
 from mlx_mtp.serve.follow import as_json, from_json
 from mlx_mtp.serve.job import Ask
+from mlx_mtp.serve.token_rules import TokenRules
 
 
 def asked(port: int, i: int, **more) -> str:
@@ -45,6 +47,8 @@ def test_what_is_told_is_what_was_asked():
     ask = Ask(
         [1, 2], (1,), 7, {"temp": 0.5, "seed": 2**62}, {"logit_bias": {5: -1.5}, "repetition_penalty": 1.1}, ("x",)
     )
+    rules = TokenRules(min_tokens=2, stop_tokens=(3, 4), bad_words=("no",))
+    ask = replace(ask, rules=rules, continues=True)
     told = from_json(json.loads(json.dumps(as_json(ask))))
     assert told == ask
 

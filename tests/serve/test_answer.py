@@ -1,16 +1,15 @@
 """Split answers: stop strings never leak, reasoning and calls are told apart, what is no call is said as it is."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 
 from mlx_mtp.serve.answer import Said, Splitter, ToolCall
-from mlx_mtp.serve.tool_formats import ToolFormat, format_of
+from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 THINKING = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
-TOOLS = [{"type": "function", "function": {"name": "f"}}]
-JSON_FORMAT = ToolFormat("<tool_call>", "</tool_call>", lambda text, tools: json.loads(text))
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+JSON_FORMAT = BY_PARSER["json_tools"]
 LLAMA = format_of(SimpleNamespace(has_tool_calling=False, chat_template="<|python_tag|>", get_vocab=dict))
 
 

@@ -7,7 +7,8 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.serve.answer import Said
-from mlx_mtp.serve.exchange import data, parsed
+from mlx_mtp.serve.exchange import data
+from mlx_mtp.serve.history import parsed
 from mlx_mtp.serve.job import Ask, Begun, End, Job, _bytes
 
 

@@ -1,5 +1,6 @@
 """Answer many at once: in turn, each for itself; who goes frees the engine; what fails fails alone."""
 
+import logging
 import threading
 import time
 import types
@@ -29,7 +30,7 @@ class Steps:
                     raise {-1: RuntimeError("broken"), -2: ValueError("wrong")}[token]
                 self.order.append(job.ask.prompt[0])
                 yield
-            job.emit("end")
+            job.tell("end")
         finally:
             self.closed.append(job.ask.prompt[0])
 
@@ -43,8 +44,8 @@ def steps(monkeypatch):
 def engine(steps):
     made = []
 
-    def make(load=lambda: SERVED, **limits):
-        made.append(Engine(load=load, limits=Limits(**limits)))  # type: ignore[arg-type]
+    def make(load=lambda: SERVED, store=lambda served: None, **limits):
+        made.append(Engine(load=load, limits=Limits(**limits), store=store))  # type: ignore[arg-type]
         made[-1].start()
         return made[-1]
 
@@ -62,7 +63,7 @@ class Client(list):
     def __init__(self, prompt, **more):
         super().__init__()
         self.over = threading.Event()
-        self.job = Job(Ask(prompt), self.take, **more)
+        self.job = Job(Ask(prompt, follows=more.pop("follows", None)), self.take, **more)
 
     def take(self, event):
         self.append(event)
@@ -175,3 +176,54 @@ def test_an_idle_model_is_unloaded_and_loaded_again(engine, steps):
     assert one.served is None
     wait(submit(one, [2]))
     assert steps.order == [1, 2]
+
+
+def refuse(*_):
+    raise ValueError("the chat template refuses this conversation\nbecause")
+
+
+def test_work_that_no_request_waits_for_is_dropped_with_one_line(engine, steps, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("mlx_mtp.serve"), "propagate", True)
+    one = engine(store=refuse, idle_unload=0.01)
+    wait(submit(one, [1], follows=refuse))
+    until = time.monotonic() + 5
+    while one.state != "unloaded" and time.monotonic() < until:
+        time.sleep(0.01)
+    wait(submit(one, [2]))
+    reason = "not {}: ValueError: the chat template refuses this conversation"
+    read, stored = reason.format("read ahead"), reason.format("stored")
+    assert caplog.messages[:2] == [f"the next prompt was {read}", f"prefixes were {stored}"]
+
+
+def test_a_client_that_cannot_be_reached_is_given_up(engine, steps):
+    """What it got is no whole answer, and the others' are."""
+    one = engine()
+    gone, other = Client([1, 1, 1]), Client([2, 2, 2])
+    gone.job.emit = lambda event: gone.append(event) or (len(gone) == 1 and 1 // 0)
+    for client in (gone, other):
+        one.submit([client.job])
+    wait([other])
+    while not gone.job.over:
+        time.sleep(0.001)
+    assert other == ["end"]
+    assert [type(event) for event in gone] == [str, Failed]
+
+
+def test_a_model_that_is_not_loaded_again_fails_who_waits_for_it(engine, steps):
+    calls = []
+
+    def load():
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("no memory")
+        return SERVED
+
+    one = engine(load, idle_unload=0.01)
+    for status in (503, None):
+        until = time.monotonic() + 5
+        while one.state != "unloaded" and time.monotonic() < until:
+            time.sleep(0.01)
+        (client,) = submit(one, [1])
+        wait([client])
+        assert [event.status for event in client if isinstance(event, Failed)] == ([status] if status else [])
+    assert one.error is None

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from served import KEY, start
@@ -14,6 +15,7 @@ from starlette.testclient import TestClient
 from mlx_mtp.serve.app import Site, application
 from mlx_mtp.serve.engine import Limits
 from mlx_mtp.serve.guard import DEPTH, Rules
+from mlx_mtp.serve.metrics import Metrics
 from mlx_mtp.serve.server import listening
 
 JSON = {"content-type": "application/json"}
@@ -156,11 +158,25 @@ def test_the_page_asks_nobody_else(served):
     assert "https://" not in page.text
 
 
+def test_metrics_list_kernels_that_were_refused():
+    reasons = {("verify_qmm", "64x32 4-bit g32 float32", rows): "fails with RuntimeError: no" for rows in (5, 6)}
+    tree = SimpleNamespace(nbytes=0, chunks=0, buffers=0)
+    served = SimpleNamespace(model=SimpleNamespace(_failed=reasons), tree=tree)
+    shown = Metrics(SimpleNamespace(served=served, running=[], waiting=0)).text().decode()
+    kernel = 'kernel="verify_qmm 64x32 4-bit g32 float32",reason="fails with RuntimeError: no"'
+    assert f"mlx_mtp:kernels_failed{{{kernel}}} 2.0\n" in shown
+
+
 def test_metrics(served):
     served.post("/v1/chat/completions", json=HI)
     text = served.get("/metrics").text
     assert 'mlx_mtp:requests_total{reason="length"}' in text
     assert "mlx_mtp:spec_decode_num_accepted_tokens_per_pos_total" in text
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    tree, counted = served.site.engine.served.tree, served.site.metrics.counted
+    assert int(float(figures["mlx_mtp:prefix_cache_buffers"])) == tree.buffers
+    assert int(float(figures["mlx_mtp:buffers"])) == tree.buffers + counted.weights + counted.recordings
+    assert counted.weights > 0
 
 
 def test_nobody_is_served_before_the_model_is_loaded():

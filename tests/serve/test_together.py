@@ -126,6 +126,28 @@ def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(en
     assert again.text == alone(model, again.job.ask)
 
 
+def test_an_answer_of_a_batch_that_failed_leaves_the_next_batch_alone(tiny_models, monkeypatch):
+    """Each batch counts its answers from 0."""
+    model, n = tiny_models(vocab_size=40)[0], 5
+    together, prompts = Together(model, Letters(), OPTIONS, 4), ([1, 2, 3], [4, 5, 6])
+    steps, told = [], []
+    for prompt in prompts:
+        options = {**OPTIONS, "max_tokens": n, "stats": mlx_mtp.Stats(), "logprobs": False}
+        steps.append(together.decode(prompt, [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], options))
+        assert next(steps[-1]) is None
+        if prompt is prompts[0]:
+            with monkeypatch.context() as context:
+                context.setattr(BatchGenerator, "next", lambda batch: 1 // 0)
+                together.step()
+    with pytest.raises(RuntimeError, match="decoded together"):
+        next(steps[0])
+    while len(told) < n:
+        together.step()
+        told += [response.token for response in iter(lambda: next(steps[1], None), None)]
+    assert told == [token for token, *_ in mlx_mtp.generate_step(prompts[1], model, max_tokens=n)]
+    together.close()
+
+
 def test_an_answer_whose_processor_raises_fails_alone(engine, tiny_models, monkeypatch):
     def broken(tokens, logits):
         if tokens.size > 7:

@@ -1,4 +1,7 @@
-"""Run the command line in a process of its own, or in this one, where a new interpreter's seconds show nothing."""
+"""Run the command line in a process of its own, or in this one, where a new interpreter's seconds show nothing.
+
+Also finds the command that a line of words calls, and its flags.
+"""
 
 import logging
 import os
@@ -7,6 +10,7 @@ import subprocess
 import sys
 import warnings
 
+import click
 from click.testing import CliRunner
 
 from mlx_mtp.cli import main
@@ -44,3 +48,15 @@ def one_line_error(result, code=1):
     assert len(lines) == 1
     assert result.stderr.splitlines()[-1] == lines[0]
     return lines[0]
+
+
+def command_of(words):
+    """The click command that a line of words calls, and what is left of the words."""
+    found = main
+    while isinstance(found, click.Group):
+        found, words = found.commands[words[0]], words[1:]
+    return found, words
+
+
+def flags(command):
+    return {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)} | {"--help"}

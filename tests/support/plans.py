@@ -10,6 +10,8 @@ from mlx_mtp.tuning.plan import Plan
 class Script:
     """Plans drawn at random, so that every one follows every other; stands in for a `Controller`."""
 
+    paused = ""
+
     def __init__(self, seed: int, *, max_drafts: int, max_lookup: int = 7, p_min: bool = False):
         self.random, self.max_drafts, self.max_lookup = random.Random(seed), max_drafts, max_lookup
         self.p_min = p_min
@@ -29,6 +31,8 @@ class Script:
 
 class Listed:
     """The plans of a list, again and again."""
+
+    paused = ""
 
     def __init__(self, plans: list[Plan]):
         self.plans, self.cycles = plans, []

@@ -33,13 +33,13 @@ def quantized(weights: dict, dtype=mx.bfloat16) -> dict:
     return found
 
 
-def save_checkpoints(path) -> dict:
+def save_checkpoints(path, dtype=mx.bfloat16) -> dict:
     """The directories of both, by name."""
     quantization = {"quantization": {"group_size": 32, "bits": 4}}
     step = {**tiny.CONFIG, **STEP, "vocab_size": 16}
     paths = {name: path / name for name in ("step", "hybrid")}
-    tiny.save(paths["step"], step | quantization, quantized(tiny.random_weights(step)))
+    tiny.save(paths["step"], step | quantization, quantized(tiny.random_weights(step), dtype))
     hybrid = families.FAMILIES["qwen3_5"].config | {"text_config": HYBRID}
     _, weights, _ = families.build("qwen3_5", paths["hybrid"], **hybrid)
-    tiny.save(paths["hybrid"], hybrid | quantization, quantized(weights))
+    tiny.save(paths["hybrid"], hybrid | quantization, quantized(weights, dtype))
     return paths

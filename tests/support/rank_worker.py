@@ -3,12 +3,14 @@
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from oracle import Oracle
+from stand_in import standing_in, switched_on
 
 import mlx_mtp
 from mlx_mtp.decoding import step as one_step
@@ -83,6 +85,25 @@ def texts(path: str, group, *, few: bool = False) -> dict:
         "bytes": {n: a.nbytes for n, a in parameters.items() if ".layers." in n and not n.startswith("mtp.")},
         "logits": np.array(logits.astype(mx.float32)).tolist(),
     }
+
+
+def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | None, *, few: bool) -> dict:
+    """Texts with all kernels on, of which these ranks are refused one; what is off in the end, and was warned of."""
+    plain = mlx_mtp.load_model(path, tensor_group=group)
+    most, found = plain.max_draft_tokens, {}
+    asked = [{"num_draft_tokens": most, "draft_p_min": 0.3}, {"num_draft_tokens": most, "temp": 1.0, "seed": 7}]
+    asked += [] if few else [{"num_draft_tokens": 0}, {"num_draft_tokens": 1}]
+    want = [generated(plain, 10, **options) for options in asked]
+    here = group.rank() in ranks
+
+    def refuses(launched, template):
+        return how if here and launched == op and rows in (None, template.get("ROWS")) else None
+
+    with standing_in(refuses), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for options, text in zip(asked, want, strict=True):
+            found[str(options)] = generated(switched_on(plain), 10, **options) == text
+    return {"same": found, "kernels": plain.report.kernels, "warned": len(caught)}
 
 
 if __name__ == "__main__":

@@ -63,8 +63,6 @@ def insert(batch: BatchGenerator, case: Case) -> int:
 class Whims:
     """Plans at random, with runs of plain cycles, longer than idle heads stay in a pool; stands in for a control."""
 
-    paused = ""
-
     def __init__(self, rng: random.Random, most: int):
         self.rng, self.most, self.plain = rng, most, 0
 
@@ -78,8 +76,6 @@ class Whims:
 
 class Bounded:
     """Plans of others, with at most so many drafts."""
-
-    paused = ""
 
     def __init__(self, plans: Whims, most: int):
         self.plans, self.most, self.observe = plans, most, plans.observe

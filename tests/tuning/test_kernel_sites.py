@@ -61,7 +61,7 @@ def load(name, path):
     elif name == "qwen3_5_moe":
         families.build(name, path, text_config={**families.FAMILIES[name].config["text_config"], **WIDTHS})
     else:
-        changes = WIDTHS if name in {*MIXED, *LATENT} else {}
+        changes = dict(WIDTHS) if name in {*MIXED, *LATENT} else {}
         changes |= PER_HEAD if name in LATENT else LATENT_EXPERTS if name == "nemotron_h_latent" else {}
         families.build(name, path, **changes)
     model = mlx_mtp.load_model(path)

@@ -170,9 +170,9 @@ def test_a_report_names_what_is_spelled_out():
 
 
 def of_model(trials, told=None):
-    """The trials of a loaded model; told: what rank 0 says of its own."""
+    """The trials of a loaded model; told: makes of this rank's findings those of all ranks."""
     found = object.__new__(ModelTrials)
-    ranks = told and SimpleNamespace(told=told)
+    ranks = told and SimpleNamespace(all_told=told)
     vars(found).update(trials=trials, lane=None, remembered=None, model=SimpleNamespace(ranks=ranks))
     found.verdicts = {trial.key: off("not tried yet") for trial in trials}
     return found
@@ -193,7 +193,7 @@ def test_a_later_trial_has_earlier_ones_tried_again():
 def test_ranks_take_the_first_ones_spelling():
     (one,) = trials = [Compiled().trial("verify_qmm", "FUSED")]
     facts = vars(KernelVerdict(True, True, 2.0, "", "FUSED"))
-    found = of_model(trials, lambda own: json.loads(json.dumps([(one.key, facts)])))
+    found = of_model(trials, lambda own: [json.loads(json.dumps([(one.key, facts)]))])
     found.agree()
     assert found.verdicts[one.key].on
     assert spelling("verify_qmm") == "FUSED"

@@ -96,7 +96,7 @@ def _as_transformers_has_it(model_type: str, known: Config) -> Config:
 
     An unread key with such a value is harmless: the family's implementation was written for these defaults.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # seconds to import
+    from transformers import CONFIG_MAPPING  # seconds to import
 
     logger = logging.getLogger("transformers")
     level = logger.level

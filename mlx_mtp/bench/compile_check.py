@@ -1,0 +1,157 @@
+"""Compile the text of every kernel of the released models under a time limit, and report what happens to each.
+
+A child process compiles. One that exceeds the limit is killed, since a heavy kernel can hang Apple's compiler, and a
+new one goes on with the next text. On a Metal GPU MLX compiles and runs each text, on zeros of small shapes;
+elsewhere clang's front end checks it (`emulator/front_end.py`), which is not Apple's compiler.
+"""
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..emulator.opencl import zig
+from ..kernels import on_metal
+from ..machine.atomic import write_whole
+from ..machine.errors import first_line
+from . import result
+from .compile_jobs import TYPES, Job, probe, reason, types_of
+from .compile_process import CRASHED, HUNG, MESSAGE, Child
+
+FORMAT = 1
+LIMIT = 60.0  # seconds for a text
+START = 300.0  # seconds for a child to start, on a busy machine
+EVERY = 1.0  # seconds between two writes of the report
+COMPILERS = {"metal": "Apple's, by MLX", "front end": "clang's front end for C++ for OpenCL, not Apple's compiler"}
+NOT_REACHED, COMPILED, REFUSED = "not reached", "compiled", "refused"
+NO_TYPE = "type not supported"
+FAILED = (REFUSED, HUNG, CRASHED)
+Found = dict[str, Any]
+
+
+def _not_reached(job: Job) -> Found:
+    arguments = dict(job["call"]["template"])
+    return {"kernel": job["name"], "arguments": arguments, "types": types_of(job), "status": NOT_REACHED}
+
+
+class CompileCheck:
+    """A run over texts, and its report, which is written from the start and then about every second.
+
+    found: the report. command: of a child. lacking: types that the device lacks, and why.
+    """
+
+    def __init__(self, jobs: Sequence[Job], file: Path, limit: float = LIMIT, command: Sequence[str] = ()):
+        way = "metal" if on_metal() else "front end"
+        self.jobs, self.file, self.limit, self.metal = jobs, file, limit, way == "metal"
+        self.command = [*command] or [sys.executable, "-m", "mlx_mtp.bench.compile_child", way]
+        self.child: Child | None = None
+        self.written = 0.0
+        self.texts: list[Found] = [
+            {"kernel": job["name"], "arguments": dict(job["call"]["template"]), "types": types_of(job)}
+            for job in jobs
+        ]
+        for text in self.texts:
+            text |= {"status": NOT_REACHED}
+        self.lacking: Found = {}
+        self.found: Found = {
+            **{"doctor": FORMAT, "compile_only": True, "environment": result.environment(), "metal": self.metal},
+            **{"compiler": COMPILERS[way], "limit_seconds": limit, "finished": False, "running": None},
+            **{"not_checked": None, "types_not_supported": self.lacking, "counts": {}, "texts": self.texts},
+        }
+
+    def run(self, tell: Callable[[str, int, int], None]) -> Found:
+        """Compile all, and tell before each kernel's texts how many are done; returns the report, ready for JSON.
+
+        The report is written in any case. Raises ValueError if no child starts, or there is no compiler.
+        """
+        try:
+            self.write()
+            if not self.metal:
+                zig()
+            for dtype in TYPES[1:] if self.metal else ():  # every Metal device has float32
+                answer = self._answer(probe(dtype))
+                if answer["status"] == REFUSED:
+                    self.lacking[dtype] = answer["message"]
+            for done, (job, text) in enumerate(zip(self.jobs, self.texts, strict=True)):
+                tell(job["name"], done, len(self.jobs))
+                self.found["running"] = text
+                text |= self._lacking(text) or self._answer(job)
+                self._write_sometimes()
+            self.found |= {"finished": True, "running": None}
+        except ValueError as e:
+            self.found["not_checked"] = first_line(e)
+            raise
+        finally:
+            self.end_child()
+            self.write()
+        return self.found
+
+    def _lacking(self, text: Found) -> Found | None:
+        missing = [each for each in text["types"] if each in self.lacking]
+        return {"status": NO_TYPE, "message": f"the device has no {', '.join(missing)}"} if missing else None
+
+    def _answer(self, job: Job) -> Found:
+        """Compile one text: its status, seconds, and a message if it was not compiled."""
+        child = self.child or self._start()
+        tic = time.monotonic()
+        answer = child.ask(job, self.limit, self._write_sometimes)
+        seconds = round(time.monotonic() - tic, 3)
+        if "status" in answer:
+            self.end_child()
+            return {**answer, "seconds": seconds}
+        if refused := answer["refused"]:
+            return {"status": REFUSED, "seconds": seconds, "message": refused[:MESSAGE]}
+        return {"status": COMPILED, "seconds": seconds}
+
+    def _start(self) -> Child:
+        self.child = Child(self.command)
+        answer = self.child.ask(None, START, self._write_sometimes)
+        if "ready" not in answer:
+            raise ValueError(f"the process that compiles does not start: {answer['message']}")
+        return self.child
+
+    def end_child(self) -> None:
+        """Kill the child, if there is one."""
+        child, self.child = self.child, None
+        if child:
+            child.end()
+
+    def _write_sometimes(self) -> None:
+        if time.monotonic() > self.written + EVERY:
+            self.write()
+
+    def write(self) -> None:
+        """Write the report as it is."""
+        self.found["counts"] = dict(Counter(text["status"] for text in self.texts))
+        write_whole(self.file, json.dumps(self.found, indent=1) + "\n")
+        self.written = time.monotonic()
+
+
+def lines(found: Found) -> Iterator[str]:
+    """Describe a report: a line for each kernel, then each text that failed, then what was not checked."""
+    if found["not_checked"]:
+        yield f"not checked: {found['not_checked']}"
+        return
+    texts = found["texts"]
+    names = {text["kernel"]: [t for t in texts if t["kernel"] == text["kernel"]] for text in texts}
+    for name, own in names.items():
+        counts = Counter(text["status"] for text in own)
+        seconds = sum(text.get("seconds", 0.0) for text in own)
+        yield f"{name:22} {', '.join(f'{n} {status}' for status, n in counts.items())}; {seconds:.1f} s"
+    for text in texts:
+        if text["status"] in FAILED:
+            arguments = ", ".join(f"{key}={value}" for key, value in text["arguments"].items())
+            yield f"{text['status'].upper()}: {text['kernel']} <{arguments}>: {reason(text['message'])}"
+    for dtype, why in found["types_not_supported"].items():
+        yield f"not supported by this device: {dtype} ({reason(why)})"
+    yield f"compiler: {found['compiler']}"
+    if not found["metal"]:
+        yield "not checked here, as there is no Metal GPU: Apple's compiler, pipelines, registers, results"
+
+
+def is_good(found: Found) -> bool:
+    """Return whether each text was compiled, or uses a type that the device lacks."""
+    return found["finished"] and not any(text["status"] in FAILED for text in found["texts"])

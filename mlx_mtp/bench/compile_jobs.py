@@ -1,0 +1,92 @@
+"""List what `doctor --compile-only` compiles: a job for each text of the released models' kernels."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..emulator.texts import LaunchText, RecordedLaunch, recorded
+from ..kernels import on_metal
+from ..kernels._source import DIRECTORY, DTYPES
+from .compile_child import by_mlx
+from .kernel_launches import FORMATS, RELEASED, groups
+
+OPS = tuple(sorted(path.stem for path in DIRECTORY.glob("*.metal")))
+SMALL = 64  # elements of an array that keeps its values
+Job = dict[str, Any]
+
+
+def type_name(dtype: mx.Dtype) -> str:
+    """Return the name that `mx` has for a type."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
+TYPES = tuple(type_name(dtype) for dtype in DTYPES)
+
+
+def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: bool = False) -> list[RecordedLaunch]:
+    """List a launch of each different text, kernel by kernel: the one whose groups have the most threads.
+
+    ops: only these kernels. sample: so many of each, from the first to the last in even steps. every_format: in all
+    formats that the kernels support, not only in those of RELEASED.
+    """
+    with recorded() as found:
+        for make in groups(FORMATS if every_format else RELEASED).values():
+            for launch in make():
+                launch()
+    different: dict[LaunchText, RecordedLaunch] = {}
+    for each in found:
+        if each.text.kernel in (ops or OPS) and each.threads >= different.get(each.text, each).threads:
+            different[each.text] = each
+    by_kernel = sorted(different.values(), key=lambda each: each.text.kernel)
+    parts = [list(part) for _, part in itertools.groupby(by_kernel, key=lambda each: each.text.kernel)]
+    return [each for part in parts for each in _in_steps(part, sample or len(part))]
+
+
+def _in_steps(part: list[RecordedLaunch], count: int) -> list[RecordedLaunch]:
+    count = min(count, len(part))
+    return [part[i * (len(part) - 1) // max(1, count - 1)] for i in range(count)]
+
+
+def job_of(launch: RecordedLaunch) -> Job:
+    """Write a launch as JSON: arrays by shape and dtype, and small ones, which may be sizes, with their values."""
+    call = dict(launch.call)
+    call["inputs"] = [_input(x) if isinstance(x, mx.array) else x for x in call["inputs"]]
+    call["template"] = [(key, type_name(v) if isinstance(v, mx.Dtype) else v) for key, v in call["template"]]
+    call["output_dtypes"] = [type_name(dtype) for dtype in call["output_dtypes"]]
+    return {"name": launch.text.kernel, "text": launch.text.text, "kernel": launch.kernel, "call": call}
+
+
+def _input(x: mx.array) -> Job:
+    values = {"values": x.flatten().tolist()} if x.size <= SMALL else {}
+    return {"shape": x.shape, "dtype": type_name(x.dtype), **values}
+
+
+def types_of(job: Job) -> list[str]:
+    """List the floating-point types that a job's text uses."""
+    call = job["call"]
+    named = {given["dtype"] for given in call["inputs"] if isinstance(given, dict)} | {*call["output_dtypes"]}
+    named |= {value for _, value in call["template"] if isinstance(value, str)}
+    return [each for each in TYPES if each in named]
+
+
+def probe(dtype: str) -> Job:
+    """Make a job of the smallest kernel that computes in a type."""
+    names = {"name": "probe", "input_names": ["x"], "output_names": ["y"]}
+    kernel = {**names, "source": "uint i = thread_position_in_grid.x; y[i] = T(float(x[i]) + 1);"}
+    sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)], "output_dtypes": [dtype]}
+    call = {"inputs": [{"shape": (8,), "dtype": dtype}], "template": [("T", dtype)], **sizes}
+    return {"name": "probe", "text": "", "kernel": kernel, "call": call}
+
+
+def lacking() -> dict[str, str]:
+    """Find the types that the GPU, if there is one, does not support, and why; every Metal GPU has float32."""
+    found = {dtype: by_mlx(probe(dtype)) for dtype in (TYPES[1:] if on_metal() else ())}
+    return {dtype: reason(message) for dtype, message in found.items() if message}
+
+
+def reason(message: str) -> str:
+    """Return the first error of a compiler's message, else its first line."""
+    all_lines = message.strip().splitlines() or [""]
+    return next((line.strip() for line in all_lines if "error:" in line), all_lines[0])

@@ -1,0 +1,76 @@
+"""Run the process that compiles texts (`compile_child.py`), and kill it where it hangs."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .compile_jobs import Job
+
+HUNG, CRASHED = "hung", "crashed"
+POLL = 1.0  # seconds between two calls of what is to be done meanwhile
+MESSAGE = 4000  # characters of a message that are kept
+Found = dict[str, Any]
+
+
+class Child:
+    """A process that compiles: `ask` sends it a job. It leads a group of processes, which `end` kills."""
+
+    def __init__(self, command: Sequence[str]):
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `end` closes it
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+        self.process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+        self.answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.answers.put(line)
+        self.answers.put("")
+
+    def ask(self, job: Job | None, limit: float, wait: Callable[[], None]) -> Found:
+        """Send a job, or none, and return the answer, or why there is none; `wait` is called in between.
+
+        A child that gives no answer within `limit` seconds, or ends, is killed.
+        """
+        end = time.monotonic() + limit
+        with contextlib.suppress(OSError):  # of a process that has ended, which its output shows
+            if job is not None:
+                assert self.process.stdin
+                self.process.stdin.write(json.dumps(job) + "\n")
+                self.process.stdin.flush()
+        while (left := end - time.monotonic()) > 0:
+            try:
+                line = self.answers.get(timeout=min(left, POLL))
+            except queue.Empty:
+                wait()
+                continue
+            if line:
+                return json.loads(line)
+            code = self.process.wait()
+            return {"status": CRASHED, "message": f"{_ending(code)}; {self._last_line()}"}
+        return {"status": HUNG, "message": f"killed after {limit:g} s"}
+
+    def _last_line(self) -> str:
+        self.errors.seek(0)
+        lines = self.errors.read().strip().splitlines()
+        return lines[-1][:MESSAGE] if lines else "no message"
+
+    def end(self) -> None:
+        """Kill the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.errors.close()
+
+
+def _ending(code: int) -> str:
+    return f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -1,0 +1,250 @@
+"""List small launches that have every text of every kernel: each format, type and number of rows it is compiled for.
+
+A group is a function that lists launches. What of a released model's shape is part of a text (heads per KV head, head
+sizes, experts per token, inner widths) is as released; all other sizes are small, so that a launch is cheap to run.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from .. import kernels
+from ..kernels import Experts, Gates, Quantized, Rope, Routing
+from ..kernels._quantized import BITS, GROUP_SIZES, lanes
+from ..kernels._source import COMPILED_ROWS, DTYPES
+from ..kernels.contraction import EXPLICIT, KERNELS, spelled
+
+Launch = partial[object]
+Format = tuple[str, int, int]
+FORMATS: list[Format] = [(mode, b, size) for mode, bits in BITS.items() for b in bits for size in GROUP_SIZES[mode]]
+RELEASED: list[Format] = [("affine", 4, 64), ("affine", 8, 64)]  # what released models are converted to by default
+AFFINE_ROWS = (1, 2, 4, 6, 8, 12)
+WIDTHS = (128, 4096, 4224)  # of K: a quarter of it to each of four lanes, two packs to a lane, one
+# (N, K, heads first) of latent attention's products per head
+PER_HEAD = ((512, 128, True), (128, 512, False), (512, 192, True))
+# (experts, a token's, inner width, hidden width): as many for a token as released models have; of widths it matters
+# whether they are multiples of 512
+MIXTURES = (
+    *((16, 4, 128, 512), (16, 4, 512, 512), (16, 6, 704, 704), (16, 8, 512, 512), (16, 8, 704, 512)),
+    *((16, 10, 512, 512), (32, 22, 704, 512)),
+)
+CHOSEN = (0, mx.int32), (4, mx.uint32), (64, mx.int32), (64, mx.uint32)  # positions of sparse attention, by row
+# (heads per KV head, head size of queries, of values) of released models
+HEADS = ((4, 128, 128), (8, 128, 128), (12, 128, 128), (16, 128, 128), (16, 192, 128), (4, 256, 256), (6, 256, 256))
+F32 = mx.float32
+
+
+def spread(launches: Iterable[Launch], count: int) -> list[Launch]:
+    """Return `count` launches from the first to the last in even steps."""
+    every = list(launches)
+    return [every[i * (len(every) - 1) // (count - 1)] for i in range(count)]
+
+
+def can_split(launch: Launch) -> bool:
+    """Return whether a launch's kernel has an alternative whose threads have fewer rows."""
+    return "split" in inspect.signature(launch.func).parameters
+
+
+def alternatives(launches: Callable[[], Iterator[Launch]]) -> Iterator[Launch]:
+    """Yield launches, and then those with `split=True`."""
+    yield from launches()
+    yield from (partial(launch, split=True) for launch in launches() if can_split(launch))
+
+
+def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:
+    """Make weights [*before, n, k] of zeros."""
+    mode, bits, group = of
+    affine = mode == "affine"
+    scales = mx.zeros((*before, n, k // group), dtype if affine else mx.uint8)
+    w = mx.zeros((*before, n, k * bits // 32), mx.uint32)
+    return Quantized(w, scales, scales if affine else None, group, bits, mode, tuple(ends) or (n,))
+
+
+def rows(m: int, k: int, dtype: mx.Dtype) -> mx.array:
+    return mx.zeros((m, k), dtype)
+
+
+def products(of: Format) -> Iterator[Launch]:
+    """verify_qmm, its heads and verify_glu: one of each number of lanes and values."""
+    widths = {lanes(weights(of, 8, k, F32)): k for k in WIDTHS[::-1]}.values()
+    for dtype, k, m in itertools.product(DTYPES, widths, AFFINE_ROWS):
+        w, x = weights(of, 64, k, dtype), rows(m, k, dtype)
+        bias = mx.zeros((64,), dtype)
+        yield partial(kernels.verify_qmm, x, w)
+        if m in (1, 8) or of in RELEASED:
+            yield partial(kernels.verify_qmm, x, replace(w, bias=bias))
+        if k == 4096:
+            yield partial(kernels.verify_glu, x, weights(of, 64, k, dtype, ends=(32, 64)))
+    for dtype, (n, k, first), m in itertools.product(
+        DTYPES, PER_HEAD[: None if of in RELEASED else 2], AFFINE_ROWS[:5]
+    ):
+        heads = weights(of, n, k, dtype, 2)
+        yield partial(kernels.verify_qmm_heads, mx.zeros((1, m, 2, k), dtype), heads, heads_first=first)
+
+
+def matrices(of: Format) -> Iterator[Launch]:
+    """verify_qmm_mma."""
+    for dtype, n, m in itertools.product(DTYPES, (64, 2048), (8, 16)):
+        yield partial(kernels.verify_qmm_mma, rows(m, 512, dtype), weights(of, n, 512, dtype))
+
+
+def experts(of: Format) -> Iterator[Launch]:
+    """moe_glu, moe_relu2 and moe_down."""
+    mixtures = MIXTURES[: None if of in RELEASED else 1]
+    sizes = (1, 4, 8, 16) if of in RELEASED else (1, 4, 8)
+    for dtype, m, gated, (count, top, inner, k) in itertools.product(DTYPES, sizes, (True, False), mixtures):
+        up, down = weights(of, inner, k, dtype, count), weights(of, k, inner, dtype, count)
+        of_experts = Experts(up if gated else None, up, down)
+        arguments = rows(m, k, dtype), mx.zeros((m, count), dtype), of_experts, Routing("sigmoid", top)
+        yield partial(kernels.verify_moe, *arguments)
+
+
+def heads(of: Format) -> Iterator[Launch]:
+    """verify_head and verify_head_merge."""
+    widths = (4096, 4224) if of in RELEASED else (4096,)
+    for dtype, m, k in itertools.product(DTYPES, AFFINE_ROWS, widths):
+        x, w = rows(m, k, dtype), weights(of, 1024, k, dtype)
+        yield partial(kernels.verify_head, x, w)
+        if m in (1, 8) and k == 4096:
+            yield partial(kernels.verify_head_top, x, w, 20 if m == 1 else 64)
+
+
+def dense() -> Iterator[Launch]:
+    """verify_gemv."""
+    shapes = (3, 64), (64, 64), (8, 1024), (64, 512), (160, 2048), (128, 4096), (2048, 512), (4096, 512)
+    for dtype, m, biased, (n, k) in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True), shapes):
+        bias = mx.zeros((n,), dtype) if biased else None
+        yield partial(kernels.verify_gemv, rows(m, k, dtype), mx.zeros((n, k), dtype), bias)
+
+
+def dense_heads() -> Iterator[Launch]:
+    """verify_head_dense and verify_dot."""
+    for dtype, m, biased in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True)):
+        yield partial(kernels.verify_gemv, rows(m, 512, dtype), mx.zeros((1, 512), dtype))
+        for k, top in itertools.product((64, 512), (1, 20)):
+            bias = mx.zeros((1024,), dtype) if biased else None
+            yield partial(kernels.verify_head_top, rows(m, k, dtype), mx.zeros((1024, k), dtype), top, bias)
+
+
+def routers() -> Iterator[Launch]:
+    """moe_route and draw_top."""
+    for dtype, kind in itertools.product(DTYPES, ("softmax", "sigmoid")):
+        for m, count, top in itertools.product((8, 16), (64, 128, 160, 256, 288, 384, 512), (8, 22)):
+            for bias_dtype in dict.fromkeys((F32, dtype)) if kind == "sigmoid" else ():
+                bias = mx.zeros((count,), bias_dtype)
+                yield partial(kernels._routing.route_metal, mx.zeros((m, count), dtype), Routing(kind, top), bias)
+            yield partial(kernels._routing.route_metal, mx.zeros((m, count), dtype), Routing(kind, top), None)
+    top = mx.zeros((2, 8)), mx.zeros((2, 8), mx.int32), mx.zeros((2,))
+    yield partial(kernels.draw_top, top, mx.zeros((2,), mx.uint32), 3, temp=1.0, vocab_size=64)
+
+
+def attention(dtype: mx.Dtype) -> Iterator[Launch]:
+    """verify_attention and attention_merge: in chunks, windows, quantized, of several texts."""
+    sizes = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
+    forms = dict.fromkeys([(group, *size) for size in sizes for group in (1, 8)] + [*HEADS])
+    for (group, d, dv), bits, m in itertools.product(forms, (None, 8, 4), COMPILED_ROWS[:5]):
+        for size in (64,) if bits is None or (d, group) != (128, 8) else (32, 64, 128):
+            q = mx.zeros((1, 2 * group, m, d), dtype)
+            k, v = (cached((1, 2, 64, width), dtype, bits, size) for width in (d, dv))
+            more: dict[str, Any] = (
+                {"sinks": mx.zeros((2 * group,), dtype)} if m == 1 else {"window": 32 if m == 2 else None}
+            )
+            yield partial(
+                kernels.verify_attention,
+                q,
+                k,
+                v,
+                mx.array([8]),
+                scale=1.0,
+                limit=64,
+                group_size=size,
+                bits=bits,
+                **more,
+            )
+
+
+def cached(shape: Sequence[int], dtype: mx.Dtype, bits: int | None, size: int) -> Any:
+    if bits is None:
+        return mx.zeros(shape, dtype)
+    scales = mx.zeros((*shape[:-1], shape[-1] // size), dtype)
+    return mx.zeros((*shape[:-1], shape[-1] * bits // 32), mx.uint32), scales, scales
+
+
+def latent() -> Iterator[Launch]:
+    """latent_scores and latent_values."""
+    widths = (512, 64), (256, 32), (96, 8)
+    for dtype, (dv, dr), heads_, m, (many, index) in itertools.product(DTYPES, widths, (8, 128), (1, 4, 8), CHOSEN):
+        queries = (mx.zeros((1, heads_, m, width), dtype) for width in (dv, dr))
+        keys = (mx.zeros((1, 1, 64, width), dtype) for width in (dv, dr))
+        chosen = mx.zeros((m, many), index) if many else None
+        more = {"scale": 1.0, "limit": 64, "chosen": chosen}
+        yield partial(kernels.verify_latent_attention, *queries, *keys, mx.array([8]), **more)
+
+
+def norms() -> Iterator[Launch]:
+    """add_norm, gated_norm and norm_rope."""
+    for dtype, of_weight in itertools.product(DTYPES, DTYPES):
+        for width in (512, 4100, 12288, 16384):
+            x = rows(2, width, dtype)
+            yield partial(kernels.add_norm, x, x, mx.zeros((width,), of_weight), 1e-6)
+        for d, strided in itertools.product((128, 256), (False, True)):
+            y = mx.zeros((1, 2, 4, d), dtype)
+            z = mx.zeros((1, 2, 8, d), of_weight)[:, :, ::2] if strided else mx.zeros((1, 2, 4, d), of_weight)
+            weight = mx.zeros((d,), of_weight)
+            yield partial(kernels.gated_norm, y, z, weight, 1e-6)
+            for rope in (Rope(64, base=1e4), Rope(64, freqs=mx.zeros((32,)))):
+                yield partial(kernels.norm_rope, y, y, 3, rope, q_weight=weight, k_weight=weight, eps=1e-6)
+                yield partial(kernels.norm_rope, y, y, mx.array([3]), rope)
+
+
+def recurrences() -> Iterator[Launch]:
+    """delta_inputs, gated_delta_verify and mamba2_verify."""
+    for dtype, other in itertools.product(DTYPES, DTYPES):
+        for d in (128, 196):
+            for keys, values in ((2, 2), (4, 8)):
+                width = (2 * keys + values) * d
+                x, before = mx.zeros((1, 2, width), dtype), mx.zeros((1, 3, width), dtype)
+                gates = Gates(*(mx.zeros((1, 2, values), other),) * 2, *(mx.zeros((values,), dtype),) * 2)
+                weight = mx.zeros((width, 4, 1), dtype)
+                yield partial(kernels.delta_inputs, x, before, weight, gates, key_heads=keys, head_dim=d)
+        for dk, dv, gate in itertools.product((64, 128), (8, 12), ((), (1,))):
+            q, v = mx.zeros((1, 2, 2, dk), dtype), mx.zeros((1, 2, 4, dv), dtype)
+            g, beta = mx.zeros((1, 2, 4, *(dk for _ in gate)), other), mx.zeros((1, 2, 4), dtype)
+            state = mx.zeros((1, 4, dv, dk))
+            yield partial(kernels.gated_delta_verify, q, (q, v, g, beta), state)
+        for size, count in itertools.product((64, 128), (4, 8)):
+            x, b = mx.zeros((1, 2, count, 8), dtype), mx.zeros((1, 2, 2, size), dtype)
+            arguments = b, (x, b, mx.zeros((1, 2, count))), mx.zeros((1, count, 8, size)), mx.zeros((count,), other)
+            yield partial(kernels.mamba2_verify, *arguments, mx.zeros((count,), dtype))
+
+
+def spellings() -> Iterator[Launch]:
+    """The kernels with multiply-adds of MLX's own sums, in the explicit spellings."""
+    makers = [partial(make, ("affine", 4, 64)) for make in (products, experts, heads)]
+    for make, spelling in itertools.product((*makers, dense, dense_heads, norms, recurrences), EXPLICIT):
+        for launch in spread(make(), 12):
+            yield partial(launched, launch, spelling)
+
+
+def launched(launch: Launch, spelling: str) -> None:
+    with ExitStack() as stack:
+        for op in KERNELS:
+            stack.enter_context(spelled(op, spelling))
+        launch()
+
+
+def groups(formats: Sequence[Format]) -> dict[str, Callable[[], Iterator[Launch]]]:
+    """Name the groups of launches, those of quantized weights once in each of these formats."""
+    quantized = itertools.product((products, matrices, experts, heads), formats)
+    found: dict[str, Callable[[], Iterator[Launch]]] = {
+        **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},
+        **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
+        **{make.__name__: make for make in (dense, dense_heads, routers, latent, norms, recurrences, spellings)},
+    }
+    return {name: partial(alternatives, make) for name, make in found.items()}

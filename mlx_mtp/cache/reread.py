@@ -1,0 +1,28 @@
+"""Replace what a cache holds, where its arrays are lost, by what another one has read of the same tokens."""
+
+from .kinds import from_configs
+from .prompt_cache import PromptCache
+
+
+def unread(cache: PromptCache) -> PromptCache:
+    """Make an empty cache that is like this one once it has read the same tokens."""
+    new = cache.like_new()
+    if cache.quantized:
+        stored = "bits", "group_size"
+        configs = [{name: v for name, v in c.empty_config.items() if name not in stored} for c in cache.layers]
+        new.layers, new.quantizing = from_configs(configs), cache.quantized
+    for c, own in zip(new.caches, cache.caches, strict=True):
+        c.context = own.context
+    new.reserve(cache._reserved)
+    return new
+
+
+def take_over(cache: PromptCache, read: PromptCache) -> None:
+    """Let a cache hold what `read`, made by `unread`, holds; its layers' caches stay the objects that marks name."""
+    if cache.quantizing is None:
+        read.quantize_at(read.offset)
+    for c, new in zip(cache.caches, read.caches, strict=True):
+        assert type(c) is type(new), "caches of another kind"
+        vars(c).update(vars(new))
+    cache.tokens, cache.primed, cache.kept, cache.backlog = read.tokens, read.primed, read.kept, read.backlog
+    cache.quantizing, cache.live = read.quantizing, False

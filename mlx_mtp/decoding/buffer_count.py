@@ -1,0 +1,79 @@
+"""Count the buffers that a process holds, which Metal limits as it limits bytes (`METAL_BUFFERS`)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..cache.pieces import buffers, has_rows
+from ..cache.prompt_cache import SPILL, PromptCache
+from ..layers.target import Target
+from .graph_memory import fill, graph_of, shaped
+from .replay import KEPT
+
+KEPT_SNAPSHOTS = 3  # of a chat session: each costs one copy of the wrapped windows
+CONVERSATION = 131_072  # tokens of the conversation that an estimate is for, unless the model is made for fewer
+LEAST_CHUNK = 32  # tokens of the shortest chunks into which the server cuts one, at turns
+CONTEXT, VERIFIED = 8, 4  # positions and rows of the pass whose arrays are counted
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Numbers of buffers, by what holds them.
+
+    caches: of one conversation, with as many arrays of hidden rows as may wait for the heads. snapshots: of a chat
+    session. recordings: constants of as many recorded cycles as one thread keeps.
+    prefixes: of the server's prefix tree.
+    """
+
+    weights: int = 0
+    caches: int = 0
+    snapshots: int = 0
+    recordings: int = 0
+    prefixes: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def count_buffers(blank: PromptCache, tokens: int = 0, chunk: int = 1) -> Buffers:
+    """Count the buffers of a model with one conversation; nothing is computed.
+
+    blank: an empty cache of the model, for its layout. tokens, chunk: of a conversation that a prefix tree holds in
+    chunks of so many tokens, each of which ends with a checkpoint.
+    """
+    model = blank.model
+    weights = _distinct(array for _, array in tree_flatten(model.parameters()))  # type: ignore[attr-defined]
+    if blank.is_mlx_lm:  # the prefix tree does not take its caches
+        return Buffers(weights, caches=2 * len(model.layers))  # type: ignore[attr-defined]
+    read, drafting = shaped(blank), blank.like_new()
+    fill(model, drafting, CONTEXT, VERIFIED)  # type: ignore[arg-type]
+    for cache in (read, drafting):
+        cache.quantize_at(cache.quantizing.start if cache.quantizing else 0)
+    rows = buffers(part for c in read.caches if has_rows(c) for part in c.parts)
+    waiting = [model.no_hidden()] if blank.heads else []  # type: ignore[attr-defined]
+    of_read, of_drafting = ([*cache.kept, *waiting, *_not_rows(cache)] for cache in (read, drafting))
+    parts = [part for c in drafting.caches for part in c.parts]
+    return Buffers(
+        weights,
+        caches=_distinct([*drafting.kept, *parts]) + SPILL * len(waiting),
+        snapshots=KEPT_SNAPSHOTS * _distinct(of_drafting),
+        recordings=KEPT * _constants(model, drafting),  # type: ignore[arg-type]
+        prefixes=-(-tokens // chunk) * (rows + buffers(of_read)),
+    )
+
+
+def _not_rows(cache: PromptCache) -> list[mx.array]:
+    return [part for c in cache.caches if not has_rows(c) for part in c.parts]
+
+
+def _constants(model: Target, cache: PromptCache) -> int:
+    """Count the constants in the graph of a pass, which each recorded cycle holds."""
+    events = graph_of(model, cache, CONTEXT, VERIFIED)
+    return sum(len(event["constants"]) for event in events if event["type"] == "constants")
+
+
+def _distinct(arrays: Iterable[mx.array]) -> int:
+    return len({id(array) for array in arrays})

@@ -1,0 +1,146 @@
+"""Choose the prefill chunk of a model on a GPU, so that no chunk takes long: macOS ends commands of several seconds.
+
+Chunk boundaries decide the bits of 16-bit text. The size is therefore chosen when a model is loaded, stays the same
+for the rest of the process, and is remembered for this machine, model and format of keys and values.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from .._version import __version__
+from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..layers.target import Target
+from ..machine.memory import working_set
+from ..machine.remembered import RememberedFile, machine
+from ..tuning.cost_file import MLX_VERSION
+from .graph_memory import fill, graph_of, nbytes
+from .memory_needs import UNCHECKED, kv_bytes
+from .policy import shapes_of
+from .prefill import read_chunk
+
+CHUNKS = (2048, 1024, 512, 256)  # tokens
+ON_CPU = 256  # tokens: short chunks are faster there, and soon interrupted
+MOST_SECONDS = 2.0  # of a chunk at the longest context; macOS ends a command after about five
+SAMPLE = 256  # rows that are timed
+RUNS = 2  # timed ones, after one that compiles
+LONGEST = 131_072  # positions, of a model that states none
+SPAN = 1 << 16  # positions: beyond every window, so that what the caches still grow by is proportional
+LOST = "the prefill chunk cannot be kept for the next load"
+PRODUCTS = {"Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM"}  # their first input is [..., K]
+
+_chosen: dict[str, int] = {}  # by the facts of a choice; a process never changes one
+
+
+def prefill_chunk(model: Target, layout: Mapping[str, Any], *, lazy: bool = False) -> int | None:
+    """Return the tokens per prefill chunk of a loaded model; None on a CPU, where every model has ON_CPU.
+
+    On several ranks all of them call this, and rank 0's choice holds. layout: arguments of `make_prompt_cache`.
+    lazy: the weights are not to be read; without an earlier choice the smallest chunk is taken.
+    """
+    if mx.default_device() == mx.cpu:
+        return None
+    facts, ranks = _facts(model, layout), getattr(model, "ranks", None)
+    key, file = json.dumps(facts, sort_keys=True), RememberedFile("chunks", facts, LOST)
+    found = _agreed(ranks, _chosen.get(key) or _recalled(file))
+    if found is None and lazy:
+        found = CHUNKS[-1]
+    elif found is None:
+        blank = make_prompt_cache(model, **layout)
+        seconds = sample_seconds(model, blank)
+        found = _agreed(ranks, largest_chunk(seconds, growth(model, blank, longest_context(model, blank))))
+        if not ranks or ranks.rank == 0:
+            file.keep(chunk=found, seconds=seconds)
+    _chosen[key] = found
+    return found
+
+
+def largest_chunk(seconds: float, growth: float) -> int:
+    """Choose the largest chunk that takes at most MOST_SECONDS at the longest context, the smallest if none does.
+
+    seconds: of SAMPLE rows at the beginning. growth: of a row's work from there to the longest context.
+    """
+    row = seconds / SAMPLE * growth
+    return next((chunk for chunk in CHUNKS if chunk * row <= MOST_SECONDS), CHUNKS[-1])
+
+
+def sample_seconds(model: Target, blank: PromptCache) -> float:
+    """Time the first SAMPLE rows of a prompt on the device; the fastest of RUNS."""
+    tokens, spent = [7 * i % model.vocab_size for i in range(SAMPLE)], []
+    for _ in range(1 + RUNS):
+        cache, tic = blank.like_new(), time.perf_counter()
+        while cache.offset < SAMPLE:
+            rest = tokens[cache.offset :]
+            read_chunk(model, cache, rest, heads=bool(cache.heads) and model.untested is None, step=SAMPLE)
+        spent.append(time.perf_counter() - tic)
+    return min(spent[1:])
+
+
+def growth(model: Target, blank: PromptCache, context: int) -> float:
+    """Estimate a row's multiply-adds at the end of `context` positions over those within the first SAMPLE rows."""
+    first = multiply_adds(model, blank, SAMPLE, SAMPLE)
+    if not first:
+        return 1.0
+    if not blank.is_mlx_lm:
+        return max(1.0, multiply_adds(model, blank, context, SAMPLE) / first)
+    twice = multiply_adds(model, blank, 2 * SAMPLE, 2 * SAMPLE)
+    attention = max(0, twice - 2 * first) / 2  # of SAMPLE rows, each of which sees SAMPLE positions
+    return 1 + attention * (context / SAMPLE - 1) / first
+
+
+def multiply_adds(model: Target, blank: PromptCache, context: int, rows: int) -> int:
+    """Count the multiply-adds of products and attention in reading the last `rows` of `context` positions.
+
+    From the graph's shapes alone. mlx-lm's own caches are taken to be empty. 0 where MLX cannot export the graph.
+    """
+    full = blank.like_new()
+    full.quantize_at(context - 1)
+    fill(model, full, context, 1)
+    events = graph_of(model, full, context, rows)
+    return sum(_of_operation(event) for event in events if event["type"] == "primitive")
+
+
+def _of_operation(event: dict) -> int:
+    (_, out, _), *_ = event["outputs"]
+    shapes = [shape for _, shape, _ in event["inputs"]]
+    if event["name"] in PRODUCTS:
+        return math.prod(out) * shapes[0][-1]
+    if event["name"] == "ScaledDotProductAttention":
+        queries, keys = shapes[:2]
+        return math.prod(out[:-1]) * keys[-2] * (queries[-1] + out[-1])
+    return 0
+
+
+def longest_context(model: Target, blank: PromptCache) -> int:
+    """Return the most positions that the model is made for and that the GPU's memory holds beside it."""
+    own, most = getattr(model.args, "max_position_embeddings", None) or LONGEST, working_set()
+    if most is None:
+        return own
+    short, long = (sum(kv_bytes(model, blank, positions)) for positions in (SPAN, 2 * SPAN))
+    per_position = max(1, long - short) / SPAN
+    return min(own, max(UNCHECKED, int((most - nbytes(model.parameters())) / per_position)))
+
+
+def _facts(model: Target, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect what a choice depends on."""
+    ranks, kept = getattr(model, "ranks", None), {name: value for name, value in layout.items() if value is not None}
+    if "kv_bits" not in kept:
+        kept.pop("quantized_kv_start", None)
+    if not {"kv_bits", "mtp_kv_bits"} & kept.keys():
+        kept.pop("kv_group_size", None)
+    versions = {"mlx": MLX_VERSION, "mlx_mtp": __version__, "backend": str(mx.default_device())}
+    own = {"model": shapes_of(model), "layout": kept, "ranks": ranks.size if ranks else 1}
+    return {**machine(), **versions, **own}
+
+
+def _recalled(file: RememberedFile) -> int | None:
+    found = file.recall().get("chunk")
+    return found if found in CHUNKS else None
+
+
+def _agreed(ranks: Any, value: Any) -> Any:
+    return ranks.told(value) if ranks else value

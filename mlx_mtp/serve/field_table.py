@@ -1,0 +1,186 @@
+"""List every request field with its treatment: the one table that the server and its documentation use."""
+
+import difflib
+import re
+from typing import Any, NamedTuple
+
+from .fields import Refused
+
+APIS = ("chat", "completions", "responses", "messages")
+TREATMENTS = {"h": "honoured", "i": "ignored hint", "r": "refused", "-": "unknown"}
+NEUTRAL = (None, False, [], {}, "")  # values with which a refused field asks for nothing
+SCHEMA = "structured output is not supported"
+STORED = "nothing is stored; send the whole conversation"
+
+
+class Field(NamedTuple):
+    """A request field: one letter of TREATMENTS per API, a note, and values that are accepted where it is refused."""
+
+    letters: str
+    note: str = ""
+    neutral: tuple[Any, ...] = ()
+
+    def treatment(self, api: str) -> str:
+        return TREATMENTS[self.letters[APIS.index(api)]]
+
+
+def _alike(letters: str, names: str, note: str = "", neutral: tuple[Any, ...] = ()) -> dict[str, Field]:
+    return dict.fromkeys(names.split(), Field(letters, note, neutral))
+
+
+FIELDS: dict[str, Field] = {
+    # What is asked
+    "model": Field("hhhh", "one of the names that the server has"),
+    "messages": Field("h--h"),
+    "prompt": Field("-hr-", "completions: text, token ids, or a list of either; responses: " + STORED),
+    "input": Field("--h-", "text or items"),
+    "instructions": Field("--h-"),
+    "system": Field("---h"),
+    "continue_final_message": Field("h-hh", "default: true if the last message is the assistant's"),
+    "add_generation_prompt": Field("h-hh", "false: the prompt ends with the last message"),
+    "chat_template_kwargs": Field("h-hh", "variables of the chat template"),
+    "stream": Field("hhhh"),
+    "stream_options": Field("hhi-"),
+    "stream_options.include_usage": Field("hhi-"),
+    **_alike("iii-", "stream_options.include_obfuscation stream_options.continuous_usage_stats"),
+    # How many choices, and how long they are
+    "n": Field("hh--"),
+    "best_of": Field("-h--", "must equal `n`"),
+    "max_tokens": Field("hhhh", "-1: no limit; values that do not fit are reduced"),
+    "max_completion_tokens": Field("h---", "as `max_tokens`"),
+    "max_output_tokens": Field("--h-", "as `max_tokens`"),
+    "n_predict": Field("hh--", "as `max_tokens`"),
+    "min_tokens": Field("hhhh", "no end-of-text or stop token before; stop strings still end the answer"),
+    "ignore_eos": Field("hhhh", "no end-of-text token"),
+    "stop": Field("hhh-", "a text or up to 64 of them"),
+    "stop_sequences": Field("---h", "up to 64 texts"),
+    "stop_token_ids": Field("hhhh", "end the answer, without text"),
+    # Sampling
+    **_alike("hhhh", "temperature top_p min_p"),
+    "top_k": Field("hhhh", "0 or -1: off"),
+    "min_tokens_to_keep": Field("hhhh", "least number of tokens that `min_p` keeps"),
+    "min_keep": Field("hhhh", "as `min_tokens_to_keep`"),
+    "xtc_probability": Field("hhhh", "no effect at temperature 0"),
+    "xtc_threshold": Field("hhhh", "above 0.5: XTC is off"),
+    "seed": Field("hhhh", "-1: none"),
+    "repetition_penalty": Field("hhhh"),
+    "repeat_penalty": Field("hhhh", "as `repetition_penalty`"),
+    "repetition_context_size": Field("hhhh", "number of last tokens (20)"),
+    "repeat_last_n": Field("hhhh", "as `repetition_context_size`; -1: all, 0: no penalty"),
+    **_alike("hhhh", "presence_penalty frequency_penalty"),
+    **_alike("hhhh", "presence_context_size frequency_context_size", "number of last tokens (20)"),
+    "logit_bias": Field("hhhh"),
+    "bad_words": Field("hhhh", "texts that the answer does not contain"),
+    "allowed_token_ids": Field("hhhh", "the only tokens beside end-of-text ones"),
+    "logprobs": Field("hh--"),
+    "top_logprobs": Field("h-r-", "needs `logprobs`", (0,)),
+    # Tools
+    "tools": Field("h-hh", "functions; other types beside them are left out, with a warning"),
+    "tool_choice": Field("h-hh", "auto or none; a call cannot be forced"),
+    **_alike("---h", "tool_choice.type tool_choice.disable_parallel_tool_use tool_choice.name"),
+    "parallel_tool_calls": Field("h-h-", "false: one call"),
+    "max_tool_calls": Field("--i-", "limits built-in tools only"),
+    **_alike("r---", "functions function_call", "use `tools`", ("auto", "none")),
+    # Thinking
+    "enable_thinking": Field("h-hh"),
+    "thinking": Field("h-hh", "an object, or true or false"),
+    "thinking.type": Field("h-hh", "enabled, disabled; adaptive and auto: the model's default"),
+    "thinking.budget_tokens": Field("h-hh", "0 switches thinking off; other budgets are ignored"),
+    **_alike("i-ii", "thinking.display thinking.clear_thinking"),
+    "think": Field("h-hh", "true, false, or a reasoning effort"),
+    "reasoning_effort": Field("h-hh", "none switches thinking off; other values go to templates that read them"),
+    "reasoning": Field("h-hh"),
+    "reasoning.effort": Field("h-hh", "as `reasoning_effort`"),
+    "reasoning.enabled": Field("h-hh"),
+    "reasoning.max_tokens": Field("h-hh", "as `thinking.budget_tokens`"),
+    **_alike("i-ii", "reasoning.exclude reasoning.summary reasoning.generate_summary"),
+    **_alike("i-ii", "reasoning.context reasoning.mode include_reasoning"),
+    **_alike(
+        "h-hh",
+        "thinking_budget reasoning_budget thinking_budget_tokens thinking_token_budget",
+        "as `thinking.budget_tokens`",
+    ),
+    # Structured output
+    "response_format": Field("hhrr", "type text; " + SCHEMA, ({"type": "text"},)),
+    "text": Field("--h-"),
+    "text.format": Field("--h-", "type text; " + SCHEMA),
+    "text.verbosity": Field("--i-"),
+    "output_config": Field("---h"),
+    "output_config.format": Field("---r", SCHEMA),
+    **_alike("---i", "output_config.effort output_config.task_budget"),
+    "output_format": Field("---r", SCHEMA),
+    **_alike("rrrr", "guided_json guided_regex guided_choice guided_grammar structured_outputs", SCHEMA),
+    **_alike("rrrr", "grammar json_schema regex ebnf structural_tag format guided_decoding", SCHEMA),
+    **_alike("iiii", "guided_decoding_backend guided_whitespace_pattern", "no effect by itself"),
+    # Other output, and state
+    "modalities": Field("h---", "text"),
+    "audio": Field("r---"),
+    "web_search_options": Field("r---"),
+    "echo": Field("rr--"),
+    "suffix": Field("-r--"),
+    "include": Field("--h-", "log probabilities are refused, other values ignored"),
+    **_alike("--r-", "previous_response_id conversation", STORED),
+    "background": Field("--r-", STORED),
+    "thread": Field("---r", STORED),
+    "compaction": Field("---r"),
+    **_alike("---r", "container mcp_servers"),
+    "metadata": Field("iihi", "responses: returned"),
+    # Other servers' parameters that change the answer
+    **_alike("rrrr", "use_beam_search early_stopping include_stop_str_in_output logits_processors adapters lora"),
+    **_alike("rrrr", "prompt_logprobs return_token_ids return_tokens_as_token_ids vllm_xargs samplers"),
+    **_alike("rrrr", "mirostat mirostat_mode dry_multiplier dynatemp_range n_probs post_sampling_probs top_a"),
+    "top_n_sigma": Field("rrrr", "", (-1,)),
+    **_alike("rrrr", "typical_p tfs_z length_penalty", "allowed is 1", (1,)),
+    "skip_special_tokens": Field("rrrr", "allowed is true", (True,)),
+    "add_special_tokens": Field("ir--", "allowed is true", (True,)),
+    **_alike("r-rr", "chat_template documents role_mapping"),
+    **_alike("rrrr", "plugins truncate_prompt_tokens"),
+    # Hints
+    **_alike("iiii", "user service_tier store safety_identifier priority request_id cache_salt cache_control"),
+    **_alike("iiii", "prompt_cache_key prompt_cache_options prompt_cache_retention moderation speed inference_geo"),
+    **_alike("ii--", "prediction verbosity"),
+    **_alike("--i-", "truncation background_options access_programs image"),
+    **_alike("--ii", "context_management"),
+    **_alike("---i", "betas billing_policy diagnostics fallback_credit_token fallbacks user_profile_id workspace_id"),
+    **_alike("iiii", "provider models route transforms usage keep_alive num_ctx"),
+    **_alike("iiii", "kv_transfer_params mm_processor_kwargs"),
+    **_alike("iiii", "cache_prompt id_slot n_keep n_cache_reuse timings_per_token return_progress"),
+    **_alike("iiii", "num_draft_tokens draft_model", "the text is the same"),
+    **_alike("iiii", "spaces_between_special_tokens"),
+    **_alike(
+        "iiii",
+        "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers"
+        " dynatemp_exponent",
+        "no effect by itself",
+    ),
+}  # fmt: skip
+UNKNOWN = Field("----")
+PARENTS = {name.partition(".")[0] for name in FIELDS if "." in name}
+
+
+def check_fields(api: str, body: dict[str, Any]) -> list[str]:
+    """Return a warning for each field that is unknown. Raises Refused for a field that is refused."""
+    warnings: list[str] = []
+    for name, value in body.items():
+        _check(api, name, value, name, warnings)
+        if name in PARENTS and isinstance(value, dict):
+            for inner, each in value.items():
+                _check(api, f"{name}.{inner}", each, name, warnings)
+    return warnings
+
+
+def _check(api: str, name: str, value: Any, param: str, warnings: list[str]) -> None:
+    field = FIELDS.get(name, UNKNOWN)
+    treatment = field.treatment(api)
+    if treatment == "unknown":
+        warnings.append(f"unknown field {name[:80]!r} is ignored{_suggestion(api, name)}")
+    elif treatment == "refused" and value not in (*NEUTRAL, *field.neutral):
+        raise Refused(f"{name}: {field.note or 'not supported'}", param=param)
+
+
+def _suggestion(api: str, name: str) -> str:
+    """Name the known field that is nearest to an unknown one."""
+    known = [each for each, field in FIELDS.items() if field.treatment(api) in ("honoured", "ignored hint")]
+    snake = re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", name[:80]).lower()
+    near = difflib.get_close_matches(snake, known, 1, 0.7) or [n for n in known if n.startswith(f"{snake}_")][:1]
+    return f"; did you mean {near[0]!r}?" if near else ""

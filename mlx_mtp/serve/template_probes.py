@@ -1,0 +1,79 @@
+"""Find out what a chat template does with its variables, by rendering a short conversation."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from ..cache.prompt_prefix import render
+
+QUESTION = {"role": "user", "content": "?"}
+SYSTEM = {"role": "system", "content": "."}
+TEXT = {"type": "string", "description": "a text"}
+PARAMETERS = {"type": "object", "properties": {"a": TEXT}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "probe", "description": "a probe", "parameters": PARAMETERS}}
+OTHER = "zqx"  # a value that no template knows
+
+
+class Switch(NamedTuple):
+    """A variable by which chat templates switch thinking off and on, and the values that do so."""
+
+    name: str
+    off: Any
+    on: Any
+
+
+SWITCHES = (
+    Switch("enable_thinking", False, True),
+    Switch("thinking", False, True),
+    Switch("reasoning", False, True),
+    Switch("skip_thinking", True, False),
+    Switch("thinking_mode", "off", "on"),
+    Switch("thinking_mode", "disabled", "enabled"),
+    Switch("thinking_option", "off", "on"),
+    Switch("reasoning_effort", "none", "high"),
+    Switch("thinking_budget", 0, -1),
+    Switch("reasoning_budget", 0, -1),
+)
+SWITCH_NAMES = {switch.name for switch in SWITCHES}
+
+
+def rendered(tokenizer: Any, options: dict[str, Any], *messages: dict[str, Any]) -> str | None:
+    """The prompt of a short conversation; None where the template refuses it."""
+    try:
+        return render(tokenizer, [*(messages or (QUESTION,))], {**options, "add_generation_prompt": True})
+    except ValueError:
+        return None
+
+
+def thinking_switch(tokenizer: Any, options: dict[str, Any]) -> Switch | None:
+    """The first switch that changes the prompt; None where the template has none."""
+    return next((switch for switch in SWITCHES if _switches(tokenizer, options, switch)), None)
+
+
+def _switches(tokenizer: Any, options: dict[str, Any], switch: Switch) -> bool:
+    off, on = (rendered(tokenizer, {**options, switch.name: value}) for value in (switch.off, switch.on))
+    if off is None or off == on:
+        return False
+    if not isinstance(switch.off, str):
+        return True
+    # A template that only prints the value has no switch.
+    other = rendered(tokenizer, {**options, switch.name: OTHER})
+    return other is None or off.replace(switch.off, OTHER) != other.replace(switch.off, OTHER)
+
+
+def renders_tools(tokenizer: Any, options: dict[str, Any]) -> bool:
+    """Whether the tools of a request are in the prompt."""
+    for messages in ((QUESTION,), (SYSTEM, QUESTION)):
+        with_tools = rendered(tokenizer, {**options, "tools": [TOOL]}, *messages)
+        if with_tools is None or with_tools != rendered(tokenizer, options, *messages):
+            return True
+    return False
+
+
+def unread(tokenizer: Any, names: Any) -> list[str]:
+    """Those of the names that do not occur in the chat template; none where a program renders it."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template or getattr(tokenizer, "_chat_template", None) is not None:
+        return []
+    source = template if isinstance(template, str) else json.dumps(template)
+    return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", source)]

@@ -1,0 +1,103 @@
+"""Read the request fields that set variables of the chat template; many spellings switch thinking off."""
+
+from typing import Any
+
+from ..cache.prompt_prefix import RESERVED_KEYS
+from .fields import Door, Refused, field_of, fields_of, integer, text
+from .template_probes import SWITCH_NAMES, SWITCHES, rendered, thinking_switch, unread
+
+OFF = ("none", "off", "disable", "disabled")  # reasoning efforts that mean no thinking
+BUDGETS = ("thinking_budget", "reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
+KINDS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
+LOWEST = "low"
+
+
+def template_of(body: dict[str, Any], door: Door, warnings: list[str]) -> dict[str, Any]:
+    """The variables of the chat template; adds a warning for what the template cannot do."""
+    allowed = "an object of the template's own variables"
+    given = field_of(body, "chat_template_kwargs", allowed, _are_variables) or {}
+    wanted, effort = _wanted(body, given), _effort(body)
+    found = dict(door.template)
+    if wanted is not None:
+        found |= _switched(door, wanted, warnings)
+    if effort and effort not in OFF:
+        found |= _with_effort(door, {**found, **given}, effort, warnings)
+    for name in unread(door.tokenizer, given.keys() - SWITCH_NAMES):
+        warnings.append(f"chat_template_kwargs.{name[:80]}: the chat template does not read it")
+    return {**found, **given}
+
+
+def _are_variables(value: Any) -> bool:
+    return not value or (isinstance(value, dict) and not (RESERVED_KEYS | {"tools"}) & value.keys())
+
+
+def _switched(door: Door, wanted: bool, warnings: list[str]) -> dict[str, Any]:
+    if switch := thinking_switch(door.tokenizer, door.template):
+        return {switch.name: switch.on if wanted else switch.off}
+    if not wanted:
+        warnings.append("thinking cannot be switched off: the chat template has no variable for it")
+        return _with_effort(door, door.template, LOWEST, [])
+    if not door.tokenizer.has_thinking:
+        warnings.append("thinking cannot be switched on: the chat template has no variable for it")
+    return {}
+
+
+def _with_effort(door: Door, options: dict[str, Any], effort: str, warnings: list[str]) -> dict[str, Any]:
+    if rendered(door.tokenizer, {**options, "reasoning_effort": effort}) is not None:
+        return {"reasoning_effort": effort}
+    if rendered(door.tokenizer, options) is not None:
+        warnings.append(f"reasoning_effort={effort[:80]!r} is ignored: the chat template refuses it")
+    return {}
+
+
+def _wanted(body: dict[str, Any], given: dict[str, Any]) -> bool | None:
+    """Whether a request switches thinking on or off, by the first field that says so; None: neither."""
+    found = [
+        *(_by_variable(name, value) for name, value in given.items()),
+        switch_of(body, "enable_thinking"),
+        _by_thinking(body),
+        switch_of(body, "think") if not isinstance(body.get("think"), str) else None,
+        _by_reasoning(body),
+        False if _effort(body) in OFF else None,
+        *(_by_budget(body, name) for name in BUDGETS),
+    ]
+    return next((each for each in found if each is not None), None)
+
+
+def _by_variable(name: str, value: Any) -> bool | None:
+    for switch in SWITCHES:
+        if switch.name == name and type(value) is type(switch.off) and value in (switch.off, switch.on):
+            return value == switch.on
+    return None
+
+
+def _by_thinking(body: dict[str, Any]) -> bool | None:
+    allowed = "true, false, or an object with a type: enabled, adaptive or disabled"
+    value = field_of(body, "thinking", allowed, lambda v: isinstance(v, (bool, dict)))
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if kind is not None and (not isinstance(kind, str) or kind not in KINDS):
+        raise Refused(f"thinking: type {kind!r}; allowed are enabled, adaptive and disabled", param="thinking")
+    return False if _by_budget(value, "budget_tokens") is False else KINDS.get(kind or "auto")
+
+
+def _by_reasoning(body: dict[str, Any]) -> bool | None:
+    reasoning = fields_of(body, "reasoning")
+    enabled = switch_of(reasoning, "enabled")
+    return _by_budget(reasoning, "max_tokens") if enabled is None else enabled
+
+
+def _by_budget(body: dict[str, Any], name: str) -> bool | None:
+    return False if integer(body, name, -1, 2**31) == 0 else None
+
+
+def switch_of(body: dict[str, Any], name: str) -> bool | None:
+    """Read true or false; None where neither is given."""
+    return field_of(body, name, "true or false", lambda v: isinstance(v, bool))
+
+
+def _effort(body: dict[str, Any]) -> str:
+    think = body.get("think")
+    effort = text(body, "reasoning_effort") or text(fields_of(body, "reasoning"), "effort")
+    return effort or (think if isinstance(think, str) else "")

@@ -1,0 +1,37 @@
+"""Find the texts of JSON values inside a text, without reading them."""
+
+from collections.abc import Iterator
+
+import regex
+
+STRING = r'"(?:\\.|[^"\\])*+"'
+TOKENS = regex.compile(rf"{STRING}|[\[\]{{}}]", regex.DOTALL)
+SCALAR = regex.compile(rf"{STRING}|[^\s,\]}}]++", regex.DOTALL)
+MEMBER = regex.compile(rf"\s*,?\s*(?P<key>{STRING})\s*:\s*", regex.DOTALL)
+LAST = regex.compile(r"\s*,?\s*\}")
+
+
+def members(text: str, start: int) -> Iterator[tuple[str, str]]:
+    """The keys, in quotes, and the values of an object that begins at `start`; ValueError where it does not end."""
+    at = start + 1
+    while member := MEMBER.match(text, at):
+        end = end_of_value(text, member.end())
+        if end is None:
+            raise ValueError("an object that does not end")
+        yield member["key"], text[member.end() : end]
+        at = end
+    if not LAST.match(text, at):
+        raise ValueError("an object with something else in it")
+
+
+def end_of_value(text: str, start: int) -> int | None:
+    """The index behind the JSON value that begins at `start`; None where it does not end."""
+    if text[start : start + 1] not in ("{", "["):
+        scalar = SCALAR.match(text, start)
+        return scalar.end() if scalar else None
+    depth = 0
+    for token in TOKENS.finditer(text, start):
+        depth += (token[0] in ("{", "[")) - (token[0] in ("}", "]"))
+        if not depth:
+            return token.end()
+    return None

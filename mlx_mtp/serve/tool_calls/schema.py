@@ -1,0 +1,157 @@
+"""Hold the tools of a request: their names, and the types that their parameters may have."""
+
+import ast
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+Schema = dict[str, Any]
+ESCAPE = re.compile(r'["/bfnrt]|u[0-9a-fA-F]{4}')
+PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # as jinja's `string` filter writes them
+
+
+class Tools:
+    """The offered functions, from a list in OpenAI's form; entries without a function's name are skipped."""
+
+    def __init__(self, offered: Iterable[Any] | None):
+        self.offered = list(offered or ())
+        functions = [tool.get("function") for tool in self.offered if isinstance(tool, dict)]
+        self._parameters: dict[str, Schema] = {
+            f["name"]: f.get("parameters") or {} for f in functions if isinstance(f, dict) and f.get("name")
+        }
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._parameters)
+
+    def properties(self, name: str) -> Schema:
+        """The schema of each declared parameter, by name."""
+        properties = self._parameters.get(name, {}).get("properties")
+        return properties if isinstance(properties, dict) else {}
+
+    def fits(self, name: str, key: str, text: str) -> bool:
+        """Whether the schema declares a parameter, and the text can be its value by the parameter's type."""
+        properties = self.properties(name)
+        types = types_of(properties.get(key), self._parameters.get(name, {}))
+        if key not in properties or not types or "string" in types:
+            return key in properties
+        kind = _kind(json.loads(untyped_as_json(text, types)))
+        return kind in types or (kind == "integer" and "number" in types)
+
+    def as_json(self, name: str, key: str, text: str) -> str:
+        """The JSON of an argument that a model wrote without quotes, by the parameter's type in the schema."""
+        types = types_of(self.properties(name).get(key), self._parameters.get(name, {}))
+        return dumps(text) if types == {"string"} else untyped_as_json(text, types)
+
+
+def untyped_as_json(text: str, types: set[str] = frozenset()) -> str:  # type: ignore[assignment]
+    """The JSON of a text that is a string, or JSON of one of the types (any type, where none is given)."""
+    written = PYTHON_CONSTANTS.get(text.strip(), text.strip())
+    try:
+        written = strict(written)
+    except ValueError:
+        return dumps(text) if "string" in types else _from_python(text)
+    kind = _kind(json.loads(written))
+    if kind == "string":  # in quotes, though the schema or the format would have none
+        return dumps(text) if "string" in types or not types else written
+    if kind == "number" and "integer" in types and "number" not in types:
+        value = float(written)
+        return str(int(value)) if math.isfinite(value) and value.is_integer() else written
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return dumps(text) if not fits and "string" in types else written
+
+
+def _from_python(text: str) -> str:
+    """The JSON of a Python literal that is a container; of any other text, the text as a string."""
+    if text.strip()[:1] in ("{", "["):
+        try:
+            return dumps(_without_nan(ast.literal_eval(text.strip())))
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            pass
+    return dumps(text)
+
+
+def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
+    """The JSON types that a schema allows by name, empty if it allows any. root: where its `$ref` are looked up."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    if isinstance(reference := schema.get("$ref"), str):
+        return types_of(_resolved(reference, root), root, depth - 1)
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    values = [*values, schema["const"]] if "const" in schema else values
+    types = types or {_kind(value) for value in values}
+    for choice in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(choice), list):
+            types = types.union(*(types_of(each, root, depth - 1) for each in schema[choice]))
+    return types | {"null"} if types and schema.get("nullable") is True else types
+
+
+def _resolved(reference: str, root: Schema) -> Any:
+    """The part of a schema that a local `$ref` names; None if there is none."""
+    found: Any = root
+    for step in reference.removeprefix("#/").split("/"):
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds[type(value)]
+
+
+def dumps(value: Any) -> str:
+    """JSON in the letters of the text; lone surrogates, which UTF-8 cannot hold, are escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
+def strict(text: str) -> str:
+    """The text itself where it is JSON, else the JSON that it most likely stands for.
+
+    Line breaks and stray backslashes in strings are kept as the characters they are; NaN and infinities, which JSON
+    does not have, become null, as in JavaScript. Raises ValueError where there is no JSON in it.
+    """
+    try:
+        json.loads(text, parse_constant=_refuse)
+        text.encode()
+        return text
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return dumps(json.loads(_with_escaped_backslashes(text), strict=False, parse_constant=lambda _: None))
+    except RecursionError as e:
+        raise ValueError("JSON that is nested too deep") from e
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def _with_escaped_backslashes(text: str) -> str:
+    """Double each backslash that begins no escape sequence of JSON."""
+    parts = text.split("\\\\")  # pairs are escapes, whatever follows
+    for i, part in enumerate(parts):
+        before, *others = part.split("\\")
+        for other in others:
+            before += ("\\" if ESCAPE.match(other) else "\\\\") + other
+        parts[i] = before
+    return "\\\\".join(parts)
+
+
+def _without_nan(value: Any) -> Any:
+    """A value in which what JSON does not have, NaN and infinities, is None."""
+    if isinstance(value, dict):
+        return {str(key): _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

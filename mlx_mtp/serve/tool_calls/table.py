@@ -1,0 +1,162 @@
+"""List the formats of tool calls, and find which of them a tokenizer's model writes."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ..template_traits import NAME, probes
+from .call_format import CallFormat
+from .gemma import GemmaCalls
+from .json_calls import JsonCalls, JsonMarks
+from .pythonic import PythonicCalls
+from .schema import Tools
+from .tagged import Tagged, Tags
+
+PLAIN = r"{name}(?![\w.-])"
+CODER = Tags(
+    "<tool_call>", "</tool_call>", r"<function={name}>", r"<parameter=(?P<key>[^>\n]+)>", "</parameter>",
+    "</function>", "\n",
+)  # fmt: skip
+SEED = dataclasses.replace(CODER, start="<seed:tool_call>", end="</seed:tool_call>", pad="")
+GLM = Tags(
+    "<tool_call>", "</tool_call>", PLAIN, r"<arg_key>(?P<key>[^<]+)</arg_key>(?:\\n|\s)*<arg_value>", "</arg_value>"
+)
+LONGCAT = Tags(
+    "<longcat_tool_call>", "</longcat_tool_call>", PLAIN,
+    r"<longcat_arg_key>(?P<key>[^<]+)</longcat_arg_key>(?:\\n|\s)*<longcat_arg_value>", "</longcat_arg_value>",
+)  # fmt: skip
+HY = Tags(
+    "<tool_calls:opensource>", "</tool_calls:opensource>", "<tool_call:opensource>{name}<tool_sep:opensource>",
+    r"<arg_key:opensource>(?P<key>[^<]+)</arg_key:opensource>\s*<arg_value:opensource>", "</arg_value:opensource>",
+    "</tool_call:opensource>",
+)  # fmt: skip
+MINIMAX = Tags(
+    "<minimax:tool_call>", "</minimax:tool_call>", r'<invoke name="{name}">',
+    r'<parameter name="(?P<key>[^">]+)">', "</parameter>", "</invoke>",
+)  # fmt: skip
+MINICPM = Tags(
+    "", "", r'<function name="{name}">', r'<param name="(?P<key>[^">]+)">', "</param>", "</function>", cdata=True
+)
+MUSE = Tags(
+    "<atem:function_calls>", "</atem:function_calls>", r'<atem:invoke [^>]*?name="{name}"[^>]*>',
+    r'<atem:parameter [^>]*?name="(?P<key>[^">]+)"[^>]*>', "</atem:parameter>", "</atem:invoke>",
+)  # fmt: skip
+KIMI_K3 = Tags(
+    "<|open|>tools<|sep|>", "<|close|>tools<|sep|>", r'<\|open\|>call tool="{name}"[^<]*<\|sep\|>',
+    r'<\|open\|>argument key="(?P<key>[^"]+)"(?: type="(?P<type>\w+)")?[^<]*<\|sep\|>',
+    "<|close|>argument<|sep|>", "<|close|>call<|sep|>",
+)  # fmt: skip
+DSML = Tags(
+    "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", r'<｜DSML｜invoke name="{name}">',
+    r'<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<type>true|false)">',
+    "</｜DSML｜parameter>", "</｜DSML｜invoke>",
+)  # fmt: skip
+DSML_TOOLS = dataclasses.replace(DSML, start="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
+HERMES = JsonMarks("<tool_call>", "</tool_call>")
+LLAMA = JsonMarks("<|python_tag|>", "<|eom_id|>")
+MISTRAL = JsonMarks("[TOOL_CALLS]", head=r"{name}\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*")
+KIMI_K2 = JsonMarks(
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>", r"(?:functions\.)?{name}(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*",
+    r"<\|tool_call_end\|>",
+)  # fmt: skip
+DEEPSEEK = JsonMarks(
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", r"(?:function<｜tool▁sep｜>)?\s*{name}\s*(?:<｜tool▁sep｜>)?\s*(?:```json\s*)?",
+    r"(?:```\s*)?<｜tool▁call▁end｜>",
+)  # fmt: skip
+HUNYUAN = JsonMarks(
+    "<tool_calls>", "</tool_calls>", "<tool_call>", r"{name}<tool_sep>\s*```json\s*", r"```\s*</tool_call>"
+)
+SOLAR = JsonMarks(
+    "<|tool_calls|>", "<|calls|>",
+    "<|tool_call:begin|>", r"[^<]*<\|tool_call:name\|>{name}<\|tool_call:args\|>\s*", r"<\|tool_call:end\|>",
+)  # fmt: skip
+FUNCTIONARY = JsonMarks("<function=", head=r"{name}>\s*", foot="</function>")
+FUNCTIONARY_3_2 = JsonMarks(">>>", head=r"{name}\n")
+# Further models that write a list or a line of JSON between marks of their own.
+PLAIN_JSON = (
+    HERMES,
+    JsonMarks("<tool_calls>", "</tool_calls>"),  # Apriel, MiniMax-M1
+    JsonMarks("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron
+    JsonMarks("<|tool_call|>", "<|/tool_call|>"),  # Granite 3, Phi-4
+    JsonMarks("<|START_ACTION|>", "<|END_ACTION|>"),  # Command-R7B, Command-A
+    JsonMarks("Action:\n```json", "```"),  # Command-R+
+    JsonMarks("<|tools_prefix|>", "<|tools_suffix|>", names_are_keys=True),  # Apertus
+    JsonMarks("<|message_sep|>\n\nfunction call<|role_sep|>"),  # GigaChat3
+    JsonMarks("<|function_call|>"),  # GigaChat3.1
+)
+TAGGED = (CODER, SEED, GLM, LONGCAT, HY, MINIMAX, MINICPM, MUSE, KIMI_K3, DSML, DSML_TOOLS)
+GEMMA_4 = GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>")
+PYTHONIC = PythonicCalls("<|tool_call_start|>", "<|tool_call_end|>")
+FORMATS: tuple[CallFormat, ...] = (
+    *(Tagged(dataclasses.replace(tags, pad=pad)) for tags in TAGGED for pad in ("", "\n")),
+    *map(JsonCalls, (MISTRAL, KIMI_K2, DEEPSEEK, HUNYUAN, SOLAR, FUNCTIONARY, FUNCTIONARY_3_2, *PLAIN_JSON)),
+    GEMMA_4,
+    FUNCTION_GEMMA,
+    dataclasses.replace(PYTHONIC, escaped=False),
+    PYTHONIC,
+    JsonCalls(LLAMA),  # the last one, as its calls need no mark
+)
+# By the names of mlx-lm's parsers, or their last words.
+BY_PARSER: dict[str, CallFormat] = {
+    "coder": Tagged(CODER),
+    "glm47": Tagged(GLM),
+    "laguna": Tagged(GLM),
+    "longcat": Tagged(LONGCAT),
+    "minimax_m2": Tagged(MINIMAX),
+    "minicpm5": Tagged(MINICPM),
+    "muse_spark": Tagged(MUSE),
+    "kimi_k3": Tagged(KIMI_K3),
+    "json_tools": JsonCalls(HERMES),
+    "mistral": JsonCalls(MISTRAL),
+    "kimi_k2": JsonCalls(KIMI_K2),
+    "gemma4": GEMMA_4,
+    "function_gemma": FUNCTION_GEMMA,
+    "pythonic": PYTHONIC,
+}
+# By a mark in a chat template that renders no call, the first two also in a vocabulary.
+BY_MARK: dict[str, CallFormat] = {
+    "<｜DSML｜": Tagged(DSML),
+    "<|python_tag|>": JsonCalls(LLAMA),
+    "<｜tool▁calls▁begin｜>": JsonCalls(DEEPSEEK),
+    **{marks.start: JsonCalls(marks) for marks in PLAIN_JSON},
+}
+
+
+def format_of(tokenizer: Any) -> CallFormat | None:
+    """The format in which the chat template renders calls, else by mlx-lm's rules, else by marks; None if unknown."""
+    if format := _as_rendered(tokenizer):
+        return format
+    if tokenizer.has_tool_calling:
+        parser = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
+        if format := BY_PARSER.get(parser) or BY_PARSER.get(parser.rpartition("_")[2]):
+            return format
+    template = getattr(tokenizer, "chat_template", None)
+    written = template if isinstance(template, str) else json.dumps(template or "", ensure_ascii=False)
+    marks = [mark for mark in list(BY_MARK)[:2] if mark in tokenizer.get_vocab()]
+    return next((BY_MARK[mark] for mark in (*marks, *BY_MARK) if mark in marks or mark in written), None)
+
+
+def _as_rendered(tokenizer: Any) -> CallFormat | None:
+    """The format that reads a call as it was before the template rendered it."""
+    parameters = {"type": "object", "properties": {key: {"type": "string"} for key in ("text", "more")}}
+    tools = Tools([{"type": "function", "function": {"name": NAME, "parameters": parameters}}])
+    for text, more in (("\n <x> \n", "\n"), ("x", "y")):
+        arguments = {"text": text, "more": more}
+        for probe in probes(tokenizer, arguments):
+            for format in FORMATS:
+                if arguments in _calls_in(probe.text, format, tools):
+                    return format
+    return None
+
+
+def _calls_in(text: str, format: CallFormat, tools: Tools) -> Iterator[Any]:
+    """The arguments of the calls that begin with a mark of the format, or without one where it is Llama's."""
+    for match in format.opening(tools).finditer(text):
+        if not text.startswith(format.marks, match.start()) and format is not FORMATS[-1]:
+            continue
+        if reading := format.read(text[match.start() :], tools, complete=False):
+            yield from (json.loads(call.arguments) for call in reading.calls)

@@ -1,0 +1,289 @@
+"""Every request field is honoured, an ignored hint, or refused by name; what has no effect is in a header."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load
+
+from mlx_mtp.demo import demo_path
+from mlx_mtp.serve import field_table
+from mlx_mtp.serve.field_table import APIS, FIELDS, TREATMENTS, UNKNOWN, check_fields
+from mlx_mtp.serve.fields import Refused
+from mlx_mtp.serve.template_probes import renders_tools
+from mlx_mtp.serve.thinking import template_of
+
+ROOT = Path(__file__).parents[2]
+DECLARED = json.loads((ROOT / "tests/support/fixtures/api_fields.json").read_text())["fields"]
+WARNING = "X-MLX-MTP-Warning"
+LETTERS = {treatment: letter for letter, treatment in TREATMENTS.items()}
+BODIES = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+    "completions": ("/v1/completions", {"prompt": "hi", "max_tokens": 2}),
+    "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+}
+
+
+def post(served, api, **more):
+    path, body = BODIES[api]
+    return served.post(path, json={**body, **more})
+
+
+def treated(api, treatment):
+    return [name for name, field in FIELDS.items() if field.treatment(api) == treatment]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_every_field_that_the_clients_packages_declare_is_in_the_table(api):
+    assert [name for name in DECLARED[api] if FIELDS.get(name, UNKNOWN).treatment(api) == "unknown"] == []
+    assert check_fields(api, dict.fromkeys(name for name in DECLARED[api] if "." not in name)) == []
+
+
+def test_the_page_lists_the_table():
+    page = (ROOT / "docs/serve.md").read_text()
+    found = {}
+    for names, *treatments, note in re.findall(r"^\| (`.*?`) \|" + r" (.*?) \|" * 5 + "$", page, re.MULTILINE):
+        letters = "".join(LETTERS.get(treatment, "?") for treatment in treatments)
+        found |= dict.fromkeys(re.findall(r"`([\w.]+)`", names), (letters, note))
+    assert found == {name: (field.letters, field.note) for name, field in FIELDS.items()}
+
+
+def test_every_honoured_field_is_read_somewhere():
+    room = ROOT / "mlx_mtp/serve"
+    source = "".join(file.read_text() for file in room.rglob("*.py") if file.name != "field_table.py")
+    for api in APIS:
+        for name in treated(api, "honoured"):
+            assert f'"{name.rpartition(".")[2]}"' in source, name
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_refused_fields_are_named_unless_they_ask_for_nothing(api):
+    for name in treated(api, "refused"):
+        parent, _, inner = name.rpartition(".")
+        for value in (None, False, [], {}, "", *FIELDS[name].neutral):
+            assert check_fields(api, {parent: {inner: value}} if parent else {name: value}) == []
+        with pytest.raises(Refused, match=re.escape(name)) as error:
+            check_fields(api, {parent: {inner: "x"}} if parent else {name: "x"})
+        assert error.value.param == (parent or name)
+
+
+@pytest.mark.parametrize(
+    ("api", "wrong", "near"),
+    [
+        ("chat", "temprature", "temperature"),
+        ("chat", "max_token", "max_tokens"),
+        ("chat", "maxTokens", "max_tokens"),
+        ("chat", "stop-token-ids", "stop_token_ids"),
+        ("chat", "enable_thinkng", "enable_thinking"),
+        ("chat", "stream_options.include_usge", "stream_options.include_usage"),
+        ("responses", "max_output_token", "max_output_tokens"),
+        ("messages", "stop", "stop_sequences"),
+        ("chat", "zzz", None),
+    ],
+)
+def test_an_unknown_field_is_named_with_the_nearest(api, wrong, near):
+    parent, _, inner = wrong.rpartition(".")
+    (warning,) = check_fields(api, {parent: {inner: 1}} if parent else {wrong: 1})
+    assert repr(wrong) in warning
+    assert (f"did you mean {near!r}?" in warning) if near else "mean" not in warning
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_warnings_are_in_a_header_of_whole_answers_and_of_streams(served, api):
+    for stream in (False, True):
+        found = post(served, api, stream=stream, **{"tempärature\n": 1})
+        assert found.status_code == 200
+        assert "did you mean 'temperature'?" in found.headers[WARNING]
+        assert WARNING not in post(served, api, stream=stream, temperature=0.5).headers
+
+
+def test_headers_stay_short_and_are_logged(served, caplog):
+    found = post(served, "chat", **{f"f{i}\u2028": i for i in range(500)})
+    assert found.status_code == 200
+    assert 100 < len(found.headers[WARNING]) <= 2000
+    assert "f0" in caplog.text
+    count = served.post("/v1/messages/count_tokens", json={"messages": BODIES["chat"][1]["messages"], "sistem": "x"})
+    assert "'system'" in count.headers[WARNING]
+
+
+# Thinking
+
+
+PRINTS = "{% if reasoning_effort %}{{ 'effort ' + reasoning_effort }}{% endif %}"
+TEMPLATES = {
+    "enable_thinking": "{% if enable_thinking is defined and not enable_thinking %}OFF{% endif %}",
+    "thinking": "{% if thinking is defined and thinking %}ON{% else %}OFF{% endif %}",
+    "reasoning": "{% if reasoning is defined and not reasoning %}OFF{% endif %}",
+    "reasoning_effort": "{% if reasoning_effort == 'none' %}OFF{% endif %}" + PRINTS,
+    "thinking_budget": "{% if thinking_budget is defined and thinking_budget == 0 %}OFF{% endif %}",
+    "thinking_mode": "{% if thinking_mode == 'disabled' %}OFF{% endif %}",
+    "strict": "{% if reasoning_effort not in ['none', 'high'] %}{{ raise_exception('effort') }}{% endif %}"
+    "{% if reasoning_effort == 'none' %}OFF{% endif %}",
+}
+NO_SWITCH = {"plain": "", "prints": PRINTS}
+OFF = [
+    {"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}},
+    {"chat_template_kwargs": {"thinking": False}}, {"thinking": {"type": "disabled"}}, {"thinking": False},
+    {"thinking": {"type": "enabled", "budget_tokens": 0}}, {"reasoning_effort": "none"},
+    {"reasoning": {"effort": "none"}}, {"reasoning": {"enabled": False}}, {"reasoning": {"max_tokens": 0}},
+    {"think": False}, {"think": "none"}, {"thinking_budget": 0}, {"reasoning_budget": 0},
+    {"thinking_budget_tokens": 0}, {"thinking_token_budget": 0},
+]  # fmt: skip
+ON = [{"enable_thinking": True}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"think": True}]
+
+
+@pytest.fixture
+def door():
+    plain = load(demo_path())._tokenizer
+    tokenizer = TokenizerWrapper(plain)
+    tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
+
+    def use(template, options=None):
+        plain.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + template
+        return SimpleNamespace(tokenizer=tokenizer, template=options or {})
+
+    return use
+
+
+def prompt_of(door, body):
+    warnings = []
+    options = template_of(body, door, warnings)
+    question = [{"role": "user", "content": "hi"}]
+    return door.tokenizer.apply_chat_template(question, tokenize=False, **options), warnings
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_spelling_sets_the_variable_that_the_template_reads(door, name):
+    used = door(TEMPLATES[name], {"reasoning_effort": "high"} if name == "strict" else None)
+    for body in OFF:
+        text, warnings = prompt_of(used, body)
+        assert "OFF" in text, body
+        assert warnings == [], body
+    for body in ON:
+        text, warnings = prompt_of(used, body)
+        assert "OFF" not in text, body
+        assert warnings == [], body
+
+
+@pytest.mark.parametrize("name", NO_SWITCH)
+def test_thinking_that_cannot_be_switched_off_is_a_warning(door, name):
+    for body in OFF:
+        if body != {"chat_template_kwargs": {"thinking": False}}:
+            _, warnings = prompt_of(door(NO_SWITCH[name]), body)
+            assert len(warnings) == 1, body
+            assert "cannot be switched off" in warnings[0]
+    assert prompt_of(door(NO_SWITCH[name]), {"thinking": {"type": "adaptive"}, "enable_thinking": None})[1] == []
+
+
+def test_efforts_and_variables_reach_the_template(door):
+    for body in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}, {"think": "low"}):
+        assert prompt_of(door(PRINTS), body) == ("hieffort low", [])
+    assert prompt_of(door(TEMPLATES["strict"], {"reasoning_effort": "high"}), {"reasoning_effort": "low"})[1] == [
+        "reasoning_effort='low' is ignored: the chat template refuses it"
+    ]
+    text, warnings = prompt_of(door(PRINTS), {"chat_template_kwargs": {"reasoning_efort": "low"}})
+    assert (text, len(warnings)) == ("hi", 1)
+    assert "chat_template_kwargs.reasoning_efort" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"thinking": "off"}, {"thinking": {"type": "never"}}, {"enable_thinking": "false"}, {"reasoning": 5}]
+)
+def test_spellings_that_mean_nothing_are_refused(door, wrong):
+    with pytest.raises(Refused, match=next(iter(wrong))):
+        prompt_of(door(PRINTS), wrong)
+
+
+# Tools and pictures
+
+
+FUNCTION = {"type": "function", "name": "shell", "parameters": {"type": "object", "properties": {}}}
+OTHERS = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "namespace", "name": "n"}]
+CHAT_FUNCTION = {"type": "function", "function": {"name": "shell"}}
+CLIENT_TOOL = {"name": "shell", "input_schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("api", "tool", "other"),
+    [
+        *(("responses", FUNCTION, other) for other in OTHERS),
+        ("chat", CHAT_FUNCTION, {"type": "custom", "custom": {"name": "c"}}),
+        ("messages", CLIENT_TOOL, {"type": "web_search_20250305", "name": "web_search"}),
+    ],
+)
+def test_tools_beside_functions_are_ignored_with_a_warning(served, api, tool, other):
+    found, plain = (post(served, api, tools=tools) for tools in ([tool, other], [tool]))
+    assert found.status_code == plain.status_code == 200
+    assert repr(other["type"]) in found.headers[WARNING]
+    assert "web_search" not in plain.headers.get(WARNING, "")
+    alone = post(served, api, tools=[other])
+    assert alone.status_code == 400
+    assert other["type"] in alone.json()["error"]["message"]
+
+
+def test_tools_without_a_place_in_the_template_are_a_warning(served, door, caplog):
+    assert "no place" in post(served, "chat", tools=[CHAT_FUNCTION]).headers[WARNING]
+    assert "no place" in caplog.text
+    assert not renders_tools(door("").tokenizer, {})
+    assert renders_tools(door("{% if tools %}{{ tools | tojson }}{% endif %}").tokenizer, {})
+
+
+PNG = {"type": "base64", "media_type": "image/png", "data": ""}
+CALL = {"type": "function", "id": "c", "function": {"name": "read", "arguments": "{}"}}
+URL = "data:image/png;base64,"
+
+
+def results(picture):
+    """A picture among the results of a tool, in each API that has them."""
+    words = {"type": "text", "text": "a.png"}
+    use = {"type": "tool_use", "id": "c", "name": "read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [words, *picture("messages")]}
+    output = {"type": "function_call_output", "call_id": "c", "output": [words, *picture("responses")]}
+    return {
+        "messages": {"messages": [
+            {"role": "user", "content": "Read."}, {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ]},
+        "chat": {"messages": [
+            {"role": "user", "content": "Read."}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": [words, *picture("chat")]},
+        ]},
+        "responses": {"input": [
+            {"role": "user", "content": "Read."},
+            {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"}, output,
+        ]},
+    }  # fmt: skip
+
+
+PICTURES = {
+    "messages": {"type": "image", "source": PNG},
+    "chat": {"type": "image_url", "image_url": {"url": URL}},
+    "responses": {"type": "input_image", "image_url": URL},
+}
+
+
+@pytest.mark.parametrize("api", ["messages", "chat", "responses"])
+def test_a_picture_of_a_tool_is_a_line_of_text_and_one_of_a_user_is_refused(served, api):
+    found = post(served, api, **results(lambda api: [PICTURES[api]])[api])
+    plain = post(served, api, **results(lambda api: [])[api])
+    assert found.status_code == plain.status_code == 200
+    assert "picture" in found.headers[WARNING]
+    name = "prompt_tokens" if api == "chat" else "input_tokens"
+    tokens = [r.json()["usage"][name] + r.json()["usage"].get("cache_read_input_tokens", 0) for r in (found, plain)]
+    assert tokens[0] > tokens[1]
+    said = [{"role": "user", "content": [PICTURES[api]]}]
+    refused = post(served, api, **{"input" if api == "responses" else "messages": said})
+    assert refused.status_code == 400
+    assert "text only" in refused.json()["error"]["message"]
+
+
+def test_the_table_is_the_only_list():
+    assert set(TREATMENTS) == {"h", "i", "r", "-"}
+    for name, field in FIELDS.items():
+        assert len(field.letters) == len(APIS), name
+        assert set(field.letters) <= set(TREATMENTS), name
+        assert set(field.letters) != {"-"}, name
+    assert FIELDS.keys() >= field_table.PARENTS

@@ -1,0 +1,107 @@
+"""Compare rows in the first idle moments of a model, and not before it is ready; until then store nothing decoded."""
+
+import time
+
+import mlx.core as mx
+import pytest
+from letter_chats import make_tokenizer
+from served import settings
+
+import mlx_mtp
+from mlx_mtp.serve import engine as engines
+from mlx_mtp.serve.engine import Engine
+from mlx_mtp.serve.job import Ask, End, Job
+from mlx_mtp.serve.prefixes import comparisons, rows_alike
+from mlx_mtp.serve.server import Loaded, shared
+
+PASSES = 7  # a chunk; what stands before its last four rows; these one by one; and at once
+STEP = 24
+PROMPT = [*range(4, 16), *range(4, 14)]
+
+
+@pytest.fixture
+def passes(tiny_models, monkeypatch):
+    """(model, the number of rows of each forward pass that it takes)."""
+    model, counted = tiny_models(vocab_size=40)[0], []
+    hidden = type(model).hidden
+
+    def counting(self, tokens, cache):
+        if self is model:
+            counted.append(tokens.shape[1])
+        return hidden(self, tokens, cache)
+
+    monkeypatch.setattr(type(model), "hidden", counting)
+    return model, counted
+
+
+@pytest.fixture
+def start():
+    """Start the engine of a model; `at_ready` notes when it is ready."""
+    engines = []
+
+    def begin(model, at_ready=lambda: None, **changes):
+        options = {"num_draft_tokens": 2, "adaptive": False}
+        given = settings(options=options, step=STEP, **changes)
+        engines.append(Engine(lambda: shared(Loaded(model, make_tokenizer(), {}, {}), given), ready=at_ready))
+        engines[-1].start()
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.stop(0)
+        engine.thread.join(10)
+        assert not engine.thread.is_alive()
+
+
+def until(found) -> None:
+    end = time.monotonic() + 20
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def answered(engine) -> str:
+    """Ask for five letters behind PROMPT."""
+    events = []
+    engine.submit([job := Job(Ask(PROMPT, max_tokens=5), events.append)])
+    until(lambda: job.over)
+    assert isinstance(events[-1], End)
+    return "".join(getattr(event, "text", "") for event in events)
+
+
+def test_no_pass_is_taken_before_it_is_ready_and_seven_when_it_is_idle(passes, start):
+    model, counted = passes
+    at_ready = []
+    engine = start(model, lambda: at_ready.append(len(counted)))
+    until(lambda: len(counted) == PASSES)
+    assert at_ready == [0]
+    until(lambda: engine.served.tree.decoded)
+    assert counted == [STEP, STEP - 4, 1, 1, 1, 1, 4]
+    assert rows_alike(model, engine.served.tree.blank, STEP)
+
+
+def test_a_model_in_16_bits_takes_no_pass_and_a_server_that_stores_nothing_does_not_compare(passes, monkeypatch):
+    model, _ = passes
+    blank = mlx_mtp.make_prompt_cache(model)
+    row = model.no_hidden().astype(mx.bfloat16)
+    monkeypatch.setattr(type(model), "no_hidden", lambda _: row)
+    monkeypatch.setattr(mx, "eval", lambda *_: pytest.fail("a pass is computed"))
+    assert list(comparisons(model, blank, STEP)) == [False]
+    served = shared(Loaded(model, make_tokenizer(), {}, {}), settings(cache_bytes=0))
+    assert served.tree.decoded is False
+
+
+def test_an_answer_is_the_same_before_while_and_after_rows_are_compared(passes, start, monkeypatch):
+    """A request waits for one pass at most, and nothing is stored as decoded until the last one."""
+    model, counted = passes
+    text = answered(start(model, cache_bytes=0))
+    counted.clear()
+    engine = start(model)
+    until(lambda: counted)
+    monkeypatch.setattr(engines, "CALM", 1000)
+    assert answered(engine) == text
+    assert not engine.served.tree.decoded
+    monkeypatch.setattr(engines, "CALM", 0.001)
+    assert answered(engine) == text  # which ends the wait for calm
+    until(lambda: engine.served.tree.decoded)
+    assert answered(engine) == text

@@ -1,0 +1,100 @@
+"""Take calls as chat templates render them: each format is found, and reads what the template wrote."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sweep import SWEEP
+from templates import OFFERED, OWN, A, U, all_templates, call, tokenizer_of, turn
+
+from mlx_mtp.serve.answer import Said, Splitter, ToolCall
+from mlx_mtp.serve.forms import Conversation
+from mlx_mtp.serve.history import linked
+from mlx_mtp.serve.prompts import HELD, Chat, marks_of
+from mlx_mtp.serve.template_traits import traits_of
+from mlx_mtp.serve.tool_calls.table import format_of
+
+MARKS = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
+# Released templates with which calls cannot be read back, and why.
+UNREAD = {
+    "CohereForAI-c4ai-command-r-plus-tool_use": "repeats its instructions behind each conversation",
+    "Kimi-K2-Instruct": "refuses calls in transformers' sandbox",
+    "Kimi-K3": "has marks around contents, which are no format of ours yet",
+    "Kimi-K2-Thinking": "refuses calls in transformers' sandbox",
+    "MiniMax-M3": "writes lists and objects as nested tags, which is no format of ours yet",
+    "MiroThinker": "reads a variable that is not set",
+    "fireworks-ai-llama-3-firefunction-v2": "needs a variable `functions`",
+    "google-gemma-2-2b-it": "has no tools",
+    "llama-cpp-deepseek-r1": "writes a generator as JSON",
+    "openai-gpt-oss-120b": "writes harmony, which is no format of ours yet",
+}
+FOUND = {}
+
+
+class Rendered:
+    """A template's format of calls, and its renderings of answers as a model would have written them."""
+
+    def __init__(self, template):
+        tokenizer = tokenizer_of(template)
+        self.format = format_of(tokenizer)
+        self.chat = Chat(tokenizer, marks_of(tokenizer), traits_of(tokenizer))
+        text = self._text(U, A)
+        self.start = len(self._text(U))
+        self.head, _, self.eos = text[self.start :].partition(A["content"])
+
+    def _text(self, *messages):
+        form = Conversation(linked(list(messages), self.chat.traits), OFFERED)
+        found = self.chat.rendered(form, {"add_generation_prompt": False})
+        return HELD.sub(lambda mark: bytes.fromhex(mark[1]).decode(), found.text) if found.whole else None
+
+    def answer(self, calls):
+        """An answer of these calls, without what the template puts around answers; None where they are too many."""
+        ids = (f"abcdefg{i:02}" for i in range(len(calls)))
+        written = [call(name, json.dumps(given, ensure_ascii=False), next(ids)) for name, given in calls]
+        try:
+            text = self._text(U, turn("assistant", "", *written))
+        except ValueError:
+            return None
+        if text is None or "<|eom|>" in text:  # one call a turn
+            return None
+        text = text[self.start :]
+        begins = [i for i, letter in enumerate(self.eos) if letter in "<["]
+        text = next((text.removesuffix(self.eos[i:]) for i in [0, *begins] if text.endswith(self.eos[i:])), text)
+        begins = [at for mark in self.format.marks if (at := text.find(mark)) >= 0]
+        return text[min(begins) :] if begins else text.removeprefix(self.head)
+
+
+def found(name):
+    if name in UNREAD:
+        pytest.skip(UNREAD[name])
+    if name not in FOUND:
+        FOUND[name] = Rendered(all_templates()[name])
+    return FOUND[name]
+
+
+PRINTED = [name for name in all_templates() if not name.startswith("no ") or name in ("no results", "no system")]
+
+
+@pytest.mark.parametrize("name", PRINTED)
+@given(st.data())
+@settings(max_examples=20_000 if SWEEP else 15, deadline=None)
+def test_calls_come_back_as_the_template_renders_them(name, data):
+    rendered = found(name)
+    if rendered.format is None or not rendered.chat.traits.calls:
+        pytest.skip("prints no calls")
+    pieces = sorted({*MARKS.findall(rendered.answer([("write", {"text": "x"})])), "a", " ", "\n", "é", "'", "0"})
+    text = st.lists(st.sampled_from(pieces), max_size=8).map("".join)
+    one = st.fixed_dictionaries({}, optional={"text": text, "count": st.integers()})
+    calls = data.draw(st.lists(st.tuples(st.sampled_from(["write", "run"]), one), min_size=1, max_size=2))
+    if (written := rendered.answer(calls)) is None:
+        return
+    cuts = sorted(cut % len(written) for cut in data.draw(st.lists(st.integers(0, 9999), max_size=5)))
+    splitter, parts = Splitter(SimpleNamespace(), (), tool_format=rendered.format, tools=OFFERED), []
+    for start, end in zip([0, *cuts], [*cuts, len(written)], strict=True):
+        parts += splitter.feed(written[start:end])
+    parts += splitter.end(cut=False)
+    assert [(p.name, json.loads(p.arguments)) for p in parts if isinstance(p, ToolCall)] == calls, written
+    assert name not in OWN or "".join(p.text for p in parts if isinstance(p, Said)).strip() == ""

@@ -1,0 +1,183 @@
+"""Rules for tokens act on the choice of every row: the text depends neither on drafts nor on other requests."""
+
+import threading
+
+import mlx.core as mx
+import pytest
+from letter_chats import make_tokenizer
+
+import mlx_mtp
+from mlx_mtp.serve.engine import Engine
+from mlx_mtp.serve.job import Ask, End, Failed, Job, Served
+from mlx_mtp.serve.prefixes import Chunking, PrefixTree
+from mlx_mtp.serve.together import Together
+from mlx_mtp.serve.token_rules import BadWords, TokenRules, vocabulary
+
+GREEDY, SEEDED = {"temp": 0.0, "seed": 1}, {"temp": 1.5, "seed": 3}
+XTC = {"temp": 1.0, "seed": 5, "xtc_probability": 0.7, "xtc_threshold": 0.05}
+PROMPT, MOST = [1, 5, 9, 4, 2], 24
+RULES = {
+    "min_tokens": (TokenRules(min_tokens=20), GREEDY),
+    "min_tokens, seeded": (TokenRules(min_tokens=20, stop_tokens=(4, 5, 6, 7)), SEEDED),
+    "ignore_eos": (TokenRules(ignore_eos=True), SEEDED),
+    "bad_words": (TokenRules(bad_words=("a", "bc", "hij"), ignore_eos=True), SEEDED),
+    "bad_words, greedy": (TokenRules(bad_words=("a", "bc"), ignore_eos=True), GREEDY),
+    "stop_tokens": (TokenRules(stop_tokens=(7, 12)), SEEDED),
+    "allowed": (TokenRules(allowed=(5, 6, 7)), SEEDED),
+    "xtc": (TokenRules(ignore_eos=True), XTC),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models):
+    return tiny_models(vocab_size=16)[0]
+
+
+def answers(model, k, asks, *, together=True):
+    """The texts of answers that are decoded at once, why each ended, and how many tokens it has."""
+    options, tokenizer = {"num_draft_tokens": k, "adaptive": False}, make_tokenizer()
+    tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=k), Chunking(4), 1 << 30)
+    batch = Together(model, tokenizer, options, 4) if together else None
+    engine = Engine(load=lambda: Served(model, tokenizer, tree, options, None, together=batch))
+    found, over = [[] for _ in asks], threading.Semaphore(0)
+
+    def emit(i, event):
+        found[i].append(event)
+        if isinstance(event, (End, Failed)):
+            over.release()
+
+    engine.start()
+    engine.submit([Job(ask, lambda event, i=i: emit(i, event)) for i, ask in enumerate(asks)])
+    assert all(over.acquire(timeout=60) for _ in asks)
+    engine.stop(0)
+    engine.thread.join(10)
+    texts = ["".join(getattr(event, "text", "") for event in events) for events in found]
+    ends = [events[-1] for events in found]
+    return [(text, end.reason, end.stats.generation_tokens) for text, end in zip(texts, ends, strict=True)]
+
+
+def ask(rules, sampling):
+    return Ask(PROMPT, max_tokens=MOST, sampling=sampling, rules=rules)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """Each answer by plain steps, alone."""
+    return {name: answers(model, 0, [ask(*each)], together=False)[0] for name, each in RULES.items()}
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_text_depends_neither_on_drafts_nor_on_others(model, plain, k):
+    assert answers(model, k, [ask(*each) for each in RULES.values()]) == list(plain.values())
+    for name in ("min_tokens, seeded", "bad_words", "xtc"):
+        assert answers(model, k, [ask(*RULES[name])]) == [plain[name]], name
+        assert answers(model, k, [ask(*RULES[name])], together=False) == [plain[name]], name
+
+
+def test_rules_hold(plain):
+    for name, (rules, _) in RULES.items():
+        text, reason, made = plain[name]
+        assert reason in ("stop", "length")
+        assert made >= rules.min_tokens
+        assert not any(word in text for word in rules.bad_words), name
+        if rules.ignore_eos:
+            assert (reason, made) == ("length", MOST), name
+        if rules.allowed:
+            assert set(text.removesuffix("<e>")) <= set("bcd")
+
+
+def test_rules_change_the_text(model, plain):
+    free = dict(zip(RULES, answers(model, 0, [ask(TokenRules(), how) for _, how in RULES.values()]), strict=True))
+    assert [name for name in RULES if free[name] == plain[name] and "greedy" not in name] in ([], ["min_tokens"])
+
+
+def test_every_way_to_write_a_word_is_ruled_out():
+    tokenizer = Pieces("Ġcat", "c", "at", "a", "t", "Ġ", "Ċcat", "ca", "ts", "catalog", "Ã", "©", "<s>")
+    rules = BadWords(tokenizer, ["cat", "ca\ts", "é"], prompt=2)
+    assert vocabulary(tokenizer).texts[6:7] == [b"\ncat"]
+    logits = mx.zeros((1, 14))
+    for text, banned in {
+        (): {"Ġcat", "Ċcat", "catalog"},
+        ("c",): {"Ġcat", "Ċcat", "catalog", "at"},
+        ("c", "a"): {"Ġcat", "Ċcat", "catalog", "t", "ts"},
+        ("ca",): {"Ġcat", "Ċcat", "catalog", "t", "ts"},
+        ("Ã",): {"Ġcat", "Ċcat", "catalog", "©"},
+    }.items():
+        ids = [1, 1, *map(tokenizer.pieces.index, text)]
+        row = rules(mx.array(ids), logits)[0]
+        assert {tokenizer.pieces[i] for i in range(13) if row[i].item() < 0} == banned, text
+        assert row[13].item() == 0
+
+
+class Pieces:
+    """A tokenizer with these tokens, in the letters of byte-level BPE."""
+
+    def __init__(self, *pieces):
+        self.pieces, self.added_tokens_decoder = list(pieces), {}
+
+    def __len__(self):
+        return len(self.pieces)
+
+    def convert_ids_to_tokens(self, ids):
+        return [self.pieces[i] for i in ids]
+
+
+def test_a_row_without_a_token_left_has_probabilities():
+    (process,) = TokenRules(ignore_eos=True).processors(Ends(), 1)
+    row = process(mx.array([1]), mx.zeros((1, 4), mx.float16))
+    assert mx.isfinite(row - mx.logsumexp(row, axis=-1, keepdims=True)).all().item()
+
+
+class Ends:
+    eos_token_ids = frozenset(range(4))
+
+
+def chat(served, **body):
+    said = [{"role": "user", "content": "What does len do?"}]
+    return served.post("/v1/chat/completions", json={"messages": said, "max_tokens": 20, **body})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stop_token_ids": [-1]}, {"stop_token_ids": [1 << 40]}, {"stop_token_ids": 5}, {"bad_words": ["a", ""]},
+        {"bad_words": "a"}, {"min_tokens": 21}, {"min_tokens": 1.5}, {"ignore_eos": "yes"}, {"xtc_probability": 2},
+        {"repeat_penalty": 2, "repetition_penalty": 3}, {"allowed_token_ids": [True]}, {"max_tokens": -2},
+    ],
+)  # fmt: skip
+def test_values_that_do_not_fit_are_refused_by_name(served, wrong):
+    found = chat(served, **wrong)
+    assert found.status_code == 400
+    assert next(iter(wrong)) in found.json()["error"]["message"]
+
+
+def test_fields_reach_the_rules(served):
+    plain = chat(served).json()
+    text = plain["choices"][0]["message"]["content"]
+    ids = served.site.door.tokenizer.encode(text, add_special_tokens=False)
+    stopped = chat(served, stop_token_ids=[ids[4]]).json()["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["message"]["content"] == served.site.door.tokenizer.decode(ids[: ids.index(ids[4])])
+    word = text.split()[2]
+    assert word not in chat(served, bad_words=[word]).json()["choices"][0]["message"]["content"]
+    same = {"seed": 4, "temperature": 1.0}
+    xtc = [chat(served, **same, xtc_probability=1.0, xtc_threshold=t).json()["choices"] for t in (0.01, 0.6)]
+    assert xtc[0] != xtc[1] == chat(served, **same).json()["choices"]
+    said = {"messages": [{"role": "user", "content": "Write a function that sorts."}]}
+    every = [
+        chat(served, **said, **penalty).json()["choices"]
+        for penalty in (
+            {"repeat_penalty": 5.0},
+            {"repetition_penalty": 5.0},
+            {},
+            {"repeat_penalty": 5.0, "repeat_last_n": 0},
+        )
+    ]
+    assert every[0] == every[1] != every[2] == every[3]
+
+
+def test_minus_one_is_no_limit_and_no_seed(served):
+    whole = chat(served, max_tokens=-1, ignore_eos=True, stop=["\n\n"]).json()["usage"]["completion_tokens"]
+    assert whole > 20 or chat(served, max_tokens=-1).json()["choices"][0]["finish_reason"] == "stop"
+    draws = {chat(served, seed=-1, temperature=2.0).json()["choices"][0]["message"]["content"] for _ in range(3)}
+    assert len(draws) == 3

@@ -1,0 +1,118 @@
+"""Calls come back as their templates render them, whatever stands in them; text without a call comes back whole."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+from call_renderers import RENDERERS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sweep import SWEEP
+
+from mlx_mtp.serve.answer import MOST_READ, Said, Splitter, ToolCall
+from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
+
+EXAMPLES = 20_000 if SWEEP else 60
+THINKING = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
+PARAMETERS = {
+    "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "number"}, "now": {"type": "boolean"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "where": {"type": "object"},
+    "list": {"type": ["array", "null"]}, "size": {"enum": ["s", "m"]}, "other": {"$ref": "#/$defs/name"},
+}  # fmt: skip
+SCHEMA = {"type": "object", "properties": PARAMETERS, "$defs": {"name": {"type": "string"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "write", "description": "", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "write_all"}},
+]
+RENDERED = sorted(RENDERERS, key=lambda renderer: renderer.__name__)
+TAGS = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
+
+
+def format_named(name):
+    plain = SimpleNamespace(has_tool_calling=False, chat_template=name, get_vocab=dict)
+    return BY_PARSER.get(name) or BY_PARSER.get(name.rpartition("_")[2]) or format_of(plain)
+
+
+def marks(renderer):
+    """What the format's own rendering of a call is made of."""
+    return sorted({*TAGS.findall(renderer("write", {"text": "x"})), "<think>", "</think>"})
+
+
+@st.composite
+def texts(draw, pieces):
+    """Text with the format's own marks in it."""
+    return "".join(draw(st.lists(st.sampled_from([*pieces, "a", " ", "\n", "é", "`", "'", "0"]), max_size=12)))
+
+
+def split(text, cuts, format, *, cut=False, thinking=True, **options):
+    """The parts of an answer that arrives cut at these places: content, reasoning, calls."""
+    splitter, parts, start = (
+        Splitter(THINKING, (), tool_format=format, tools=TOOLS, thinking=thinking, **options),
+        [],
+        0,
+    )
+    for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
+        parts += splitter.feed(text[start:end])
+        start = end
+    parts += splitter.end(cut=cut)
+    said = ["".join(p.text for p in parts if isinstance(p, Said) and p.reasoning == r) for r in (False, True)]
+    return *said, [(p.name, json.loads(p.arguments)) for p in parts if isinstance(p, ToolCall)]
+
+
+CUTS = st.lists(st.integers(0, 10_000), max_size=6)
+
+
+@pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
+@given(st.data())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_a_rendered_call_comes_back(renderer, data):
+    text = texts(marks(renderer))
+    if RENDERERS[renderer] in ("minicpm5", "gemma4", "function_gemma"):  # strings that their templates do not escape
+        text = text.map(lambda value: value.replace("]]>", "").strip())
+    values = {
+        "text": text, "count": st.integers(), "share": st.floats(-1e6, 1e6), "now": st.booleans(),
+        "maybe": st.none(),
+        "where": st.dictionaries(st.sampled_from("ab"), st.text("xyz<>/", max_size=4), max_size=2),
+        "list": st.lists(st.integers(), max_size=3) | st.none(),
+        "size": st.sampled_from("sm"), "other": st.just("<x>"),
+    }  # fmt: skip
+    chosen = data.draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=4))
+    arguments = {name: data.draw(values[name]) for name in chosen}
+    before, rendered = data.draw(st.sampled_from(["", "\n", "I write.\n\n"])), renderer("write", arguments)
+    content, reasoning, calls = split(before + rendered, data.draw(CUTS), format_named(RENDERERS[renderer]))
+    assert calls == [("write", arguments)], rendered
+    assert (content, reasoning) == (before.lstrip("\n"), "")
+
+
+@pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
+@given(st.data())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_text_without_a_call_comes_back_whole(renderer, data):
+    pieces = [*marks(renderer), "write", "unknown"]
+    text = data.draw(texts(pieces).filter(lambda text: not text.lstrip().startswith("<think>")))
+    content, reasoning, calls = split(
+        text, data.draw(CUTS), format_named(RENDERERS[renderer]), cut=data.draw(st.booleans())
+    )
+    assert calls or (content, reasoning) == (text, "")
+
+
+class Counted:
+    """A format that counts the characters in which calls are looked for."""
+
+    def __init__(self, format):
+        self.format, self.marks, self.opening, self.count = format, format.marks, format.opening, 0
+
+    def read(self, text, tools, *, complete):
+        self.count += len(text)
+        return self.format.read(text, tools, complete=complete)
+
+
+@pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
+def test_a_hostile_answer_is_not_read_again_and_again(renderer):
+    format = Counted(format_named(RENDERERS[renderer]))
+    begun = renderer("write", {"text": "x"}).partition("x")[0]
+    text = begun * (20_000 // len(begun))
+    content, reasoning, calls = split(text, [], format)
+    assert calls or content + reasoning == text
+    assert format.count <= MOST_READ + len(text)

@@ -1,0 +1,59 @@
+"""Make any callable that some files call raise at its n-th call; which there are is found by watching a run."""
+
+import inspect
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+SKIPPED = {"__exit__", "call_soon"}  # what was taken is never given back; a task never runs: nobody can mend that
+GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR  # resumed, not called
+
+
+class Broken(Exception):
+    """What only these tests raise."""
+
+
+class Calls:
+    """Counts the calls that `files` make in threads that are started within `watched()`.
+
+    raises: (name, n), a callable as `seen` names it and which of its calls raises Broken, once.
+    armed:  calls count from when it is set.
+    stack:  names of the functions that were active when it raised, None before.
+    """
+
+    armed = False
+
+    def __init__(self, *files: str, raises: tuple[str, int] | None = None):
+        self.files, self.raises = {inspect.getsourcefile(sys.modules[file]) for file in files}, raises
+        self.seen: dict[str, int] = {}
+        self.stack: list[str] | None = None
+
+    @contextmanager
+    def watched(self):
+        threading.setprofile(self._note)
+        try:
+            yield self
+        finally:
+            threading.setprofile(None)
+
+    def _note(self, frame, event, arg):
+        caller = frame if event == "c_call" else frame.f_back if event == "call" else None
+        if not self.armed or caller is None or caller.f_code.co_filename not in self.files:
+            return
+        if event == "call" and frame.f_code.co_flags & GENERATORS:
+            return
+        called = arg.__qualname__ if event == "c_call" else frame.f_code.co_qualname
+        if called.rpartition(".")[2] in SKIPPED:
+            return
+        name = f"{Path(caller.f_code.co_filename).stem}.{caller.f_code.co_name} calls {called}"
+        self.seen[name] = self.seen.get(name, 0) + 1
+        if self.stack is None and (name, self.seen[name]) == self.raises:
+            self.stack = list(_functions(caller))
+            raise Broken(name)
+
+
+def _functions(frame):
+    while frame is not None:
+        yield frame.f_code.co_qualname
+        frame = frame.f_back

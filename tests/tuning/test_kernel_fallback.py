@@ -1,0 +1,159 @@
+"""A kernel that does not compile costs itself only: in the trial, later, and in the next process."""
+
+import warnings
+
+import mlx.core as mx
+import pytest
+import tiny
+from stand_in import FIRST, MESSAGE, SITES, standing_in, switched_on
+from sweep import sampled
+
+import mlx_mtp
+from mlx_mtp.kernels import _first_launch, _source
+from mlx_mtp.machine.errors import refusal
+from mlx_mtp.tuning import ab_test, kernel_fallback, kernel_switch
+from mlx_mtp.tuning.kernel_fallback import BESIDE, KernelRefused, failed_kernels, fall_back
+
+CONFIG = {**tiny.CONFIG, **tiny.SHORTER, "vocab_size": 18}
+PROMPT = [1, 2, 3, 0, 2, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("fallback"), CONFIG, tiny.random_weights(CONFIG))
+
+
+@pytest.fixture
+def known_sites(monkeypatch, tmp_path):
+    """Only sites that the stand-in knows, few draws, and nothing remembered."""
+    place = kernel_switch.place
+    monkeypatch.setattr(kernel_switch, "place", lambda model: [s for s in place(model) if s.op in SITES])
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def model(checkpoint):
+    return mlx_mtp.load_model(checkpoint)
+
+
+def text(model, **options):
+    steps = mlx_mtp.generate_step(PROMPT, model, **{"max_tokens": 12, "adaptive": False, **options})
+    return [token for token, *_ in steps]
+
+
+def on(model, op):
+    return {key[2] for key, verdict in model._trials.verdicts.items() if key[0] == op and verdict.on}
+
+
+@pytest.mark.parametrize("how", sampled(["evaluate"], ["construct", "call", "evaluate"]))
+def test_in_the_trial_and_by_the_next_load(checkpoint, known_sites, how):
+    want = text(mlx_mtp.load_model(checkpoint), num_draft_tokens=3)
+
+    def refuses(op, template):
+        return how if op == "add_norm" else None
+
+    for load in range(2):
+        with standing_in(refuses) as maker, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = mlx_mtp.load_model(checkpoint, kernels="exact")
+            assert ("add_norm" in maker.calls) == (load == 0 and how != "construct")
+            assert text(model, num_draft_tokens=3) == want
+        said = [str(w.message) for w in caught]
+        assert len(said) == (load == 0)
+        assert all("kernel add_norm" in line and "float32" in line and "\n" not in line for line in said)
+        assert not on(model, "add_norm")
+        assert on(model, "verify_gemv") >= set(range(2, 9))
+        (line,) = [line for line in model.report.kernels if line.startswith("add_norm")]
+        assert "M=1-8 off (fails with" in line
+        assert [failed.kernel.split()[0] for failed in failed_kernels(model)] == ["add_norm"]
+
+
+def test_later_at_a_row_count_that_no_load_tries(model):
+    """Heads read five rows in a cycle with three drafts, a load tries up to four."""
+    want = text(model, num_draft_tokens=3)
+
+    def refuses(op, template):
+        return "evaluate" if op == "verify_gemv" and template.get("ROWS") == 5 else None
+
+    with standing_in(refuses), pytest.warns(UserWarning, match="kernel verify_gemv .*, M=5: fails with"):
+        assert text(switched_on(model), num_draft_tokens=3) == want
+    assert on(model, "verify_gemv") & set(range(9)) == {2, 3, 4, 6, 7, 8}
+    assert on(model, "add_norm") == on(model, "verify_head") == set(range(1, 17))
+    assert {line.rows[0] for line in failed_kernels(model)} == {5}
+
+
+def test_the_line_names_the_kernel_and_the_first_error(model):
+    refused = standing_in(lambda op, template: "call" if op == "add_norm" else None)
+    with refused, pytest.warns(UserWarning, match="add_norm") as caught:
+        text(switched_on(model))
+    (line,) = [str(w.message) for w in caught]
+    assert line.startswith("kernel add_norm is wrong with mlx")
+    assert "stays off: 32 eps 1e-05 float32, M=1: fails with ValueError: " + FIRST in line
+
+
+@pytest.mark.parametrize(("message", "said"), [
+    (MESSAGE, FIRST),
+    ("Thread group size (1024) is greater\nthan the maximum", "Thread group size (1024) is greater"),
+    ("", ""),
+])  # fmt: skip
+def test_a_compilers_first_error_is_said(message, said):
+    assert refusal(RuntimeError(message)) == "RuntimeError" + (f": {said}" if said else "")
+
+
+def test_sites_switched_on_without_a_trial(model):
+    want = text(model, num_draft_tokens=3)
+    kernel_switch.place(model)
+    sites = [site for site in kernel_fallback.placed(model) if site.op in SITES]
+    with standing_in(lambda op, template: "evaluate" if op == "verify_head_merge" else None):
+        for site in sites:
+            site.rows = frozenset(range(1, 17))
+        with pytest.warns(UserWarning, match="verify_head"):
+            assert text(model, num_draft_tokens=3) == want
+    assert {site.op for site in sites if not site.rows} == {"verify_head"}
+
+
+def test_a_launch_that_no_trial_makes_is_its_sites(model):
+    """A draw from the first logits has a kernel of its own, which the stand-in does not even know."""
+    options = {"temp": 1.0, "top_k": 4, "seed": 5, "num_draft_tokens": 3}
+    want = text(model, **options)
+    with standing_in(), pytest.warns(UserWarning, match="kernel verify_head"):
+        assert text(switched_on(model), **options) == want
+    assert not on(model, "verify_head")
+    assert on(model, "add_norm")
+
+
+def test_each_kernel_beside_a_trial_is_one():
+    files = {file.stem for file in _source.DIRECTORY.glob("*.metal")}
+    assert {*BESIDE, *BESIDE.values()} <= files
+
+
+def test_want_of_memory_is_no_refusal(model, monkeypatch):
+    with standing_in() as maker:
+        switched_on(model)
+        run, failed = _first_launch.Launch.run, []
+
+        def short(launch):
+            failed.append(launch.key)
+            return RuntimeError("[malloc] Unable to allocate 4096 bytes.")
+
+        monkeypatch.setattr(_first_launch.Launch, "run", short)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            text(model)
+        monkeypatch.setattr(_first_launch.Launch, "run", run)
+    assert failed
+    assert "add_norm" in maker.calls
+    assert on(model, "add_norm") == set(range(1, 17))
+
+
+def test_where_no_kernel_is_on_the_error_is_raised(model, monkeypatch):
+    with pytest.raises(KernelRefused):
+        fall_back(model, KernelRefused([]))
+
+    def broken(*_):
+        raise RuntimeError("[eval] broken")
+
+    monkeypatch.setattr(mx, "async_eval", broken)
+    with pytest.raises(RuntimeError, match=r"^\[eval\] broken$"):
+        text(model)
