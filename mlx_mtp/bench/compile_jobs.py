@@ -82,7 +82,7 @@ def probe(dtype: str) -> Job:
 
 def lacking() -> dict[str, str]:
     """Find the types that the GPU, if there is one, does not support, and why; every Metal GPU has float32."""
-    found = {dtype: by_mlx(probe(dtype)) for dtype in (TYPES[1:] if on_metal() else ())}
+    found = {dtype: by_mlx(probe(dtype))["refused"] for dtype in (TYPES[1:] if on_metal() else ())}
     return {dtype: reason(message) for dtype, message in found.items() if message}
 
 

@@ -10,7 +10,7 @@ from .verdict_file import Found, Key
 
 MARGIN = 1.02  # of 80 trials of a thing with itself, on a busy CPU, 77 stayed below
 AS_ROWS = "as M="  # begins why a kernel is on that was not timed, but another number of rows of its shape
-SPLIT = "rows split"
+SPLIT, TOGETHER = "rows split", "rows together"
 WORDS = {"SEPARATE": "separate", "FUSED": "fused", "FUSED_ACROSS": "fused across statements"}
 SPELLED_OUT = "multiply-adds spelled out, as the compiler's differ from those of MLX's library"
 MLX_IS = {"slower": "faster", "no faster": "as fast"}  # than a kernel that is right, and off
