@@ -107,8 +107,8 @@ HANGS = [
     for rank in (1, 0)
 ]
 ABSENT = [
-    ((0, 2), f"rank 1 has not started within 6 s"),
-    ((1,), f"rank 0 at 127.0.0.1 has not started within 6 s"),
+    ((0, 2), "rank 1 has not started within 6 s"),
+    ((1,), "rank 0 at 127.0.0.1 has not started within 6 s"),
 ]
 
 

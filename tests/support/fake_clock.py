@@ -1,5 +1,6 @@
 """Run threads on a clock that moves only when all of them sleep, so that seconds cost nothing and are exact."""
 
+import contextlib
 import threading
 
 
@@ -27,10 +28,8 @@ class Clock:
         return self.ended
 
     def _run(self, name: str, job) -> None:
-        try:
+        with contextlib.suppress(Over):
             job()
-        except Over:
-            pass
         with self._turn:
             del self._wakes[name]
             if self.now < self.stops.get(name, float("inf")):
