@@ -105,7 +105,7 @@ def generate_step(
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
-    key, ranks = random_key(seed), getattr(model, "ranks", None)
+    key, ranks = random_key(seed), model.ranks
     if ranks:
         same = (k, lookup, max_tokens, cache.offset, step, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
         tokens, key = agreed(ranks, tokens, key, same)

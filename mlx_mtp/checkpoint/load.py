@@ -26,6 +26,7 @@ from ..decoding.memory_needs import Budget
 from ..decoding.prefill import test_heads
 from ..decoding.prefill_chunk import prefill_chunk
 from ..layers.expert_rows import cut_experts, number_rows
+from ..layers.runtime import HasRuntime, Runtime
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..machine.stream import in_turn
@@ -117,7 +118,7 @@ def load(
             warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=2)
         _finish(model, path, vocab, tokenizer, lane, budget, lazy=lazy)
         wire(nbytes(model.parameters()), wired_limit)
-        model.report = replace(model.report, prefill_chunk=prefill_chunk(model, budget.layout, lazy=lazy))
+        model.runtime.note(prefill_chunk=prefill_chunk(model, budget.layout, lazy=lazy))
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -144,7 +145,7 @@ def load_model(
         model = _load(path, read_config(path), drafting, budget, ranks, lazy=lazy)
         _finish(model, path, vocab, None, lane, budget, lazy=lazy)
         wire(nbytes(model.parameters()), wired_limit)
-        model.report = replace(model.report, prefill_chunk=prefill_chunk(model, budget.layout, lazy=lazy))
+        model.runtime.note(prefill_chunk=prefill_chunk(model, budget.layout, lazy=lazy))
     return model
 
 
@@ -198,8 +199,8 @@ def _finish(
             texts["words"] = tokenizer.encode(WORDS)
         if later := vocab is None and is_large(model):
             texts = {kind: tokens[:FEW_TOKENS] for kind, tokens in texts.items()}
-        model.untested = partial(_test_heads, model, model.untested, path, texts)
-        model.report = replace(model.report, untested=later and bool(model.mtp))
+        model.runtime.untested = partial(_test_heads, model, model.runtime.untested, path, texts)
+        model.runtime.note(untested=later and bool(model.mtp))
         if not later:
             test_heads(model)
             mx.eval(model.parameters())
@@ -207,14 +208,14 @@ def _finish(
         _reduce(model, vocab, tokenizer, lazy=lazy)
     bits = {bits for name in ("kv_bits", "mtp_kv_bits") if (bits := budget.layout.get(name))}
     kernels, not_exact = switch_on(model, lane, lazy=lazy, **({"kv_bits": bits} if bits else {}))
-    model.report = replace(model.report, kernels=kernels, not_exact=not_exact)
+    model.runtime.note(kernels=kernels, not_exact=not_exact)
 
 
 def _test_heads(model: Any, read: Callable[[], None] | None, path: Path, texts: dict[str, list[int]]) -> None:
     if read is not None:
         read()
     self_test(model, path, texts)
-    model.report = replace(model.report, untested=False)
+    model.runtime.note(untested=False)
 
 
 def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> None:
@@ -224,19 +225,22 @@ def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> Non
     vocab.check(model.vocab_size, tokenizer)
     rows, before = reduce_heads(model, vocab.tokens), model.report.head_bytes
     after = nbytes(model.mtp)
-    model.report = replace(model.report, head_bytes=after, drafted_from=rows, saved_bytes=before - after)
+    model.runtime.note(head_bytes=after, drafted_from=rows, saved_bytes=before - after)
     if not lazy:
         mx.eval([head.parameters() for head in model.mtp])  # lets go of the rows that are not listed
 
 
-class Plain:
+class Plain(HasRuntime):
     """Mixin in front of mlx-lm's Model: the part of a port's contract that needs no knowledge of the model."""
 
     mtp: tuple = ()
-    untested: Any = None
     max_draft_tokens = 0
     NO_KV_BITS = "a family that has no port"
     vocab_size: int
+
+    def __init__(self, args: Any):
+        super().__init__(args)  # type: ignore[call-arg]
+        self.runtime = Runtime()
 
     def windows(self) -> list[CacheKind]:
         return [MlxLmCaches]
@@ -271,7 +275,7 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
             budget.check(model, path)
             check_numbers(named(model), lambda name: (path, name))
     source = f"model_type {name!r} has no MTP port"
-    model.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
+    model.runtime.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
     if drafting.mtp:
         warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=4)
     return model
