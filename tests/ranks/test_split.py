@@ -64,10 +64,11 @@ def test_quantized_weights_are_split(tmp_path, n, dtype, atol):
     check(n, tmp_path, rank_cases.write_quantized(tmp_path / "model", dtype), WHOLE, atol)
 
 
+@pytest.mark.parametrize("kv_heads", [12, 1])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_parts_of_biased_linears_sum_to_the_whole(bits):
-    """Each bias of a sum is added once, whatever the number of ranks."""
-    sizes = {"hidden_size": 96, "intermediate_size": 384, "head_dim": 32, "vocab_size": 32}
+def test_parts_of_biased_linears_sum_to_the_whole(bits, kv_heads):
+    """Each bias of a sum is added once, and a head of keys and values serves all ranks, whatever their number."""
+    sizes = {"hidden_size": 96, "intermediate_size": 384, "head_dim": 32, "num_key_value_heads": kv_heads}
     config = {**rank_cases.HEADLESS["llama"], **sizes, "attention_bias": True, "mlp_bias": True}
 
     def modules(group):
