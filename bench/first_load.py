@@ -224,7 +224,7 @@ def start(name: str, mac: Mac, on_disk: set[Launch], typing: float) -> Start:
         model, _ = shaped_model(file)
         known = timed()
         kernel_switch.switch_on(model, None)
-        trials, decided = model._trials, timed() - known
+        trials, decided = model.runtime.trials, timed() - known
         before, device.trying = len(device.compiled), False
         cycles(model)
         seconds, pipelines, device.trying = device.now, len(device.compiled), True

@@ -87,35 +87,80 @@ def generate_step(
 
     Raises ValueError (at the call) for an option out of range.
     """
-    checked.check_model(model)
-    step = checked.default_step(model) if prefill_step_size is None else prefill_step_size
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
-    sampling.validate(model.vocab_size)
-    checked.check_sampling(sampling, sampler, draft_sampling)
+    step = _check(model, sampling, sampler, draft_sampling, prefill_step_size)
     checked.check_numbers(max_tokens, step, seed, draft_p_min)
-    tokens, given = checked.token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
-    k = checked.draft_count(num_draft_tokens, model, given)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
-    cache = checked.cache_for(model, given, k, kv_group_size, quantized_kv_start, layout)
-    max_tokens = within(max_context, cache.offset, len(tokens), max_tokens)
-    check_prompt(model, cache, len(tokens), max_tokens, step, ignore=not check_memory)
-    new = RESERVED_TOKENS if max_tokens == -1 else min(max_tokens, RESERVED_TOKENS)
-    cache.reserve(cache.offset + len(tokens) + new)
+    tokens, k, cache = _open(model, prompt, num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout)
+    max_tokens = _make_room(model, cache, len(tokens), max_tokens, step, max_context, check=check_memory)
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
-    key, ranks = random_key(seed), getattr(model, "ranks", None)
-    if ranks:
-        same = (k, lookup, max_tokens, cache.offset, step, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
-        tokens, key = agreed(ranks, tokens, key, same)
+    same = (k, lookup, max_tokens, cache.offset, step, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
+    tokens, key = _agreed(model, tokens, random_key(seed), same)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
-    compiled = compiled_for(model, cache, picker, compile_cycles)
-    control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
-    agreement = Agreement(ranks, control) if ranks else control
-    decoder = Decoder(model, cache, picker, agreement, stats, step, k, lookup, draft_p_min, compiled)
+    settings = {"adaptive": adaptive, "p_min": draft_p_min, "compile_cycles": compile_cycles}
+    decoder, keep = _decoder(model, cache, picker, stats, step, k, lookup, **settings)
     steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return in_turns(_closed_by(steps, partial(remember, model, control, compiled)))
+    return in_turns(_closed_by(steps, keep))
+
+
+def _check(model: Target, sampling: Sampling, sampler: Sampler | None, mode: str, step: int | None) -> int:
+    """Return the tokens per prefill chunk; ValueError for a model of mlx_lm's, or sampling that is not possible."""
+    checked.check_model(model)
+    sampling.validate(model.vocab_size)
+    checked.check_sampling(sampling, sampler, mode)
+    return checked.default_step(model) if step is None else step
+
+
+def _open(
+    model: Target, prompt: Any, num_draft_tokens: int | None, prompt_cache: Any, *layout: Any
+) -> tuple[list[int], int, PromptCache]:
+    """Return the prompt's token ids, the most drafts per cycle, and the cache, a new one where none is given.
+
+    layout: of a new cache, as `cache_for` takes it.
+    """
+    tokens, given = checked.token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
+    k = checked.draft_count(num_draft_tokens, model, given)
+    return tokens, k, checked.cache_for(model, given, k, *layout)
+
+
+def _make_room(
+    model: Target, cache: PromptCache, prompt: int, most: int, step: int, max_context: int | None, *, check: bool
+) -> int:
+    """Reserve the positions of `prompt` tokens and at most `most` new ones (-1: no limit); return how many new ones
+    the context allows. Raises ValueError where memory is short, if that is to be checked."""
+    most = within(max_context, cache.offset, prompt, most)
+    check_prompt(model, cache, prompt, most, step, ignore=not check)
+    cache.reserve(cache.offset + prompt + (RESERVED_TOKENS if most == -1 else min(most, RESERVED_TOKENS)))
+    return most
+
+
+def _agreed(model: Target, tokens: list[int], key: mx.array, options: tuple) -> tuple[list[int], mx.array]:
+    """Return the tokens and the key of draws, rank 0's where the model is split over ranks."""
+    return agreed(model.ranks, tokens, key, options) if model.ranks else (tokens, key)
+
+
+def _decoder(
+    model: Target,
+    cache: PromptCache,
+    picker: Picker,
+    stats: Stats,
+    chunk: int,
+    k: int,
+    lookup: int,
+    *,
+    adaptive: bool,
+    p_min: float,
+    compile_cycles: bool | None,
+) -> tuple[Decoder, Callable[[], None]]:
+    """Make a generation's decoder, and the function that keeps its costs for the next generation."""
+    compiled = compiled_for(model, cache, picker, compile_cycles)
+    control = control_for(model, k, lookup, adaptive=adaptive, p_min=p_min > 0, compiled=compiled)
+    agreement = Agreement(model.ranks, control) if model.ranks else control
+    decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, p_min, compiled)
+    return decoder, partial(remember, model, control, compiled)
 
 
 def _closed_by(

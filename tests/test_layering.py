@@ -98,7 +98,7 @@ def test_hard_limits():
         assert text.count("\n") <= (600 if room_of(file) == "models" else 400), file
         for node in parsed(file):
             if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 80, (file, node.name)
+                assert node.end_lineno - node.lineno < 60, (file, node.name)
             if isinstance(node, ast.Call) and room_of(file) != "cli":
                 assert not (isinstance(node.func, ast.Name) and node.func.id == "print"), (file, node.lineno)
 

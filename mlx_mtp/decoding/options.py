@@ -102,7 +102,7 @@ def default_step(model: Any) -> int:
     """Return the tokens per prefill chunk that the load chose (`prefill_chunk`); without that the smallest."""
     if mx.default_device() == mx.cpu:
         return ON_CPU
-    return getattr(getattr(model, "report", None), "prefill_chunk", None) or CHUNKS[-1]
+    return (model.report and model.report.prefill_chunk) or CHUNKS[-1]
 
 
 def largest_step() -> int:

@@ -158,7 +158,7 @@ class Served(NamedTuple):
     @property
     def ranks(self) -> Any:
         """What splits the model over several machines; None where nothing does."""
-        return getattr(self.model, "ranks", None)
+        return self.model.ranks
 
 
 def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:

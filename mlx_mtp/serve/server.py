@@ -141,7 +141,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
     most, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
-    step, ranks = settings.step or min(most, default_step(model)), getattr(model, "ranks", None)
+    step, ranks = settings.step or min(most, default_step(model)), model.ranks
     tree = PrefixTree(blank, Chunking(step, least, frozenset(tokenizer.eos_token_ids)), settings.cache_bytes)
     if tree.limit and not ranks and not blank.is_mlx_lm:
         tree.decoded = None  # the engine compares rows when it is idle; ranks decide nothing by time

@@ -54,8 +54,8 @@ def switch_on(
     lane: None decides by trial, "exact" and "fast" take what is right, "fast" also products by matrices where a trial
     finds them faster, "off" takes none. Without a Metal GPU, or for a model that verifies nothing, all stays as it
     is; by trial also with `lazy` weights, which a trial would read. kv_bits: of quantized caches that will be used.
-    By trial, what the first cycles use is decided here; the rest waits in the model's `_trials`, and in any lane the
-    rows of several texts (`switch_on_for_texts`).
+    By trial, what the first cycles use is decided here; the rest waits in the model's `runtime.trials`, and in any
+    lane the rows of several texts (`switch_on_for_texts`).
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
@@ -70,7 +70,7 @@ def switch_on(
     found = ModelTrials(model, place(model), kv_bits, lane)
     for module in summed:
         sum_over(module, module.ranks_group)
-    model._trials = found
+    model.runtime.trials = found
     if lane is not None:
         found.decide(found.trials)
     elif not model.ranks or model.ranks.rank == 0:
@@ -87,7 +87,7 @@ def switch_on(
 
 def switch_on_for_texts(model: Any) -> None:
     """Try the kernels that are not tried yet for the rows of several texts; what is on changes, and the report."""
-    found = getattr(model, "_trials", None)
+    found = model.runtime.trials
     if found and not model.ranks and found.go_together():
         put_on(model, found)
 
@@ -95,9 +95,8 @@ def switch_on_for_texts(model: Any) -> None:
 def put_on(model: Any, found: "ModelTrials") -> None:
     """Let the sites of a model serve what its trials have found since, and its report say so."""
     kernels, not_exact = found.switched()
-    if getattr(model, "report", None) and kernels != model.report.kernels:
-        model.report = replace(model.report, kernels=kernels, not_exact=not_exact)
-        vars(model).pop("_learned", None)  # what cycles cost with the kernels of before
+    if model.report and kernels != model.report.kernels:
+        model.runtime.note(kernels=kernels, not_exact=not_exact)
 
 
 class ModelTrials:

@@ -45,7 +45,7 @@ def text(model, **options):
 
 
 def on(model, op):
-    return {key[2] for key, verdict in model._trials.verdicts.items() if key[0] == op and verdict.on}
+    return {key[2] for key, verdict in model.runtime.trials.verdicts.items() if key[0] == op and verdict.on}
 
 
 @pytest.mark.parametrize("how", sampled(["evaluate"], ["construct", "call", "evaluate"]))

@@ -213,8 +213,8 @@ def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, only_products
             del layers[1:]
         with emulator.emulated(emulator.Options(traffic=False)), stock_ops():
             before.append(kernel_switch.switch_on(model, None))
-            model._trials.go_on(lambda: False)
-            reports.append(model._trials.switched())
+            model.runtime.trials.go_on(lambda: False)
+            reports.append(model.runtime.trials.switched())
         assert model.lm_head.site.rows == {2, 3, 4}
         assert model.layers[0].self_attn.q_proj.site.rows == {1, 2, 3, 4}
     assert reports[0] == reports[1] == before[1] != before[0]
