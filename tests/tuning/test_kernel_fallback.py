@@ -139,7 +139,7 @@ def test_split_rows_that_metal_refuses_are_off(quantized_checkpoint):
         return "evaluate" if op == "verify_qmm" and template.get("ROWS") == 4 else None
 
     with standing_in(refuses):
-        found = switched_on(model)._trials
+        found = switched_on(model).runtime.trials
         for key, verdict in found.verdicts.items():
             found.verdicts[key] = replace(verdict, split=key[0] == "verify_qmm" and key[2] == 5)
         kernel_switch.put_on(model, found)
