@@ -16,6 +16,7 @@ from mlx_mtp.bench.doctor_page import page, table, verdict
 from mlx_mtp.bench.doctor_summary import REGISTERS, by_kernel, launched
 from mlx_mtp.bench.kernels_cases import SMALL
 from mlx_mtp.emulator import compile as compiling
+from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.tuning.kernel_switch import trials
 
 COUNTED = {"op": "add_norm", "shape": "512", "rows": 4, "against": "error", "wrong": None}
@@ -284,7 +285,7 @@ def test_a_part_that_fails_loses_no_other(monkeypatch):
         monkeypatch.setattr(doctor.Patient, name, lambda self, name=name: {"did": name})
     monkeypatch.setattr(doctor.Patient, "decode", lambda self: [][1])
     told = []
-    found = doctor.examine(SimpleNamespace(model=None), told.append)
+    found = doctor.examine(SimpleNamespace(model=SimpleNamespace(runtime=Runtime())), told.append)
     assert found["decode"] == {"failed": "IndexError: list index out of range"}
     assert [found[name]["did"] for name in ("facts", "verify", "host")] == ["facts", "verify", "host"]
     assert found["kernels"]["found"][0] == {"op": "a", "failed": "ZeroDivisionError: division by zero"}
