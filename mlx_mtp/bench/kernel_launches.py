@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -46,15 +46,16 @@ def spread(launches: Iterable[Launch], count: int) -> list[Launch]:
     return [every[i * (len(every) - 1) // (count - 1)] for i in range(count)]
 
 
-def can_split(launch: Launch) -> bool:
-    """Return whether a launch's kernel has an alternative whose threads have fewer rows."""
-    return "split" in inspect.signature(launch.func).parameters
+@cache
+def can_split(op: Callable[..., object]) -> bool:
+    """Return whether an op's kernel has an alternative whose threads have fewer rows."""
+    return "split" in inspect.signature(op).parameters
 
 
 def alternatives(launches: Callable[[], Iterator[Launch]]) -> Iterator[Launch]:
     """Yield launches, and then those with `split=True`."""
     yield from launches()
-    yield from (partial(launch, split=True) for launch in launches() if can_split(launch))
+    yield from (partial(launch, split=True) for launch in launches() if can_split(launch.func))
 
 
 def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:

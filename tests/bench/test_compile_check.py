@@ -168,10 +168,8 @@ def test_a_job_is_json_and_says_its_types():
     assert {name for each in found for name in types_of(each)} == {"float32", "float16", "bfloat16"}
 
 
-def test_every_kernel_is_compiled_and_a_sample_is_of_each():
-    assert {launch.text.kernel for launch in launches()} == {*OPS}
-    sample = [launch.text.kernel for launch in launches(sample=1)]
-    assert sample == [*OPS]
+def test_a_sample_is_of_every_kernel():
+    assert [launch.text.kernel for launch in launches(sample=1)] == [*OPS]
 
 
 @linux_only

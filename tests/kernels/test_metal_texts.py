@@ -8,7 +8,7 @@ import published
 import pytest
 from metal_cases import linux_only
 from metal_texts import FEW, GROUPS, texts
-from sweep import SWEEP, sampled
+from sweep import SWEEP, paired, sampled
 
 from mlx_mtp.bench import compile_jobs
 from mlx_mtp.bench.kernel_launches import RELEASED, groups
@@ -44,15 +44,15 @@ def listed():
     return {text for make in groups(RELEASED).values() for text in texts(make())}
 
 
+KINDS = ("step-3.5-flash", "qwen3.5-27b", "nemotron-3-super", "glm-5.1")
+RELEASED_FILES = sampled([file for file in published.FILES if file.stem in KINDS], published.FILES)
+
+
 @pytest.mark.parametrize(
-    "file",
-    sampled(
-        [f for f in published.FILES if f.stem in ("step-3.5-flash", "qwen3.5-27b", "nemotron-3-super", "glm-5.1")],
-        published.FILES,
-    ),
-    ids=lambda file: file.stem,
+    ("file", "rows"),
+    paired(RELEASED_FILES, ["candidates", "together"]),
+    ids=lambda given: getattr(given, "stem", given),
 )
-@pytest.mark.parametrize("rows", ["candidates", "together"])
 def test_the_texts_of_released_configs_are_among_those_that_doctor_compiles(file, rows, tmp_path, monkeypatch):
     """Each config of a released model, with the weights in 4 bits and its kernels launched in all numbers of rows."""
     monkeypatch.setattr(mx, "eval", lambda *_: None)  # weights stay shapes

@@ -41,7 +41,7 @@ def launched(launch):
 def pairs(launch):
     """The texts of a launch, each with its kernel's that splits rows, or with itself."""
     whole = launched(launch)
-    return zip(whole, launched(partial(launch, split=True)) if can_split(launch) else whole, strict=True)
+    return zip(whole, launched(partial(launch, split=True)) if can_split(launch.func) else whole, strict=True)
 
 
 @pytest.mark.parametrize("group", sampled([*FEW][::5], GROUPS))
