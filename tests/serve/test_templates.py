@@ -17,19 +17,16 @@ from mlx_mtp.serve.prompts import HELD, Chat, marks_of
 from mlx_mtp.serve.template_traits import traits_of
 from mlx_mtp.serve.tool_calls.table import format_of
 
-MARKS = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
+MARKS = re.compile(r"\]<\]minimax\[>\[|<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
 # Released templates with which calls cannot be read back, and why.
 UNREAD = {
     "CohereForAI-c4ai-command-r-plus-tool_use": "repeats its instructions behind each conversation",
     "Kimi-K2-Instruct": "refuses calls in transformers' sandbox",
-    "Kimi-K3": "has marks around contents, which are no format of ours yet",
     "Kimi-K2-Thinking": "refuses calls in transformers' sandbox",
-    "MiniMax-M3": "writes lists and objects as nested tags, which is no format of ours yet",
     "MiroThinker": "reads a variable that is not set",
     "fireworks-ai-llama-3-firefunction-v2": "needs a variable `functions`",
     "google-gemma-2-2b-it": "has no tools",
     "llama-cpp-deepseek-r1": "writes a generator as JSON",
-    "openai-gpt-oss-120b": "writes harmony, which is no format of ours yet",
 }
 FOUND = {}
 
