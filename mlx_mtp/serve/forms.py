@@ -126,6 +126,17 @@ def _with_one_call_a_turn(conversation: Conversation) -> Conversation:
     return conversation._replace(messages=found)
 
 
+def _with_calls_behind_content(conversation: Conversation) -> Conversation:
+    """Split an answer of content and calls into two turns; reasoning stays with the calls."""
+    found: list[Message] = []
+    for message in conversation.messages:
+        if message.get("tool_calls") and message.get("content"):
+            found.append({"role": "assistant", "content": message["content"]})
+            message = {**message, "content": ""}
+        found.append(message)
+    return conversation._replace(messages=found)
+
+
 def _with_a_question(conversation: Conversation) -> Conversation:
     """Begin with a question, an empty one where an answer, a result or nothing follows the system prompt."""
     messages = conversation.messages
@@ -177,6 +188,7 @@ CHANGES = (
     _with_tools_described,
     _with_one_system_turn,
     _with_one_call_a_turn,
+    _with_calls_behind_content,
     _with_a_question,
     _with_the_system_prompt_in_the_question,
     _with_neighbours_joined,

@@ -11,7 +11,7 @@ from ..cache.prompt_prefix import render, shared
 from .continued import begun_answer, behind_prompt, is_begun, is_empty, is_marked, render_begun, with_mark
 from .forms import Conversation, Message, forms, with_calls_as_text
 from .history import ESCAPED, STAND_IN, linked, restored, stand_ins, with_arguments
-from .template_traits import Traits, traits_of
+from .template_traits import REASONING_FIELDS, Traits, traits_of
 
 # Stand around what a user wrote that would be read as a special token, in hexadecimal; noncharacters of Unicode,
 # which some templates print as escape sequences.
@@ -108,7 +108,7 @@ def _encode_chat(
 class Rendered(NamedTuple):
     """A conversation in the form that was rendered, what its stand-ins stand for, and its text.
 
-    whole: the system prompts and all stand-ins are in the text.
+    whole: the system prompts, the contents beside calls and all stand-ins are in the text.
     """
 
     messages: list[Message]
@@ -128,18 +128,18 @@ class Chat(NamedTuple):
     def rendered(self, form: Conversation, options: dict[str, Any]) -> Rendered:
         """Render a form of a conversation, with arguments as the client wrote them wherever that is possible."""
         options = {**options, **({} if form.tools is None else {"tools": _held(form.tools, self.marks.every)})}
-        messages = [_held_in(message, self.marks) for message in form.messages]
+        messages = [_held_in(message, self.marks, self.traits) for message in form.messages]
         hold = partial(_held, pattern=self.marks.special)
-        systems = [each["content"].strip() for each in messages if each["role"] == "system"]
+        needed = [_content(each) for each in messages if each["role"] == "system" or each.get("tool_calls")]
         with contextlib.suppress(ValueError):
             exact, texts = with_arguments(messages, self.traits, hold, exact=True)
             printed = render_begun(self.tokenizer, exact, options) if texts else ""
             if texts and (text := restored(printed, texts)) is not None:
-                whole = stand_ins(printed) == len(texts) and all(each in text for each in systems)
+                whole = stand_ins(printed) == len(texts) and all(each in text for each in needed)
                 return Rendered(exact, texts, options, text, whole)
         messages, _ = with_arguments(messages, self.traits, hold, exact=False)
         text = render_begun(self.tokenizer, messages, options)
-        return Rendered(messages, [], options, text, all(each in text for each in systems))
+        return Rendered(messages, [], options, text, all(each in text for each in needed))
 
 
 def _prompt(chat: Chat, rendered: Rendered, *, turns: bool) -> Prompt:
@@ -154,14 +154,21 @@ def encode_text(tokenizer: Any, text: str) -> Prompt:
     return Prompt(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
 
 
-def _held_in(message: Message, marks: Marks) -> Message:
+def _held_in(message: Message, marks: Marks, traits: Traits) -> Message:
     """Hold back marks; a model's own words may have those that are not special, such as of its reasoning.
 
-    Calls are left to `with_arguments`.
+    Calls are left to `with_arguments`. Reasoning is in the field that the template reads.
     """
     pattern = marks.special if message["role"] == "assistant" else marks.every
-    kept = ("role", "tool_calls")
-    return {key: value if key in kept else _held(value, pattern) for key, value in message.items()}
+    kept, renamed = ("role", "tool_calls"), {REASONING_FIELDS[0]: traits.reasoning}
+    return {
+        renamed.get(key, key): value if key in kept else _held(value, pattern) for key, value in message.items()
+    }
+
+
+def _content(message: Message) -> str:
+    """The content of a message without white space at its ends, which templates may drop."""
+    return (message.get("content") or "").strip()
 
 
 def _held(value: Any, pattern: re.Pattern[str]) -> Any:

@@ -20,6 +20,7 @@ from ..decoding.options import default_draft_tokens, default_step
 from .app import Site, application
 from .engine import Engine, Limits
 from .fields import Door
+from .frames import add_reasoning_marks, frames_of
 from .guard import Rules
 from .job import Served
 from .metrics import Metrics
@@ -147,7 +148,9 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
         tree.decoded = None  # the engine compares rows when it is idle; ranks decide nothing by time
     options = {**settings.options, "num_draft_tokens": k}
     together = None if ranks else Together(model, tokenizer, options, step)
-    return Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files, together)
+    add_reasoning_marks(tokenizer)
+    files, frames = settings.cache_files, frames_of(tokenizer)
+    return Served(model, tokenizer, tree, options, format_of(tokenizer), files, together, frames)
 
 
 def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:

@@ -113,10 +113,8 @@ def kimi_k2(name, arguments):
 
 
 def harmony(name, arguments):
-    return (
-        f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{compact(arguments)}"
-        "<|call|>"
-    )
+    head = f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return f"{head}{compact(arguments)}<|call|>"
 
 
 def harmony_rendered(name, arguments):
@@ -160,8 +158,8 @@ def pythonic(name, arguments):
 # (renderer, the format's name in `BY_PARSER`, or a mark of its chat template)
 RENDERERS = {
     hermes: "json_tools", qwen_coder: "qwen3_coder", glm: "glm47", glm_47: "glm47", longcat: "longcat",
-    minimax: "minimax_m2", minimax_m3: M3, minicpm: "minicpm5", muse: "muse_spark", kimi_k3: "kimi_k3", dsml: "<｜DSML｜",
-    llama: "<|python_tag|>", mistral: "mistral", mistral_list: "mistral", kimi_k2: "kimi_k2",
+    minimax: "minimax_m2", minimax_m3: M3, minicpm: "minicpm5", muse: "muse_spark", kimi_k3: "kimi_k3",
+    dsml: "<｜DSML｜", llama: "<|python_tag|>", mistral: "mistral", mistral_list: "mistral", kimi_k2: "kimi_k2",
     deepseek_v3: "<｜tool▁calls▁begin｜>", deepseek_v31: "<｜tool▁calls▁begin｜>", gemma_4: "gemma4",
     function_gemma: "function_gemma", pythonic: "pythonic", harmony: "<|channel|>commentary",
     harmony_rendered: "<|channel|>commentary",
