@@ -126,7 +126,7 @@ def _with_one_call_a_turn(conversation: Conversation) -> Conversation:
     return conversation._replace(messages=found)
 
 
-def _with_calls_behind_content(conversation: Conversation) -> Conversation:
+def with_calls_behind_content(conversation: Conversation) -> Conversation:
     """Split an answer of content and calls into two turns; reasoning stays with the calls."""
     found: list[Message] = []
     for message in conversation.messages:
@@ -188,7 +188,7 @@ CHANGES = (
     _with_tools_described,
     _with_one_system_turn,
     _with_one_call_a_turn,
-    _with_calls_behind_content,
+    with_calls_behind_content,
     _with_a_question,
     _with_the_system_prompt_in_the_question,
     _with_neighbours_joined,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..cache.prompt_prefix import render, shared
 from .continued import begun_answer, behind_prompt, is_begun, is_empty, is_marked, render_begun, with_mark
-from .forms import Conversation, Message, forms, with_calls_as_text
+from .forms import Conversation, Message, forms, with_calls_as_text, with_calls_behind_content
 from .history import ESCAPED, STAND_IN, linked, restored, stand_ins, with_arguments
 from .template_traits import REASONING_FIELDS, Traits, traits_of
 
@@ -98,17 +98,28 @@ def _encode_chat(
             error = e
             continue
         if rendered.whole:
-            return _prompt(chat, rendered, turns=turns)
+            return _prompt(chat, _with_contents(chat, form, rendered, given), turns=turns)
         found = found or rendered
     if found is None:
         raise error or ValueError("the chat template takes no form that ends with the answer to be continued")
     return _prompt(chat, found, turns=turns)
 
 
+def _with_contents(chat: "Chat", form: Conversation, rendered: "Rendered", options: dict[str, Any]) -> "Rendered":
+    """The conversation with contents in front of calls, where the template prints these but none beside calls."""
+    contents = [_content(message) for message in rendered.messages if message.get("tool_calls")]
+    if not all(content in rendered.text for content in contents):
+        with contextlib.suppress(ValueError):
+            split = chat.rendered(with_calls_behind_content(form), options)
+            if split.whole and all(content in split.text for content in contents):
+                return split
+    return rendered
+
+
 class Rendered(NamedTuple):
     """A conversation in the form that was rendered, what its stand-ins stand for, and its text.
 
-    whole: the system prompts, the contents beside calls and all stand-ins are in the text.
+    whole: the system prompts and all stand-ins are in the text.
     """
 
     messages: list[Message]
@@ -130,16 +141,16 @@ class Chat(NamedTuple):
         options = {**options, **({} if form.tools is None else {"tools": _held(form.tools, self.marks.every)})}
         messages = [_held_in(message, self.marks, self.traits) for message in form.messages]
         hold = partial(_held, pattern=self.marks.special)
-        needed = [_content(each) for each in messages if each["role"] == "system" or each.get("tool_calls")]
+        systems = [_content(each) for each in messages if each["role"] == "system"]
         with contextlib.suppress(ValueError):
             exact, texts = with_arguments(messages, self.traits, hold, exact=True)
             printed = render_begun(self.tokenizer, exact, options) if texts else ""
             if texts and (text := restored(printed, texts)) is not None:
-                whole = stand_ins(printed) == len(texts) and all(each in text for each in needed)
+                whole = stand_ins(printed) == len(texts) and all(each in text for each in systems)
                 return Rendered(exact, texts, options, text, whole)
         messages, _ = with_arguments(messages, self.traits, hold, exact=False)
         text = render_begun(self.tokenizer, messages, options)
-        return Rendered(messages, [], options, text, all(each in text for each in needed))
+        return Rendered(messages, [], options, text, all(each in text for each in systems))
 
 
 def _prompt(chat: Chat, rendered: Rendered, *, turns: bool) -> Prompt:
@@ -161,9 +172,7 @@ def _held_in(message: Message, marks: Marks, traits: Traits) -> Message:
     """
     pattern = marks.special if message["role"] == "assistant" else marks.every
     kept, renamed = ("role", "tool_calls"), {REASONING_FIELDS[0]: traits.reasoning}
-    return {
-        renamed.get(key, key): value if key in kept else _held(value, pattern) for key, value in message.items()
-    }
+    return {renamed.get(key, key): value if key in kept else _held(value, pattern) for key, value in message.items()}
 
 
 def _content(message: Message) -> str:

@@ -28,7 +28,7 @@ from .prefix_files import PrefixFiles
 from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
 from .together import Together
-from .tool_calls.table import format_of
+from .tool_calls.table import format_of, unread_calls
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # seconds at the end in which what is remembered is written to files
@@ -169,6 +169,7 @@ def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
         template=settings.template,
         turns=not served.tree.every_moment,
         created=int(time.time()),
+        unread_calls=unread_calls(tokenizer, served.tool_format),
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )
     return served

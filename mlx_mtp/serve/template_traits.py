@@ -58,7 +58,7 @@ def _traits(tokenizer: Any, template: str) -> Traits:
 
 
 def _reasoning_field(tokenizer: Any) -> str:
-    """The first field whose text the template prints, in an answer or beside a call; the usual one if it prints none."""
+    """The first field whose text the template prints, in an answer or beside a call, else the usual one."""
     call, result = _conversation(SHORT_ID, ARGUMENTS, "")[1:]
     for field in REASONING_FIELDS:
         for message, *behind in (({"role": "assistant", "content": CONTENT},), (call, result)):

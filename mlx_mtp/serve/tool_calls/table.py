@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..template_traits import NAME, probes
-from .call_format import CallFormat
+from .call_format import CallFormat, behind_space
 from .gemma import GemmaCalls
 from .json_calls import JsonCalls, JsonMarks
 from .pythonic import PythonicCalls
@@ -155,6 +155,16 @@ def format_of(tokenizer: Any) -> CallFormat | None:
     return next((BY_MARK[mark] for mark in (*marks, *BY_MARK) if mark in marks or mark in written), None)
 
 
+def unread_calls(tokenizer: Any, format: CallFormat | None) -> str | None:
+    """Why calls in answers may come back as text; None where they are read. format: the one that reads them."""
+    printed = any(NAME in probe.text for probe in probes(tokenizer, {"text": "x", "more": "y"}))
+    if format is None:
+        return "the chat template names no known format of tool calls"
+    if printed and _as_rendered(tokenizer) is None:
+        return "the chat template renders tool calls in a format that is not known"
+    return None
+
+
 def _as_rendered(tokenizer: Any) -> CallFormat | None:
     """The format that reads a call as it was before the template rendered it."""
     parameters = {"type": "object", "properties": {key: {"type": "string"} for key in ("text", "more")}}
@@ -171,7 +181,7 @@ def _as_rendered(tokenizer: Any) -> CallFormat | None:
 def _calls_in(text: str, format: CallFormat, tools: Tools) -> Iterator[Any]:
     """The arguments of the calls that begin with a mark of the format, or without one where it is Llama's."""
     for match in format.opening(tools).finditer(text):
-        if not text.startswith(format.marks, match.start()) and format is not FORMATS[-1]:
+        if not text.startswith(format.marks, behind_space(text, match.start())) and format is not FORMATS[-1]:
             continue
         if reading := format.read(text[match.start() :], tools, complete=False):
             yield from (json.loads(call.arguments) for call in reading.calls)
