@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..cache.prompt_prefix import render, shared
 from .continued import begun_answer, behind_prompt, is_begun, is_empty, is_marked, render_begun, with_mark
-from .forms import Conversation, Message, forms, with_calls_as_text, with_calls_behind_content
+from .forms import Change, Conversation, Message, changed, forms, with_calls_as_text, with_calls_behind_content
 from .history import ESCAPED, STAND_IN, linked, restored, stand_ins, with_arguments
 from .template_traits import REASONING_FIELDS, Traits, traits_of
 
@@ -89,7 +89,8 @@ def _encode_chat(
     chat = Chat(tokenizer, marks, traits_of(tokenizer))
     error, found, conversation = None, None, Conversation(linked(messages, chat.traits), tools)
     unprinted = {"calls": not chat.traits.calls, "results": not chat.traits.results}
-    for form in forms(with_calls_as_text(conversation, **unprinted)):
+    conversation = with_calls_as_text(conversation, **unprinted)
+    for changes, form in forms(conversation):
         if is_marked(messages) and not is_marked(form.messages):
             continue
         try:
@@ -98,11 +99,32 @@ def _encode_chat(
             error = e
             continue
         if rendered.whole:
+            form, rendered = _with_fewest_changes(chat, conversation, changes, (form, rendered), given)
             return _prompt(chat, _with_contents(chat, form, rendered, given), turns=turns)
         found = found or rendered
     if found is None:
         raise error or ValueError("the chat template takes no form that ends with the answer to be continued")
     return _prompt(chat, found, turns=turns)
+
+
+def _with_fewest_changes(
+    chat: "Chat",
+    conversation: Conversation,
+    changes: tuple[Change, ...],
+    found: tuple[Conversation, "Rendered"],
+    options: dict[str, Any],
+) -> tuple[Conversation, "Rendered"]:
+    """A form without the changes that are not needed, so that a longer conversation may begin alike."""
+    for change in changes if len(changes) > 1 else ():
+        fewer = tuple(each for each in changes if each is not change)
+        form = changed(conversation, fewer)
+        if is_marked(conversation.messages) and not is_marked(form.messages):
+            continue
+        with contextlib.suppress(ValueError):
+            rendered = chat.rendered(form, options)
+            if rendered.whole:
+                changes, found = fewer, (form, rendered)
+    return found
 
 
 def _with_contents(chat: "Chat", form: Conversation, rendered: "Rendered", options: dict[str, Any]) -> "Rendered":
