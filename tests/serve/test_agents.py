@@ -1,16 +1,19 @@
 """Sessions of coding agents, of ten tool calls each: nothing is refused, and a prompt begins with the one before it.
 
-The first requests are in `agent_sessions.json`, in the shape that the named version of a program sent (others' after
-their documentation), with short texts in the place of their own. Later requests are built from our answers.
+The first requests are in `agent_sessions.json`, in the shape that the named version of a program sent (those without
+a version after the program's documentation), with short texts in the place of its own. Later requests are made of
+our answers.
 """
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
+from sweep import paired, sampled
 from templates import OWN, tokenizer_of
 
 from mlx_mtp.cache.prompt_prefix import shared
@@ -128,8 +131,11 @@ def without_cache_marks(value):
     return [without_cache_marks(each) for each in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("scripted", TEMPLATES, indirect=True)
-@pytest.mark.parametrize("name", SESSIONS)
+@pytest.mark.parametrize(
+    ("name", "scripted"),
+    sampled([*((name, "json") for name in SESSIONS), *paired(SESSIONS, TEMPLATES[1:])], product(SESSIONS, TEMPLATES)),
+    indirect=["scripted"],
+)
 def test_a_session_of_ten_calls(scripted, name):
     session = scripted.session = SESSIONS[name]
     body, texts = json.loads(json.dumps(session["body"])), []
