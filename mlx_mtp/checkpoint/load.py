@@ -5,35 +5,27 @@ that name what is wrong, and what is tried once the weights are there. A family 
 and caches in the same loop, without drafts.
 """
 
-import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cache.layer_cache import CacheKind
-from ..cache.mlx_lm_caches import MlxLmCaches
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
 from ..decoding.prefill import test_heads
 from ..decoding.prefill_chunk import prefill_chunk
 from ..layers.expert_rows import cut_experts, number_rows
-from ..layers.runtime import HasRuntime, Runtime
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..machine.stream import in_turn
 from ..machine.wired import AUTO, WiredLimit, check_wired_limit, wire
-from ..models import find_port, port_names
-from ..models.config.normalize import normalize
-from ..models.config.rope_modules import apply_rope
+from ..models import find_port
 from ..ranks.group import Ranks, ranks_of
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
@@ -41,14 +33,11 @@ from .adapters import load_adapters as _adapted
 from .build import load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
-from .files import read_config, read_tensors, resolve, weights_apart
+from .files import read_config, resolve
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
 from .heads_beside import is_split
-from .parameters import check_numbers, named
-from .quant_methods import packed_by
-from .report import make_report
+from .load_plain import load_plain
 from .sort_tensors import Drafting
-from .weight_files import Stored, read_stored
 
 WEIGHTS_ALONE = Budget()
 
@@ -271,111 +260,3 @@ def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> Non
     model.runtime.note(head_bytes=after, drafted_from=rows, saved_bytes=before - after)
     if not lazy:
         mx.eval([head.parameters() for head in model.mtp])  # lets go of the rows that are not listed
-
-
-class Plain(HasRuntime):
-    """Mixin in front of mlx-lm's Model: the part of a port's contract that needs no knowledge of the model."""
-
-    mtp: tuple = ()
-    max_draft_tokens = 0
-    NO_KV_BITS = "a family that has no port"
-    vocab_size: int
-
-    def __init__(self, args: Any):
-        super().__init__(args)  # type: ignore[call-arg]
-        self.runtime = Runtime()
-
-    def windows(self) -> list[CacheKind]:
-        return [MlxLmCaches]
-
-    def head_windows(self) -> list[int | None]:
-        return []
-
-    def no_hidden(self) -> mx.array:
-        return mx.zeros((1, 1, self.vocab_size))
-
-    def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Compute logits [1, 1, V] of the last of tokens [1, L], which is all that plain decoding asks for."""
-        return cache[0].read(self, tokens)
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        return hidden
-
-    def choice(self, hidden: mx.array) -> None:
-        """Return None: `hidden` is the logits."""
-
-
-def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
-    """Load mlx-lm's own model, make its report, and warn that nothing is drafted; ValueError if damaged."""
-    name, known = config["model_type"], ", ".join(port_names())
-    for option in ("draft_model", "mtp_path", "mtp_overrides"):
-        if value := getattr(drafting, option):
-            raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; ports are {known}")
-    ignored: list[str] = []
-    with one_line(f"{path}: cannot be loaded", keep=True):
-        model = _build(path, config, known, ignored)
-        if not lazy:
-            budget.check(model, path)
-            check_numbers(named(model), lambda name: (path, name))
-    source = f"model_type {name!r} has no MTP port"
-    model.runtime.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
-    if drafting.mtp:
-        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=4)
-    return model
-
-
-def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
-    """Build mlx-lm's model, its weights not read; tensors that it does not know are appended to `ignored`."""
-    name = config["model_type"]
-    try:
-        family = importlib.import_module(f"mlx_lm.models.{mlx_lm_utils.MODEL_REMAPPING.get(name, name)}")
-    except ModuleNotFoundError:
-        raise ValueError(
-            f"{path}/config.json: model_type {name!r} is unknown; known are {ports} and mlx-lm's"
-        ) from None
-    stored = read_stored(path)
-
-    def build(args: Any) -> Any:
-        kind: Any = type("Model", (Plain, family.Model), {})
-        model = kind(args)
-        apply_rope(model, config)
-        model.sanitize = partial(_sanitize, model, stored)
-        model.load_weights = partial(_load_weights, model, stored, ignored)
-        return model
-
-    normal = normalize(config)
-    normal.check(path / "config.json")
-    normal.warn(path / "config.json", stacklevel=5)
-    args = SimpleNamespace(from_dict=lambda merged: family.ModelArgs.from_dict(config))
-    classes: Any = (build, args)
-    options: Any = {"model_config": config, "get_model_classes": lambda config: classes}
-    try:
-        with weights_apart(path) as apart:
-            model, _ = mlx_lm_utils.load_model(apart, lazy=True, strict=False, **options)
-    except (ValueError, KeyError) as e:
-        reason = packed_by(path, config, stored.trunk) or (isinstance(e, KeyError) and stored.lacking())
-        if reason:
-            raise ValueError(reason) from e
-        raise
-    del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
-    model.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # its shape only: nothing is computed
-    return model
-
-
-def _sanitize(model: Any, stored: Stored, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Do what mlx-lm asks for with what it found by name, which is nothing, with the trunk's tensors."""
-    weights = read_tensors(stored.trunk)
-    return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
-
-
-def _load_weights(
-    model: Any, stored: Stored, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any
-) -> None:
-    """Do as `nn.Module.load_weights`, but name what is missing and skip what the model has no place for."""
-    expected, found = named(model), dict(weights)
-    if missing := sorted(expected.keys() - found.keys()):
-        unnamed = f"{stored.path}: tensor {missing[0]} is missing; config.json expects it"
-        raise ValueError(stored.lacking(missing) or unnamed)
-    stored.warn(stacklevel=7)
-    ignored += sorted(found.keys() - expected.keys())
-    nn.Module.load_weights(model, [(n, w) for n, w in weights if n in expected], strict=True)
