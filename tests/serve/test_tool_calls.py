@@ -118,3 +118,20 @@ def test_a_hostile_answer_is_not_read_again_and_again(renderer):
     content, reasoning, calls = split(text, [], format)
     assert calls or content + reasoning == text
     assert format.count <= MOST_READ + len(text)
+
+
+NAMES = ("a.b-c__d", "mcp__server__tool", "Write", "größe", "x")
+KEYS = ("text", "a-b", "a_b.c", "$x", "ключ", "file path", "Type", "name", "arguments")
+
+
+@pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
+def test_names_that_are_no_identifiers(renderer):
+    for i, key in enumerate(KEYS):
+        name, arguments = NAMES[i % len(NAMES)], {key: ' \n"\\'}
+        properties = {"properties": {key: {"type": "string"}}}
+        tools = [
+            {"type": "function", "function": {"name": each, "parameters": properties}} for each in (name, name + "2")
+        ]
+        splitter = Splitter(THINKING, (), tool_format=format_named(RENDERERS[renderer]), tools=tools)
+        parts = splitter.feed(renderer(name, arguments) * 2) + splitter.end(cut=False)
+        assert [(p.name, json.loads(p.arguments)) for p in parts] == [(name, arguments)] * 2
